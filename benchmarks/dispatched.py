@@ -43,8 +43,8 @@ from windlass.plan.time import COUNTED, OF_FUSED, OF_LINEAR, features, of_linear
 from windlass.runfile import Lora
 from windlass.tiny import EXTRA
 from windlass.train import experts, parallel, quantised
-from windlass.train.fused import Adapters, fuse
-from windlass.train.lora import attach
+from windlass.train.fused import FusedAdapters, fuse_layers
+from windlass.train.lora import attach_adapter
 from windlass.train.loss import patch_forward
 
 TABLE = Path(work.__file__).with_name("operators.json")
@@ -138,16 +138,16 @@ def count_step(base: Base, count: int, tokens: int, way: str) -> dict[str, dict[
     """One forward and backward of a model with random weights."""
     lora, adapter = adapter_of(base, count)
     layout = Layout("resident", "counted", 1, 1, shard=1)
-    model = parallel.build(base, layout, torch.bfloat16)
+    model = parallel.build_model(base, layout, torch.bfloat16)
     parallel.allocate(model, layout)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
     model.requires_grad_(False)
-    peft = attach(model, lora, adapter, 0)
+    peft = attach_adapter(model, lora, adapter, 0)
     causal_lm = peft.get_base_model()
     patch_forward(causal_lm)
-    fused = fuse(causal_lm, torch.bfloat16, always=True) if way == "fused" else Adapters([], None)
+    fused = fuse_layers(causal_lm, torch.bfloat16, always=True) if way == "fused" else FusedAdapters([], None)
     causal_lm.train()
     calls = 0
 
@@ -216,7 +216,7 @@ def count_linear(
             each.float()
         model, calls = nn.Module(), 0
         model.q_proj = linear
-        fused = Adapters([model] if way == "fused" else [], torch.bfloat16)
+        fused = FusedAdapters([model] if way == "fused" else [], torch.bfloat16)
 
         def called(*_: Any) -> None:
             nonlocal calls

@@ -35,7 +35,7 @@ from transformers import Mistral4Config
 from transformers.models.mistral4.modeling_mistral4 import Mistral4Experts
 
 from windlass.train import experts as alongside
-from windlass.train.load import peak_rss, reset_peak_rss
+from windlass.train.load import read_peak_rss, reset_peak_rss
 
 EXPERTS, TOP_K, RANK = 32, 4, 16
 TIMED = (512, 256)  # hidden size, width of an expert
@@ -133,7 +133,7 @@ def weigh(way: str, dtype: torch.dtype) -> int:
     gc.collect()
     before = reset_peak_rss()
     step()
-    return peak_rss() - before
+    return read_peak_rss() - before
 
 
 def weighed() -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from windlass.model import read_base
 from windlass.model.config import describe
-from windlass.train.load import peak_rss, reset_peak_rss
+from windlass.train.load import read_peak_rss, reset_peak_rss
 
 GIB = 2**30
 WAYS = {
@@ -148,7 +148,7 @@ def run(way: str, folder: Path, workers: int, shard_gib: float) -> None:
         with_peft(folder, shard_gib)
     else:
         with_windlass(folder, workers, proven=way == "proven")
-    found = {"seconds": time.perf_counter() - started, "peak": peak_rss(), "before": before}
+    found = {"seconds": time.perf_counter() - started, "peak": read_peak_rss(), "before": before}
     print(json.dumps(found))
 
 

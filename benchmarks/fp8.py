@@ -31,9 +31,9 @@ from windlass.model import read_base
 from windlass.model.targets import resolve
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
-from windlass.train.load import load, own_part
-from windlass.train.lora import attach
-from windlass.train.sync import Replicas
+from windlass.train.load import load_base, view_own_part
+from windlass.train.lora import attach_adapter
+from windlass.train.sync import ReplicaGroups
 
 RANKS = 2
 MIB = 2**20
@@ -92,12 +92,16 @@ def run_rank(asked: argparse.Namespace) -> None:
     for name, (layout, kept) in TURNS.items():
         shard = 1 if layout == "resident" else RANKS
         spread = Layout(layout, "benchmark", 1, RANKS, shard, RANKS // shard, base_dtype=kept)
-        base, made = load(checkpoint, spread)
-        base_bytes = sum(own_part(p)[0].nbytes for p in base.parameters()) + sum(b.nbytes for b in base.buffers())
-        model = attach(base, lora, adapter, seed=1).train()
+        base, made = load_base(checkpoint, spread)
+        base_bytes = sum(view_own_part(p)[0].nbytes for p in base.parameters()) + sum(b.nbytes for b in base.buffers())
+        model = attach_adapter(base, lora, adapter, seed=1).train()
         rank = made["ranks"][dist.get_rank()]
         grown = rank["peak_rss_bytes"] - rank["rss_before_bytes"]
-        models[name] = (model, Replicas(model), torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+        models[name] = (
+            model,
+            ReplicaGroups(model),
+            torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
+        )
         found[name] = {"bytes": base_bytes, "grown": grown, "wire": 0, "seconds": [], "losses": []}
     for turn in range(asked.rounds + 1):
         for name, (model, replicas, optimizer) in models.items():

@@ -152,7 +152,7 @@ def rank(folder: Path) -> None:
         memory.append(measure.memory_rate(torch.device("cpu"), 2**18))
         plan = plan_of(folder, keys, Rates(), f"{turn} {way}", f"run-{here.rank}")  # each rank writes its own file
         before = int(SENT.read_text())
-        if run.run(plan, here):
+        if run.train_rank(plan, here):
             raise SystemExit(f"{way} did not finish")
         sent[way] = (int(SENT.read_text()) - before) / STEPS
         out = Path(plan.loaded.run.train.output_dir)

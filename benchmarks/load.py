@@ -33,7 +33,7 @@ from windlass.model import read_base
 from windlass.plan.layout import Layout
 from windlass.train import parallel, reading
 from windlass.train.digest import digest_box
-from windlass.train.load import load, own_part, peak_rss, read_all, reset_peak_rss, unique_tensors
+from windlass.train.load import list_unique_tensors, load_base, read_all, read_peak_rss, reset_peak_rss, view_own_part
 
 GIB = 2**30
 WAYS = {"own part": "every rank reads its own part", "broadcast": "rank 0 reads all and broadcasts"}
@@ -85,7 +85,7 @@ def digest_cost(asked: argparse.Namespace) -> None:
                     if not asked.warm:
                         forget(checkpoint)
                     began = time.perf_counter(), time.process_time()
-                    load(base, layout)
+                    load_base(base, layout)
                     seconds = time.perf_counter() - began[0], time.process_time() - began[1]
                     taken[hashed] += [seconds] * bool(turn)  # the first one is to warm up
         for name, index in (("seconds", 0), ("processor seconds", 1)):
@@ -142,7 +142,7 @@ def run_rank(way: str, path: Path) -> None:
         "seconds": time.perf_counter() - started,
         "read": read,
         "wire": sent,
-        "grown": peak_rss() - before,
+        "grown": read_peak_rss() - before,
     }
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, mine)
@@ -154,7 +154,7 @@ def run_rank(way: str, path: Path) -> None:
 
 def own(path: Path, layout: Layout) -> tuple[int, int]:
     """The certified loader. Returns bytes read by this rank and received from others."""
-    _, made = load(read_base(path), layout)
+    _, made = load_base(read_base(path), layout)
     return int(made["ranks"][dist.get_rank()]["bytes_read"]), 0
 
 
@@ -162,9 +162,9 @@ def own(path: Path, layout: Layout) -> tuple[int, int]:
 def broadcast(path: Path, layout: Layout) -> tuple[int, int]:
     """What `fsdp_cpu_ram_efficient_loading` stands for: the whole model on rank 0, sent tensor by tensor."""
     checkpoint = read_base(path)
-    model = parallel.build(checkpoint, layout, torch.bfloat16)
+    model = parallel.build_model(checkpoint, layout, torch.bfloat16)
     parallel.allocate(model, layout)
-    targets = unique_tensors(model)
+    targets = list_unique_tensors(model)
     whole: dict[str, torch.Tensor] = {}
     read = received = 0
     if dist.get_rank() == 0:
@@ -180,7 +180,7 @@ def broadcast(path: Path, layout: Layout) -> tuple[int, int]:
             tensor = torch.empty(parameter.shape, dtype=torch.bfloat16)
             received += tensor.nbytes
         dist.broadcast(tensor, 0)
-        local, offset = own_part(targets[parameter.name])
+        local, offset = view_own_part(targets[parameter.name])
         local.copy_(tensor[tuple(slice(o, o + size) for o, size in zip(offset, local.shape, strict=True))])
     return read, received
 

@@ -37,8 +37,8 @@ from windlass.plan.cost import Batch, Work, cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import ExpertLora, Lora
 from windlass.train import parallel
-from windlass.train.load import load
-from windlass.train.lora import attach
+from windlass.train.load import load_base
+from windlass.train.lora import attach_adapter
 from windlass.train.loss import patch_forward
 
 RANKS, MICRO, LENGTH = 2, 2, 512
@@ -89,8 +89,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     layout = layout_of(name)
     processor = Machine(gpu("cpu"), fabric("loopback"), fabric("loopback"), fabric("memory"), 1, None)
     work = Work(read_shape(found, adapter), layout, Batch(MICRO, 2, LENGTH), processor, "adamw_torch", 2)
-    model, _ = load(found, layout, dtype=torch.bfloat16)
-    peft = attach(model, lora, adapter, 0)
+    model, _ = load_base(found, layout, dtype=torch.bfloat16)
+    peft = attach_adapter(model, lora, adapter, 0)
     patch_forward(model)
     if layout.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -135,9 +135,9 @@ def _peak(peft: Any, model: Any, ids: torch.Tensor, *, once: bool) -> float:
             tracker.memory_tracking[module] = _FSDPModMemStats("")
         with tracker:
             if once:
-                parallel.keep_gathered(parallel.fsdp_modules(model), keep=True)
+                parallel.keep_gathered(parallel.list_fsdp_modules(model), keep=True)
                 model_of._pass(peft, ids)
-                parallel.keep_gathered(parallel.fsdp_modules(model), keep=False)
+                parallel.keep_gathered(parallel.list_fsdp_modules(model), keep=False)
             model_of._pass(peft, ids)
             optimizer.step()
     return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])

@@ -21,7 +21,7 @@ from windlass.plan.cost import Batch, Work, narrow, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel, quantised
-from windlass.train.lora import attach
+from windlass.train.lora import attach_adapter
 from windlass.train.loss import patch_forward
 
 GIB = 2**30
@@ -118,7 +118,7 @@ def lora_of(sizes: Sizes, routed: bool) -> Lora:
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
     """Random weights, made where they lie. A stack of experts one expert at a time: no second stack."""
-    eight = quantised.quantised_weights(model)
+    eight = quantised.list_quantized_params(model)
     for name, tensor in model.named_parameters():
         if name in eight:
             codes = tensor.view(eight[name].format.codes)
@@ -149,12 +149,12 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool) -> Built:
     """The model with its adapter, ready to train, on the GPU if there is one."""
     found, layout, lora = headers(sizes, layers), layout_of(base), lora_of(sizes, routed)
     adapter = adapters.resolve(lora, found, str)
-    model = parallel.build(found, layout, torch.bfloat16)
+    model = parallel.build_model(found, layout, torch.bfloat16)
     parallel.allocate(model, layout)
     torch.manual_seed(0)
     fill(model)
     model.requires_grad_(False)
-    peft = attach(model, lora, adapter, 0)
+    peft = attach_adapter(model, lora, adapter, 0)
     causal_lm = peft.get_base_model()
     patch_forward(causal_lm)
     causal_lm.activation_checkpointing_enable()
@@ -192,7 +192,7 @@ class Trainee:
         self.model: Any = built.model.get_base_model()
         self.trained = [p for p in built.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4)
-        self.device = parallel.device_of_this_rank()
+        self.device = parallel.get_device()
         self.vocabulary = built.work.shape.vocab
 
     def batch(self, cell: Cell, document: int) -> dict[str, Tensor]:

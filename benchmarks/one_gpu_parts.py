@@ -44,7 +44,7 @@ from windlass.model import targets as adapters
 from windlass.plan.cost import Batch, Cost, cost
 from windlass.train import experts as unmerged
 from windlass.train import parallel, quantised
-from windlass.train.lora import attach
+from windlass.train.lora import attach_adapter
 
 OURS, PEFTS = "ours", "PEFT's"  # ways to compute the adapters of experts
 
@@ -165,7 +165,7 @@ def layers(sizes: Sizes, until: float) -> Iterator[Row]:
 def ground(sizes: Sizes, until: float) -> Iterator[Row]:
     """Rates to hold all else against, and whether the paths that only a GPU takes compute what they should."""
     del until
-    device, side = parallel.device_of_this_rank(), sizes.square
+    device, side = parallel.get_device(), sizes.square
     gpu = card()
     a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
     a @ b
@@ -185,7 +185,7 @@ def ground(sizes: Sizes, until: float) -> Iterator[Row]:
 
 def eight_bits(sizes: Sizes) -> Iterator[Row]:
     """Codes into numbers by the kernel and by torch; grouped products over them, in chunks, against one by one."""
-    device = parallel.device_of_this_rank()
+    device = parallel.get_device()
     experts, wide, narrow, block = (4, 48, 32, 16) if sizes.tiny else (128, 4096, 2048, 128)
     codes = torch.empty(experts, wide, narrow, dtype=torch.uint8, device=device)
     for one in codes:
@@ -198,8 +198,8 @@ def eight_bits(sizes: Sizes) -> Iterator[Row]:
         yield from by_kernel(codes, scale, coding, words)
         for transposed, width in ((True, narrow), (False, wide)):
             x = torch.randn(int(offsets[-1]), width, device=device).to(torch.bfloat16)
-            at_once = partial(quantised.all_at_once, x, codes, scale, offsets, coding, transposed=transposed)
-            one_by_one = quantised.one_by_one(x, codes, scale, offsets, coding, transposed=transposed)
+            at_once = partial(quantised.multiply_all, x, codes, scale, offsets, coding, transposed=transposed)
+            one_by_one = quantised.multiply_one_by_one(x, codes, scale, offsets, coding, transposed=transposed)
             direction = "x W^T" if transposed else "dy W"
             yield {"what": f"FP8 grouped product {direction}, {words}: error", "value": error(at_once(), one_by_one),
                    "unit": "relative", "expected": "below 0.01"}  # fmt: skip
@@ -216,7 +216,9 @@ def by_kernel(codes: Tensor, scale: Tensor, coding: quantised.Format, words: str
     half = codes.shape[2] // 2
     for part, first in ((codes, 0), (codes[:, :, half:], half)):
         given = coding.codes, coding.kind, *coding.block, coding.dtype, 0, first
-        one, other = (way(part, scale, *given) for way in (quantised.by_kernel, quantised.by_torch))
+        one, other = (
+            way(part, scale, *given) for way in (quantised.dequantize_by_kernel, quantised.dequantize_by_torch)
+        )
         differing = sum(
             int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in zip(one, other, strict=True)
         )
@@ -224,7 +226,7 @@ def by_kernel(codes: Tensor, scale: Tensor, coding: quantised.Format, words: str
                "unit": f"of {part.numel():.3g}", "expected": "0"}  # fmt: skip
         del one, other
     most = card().memory_gb_per_second / 3
-    for name, way in (("kernel", quantised.by_kernel), ("torch", quantised.by_torch)):
+    for name, way in (("kernel", quantised.dequantize_by_kernel), ("torch", quantised.dequantize_by_torch)):
         given = coding.codes, coding.kind, *coding.block, coding.dtype, 0, 0
         seconds = min(seconds_of(partial(way, codes, scale, *given)) for _ in range(3))
         yield {"what": f"FP8 by {name}, {words}", "value": codes.numel() / seconds / 1e9, "unit": "G values/s",
@@ -257,20 +259,20 @@ def one_layer(sizes: Sizes, way: str, per_expert: int) -> tuple[nn.Module, list[
     """One layer's experts in BF16 with their adapters, and tokens that choose them by chance."""
     found, layout = headers(sizes, 1), layout_of("bf16")
     lora = lora_of(sizes, routed=True)
-    model = parallel.build(found, layout, torch.bfloat16)
+    model = parallel.build_model(found, layout, torch.bfloat16)
     parallel.allocate(model, layout)
     torch.manual_seed(0)
     fill(model)
     model.requires_grad_(False)
     with mock.patch.object(unmerged, "patch_experts") if way == PEFTS else nullcontext():
-        peft = attach(model, lora, adapters.resolve(lora, found, str), 0)
+        peft = attach_adapter(model, lora, adapters.resolve(lora, found, str), 0)
     experts = peft.get_base_model().model.layers[0].mlp.experts
     trained = [p for p in experts.parameters() if p.requires_grad]
     return experts, trained, *tokens_of(found, per_expert)
 
 
 def tokens_of(found: Base, per_expert: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    device, dims = parallel.device_of_this_rank(), found.dims
+    device, dims = parallel.get_device(), found.dims
     count = max(1, per_expert * dims["experts"] // dims["top_k"])
     dice = torch.Generator().manual_seed(per_expert)
     x = torch.randn(count, dims["hidden"], generator=dice).to(device, torch.bfloat16).requires_grad_()

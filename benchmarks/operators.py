@@ -62,22 +62,22 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
     from windlass.data.prepare import prepare
     from windlass.observe.background import BackgroundReport
     from windlass.train import experts
-    from windlass.train.fused import fuse
-    from windlass.train.load import load
-    from windlass.train.lora import attach
+    from windlass.train.fused import fuse_layers
+    from windlass.train.load import load_base
+    from windlass.train.lora import attach_adapter
     from windlass.train.rank import Rank, StopSignal
-    from windlass.train.run import make_loop, tokenizer_of
+    from windlass.train.run import make_loop, open_base_tokenizer
 
     plan = planning.make(runfile.read(run))
     here = Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
-    tokenizer = tokenizer_of(plan)
-    model, _ = load(plan.base, plan.layout, dtype=torch.bfloat16)
-    peft = attach(model, plan.loaded.run.lora, plan.adapter, 0)
+    tokenizer = open_base_tokenizer(plan)
+    model, _ = load_base(plan.base, plan.layout, dtype=torch.bfloat16)
+    peft = attach_adapter(model, plan.loaded.run.lora, plan.adapter, 0)
     data = prepare(plan.loaded.run, tokenizer)
     out = Path(plan.loaded.run.train.output_dir)
     arguments: Any = (Console(quiet=True), StopSignal(), BackgroundReport(out), {}, 0)
     loop = make_loop(plan, here, peft, data, tokenizer, *arguments)
-    loop.adapters = fuse(loop.causal_lm, torch.bfloat16, always=fused)
+    loop.adapters = fuse_layers(loop.causal_lm, torch.bfloat16, always=fused)
     vars(experts)["AS_ON_GPU"] = fused
     loop.watch.report = lambda: None
     counting = Counting()
@@ -134,14 +134,16 @@ def rank(folder: Path) -> None:
 
     from windlass.train import quantised
     from windlass.train.rank import Rank
-    from windlass.train.run import join
+    from windlass.train.run import create_process_group
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     # One product of all experts, as on a GPU; a CPU takes one after the other.
     quantised.ALIGN = 1
-    vars(quantised)["products"] = quantised.all_at_once
-    join(Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])), 600)
+    vars(quantised)["products"] = quantised.multiply_all
+    create_process_group(
+        Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])), 600
+    )
     found = [[count_step(folder / f"{layers}" / "run.yaml", fused) for layers in (2, 3)] for fused in (False, True)]
     if os.environ["RANK"] == "0":
         (folder / "found.json").write_text(json.dumps(found))
@@ -166,7 +168,7 @@ def count(family: str, layout: str) -> dict[str, Any]:
             experts = ", experts: {r: 8}" if has_experts(family) else ""
             given = {"model": model, "folder": folder, "experts": experts, "layout": text, "ranks": world}
             (folder / "run.yaml").write_text(RUN.format(**given))
-        if ranks.start([sys.executable, __file__, "--rank", made], world, dict(os.environ)):
+        if ranks.start_ranks([sys.executable, __file__, "--rank", made], world, dict(os.environ)):
             raise SystemExit(f"{family}, {layout}: a rank failed")
         (few, many), (few_fused, many_fused) = json.loads(Path(made, "found.json").read_text())
     return {

@@ -67,9 +67,9 @@ class Bench:
         from windlass import plan as planning
         from windlass import runfile
         from windlass.data.prepare import prepare
-        from windlass.train.load import load
-        from windlass.train.lora import attach
-        from windlass.train.run import tokenizer_of
+        from windlass.train.load import load_base
+        from windlass.train.lora import attach_adapter
+        from windlass.train.run import open_base_tokenizer
 
         self.folder, self.turn = folder, 0
         chance = random.Random(0)
@@ -82,10 +82,10 @@ class Bench:
         job = self.plan.loaded.run
         import torch
 
-        self.tokenizer = tokenizer_of(self.plan)
+        self.tokenizer = open_base_tokenizer(self.plan)
         self.data = prepare(job, self.tokenizer)
-        model, _ = load(self.plan.base, self.plan.layout, dtype=torch.float32)
-        self.model = attach(model, job.lora, self.plan.adapter, job.train.seed)
+        model, _ = load_base(self.plan.base, self.plan.layout, dtype=torch.float32)
+        self.model = attach_adapter(model, job.lora, self.plan.adapter, job.train.seed)
         self.forward = self.model.get_base_model().forward
 
     def engine(self, kind: str) -> tuple[Callable[[], None], Any, str]:

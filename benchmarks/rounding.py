@@ -29,7 +29,7 @@ from windlass.export.merge import FP8, plan_merge, write_merge
 from windlass.export.proof import load_float32
 from windlass.export.source import base_of, choose_adapter
 from windlass.model import read_base
-from windlass.train.logits import compute_logits, kl_divergence, logits_without_and_with, open_adapter, sample_rows
+from windlass.train.logits import compute_both_logits, compute_logits, kl_divergence, open_adapter, sample_rows
 from windlass.train.reading import Box
 
 WIDE = {"q_lora_rank": 512, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64}
@@ -78,7 +78,7 @@ def compare(run: Path, folder: Path, strength: float) -> None:
     weaker = choose_adapter(weak)
     base = base_of(weaker, None)
     rows = sample_rows(source.run_folder, base.dims["vocab"])
-    plain, adapted = logits_without_and_with(open_adapter(load_float32(base), weak), rows)
+    plain, adapted = compute_both_logits(open_adapter(load_float32(base), weak), rows)
     change = adapted - plain
     for name, dice in ROUNDINGS.items():
         rounding.dither = dice  # type: ignore[assignment]

@@ -41,17 +41,17 @@ def full_disk(loop: Loop) -> None:
         (partial / "adapter_model.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    begin = type(loop.saver).begin
+    begin = type(loop.saver).start_writing
 
     def begun(taken: Any, copying_seconds: float) -> None:
         object.__setattr__(taken, "write", write)
         begin(loop.saver, taken, copying_seconds)
 
-    loop.saver.begin = begun  # type: ignore[method-assign, assignment]
+    loop.saver.start_writing = begun  # type: ignore[method-assign, assignment]
 
 
 def emptied(loop: Loop) -> None:
-    loop.saver.__dict__.pop("begin")
+    loop.saver.__dict__.pop("start_writing")
 
 
 def spoilt(loop: Loop) -> None:

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from windlass.model import Base, read_base
 from windlass.plan.layout import Layout
-from windlass.train.group import gather
-from windlass.train.load import load, unique_tensors
+from windlass.train.group import all_gather
+from windlass.train.load import list_unique_tensors, load_base
 
 TOKENS = torch.arange(24)[None] + 20
 
@@ -44,9 +44,9 @@ def truth(base: Base, dtype: torch.dtype) -> Any:
 def equal(base: Base, dtype: torch.dtype, layout: Layout) -> None:
     """Weights bit for bit transformers' own, in the same dtypes; the same logits."""
     true, names = truth(base, dtype)
-    model, _ = load(base, layout, dtype=dtype)
+    model, _ = load_base(base, layout, dtype=dtype)
     wanted = {names[key]: tensor for key, tensor in true.state_dict().items() if key in names}
-    mine = unique_tensors(model)
+    mine = list_unique_tensors(model)
     assert mine.keys() == wanted.keys() - ({"lm_head.weight"} - mine.keys())
     for name, tensor in mine.items():
         assert isinstance(tensor, DTensor) or name not in dict(model.named_parameters()) or layout.shard == 1, name
@@ -76,7 +76,7 @@ def main(root: Path, out: Path) -> None:
                     mine = ""
                 except Exception:
                     mine = traceback.format_exc(limit=-6)
-                results[case] = "\n".join(each for each in gather(mine) if each)
+                results[case] = "\n".join(each for each in all_gather(mine) if each)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     dist.barrier()

@@ -32,12 +32,12 @@ from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.runfile import Lora
 from windlass.train import certificate, parallel, quantised
 from windlass.train.four_bits import TABLES
-from windlass.train.group import gather, raise_together
+from windlass.train.group import all_gather, raise_together
 from windlass.train.liveness import Liveness
-from windlass.train.load import load, own_part, unique_tensors
-from windlass.train.lora import attach
+from windlass.train.load import list_unique_tensors, load_base, view_own_part
+from windlass.train.lora import attach_adapter
 from windlass.train.same_base import digest_files
-from windlass.train.sync import Replicas, local
+from windlass.train.sync import ReplicaGroups, local
 
 PREFIXES = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"}
 TOKENS = torch.arange(24)[None] % 200
@@ -140,9 +140,9 @@ def write_decoded(directory: Path, target: Path, kind: str) -> None:
     """The checkpoint that a base in 4 bits stands for, in float32: its codes by arithmetic of this file's own."""
     base = read_base(directory)
     alone = Layout("resident", "test", 1, 1, shard=1, base_dtype=kind, precision="no")
-    model, _ = load(base, alone, dtype=torch.float32)
-    stored, true = unique_tensors(model), {}
-    for name, weight in quantised.quantised_weights(model).items():
+    model, _ = load_base(base, alone, dtype=torch.float32)
+    stored, true = list_unique_tensors(model), {}
+    for name, weight in quantised.list_quantized_params(model).items():
         columns, block = weight.format.columns, weight.format.block[1]
         numbers = torch.tensor(TABLES[kind])
         rows = stored.pop(name).detach().flatten(0, -2)
@@ -219,12 +219,12 @@ def passed(model: Any) -> list[Tensor]:
 def equal(root: Path, name: str, reference: Any, outcome: list[Tensor], wires: dict[str, int], layout: Layout) -> None:
     """Weights bit for bit those of the truth; the same logits and gradient; no byte read or sent that need not be."""
     base = read_base(root / name)
-    model, made = load(base, layout, dtype=reference.dtype)
+    model, made = load_base(base, layout, dtype=reference.dtype)
     parallel.assert_sharded(model, layout)
     true, mine, in_fp8 = (
         dict(reference.named_parameters()),
         dict(model.named_parameters()),
-        quantised.quantised_weights(model),
+        quantised.list_quantized_params(model),
     )
     assert mine.keys() == true.keys()
     assert not any(tensor.requires_grad for tensor in mine.values())
@@ -238,7 +238,7 @@ def equal(root: Path, name: str, reference: Any, outcome: list[Tensor], wires: d
         if not layout.expert_parallel > 1:
             # Scales are read by every rank: all of a matrix's.
             assert own["bytes_read"] <= 1.05 * stored / (layout.shard if layout.name != "resident" else 1)
-    parts = {key: own_part(tensor) for key, tensor in mine.items()}
+    parts = {key: view_own_part(tensor) for key, tensor in mine.items()}
     with torch.no_grad():
         for key, (part, offset) in parts.items():
             wanted = true[key]
@@ -247,7 +247,7 @@ def equal(root: Path, name: str, reference: Any, outcome: list[Tensor], wires: d
                 scale = in_fp8[key].scale
                 if part.ndim == 3:
                     scale = scale[offset[0] - in_fp8[key].first :][: len(part)]
-                part = quantised.dequantise(part, scale, in_fp8[key].format, reference.dtype, (offset[-2], offset[-1]))
+                part = quantised.dequantize(part, scale, in_fp8[key].format, reference.dtype, (offset[-2], offset[-1]))
             else:
                 tensor = mine[key]
                 part = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -275,7 +275,7 @@ def equal(root: Path, name: str, reference: Any, outcome: list[Tensor], wires: d
 def bounded(root: Path, base_dtype: str) -> None:
     """A model large enough for its bytes and memory to be told from everything else's."""
     base = read_base(root / "large")
-    _, made = load(base, replace(layouts()["full-shard"], base_dtype=base_dtype))
+    _, made = load_base(base, replace(layouts()["full-shard"], base_dtype=base_dtype))
     stored = sum(piece.stored.end - piece.stored.start for p in base.parameters for piece in p.pieces)
     sizes = [2 * math.prod(parameter.shape) for parameter in base.parameters]
     assert sum(sizes) > 500 * MIB  # else the constants below hide a whole model
@@ -295,16 +295,16 @@ def bounded(root: Path, base_dtype: str) -> None:
 def spoilt(root: Path, what: str, base_dtype: str, layout: str, named: str) -> None:
     """The certificate's finding on every rank: of parts that ranks have swapped, or one rank's wrong by a little."""
     base, number = read_base(root / "published"), dist.get_rank()
-    model, _ = load(base, replace(layouts()[layout], base_dtype=base_dtype))
-    targets, in_fp8 = unique_tensors(model), quantised.quantised_weights(model)
-    mine = in_fp8[VICTIM].scale if "scales" in what else own_part(targets[VICTIM])[0]
+    model, _ = load_base(base, replace(layouts()[layout], base_dtype=base_dtype))
+    targets, in_fp8 = list_unique_tensors(model), quantised.list_quantized_params(model)
+    mine = in_fp8[VICTIM].scale if "scales" in what else view_own_part(targets[VICTIM])[0]
     if "swapped" in what:
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, mine.contiguous())
         mine.copy_(parts[(number + 1) % len(parts)])
     elif number == 1:
         mine.mul_(1.0078125)  # one unit in BF16's last place
-    found = refused(lambda: raise_together(certificate.check(targets, base, number, in_fp8)[0], "check", ""))
+    found = refused(lambda: raise_together(certificate.check_parameters(targets, base, number, in_fp8)[0], "check", ""))
     assert named in found
 
 
@@ -331,14 +331,14 @@ def other_copy(root: Path) -> None:
             file.write(bytes([byte ^ 1]))
     dist.barrier()
     base = read_base(root / ("copy" if dist.get_rank() else "published"))
-    found = refused(partial(load, base, layouts()["resident"]))
+    found = refused(partial(load_base, base, layouts()["resident"]))
     assert "rank 0 and rank 1 have read different values of " in found
     assert "give all nodes the same copy" in found
 
 
 def unsharded(root: Path) -> None:
     """A run that claims to be sharded and is not."""
-    model, _ = load(read_base(root / "published"), layouts()["resident"])
+    model, _ = load_base(read_base(root / "published"), layouts()["resident"])
     found = refused(lambda: parallel.assert_sharded(model, layouts()["full-shard"]))
     assert "not sharded as full-shard plans it" in found
     assert "a plain tensor on every rank" in found
@@ -348,13 +348,13 @@ def other_ranks(root: Path) -> None:
     """A Layout for another number of ranks."""
     ranks = dist.get_world_size()
     layout = Layout("full-shard", "", 1, ranks + 1, shard=ranks + 1)
-    assert f"the layout is for {ranks + 1} ranks" in refused(partial(load, read_base(root / "mixtral"), layout))
+    assert f"the layout is for {ranks + 1} ranks" in refused(partial(load_base, read_base(root / "mixtral"), layout))
 
 
 def kept_gathered(root: Path) -> None:
     """A layer's weights are gathered after a backward between micro-batches, and no longer after the last one."""
-    model, _ = load(read_base(root / "published"), layouts()["no-reshard"])
-    modules = parallel.fsdp_modules(model)
+    model, _ = load_base(read_base(root / "published"), layouts()["no-reshard"])
+    modules = parallel.list_fsdp_modules(model)
     for keep in (True, False):
         parallel.keep_gathered(modules, keep)
         embedded = torch.zeros(1, 4, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
@@ -379,12 +379,12 @@ def steps(
     """Losses and norms of some optimizer steps of `micro` micro-batches; every rank with rows of its own."""
     printed = {"r": 4, "lora_dropout": 0, "target_modules": "all-linear", "bias": bias}
     lora = Lora.model_validate({**printed, **({"experts": {"r": 2, "lora_alpha": 4}} if experts else {})})
-    model = attach(load(base, layout, dtype=dtype)[0], lora, resolve(lora, base, str), seed=1).train()
+    model = attach_adapter(load_base(base, layout, dtype=dtype)[0], lora, resolve(lora, base, str), seed=1).train()
     if checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    replicas = Replicas(model)
-    liveness, modules = Liveness(model, replicas, "the run"), parallel.fsdp_modules(model)
+    replicas = ReplicaGroups(model)
+    liveness, modules = Liveness(model, replicas, "the run"), parallel.list_fsdp_modules(model)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     found = []
     for step in range(count):
@@ -406,8 +406,8 @@ def steps(
         liveness.after_update()
         optimizer.zero_grad()
         found += [float(loss), float(norm)]
-    assert liveness.done
-    assert replicas.differing() == []
+    assert liveness.is_done
+    assert replicas.find_differing() == []
     assert bool(replicas.sharded) == (bias != "none" and parallel.is_sharded(layout))
     return found
 
@@ -428,12 +428,12 @@ def same_bytes(root: Path, name: str, kind: str) -> None:
     """4 bits are the same, whoever makes them: each rank's rows are those of a rank that has all."""
     base, wanted = read_base(root / name), dict[str, Tensor]()
     for which, layout in layouts("experts" in base.dims).items():
-        model, made = load(base, replace(layout, base_dtype=kind))
-        weights = quantised.quantised_weights(model)
-        parts = {key: own_part(tensor) for key, tensor in unique_tensors(model).items() if key in weights}
+        model, made = load_base(base, replace(layout, base_dtype=kind))
+        weights = quantised.list_quantized_params(model)
+        parts = {key: view_own_part(tensor) for key, tensor in list_unique_tensors(model).items() if key in weights}
         if not wanted:
-            whole, _ = load(base, replace(layouts()["resident"], base_dtype=kind))
-            wanted = {key: tensor for key, tensor in unique_tensors(whole).items() if key in weights}
+            whole, _ = load_base(base, replace(layouts()["resident"], base_dtype=kind))
+            wanted = {key: tensor for key, tensor in list_unique_tensors(whole).items() if key in weights}
             rms = made["quantisation"]["relative_rms"]
             assert 0.5 * FOUR_BITS[kind].error < rms < 1.1 * FOUR_BITS[kind].error
         assert made["quantisation"]["relative_rms"] == rms
@@ -484,7 +484,7 @@ def main(root: Path, out: Path) -> None:
             results[name] = ""
         except Exception:
             results[name] = traceback.format_exc()
-        everyones: list[str] = gather(results[name])
+        everyones: list[str] = all_gather(results[name])
         results[name] = "\n".join(f"rank {rank}: {each}" for rank, each in enumerate(everyones) if each)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))

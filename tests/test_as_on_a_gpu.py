@@ -35,7 +35,7 @@ def on_a_gpu(stack: nn.Module, sides: tuple[int, int] | None) -> None:
             if sides and parameter.ndim == 3:
                 del module._parameters[name]
                 weight = torch.empty(parameter.shape, device="cuda")
-                quantised.to_quantised_param(module, name, weight, Format(E4M3, sides, torch.bfloat16))
+                quantised.to_quantized_param(module, name, weight, Format(E4M3, sides, torch.bfloat16))
             else:
                 moved = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
                 module._parameters[name] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
@@ -59,7 +59,7 @@ def test_experts_and_their_adapters(
         ways.append("by expert")
         return x.new_empty(x.shape[0], codes.shape[1] if transposed else codes.shape[2])
 
-    monkeypatch.setattr(quantised, "one_by_one", by_expert)
+    monkeypatch.setattr(quantised, "multiply_one_by_one", by_expert)
     stack = stack_of(ours_of(base(dtype=torch.bfloat16), *BOTH))
     with FakeTensorMode():
         on_a_gpu(stack, sides)
@@ -102,10 +102,10 @@ def test_the_backward_of_products_in_chunks(sides: tuple[int, int], monkeypatch:
     with FakeTensorMode():
         module = nn.Module()
         coding = Format(E4M3, sides, torch.bfloat16)
-        quantised.to_quantised_param(module, "weight", torch.empty(6, 48, HIDDEN, device="cuda"), coding)
+        quantised.to_quantized_param(module, "weight", torch.empty(6, 48, HIDDEN, device="cuda"), coding)
         dy, ends = torch.empty(12, 48, device="cuda", dtype=torch.bfloat16), torch.empty(6, device="cuda").int()
         codes, scale = module.get_parameter("weight"), module.get_buffer("weight_scale")
-        dx = quantised.all_at_once(dy, codes, scale, ends, coding, transposed=False)
+        dx = quantised.multiply_all(dy, codes, scale, ends, coding, transposed=False)
     assert (dx.shape, dx.dtype, dx.device.type) == ((12, HIDDEN), torch.bfloat16, "cuda")
 
 

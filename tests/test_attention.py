@@ -52,7 +52,7 @@ def test_documents_are_computed_as_under_their_mask(rows: list[list[int]]) -> No
     mask, given = mask_of(padded), inputs(len(rows), longest)
     assert attention.find_documents(mask) == padded
     for found, expected in zip(
-        step(attention.forward, given, mask), step(sdpa_attention_forward, given, mask), strict=True
+        step(attention.attend, given, mask), step(sdpa_attention_forward, given, mask), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -68,7 +68,7 @@ def test_a_mask_that_says_anything_else_is_left_to_the_kernel() -> None:
         assert attention.find_documents(mask) is None
     given = inputs(1, 8)
     for mask in (window, holed):
-        torch.testing.assert_close(step(attention.forward, given, mask), step(sdpa_attention_forward, given, mask))
+        torch.testing.assert_close(step(attention.attend, given, mask), step(sdpa_attention_forward, given, mask))
 
 
 def test_a_model_computes_packed_rows_by_document(monkeypatch: pytest.MonkeyPatch) -> None:

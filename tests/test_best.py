@@ -11,7 +11,7 @@ import pytest
 from windlass.errors import UserError
 from windlass.runfile.rules import accumulation
 from windlass.train import load_finished_run
-from windlass.train.best import BASE, rank
+from windlass.train.best import BASE, rank_candidates
 
 
 def test_paired_interval_separates_a_difference_from_noise() -> None:
@@ -26,7 +26,7 @@ def test_paired_interval_separates_a_difference_from_noise() -> None:
         "step-2": np.stack([hard + noise[2], tokens], 1),
         "step-3": np.stack([hard + noise[0], tokens], 1),
     }
-    ranking = rank(losses, {"step-4": "optimizer.pt is missing"}).as_dict()
+    ranking = rank_candidates(losses, {"step-4": "optimizer.pt is missing"}).as_dict()
     first, second, *worse = ranking["best"]
     assert {first["name"], second["name"]} == {"step-2", "step-3"}
     assert [each["name"] for each in worse] == ["step-1", BASE]
@@ -44,7 +44,7 @@ def test_the_interval_covers_the_true_difference() -> None:
     for _ in range(400):
         tokens = chance.integers(1, 50, 100)
         one, other = (chance.normal(2.0, 1.0, 100) * tokens for _ in range(2))  # equally good
-        _, worse = rank({"a": np.stack([one, tokens], 1), "b": np.stack([other, tokens], 1)}, {}).candidates
+        _, worse = rank_candidates({"a": np.stack([one, tokens], 1), "b": np.stack([other, tokens], 1)}, {}).candidates
         covered += worse.low <= 0
     assert 370 <= covered <= 395  # the better of two is known, so on one side
 

@@ -32,7 +32,7 @@ from windlass.errors import RunError, UserError
 from windlass.model.targets import ExpertShard
 from windlass.run_folder import lock_run
 from windlass.train import checkpoint, resume
-from windlass.train.checkpoint import MANIFEST, WholeExperts, random_state, restore_random
+from windlass.train.checkpoint import MANIFEST, ExpertGatherer, get_random_state, set_random_state
 from windlass.train.saver import Saver
 
 
@@ -61,7 +61,7 @@ class Trained:
 
     def snapshot(self, step: int, **manifest: Any) -> checkpoint.Snapshot:
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        taken = checkpoint.snapshot(step, **parts, state={"global_step": step}, manifest=manifest)
+        taken = checkpoint.take_snapshot(step, **parts, state={"global_step": step}, manifest=manifest)
         assert taken is not None
         return taken
 
@@ -76,13 +76,13 @@ def written(run: Path, trained: Trained, *steps: int, losses: dict[int, float] |
     printed: list[str] = []
     saver = Saver(run, None, {}, printed.append)
     for step in steps:
-        saver.begin(trained.snapshot(step, eval_loss=(losses or {}).get(step)))
+        saver.start_writing(trained.snapshot(step, eval_loss=(losses or {}).get(step)))
     saver.close()
     return printed
 
 
 def names(run: Path) -> list[str]:
-    return [path.name for path in checkpoint.saved(run / "checkpoints")]
+    return [path.name for path in checkpoint.list_checkpoints(run / "checkpoints")]
 
 
 class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ def test_snapshot_is_bit_equal_after_training_continues(tmp_path: Path, trained:
     moments = [value["exp_avg"].clone() for value in trained.optimizer.state.values()]
     trained.step()
     saver = Saver(tmp_path, None, {}, print)
-    saver.begin(made)
+    saver.start_writing(made)
     saver.close()
     other, folder = Trained(), tmp_path / "checkpoints" / "step-1"
     checkpoint.load_adapter(other.model, folder)
@@ -125,18 +125,18 @@ def test_expert_parts_are_gathered_through_the_host(monkeypatch: pytest.MonkeyPa
     def seen(tensor: Tensor, _other: int) -> None:
         devices.append(tensor.device.type)
 
-    monkeypatch.setattr(checkpoint, "rank", lambda: here)
+    monkeypatch.setattr(checkpoint, "get_rank", lambda: here)
     monkeypatch.setattr(dist, "send", seen)
     monkeypatch.setattr(dist, "recv", seen)
-    experts = WholeExperts(adapted())
+    experts = ExpertGatherer(adapted())
     experts.parts = SimpleNamespace(of=lambda _name: ExpertShard(2 * here, 2, 4))  # type: ignore[assignment]
     experts.rank_of, experts.numel = {0: 0, 2: 1}, {"x.lora_A.weight": 48}
     with FakeTensorMode():
-        made = experts.whole("x.lora_A.weight", torch.empty(6, 8, device="cuda"))
+        made = experts.gather("x.lora_A.weight", torch.empty(6, 8, device="cuda"))
     assert devices == ["cpu"]
     assert (made.device.type, tuple(made.shape)) == (("cpu", (12, 8)) if here == 0 else ("cuda", (6, 8)))
     with pytest.raises(RunError, match=r"the optimizer's exp_avg of .* is not of its shape"):
-        experts.whole("x.lora_A.weight", torch.empty(7), "exp_avg")
+        experts.gather("x.lora_A.weight", torch.empty(7), "exp_avg")
 
 
 FILES = ["adapter_model.safetensors", "optimizer.pt", "scheduler.json", "random.json", "trainer_state.json", MANIFEST]
@@ -145,7 +145,7 @@ FILES = ["adapter_model.safetensors", "optimizer.pt", "scheduler.json", "random.
 def test_any_damage_to_any_file_is_found(tmp_path: Path, trained: Trained) -> None:
     written(tmp_path, trained, 1)
     folder = tmp_path / "checkpoints" / "step-1"
-    assert checkpoint.damage(folder) == ""
+    assert checkpoint.find_damage(folder) == ""
     assert sorted(path.name for path in folder.iterdir() if path.name in FILES) == sorted(FILES)
     for file in list(folder.iterdir()):
         content = file.read_bytes()
@@ -153,10 +153,10 @@ def test_any_damage_to_any_file_is_found(tmp_path: Path, trained: Trained) -> No
         flipped[len(content) // 2] ^= 1
         for damaged in (bytes(flipped), content[:-1], None):
             file.unlink() if damaged is None else file.write_bytes(damaged)
-            assert ("manifest" if file.name == MANIFEST else file.name) in checkpoint.damage(folder)
+            assert ("manifest" if file.name == MANIFEST else file.name) in checkpoint.find_damage(folder)
         file.write_bytes(content)
     (folder / MANIFEST).write_text(json.dumps({**checkpoint.read_manifest(folder), "eval_loss": 0.1}))
-    assert checkpoint.damage(folder) == "manifest.json is not what was written"
+    assert checkpoint.find_damage(folder) == "manifest.json is not what was written"
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def test_full_disk_leaves_older_checkpoints_intact(tmp_path: Path, trained: Trai
     assert "step     2  NOT saved: " in printed[0]
     assert "older checkpoints are unharmed" in printed[0]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
-    assert checkpoint.damage(tmp_path / "checkpoints" / "step-1") == ""
+    assert checkpoint.find_damage(tmp_path / "checkpoints" / "step-1") == ""
     assert written(tmp_path, trained, 3) == ["step     3  saved checkpoints/step-3"]
 
 
@@ -191,9 +191,9 @@ def test_storage_that_is_slow_or_no_folder_or_changes_bits(
     object.__setattr__(made, "write", lambda partial: time.sleep(0.3))
     printed: list[str] = []
     saver = Saver(tmp_path, None, {}, printed.append)
-    saver.begin(made)
+    saver.start_writing(made)
     assert not printed
-    saver.begin(trained.snapshot(2))
+    saver.start_writing(trained.snapshot(2))
     assert printed[0].startswith("waiting for the checkpoint of step 1: the storage has been writing for")
     saver.close()
 
@@ -221,7 +221,7 @@ from test_checkpoint import Trained
 from windlass.train.saver import Saver
 trained, saver = Trained(), Saver(Path(sys.argv[1]), 2, {}, print)
 for step in range(1, 10**6):
-    saver.begin(trained.snapshot(step % 7 + 1, eval_loss=float(step % 3)))
+    saver.start_writing(trained.snapshot(step % 7 + 1, eval_loss=float(step % 3)))
     if step == 3:
         print("writing", flush=True)
 """
@@ -241,10 +241,10 @@ def test_a_writer_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path: P
         process.wait()
         process.stdout.read()  # until its end has closed it
         process.stdout.close()
-        found = checkpoint.saved(tmp_path / "checkpoints")
+        found = checkpoint.list_checkpoints(tmp_path / "checkpoints")
         assert found
-        assert all(checkpoint.damage(folder) == "" for folder in found)
-    checkpoint.sweep(tmp_path / "checkpoints")
+        assert all(checkpoint.find_damage(folder) == "" for folder in found)
+    checkpoint.remove_partial(tmp_path / "checkpoints")
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
@@ -268,12 +268,12 @@ def test_a_damaged_one_is_renamed_and_none_intact_is_an_error(tmp_path: Path, tr
     assert not (tmp_path / "best").exists(), "none was evaluated"
     newest = tmp_path / "checkpoints" / "step-2"
     (newest / "optimizer.pt").write_bytes(b"")
-    assert resume.newest_intact(tmp_path / "checkpoints", "here") == tmp_path / "checkpoints" / "step-1"
+    assert resume.find_newest_intact(tmp_path / "checkpoints", "here") == tmp_path / "checkpoints" / "step-1"
     assert names(tmp_path) == ["step-1"]
     assert (tmp_path / "checkpoints" / "damaged-step-2" / "optimizer.pt").exists()
     (tmp_path / "checkpoints" / "step-1" / MANIFEST).unlink()
     with pytest.raises(UserError, match=r"none of 1 checkpoints .* can be used; step-1: its manifest can't be read"):
-        resume.newest_intact(tmp_path / "checkpoints", "here")
+        resume.find_newest_intact(tmp_path / "checkpoints", "here")
 
 
 @pytest.mark.fault(
@@ -291,9 +291,9 @@ def draws() -> list[Any]:
 
 def test_random_generators_resume_their_state() -> None:
     draws()
-    state = json.loads(json.dumps(random_state()))
+    state = json.loads(json.dumps(get_random_state()))
     expected = draws()
-    restore_random(state)
+    set_random_state(state)
     assert draws() == expected
 
 
@@ -307,10 +307,10 @@ def test_a_run_folder_is_locked_and_forgets_the_steps_that_will_be_run_again(tmp
     free.close()
     (tmp_path / "steps-rank0.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
     (tmp_path / "events.jsonl").write_text('{"step": 0, "kind": "start"}\n{"step": 3, "kind": "eval"}\n')
-    resume.forget_after(tmp_path, 2)
+    resume.drop_steps_after(tmp_path, 2)
     assert (tmp_path / "steps-rank0.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     assert (tmp_path / "events.jsonl").read_text() == '{"step": 0, "kind": "start"}\n'
     header = '{"form": 5, "columns": ["step"], "derived": {}}\n'
     (tmp_path / "steps-rank0.jsonl").write_text(f"{header}[5, 1]\n[5, 2]\n[5, 3]\n{header}[5, 2]")
-    resume.forget_after(tmp_path, 2)
+    resume.drop_steps_after(tmp_path, 2)
     assert (tmp_path / "steps-rank0.jsonl").read_text() == f"{header}[5, 1]\n[5, 2]\n{header}[5, 2]\n"

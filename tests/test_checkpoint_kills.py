@@ -93,7 +93,7 @@ def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  
         assert process.returncode in ((0, 1) if how == "kill" else (0, SAVED)), whatever
         assert "Traceback" not in printed, whatever
         assert "killed by SIGKILL while" in printed or process.returncode != 1, whatever
-        assert all(not checkpoint.damage(f) for f in checkpoint.saved(folder / "checkpoints")), whatever
+        assert all(not checkpoint.find_damage(f) for f in checkpoint.list_checkpoints(folder / "checkpoints")), whatever
         if process.returncode == 0 or is_finished(folder):
             break  # also where the shot came after the last word
     else:
@@ -138,7 +138,7 @@ def test_a_signal_to_another_launcher_is_saved_too(
     for attempt in ("stopped", "to the end"):
         status_dir = tmp_path / attempt
         status_dir.mkdir()
-        with ranks.reserved_port() as port:
+        with ranks.reserve_port() as port:
             launcher = {
                 "torchrun": ("torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"),
                 "accelerate launch": (

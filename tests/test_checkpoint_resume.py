@@ -163,7 +163,7 @@ def launched(material: Path, world: int, cases: dict[str, Case]) -> Two:
     command = [warm.python(), str(script), str(material / "run.yaml"), str(material / "cases.json"), str(found)]
     program = (
         "import json, os, sys; from windlass.train import ranks;"
-        f"sys.exit(ranks.start(json.loads(sys.argv[1]), {world}, dict(os.environ)))"
+        f"sys.exit(ranks.start_ranks(json.loads(sys.argv[1]), {world}, dict(os.environ)))"
     )
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -225,7 +225,7 @@ def assert_resumed(outcomes: Outcomes, material: Path, name: str) -> None:
     assert steps(parts) == steps(whole)
     assert len(steps(whole)) == STEPS
     assert evaluations(parts) == evaluations(whole)
-    assert {checkpoint.step_of(f) for f in checkpoint.saved(parts / "checkpoints")} >= {8, 12}
+    assert {checkpoint.read_step(f) for f in checkpoint.list_checkpoints(parts / "checkpoints")} >= {8, 12}
 
 
 def test_stopped_evaluation_is_repeated_after_resume(material: Path, two: Two) -> None:
@@ -268,9 +268,9 @@ def test_full_disk_is_reported_and_training_continues(two: Two, material: Path) 
     assert outcomes["disk full for a while"][0]["code"] == 0
     run = material / "runs" / "disk"
     assert "step     8  NOT saved: No space left on device" in printed["disk full for a while"]
-    assert [f.name for f in checkpoint.saved(run / "checkpoints")] == ["step-4", "step-12"]
+    assert [f.name for f in checkpoint.list_checkpoints(run / "checkpoints")] == ["step-4", "step-12"]
     assert not list((run / "checkpoints").glob(".*"))
-    assert all(not checkpoint.damage(f) for f in checkpoint.saved(run / "checkpoints"))
+    assert all(not checkpoint.find_damage(f) for f in checkpoint.list_checkpoints(run / "checkpoints"))
     assert_same_bits(run / "final", material / "runs" / "plain" / "final")
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     saves = [line for line in lines if line["kind"] == "save"]

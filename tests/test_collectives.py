@@ -24,10 +24,10 @@ from windlass.plan.cost import Batch, Work, cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import kept, parallel
-from windlass.train.exchange import Exchange, overlap
-from windlass.train.lora import attach
+from windlass.train.exchange import Exchange, overlap_shared_experts
+from windlass.train.lora import attach_adapter
 from windlass.train.loss import patch_forward
-from windlass.train.sync import Replicas
+from windlass.train.sync import ReplicaGroups
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's and torch's of what is to come
 LAYERS, TOKENS = 2, 32
@@ -81,17 +81,17 @@ def step(base: Base, layout: Layout, rank: int) -> list[tuple[str, str, int]]:
 
 
 def recorded(base: Base, layout: Layout) -> list[tuple[str, str, int]]:
-    model = parallel.build(base, layout, torch.bfloat16)
+    model = parallel.build_model(base, layout, torch.bfloat16)
     parallel.allocate(model, layout)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.to_local().zero_()
     model.requires_grad_(False)
-    adapted = attach(model, LORA, resolve(LORA, base, str), 0)
+    adapted = attach_adapter(model, LORA, resolve(LORA, base, str), 0)
     causal_lm: Any = adapted.get_base_model()
     patch_forward(causal_lm)
     causal_lm.train()
-    replicas, ids = Replicas(adapted), torch.arange(1, TOKENS + 1)[None]
+    replicas, ids = ReplicaGroups(adapted), torch.arange(1, TOKENS + 1)[None]
     with Recording() as recording:
         loss = causal_lm(ids, torch.arange(TOKENS - 1), ids[0, 1:])
         recording.phase = "backward"
@@ -152,7 +152,7 @@ def test_collectives_are_the_plans_and_the_same_on_all_ranks(
 
 def test_tokens_have_a_communicator_of_their_own(base: Base) -> None:
     with one_of(8, 0):
-        model = parallel.build(base, layout_of("expert-parallel", 8), torch.bfloat16)
+        model = parallel.build_model(base, layout_of("expert-parallel", 8), torch.bfloat16)
         meshes = {parameter.device_mesh for parameter in model.parameters()}
         groups = {mesh[name].get_group() for mesh in meshes for name in ("ep", "fsdp") if name in mesh.mesh_dim_names}
         assert len(groups) == 2
@@ -178,7 +178,7 @@ def test_shared_experts_are_computed_while_tokens_are_exchanged(
     monkeypatch.setattr(dist, "all_to_all_single", exchange)
     with one_of(8, 0):
         layout = layout_of("expert-parallel", 8)
-        model: Any = parallel.build(base, layout, torch.bfloat16)
+        model: Any = parallel.build_model(base, layout, torch.bfloat16)
         parallel.allocate(model, layout)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -186,13 +186,18 @@ def test_shared_experts_are_computed_while_tokens_are_exchanged(
         model.requires_grad_(False)
         model.enable_input_require_grads()
         if checkpointing:
-            options = {"use_reentrant": False, "context_fn": kept.contexts(products=checkpointing == "selective")}
+            options = {
+                "use_reentrant": False,
+                "context_fn": kept.checkpoint_contexts(products=checkpointing == "selective"),
+            }
             model.gradient_checkpointing_enable(options)
         for module in model.modules():
             if isinstance(module, Mistral4MLP):
                 module.act_fn = Noting(happened)
-        once = overlap(model)
-        shared = overlap(model)  # again, as when compiled layers fall back to eager: in the place of the first
+        once = overlap_shared_experts(model)
+        shared = overlap_shared_experts(
+            model
+        )  # again, as when compiled layers fall back to eager: in the place of the first
         assert [each.forward for each in shared] == [each.forward for each in once] != []
         logits = model.train()(torch.arange(1, TOKENS + 1)[None], use_cache=False).logits
         forward = ["start", "shared", "wait", "start", "wait"]
@@ -227,7 +232,7 @@ def test_another_routing_when_computed_again_leaves_no_gradient(
     monkeypatch.setattr(dist, "all_to_all_single", exchange)
     with one_of(8, 0):
         layout = layout_of("expert-parallel", 8)
-        model: Any = parallel.build(base, layout, torch.bfloat16)
+        model: Any = parallel.build_model(base, layout, torch.bfloat16)
         parallel.allocate(model, layout)
         torch.manual_seed(0)
         with torch.no_grad():
@@ -235,7 +240,7 @@ def test_another_routing_when_computed_again_leaves_no_gradient(
                 parameter.to_local().normal_(std=0.02)
         model.requires_grad_(False)
         embedded = model.get_input_embeddings().weight.requires_grad_()
-        options = {"use_reentrant": False, "context_fn": kept.contexts(products=products)}
+        options = {"use_reentrant": False, "context_fn": kept.checkpoint_contexts(products=products)}
         model.activation_checkpointing_enable(options)
         model.train()(torch.arange(1, TOKENS + 1)[None], use_cache=False).logits.sum().backward()
     assert layers == 2 * LAYERS

@@ -32,7 +32,7 @@ from windlass.errors import UserError
 from windlass.model.targets import Adapter, ExpertShard, Target, by_expert, pack_experts
 from windlass.runfile import Lora
 from windlass.train import checkpoint, experts, kept, lora, quantised
-from windlass.train.exchange import sort_arriving
+from windlass.train.exchange import sort_received
 
 # PEFT and TRL still use names of transformers that its next major version drops.
 # PEFT does not look for rank_pattern among expert parameters when it warns, only when it applies it.
@@ -107,7 +107,7 @@ def section(**keys: Any) -> Lora:
 
 def ours_of(model: nn.Module, *leaves: str, **keys: Any) -> PeftModel:
     plan = plan_of(model, stacks(model, *leaves))
-    return live(lora.attach(model, section(**{"experts": True, **keys}), plan, 1))
+    return live(lora.attach_adapter(model, section(**{"experts": True, **keys}), plan, 1))
 
 
 def batch(seed: int = 1, rows: int = 2) -> dict[str, Tensor]:
@@ -201,7 +201,7 @@ def test_taking_rows_by_expert_and_back_is_indexing_with_its_gradient(tokens: in
 )
 def test_rows_that_arrive_are_sorted_from_how_many_each_rank_sends(counts: list[tuple[int, ...]]) -> None:
     edges = [[7, *(7 + sum(row[: i + 1]) for i in range(len(row)))] for row in counts]  # of the sender's rows
-    found = sort_arriving(edges, torch.device("cpu"))
+    found = sort_received(edges, torch.device("cpu"))
     ids = torch.tensor([expert for row in counts for expert, count in enumerate(row) for _ in range(count)]).long()
     by_expert = experts.sort_rows(ids, len(counts[0]))
     assert torch.equal(found.order, ids.argsort(stable=True))
@@ -283,20 +283,20 @@ def test_kept_products_are_computed_once_and_gradients_are_the_same(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    compute = quantised.frozen_product
+    compute = quantised.multiply_frozen
 
     def counted(*given: Any, **options: Any) -> Tensor:
         calls.append(options["transposed"])
         return compute(*given, **options)
 
-    monkeypatch.setattr(quantised, "frozen_product", counted)
+    monkeypatch.setattr(quantised, "multiply_frozen", counted)
     found = {}
     for products, forwards in ((None, 1), (False, 2), (True, 1)):
         model = ours_of(base(family, dtype), *BOTH)
         model.train()
         if products is not None:
             model.enable_input_require_grads()
-            options = {"use_reentrant": False, "context_fn": kept.contexts(products=products)}
+            options = {"use_reentrant": False, "context_fn": kept.checkpoint_contexts(products=products)}
             model.gradient_checkpointing_enable(options)
         calls.clear()
         model(**batch()).loss.backward()
@@ -305,20 +305,20 @@ def test_kept_products_are_computed_once_and_gradients_are_the_same(
     for name, gradient in found[None].items():
         assert torch.equal(found[False][name], gradient), name
         assert torch.equal(found[True][name], gradient), name
-    assert kept.Kept.current is None
+    assert kept.KeptValues.current is None
 
 
 def test_other_products_are_not_reported_as_kept() -> None:
     model = ours_of(base(), *BOTH)
     layer: Any = stack_of(model).get_base_layer()
     rows, edges = torch.randn(4, 32, dtype=torch.float64), torch.tensor([4] * E, dtype=torch.int32)
-    forward, _ = kept.contexts(products=True)()
+    forward, _ = kept.checkpoint_contexts(products=True)()
     with forward, pytest.raises(UserError, match=r"in float32, what they are given in float64: .* can't be kept"):
         quantised.grouped_linear(rows, layer, "gate_up_proj", edges)
     layer.has_post_expert_norm = True
-    forward, _ = kept.contexts(products=True)()
+    forward, _ = kept.checkpoint_contexts(products=True)()
     with forward, pytest.raises(UserError, match="the products of Mistral4Experts can't be kept"):
-        experts.forward(layer, rows, edges, rows)
+        experts.experts_forward(layer, rows, edges, rows)
 
 
 # --- dropout ---
@@ -342,7 +342,7 @@ def test_dropout_is_before_the_adapter_alone(name: str) -> None:
     weight = getattr(stack, name).detach()
     edges = torch.tensor([0, 4, 4, 9, 10, 17, 20], dtype=torch.int32)
     x = torch.randn(20, weight.shape[2], requires_grad=True)
-    y = experts.product(stack, name, x, lambda rows: rows * 1, edges)
+    y = experts.expert_product(stack, name, x, lambda rows: rows * 1, edges)
     sent = torch.randn(y.shape)
     found = torch.autograd.grad(y, [x, a, b], sent)
     down, up = by_expert(".lora_A.", a, E), by_expert(".lora_B.", b, E)
@@ -378,7 +378,9 @@ def test_adapter_saved_by_peft_can_be_continued(tmp_path: Path) -> None:
     theirs = peft_of(base(), *BOTH)
     theirs.save_pretrained(str(tmp_path))
     model = base()
-    ours = lora.attach(model, section(experts=True, adapter=str(tmp_path)), plan_of(model, stacks(model, *BOTH)), 1)
+    ours = lora.attach_adapter(
+        model, section(experts=True, adapter=str(tmp_path)), plan_of(model, stacks(model, *BOTH)), 1
+    )
     same(step(ours), step(theirs))
 
 

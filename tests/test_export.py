@@ -36,8 +36,8 @@ from windlass.model import Stored, read_base
 from windlass.model.files import read_header
 from windlass.plan.layout import Layout
 from windlass.train import checkpoint
-from windlass.train.checkpoint import seal
-from windlass.train.load import load
+from windlass.train.checkpoint import write_manifest
+from windlass.train.load import load_base
 from windlass.train.logits import compute_logits, open_adapter
 from windlass.train.same_base import RECORD, describe_base, digest_files
 
@@ -83,7 +83,7 @@ def make(folder: Path, name: str) -> Path:
 
 
 def plain_model(base: Path) -> nn.Module:
-    model: nn.Module = load(read_base(base), ALONE, dtype=torch.float32)[0]
+    model: nn.Module = load_base(read_base(base), ALONE, dtype=torch.float32)[0]
     return model
 
 
@@ -364,7 +364,7 @@ def run(cases: dict[str, Case], tmp_path: Path) -> Path:
     for step, loss in losses.items():
         saved = folder / "checkpoints" / f"step-{step}"
         shutil.copytree(cases["wide"].adapter, saved)
-        seal(saved, {**manifest, "eval_loss": loss})
+        write_manifest(saved, {**manifest, "eval_loss": loss})
     (folder / "manifest.json").write_text(json.dumps(manifest))
     lines = [{"step": i, "loss": 3 - i / 20} for i in range(1, 31)]
     (folder / "steps-rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -378,7 +378,7 @@ def test_the_best_checkpoint_is_chosen_and_a_damaged_one_is_not(run: Path) -> No
     (run / "events.jsonl").write_text('{"kind": "eval", "step": 30, "eval_loss": 0.1}\n{"kind": "ev')
     assert (
         choose_adapter(run).folder
-        == checkpoint.best_of(checkpoint.saved(run / "checkpoints"))
+        == checkpoint.find_best(checkpoint.list_checkpoints(run / "checkpoints"))
         == run / "checkpoints" / "step-20"
     )
     assert "lowest evaluation loss of 3 saved: 1.5000 at step-20" in choose_adapter(run).why

@@ -17,16 +17,16 @@ from windlass.model import published_base, read_base
 from windlass.observe.counters import Counters
 from windlass.plan.layout import Layout
 from windlass.train import group, parallel
-from windlass.train.checkpoint import random_state, restore_random
+from windlass.train.checkpoint import get_random_state, set_random_state
 from windlass.train.console import Progress
 from windlass.train.rank import Rank
-from windlass.train.ranks import allocate_by_segments
-from windlass.train.run import gpu_of_rank, join, require_own_gpus
+from windlass.train.ranks import set_allocator
+from windlass.train.run import choose_gpu, create_process_group, require_own_gpus
 
 
 @pytest.mark.parametrize(("local_rank", "seen", "wanted"), [(0, 1, 0), (3, 1, 0), (0, 8, 0), (7, 8, 7)])
 def test_a_rank_takes_the_gpu_that_it_is_shown(local_rank: int, seen: int, wanted: int) -> None:
-    assert gpu_of_rank(local_rank, seen) == wanted
+    assert choose_gpu(local_rank, seen) == wanted
 
 
 def test_a_rank_that_sees_its_own_gpu_alone_shards_on_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_a_rank_that_sees_its_own_gpu_alone_shards_on_it(tmp_path: Any, monkeypa
         monkeypatch.setenv(name, "3")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        join(Rank(3, 3, 4), 99)
+        create_process_group(Rank(3, 3, 4), 99)
     finally:
         dist.destroy_process_group()
     assert (os.environ["LOCAL_RANK"], os.environ["RANK"], chosen) == ("0", "3", [0])
@@ -50,7 +50,7 @@ def test_a_rank_that_sees_its_own_gpu_alone_shards_on_it(tmp_path: Any, monkeypa
 @pytest.mark.fault("two ranks that see one GPU", "`windlass train`", "rank 1 and rank 2 see the same GPU, b")
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(UserError, match="rank 2 of this node has no GPU of its own: it sees 2"):
-        gpu_of_rank(2, 2)
+        choose_gpu(2, 2)
     require_own_gpus(["a", "b", "c"])
     require_own_gpus(["", ""])  # a torch that does not tell
     require_own_gpus(["0000-00", "0000-00"])  # nor does this driver
@@ -83,10 +83,10 @@ class Device:
 
 def test_gpu_random_state_resumes_on_nodes_with_other_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    before, wanted = random_state(), device.state.clone()
+    before, wanted = get_random_state(), device.state.clone()
     device.state = torch.zeros(16, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    restore_random(before)
+    set_random_state(before)
     assert torch.equal(device.state, wanted)
 
 
@@ -120,45 +120,45 @@ def test_quantised_base_needs_a_torch_that_shards_bytes(
     version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-    monkeypatch.setattr(group, "world", lambda: 2)
+    monkeypatch.setattr(group, "get_world_size", lambda: 2)
     base, layout = published_base("Llama-3.1-8B"), Layout("full-shard", "test", 1, 2, shard=2, base_dtype="fp8")
     assert base is not None
     monkeypatch.setattr(transformers.LlamaForCausalLM, "prepare_distribute_model", None)
     with pytest.raises(UserError if refused else TypeError, match="FP8: 2.13 can" if refused else "NoneType"):
-        parallel.build(base, layout, torch.bfloat16)
+        parallel.build_model(base, layout, torch.bfloat16)
 
 
 def test_a_model_that_is_built_takes_no_attention_of_cudnns(tmp_path: Any) -> None:
     checkpoint = read_base(tiny.write(tmp_path / "tiny", experts=4, tokenizer=False))
     torch.backends.cuda.enable_cudnn_sdp(True)
-    parallel.build(checkpoint, Layout("resident", "test", 1, 1, shard=1), torch.bfloat16)
+    parallel.build_model(checkpoint, Layout("resident", "test", 1, 1, shard=1), torch.bfloat16)
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     assert torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
 def test_every_start_allocates_by_segments_unless_the_user_has_a_setting() -> None:
     environ: dict[str, str] = {}
-    allocate_by_segments(environ)
+    set_allocator(environ)
     assert set(environ.values()) == {"expandable_segments:True"}
     for name in environ:
         own = {name: "max_split_size_mb:64"}
-        allocate_by_segments(own)
+        set_allocator(own)
         assert own == {name: "max_split_size_mb:64"}
 
 
 def test_links_are_tried_and_time_is_given_before_the_weights_are_loaded(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group.require_links(torch.device("cpu"))
-    group.wait_at_most(99)  # a single process: nothing to wait for
+    group.check_links(torch.device("cpu"))
+    group.set_timeout(99)  # a single process: nothing to wait for
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        group.require_links(torch.device("cpu"))
-        group.wait_at_most(99)
+        group.check_links(torch.device("cpu"))
+        group.set_timeout(99)
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         assert backend.options._timeout.total_seconds() == 99
-        monkeypatch.setattr(group, "world", lambda: 8)  # seven whose sums are lost
+        monkeypatch.setattr(group, "get_world_size", lambda: 8)  # seven whose sums are lost
         with pytest.raises(RunError, match="8 ranks added up 1 each, and got 1"):
-            group.require_links(torch.device("cpu"))
+            group.check_links(torch.device("cpu"))
     finally:
         dist.destroy_process_group()

@@ -29,9 +29,9 @@ from windlass.model import Base, Piece, Stored, read_base
 from windlass.plan.layout import Layout
 from windlass.train import certificate, parallel
 from windlass.train.digest import MODULUS, digest_box
-from windlass.train.load import load, read_all, unique_tensors
-from windlass.train.quantised import dequantise, quantised_weights
-from windlass.train.reading import chunks, decode, intersection, runs
+from windlass.train.load import list_unique_tensors, load_base, read_all
+from windlass.train.quantised import dequantize, list_quantized_params
+from windlass.train.reading import byte_ranges, intersect, split_box, to_float32
 from windlass.train.same_base import digest_files
 
 load_ranks = importlib.import_module("load_ranks")  # beside this file; also run by every rank
@@ -95,7 +95,7 @@ def test_4_bits_on_one_rank_are_the_model_that_they_stand_for(root: Path, name: 
     """Loss and gradient in float32; several ranks: load_ranks.py."""
     found = []
     for folder, base_dtype in ((name, kind), (f"{name}-{kind}", "bf16")):
-        model, _ = load(read_base(root / folder), replace(ALONE, base_dtype=base_dtype), dtype=torch.float32)
+        model, _ = load_base(read_base(root / folder), replace(ALONE, base_dtype=base_dtype), dtype=torch.float32)
         embedded = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
         loss = model(inputs_embeds=embedded, labels=torch.arange(32).view(2, 16)).loss
         found.append((loss.detach(), *torch.autograd.grad(loss, embedded)))
@@ -107,22 +107,22 @@ def test_4_bits_on_one_rank_are_the_model_that_they_stand_for(root: Path, name: 
 def test_4_bits_as_published_are_read_exactly(root: Path, name: str, kind: str) -> None:
     base, true = read_base(root / name), read_base(root / f"{name}-{kind}")
     for dtype in (torch.float32, torch.bfloat16):
-        wanted = unique_tensors(load(true, ALONE, dtype=dtype)[0])
+        wanted = list_unique_tensors(load_base(true, ALONE, dtype=dtype)[0])
         for base_dtype in ("bf16", kind):
-            model, made = load(base, replace(ALONE, base_dtype=base_dtype), dtype=dtype)
-            weights = quantised_weights(model)
+            model, made = load_base(base, replace(ALONE, base_dtype=base_dtype), dtype=dtype)
+            weights = list_quantized_params(model)
             assert made["base_digest"] == digest_files(base)
             assert bool(weights) == (base_dtype == kind)
-            for key, tensor in unique_tensors(model).items():
+            for key, tensor in list_unique_tensors(model).items():
                 if key in weights:
                     coding = weights[key].format
-                    values = dequantise(*coding.parts(tensor, weights[key].scale), coding, dtype)
+                    values = dequantize(*coding.parts(tensor, weights[key].scale), coding, dtype)
                     tensor = values.transpose(-1, -2) if coding.transposed else values
                 assert torch.equal(tensor, wanted[key]), (key, dtype, base_dtype)
     parameter = next(p for p in base.parameters if p.name in weights)
-    targets = unique_tensors(model)
+    targets = list_unique_tensors(model)
     targets[parameter.name][..., 1] ^= 16
-    (wrong,) = certificate.check(targets, base, 0, weights)[0]
+    (wrong,) = certificate.check_parameters(targets, base, 0, weights)[0]
     assert re.fullmatch(rf"{parameter.name} is not what '.*' of model.safetensors holds, in {kind}", wrong)
 
 
@@ -145,7 +145,7 @@ def test_4_bits_that_are_not_what_was_published_are_refused(root: Path, tmp_path
         stored[key] = change(stored[key])
 
     with pytest.raises(UserError, match=why):
-        load(read_base(damaged(root, tmp_path, spoil, name)), ALONE)
+        load_base(read_base(damaged(root, tmp_path, spoil, name)), ALONE)
 
 
 def odd(key: str, place: tuple[int, ...], value: float) -> Callable[[dict[str, Tensor]], None]:
@@ -175,14 +175,14 @@ def test_weights_that_are_no_finite_numbers_stop_the_run_by_name(
 ) -> None:
     """In rows, too, that the certificate does not sample and no token may ever look up."""
     with pytest.raises(UserError, match=named):
-        load(read_base(damaged(root, tmp_path, change)), layout)
+        load_base(read_base(damaged(root, tmp_path, change)), layout)
 
 
 def test_the_digest_of_a_base_is_of_every_byte_at_its_place(root: Path, tmp_path: Path) -> None:
     """The same from files alone, in 16 bits and in FP8; another one for any change. Layouts: load_ranks.py."""
     base = read_base(damaged(root, tmp_path, lambda _: None))
     expected = digest_files(base)
-    assert {load(base, layout)[1]["base_digest"] for layout in (ALONE, FP8)} == {expected}
+    assert {load_base(base, layout)[1]["base_digest"] for layout in (ALONE, FP8)} == {expected}
     file = tmp_path / "model.safetensors"
     content = file.read_bytes()
     pieces = [piece for parameter in base.parameters for piece in parameter.pieces]
@@ -238,7 +238,7 @@ def test_a_file_cut_short_after_its_header_was_read_stops_the_run(root: Path, tm
     with (tmp_path / "model.safetensors").open("r+b") as opened:
         opened.truncate(last.end - 10)
     with pytest.raises(UserError, match=f"ends within '{last.key}'"):
-        load(base, layout)
+        load_base(base, layout)
 
 
 Pieces = tuple[Piece, ...]
@@ -264,29 +264,31 @@ def test_faulty_header_reader_is_detected(root: Path, layout: Layout, fault: str
     base = read_base(root / "mixtral")
     parameters = (replace(p, pieces=change(p.pieces)) if p.name == STACK else p for p in base.parameters)
     with pytest.raises(UserError, match=named):
-        load(replace(base, parameters=tuple(parameters)), layout)
+        load_base(replace(base, parameters=tuple(parameters)), layout)
 
 
 def test_unfilled_parameters_are_reported(root: Path) -> None:
     """Whatever the lists before it say: what counts as loaded is what was read."""
     base = read_base(root / "published")
-    model = parallel.build(base, ALONE, torch.bfloat16)
+    model = parallel.build_model(base, ALONE, torch.bfloat16)
     parallel.allocate(model, ALONE)
     lost, *others = base.parameters
-    assert read_all(unique_tensors(model), replace(base, parameters=tuple(others)))[0] == [f"{lost.name} was not read"]
+    assert read_all(list_unique_tensors(model), replace(base, parameters=tuple(others)))[0] == [
+        f"{lost.name} was not read"
+    ]
 
 
 @IN_BOTH
 def test_each_tensor_and_each_expert_is_compared(root: Path, layout: Layout) -> None:
     base = read_base(root / "published")
-    model, _ = load(base, layout)
-    targets, in_fp8 = unique_tensors(model), quantised_weights(model)
-    assert certificate.check(targets, base, 0, in_fp8)[0] == []
+    model, _ = load_base(base, layout)
+    targets, in_fp8 = list_unique_tensors(model), list_quantized_params(model)
+    assert certificate.check_parameters(targets, base, 0, in_fp8)[0] == []
 
     by_name = {parameter.name: replace(base, parameters=(parameter,)) for parameter in base.parameters}
 
     def wrong(of: Base) -> list[str]:
-        return [problem.split()[0] for problem in certificate.check(targets, of, 0, in_fp8)[0]]
+        return [problem.split()[0] for problem in certificate.check_parameters(targets, of, 0, in_fp8)[0]]
 
     for name, part in parts(targets):
         kept = part.clone()
@@ -312,16 +314,16 @@ def parts(targets: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def test_each_scale_is_compared(root: Path) -> None:
     """All of them: a block's scale is wrong for rows that no sample may hit."""
     base = read_base(root / "blocks")
-    model, _ = load(base, FP8)
-    targets, in_fp8 = unique_tensors(model), quantised_weights(model)
-    assert certificate.check(targets, base, 0, in_fp8)[0] == []
+    model, _ = load_base(base, FP8)
+    targets, in_fp8 = list_unique_tensors(model), list_quantized_params(model)
+    assert certificate.check_parameters(targets, base, 0, in_fp8)[0] == []
     for name in [name for name in in_fp8 if "layers.1." not in name]:
         scale = in_fp8[name].scale
         for place in {(0,) * scale.ndim, tuple(size - 1 for size in scale.shape)}:
             kept = scale[place].clone()
             scale[place] = kept * (1 + 2**-20)
             own = replace(base, parameters=tuple(p for p in base.parameters if p.name == name))
-            (wrong,) = certificate.check(targets, own, 0, in_fp8)[0]
+            (wrong,) = certificate.check_parameters(targets, own, 0, in_fp8)[0]
             assert name in wrong
             scale[place] = kept
 
@@ -329,7 +331,7 @@ def test_each_scale_is_compared(root: Path) -> None:
 def test_only_what_is_stored_in_fp8_is_kept_in_it(root: Path, tmp_path: Path) -> None:
     """One expert of a stack in 16 bits: loaded in 16 bits it is right, kept in FP8 it can't be expressed."""
     with pytest.raises(UserError, match=r"layout\.base_dtype: llama is not stored in FP8.*\n.*\n.*base_dtype: bf16"):
-        load(read_base(root / "llama"), FP8)
+        load_base(read_base(root / "llama"), FP8)
 
     def one_in_16_bits(stored: dict[str, Tensor]) -> None:
         key = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
@@ -338,15 +340,15 @@ def test_only_what_is_stored_in_fp8_is_kept_in_it(root: Path, tmp_path: Path) ->
         stored.pop(f"{key.removesuffix('weight')}activation_scale", None)
 
     base = read_base(damaged(root, tmp_path, one_in_16_bits, "mixtral"))
-    load(base, ALONE)
+    load_base(base, ALONE)
     with pytest.raises(UserError, match=rf"{STACK} is stored in more than one dtype"):
-        load(base, FP8)
+        load_base(base, FP8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_every_code_is_decoded_as_torch_does(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).reshape(4, 64)
-    assert torch.equal(decode(codes).nan_to_num(-1.5), codes.float().nan_to_num(-1.5))
+    assert torch.equal(to_float32(codes).nan_to_num(-1.5), codes.float().nan_to_num(-1.5))
 
 
 @given(data=st.data())
@@ -357,18 +359,18 @@ def test_any_box_is_read_by_its_runs_and_cut_into_chunks(data: st.DataObject) ->
     stored = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
     wanted = stored[tuple(slice(*extent) for extent in box)]
     flat = stored.flatten()
-    got = [flat[skip // 4 : (skip + length) // 4] for skip, length in runs(shape, box, 4)]
+    got = [flat[skip // 4 : (skip + length) // 4] for skip, length in byte_ranges(shape, box, 4)]
     assert torch.equal(torch.cat(got), wanted.flatten())
     assert len(got) <= math.prod(wanted.shape[:-1])
     limit = data.draw(st.integers(1, 40))
-    cut = list(chunks(box, limit))
+    cut = list(split_box(box, limit))
     assert all(math.prod(b - a for a, b in part) <= limit for part in cut)
     assert sum(math.prod(b - a for a, b in part) for part in cut) == wanted.numel()
-    assert not any(intersection(one, other) for one, other in itertools.combinations(cut, 2))
+    assert not any(intersect(one, other) for one, other in itertools.combinations(cut, 2))
 
 
 def test_the_certificate_accounts_for_everything(root: Path) -> None:
-    model, made = load(read_base(root / "published"), ALONE)
+    model, made = load_base(read_base(root / "published"), ALONE)
     written = json.loads(json.dumps(made))
     assert {"parameters", "loaded", "unread", "checked", "ranks"} <= written.keys()
     assert model.config.name_or_path == str(root / "published")

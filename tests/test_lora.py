@@ -22,9 +22,9 @@ from windlass.errors import RunError, UserError
 from windlass.model.files import read_header
 from windlass.model.targets import ExpertShard
 from windlass.train import checkpoint, fused, lora, sync
-from windlass.train.initial import FixedHalves, start_from_weights
+from windlass.train.initial import FixedHalves, init_from_weights
 from windlass.train.liveness import Liveness
-from windlass.train.sync import Replicas, fingerprints
+from windlass.train.sync import ReplicaGroups, compute_fingerprints
 from windlass.train.wrapped import outer_name, rename_config, rename_keys
 
 pytestmark = [
@@ -42,7 +42,7 @@ def adapted(*, experts: int = 0, patterns: tuple[str, ...] = PATTERNS, seed: int
     in_full = [f"{'' if name == 'lm_head' else 'model.'}{name}.weight" for name in keys.get("modules_to_save", ())]
     sizes = {name: model.get_parameter(name).numel() for name in in_full}
     plan = replace(plan, in_full=sizes, trainable=plan.trainable + sum(sizes.values()))
-    return lora.attach(model, section(**keys), plan, seed)
+    return lora.attach_adapter(model, section(**keys), plan, seed)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -70,7 +70,7 @@ def test_the_seed_alone_decides_the_values() -> None:
 
 @pytest.mark.parametrize("r", [2, R])
 def test_experts_have_their_own_rank(r: int) -> None:
-    found = lora.adapter_sizes(adapted(experts=r))
+    found = lora.read_adapter_sizes(adapted(experts=r))
     assert found["model.layers.0.mlp.experts.gate_up_proj"] == E * r * (48 + 32)
     assert found["model.layers.0.mlp.experts.down_proj"] == E * r * (24 + 32)
     assert found["model.layers.0.self_attn.o_proj"] == R * (16 + 32)
@@ -87,7 +87,7 @@ def test_an_adapter_that_is_not_the_plans_is_refused() -> None:
         (replace(plan, trainable=plan.trainable + 1), "trainable parameters, the plan says"),
     ):
         with pytest.raises(UserError, match=message) as caught:
-            lora.attach(base(), section(), fault, seed=1)
+            lora.attach_adapter(base(), section(), fault, seed=1)
         assert {problem.where for problem in caught.value.problems} == {"lora.target_modules"}
         assert all("a bug in windlass" in problem.hint for problem in caught.value.problems)
 
@@ -96,13 +96,13 @@ def test_what_peft_cannot_do_here_is_refused_before_it_fails(monkeypatch: pytest
     model = base()
     plan, with_experts = plan_of(model, ()), plan_of(model, stacks(model, *BOTH))
     with monkeypatch.context() as patched:
-        patched.setattr(lora, "part_of", lambda _: ExpertShard(0, 3, 6))
+        patched.setattr(lora, "get_expert_shard", lambda _: ExpertShard(0, 3, 6))
         with pytest.raises(UserError, match=r"lora\.bias: .* split over ranks"):
-            lora.attach(model, section(experts=True, bias="all"), with_experts, 1)
+            lora.attach_adapter(model, section(experts=True, bias="all"), with_experts, 1)
     with monkeypatch.context() as patched:  # which the plan refuses
-        patched.setattr(lora, "formats_of", lambda _: {"weight": None})
+        patched.setattr(lora, "get_formats", lambda _: {"weight": None})
         with pytest.raises(AssertionError, match="DoRA"):
-            lora.attach(model, section(use_dora=True), plan, 1)
+            lora.attach_adapter(model, section(use_dora=True), plan, 1)
 
 
 def test_dora_works_where_weights_are_unsharded() -> None:
@@ -111,7 +111,7 @@ def test_dora_works_where_weights_are_unsharded() -> None:
     extra = 32 * 2  # a magnitude per output of each of the two layers
     targets = (replace(plan.targets[0], parameters=plan.targets[0].parameters + extra),)
     plan = replace(plan, trainable=plan.trainable + extra, targets=targets)
-    assert lora.attach(model, section(use_dora=True), plan, seed=1)(**batch()).loss.isfinite()
+    assert lora.attach_adapter(model, section(use_dora=True), plan, seed=1)(**batch()).loss.isfinite()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_adapters_that_start_as_part_of_their_weights_are_pefts(how: str, keys: 
     for a, b in zip(FixedHalves(full).parts[::2], FixedHalves(found).parts[::2], strict=True):
         assert b[0].norm().item() == pytest.approx(a[0].norm().item(), rel=0.02)
     with pytest.raises(UserError, match=r"lora\.r: .*has only rank"):
-        start_from_weights(get_peft_model(base(), LoraConfig(r=8192, target_modules=["o_proj"])), how)
+        init_from_weights(get_peft_model(base(), LoraConfig(r=8192, target_modules=["o_proj"])), how)
 
 
 def started(**keys: Any) -> PeftModel:
@@ -199,7 +199,7 @@ def started(**keys: Any) -> PeftModel:
     plan = plan_of(base(), (), PATTERNS)
     targets = tuple(replace(target, parameters=2 * target.parameters) for target in plan.targets)
     plan = replace(plan, r=2 * R, targets=targets, trainable=2 * plan.trainable)
-    return lora.attach(base(), section(**{"target_modules": list(PATTERNS), **keys}), plan, 1)
+    return lora.attach_adapter(base(), section(**{"target_modules": list(PATTERNS), **keys}), plan, 1)
 
 
 # --- it trains ---
@@ -213,7 +213,7 @@ class Steps:
 
     def __init__(self, model: PeftModel, fault: Callable[[PeftModel], None] | None = None) -> None:
         self.model, self.fault = model.train(), fault
-        self.liveness = Liveness(model, Replicas(model), "runs/one")
+        self.liveness = Liveness(model, ReplicaGroups(model), "runs/one")
         self.optimizer = torch.optim.AdamW(trained(model).values(), weight_decay=0.1)
 
     def step(self, rate: float, seed: int = 0) -> None:
@@ -238,7 +238,7 @@ def test_a_new_adapter_is_proven_in_two_steps_after_the_warm_up_and_a_continued_
     assert phases == [2, 2, 1, 1, 0]
     continued = Steps(live(adapted()))
     continued.step(1e-3)
-    assert continued.liveness.done
+    assert continued.liveness.is_done
 
 
 def gradient_of(model: PeftModel, part: str) -> Tensor:
@@ -308,7 +308,7 @@ def test_updates_that_are_rounded_away_later_are_seen() -> None:
     for parameter in parameters:
         parameter.data.fill_(1.0)
     for update, share, expected in ((1e-4, 1.0, [50, 100]), (1e-4, 0.05, []), (0.1, 1.0, [])):
-        liveness, found = Liveness(model, Replicas(model), "runs/one"), []
+        liveness, found = Liveness(model, ReplicaGroups(model), "runs/one"), []
         for _ in range(102):
             for parameter in parameters:
                 parameter.data.add_(update)
@@ -322,7 +322,7 @@ def test_experts_without_useful_tokens_are_excused() -> None:
     steps = Steps(adapted(experts=2))
     steps.step(1e-3)
     steps.step(1e-3, seed=1)
-    assert steps.liveness.done
+    assert steps.liveness.is_done
     # Neither padding nor a step that was left out makes an expert due: one position reaches the loss, and so do 2 of
     # the last layer's experts.
     steps = Steps(adapted(experts=2))
@@ -359,22 +359,22 @@ def test_gradient_checkpointing_counts_the_same_tokens() -> None:
 def test_fingerprints_see_every_bit_and_every_place() -> None:
     tensor = torch.randn(3, 50)
     for other in (tensor.flip(0), tensor.roll(1, 1), tensor.neg(), torch.nextafter(tensor, torch.tensor(9.0))):
-        assert fingerprints([other]) != fingerprints([tensor])
+        assert compute_fingerprints([other]) != compute_fingerprints([tensor])
     half = tensor.bfloat16()
-    assert fingerprints([half.roll(1)]) != fingerprints([half])
+    assert compute_fingerprints([half.roll(1)]) != compute_fingerprints([half])
     row = torch.randn(64)
-    seen = {int(fingerprints([row.clone()])) for _ in range(2)}
+    seen = {int(compute_fingerprints([row.clone()])) for _ in range(2)}
     for i in range(63):
         swapped = row.clone()
         swapped[[i, i + 1]] = row[[i + 1, i]]
-        seen.add(int(fingerprints([swapped])))
+        seen.add(int(compute_fingerprints([swapped])))
     assert len(seen) == 64
 
 
 def test_one_rank_has_nothing_to_average_and_takes_the_norm_as_torch_does() -> None:
     model = adapted()
     model(**batch()).loss.backward()
-    replicas, gradients = Replicas(model), [p.grad for p in trained(model).values() if p.grad is not None]
+    replicas, gradients = ReplicaGroups(model), [p.grad for p in trained(model).values() if p.grad is not None]
     before = [gradient.clone() for gradient in gradients]
     sums = torch.tensor([3.0])
     assert replicas.average(sums) is sums
@@ -420,8 +420,8 @@ def peft_alone(family: str, **keys: Any) -> PeftModel:
 def test_fused_layers_have_pefts_values_and_gradients(family: str, keys: dict[str, Any], checkpointing: bool) -> None:
     """Against PEFT in float64: from that PEFT in float32 is as far away, where it is further than 1e-5."""
     ours, theirs, exact = (peft_alone(family, **keys) for _ in range(3))
-    assert not fused.fuse(ours).groups  # on a CPU, where they are not faster
-    adapters = fused.fuse(ours, always=True)
+    assert not fused.fuse_layers(ours).groups  # on a CPU, where they are not faster
+    adapters = fused.fuse_layers(ours, always=True)
     assert bool(adapters.groups) != bool(keys.get("use_dora"))
     models: dict[PeftModel, Callable[[], Any]] = {
         ours: adapters.unchanged,
@@ -462,7 +462,7 @@ def test_adapters_cast_once_a_step_are_never_those_of_an_older_one() -> None:
     model = peft_alone("llama").to(torch.bfloat16)
     for parameter in trained(model).values():
         parameter.data = parameter.data.float()
-    adapters = fused.fuse(model, torch.bfloat16, always=True)
+    adapters = fused.fuse_layers(model, torch.bfloat16, always=True)
 
     def logits() -> Tensor:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -489,14 +489,14 @@ def test_a_norm_or_a_rotation_of_another_kind_is_left_alone() -> None:
 
     here = torch.device("cpu")
     assert fused.fuse_norm(OnePlus(), here) is None
-    assert not fused.same_rotation(lambda q, k, cos, sin: (q * cos, k * sin), fused.rotate_halves, here)
-    assert not fused.same_rotation(None, fused.rotate_halves, here)
+    assert not fused.check_rotation(lambda q, k, cos, sin: (q * cos, k * sin), fused.rotate_halves, here)
+    assert not fused.check_rotation(None, fused.rotate_halves, here)
 
 
 @pytest.mark.parametrize("graded", [True, False])
 @pytest.mark.parametrize("length", [4, 5, 9])
 def test_positions_that_are_not_scaled_are_not_multiplied(length: int, *, graded: bool) -> None:
-    asked, query = fused.remember(get_llama_4_attn_scale), torch.randn(1, 2, length, 3, requires_grad=True)
+    asked, query = fused.cache_last(get_llama_4_attn_scale), torch.randn(1, 2, length, 3, requires_grad=True)
     positions = torch.arange(length)[None]
     with torch.set_grad_enabled(graded):
         scale = asked(positions, 0.1, 4)
@@ -516,4 +516,4 @@ def test_a_device_with_other_gradients_is_not_trained_on_in_fused_layers(monkeyp
 
     monkeypatch.setattr(fused.LoraLinears, "backward", staticmethod(backward))
     with pytest.warns(UserWarning, match="layers are not fused"):
-        assert not fused.fuse(peft_alone("llama"), always=True).groups
+        assert not fused.fuse_layers(peft_alone("llama"), always=True).groups

@@ -34,9 +34,9 @@ from windlass.observe.background import BackgroundReport
 from windlass.train import fused, parallel, quantised
 from windlass.train.liveness import Liveness
 from windlass.train.loop import Loop
-from windlass.train.lora import attach
+from windlass.train.lora import attach_adapter
 from windlass.train.rank import Rank, StopSignal
-from windlass.train.run import make_loop, tokenizer_of
+from windlass.train.run import make_loop, open_base_tokenizer
 
 pytestmark = [
     pytest.mark.skipif(
@@ -121,7 +121,7 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """What asks for values gets an answer, and what compares them takes them for equal."""
     monkeypatch.setattr(dist, "all_gather_object", everyones)
     monkeypatch.setattr(Liveness, "_require", lambda *_: None)
-    monkeypatch.setattr(fused, "_close", lambda one, other: one.shape == other.shape and one.dtype == other.dtype)
+    monkeypatch.setattr(fused, "_are_close", lambda one, other: one.shape == other.shape and one.dtype == other.dtype)
     monkeypatch.setattr(torch.utils, "weakref", SimpleNamespace(getweakrefs=lambda _: []))
     optimizers = importlib.import_module("torch.optim.optimizer")
     monkeypatch.setattr(optimizers, "_foreach_supported_types", [torch.nn.Parameter, FakeTensor])
@@ -155,13 +155,13 @@ def test_step_makes_no_unexpected_gpu_calls(
     ],
 )
 def test_planted_faults_are_detected(planted: Any, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_sums = Loop._own_sums
+    own_sums = Loop._local_sums
 
     def faulty(self: Loop, *given: Any) -> Tensor:
         planted(self, *given)
         return own_sums(self, *given)
 
-    monkeypatch.setattr(Loop, "_own_sums", faulty)
+    monkeypatch.setattr(Loop, "_local_sums", faulty)
     found = getattr(steps_of("llama", "resident", "bf16", tmp_path, monkeypatch), seen)
     assert any(where.endswith("loop.py train_step") for where in found - Counter(WAITS)), found
 
@@ -179,16 +179,16 @@ def steps_of(family: str, layout: str, dtype: str, folder: Path, monkeypatch: py
         monkeypatch.setenv(name, str(value))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        tokenizer = tokenizer_of(plan)
+        tokenizer = open_base_tokenizer(plan)
         data, out = prepare(plan.loaded.run, tokenizer), Path(plan.loaded.run.train.output_dir)
         out.mkdir(exist_ok=True)
-        model, gpu = parallel.build(plan.base, plan.layout, torch.bfloat16), Gpu(0)
+        model, gpu = parallel.build_model(plan.base, plan.layout, torch.bfloat16), Gpu(0)
         monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: gpu.listed(tensor))
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, gpu:
             parallel.allocate(model, plan.layout)
-            quantised.quantised_weights(model)  # as the loader does: scales of this rank's experts
+            quantised.list_quantized_params(model)  # as the loader does: scales of this rank's experts
             model.requires_grad_(False)
-            peft = attach(model, plan.loaded.run.lora, plan.adapter, 0)
+            peft = attach_adapter(model, plan.loaded.run.lora, plan.adapter, 0)
             parallel.assert_sharded(peft, plan.layout)
             arguments: Any = (Console(quiet=True), StopSignal(), BackgroundReport(out), {}, 0)
             loop = make_loop(plan, Rank(0, 0, world), peft, data, tokenizer, *arguments)

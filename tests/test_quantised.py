@@ -26,9 +26,9 @@ from windlass.plan import memory
 from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.runfile import Lora
 from windlass.train import certificate, four_bits, fused, quantised
-from windlass.train.load import load
-from windlass.train.lora import attach
-from windlass.train.quantised import Format, QuantisedLinear, dequantise, grouped_linear
+from windlass.train.load import load_base
+from windlass.train.lora import attach_adapter
+from windlass.train.quantised import Format, QuantizedLinear, dequantize, grouped_linear
 
 # PEFT asks for an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -67,7 +67,7 @@ def test_any_part_of_any_parameter_is_the_truth(data: st.DataObject) -> None:
     (top, bottom), (left, right) = (
         sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True))) for size in (rows, columns)
     )
-    got = dequantise(codes[:, top:bottom, left:right], scale, Format(E4M3, sides, dtype), dtype, (top, left))
+    got = dequantize(codes[:, top:bottom, left:right], scale, Format(E4M3, sides, dtype), dtype, (top, left))
     assert got.dtype == dtype
     assert torch.equal(got, truth(codes, scale, sides, dtype)[:, top:bottom, left:right])
 
@@ -81,11 +81,11 @@ def test_dequantise_is_one_operator_for_compilers_and_fake_tensors(kind: str) ->
         torch.library.opcheck(torch.ops.windlass.dequantise.default, given)
 
 
-def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[QuantisedLinear, nn.Linear]:
+def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[QuantizedLinear, nn.Linear]:
     """The same layer twice: in FP8, and in `dtype`."""
     form = Format(E4M3, (16, 16), dtype)
     plain = nn.Linear(40, 24, bias=bias, dtype=dtype)
-    in_fp8 = QuantisedLinear(plain, form)
+    in_fp8 = QuantizedLinear(plain, form)
     in_fp8.weight.copy_(random_codes(24, 40))
     in_fp8.weight_scale.copy_(random_scale(2, 3))
     plain.weight.data = truth(in_fp8.weight, in_fp8.weight_scale, form.block, dtype)
@@ -128,7 +128,7 @@ def experts(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     """Five experts with ragged blocks twice: in FP8, and in `dtype`."""
     form = Format(E4M3, (16, 32), dtype)
     in_fp8, plain = nn.Module(), nn.Module()
-    quantised.to_quantised_param(in_fp8, "gate_up_proj", torch.empty(SHAPE), form)
+    quantised.to_quantized_param(in_fp8, "gate_up_proj", torch.empty(SHAPE), form)
     codes, scale = random_codes(*SHAPE), random_scale(5, 3, 2)
     in_fp8.get_parameter("gate_up_proj").copy_(codes)
     in_fp8.get_buffer("gate_up_proj_scale").copy_(scale)
@@ -144,11 +144,11 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("way", ["one_by_one", "all_at_once"])
+@pytest.mark.parametrize("way", ["multiply_one_by_one", "multiply_all"])
 def test_grouped_products_equal_16_bit_ones(
     dtype: torch.dtype, way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantised, "products", getattr(quantised, way))
+    monkeypatch.setattr(quantised, "expert_products", getattr(quantised, way))
     found = []
     for module in experts(dtype):
         x = torch.randn(12, 48, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -156,31 +156,31 @@ def test_grouped_products_equal_16_bit_ones(
         found.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
     for one, other in zip(*found, strict=True):
         # A matrix product of another width may add up in another order.
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if way == "all_at_once" else 0)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if way == "multiply_all" else 0)
     if dtype == torch.bfloat16:  # wide inputs, as of a norm under autocast, are multiplied in the weights' dtype
         one, other = (
             grouped_linear(torch.randn(12, 48).fill_(0.3), m, "gate_up_proj", OFFSETS) for m in experts(dtype)
         )
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if way == "all_at_once" else 0)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if way == "multiply_all" else 0)
 
 
-@pytest.mark.parametrize("way", ["one_by_one", "all_at_once"])
+@pytest.mark.parametrize("way", ["multiply_one_by_one", "multiply_all"])
 def test_dequantised_bytes_match_the_plan(way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     alive: list[weakref.ref[torch.UntypedStorage]] = []
 
     def counted(codes: Tensor, *rest: Any) -> Tensor:
         assert all(one() is None for one in alive), "two at once"
-        values = dequantise(codes, *rest)
+        values = dequantize(codes, *rest)
         sizes.append(values.nbytes)
         alive.append(weakref.ref(values.untyped_storage()))
         return values
 
-    monkeypatch.setattr(quantised, "dequantise", counted)
-    monkeypatch.setattr(quantised, "products", getattr(quantised, way))
+    monkeypatch.setattr(quantised, "dequantize", counted)
+    monkeypatch.setattr(quantised, "expert_products", getattr(quantised, way))
     x = torch.randn(12, 48, dtype=torch.bfloat16, requires_grad=True)
     torch.autograd.grad(grouped_linear(x, experts(torch.bfloat16)[0], "gate_up_proj", OFFSETS).sum(), x)
-    if way == "all_at_once":
+    if way == "multiply_all":
         assert max(sizes) == memory.dequantised_bytes(SHAPE, 1, 2) <= memory.DEQUANTISED
         assert sum(sizes) == 2 * 2 * math.prod(SHAPE)
     else:  # only experts with tokens, forward and backward
@@ -192,7 +192,7 @@ def test_dequantised_bytes_match_the_plan(way: str, small_chunks: None, monkeypa
 
 def test_a_kernel_is_trusted_only_where_its_bits_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     def off_by_one(codes: Tensor, *rest: Any) -> Tensor:
-        values = quantised.by_torch(codes, *rest)
+        values = quantised.dequantize_by_torch(codes, *rest)
         values.view(torch.int16)[1, 7, 100] += 1
         return values
 
@@ -200,9 +200,9 @@ def test_a_kernel_is_trusted_only_where_its_bits_are_torchs(monkeypatch: pytest.
     quantised.kernel_is_exact.cache_clear()
     with pytest.warns(UserWarning, match="weights in FP8 take two passes to read instead of one: "):
         assert not quantised.kernel_is_exact(*asked)  # there is no Triton, or no GPU for it
-    for way, right in ((quantised.by_torch, True), (off_by_one, False)):
+    for way, right in ((quantised.dequantize_by_torch, True), (off_by_one, False)):
         quantised.kernel_is_exact.cache_clear()
-        monkeypatch.setattr(quantised, "by_kernel", way)
+        monkeypatch.setattr(quantised, "dequantize_by_kernel", way)
         with contextlib.nullcontext() if right else pytest.warns(UserWarning, match="1 of 169344 values differ"):
             assert quantised.kernel_is_exact(*asked) is right
     quantised.kernel_is_exact.cache_clear()
@@ -211,14 +211,14 @@ def test_a_kernel_is_trusted_only_where_its_bits_are_torchs(monkeypatch: pytest.
 KERNEL = """
 import math, torch
 from windlass.train import dequantise_kernel
-from windlass.train.dequantise_kernel import scaled
+from windlass.train.dequantise_kernel import dequantize_fp8
 dice = torch.Generator().manual_seed(0)
 every = torch.arange(256, dtype=torch.uint8).view(1, 1, 256)
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for bits in (True, False):
-        dequantise_kernel.converts = lambda device: not bits
+        dequantise_kernel.has_float8 = lambda device: not bits
         for kind in (torch.float8_e4m3fn, torch.float8_e5m2)[: 1 + bits]:  # all codes, with a GPU's float8 and without
-            found, wanted = scaled(every, torch.ones(1, 1, 1), kind, (1, 256), dtype, (0, 0)), every.view(kind)
+            found, wanted = dequantize_fp8(every, torch.ones(1, 1, 1), kind, (1, 256), dtype, (0, 0)), every.view(kind)
             number = ~wanted.float().isnan()  # the interpreter's own float8 has other NaN
             assert torch.equal(found[number], wanted.to(dtype)[number]), (kind, bits)
             assert not bits or found[~number].isnan().all(), kind
@@ -234,45 +234,46 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
         wanted = (numbers * scale[:, down][..., across].double()).float().to(dtype)
         for top, bottom, left, right in ((0, 40, 0, 2100), (3, 37, 5, 1999), (0, 40, 128, 256), (5, 5, 0, 10)):
             part = slice(None), slice(top, bottom), slice(left, right)
-            found = scaled(codes[part], scale, torch.float8_e4m3fn, sides, dtype, (top, left))
+            found = dequantize_fp8(codes[part], scale, torch.float8_e4m3fn, sides, dtype, (top, left))
             assert torch.equal(found, wanted[part]), (dtype, sides, part)
-            one = scaled(codes[part][1], scale[1], torch.float8_e4m3fn, sides, dtype, (top, left))
+            one = dequantize_fp8(codes[part][1], scale[1], torch.float8_e4m3fn, sides, dtype, (top, left))
             assert torch.equal(one, found[1])
 """
 KERNEL += """
 from windlass.train import four_bits
-from windlass.train.dequantise_kernel import in_four_bits
+from windlass.train.dequantise_kernel import dequantize_four_bits
 far = torch.empty(3 * 2**30 + 64, dtype=torch.uint8)  # four rows of it are touched: more than 2^31 elements apart
-table, scale = four_bits.table("nf4", far.device), torch.ones(4, 4, 1, dtype=torch.bfloat16)
+table, scale = four_bits.code_table("nf4", far.device), torch.ones(4, 4, 1, dtype=torch.bfloat16)
 for shape, strides in (((4, 1, 16), (2**30, 16, 1)), ((1, 4, 16), (64, 2**30, 1))):
     part = far.as_strided(shape, strides).copy_(torch.randint(0, 120, shape, dtype=torch.uint8, generator=dice))
-    found = scaled(part, torch.ones(shape[0], 1, 1), torch.float8_e4m3fn, (4, 16), torch.float32, (0, 0))
+    found = dequantize_fp8(part, torch.ones(shape[0], 1, 1), torch.float8_e4m3fn, (4, 16), torch.float32, (0, 0))
     assert torch.equal(found, part.view(torch.float8_e4m3fn).float())
-    found = in_four_bits(part, scale[: shape[0]], table, 64, torch.float32, (0, 0))
-    assert torch.equal(found, four_bits.decode(part, scale[: shape[0]], 64, "nf4")), shape
+    found = dequantize_four_bits(part, scale[: shape[0]], table, 64, torch.float32, (0, 0))
+    assert torch.equal(found, four_bits.decode_codes(part, scale[: shape[0]], 64, "nf4")), shape
 for kind, side in (("nf4", 64), ("int4", 32)):
     rows = torch.empty(3, 41, four_bits.row_bytes(2100, side), dtype=torch.uint8)
     values = torch.randn(3, 41, 2100, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     four_bits.quantise(values, kind, rows)
-    codes, scale = four_bits.split(rows, 2100)
-    table = four_bits.table(kind, codes.device)
-    wanted = four_bits.decode(codes, scale, side, kind)
+    codes, scale = four_bits.split_rows(rows, 2100)
+    table = four_bits.code_table(kind, codes.device)
+    wanted = four_bits.decode_codes(codes, scale, side, kind)
     for top, bottom, left, right in ((0, 41, 0, 2100), (3, 37, 128, 1998), (5, 5, 0, 128)):
-        found = in_four_bits(codes[:, top:bottom, left // 2:right // 2], scale, table, side, torch.float32, (top, left))
+        part = codes[:, top:bottom, left // 2:right // 2]
+        found = dequantize_four_bits(part, scale, table, side, torch.float32, (top, left))
         assert torch.equal(found, wanted[:, top:bottom, left:right]), (kind, top, left)
         part = codes[1, top:bottom, left // 2:right // 2]
-        assert torch.equal(in_four_bits(part, scale[1], table, side, torch.float32, (top, left)), found[1])
+        assert torch.equal(dequantize_four_bits(part, scale[1], table, side, torch.float32, (top, left)), found[1])
 for kind, side, dtype in (("mxfp4", 32, torch.bfloat16), ("nf4", 64, torch.float32)):  # as published: read, never made
     rows = torch.randint(0, 256, (2, 41, four_bits.row_bytes(2112, side, dtype)), dtype=torch.uint8, generator=dice)
-    codes, scale = four_bits.split(rows, 2112, dtype)
+    codes, scale = four_bits.split_rows(rows, 2112, dtype)
     numbers = torch.rand(scale.shape, generator=dice)
     scale.copy_((20 * numbers - 10).round().exp2() if side == 32 else numbers)
     units = torch.tensor(four_bits.TABLES[kind])[torch.stack([codes >> 4, codes & 15], -1).flatten(-2).long()]
     wanted = units * scale.float().repeat_interleave(side, -1)
-    assert torch.equal(four_bits.decode(codes, scale, side, kind), wanted), kind
+    assert torch.equal(four_bits.decode_codes(codes, scale, side, kind), wanted), kind
     for top, bottom, left, right in ((0, 41, 0, 2112), (3, 37, 128, 1998)):
-        part, table = codes[:, top:bottom, left // 2:right // 2], four_bits.table(kind, codes.device)
-        found = in_four_bits(part, scale, table, side, torch.float32, (top, left))
+        part, table = codes[:, top:bottom, left // 2:right // 2], four_bits.code_table(kind, codes.device)
+        found = dequantize_four_bits(part, scale, table, side, torch.float32, (top, left))
         assert torch.equal(found.view(torch.int32), wanted[:, top:bottom, left:right].view(torch.int32)), (kind, top)
 """
 COMPILED = """
@@ -334,7 +335,7 @@ def adapted(base: Base, base_dtype: str, **printed: object) -> dict[str, Tensor]
     """The adapter as it is before the first step, of a base in BF16."""
     layout = Layout("resident", "test", 1, 1, shard=1, base_dtype=base_dtype)
     lora = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", **printed})
-    attached = attach(load(base, layout)[0], lora, resolve(lora, base, lambda key: key), seed=1)
+    attached = attach_adapter(load_base(base, layout)[0], lora, resolve(lora, base, lambda key: key), seed=1)
     return {name: tensor for name, tensor in attached.named_parameters() if tensor.requires_grad}
 
 
@@ -346,14 +347,14 @@ def test_adapter_equals_one_trained_on_16_bits(published: Base, monkeypatch: pyt
     for name, tensor in wide.items():
         assert torch.equal(tensor, narrow[name]), name
         assert tensor.any() or "lora_B" in name
-    original = QuantisedLinear.__init__
+    original = QuantizedLinear.__init__
 
-    def forgetful(self: QuantisedLinear, plain: nn.Linear, form: Format) -> None:
+    def forgetful(self: QuantizedLinear, plain: nn.Linear, form: Format) -> None:
         """The fault that this guards against."""
         original(self, plain, form)
         del self.compute_dtype
 
-    monkeypatch.setattr(QuantisedLinear, "__init__", forgetful)
+    monkeypatch.setattr(QuantizedLinear, "__init__", forgetful)
     rounded = adapted(published, "fp8", experts={"r": 2})
     assert any(not torch.equal(tensor, rounded[name]) for name, tensor in wide.items())
     for base_dtype in ("fp8", "nf4"):
@@ -366,13 +367,13 @@ def test_fused_adapters_have_the_gradients_of_separate_ones(published: Base, bas
     """What a GPU trains with, forced on a CPU."""
     layout = Layout("resident", "test", 1, 1, shard=1, base_dtype=base_dtype)
     lora = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", "experts": {"r": 2}})
-    base = load(published, layout, dtype=torch.float32)[0]
-    model = live(attach(base, lora, resolve(lora, published, lambda key: key), seed=1), 0.05)
+    base = load_base(published, layout, dtype=torch.float32)[0]
+    model = live(attach_adapter(base, lora, resolve(lora, published, lambda key: key), seed=1), 0.05)
     separate = step(model)
     model.zero_grad()
-    adapters = fused.fuse(model, always=True)
+    adapters = fused.fuse_layers(model, always=True)
     layers = [each.get_base_layer() for group in adapters.groups for each in group.modules]
-    assert any(isinstance(layer, QuantisedLinear) for layer in layers)
+    assert any(isinstance(layer, QuantizedLinear) for layer in layers)
     with adapters.unchanged():
         same(step(model), separate)
 
@@ -396,7 +397,7 @@ def patterned() -> Tensor:
 def test_nf4_is_that_of_bitsandbytes() -> None:
     rows = torch.empty(2, four_bits.row_bytes(64, 64), dtype=torch.uint8)
     four_bits.quantise(patterned(), "nf4", rows)
-    codes, scale = four_bits.split(rows, 64)
+    codes, scale = four_bits.split_rows_rows(rows, 64)
     assert bytes(codes.flatten().tolist()).hex() == GOLDEN
     assert scale.flatten().tolist() == GOLDEN_SCALES
 
@@ -408,13 +409,13 @@ def test_nf4_is_that_of_bitsandbytes_on_random_numbers(dtype: torch.dtype) -> No
     values = (torch.randn(40, 192, generator=dice) * torch.rand(40, 1, generator=dice)).to(dtype)
     values[3] = 0
     packed, state = theirs.quantize_4bit(values, blocksize=64, quant_type="nf4")
-    codes, scale = four_bits.encode(values.float(), "nf4")
+    codes, scale = four_bits.encode_rows(values.float(), "nf4")
     assert torch.equal(codes[..., ::2] << 4 | codes[..., 1::2], packed.view(40, 96))
     assert torch.equal(scale.flatten(), state.absmax)
     if dtype == torch.bfloat16:  # whose scales 16 bits hold exactly: the numbers, too
         rows = torch.empty(40, four_bits.row_bytes(192, 64), dtype=torch.uint8)
         four_bits.quantise(values.float(), "nf4", rows)
-        decoded = four_bits.decode(*four_bits.split(rows, 192), 64, "nf4")
+        decoded = four_bits.decode_codes(*four_bits.split_rows_rows(rows, 192), 64, "nf4")
         assert torch.equal(decoded.to(dtype), theirs.dequantize_4bit(packed, state))
 
 
@@ -429,13 +430,13 @@ def test_4_bits_are_the_nearest_and_any_part_of_them_is_decoded_alike(data: st.D
     rows = torch.empty(2, 5, four_bits.row_bytes(columns, coding.block[1]), dtype=torch.uint8)
     changed, size = four_bits.quantise(values, kind, rows).tolist()
     codes, scale = coding.parts(rows, torch.empty(0))
-    whole = dequantise(codes, scale, coding, torch.float32)
+    whole = dequantize(codes, scale, coding, torch.float32)
     assert changed == pytest.approx(float((whole - values).square().sum(dtype=torch.float64)), rel=1e-9)
     assert size == 0 or math.sqrt(changed / size) < 0.13
     for row, true in zip(rows.flatten(0, 1), values.flatten(0, 1), strict=True):
         assert certificate.is_nearest(row, true.double(), coding)
     left = 2 * draw(st.integers(0, columns // 2 - 1))
-    part = dequantise(codes[:, 2:4, left // 2 :], scale, coding, torch.float32, (2, left))
+    part = dequantize(codes[:, 2:4, left // 2 :], scale, coding, torch.float32, (2, left))
     assert torch.equal(part, whole[:, 2:4, left:])
     place = draw(st.integers(0, columns // 2 - 1))
     if size:  # the fault that the certificate is for
@@ -452,17 +453,17 @@ def test_errors_of_normal_weights_are_those_that_the_plan_names() -> None:
         assert rows.numel() / values.numel() == four.bytes
 
 
-@pytest.mark.parametrize("way", ["one_by_one", "all_at_once"])
+@pytest.mark.parametrize("way", ["multiply_one_by_one", "multiply_all"])
 def test_grouped_products_in_4_bits_are_those_of_the_dequantised(
     way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantised, "products", getattr(quantised, way))
+    monkeypatch.setattr(quantised, "expert_products", getattr(quantised, way))
     coding = Format(torch.uint8, (1, 64), torch.float32, "nf4", SHAPE[-1])
     module, plain = nn.Module(), nn.Module()
-    quantised.to_quantised_param(module, "gate_up_proj", torch.empty(SHAPE), coding)
+    quantised.to_quantized_param(module, "gate_up_proj", torch.empty(SHAPE), coding)
     weight = module.get_parameter("gate_up_proj")
     four_bits.quantise(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)), "nf4", weight.data)
-    true = dequantise(*coding.parts(weight.data, torch.empty(0)), coding, torch.float32)
+    true = dequantize(*coding.parts(weight.data, torch.empty(0)), coding, torch.float32)
     plain.gate_up_proj = nn.Parameter(true, requires_grad=False)
     found = []
     for each in (module, plain):

@@ -333,10 +333,10 @@ def test_ranks_that_an_alarm_stops_have_their_grace(
     """Not what is left to them once another rank has failed."""
     monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0.2)
     made = plan(script=DIVERGES_SAVES)
-    with ranks.reserved_port() as port:
-        environs = ranks.environments(2, os.environ, port)
+    with ranks.reserve_port() as port:
+        environs = ranks.make_environments(2, os.environ, port)
     with pytest.raises(RunError, match="non finite at step 3"):
-        script.run(made, environs, resume=False)
+        script.run_script(made, environs, resume=False)
     folder = Path(made.loaded.run.folder)
     assert len(list(folder.glob("saved-*"))) == 2
     (alarm,) = read_json_lines(folder / "alarms.jsonl")

@@ -50,17 +50,17 @@ def off_by_one(codes: Tensor, *rest: Any) -> Tensor:
     return values
 
 
-WAY = quantised.by_torch
+WAY = quantised.dequantize_by_torch
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "test"),
     [
-        (quantised, "by_torch", off_by_one, "FP8 decoding"),
-        (quantised, "by_torch", off_by_one, "4 bits decoding, nf4"),
-        (quantised, "by_torch", off_by_one, "4 bits decoding, published nf4"),
+        (quantised, "dequantize_by_torch", off_by_one, "FP8 decoding"),
+        (quantised, "dequantize_by_torch", off_by_one, "4 bits decoding, nf4"),
+        (quantised, "dequantize_by_torch", off_by_one, "4 bits decoding, published nf4"),
         (quantised, "grouped_linear", doubled(quantised.grouped_linear), "grouped products, bf16"),
-        (quantised, "products", doubled(quantised.products), "grouped products, nf4"),
+        (quantised, "expert_products", doubled(quantised.expert_products), "grouped products, nf4"),
         (experts, "stack_by_expert", lambda a, b, n, *_: (a.view(n, -1, 64), b.view(n, -1, 48)), "experts with"),
         (fused, "expand_kv", lambda _, kv_nope, k_rot: (kv_nope, k_rot), "fused layers"),
         (torch.ops.windlass, "rms_norm_backward", doubled(torch.ops.windlass.rms_norm_backward), "norm"),

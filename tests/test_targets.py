@@ -18,7 +18,7 @@ from windlass.model import Base, published_base
 from windlass.model.config import describe
 from windlass.model.targets import Adapter, resolve
 from windlass.runfile import Lora
-from windlass.train.lora import peft_config
+from windlass.train.lora import make_peft_config
 
 USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ROUTED = ("mistral4", "mixtral", "qwen3_moe")
@@ -135,7 +135,7 @@ def test_patterns_give_pefts_values_and_scales() -> None:
     config, base = small_base("llama")
     keys: dict[str, Any] = {"r": 3, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": TWO, **RANKS}
     adapters = []
-    for lora in (peft_config(Lora(**keys), own(base, **keys)), LoraConfig(task_type="CAUSAL_LM", **keys)):
+    for lora in (make_peft_config(Lora(**keys), own(base, **keys)), LoraConfig(task_type="CAUSAL_LM", **keys)):
         torch.manual_seed(0)
         adapters.append(get_peft_model(transformers.LlamaForCausalLM(config), lora))
     (ours, scales), (theirs, expected) = (

@@ -323,7 +323,7 @@ def launched(material: Path, world: int, wanted: dict[str, dict[str, Any]] | Non
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     program = (
         "import json, sys; from windlass.train import ranks; import os;"
-        f"sys.exit(ranks.start(json.loads(sys.argv[1]), {world}, dict(os.environ)))"
+        f"sys.exit(ranks.start_ranks(json.loads(sys.argv[1]), {world}, dict(os.environ)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(command)],
@@ -606,7 +606,7 @@ def test_loss_and_gradients_of_a_micro_batch_are_trls(tmp_path: Path, monkeypatc
     ours.config.output_router_logits = True
     assert (router_loss_weight(ours), router_loss_weight(ours, 0.0)) == (0.5, 0)
     for chunk in (2, 256):
-        monkeypatch.setattr("windlass.train.loss.chunk_tokens", lambda *_, chunk=chunk: chunk)
+        monkeypatch.setattr("windlass.train.loss.tokens_per_chunk", lambda *_, chunk=chunk: chunk)
         ours.zero_grad()
         share = torch.tensor(router_loss_weight(ours, 0.5) * tokens / 2)  # of two micro-batches
         summed, balance = ours.train()(**batch.inputs, balance_share=share)
@@ -647,7 +647,7 @@ def test_the_run_folder_holds_what_the_run_was(two: Outcomes) -> None:
     assert all(torch.equal(final[key], last[key]) for key in final)
     assert PeftConfig.from_pretrained(str(folder / "final")).r == 4
     assert (folder / "final" / "tokenizer.json").exists()
-    assert [path.name for path in checkpoint.saved(folder / "checkpoints")] == ["step-3", "step-6"]
+    assert [path.name for path in checkpoint.list_checkpoints(folder / "checkpoints")] == ["step-3", "step-6"]
     assert (two["uneven"]["code"], len(two.steps("uneven"))) == (0, 6), "uneven batches and evaluation sets end"
 
 
@@ -700,7 +700,7 @@ def test_a_nan_stops_the_run_and_names_step_rank_and_rows(two: Outcomes) -> None
     rows = two["nan"]["error"].split("rank 1, rows ")[1].split("\n")[0]
     assert len([int(row) for row in rows.split(", ")]) == 4
     folder = two.folder / "nan"
-    assert checkpoint.saved(folder / "checkpoints") == []
+    assert checkpoint.list_checkpoints(folder / "checkpoints") == []
     assert not (folder / "final").exists()
     assert [step["step"] for step in two.steps("nan")] == [1, 2]
 
@@ -784,7 +784,7 @@ def test_a_fault_stops_every_rank(two: Outcomes, name: str, kind: str, messages:
     "gradients of split experts that are not averaged", "`windlass train`", "differ between ranks after a step"
 )
 def test_what_a_fault_leaves(two: Outcomes, four: Outcomes) -> None:
-    assert [path.name for path in checkpoint.saved(two.folder / "drift" / "checkpoints")] == ["step-3"]
+    assert [path.name for path in checkpoint.list_checkpoints(two.folder / "drift" / "checkpoints")] == ["step-3"]
     assert two.steps("dead") == []
     assert read_json(two.folder / "unlike rows" / "manifest.json")["state"] == "failed", "and not running"
     assert two["one step"]["code"] == 0
@@ -909,6 +909,6 @@ def test_a_disk_that_is_full_costs_no_training(
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= 4
     assert [path.name for path in (copied / "checkpoints").iterdir()] == ["step-4"]
-    assert checkpoint.damage(copied / "checkpoints" / "step-4") == ""
+    assert checkpoint.find_damage(copied / "checkpoints" / "step-4") == ""
     assert "/final/adapter_model.safetensors can't be written: No space left on device" in done.stderr
     assert "hint: make room, then run again with --resume: it continues from step-4" in done.stderr

@@ -185,7 +185,7 @@ def test_every_schedule_has_its_warm_up_in_the_words_of_the_run_file(name: str) 
     made = optimizer.create_optimizer(train, [("a", nn.Parameter(torch.ones(1)))], 100)
     schedule = optimizer.create_scheduler(train, made, 100)
     follows = isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or type(schedule).__name__ == "GreedyLR"
-    assert optimizer.follows_evaluation(train) == follows
+    assert optimizer.is_metric_scheduler(train) == follows
     if not follows and name != "constant":
         rates = [made.param_groups[0]["lr"]]
         for _ in range(2):

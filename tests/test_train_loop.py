@@ -32,11 +32,11 @@ from windlass.observe.background import BackgroundReport
 from windlass.plan.layout import Layout
 from windlass.train import checkpoint, compiled, resume, run
 from windlass.train.checkpoint import Snapshot
-from windlass.train.load import load
+from windlass.train.load import load_base
 from windlass.train.loop import Loop
-from windlass.train.lora import attach
+from windlass.train.lora import attach_adapter
 from windlass.train.rank import Rank, StopSignal
-from windlass.train.ranks import reserved_port
+from windlass.train.ranks import reserve_port
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
@@ -76,10 +76,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
         plan = planning.make(runfile.read(tmp_path / "run.yaml", [f"train.{key}={train[key]}" for key in train]))
         job, folder, console = plan.loaded.run, tmp_path / "run", Console(quiet=True)
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        tokenizer = run.tokenizer_of(plan)
+        tokenizer = run.open_base_tokenizer(plan)
         data = run.prepare_data(plan, tokenizer, console, Unwritten(print))
-        model, _ = load(plan.base, plan.layout, **run.precision(plan))
-        adapted = attach(model, job.lora, plan.adapter, job.train.seed)
+        model, _ = load_base(plan.base, plan.layout, **run.describe_precision(plan))
+        adapted = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
         report = BackgroundReport(folder)
         return run.make_loop(plan, Rank(), adapted, data, tokenizer, console, StopSignal(), report, {}, None)
 
@@ -159,9 +159,9 @@ def test_a_checkpoint_on_slow_storage_has_the_log_of_its_own_step(
 
     monkeypatch.setattr(Snapshot, "write", wait_and_write)
     loop.run()
-    for folder in checkpoint.saved(tmp_path / "run" / "checkpoints"):
+    for folder in checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints"):
         steps = [line["step"] for line in read_json(folder / checkpoint.STATE)["log_history"]]
-        assert max(steps) == checkpoint.step_of(folder)
+        assert max(steps) == checkpoint.read_step(folder)
     assert sorted({line["step"] for line in loop.log_history}) == [1, 2, 3, 4]
 
 
@@ -212,14 +212,14 @@ def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planne
     plan = planning.make(runfile.read(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set"]))
 
     # Weights of another model of the same shape, under the same name.
-    before = resume.base_identity(plan.base)
+    before = resume.fingerprint_base(plan.base)
     say = Unwritten(print)
-    assert resume.claim(folder, plan, before, say, resume=False) is None
+    assert resume.claim_run_folder(folder, plan, before, say, resume=False) is None
     (folder / "steps-rank0.jsonl").write_text('{"step": 1}\n')
     require_published(
         model, {name: hashlib.sha256((model / name).read_bytes()).hexdigest() for name in ["model.safetensors"]}, print
     )
-    assert resume.base_identity(plan.base) == before
+    assert resume.fingerprint_base(plan.base) == before
     record_digest(model, print)
     stored = max((piece.stored for p in plan.base.parameters for piece in p.pieces), key=lambda s: s.end - s.start)
     with (model / "model.safetensors").open("r+b") as file:
@@ -229,21 +229,21 @@ def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planne
         file.write(bytes([byte ^ 1]))
     alone = Layout("one-gpu", "for this test", 1, 1, shard=1, precision="no")
     with pytest.raises(UserError, match=r"its weights have changed since they were fetched: digest \w+ then, \w+ now"):
-        load(plan.base, alone)
+        load_base(plan.base, alone)
     tiny.write(model, seed=1)
     with pytest.raises(
         UserError, match=r"model.safetensors: is not the file whose SHA-256 was compared with the hub's"
     ):
-        resume.base_identity(plan.base)
+        resume.fingerprint_base(plan.base)
     (model / "windlass-published.json").unlink()
-    after = resume.base_identity(plan.base)
+    after = resume.fingerprint_base(plan.base)
     (model / "tokenization_own.py").write_text("")
-    assert resume.base_identity(plan.base) not in (before, after), "code that tokenizes belongs to the base"
+    assert resume.fingerprint_base(plan.base) not in (before, after), "code that tokenizes belongs to the base"
     (model / "tokenization_own.py").unlink()
     with pytest.raises(UserError, match="the base model's files are not those that this run began with"):
-        resume.claim(folder, plan, after, say, resume=True)
+        resume.claim_run_folder(folder, plan, after, say, resume=True)
     write_json(folder / "manifest.json", read_json(folder / "manifest.json") | {"versions": {"torch": "2.0.0"}})
-    assert resume.claim(folder, plan, before, say, resume=True) is None
+    assert resume.claim_run_folder(folder, plan, before, say, resume=True) is None
     assert f"this run began with torch 2.0.0 and continues with {torch.__version__}" in capsys.readouterr().err
 
     # A GPU that torch can't use would otherwise mean weeks on the CPU.
@@ -273,7 +273,7 @@ def test_starts_at_once_meet_at_ports_of_their_own() -> None:
     """Until rank 0 listens, nobody else is given the port; and then it can."""
 
     def start(stores: list[Any]) -> None:
-        with reserved_port() as port, socket.socket() as other:
+        with reserve_port() as port, socket.socket() as other:
             together.wait(60)  # all have chosen theirs
             other.bind(("localhost", 0))
             stores.append(TCPStore("localhost", port, 1, is_master=True))

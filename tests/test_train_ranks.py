@@ -17,8 +17,8 @@ import warm
 from windlass.errors import SAVED, Problem, RunError, UserError
 from windlass.runfile import read
 from windlass.train import ranks
-from windlass.train.rank import launched_by_srun, read_rank
-from windlass.train.run import gpu_of_rank
+from windlass.train.rank import read_rank, translate_srun
+from windlass.train.run import choose_gpu
 
 PROLOGUE = """
 import os, signal, sys, time
@@ -33,7 +33,7 @@ RUN = "\nsys.exit(run_rank(here, work, print_error=print))\n"
 def crew(tmp_path: Path, body: str, world: int = 2, **options: float) -> int:
     script = tmp_path / "rank.py"
     script.write_text(PROLOGUE + textwrap.dedent(body) + (RUN if "def work()" in body else ""))
-    return ranks.start([warm.python(), str(script)], world, {**os.environ}, **options)
+    return ranks.start_ranks([warm.python(), str(script)], world, {**os.environ}, **options)
 
 
 def test_a_full_disk_before_the_first_step_is_named(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_every_rank_knows_its_place_and_shares_the_cores(tmp_path: Path) -> None
 
 def test_accelerates_settings_are_removed() -> None:
     environ = {"FSDP_VERSION": "2", "ACCELERATE_USE_FSDP": "true", "HOME": "/h", "ACCELERATE_USE_CPU": "true"}
-    ranks.clear_accelerate(environ)
+    ranks.remove_accelerate_settings(environ)
     assert environ == {"HOME": "/h", "ACCELERATE_USE_CPU": "true"}
 
 
@@ -131,15 +131,15 @@ OURS = ("localhost", "77")  # one machine's own ranks: a port that is free
 def test_who_started_this_process_is_read_from_the_environment(
     environ: dict[str, str], ranks_here: int, gpus: int, expected: object, tmp_path: Path
 ) -> None:
-    environ = {**environ, **launched_by_srun(environ)}
+    environ = {**environ, **translate_srun(environ)}
     own = read_rank(environ)
-    every = ranks.environments(ranks_here, environ, 77) if own is None else [environ]
+    every = ranks.make_environments(ranks_here, environ, 77) if own is None else [environ]
     places = [found for each in every if (found := own or read_rank(each))]
     where = {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in every}
     path = tmp_path / "run.yaml"
     path.write_text("lora: {r: 8}\n")
-    sizes = [int(each.partition("=")[2]) for each in ranks.started_on(read(path), environ, ranks_here)]
-    seen = [(each.rank, each.local_rank, each.world, gpu_of_rank(each.local_rank, gpus)) for each in places]
+    sizes = [int(each.partition("=")[2]) for each in ranks.default_overrides(read(path), environ, ranks_here)]
+    seen = [(each.rank, each.local_rank, each.world, choose_gpu(each.local_rank, gpus)) for each in places]
     assert (seen, *where, sizes) == expected
 
 
@@ -161,7 +161,7 @@ def test_who_started_this_process_is_read_from_the_environment(
 @pytest.mark.fault("a launcher's variables that contradict", "`windlass train`", "RANK=16, WORLD_SIZE=16, LOCAL_RANK=3")
 def test_an_environment_that_contradicts_itself_is_refused(environ: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
-        ranks.environments(2, environ, 1) if read_rank({**environ, **launched_by_srun(environ)}) is None else None
+        ranks.make_environments(2, environ, 1) if read_rank({**environ, **translate_srun(environ)}) is None else None
 
 
 def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others() -> None:
@@ -169,7 +169,7 @@ def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others() -> None:
         "RANK": "1", "WORLD_SIZE": "4", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "2",
         "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456",
     }  # fmt: skip
-    made = ranks.environments(2, environ, 1)
+    made = ranks.make_environments(2, environ, 1)
     assert [(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["MASTER_ADDR"], e["MASTER_PORT"]) for e in made] == [
         ("2", "0", "4", "job-master-0", "23456"),
         ("3", "1", "4", "job-master-0", "23456"),
@@ -273,7 +273,7 @@ from windlass.errors import UserError
 from windlass.train import ranks
 command, grace = sys.argv[1:3], float(sys.argv[3])
 try:
-    sys.exit(ranks.start(command, 2, dict(os.environ), grace_seconds=grace))
+    sys.exit(ranks.start_ranks(command, 2, dict(os.environ), grace_seconds=grace))
 except UserError as error:
     sys.exit(str(error))
 """

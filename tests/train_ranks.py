@@ -32,11 +32,11 @@ from windlass.errors import RunError, UserError
 from windlass.model import find_base
 from windlass.observe.background import BackgroundReport
 from windlass.train import experts, run
-from windlass.train.best import best as evaluate_all
-from windlass.train.fused import fuse
-from windlass.train.load import load
+from windlass.train.best import rank_checkpoints as evaluate_all
+from windlass.train.fused import fuse_layers
+from windlass.train.load import load_base
 from windlass.train.loop import Loop
-from windlass.train.lora import attach, peft_config
+from windlass.train.lora import attach_adapter, make_peft_config
 from windlass.train.rank import Rank, read_rank
 
 
@@ -215,7 +215,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         seen["placements"] = placements(arguments[2])
         loop = seen["loop"] = original(*arguments, **others)
         if case.get("fused"):  # as on a GPU
-            loop.adapters = fuse(loop.causal_lm, torch.bfloat16 if loop.train.bf16 else None, always=True)
+            loop.adapters = fuse_layers(loop.causal_lm, torch.bfloat16 if loop.train.bf16 else None, always=True)
             assert loop.adapters.groups
         watched.plant(loop)
         for name in case.get("faults", []):
@@ -240,7 +240,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
             bases = case.get("base_dtypes", ())
             seen["code"] = evaluate_all(plan, here, folder_of_run, lambda _: None, base_dtypes=bases, **allowed)
         else:
-            seen["code"] = run.run(plan, here, resume=case.get("resume", False), **allowed)
+            seen["code"] = run.train_rank(plan, here, resume=case.get("resume", False), **allowed)
     except UserError as error:
         seen["error"] = str(error)
         seen["kind"] = type(error).__name__
@@ -324,20 +324,20 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     """TRL + PEFT without anything of windlass's loop. On several ranks, with the Trainer's own averaging."""
     plan = planning.make(runfile.read(file, case["overrides"]))
     job = plan.loaded.run
-    how = {**run.precision(plan), "dtype": torch.float32}
-    model, _ = load(plan.base, replace(plan.layout, base_dtype="bf16"), **how)
+    how = {**run.describe_precision(plan), "dtype": torch.float32}
+    model, _ = load_base(plan.base, replace(plan.layout, base_dtype="bf16"), **how)
     with mock.patch.object(experts, "patch_experts"):  # PEFT's own forward of experts' adapters
         if not (job.lora.modules_to_save or job.lora.starts_from_weights):
-            model = attach(model, job.lora, plan.adapter, job.train.seed)
+            model = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
     if job.lora.starts_from_weights:  # PEFT's own, which changes the base
         keys = {"r": job.lora.r, "lora_alpha": job.lora.lora_alpha, "target_modules": list(plan.adapter.target_modules)}
         model = get_peft_model(model, LoraConfig(init_lora_weights=job.lora.init_lora_weights, **keys))
     if job.lora.modules_to_save:  # PEFT's own copies
         set_seed(job.train.seed)
-        config = peft_config(job.lora, plan.adapter)
+        config = make_peft_config(job.lora, plan.adapter)
         config.modules_to_save = job.lora.modules_to_save
         model = get_peft_model(model, config)
-    tokenizer = run.tokenizer_of(plan)
+    tokenizer = run.open_base_tokenizer(plan)
     data = prepare(job, tokenizer)
     arguments = sft_config(plan, data)
     trainer = Plain(model=model, args=arguments, train_dataset=Dataset(data.train), processing_class=tokenizer)
@@ -352,7 +352,7 @@ def main() -> None:
     here = read_rank(os.environ)
     assert here is not None
     torch.set_num_threads(1)
-    run.join(here, 60)
+    run.create_process_group(here, 60)
     for name in ("start", "finish"):
         setattr(BackgroundReport, name, lambda _: None)  # it would take half the time
     outcomes = {}

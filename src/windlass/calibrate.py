@@ -20,7 +20,7 @@ from windlass.errors import RunError, UserError
 from windlass.hardware import KINDS, NARROW, Collective, Points, Rates
 from windlass.plan.machine import own_file, write_machine
 from windlass.train import ranks
-from windlass.train.rank import launched_by_srun
+from windlass.train.rank import translate_srun
 
 # Measured / planned step time of calibrated plans (benchmarks/cpu_plan.py: 0.84 to 1.32, and short runs warm up in the
 # middle of it), wider where the machine itself varies.
@@ -36,7 +36,7 @@ def calibrate(
     ranks, and returns None on those that don't write."""
     gpus = hardware.this_machine().gpus
     kind = _kind_of(gpus[0].name) if gpus else "cpu"
-    environ.update(launched_by_srun(environ))
+    environ.update(translate_srun(environ))
     under_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys()
     count = int(environ["LOCAL_WORLD_SIZE"]) if under_torchrun else count or len(gpus) or 1
     most, what = (len(gpus), "GPUs") if gpus else (os.cpu_count() or 1, "processors")
@@ -57,7 +57,7 @@ def calibrate(
 
 def _start(count: int, storage: Path, environ: Mapping[str, str]) -> dict[str, Any]:
     """Start one process per rank; return what rank 0 writes."""
-    with tempfile.TemporaryDirectory(prefix="windlass-calibrate-") as folder, ranks.reserved_port() as port:
+    with tempfile.TemporaryDirectory(prefix="windlass-calibrate-") as folder, ranks.reserve_port() as port:
         result = Path(folder) / "rates.json"
         started = [
             ranks.start_process(
@@ -65,7 +65,7 @@ def _start(count: int, storage: Path, environ: Mapping[str, str]) -> dict[str, A
                 environment,
                 Path(folder) / f"output-{rank}",
             )
-            for rank, environment in enumerate(ranks.environments(count, environ, port, alone=True))
+            for rank, environment in enumerate(ranks.make_environments(count, environ, port, alone=True))
         ]
         deadline = time.monotonic() + LIMIT_SECONDS
         while time.monotonic() < deadline and any(each.poll() is None for each in started):
@@ -165,7 +165,7 @@ def work(storage: Path) -> dict[str, Any] | None:
     from windlass.observe.counters import machine_facts
     from windlass.train import lora, quantised
 
-    measure_host = partial(host_rates, attach=lora.attach)  # imported before: that takes longer than to measure
+    measure_host = partial(host_rates, attach=lora.attach_adapter)  # imported before: that takes longer than to measure
     rank, world, local = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
@@ -183,14 +183,14 @@ def work(storage: Path) -> dict[str, Any] | None:
         return measure.product_rates(device, dtype, [(rows[3], widths[3])])[0][2]
 
     def one_by_one(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return quantised.one_by_one(x, weights, None, ends, None, transposed=True)
+        return quantised.multiply_one_by_one(x, weights, None, ends, None, transposed=True)
 
     def decode() -> float:
         side = 512 if cpu else 8192
         codes = torch.randint(0, 120, (side, side), dtype=torch.uint8, device=device)
         format = quantised.Format(torch.float8_e4m3fn, (side, side), dtype)
         scale = torch.ones(1, 1, device=device)
-        return codes.numel() / measure.seconds(lambda: quantised.dequantise(codes, scale, format, dtype), device) / 1e9
+        return codes.numel() / measure.seconds(lambda: quantised.dequantize(codes, scale, format, dtype), device) / 1e9
 
     if cpu:  # once one as large was freed, as in training, glibc no longer pages every smaller tensor in anew
         torch.zeros(31 << 20, dtype=torch.uint8)
@@ -253,7 +253,7 @@ def host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, float]:
     from windlass.plan.time import dispatched
     from windlass.plan.work import read_shape
     from windlass.runfile import Lora
-    from windlass.train.fused import fuse
+    from windlass.train.fused import fuse_layers
 
     few, many, tokens = 2, 8, 8
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
@@ -265,7 +265,7 @@ def host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, float]:
         model = transformers.LlamaForCausalLM(described).to(torch.bfloat16).requires_grad_(False)
         ids = torch.zeros(1, tokens, dtype=torch.long)
     layers = attach(model, lora, adapter, 0).get_base_model().train().model
-    adapters, every, now = fuse(layers, torch.bfloat16), layers.layers, measure.clock(device)
+    adapters, every, now = fuse_layers(layers, torch.bfloat16), layers.layers, measure.clock(device)
     taken = dict[int, list[tuple[float, float]]]()
     for count in (few, many):
         layers.layers, taken[count] = every[:count], []

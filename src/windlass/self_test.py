@@ -123,11 +123,11 @@ def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> R
 
 def in_ranks(folder: Path, count: int, environ: Mapping[str, str], until: float) -> list[Result]:
     """Run a rank on each device, and a process that trains the reference on the CPU."""
-    with ranks.reserved_port() as port, ranks.reserved_port() as other:
+    with ranks.reserve_port() as port, ranks.reserve_port() as other:
         cpu = {**environ, "CUDA_VISIBLE_DEVICES": "", CPU_ALONE: str(count)}
         everyone = [
-            *ranks.environments(1, cpu, other, alone=True),
-            *ranks.environments(count, environ, port, alone=True),
+            *ranks.make_environments(1, cpu, other, alone=True),
+            *ranks.make_environments(count, environ, port, alone=True),
         ]
         command = [*COMMAND, str(folder)]
         started = [ranks.start_process(command, each, folder / f"output-{n}") for n, each in enumerate(everyone)]
@@ -172,8 +172,8 @@ def work(folder: Path) -> None:
     signal.alarm(math.ceil(LIMIT_SECONDS) + 10)  # ends this process even if the one that started it was killed
     here, alone = read_rank(os.environ), os.environ.get(CPU_ALONE)
     assert here is not None
-    training.join(here, 60)
-    device, world = parallel.device_of_this_rank(), int(alone or here.world)
+    training.create_process_group(here, 60)
+    device, world = parallel.get_device(), int(alone or here.world)
     every: dict[str, Callable[[], str]] = {
         f"reference on the CPU, {dtype}": partial(reference, here, folder, dtype, world) for dtype in REFERENCES
     }
@@ -224,8 +224,8 @@ def compare(
     """Compare values and gradients in bfloat16 on the device with the plain function's in float32 on the CPU."""
     dice = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=dice).bfloat16() for shape in shapes]
-    found = fused.values_of(ours, [each.to(device) for each in inputs])
-    wanted = fused.values_of(plain, [each.float() for each in inputs])
+    found = fused.compute_values(ours, [each.to(device) for each in inputs])
+    wanted = fused.compute_values(plain, [each.float() for each in inputs])
     pairs = zip((each.cpu().float() for each in found), wanted, strict=True)
     apart = max(float((one - other).norm() / other.norm().clamp(min=1e-12)) for one, other in pairs)
     if not apart < CLOSE:
@@ -262,7 +262,7 @@ def attention(device: torch.device, backend: SDPBackend | None) -> str:
 
 
 def norm(device: torch.device) -> str:
-    weight = fused.numbers(device, 512).bfloat16()
+    weight = fused.make_numbers(device, 512).bfloat16()
 
     def ours(x: Tensor) -> Tensor:
         product: Tensor = fused.RmsNorm.apply(x, weight, 1e-6)  # type: ignore[no-untyped-call]
@@ -276,7 +276,7 @@ def norm(device: torch.device) -> str:
 
 def head_loss(device: torch.device) -> str:
     """Test the chunked cross entropy, in chunks that don't divide the tokens."""
-    head, targets = fused.numbers(torch.device("cpu"), 999, 64).bfloat16(), torch.arange(77) * 7
+    head, targets = fused.make_numbers(torch.device("cpu"), 999, 64).bfloat16(), torch.arange(77) * 7
 
     def ours(hidden: Tensor) -> Tensor:
         total: Tensor = loss.ChunkedCrossEntropy.apply(hidden, head.to(device), targets.to(device))  # type: ignore[no-untyped-call]
@@ -299,9 +299,9 @@ def fused_layers(device: torch.device) -> str:
     same = {
         "norms": any(fused.fuse_norm(module, device) for module in modules),
         "routers": any(fused.fuse_router(module, device) for module in modules),
-        "keys": all(fused.same_keys(module, device) for module in modules if hasattr(module, "expand_kv")),
-        "rotary positions": all(fused.same_rotation(names[name], ours, device) for name, ours in positions.items()),
-        "adapted linear layers": fused.linears_agree(device),
+        "keys": all(fused.check_keys(module, device) for module in modules if hasattr(module, "expand_kv")),
+        "rotary positions": all(fused.check_rotation(names[name], ours, device) for name, ours in positions.items()),
+        "adapted linear layers": fused.check_lora_linears(device),
     }
     if differing := [name for name, equal in same.items() if not equal]:
         raise ArithmeticError(f"{', '.join(differing)} differ from plain operations on this device")
@@ -312,22 +312,24 @@ def codes_of(kind: str, device: torch.device) -> tuple[quantised.Format, Tensor,
     """Return a stack of weights in FP8 or 4 bits on the device, as a module has it, and its values in float32 on the
     CPU."""
     cpu, (count, rows, columns) = torch.device("cpu"), (5, 48, 320)
-    values = fused.numbers(cpu, count, rows, columns).bfloat16().float()
+    values = fused.make_numbers(cpu, count, rows, columns).bfloat16().float()
     if kind:
         block, dtype = PACKED.get(kind) or (FOUR_BITS[kind].block, torch.bfloat16)
         coding = quantised.Format(torch.uint8, (1, block), torch.bfloat16, kind.split()[-1], columns, dtype)
         codes = torch.empty(count, rows, four_bits.row_bytes(columns, block, dtype), dtype=torch.uint8)
-        bytes_of, scales = four_bits.split(codes, columns, dtype)
+        bytes_of, scales = four_bits.split_rows(codes, columns, dtype)
         if kind in FOUR_BITS:
             four_bits.quantise(values, kind, codes)
         else:  # read, and never made
             bytes_of.copy_(torch.arange(bytes_of.numel()).view_as(bytes_of) % 251)
             scales.copy_(values[..., ::block].abs() if dtype == torch.float32 else values[..., ::block].round().exp2())
-        units = four_bits.table(coding.kind, cpu)[torch.stack([bytes_of >> 4, bytes_of & 15], -1).flatten(-2).long()]
+        units = four_bits.code_table(coding.kind, cpu)[
+            torch.stack([bytes_of >> 4, bytes_of & 15], -1).flatten(-2).long()
+        ]
         wanted = units * scales.float().repeat_interleave(block, -1)[..., :columns]
         return coding, codes.to(device), torch.empty(0), wanted
     coding = quantised.Format(torch.float8_e4m3fn, (16, 128), torch.bfloat16)
-    codes, scale = values.to(coding.codes), fused.numbers(cpu, count, 3, 3).abs() + 0.1
+    codes, scale = values.to(coding.codes), fused.make_numbers(cpu, count, 3, 3).abs() + 0.1
     wanted = codes.float() * scale.repeat_interleave(16, 1).repeat_interleave(128, 2)[..., :columns]
     return coding, codes.view(torch.uint8).to(device), scale.to(device), wanted
 
@@ -339,7 +341,7 @@ def decoding(device: torch.device, kind: str) -> str:
         warnings.simplefilter("always")
         quantised.kernel_is_exact.cache_clear()
         codes, scale = coding.parts(codes, scale)
-        found = quantised.dequantise(codes, scale, coding, torch.bfloat16).cpu()
+        found = quantised.dequantize(codes, scale, coding, torch.bfloat16).cpu()
     if differing := int((found != wanted.bfloat16()).sum()):
         raise ArithmeticError(f"{differing} of {wanted.numel()} values differ from torch's on the CPU")
     if device.type == "cuda" and doubts:
@@ -354,7 +356,7 @@ def grouped(device: torch.device, dtype: str) -> str:
     module: Any = nn.Module()
     coding, codes, scale, matrices = codes_of({"nf4": "nf4"}.get(dtype, ""), device)
     if dtype == "bf16":
-        matrices = fused.numbers(torch.device("cpu"), 5, 48, 320).bfloat16().float()
+        matrices = fused.make_numbers(torch.device("cpu"), 5, 48, 320).bfloat16().float()
         module.weight = matrices.to(device, torch.bfloat16)
     else:
         module.weight, module.weight_scale, module.formats = codes, scale, {"weight": coding}
@@ -438,7 +440,7 @@ def train(
     path.write_text(RUN.format(**given, batch=2 * count))
     plan = planning.make(runfile.read(path))
     gc.collect()  # what an earlier one left
-    training.run(plan, here)
+    training.train_rank(plan, here)
     only_there = ("reserve", "fragmentation")  # nothing that torch counts
     rows = (row for row in plan.cost.rows if (row.phase, row.place) == ("step", "gpu") and row.item not in only_there)
     return read_steps(folder / name), sum(row.bytes for row in rows) / GIB

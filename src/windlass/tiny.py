@@ -272,7 +272,7 @@ def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Itera
 
 def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
     """Quantize as bitsandbytes does: blocks of 64 values with 8-bit scales, of which 256 share a scale."""
-    codes, scale = four_bits.encode(weight.float(), "nf4")
+    codes, scale = four_bits.encode_rows(weight.float(), "nf4")
     mean, numbers = scale.mean(), torch.linspace(-1, 1, 256)
     apart = scale.flatten() - mean
     own = nn.functional.pad(apart, (0, -len(apart) % 256)).view(-1, 256).abs().amax(-1).clamp(min=1e-12)
@@ -282,7 +282,7 @@ def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
     return {
         "": (codes[..., ::2] << 4 | codes[..., 1::2]).view(-1, 1),
         ".absmax": units.round().to(torch.uint8),
-        ".quant_map": four_bits.table("nf4", weight.device).clone(),
+        ".quant_map": four_bits.code_table("nf4", weight.device).clone(),
         ".nested_absmax": own,
         ".nested_quant_map": numbers,
         ".quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
@@ -293,7 +293,7 @@ def _to_mxfp4(weight: Tensor) -> dict[str, Tensor]:
     """Quantize as gpt_oss stores experts [expert, in, out]: 32 inputs of an output share a power of two."""
     blocks = weight.float().transpose(1, 2).reshape(len(weight), weight.shape[2], -1, 32)
     power = torch.frexp(blocks.abs().amax(-1, keepdim=True))[1] - 3  # the largest number is 6
-    numbers = four_bits.table("mxfp4", weight.device)
+    numbers = four_bits.code_table("mxfp4", weight.device)
     codes = (torch.ldexp(blocks, -power)[..., None] - numbers).abs().argmin(-1).to(torch.uint8)
     scales = (power.squeeze(-1) + 127).to(torch.uint8)
     return {"_blocks": codes[..., ::2] | codes[..., 1::2] << 4, "_scales": scales}

@@ -61,7 +61,7 @@ def train(
         from windlass.plan.accelerate import accelerate_file
         from windlass.plan.script import make_any, refuse_accelerate
         from windlass.runfile import read_any
-        from windlass.train.ranks import started_on
+        from windlass.train.ranks import default_overrides
 
         if is_script and debug_freq is not None:
             hint = "pass it to the meter inside your script"
@@ -70,12 +70,12 @@ def train(
             refuse_accelerate(accelerate)
         loaded, file = read_any(run, overrides), None if is_script else accelerate_file(accelerate, os.environ)
         sized = file is not None and not file.wishes.keys().isdisjoint(("nodes", "ranks"))
-        if not sized and (found := started_on(loaded, os.environ, len(this_machine().gpus))):
+        if not sized and (found := default_overrides(loaded, os.environ, len(this_machine().gpus))):
             loaded = read_any(run, [*overrides, *found])
         return make_any(loaded, file)
 
     if is_script:
-        raise typer.Exit(script.train(planned, environ=os.environ, resume=resume, say=print_error))
+        raise typer.Exit(script.train_script(planned, environ=os.environ, resume=resume, say=print_error))
     arguments = ["train", str(run), *(word for each in overrides for word in ("--override", each))]
     arguments += words("--accelerate", accelerate) + words("--debug-freq", debug_freq) + ["--resume"] * resume
     arguments += ["--allow-other-base"] * allow_other_base

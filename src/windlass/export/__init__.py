@@ -29,11 +29,11 @@ from windlass.run_folder import BASES
 from windlass.train.checkpoint import save_tensors
 from windlass.train.same_base import RECORD as RECORD_OF_BASE
 from windlass.train.same_base import (
+    bytes_to_digest,
     describe_files,
     describe_quantisation,
     digest_files,
-    digest_size,
-    recorded_base,
+    read_recorded_base,
     require_intact,
     require_same_base,
 )
@@ -173,7 +173,7 @@ def _export_adapter(
             for companion in companions:
                 shutil.copyfile(companion, to / companion.name)
             break
-    recorded = recorded_base(source.folder)
+    recorded = read_recorded_base(source.folder)
     if recorded:
         write_json(to / RECORD_OF_BASE, recorded | describe_files(to))
     other, trained_on = recorded.get("other_base", ""), describe_quantisation(recorded.get("base_quantisation", {}))
@@ -231,14 +231,14 @@ def _merge(
     if not any(bool(torch.any(deltas.factors(name).b)) for name in deltas.by_name):
         say("note      every lora_B is zero: the adapter was never trained, and the merged model is the base")
     say(f"base      {base.name}: {len(deltas.by_name)} parameters are adapted")
-    quantisation = recorded_base(source.folder).get("base_quantisation", {})
+    quantisation = read_recorded_base(source.folder).get("base_quantisation", {})
     if trained_on := describe_quantisation(quantisation):
         say(f"note      trained on the base in {trained_on}")
         say("note      merged into the published weights, which are nearer to the original")
         say(_losses_on_bases(source, base))
     digest = ""
-    if recorded_base(source.folder):
-        with progress("comparing", digest_size(base)) as advance:
+    if read_recorded_base(source.folder):
+        with progress("comparing", bytes_to_digest(base)) as advance:
             digest = digest_files(base, advance)
     where = "--base" if base_folder else str(source.folder / CONFIG)
     other_base = require_same_base(source.folder, base, digest, where, allow_other=allow_other_base, say=say)

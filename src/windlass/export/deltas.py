@@ -21,7 +21,7 @@ from windlass.export.source import CONFIG, Source
 from windlass.model import Base, Parameter, Stored
 from windlass.model.family import FUSED
 from windlass.model.files import read_header, some
-from windlass.train.reading import DTYPES, Files, whole
+from windlass.train.reading import DTYPES, Files, read_tensor
 from windlass.train.wrapped import KEY, PREFIX, inner_name, rename_config, rename_keys
 
 # Fields of PEFT's LoraConfig that change the meaning of the weights, and their neutral values.
@@ -86,7 +86,7 @@ class Deltas:
     def _factors(self, name: str) -> Factors:
         delta = self.by_name[name]
         stored = (delta.replaced or delta.a, delta.replaced or delta.b, delta.magnitude)
-        a, b, magnitude = (torch.empty(0) if one is None else whole(one, self.files).float() for one in stored)
+        a, b, magnitude = (torch.empty(0) if one is None else read_tensor(one, self.files).float() for one in stored)
         if delta.replaced is not None:
             return Factors(delta, a, b)
         if delta.experts:

@@ -19,9 +19,9 @@ from windlass.model.files import CONFIG as MODEL_CONFIG
 from windlass.plan.cost import narrow, published
 from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.train import experts
-from windlass.train.load import load
+from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
-from windlass.train.same_base import recorded_base, require_intact, require_same_base
+from windlass.train.same_base import read_recorded_base, require_intact, require_same_base
 
 SHARE_OF_MEMORY: Final = 0.9
 
@@ -61,7 +61,7 @@ def generate(
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat)
     if encoded["input_ids"].shape[-1] == 0:
         raise UserError("the prompt is empty", "--prompt", "give a text to continue")
-    quantisation = recorded_base(source.folder).get("base_quantisation", {}) if source else {}
+    quantisation = read_recorded_base(source.folder).get("base_quantisation", {}) if source else {}
     base_dtype = choose_base_dtype(model_base, folder, quantisation.get("format", ""))
     kept = f" in {base_dtype.upper()}" * (base_dtype != "bf16")
     say(f"loading {model_base.name}{kept}" + (f" with {source.folder}" if source else ""))
@@ -124,7 +124,7 @@ def load_model(
         raise UserError("DoRA needs base weights in 16 bits, and they don't fit here", str(source.folder), hint)
     layout = Layout("resident", "generated from", 1, 1, shard=1, base_dtype=base_dtype)
     model: Any
-    model, certificate = load(base, layout)
+    model, certificate = load_base(base, layout)
     model.eval()
     if source is None:
         return model

@@ -29,9 +29,9 @@ from windlass.export.rounding import FORMATS
 from windlass.export.source import Source
 from windlass.model import Base, Piece, Stored, read_base
 from windlass.plan.layout import Layout
-from windlass.train.certificate import Disk, sampled
-from windlass.train.logits import compute_logits, kl_divergence, logits_without_and_with, open_adapter, sample_rows
-from windlass.train.reading import DTYPES, Box, Files, intersection, piece_box, stored_box
+from windlass.train.certificate import Disk, sample_boxes
+from windlass.train.logits import compute_both_logits, compute_logits, kl_divergence, open_adapter, sample_rows
+from windlass.train.reading import DTYPES, Box, Files, intersect, locate_piece, to_stored_box
 
 GIB: Final = 2**30
 AT_ONCE: Final = 2**23  # bytes compared at a time
@@ -128,10 +128,10 @@ def _prove_touched(proof: Proof, base: Base, deltas: Deltas, merged: Base, adapt
         over, worst = 0, 0.0
         with safe_open(adapter, framework="pt") as opened:
             expected = Expected(delta, opened)
-        for sample in sampled(parameter.shape, name):
+        for sample in sample_boxes(parameter.shape, name):
             row = (*sample[:-1], (0, parameter.shape[-1])) if sample else sample  # full rows: DoRA needs their length
             for piece, new in zip(parameter.pieces, other.pieces, strict=True):
-                shared = intersection(row, piece_box(piece))
+                shared = intersect(row, locate_piece(piece))
                 if shared is None:
                     continue
                 shape = [stop - start for start, stop in shared]
@@ -204,7 +204,7 @@ def spacing(exact: Tensor, dtype: str, disk: Disk, piece: Piece, box: Box) -> Te
     if kind not in FORMATS:
         return exact.abs() * NEAREST[kind] + torch.finfo(kind).tiny
     mantissa, least, _ = FORMATS[kind]
-    scale = disk.scale(piece, [torch.arange(*span) for span in stored_box(piece, box)])
+    scale = disk.scale(piece, [torch.arange(*span) for span in to_stored_box(piece, box)])
     scale = scale.reshape(()) if scale.numel() == 1 else scale.reshape(exact.shape)
     exponent = torch.frexp(exact / torch.where(scale == 0, 1.0, scale)).exponent - 1
     return torch.ldexp(torch.ones_like(exact), exponent.clamp(min=least) - mantissa) * scale
@@ -229,7 +229,7 @@ def compare_logits(base: Base, source: Source, to: Path) -> dict[str, Any]:
     if needed > SHARE_OF_MEMORY * free:
         return {"skipped": f"the model needs {needed / GIB:.1f} GiB in float32, and {free / GIB:.1f} GiB are free"}
     rows = sample_rows(source.run_folder, base.dims["vocab"])
-    plain, adapted = logits_without_and_with(open_adapter(load_float32(base), source.folder), rows)
+    plain, adapted = compute_both_logits(open_adapter(load_float32(base), source.folder), rows)
     gc.collect()
     merged_base = read_base(to)
     merged = compute_logits(load_float32(merged_base), rows)
@@ -260,6 +260,6 @@ def compare_logits(base: Base, source: Source, to: Path) -> dict[str, Any]:
 
 
 def load_float32(base: Base) -> Any:
-    from windlass.train.load import load
+    from windlass.train.load import load_base
 
-    return load(base, Layout("resident", "compared", 1, 1, shard=1), dtype=torch.float32)[0].eval()
+    return load_base(base, Layout("resident", "compared", 1, 1, shard=1), dtype=torch.float32)[0].eval()

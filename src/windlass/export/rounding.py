@@ -23,7 +23,17 @@ from torch import Tensor
 
 from windlass.export.deltas import Factors
 from windlass.model import Piece
-from windlass.train.reading import DTYPES, Box, Files, block_side, decode, fill, read_box, spread, whole_scale
+from windlass.train.reading import (
+    DTYPES,
+    Box,
+    Files,
+    block_side,
+    expand_scale,
+    fill_parameter,
+    read_box,
+    read_scale,
+    to_float32,
+)
 
 AT_ONCE: Final = 2**20  # elements: 4 MiB in float32, a few of them alive per worker
 
@@ -53,7 +63,7 @@ class MergedTensor:
 
     def __init__(self, piece: Piece, factors: Factors | None, files: Files, block: Sequence[int]) -> None:
         self.piece, self.factors, self.files, self.block = piece, factors, files, block
-        self.scale = None if piece.scale is None or piece.packed else whole_scale(piece.scale, files)[0]
+        self.scale = None if piece.scale is None or piece.packed else read_scale(piece.scale, files)[0]
 
     def blocks(self) -> Iterator[Box]:
         packed, shape = self.piece.packed, self.piece.shape
@@ -68,14 +78,14 @@ class MergedTensor:
         if self.piece.packed:
             values = torch.empty([stop - start for start, stop in place])
             with ThreadPoolExecutor(1) as pool:
-                fill(values, [start for start, _ in place], [self.piece], self.files, self.block, pool)
+                fill_parameter(values, [start for start, _ in place], [self.piece], self.files, self.block, pool)
             values = values.view([stop - start for start, stop in box])
         else:
             codes = torch.empty([stop - start for start, stop in box], dtype=DTYPES[stored.dtype])
             read_box(stored, box, codes, self.files)
-            values = decode(codes)
-        scale = None if self.scale is None else spread(self.scale, stored.shape, box, self.block)
-        per = None if unit is None else spread(unit, stored.shape, box, self.block)
+            values = to_float32(codes)
+        scale = None if self.scale is None else expand_scale(self.scale, stored.shape, box, self.block)
+        per = None if unit is None else expand_scale(unit, stored.shape, box, self.block)
         if scale is not None:  # their ratio is a power of two: exact
             values = values * (scale if per is None else torch.where(scale == 0, 0.0, scale / per))
         if factors is None:

@@ -57,11 +57,11 @@ def choose_adapter(path: Path) -> Source:
 
 def _best(run: Path) -> tuple[Path, str]:
     """Return the undamaged checkpoint with the lowest evaluation loss; without evaluations the run's final adapter."""
-    state = {folder: checkpoints.damage(folder) for folder in checkpoints.saved(run / CHECKPOINTS)}
+    state = {folder: checkpoints.find_damage(folder) for folder in checkpoints.list_checkpoints(run / CHECKPOINTS)}
     intact = [folder for folder, damage in state.items() if not damage]
     skipped = "".join(f"; skipped {folder.name}: {damage}" for folder, damage in state.items() if damage)
-    losses = [loss for folder in intact if math.isfinite(loss := checkpoints.evaluated(folder))]
-    if lowest := checkpoints.best_of(intact):
+    losses = [loss for folder in intact if math.isfinite(loss := checkpoints.read_eval_loss(folder))]
+    if lowest := checkpoints.find_best(intact):
         return lowest, f"lowest evaluation loss of {len(losses)} saved: {min(losses):.4f} at {lowest.name}{skipped}"
     if (run / FINAL / CONFIG).is_file():
         return run / FINAL, f"the run's last step: no intact checkpoint was evaluated{skipped}"

@@ -18,8 +18,8 @@ import transformers
 from windlass.files import read_json
 from windlass.model import Base, read_base
 from windlass.plan.layout import Layout
-from windlass.train.load import load
-from windlass.train.logits import compute_logits, kl_divergence, logits_without_and_with, open_adapter, sample_rows
+from windlass.train.load import load_base
+from windlass.train.logits import compute_both_logits, compute_logits, kl_divergence, open_adapter, sample_rows
 from windlass.train.reading import DTYPES
 
 ROWS, LENGTH = 4, 64
@@ -44,7 +44,7 @@ def main(folder: Path) -> list[str]:
     name = record["adapter"]
     own = next(path for path in (folder / "run" / "checkpoints" / name, folder / "run" / name) if path.is_dir())
     ours = open_adapter(load_certified(base), own)
-    untrained, trained = logits_without_and_with(ours, rows)
+    untrained, trained = compute_both_logits(ours, rows)
     effect = kl_divergence(trained, untrained)
     if not effect > 0:
         raise Differs("the adapter changes nothing: the logits with and without it are the same")
@@ -104,7 +104,7 @@ def merge(adapted: Any, stored: Base) -> Any:
 
 
 def load_certified(base: Base) -> Any:
-    return load(base, UNSHARDED, dtype=torch.float32)[0].eval()
+    return load_base(base, UNSHARDED, dtype=torch.float32)[0].eval()
 
 
 def open_plainly(model: Path, kind: str) -> tuple[Any, dict[str, Any]]:

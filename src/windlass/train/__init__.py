@@ -36,7 +36,7 @@ from windlass.runfile import Data, Loaded, RunFile
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import absent_trackers
 from windlass.train import ranks
-from windlass.train.rank import Rank, launched_by_srun, read_rank, run_rank
+from windlass.train.rank import Rank, read_rank, run_rank, translate_srun
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
@@ -73,12 +73,12 @@ def train(
 
     def work(here: Rank) -> int:
         here.phase("importing the training libraries")
-        from windlass.train.run import run
+        from windlass.train.run import train_rank
 
         here.phase("planning")
-        return run(checked(), here, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
+        return train_rank(checked(), here, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
 
-    return in_ranks(checked, work, arguments=arguments, environ=environ, say=say)
+    return run_in_ranks(checked, work, arguments=arguments, environ=environ, say=say)
 
 
 def best(
@@ -95,14 +95,14 @@ def best(
     """Evaluate every saved adapter of a run, in as many ranks as its layout has. Returns the exit code."""
 
     def work(here: Rank) -> int:
-        from windlass.train.best import best as evaluate
+        from windlass.train.best import rank_checkpoints as evaluate
 
         return evaluate(make_plan(), here, run_folder, show, base_dtypes=base_dtypes, allow_other_base=allow_other_base)
 
-    return in_ranks(make_plan, work, arguments=arguments, environ=environ, say=say)
+    return run_in_ranks(make_plan, work, arguments=arguments, environ=environ, say=say)
 
 
-def in_ranks(
+def run_in_ranks(
     make_plan: Callable[[], Plan],
     work: Callable[[Rank], int],
     *,
@@ -114,14 +114,14 @@ def in_ranks(
 
     Each rank makes the plan again: that takes little time compared with importing torch, and needs no file.
     """
-    environ.update(launched_by_srun(environ))
+    environ.update(translate_srun(environ))
     here = read_rank(environ)
     if here is None:
         plan = make_plan()  # here first: input errors show in one process, before torch is imported
         raise_all(plan.without_weights)
         ranks.require_all_nodes(plan.layout.nodes, plan.loaded.where, environ)
         command, grace = [sys.executable, "-m", "windlass", *arguments], plan.loaded.run.cluster.grace_seconds
-        return ranks.start(command, plan.layout.gpus_per_node, environ, grace_seconds=grace or GRACE_SECONDS)
+        return ranks.start_ranks(command, plan.layout.gpus_per_node, environ, grace_seconds=grace or GRACE_SECONDS)
     code = run_rank(here, lambda: work(here), print_error=say)
     if code:  # ranks that are gone would make a clean shutdown hang
         sys.stdout.flush()

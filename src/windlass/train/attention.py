@@ -24,7 +24,7 @@ NAME: Final = "windlass"  # of this implementation among transformers' own
 Lengths = list[int]
 
 
-def forward(
+def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     long = query[0].numel() >= BY_DOCUMENT and not query.is_cuda and not torch.compiler.is_compiling()
@@ -33,10 +33,10 @@ def forward(
         whole: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return whole
     rows = zip(query, key, value, lengths, strict=True)
-    return torch.stack([by_document(module, *row, options) for row in rows]), None
+    return torch.stack([attend_by_document(module, *row, options) for row in rows]), None
 
 
-def by_document(
+def attend_by_document(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, options: dict[str, Any]
 ) -> Tensor:
     """Return [tokens, heads, width] of one row. Adjacent documents of equal length, which padding consists of, are
@@ -78,7 +78,7 @@ def _read_mask(mask: Tensor) -> list[Lengths] | None:
     return [[stop - start for start, stop in pairwise(row)] for row in edges]
 
 
-AttentionInterface.register(NAME, forward)
+AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 

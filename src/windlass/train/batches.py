@@ -111,7 +111,7 @@ class Batches:
     ) -> None:
         self.names = names  # names of the data sets, by number
         self.rows, self.collate, self.micro, self.order, self.round_rows = rows, collate, micro, order, round_rows
-        self.rank, self.world = group.rank(), group.world()
+        self.rank, self.world = group.get_rank(), group.get_world_size()
         self.workers = workers
         # torch's loader draws a seed at every start: from its own generator, not from training's.
         self.options: dict[str, Any] = {"pin_memory": pin and torch.cuda.is_available(), "generator": torch.Generator()}
@@ -127,7 +127,9 @@ class Batches:
         if self.order is None:
             # With several workers, all but the first would get nothing from a single generator.
             stream = _Stream(self, micro_batches)
-            return _raised(DataLoader(stream, batch_size=None, num_workers=min(1, self.workers), **self.options))
+            return raise_row_errors(
+                DataLoader(stream, batch_size=None, num_workers=min(1, self.workers), **self.options)
+            )
         order = self.order(number)
         fill = np.full(-len(order) % self.round_rows, FILL, dtype=order.dtype)
         dealt = np.concatenate([order, fill]).reshape(-1, self.world, self.micro)[micro_batches:, self.rank]
@@ -189,7 +191,7 @@ class _Stream(IterableDataset[Batch | UserError]):
             yield RowError.of(error.problems)
 
 
-def _raised(batches: Iterable[Batch | UserError]) -> Iterator[Batch]:
+def raise_row_errors(batches: Iterable[Batch | UserError]) -> Iterator[Batch]:
     for batch in batches:
         if isinstance(batch, UserError):
             raise batch

@@ -21,14 +21,14 @@ from windlass.files import write_json
 from windlass.run_folder import BASES, CHECKPOINTS
 from windlass.train import checkpoint, group
 from windlass.train.batches import Batches, Collate
-from windlass.train.console import quiet
-from windlass.train.load import load
-from windlass.train.lora import attach
+from windlass.train.console import make_console
+from windlass.train.load import load_base
+from windlass.train.lora import attach_adapter
 from windlass.train.loss import patch_forward
-from windlass.train.parallel import device_of_this_rank
+from windlass.train.parallel import get_device
 from windlass.train.rank import Rank
-from windlass.train.run import join, precision, require_device, tokenizer_of
-from windlass.train.same_base import recorded_base, require_same_base
+from windlass.train.run import create_process_group, describe_precision, open_base_tokenizer, require_device
+from windlass.train.same_base import read_recorded_base, require_same_base
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
@@ -65,7 +65,7 @@ class Ranking:
         return {"best": ranked, "rows": self.rows, "tokens": self.tokens, "passed_over": self.skipped}
 
 
-def best(
+def rank_checkpoints(
     plan: Plan,
     here: Rank,
     run_folder: Path,
@@ -75,31 +75,33 @@ def best(
     allow_other_base: bool = False,
 ) -> int:
     """Do one rank's part; rank 0 shows the ranking. `base_dtypes`: further dtypes of the base to compare."""
-    job, console = plan.loaded.run, quiet(here)
+    job, console = plan.loaded.run, make_console(here)
     try:
         require_device(plan)
     except UserError as error:  # evaluating a small model on a CPU is fine
         console.print(f"warning: {error.problems[0].problem}: evaluating on the CPU", style="yellow")
-    join(here, job.train.ddp_timeout)
-    saved = checkpoint.saved(run_folder / CHECKPOINTS)[::-1]
-    faults = group.on_rank_0(lambda: {folder: checkpoint.damage(folder) for folder in saved})
+    create_process_group(here, job.train.ddp_timeout)
+    saved = checkpoint.list_checkpoints(run_folder / CHECKPOINTS)[::-1]
+    faults = group.run_on_rank_0(lambda: {folder: checkpoint.find_damage(folder) for folder in saved})
     intact = [folder for folder, fault in faults.items() if not fault]
     if not intact:
         raise UserError("there is no intact checkpoint", str(run_folder / CHECKPOINTS), "let the run save one")
     here.phase("preparing the data")
-    tokenizer = tokenizer_of(plan)
+    tokenizer = open_base_tokenizer(plan)
     data = prepare(job, tokenizer, where=plan.loaded.where, cache=run_folder / "tokens", say=console.print)
     if data.validation is None or len(data.validation) < 2:
         raise UserError("there are no rows to compare on", str(run_folder), "name some with --eval-data FILE")
     size, order = job.train.per_device_eval_batch_size, np.arange(len(data.validation))
-    collate = Collate(data.collator(tokenizer.pad_token_id, on_cpu=device_of_this_rank().type == "cpu"))
+    collate = Collate(data.collator(tokenizer.pad_token_id, on_cpu=get_device().type == "cpu"))
     batches = Batches(data.validation, collate, size, order=lambda _: order, round_rows=size * here.world)
 
     def evaluate(base_dtype: str, folders: Sequence[Path], suffix: str = "") -> dict[str, Rows]:
         """Return the losses of the base, stored in this dtype, and of these adapters on it."""
         here.phase(f"loading the model{suffix}")
-        model, certificate = load(plan.base, replace(plan.layout, base_dtype=base_dtype), **precision(plan))
-        for folder in {recorded_base(folder).get("base_digest"): folder for folder in folders}.values():
+        model, certificate = load_base(
+            plan.base, replace(plan.layout, base_dtype=base_dtype), **describe_precision(plan)
+        )
+        for folder in {read_recorded_base(folder).get("base_digest"): folder for folder in folders}.values():
             require_same_base(
                 folder,
                 plan.base,
@@ -108,7 +110,7 @@ def best(
                 allow_other=allow_other_base,
                 say=console.print,
             )
-        model = attach(model, job.lora, plan.adapter, job.train.seed).eval()
+        model = attach_adapter(model, job.lora, plan.adapter, job.train.seed).eval()
         patch_forward(model.get_base_model())
         with model.disable_adapter():
             found = {BASE + suffix: row_losses(model, batches, bf16=job.train.bf16)}
@@ -120,21 +122,21 @@ def best(
         return found
 
     losses = evaluate(plan.layout.base_dtype, intact)
-    lowest = min(intact, key=lambda folder: mean(losses[folder.name]))
-    on_bases = {plan.layout.base_dtype: [mean(losses[BASE]), mean(losses[lowest.name])]}
+    lowest = min(intact, key=lambda folder: mean_loss(losses[folder.name]))
+    on_bases = {plan.layout.base_dtype: [mean_loss(losses[BASE]), mean_loss(losses[lowest.name])]}
     for base_dtype in dict.fromkeys(base_dtypes):
         if base_dtype not in on_bases:
             found = evaluate(base_dtype, [lowest], f", base in {base_dtype.upper()}")
-            on_bases[base_dtype] = list(map(mean, found.values()))
+            on_bases[base_dtype] = list(map(mean_loss, found.values()))
             losses |= found
     if here.rank == 0:
         if len(on_bases) > 1:
             write_json(run_folder / BASES, {"adapter": lowest.name, "rows": len(order), "losses": on_bases})
-        show(rank(losses, {folder.name: fault for folder, fault in faults.items() if fault}))
+        show(rank_candidates(losses, {folder.name: fault for folder, fault in faults.items() if fault}))
     return 0
 
 
-def mean(rows: Rows) -> float:
+def mean_loss(rows: Rows) -> float:
     """Return the loss per supervised token."""
     return float(rows[:, 0].sum() / rows[:, 1].sum())
 
@@ -142,7 +144,7 @@ def mean(rows: Rows) -> float:
 @torch.no_grad()
 def row_losses(model: PeftModel, batches: Batches, *, bf16: bool) -> Rows:
     """Return every row's loss, on every rank, in the precision of training."""
-    device, found = device_of_this_rank(), np.zeros((len(batches.rows), 2))
+    device, found = get_device(), np.zeros((len(batches.rows), 2))
     for batch in batches.epoch(0):
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             losses = model.get_base_model()(**batch.to(device).inputs, per_token=True)[0].double().cpu()
@@ -150,13 +152,13 @@ def row_losses(model: PeftModel, batches: Batches, *, bf16: bool) -> Rows:
         for place, number in enumerate(batch.rows):  # filler rows come after the real ones
             own = losses[row_of == place]
             found[number] = float(own.sum()), len(own)
-    total: Rows = sum(group.gather(found))  # each row is nonzero on one rank only
+    total: Rows = sum(group.all_gather(found))  # each row is nonzero on one rank only
     return total
 
 
-def rank(losses: Mapping[str, Rows], skipped: dict[str, str]) -> Ranking:
+def rank_candidates(losses: Mapping[str, Rows], skipped: dict[str, str]) -> Ranking:
     """Rank by mean loss per token, with the interval of each difference to the best."""
-    means = {name: mean(rows) for name, rows in losses.items()}
+    means = {name: mean_loss(rows) for name, rows in losses.items()}
     order = sorted(means, key=lambda name: (means[name], name))
     lowest = losses[order[0]]
     tokens = lowest[:, 1]
@@ -172,7 +174,7 @@ def rank(losses: Mapping[str, Rows], skipped: dict[str, str]) -> Ranking:
     return Ranking(tuple(ranked), len(lowest), int(tokens.sum()), skipped)
 
 
-def show(ranking: Ranking) -> None:
+def print_ranking(ranking: Ranking) -> None:
     """Print the ranking as a table on stdout."""
     from rich.console import Console
     from rich.table import Table

@@ -26,15 +26,15 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 from windlass.model import Base, Parameter, Piece
 from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.train.four_bits import TABLES
-from windlass.train.group import gather
-from windlass.train.quantised import Format, Quantised
-from windlass.train.reading import Box, intersection, piece_box, stored_box
+from windlass.train.group import all_gather
+from windlass.train.quantised import Format, QuantizedParam
+from windlass.train.reading import Box, intersect, locate_piece, to_stored_box
 
 ROW = 4096  # elements compared per sampled row
 ROWS = 8  # rows sampled per matrix
 
 
-def certify(
+def make_certificate(
     base: Base,
     layout: Layout,
     dtypes: Mapping[str, torch.dtype | str],
@@ -45,7 +45,7 @@ def certify(
 ) -> dict[str, Any]:
     """Return load.json for the whole run, equal on all ranks, from what each rank `checked` and `measured`. A
     collective."""
-    everyones: list[Any] = gather((measured, checked, dict(errors)))
+    everyones: list[Any] = all_gather((measured, checked, dict(errors)))
     ranks: list[tuple[dict[str, Any], dict[str, int]]] = [each[:2] for each in everyones]
     parameters = []
     for parameter in base.parameters:
@@ -66,7 +66,7 @@ def certify(
         "base_digest": digest,
         "layout": layout.name,
         "base_dtype": layout.base_dtype,
-        "quantisation": summarise(layout.base_dtype, base, [each[2] for each in everyones]),
+        "quantisation": summarize_quantization(layout.base_dtype, base, [each[2] for each in everyones]),
         "parameters": parameters,
         "loaded": min(own["parameters"] for own, _ in ranks),  # parameters of which every rank has read its part
         "unread": [
@@ -82,7 +82,9 @@ def certify(
     }
 
 
-def summarise(kind: str, base: Base, ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any] | None:
+def summarize_quantization(
+    kind: str, base: Base, ranks: Sequence[Mapping[str, Sequence[float]]]
+) -> dict[str, Any] | None:
     """Return how far the 4-bit base is from the published one, over all ranks; None if windlass did not quantize it."""
     sums: dict[str, Tensor] = {}
     parts = {parameter.name: parameter.part for parameter in base.parameters}
@@ -98,8 +100,8 @@ def summarise(kind: str, base: Base, ranks: Sequence[Mapping[str, Sequence[float
     return {**found, "worst": {"name": worst, "relative_rms": round(errors[worst], 5)}}
 
 
-def check(
-    targets: Mapping[str, Tensor], base: Base, rank: int, quantised: Mapping[str, Quantised]
+def check_parameters(
+    targets: Mapping[str, Tensor], base: Base, rank: int, quantised: Mapping[str, QuantizedParam]
 ) -> tuple[list[str], dict[str, int]]:
     """Compare sampled rows of every parameter with the files. Returns the differences, and how much was compared.
 
@@ -122,18 +124,18 @@ def check(
 
 
 def _check_rows(
-    parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, weight: Quantised | None, counts: dict[str, int]
+    parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, weight: QuantizedParam | None, counts: dict[str, int]
 ) -> str:
     """Compare one parameter's sampled rows and add to `counts`. Returns the first difference."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    own = own_indices(tensor)
-    for box in sampled(tuple(local.shape), f"{parameter.name}:{rank}"):
+    own = list_own_indices(tensor)
+    for box in sample_boxes(tuple(local.shape), f"{parameter.name}:{rank}"):
         place = tuple((index[a], index[b - 1] + 1) for index, (a, b) in zip(own, box, strict=True))
         got = local[tuple(slice(*span) for span in box)].cpu()
         if got.shape != tuple(b - a for a, b in place):  # no layout cuts a row in pieces
             raise AssertionError(f"a row of {parameter.name} is not in one piece: {place}")
         for piece in parameter.pieces:
-            shared = intersection(place, piece_box(piece))
+            shared = intersect(place, locate_piece(piece))
             if shared is None:
                 continue
             expected, source = disk.values(piece, shared)
@@ -143,7 +145,7 @@ def _check_rows(
             true = found
             if weight:
                 axes = [torch.arange(*span) for span in shared]
-                true = found.view(weight.format.codes).float() * own_scale(weight, axes)
+                true = found.view(weight.format.codes).float() * expand_own_scale(weight, axes)
             same = torch.equal(true, expected.to(true.dtype).reshape(true.shape))
             if weight and same:
                 same = torch.equal(found, disk.codes(piece, shared).view(found.dtype).view(found.shape))
@@ -153,16 +155,16 @@ def _check_rows(
 
 
 def _check_four_bits(
-    parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, weight: Quantised | None, counts: dict[str, int]
+    parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, weight: QuantizedParam | None, counts: dict[str, int]
 ) -> str:
     """Compare whole sampled rows of a 4-bit parameter: scales belong to blocks of a row."""
     assert weight
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    own, columns = own_indices(tensor), weight.format.columns
-    for box in sampled((*local.shape[:-1], 1), f"{parameter.name}:{rank}"):
+    own, columns = list_own_indices(tensor), weight.format.columns
+    for box in sample_boxes((*local.shape[:-1], 1), f"{parameter.name}:{rank}"):
         rows = [(index[a], index[a] + 1) for index, (a, _) in zip(own, box[:-1], strict=False)]
         place = [*rows[:-1], (0, columns), rows[-1]] if weight.format.transposed else [*rows, (0, columns)]
-        places = [(piece, intersection(tuple(place), piece_box(piece))) for piece in parameter.pieces]
+        places = [(piece, intersect(tuple(place), locate_piece(piece))) for piece in parameter.pieces]
         found = [disk.values(piece, shared) for piece, shared in places if shared]
         counts["slices"] += 1
         counts["elements"] += columns
@@ -200,29 +202,29 @@ def is_nearest(row: Tensor, true: Tensor, coding: Format) -> bool:
     return bool(((units - got).abs() <= best + 1e-6).all())
 
 
-def own_scale(weight: Quantised, axes: Sequence[Tensor]) -> Tensor:
+def expand_own_scale(weight: QuantizedParam, axes: Sequence[Tensor]) -> Tensor:
     """Return this rank's scales of the elements at the crossings of these indices of the parameter."""
     blocks = [axis // side for axis, side in zip(axes[-2:], weight.format.block, strict=True)]
     outer = [axis - weight.first for axis in axes[:-2]]
     return weight.scale.cpu()[torch.meshgrid(*outer, *blocks, indexing="ij")]
 
 
-def _check_scales(parameter: Parameter, weight: Quantised, disk: Disk) -> str:
+def _check_scales(parameter: Parameter, weight: QuantizedParam, disk: Disk) -> str:
     """Compare all scales that this rank has, at the first element of each block. Returns the first difference."""
     for piece in parameter.pieces:
-        box = piece_box(piece)
+        box = locate_piece(piece)
         axes = [torch.arange(*span) for span in box]
         axes[-2:] = [axis[::side] for axis, side in zip(axes[-2:], weight.format.block, strict=True)]
         if len(box) == 3:
             axes[0] = axes[0][(axes[0] >= weight.first) & (axes[0] < weight.first + len(weight.scale))]
         there = [axis - start for axis, (start, _) in zip(axes, box, strict=True)][-len(piece.stored.shape) :]
-        got, name = own_scale(weight, axes), f"{piece.stored.key}_scale_inv"
+        got, name = expand_own_scale(weight, axes), f"{piece.stored.key}_scale_inv"
         if got.numel() and not torch.equal(got, disk.scale(piece, there).float().expand(got.shape)):
             return f"the scales of {parameter.name} are not what {name!r} of {disk.where[name].name} holds"
     return ""
 
 
-def sampled(shape: tuple[int, ...], seed: str) -> Iterator[Box]:
+def sample_boxes(shape: tuple[int, ...], seed: str) -> Iterator[Box]:
     """Yield boxes to compare: the first, the last and random rows of a matrix; two rows of each expert of a stack.
 
     An expert's two rows come from its two halves: gate and up are stacked that way, each with its own scale.
@@ -249,7 +251,7 @@ def sampled(shape: tuple[int, ...], seed: str) -> Iterator[Box]:
         yield (*((i, i + 1) for i in row), (first, first + width))
 
 
-def own_indices(tensor: Tensor) -> list[list[int]]:
+def list_own_indices(tensor: Tensor) -> list[list[int]]:
     """Return, per dimension of this rank's part, the index of each element in the full parameter.
 
     The answer is what transformers' shard-on-read would fetch, not the offsets that the loader computed.
@@ -299,7 +301,7 @@ class Disk:
         name = f"{key}_scale_inv"
         if name not in self.where:
             return codes, f"{key!r} of {self.where[key].name}"
-        scale = self.scale(piece, [torch.arange(*span) for span in stored_box(piece, box)])
+        scale = self.scale(piece, [torch.arange(*span) for span in to_stored_box(piece, box)])
         # e4m3 x bf16 is exact in float64; rounded to float32, then to the model's dtype, as the loader has to.
         return (codes.double() * scale).float(), f"{key!r} x {name!r} of {self.where[key].name}"
 
@@ -333,7 +335,7 @@ class Disk:
     def codes(self, piece: Piece, box: Box) -> Tensor:
         """Return the stored bytes of a box."""
         key = piece.stored.key
-        there = tuple(slice(*span) for span in stored_box(piece, box))
+        there = tuple(slice(*span) for span in to_stored_box(piece, box))
         stored: Tensor = self.handle(key).get_slice(key)[there] if there else self.handle(key).get_tensor(key)
         return stored
 

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from windlass.errors import RunError
 from windlass.files import discard_dir, read_json
 from windlass.model.targets import ExpertShard, ExpertShards, by_expert
-from windlass.train.group import gather, rank
+from windlass.train.group import all_gather, get_rank
 from windlass.train.parallel import reshard, shard_like
 
 if TYPE_CHECKING:
@@ -73,10 +73,10 @@ class Snapshot:
         (partial / SCHEDULER).write_text(json.dumps(self.scheduler, default=str))
         (partial / RANDOM).write_text(json.dumps(self.random))
         (partial / STATE).write_text(json.dumps(self.state, indent=2, sort_keys=True))
-        seal(partial, {**self.manifest, "step": self.step})
+        write_manifest(partial, {**self.manifest, "step": self.step})
 
 
-def snapshot(
+def take_snapshot(
     step: int,
     *,
     model: PeftModel,
@@ -86,15 +86,15 @@ def snapshot(
     manifest: dict[str, Any],
 ) -> Snapshot | None:
     """Copy everything to host memory, which is all that training waits for. A collective; rank 0 gets the copy."""
-    generators, experts = gather(random_state()), WholeExperts(model)
-    adapter = {name: experts.whole(name, tensor) for name, tensor in adapter_state(model).items()}
+    generators, experts = all_gather(get_random_state()), ExpertGatherer(model)
+    adapter = {name: experts.gather(name, tensor) for name, tensor in adapter_state(model).items()}
     of_optimizer = optimizer.state_dict()
     names = _parameter_names(optimizer, model)
     of_parameters = {
-        index: {key: experts.whole(names[index], value, key) for key, value in values.items()}
+        index: {key: experts.gather(names[index], value, key) for key, value in values.items()}
         for index, values in of_optimizer["state"].items()
     }
-    if rank():
+    if get_rank():
         return None
     of_optimizer = {**copy.deepcopy({**of_optimizer, "state": {}}), "state": of_parameters}
     return Snapshot(
@@ -102,7 +102,7 @@ def snapshot(
     )
 
 
-def restore(loop: Loop, folder: Path) -> None:
+def restore_checkpoint(loop: Loop, folder: Path) -> None:
     """Load a checkpoint, to continue after its step."""
     manifest, state = read_manifest(folder), read_json(folder / STATE)
     loop.step, loop.tokens, loop.log_history = manifest["step"], state["num_input_tokens_seen"], state["log_history"]
@@ -110,16 +110,16 @@ def restore(loop: Loop, folder: Path) -> None:
     load_adapter(loop.model, folder)
     load_optimizer(loop.optimizer, loop.scheduler, folder, loop.model)
     states = json.loads((folder / RANDOM).read_text())
-    restore_random(states[min(rank(), len(states) - 1)])  # ranks beyond those that saved take the last one's
+    set_random_state(states[min(get_rank(), len(states) - 1)])  # ranks beyond those that saved take the last one's
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any, folder: Path, model: PeftModel) -> None:
     saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)["optimizer"]
     reshard(model)
-    names, experts = _parameter_names(optimizer, model), WholeExperts(model)
+    names, experts = _parameter_names(optimizer, model), ExpertGatherer(model)
     for index, values in saved["state"].items():
         for key, value in values.items():
-            if part := experts.part(names[index], value, key):
+            if part := experts.own_part(names[index], value, key):
                 values[key] = part.own(names[index], value)
             elif isinstance(value, Tensor):
                 values[key] = shard_like(model, {names[index]: value})[names[index]]
@@ -159,9 +159,9 @@ def adapter_config(model: PeftModel) -> PeftConfig:
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
     """Save in the format that plain PEFT opens. A collective; rank 0 writes."""
-    experts = WholeExperts(model)
-    state = {name: experts.whole(name, tensor) for name, tensor in adapter_state(model).items()}
-    if rank() == 0:
+    experts = ExpertGatherer(model)
+    state = {name: experts.gather(name, tensor) for name, tensor in adapter_state(model).items()}
+    if get_rank() == 0:
         write_adapter(state, adapter_config(model), folder)
 
 
@@ -211,7 +211,7 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
         )
 
 
-class WholeExperts:
+class ExpertGatherer:
     """Assembles split experts' tensors: each rank has its own experts', files have all. A collective.
 
     One tensor at a time, because the adapter of many experts fits in host memory but not on the GPU next to the model.
@@ -222,11 +222,11 @@ class WholeExperts:
     def __init__(self, model: PeftModel) -> None:
         self.parts = ExpertShards(model)
         self.numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        firsts = gather(next(iter(self.parts.by_module.values())).first) if self.parts.by_module else []
+        firsts = all_gather(next(iter(self.parts.by_module.values())).first) if self.parts.by_module else []
         # First expert of a part -> a rank that has it.
         self.rank_of = {first: firsts.index(first) for first in sorted(set(firsts))}
 
-    def part(self, name: str, value: Any, key: str = "") -> ExpertShard | None:
+    def own_part(self, name: str, value: Any, key: str = "") -> ExpertShard | None:
         """Return which part of this tensor the rank has; None if it isn't split. `key`: a tensor of the optimizer's
         state."""
         part = self.parts.of(name)
@@ -240,12 +240,12 @@ class WholeExperts:
             )
         return part
 
-    def whole(self, name: str, value: Any, key: str = "") -> Any:
+    def gather(self, name: str, value: Any, key: str = "") -> Any:
         """Return the full tensor, on rank 0 as a copy in host memory."""
         value = value.full_tensor() if isinstance(value, DTensor) else value
-        part = self.part(name, value, key)
-        if rank():
-            if part and self.rank_of[part.first] == rank():
+        part = self.own_part(name, value, key)
+        if get_rank():
+            if part and self.rank_of[part.first] == get_rank():
                 dist.send(value.detach().contiguous().cpu(), 0)
             return value
         if part is None:
@@ -263,7 +263,7 @@ class WholeExperts:
 # --- random numbers: every generator that training draws from ---
 
 
-def random_state() -> dict[str, Any]:
+def get_random_state() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -274,7 +274,7 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def restore_random(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = state["numpy"]
@@ -287,29 +287,29 @@ def restore_random(state: dict[str, Any]) -> None:
 # --- folders: sealed with hashes; found by their step, never by the clock ---
 
 
-def seal(partial: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(partial: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest with the hashes of every other file and of itself."""
-    full = json.loads(json.dumps({**manifest, "sha256": _hashes(partial)}, default=str))
-    (partial / MANIFEST).write_text(json.dumps({**full, SEAL: _seal(full)}, indent=2))
+    full = json.loads(json.dumps({**manifest, "sha256": _hash_files(partial)}, default=str))
+    (partial / MANIFEST).write_text(json.dumps({**full, SEAL: _hash_manifest(full)}, indent=2))
 
 
-def damage(folder: Path) -> str:
+def find_damage(folder: Path) -> str:
     """Return why this folder can't be used; empty if it is as it was written."""
     manifest = read_manifest(folder)
     if not manifest:
         return f"its manifest can't be read ({folder / MANIFEST})"
-    if manifest.pop(SEAL, None) != _seal(manifest):
+    if manifest.pop(SEAL, None) != _hash_manifest(manifest):
         return f"{MANIFEST} is not what was written"
     expected = manifest["sha256"]
     try:
-        found = _hashes(folder)
+        found = _hash_files(folder)
     except OSError as error:
         return f"it can't be read ({error})"
     wrong = sorted(name for name in expected if found.get(name) != expected[name])
     return f"{wrong[0]} is {'not what was written' if wrong[0] in found else 'missing'}" if wrong else ""
 
 
-def _hashes(folder: Path) -> dict[str, str]:
+def _hash_files(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST):
         with path.open("rb") as file:
@@ -317,7 +317,7 @@ def _hashes(folder: Path) -> dict[str, str]:
     return found
 
 
-def _seal(manifest: dict[str, Any]) -> str:
+def _hash_manifest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -325,31 +325,31 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return read_json(folder / MANIFEST)
 
 
-def step_of(folder: Path) -> int:
+def read_step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def saved(checkpoints: Path) -> list[Path]:
+def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the checkpoints, oldest first."""
     named = (path for path in checkpoints.glob("step-*") if path.name.removeprefix("step-").isdigit())
-    return sorted(named, key=step_of)
+    return sorted(named, key=read_step)
 
 
-def best_of(folders: Iterable[Path]) -> Path | None:
+def find_best(folders: Iterable[Path]) -> Path | None:
     """Return the checkpoint with the lowest evaluation loss, the earliest of equals; None if none was evaluated."""
-    scored = [(loss, step_of(folder), folder) for folder in folders if (loss := evaluated(folder)) < math.inf]
+    scored = [(loss, read_step(folder), folder) for folder in folders if (loss := read_eval_loss(folder)) < math.inf]
     return min(scored)[2] if scored else None
 
 
-def evaluated(folder: Path) -> float:
+def read_eval_loss(folder: Path) -> float:
     """Return the evaluation loss at this checkpoint's step; infinity if there was no evaluation."""
     loss = read_manifest(folder).get("eval_loss")
     return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
 
 
-def intact_best(checkpoints: Path) -> Path | None:
-    best = best_of(saved(checkpoints))
-    if best and (fault := damage(best)):
+def find_intact_best(checkpoints: Path) -> Path | None:
+    best = find_best(list_checkpoints(checkpoints))
+    if best and (fault := find_damage(best)):
         hint = "the last one is intact: `windlass best RUN_DIR` ranks those that are left"
         raise RunError(f"the best checkpoint can't be used: {fault}", str(best), hint)
     return best
@@ -358,22 +358,22 @@ def intact_best(checkpoints: Path) -> Path | None:
 def prune(checkpoints: Path, limit: int | None) -> None:
     """Keep the newest `limit` checkpoints and the best one."""
     if limit:
-        best = best_of(saved(checkpoints))
-        for folder in saved(checkpoints)[:-limit]:
+        best = find_best(list_checkpoints(checkpoints))
+        for folder in list_checkpoints(checkpoints)[:-limit]:
             if folder != best:
                 discard_dir(folder)
 
 
 def point_to_best(run_folder: Path) -> None:
     """Link `best` in the run folder to the best checkpoint; readers see the old link or the new one."""
-    if best := best_of(saved(run_folder / "checkpoints")):
+    if best := find_best(list_checkpoints(run_folder / "checkpoints")):
         link = run_folder / ".best.partial"
         link.unlink(missing_ok=True)
         link.symlink_to(best.relative_to(run_folder), target_is_directory=True)
         link.replace(run_folder / "best")
 
 
-def sweep(checkpoints: Path) -> None:
+def remove_partial(checkpoints: Path) -> None:
     """Delete what crashes left half written or half deleted."""
     for left in (*checkpoints.glob(".*.partial"), *checkpoints.glob(".*.discarded")):
         shutil.rmtree(left, ignore_errors=True)

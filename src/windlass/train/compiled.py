@@ -35,7 +35,7 @@ COMPILING_SECONDS: Final = (
 
 
 @torch.compiler.substitute_in_graph(dequantize_module_weight)
-def weight_of_dora(module: Any) -> Any:
+def dora_weight(module: Any) -> Any:
     """Return the weight of a DoRA layer, whose base is never quantized. PEFT's version checks the weight's class by
     name."""
     return module.weight
@@ -64,7 +64,7 @@ class Part:
                 # A missing C++ compiler and torch's assertions about its own traces end here too. An error of the layer
                 # itself is raised again by the eager forward.
                 self.works = False
-                self.of.problem = f"{type(self.module).__name__}: {_in_one_line(error)}"
+                self.of.problem = f"{type(self.module).__name__}: {_first_sentence(error)}"
         return self.eager(*args, **kwargs)
 
 
@@ -77,7 +77,7 @@ class Compiled:
         torch._inductor.config.fallback_random = True  # dropout draws the same masks as in eager layers
         self.on, self.problem = True, ""
         layers = [module for name, module in model.named_modules() if LAYER.search(name)]
-        self.parts = [Part(module, self) for layer in layers for module in _without_collectives(layer)]
+        self.parts = [Part(module, self) for layer in layers for module in _find_parts_without_collectives(layer)]
 
     def remove(self) -> None:
         for part in self.parts:
@@ -112,15 +112,15 @@ class Compiled:
 
         narrow = loop.train.bf16 or loop.causal_lm.dtype != torch.float32
         tolerance = TOLERANCE[torch.bfloat16 if narrow else torch.float32]
-        group.wait_at_most(max(COMPILING_SECONDS, loop.train.ddp_timeout))
+        group.set_timeout(max(COMPILING_SECONDS, loop.train.ddp_timeout))
         self.on = False
         eager = compute()
         self.on = True
-        far = [_far(one, other) for one, other in zip(compute(), eager, strict=True)]
+        far = [_largest_difference(one, other) for one, other in zip(compute(), eager, strict=True)]
         if not self.problem and not all(map(float.__le__, far, tolerance)):
             self.problem = "loss and gradients differ from eager layers' by {:.1e} and {:.1e}".format(*far)
         why = self.reason()
-        group.wait_at_most(loop.train.ddp_timeout)
+        group.set_timeout(loop.train.ddp_timeout)
         if not why:
             took = f"{self.graphs} graphs in {time.monotonic() - began:.0f} s"
             loop.progress.console.print(f"compiled  {len(self.parts)} parts of layers, {took}; proven equal to eager")
@@ -128,13 +128,13 @@ class Compiled:
 
     def reason(self) -> str:
         """Return the first rank's problem and the ranks that have one; empty if none has. A collective."""
-        problems = group.gather(self.problem)
+        problems = group.all_gather(self.problem)
         ranks = [str(rank) for rank, problem in enumerate(problems) if problem]
-        where = f" (rank {group.first_few(ranks, ', ')})" if len(problems) > len(ranks) > 0 else ""
+        where = f" (rank {group.list_first(ranks, ', ')})" if len(problems) > len(ranks) > 0 else ""
         return next(filter(None, problems), "") + where
 
 
-def _without_collectives(module: nn.Module) -> Iterator[nn.Module]:
+def _find_parts_without_collectives(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the module, or its largest submodules without experts: those send tokens or have their weights gathered
     separately."""
     inside = list(module.named_modules())[1:]
@@ -143,17 +143,17 @@ def _without_collectives(module: nn.Module) -> Iterator[nn.Module]:
         return
     for name, child in module.named_children():
         if name != "experts" and not isinstance(child, FSDPModule):
-            yield from _without_collectives(child)
+            yield from _find_parts_without_collectives(child)
 
 
-def _far(ones: list[Tensor], others: list[Tensor]) -> float:
+def _largest_difference(ones: list[Tensor], others: list[Tensor]) -> float:
     """Return the largest relative difference; values near zero are compared with the mean norm."""
     norms = torch.stack(torch._foreach_norm([each.float() for each in others]))
     apart = torch.stack(torch._foreach_norm([a.float() - b.float() for a, b in zip(ones, others, strict=True)]))
     return float((apart / (norms + norms.mean()).clamp(min=1e-20)).max())
 
 
-def _in_one_line(error: Exception) -> str:
+def _first_sentence(error: Exception) -> str:
     """Return the error in one line, without torch's advice on tracing."""
     text = " ".join(str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].split())
     return f"{type(error).__name__}: {text}"[:300]

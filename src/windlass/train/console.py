@@ -35,7 +35,7 @@ LABEL, LOG_WIDTH = 10, 80  # width of the header's labels; line width of a log t
 WINDOW: Final = 20  # steps over which speed and time left are averaged
 
 
-def quiet(here: Rank) -> Console:
+def make_console(here: Rank) -> Console:
     """Return the run's console on stderr, which prints on rank 0 only.
 
     Libraries' progress bars and warnings are switched off: windlass checks and reports what matters in them.
@@ -54,7 +54,7 @@ def quiet(here: Rank) -> Console:
     return Console(stderr=True, width=width, highlight=False, emoji=False, markup=False, quiet=here.rank != 0)
 
 
-def header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
+def print_header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
     """Print model, adapter, layout, batch, machine, versions and folder."""
     layout, adapter, batch, found = plan.layout, plan.adapter, plan.batch, machine_facts()
     total = sum(math.prod(parameter.shape) for parameter in plan.base.parameters)

@@ -18,7 +18,7 @@ ROWS, COLUMNS = 4, 1024  # tile of one program: 32 codes per thread, read 16 at 
 
 # Only Triton's own annotations: with any other, Triton compiles no kernel that reads the variable.
 @triton.jit  # type: ignore[untyped-decorator]
-def _scaled(  # type: ignore[no-untyped-def]
+def _fp8_kernel(  # type: ignore[no-untyped-def]
     codes, scale, values, rows, columns, expert_stride, row_stride, scale_rows, scale_columns, side_down, side_across,
     first_row, first_column, one: tl.constexpr, exponent: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
@@ -46,12 +46,12 @@ def _scaled(  # type: ignore[no-untyped-def]
     tl.store(values + (expert * rows + row) * columns + column, value.to(values.dtype.element_ty), mask=inside)
 
 
-def converts(device: torch.device) -> bool:
+def has_float8(device: torch.device) -> bool:
     """Return whether this GPU has float8 (Ada, Hopper and later). On others the kernel decodes the bits."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def scaled(
+def dequantize_fp8(
     codes: Tensor, scale: Tensor, read: torch.dtype, sides: tuple[int, int], dtype: torch.dtype, origin: Sequence[int]
 ) -> Tensor:
     """Return codes [experts, rows, columns], a part that begins at `origin`, times their blocks' scales, in `dtype`.
@@ -66,12 +66,12 @@ def scaled(
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if not values.numel():
         return values
-    exponent = 0 if converts(codes.device) else {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}[read]
+    exponent = 0 if has_float8(codes.device) else {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}[read]
     codes = codes if exponent else codes.view(read)
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS), experts)
     one = scale.shape[-2:].numel() == 1
     with torch.cuda.device_of(codes):  # type: ignore[no-untyped-call]
-        _scaled[grid](
+        _fp8_kernel[grid](
             codes, scale, values, rows, columns, expert_stride, row_stride, *scale.shape[-2:], *sides, *origin,
             one=one, exponent=exponent, high=ROWS, wide=COLUMNS, num_warps=4,
         )  # fmt: skip
@@ -79,7 +79,7 @@ def scaled(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _in_four_bits(  # type: ignore[no-untyped-def]
+def _four_bits_kernel(  # type: ignore[no-untyped-def]
     codes, scale, table, values, rows, columns, expert_stride, row_stride, scale_expert_stride, scale_row_stride,
     first_row, first_column, side: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +96,7 @@ def _in_four_bits(  # type: ignore[no-untyped-def]
     tl.store(values + (expert * rows + row) * columns + column, value.to(values.dtype.element_ty), mask=inside)
 
 
-def in_four_bits(
+def dequantize_four_bits(
     codes: Tensor, scale: Tensor, table: Tensor, side: int, dtype: torch.dtype, origin: Sequence[int]
 ) -> Tensor:
     """Do the same for 4-bit codes, two per byte. `scale` is the full parameter's, one per `side` columns of a row."""
@@ -109,7 +109,7 @@ def in_four_bits(
         return values
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS), experts)
     with torch.cuda.device_of(codes):  # type: ignore[no-untyped-call]
-        _in_four_bits[grid](
+        _four_bits_kernel[grid](
             codes, scale, table, values, rows, columns, expert_stride, row_stride, (*scales_apart, 0)[0],
             scale_row_stride, *origin, side=side, high=ROWS, wide=COLUMNS, num_warps=4,
         )  # fmt: skip

@@ -26,7 +26,7 @@ hash_rows: Callable[[Any, int], int] = xxh3_64_intdigest
 Box = Sequence[tuple[int, int]]
 
 
-def rows_together(rows: int, width: int) -> int:
+def rows_per_group(rows: int, width: int) -> int:
     """Return the number of rows in a group: one call per row would cost half as much as the hashing itself.
 
     A group is small compared with a tensor's rows (1/256 at most): each rank reads half a group more on average.
@@ -47,39 +47,39 @@ def digest_box(stored: Stored, box: Box, values: Tensor, read: Callable[[Stored,
     if not values.numel():
         return 0
     (start, stop), rows, width = wide[-2], shape[-2], shape[-1] * values.element_size()
-    together = rows_together(rows, width)
+    together = rows_per_group(rows, width)
     first, last = -(-start // together), -(-stop // together)  # groups
     if first == last:
         return 0
     numbers = [0]  # numbers of the matrices in the box
     for (begin, close), size in zip(wide[:-2], shape[:-2], strict=True):
         numbers = [number * size + index for number in numbers for index in range(begin, close)]
-    own = _bytes(values).reshape(len(numbers), -1)[:, (first * together - start) * width :]
+    own = _view_bytes(values).reshape(len(numbers), -1)[:, (first * together - start) * width :]
     full = own.shape[1] // (together * width)
     rest = own[:, full * together * width :]
     if (end := min(last * together, rows)) > stop:
         beyond = (*wide[:-2], (stop, end), wide[-1])[: len(stored.shape)]
         behind = torch.empty([b - a for a, b in beyond], dtype=values.dtype)
         read(stored, beyond, behind)
-        rest = np.concatenate([rest, _bytes(behind).reshape(len(own), -1)], axis=1)
+        rest = np.concatenate([rest, _view_bytes(behind).reshape(len(own), -1)], axis=1)
     total = 0
     for number, matrix, remaining in zip(numbers, own, rest, strict=True):
-        seed = _name_key(stored) + number * -(-rows // together) + first  # a group's index seeds its hash
+        seed = _hash_name(stored) + number * -(-rows // together) + first  # a group's index seeds its hash
         groups = matrix[: full * together * width].reshape(full, together * width)
         total += sum(map(hash_rows, groups, range(seed, seed + full)))
         total += hash_rows(remaining, seed + full) if full < last - first else 0
     return total % MODULUS
 
 
-def _bytes(values: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _view_bytes(values: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return values.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-def digest_text(total: int) -> str:
+def format_digest(total: int) -> str:
     return f"{total % MODULUS:016x}"
 
 
 @functools.lru_cache(maxsize=4096)
-def _name_key(stored: Stored) -> int:
+def _hash_name(stored: Stored) -> int:
     text = f"{stored.key} {stored.dtype} {list(stored.shape)}".encode()
     return hash_rows(text, 0) // 2  # leaves room for the groups' indices

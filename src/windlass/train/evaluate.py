@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.train.loss import SourceLosses
-from windlass.train.optimizer import follows_evaluation
+from windlass.train.optimizer import is_metric_scheduler
 
 if TYPE_CHECKING:
     from windlass.train.loop import Loop
@@ -20,7 +20,7 @@ def evaluate(loop: Loop) -> bool:
     assert loop.validation is not None
     began = time.monotonic()
     loop.causal_lm.eval()
-    loop.schedule_free("eval")
+    loop.set_optimizer_mode("eval")
     by_set = SourceLosses(loop.validation.names, loop.device, torch.float64)
     # Loss, correct first choices, entropy, tokens; interruptions; then per data set.
     sums = torch.zeros(5 + len(by_set.sums), dtype=torch.float64, device=loop.device)
@@ -47,7 +47,7 @@ def evaluate(loop: Loop) -> bool:
     if interrupted:
         return False
     loop.eval_loss = loss / max(tokens, 1)
-    if follows_evaluation(loop.train):
+    if is_metric_scheduler(loop.train):
         loop.scheduler.step(loop.eval_loss)
     named = by_set.means(of_sets) if by_set.names else dict.fromkeys(loop.validation.names, loop.eval_loss)
     metrics = {

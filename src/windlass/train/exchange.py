@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 from windlass.train import kept
-from windlass.train.experts import Sorted, on_sorted, sort_rows, take, unlike, weigh
+from windlass.train.experts import SortedRows, is_unsupported, run_sorted_experts, sort_rows, sum_weighted, take_rows
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
 SHARED: Final = ("shared_experts", "shared_expert")  # modules next to `experts`, in families that have shared experts
@@ -30,12 +30,12 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts: Any = experts
-        self.shared: Shared | None = None
+        self.shared: SharedExperts | None = None
         self.experts.exchange = self
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if unlike(self.experts):  # these are never adapted: see patch_experts
-            kept.refuse(self.experts)
+        if is_unsupported(self.experts):  # these are never adapted: see patch_experts
+            kept.refuse_experts(self.experts)
             plain: Tensor = super().__call__(hidden_states, top_k_index, top_k_weights)
             return plain
         ranks, own, group = self.ep_mesh.size(), self.num_local_experts, self.ep_mesh.get_group()
@@ -48,29 +48,29 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
             dist.all_to_all_single(edges[1], edges[0], group=group)
             return edges.tolist()
 
-        ours, theirs = kept.once(exchange_edges)
-        top_k_weights = kept.unless_rerouted(top_k_weights, by_expert.order)
+        ours, theirs = kept.keep_value(exchange_edges)
+        top_k_weights = kept.require_same_routing(top_k_weights, by_expert.order)
         sent, received = ([row[-1] - row[0] for row in rows] for rows in (ours, theirs))
-        there, back = Way(sent, received, group), Way(received, sent, group, self.shared)
+        there, back = RowExchange(sent, received, group), RowExchange(received, sent, group, self.shared)
 
-        rows = take(hidden_states, by_expert.order // top_k_index.shape[-1], by_expert.back)
-        arriving = Start.apply(rows, there)  # type: ignore[no-untyped-call]
-        here = sort_arriving(theirs, hidden_states.device)
+        rows = take_rows(hidden_states, by_expert.order // top_k_index.shape[-1], by_expert.back)
+        arriving = StartExchange.apply(rows, there)  # type: ignore[no-untyped-call]
+        here = sort_received(theirs, hidden_states.device)
         if self.shared:
             self.shared.compute(hidden_states)
-        rows = Wait.apply(arriving, there)  # type: ignore[no-untyped-call]
+        rows = WaitForExchange.apply(arriving, there)  # type: ignore[no-untyped-call]
         # One row of zeros, so that gradients go through the same collectives on every rank.
         if empty := not sum(received):
             rows, here = rows.sum(dim=0, keepdim=True), sort_rows(here.order.new_zeros(1), own)
-        result = take(on_sorted(self.experts, rows, here.order, here), here.back, here.order)
-        answers = Wait.apply(Start.apply(result[:0] if empty else result, back), back)  # type: ignore[no-untyped-call]
-        return weigh(take(answers, by_expert.back, by_expert.order), top_k_weights)
+        result = take_rows(run_sorted_experts(self.experts, rows, here.order, here), here.back, here.order)
+        answers = WaitForExchange.apply(StartExchange.apply(result[:0] if empty else result, back), back)  # type: ignore[no-untyped-call]
+        return sum_weighted(take_rows(answers, by_expert.back, by_expert.order), top_k_weights)
 
 
 EPImplementationInterface.register(NAME, Exchange)
 
 
-def sort_arriving(edges: list[list[int]], device: torch.device) -> Sorted:
+def sort_received(edges: list[list[int]], device: torch.device) -> SortedRows:
     """Sort rows that arrive from each rank in expert order by expert, given the edges of each rank's rows."""
     counts = np.diff(np.array(edges))  # [ranks, experts]
     first = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)  # position at which each block arrives
@@ -81,14 +81,14 @@ def sort_arriving(edges: list[list[int]], device: torch.device) -> Sorted:
     shift, length, by_expert = torch.split(copied, [len(shifts), len(shifts), counts.shape[1] + 1])
     numbers = torch.arange(int(ends[-1]), device=device)
     order = torch.repeat_interleave(shift, length, output_size=len(numbers)) + numbers
-    return Sorted(order, torch.empty_like(order).scatter_(0, order, numbers), by_expert)
+    return SortedRows(order, torch.empty_like(order).scatter_(0, order, numbers), by_expert)
 
 
-class Way:
+class RowExchange:
     """One exchange of rows, and of their gradients in the opposite direction."""
 
     def __init__(
-        self, sent: list[int], received: list[int], group: dist.ProcessGroup, shared: Shared | None = None
+        self, sent: list[int], received: list[int], group: dist.ProcessGroup, shared: SharedExperts | None = None
     ) -> None:
         self.sent, self.received, self.group, self.shared = sent, received, group, shared
         self.pending: Any = None
@@ -106,13 +106,13 @@ class Way:
             self.pending = None
 
 
-class Start(torch.autograd.Function):
+class StartExchange(torch.autograd.Function):
     """Starts an exchange. Its output is valid only after `Wait`, whose backward starts the exchange of gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: Way) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, way: RowExchange) -> Tensor:
         ctx.way = way
-        return kept.product(lambda: way.start(rows, back=False))
+        return kept.keep_expert_product(lambda: way.start(rows, back=False))
 
     @staticmethod
     @once_differentiable
@@ -122,9 +122,9 @@ class Start(torch.autograd.Function):
         return gradient, None
 
 
-class Wait(torch.autograd.Function):
+class WaitForExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, arriving: Tensor, way: Way) -> Tensor:
+    def forward(ctx: Any, arriving: Tensor, way: RowExchange) -> Tensor:
         ctx.way = way
         way.wait()
         return arriving
@@ -138,12 +138,14 @@ class Wait(torch.autograd.Function):
         return gradient, None  # has the right shape; its values are never read
 
 
-class Shared:
+class SharedExperts:
     """A layer's shared experts, computed before the layer calls them."""
 
     def __init__(self, module: nn.Module) -> None:
         before = getattr(module.forward, "__self__", None)  # called again for layers that fall back to eager
-        self.forward: Callable[[Tensor], Tensor] = before.forward if isinstance(before, Shared) else module.forward
+        self.forward: Callable[[Tensor], Tensor] = (
+            before.forward if isinstance(before, SharedExperts) else module.forward
+        )
         self.first = False  # the layer calls them before the routed experts: nothing left to overlap
         self.computed: tuple[Tensor, Tensor] | None = None
         module.forward = self.take
@@ -153,19 +155,19 @@ class Shared:
 
     def take(self, x: Tensor) -> Tensor:
         computed, self.computed = self.computed, None
-        if computed is None or not _same(computed[0], x):
+        if computed is None or not _share_memory(computed[0], x):
             self.first = True
             return self.forward(x)
         return computed[1].view(*x.shape[:-1], -1)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _share_memory(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors share the same memory, whatever their shapes."""
     places = ((each.untyped_storage()._cdata, each.storage_offset(), each.numel()) for each in (one, other))
     return len({*places}) == 1
 
 
-def overlap(model: nn.Module) -> list[Shared]:
+def overlap_shared_experts(model: nn.Module) -> list[SharedExperts]:
     """Let the shared experts of all layers run during their exchanges. Call again after their forwards have been
     replaced."""
     found = []
@@ -174,6 +176,6 @@ def overlap(model: nn.Module) -> list[Shared]:
         shared = [children[name] for name in SHARED if name in children]
         for routed in children["experts"].modules() if shared and "experts" in children else ():
             if exchange := vars(routed).get("exchange"):
-                exchange.shared = Shared(*shared)
+                exchange.shared = SharedExperts(*shared)
                 found.append(exchange.shared)
     return found

@@ -25,33 +25,33 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from windlass.model.targets import by_expert, pack_experts
 from windlass.train import kept
-from windlass.train.quantised import formats_of, grouped_linear, part_of
+from windlass.train.quantised import get_expert_shard, get_formats, grouped_linear
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
 AS_ON_GPU = False  # benchmarks set it to count a GPU's operators on a CPU
 ALIGN: Final = 8  # grouped kernels want rows to begin at multiples of 16 bytes: 8 columns of 16 bits
 
 
-def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute the experts. Under expert parallelism it gets this rank's experts and the tokens sent to them.
 
     Every token then belongs to one of these experts. transformers passes on tokens of other ranks' experts only where
     an expert group shares a batch, under tensor parallelism, which windlass does not have.
     """
     experts: Any = self
-    if unlike(experts):  # never adapted: see patch_experts
-        kept.refuse(experts)
+    if is_unsupported(experts):  # never adapted: see patch_experts
+        kept.refuse_experts(experts)
         plain: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return plain
     by_expert = sort_rows(top_k_index.flatten(), experts.num_experts)
     if kept.keeps_products():
-        top_k_weights = kept.unless_rerouted(top_k_weights, by_expert.order)
-    result = on_sorted(experts, hidden_states, by_expert.order // top_k_index.shape[-1], by_expert)
+        top_k_weights = kept.require_same_routing(top_k_weights, by_expert.order)
+    result = run_sorted_experts(experts, hidden_states, by_expert.order // top_k_index.shape[-1], by_expert)
     # Weighted after un-sorting: the weights are usually float32, and then so are the products.
-    return weigh(take(result, by_expert.back, by_expert.order), top_k_weights).to(hidden_states.dtype)
+    return sum_weighted(take_rows(result, by_expert.back, by_expert.order), top_k_weights).to(hidden_states.dtype)
 
 
-class Sorted(NamedTuple):
+class SortedRows(NamedTuple):
     """Rows sorted by expert."""
 
     order: Tensor  # row number at each sorted position
@@ -64,34 +64,36 @@ class Sorted(NamedTuple):
         return torch.repeat_interleave(torch.diff(self.edges), output_size=len(self.order))
 
 
-def sort_rows(experts: Tensor, count: int) -> Sorted:
+def sort_rows(experts: Tensor, count: int) -> SortedRows:
     chosen, order = torch.sort(experts)
     numbers = torch.arange(-1, max(len(order), count), device=order.device)
     # Not bincount: it reads the largest number from the GPU and so waits for it.
     edges = torch.searchsorted(chosen, numbers[: count + 1], right=True, out_int32=True)
     back = torch.empty_like(order).scatter_(0, order, numbers[1 : len(order) + 1])
-    return Sorted(order, back, edges)
+    return SortedRows(order, back, edges)
 
 
-def on_sorted(experts: Any, source: Tensor, row: Tensor, by_expert: Sorted) -> Tensor:
+def run_sorted_experts(experts: Any, source: Tensor, row: Tensor, by_expert: SortedRows) -> Tensor:
     """Run the experts on rows sorted by expert; `row[i]` is the row of `source` at sorted position i."""
-    gate_up = product(experts, "gate_up_proj", source, lambda rows: take(rows, row, by_expert.back), by_expert.edges)
+    gate_up = expert_product(
+        experts, "gate_up_proj", source, lambda rows: take_rows(rows, row, by_expert.back), by_expert.edges
+    )
     if experts.has_bias:
         gate_up = gate_up + experts.gate_up_proj_bias[by_expert.experts]
-    result = product(experts, "down_proj", gate_up, experts._apply_gate, by_expert.edges)
+    result = expert_product(experts, "down_proj", gate_up, experts._apply_gate, by_expert.edges)
     return result + experts.down_proj_bias[by_expert.experts] if experts.has_bias else result
 
 
-def weigh(rows: Tensor, weights: Tensor) -> Tensor:
+def sum_weighted(rows: Tensor, weights: Tensor) -> Tensor:
     """Return each token's weighted sum over its slots, in slot order: deterministic, unlike adding into the tokens'
     rows."""
     return (rows.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
 
 
-ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
-def unlike(experts: Any) -> bool:
+def is_unsupported(experts: Any) -> bool:
     """Return whether these experts are anything but two products on their own tokens, with gate and up fused."""
     return not getattr(experts, "has_gate", False) or bool(experts.has_post_expert_norm)
 
@@ -117,12 +119,12 @@ class TakeRows(torch.autograd.Function):
         return (rows if ctx.shape[1] == 1 else rows.view(ctx.shape).sum(dim=1)), None, None
 
 
-def take(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+def take_rows(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     taken: Tensor = TakeRows.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
     return taken
 
 
-def product(
+def expert_product(
     experts: nn.Module, name: str, source: Tensor, rows_of: Callable[[Tensor], Tensor], edges: Tensor
 ) -> Tensor:
     """Return sorted rows times each expert's matrix, plus its adapter's output.
@@ -163,12 +165,14 @@ class _LowRank(torch.autograd.Function):
 
         def add() -> Tensor:
             # On a CPU, narrow matrices in 16 bits run at a fifth of the speed of 32 bits.
-            down, up = stack_by_expert(a, b, len(edges) - 1, scaling, base.dtype if on_gpu(base) else torch.float32)
+            down, up = stack_by_expert(
+                a, b, len(edges) - 1, scaling, base.dtype if computes_as_on_gpu(base) else torch.float32
+            )
             narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=edges[1:])
             base.add_(grouped_mm(narrow, up, offs=edges[1:]))
             return narrow
 
-        narrow = kept.product(add)  # if this is kept, so is `base` including what was added to it
+        narrow = kept.keep_expert_product(add)  # if this is kept, so is `base` including what was added to it
         ctx.mark_dirty(base)
         ctx.save_for_backward(source, edges, a, b, narrow)
         ctx.rows_of, ctx.scaling, ctx.dtype = rows_of, scaling, x.dtype
@@ -191,7 +195,7 @@ class _LowRank(torch.autograd.Function):
         for_b.masked_fill_(without, 0)
         r = b.shape[1] // experts
         for_a = pack_experts(".lora_A.", for_a[:, :r]).to(a.dtype)
-        if on_gpu(b):
+        if computes_as_on_gpu(b):
             packed = torch.empty_like(b)
             torch.mul(for_b[:, :r], ctx.scaling, out=by_expert(".lora_B.", packed, experts))
         else:  # in two steps that copy full rows and transpose one matrix: see `stack_by_expert`
@@ -204,7 +208,7 @@ class _LowRank(torch.autograd.Function):
 def stack_by_expert(a: Tensor, b: Tensor, experts: int, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return A as [experts, r, in] and s B as [experts, r, out], with r zero-padded to what grouped kernels take."""
     down = by_expert(".lora_A.", a, experts).to(dtype)
-    if not on_gpu(a):
+    if not computes_as_on_gpu(a):
         # B's innermost dimension is the expert. Transposed as one matrix it can be read by expert without moving each
         # number. It is scaled afterwards, because copying transposes in blocks and multiplying does not.
         turned = b.t().contiguous().to(dtype).mul_(scaling)
@@ -219,7 +223,7 @@ def stack_by_expert(a: Tensor, b: Tensor, experts: int, scaling: float, dtype: t
     return down, up
 
 
-def on_gpu(tensor: Tensor) -> bool:
+def computes_as_on_gpu(tensor: Tensor) -> bool:
     """Return whether to compute as on a GPU."""
     return tensor.is_cuda or AS_ON_GPU
 
@@ -240,14 +244,14 @@ def patch_experts(model: PeftModel) -> None:
     """Make the experts' forward compute the adapters that PEFT has wrapped around them."""
     for wrapper in (module for module in model.modules() if isinstance(module, ParamWrapper)):
         experts = wrapper.get_base_layer()
-        if unlike(experts):
+        if is_unsupported(experts):
             raise AssertionError(f"the plan adapts {type(experts).__name__}, which no adapter is written for")
         wrapper.__class__ = UnmergedExpertLora
         experts.config._experts_implementation = NAME
         experts.adapters = {**getattr(experts, "adapters", {}), wrapper.parameter_name: wrapper}
 
 
-def peers(model: nn.Module) -> list[ProcessGroup]:
+def expert_peer_groups(model: nn.Module) -> list[ProcessGroup]:
     """Return process groups that together span the ranks with the same experts as this one."""
     for module in model.modules():
         if isinstance(module, ParamWrapper) and getattr(module, "part", None):
@@ -257,7 +261,7 @@ def peers(model: nn.Module) -> list[ProcessGroup]:
 
 
 @contextlib.contextmanager
-def own_parts() -> Iterator[None]:
+def create_own_parts() -> Iterator[None]:
     """While PEFT creates adapters, keep only this rank's part of split experts' adapters.
 
     PEFT draws the full adapter on the CPU, in the same order on every rank, so the parts are slices of the adapter that
@@ -267,13 +271,13 @@ def own_parts() -> Iterator[None]:
 
     def cut(self: ParamWrapper, adapter_name: str, device: torch.device | None = None) -> None:
         both = ((".lora_A.", self.lora_A[adapter_name]), (".lora_B.", self.lora_B[adapter_name]))
-        if part := part_of(self.get_param()):
+        if part := get_expert_shard(self.get_param()):
             for kind, linear in both:
                 linear.weight = nn.Parameter(part.own(kind, linear.weight.detach()))
                 linear.out_features, linear.in_features = linear.weight.shape
             self.num_experts, self.part = part.count, part
         original(self, adapter_name, device)
-        if coding := formats_of(self.get_base_layer()).get(self.parameter_name):
+        if coding := get_formats(self.get_base_layer()).get(self.parameter_name):
             # PEFT first gives an adapter its weight's dtype, and leaves it there if that is bytes.
             for _, linear in both:
                 linear.to(coding.dtype)

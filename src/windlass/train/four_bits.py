@@ -33,14 +33,14 @@ LEAST: Final = 1e-38  # smallest scale: the reciprocal of a smaller one is infin
 
 
 @functools.cache
-def table(kind: str, device: torch.device) -> Tensor:
+def code_table(kind: str, device: torch.device) -> Tensor:
     return torch.tensor(TABLES[kind], device=device)
 
 
 @functools.cache
-def pairs(kind: str, device: torch.device) -> Tensor:
+def code_pair_table(kind: str, device: torch.device) -> Tensor:
     """Return the two numbers of each byte; the upper half comes first."""
-    numbers = table(kind, device)
+    numbers = code_table(kind, device)
     return torch.cartesian_prod(numbers, numbers)
 
 
@@ -48,12 +48,12 @@ def row_bytes(columns: int, block: int, scale: torch.dtype = torch.bfloat16) -> 
     return columns // 2 + scale.itemsize * math.ceil(columns / block)
 
 
-def split(rows: Tensor, columns: int, scale: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+def split_rows(rows: Tensor, columns: int, scale: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
     """Return views of stored rows: codes and scales."""
     return rows[..., : columns // 2], rows[..., columns // 2 :].view(scale)
 
 
-def encode(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def encode_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return codes, one per byte, and float32 scales of float32 rows."""
     block, columns = FOUR_BITS[kind].block, values.shape[-1]
     blocks = pad(values, (0, -columns % block)).view(*values.shape[:-1], -1, block)
@@ -61,7 +61,7 @@ def encode(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     scale = torch.maximum(top, -bottom)
     if kind == "int4":
         scale = torch.where(top > -bottom, -top, -bottom)
-    numbers = table(kind, values.device)
+    numbers = code_table(kind, values.device)
     units = (blocks * (1.0 / torch.where(scale.abs() < LEAST, LEAST, scale))).clamp_(-1, 1)
     codes = torch.bucketize(units, (numbers[1:] + numbers[:-1]) / 2, out_int32=True).to(torch.uint8)
     return codes.flatten(-2)[..., :columns], scale.squeeze(-1)
@@ -70,17 +70,17 @@ def encode(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def quantise(values: Tensor, kind: str, rows: Tensor) -> Tensor:
     """Write the quantized values into `rows`. Returns in float64 the sums of squares of the errors and of the
     values."""
-    codes, scale = encode(values, kind)
-    bytes_of, scales = split(rows, values.shape[-1])
+    codes, scale = encode_rows(values, kind)
+    bytes_of, scales = split_rows(rows, values.shape[-1])
     bytes_of.copy_(codes[..., ::2] << 4 | codes[..., 1::2])
     scales.copy_(scale)
-    changed = decode(bytes_of, scales, FOUR_BITS[kind].block, kind) - values
+    changed = decode_codes(bytes_of, scales, FOUR_BITS[kind].block, kind) - values
     return torch.stack([each.square().sum(dtype=torch.float64) for each in (changed, values)])
 
 
-def decode(codes: Tensor, scale: Tensor, block: int, kind: str, origin: Sequence[int] = (0, 0)) -> Tensor:
+def decode_codes(codes: Tensor, scale: Tensor, block: int, kind: str, origin: Sequence[int] = (0, 0)) -> Tensor:
     """Decode codes, two per byte, to float32: the part of a parameter that begins at row and column `origin`."""
-    read = pairs(kind, codes.device).index_select(0, codes.reshape(-1).int())
+    read = code_pair_table(kind, codes.device).index_select(0, codes.reshape(-1).int())
     values = read.view(*codes.shape[:-1], 2 * codes.shape[-1])
     (top, left), (rows, columns) = origin, values.shape[-2:]
     for j in range(left // block, math.ceil((left + columns) / block)):

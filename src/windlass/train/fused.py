@@ -22,47 +22,47 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from windlass.plan.time import SHARING
-from windlass.train.quantised import QuantisedLinear
+from windlass.train.quantised import QuantizedLinear
 
 CLOSE: Final = 1e-5
 
 
-def fuse(model: nn.Module, dtype: torch.dtype | None = None, *, always: bool = False) -> Adapters:
+def fuse_layers(model: nn.Module, dtype: torch.dtype | None = None, *, always: bool = False) -> FusedAdapters:
     """Patch what can be patched and return the fused adapters, whose products run in `dtype` or their own dtype.
 
     Only on a GPU, or if `always`: a CPU runs each operation as it comes, so fewer operations are no faster.
     """
     adapted = next((each for each in model.parameters() if each.requires_grad), None)
     if adapted is None or not (always or adapted.is_cuda):
-        return Adapters([], dtype)
-    if not linears_agree(adapted.device):
+        return FusedAdapters([], dtype)
+    if not check_lora_linears(adapted.device):
         warnings.warn("layers are not fused: this device computes fused adapters otherwise", stacklevel=2)
-        return Adapters([], dtype)
+        return FusedAdapters([], dtype)
     attempts = (fuse_norm, fuse_router, fuse_positions)
     for module in list(model.modules()):
         for attempt in attempts:
             if replacement := attempt(module, adapted.device):
                 module.forward = types.MethodType(replacement, module)
                 break
-    return Adapters(model.modules(), dtype)
+    return FusedAdapters(model.modules(), dtype)
 
 
 # --- LoRA on linear layers ---
 
 
-class Adapters:
+class FusedAdapters:
     """The fused adapters of a model. Inside `unchanged` their weights are cast and concatenated once."""
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
         self.valid = False
-        self.groups: list[Group] = []
+        self.groups: list[LoraGroup] = []
         for parent in modules:
-            children = {name: child for name, child in parent.named_children() if fusible(child)}
+            children = {name: child for name, child in parent.named_children() if is_fusible(child)}
             for names in SHARING:
                 if all(name in children for name in names):
-                    self.groups.append(Group([children.pop(name) for name in names], self, dtype))
-            self.groups += [Group([child], self, dtype) for child in children.values()]
-        pairs = [pair for group in self.groups for pair in group.copies()]
+                    self.groups.append(LoraGroup([children.pop(name) for name in names], self, dtype))
+            self.groups += [LoraGroup([child], self, dtype) for child in children.values()]
+        pairs = [pair for group in self.groups for pair in group.iter_copies()]
         self.copies, self.originals = [copied for copied, _ in pairs], [original for _, original in pairs]
 
     @contextmanager
@@ -77,9 +77,9 @@ class Adapters:
             self.valid = False
 
 
-def fusible(module: Any) -> bool:
+def is_fusible(module: Any) -> bool:
     """Return whether this is a linear layer with one plain LoRA: no DoRA or other variant, no bias in B."""
-    if type(module) is not Linear or type(module.get_base_layer()) not in (nn.Linear, QuantisedLinear):
+    if type(module) is not Linear or type(module.get_base_layer()) not in (nn.Linear, QuantizedLinear):
         return False
     if len(module.lora_A) != 1 or module.lora_variant or module.fan_in_fan_out:
         return False
@@ -87,10 +87,10 @@ def fusible(module: Any) -> bool:
     return module.lora_B[name].bias is None
 
 
-class Group:
+class LoraGroup:
     """Adapted linear layers that share an input. The first call computes all products; the others fetch theirs."""
 
-    def __init__(self, modules: Sequence[Any], adapters: Adapters, dtype: torch.dtype | None) -> None:
+    def __init__(self, modules: Sequence[Any], adapters: FusedAdapters, dtype: torch.dtype | None) -> None:
         (self.name,) = modules[0].lora_A
         self.modules, self.adapters = list(modules), adapters
         self.waiting: tuple[Tensor, dict[int, Tensor]] | None = None
@@ -98,21 +98,21 @@ class Group:
         self.ranks = [len(down) for down in downs]
         self.dtype = dtype or downs[0].dtype
         self.cast = self.dtype != downs[0].dtype
-        self.down = self.put_together(downs, self.dtype) if self.cast or len(downs) > 1 else None
+        self.down = self.concatenate(downs, self.dtype) if self.cast or len(downs) > 1 else None
         self.ups = [up.detach().to(self.dtype) for up in ups] if self.cast else None
         for i, module in enumerate(modules):
-            module.forward = types.MethodType(self.forward_of(i), module)
+            module.forward = types.MethodType(self.make_forward(i), module)
 
     def weights(self, members: Sequence[int]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         of = [self.modules[i] for i in members]
         return [each.lora_A[self.name].weight for each in of], [each.lora_B[self.name].weight for each in of]
 
     @staticmethod
-    def put_together(downs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    def concatenate(downs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         downs = [each.detach().to(dtype) for each in downs]
         return torch.cat(downs) if len(downs) > 1 else downs[0]
 
-    def copies(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
+    def iter_copies(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
         """Yield each copy that `unchanged` fills, with its original."""
         downs, ups = self.weights(range(len(self.modules)))
         if self.down is not None:
@@ -120,7 +120,7 @@ class Group:
         if self.ups is not None:
             yield from zip(self.ups, ups, strict=True)
 
-    def forward_of(self, i: int) -> Callable[..., Tensor]:
+    def make_forward(self, i: int) -> Callable[..., Tensor]:
         def forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if (waiting := self.waiting) is not None:
                 if waiting[0] is x and i in waiting[1]:
@@ -130,27 +130,27 @@ class Group:
                 self.waiting = None
             kind, own = x.device.type, module.lora_A[self.name].weight.dtype
             mixed = torch.is_autocast_enabled(kind)
-            if args or kwargs or not self.plain(module) or not (mixed or x.dtype == own):
+            if args or kwargs or not self.is_unmodified(module) or not (mixed or x.dtype == own):
                 by_peft: Tensor = type(module).forward(module, x, *args, **kwargs)
                 return by_peft
             dropped = module.lora_dropout[self.name](x)
-            alone = dropped is not x or not all(map(self.plain, self.modules))
+            alone = dropped is not x or not all(map(self.is_unmodified, self.modules))
             members = [i] if alone else list(range(len(self.modules)))
-            outputs = self.products(x, dropped, members, torch.get_autocast_dtype(kind) if mixed else own)
+            outputs = self.compute(x, dropped, members, torch.get_autocast_dtype(kind) if mixed else own)
             if len(members) > 1:
                 self.waiting = x, {j: out for j, out in enumerate(outputs) if j != i}
             return outputs[members.index(i)]
 
         return forward
 
-    def plain(self, module: Any) -> bool:
+    def is_unmodified(self, module: Any) -> bool:
         return not (module.disable_adapters or module.merged) and module.active_adapters == [self.name]
 
-    def products(self, x: Tensor, dropped: Tensor, members: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def compute(self, x: Tensor, dropped: Tensor, members: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
         downs, ups = self.weights(members)
         valid, down, cast = self.adapters.valid and dtype == self.dtype, self.down, self.ups
         if not valid or down is None:
-            down = self.put_together(downs, dtype)
+            down = self.concatenate(downs, dtype)
         elif len(members) < len(self.modules):
             down = torch.split(down, self.ranks)[members[0]]
         used = [cast[i] for i in members] if valid and cast is not None else [up.detach().to(dtype) for up in ups]
@@ -170,7 +170,7 @@ class Group:
         return outputs
 
 
-def dense(linear: Any, dtype: torch.dtype) -> Tensor:
+def dense_weight(linear: Any, dtype: torch.dtype) -> Tensor:
     """Return the matrix of a frozen linear layer, dequantized if it is stored in codes."""
     weight: Tensor = linear.dense(dtype) if hasattr(linear, "dense") else linear.weight.to(dtype)
     return weight
@@ -202,7 +202,9 @@ class LoraLinears(torch.autograd.Function):
         for base, bias, scaling, up, low in zip(
             bases, trained[2 * n :], scalings, ups, torch.split(narrow, [up.shape[1] for up in ups], 1), strict=True
         ):
-            product = nn.functional.linear(rows, dense(base, x.dtype), None if bias is None else bias.to(x.dtype))
+            product = nn.functional.linear(
+                rows, dense_weight(base, x.dtype), None if bias is None else bias.to(x.dtype)
+            )
             outputs.append(product.addmm_(low, up.t(), alpha=scaling).view(*x.shape[:-1], len(up)))
         ctx.save_for_backward(source, narrow, down, *ups)
         ctx.bases, ctx.scalings, ctx.shape, ctx.dropped = bases, scalings, x.shape, dropped is not None
@@ -228,7 +230,7 @@ class LoraLinears(torch.autograd.Function):
             into = into.view(up.shape)
             torch.addmm(into, dy.t(), low, beta=0, alpha=scaling, out=into)
             if ctx.needs_input_grad[0]:
-                weight = dense(base, dy.dtype)
+                weight = dense_weight(base, dy.dtype)
                 for_x = dy @ weight if for_x is None else for_x.addmm_(dy, weight)
         torch.mm(through.t(), source, out=for_down.view(down.shape))
         for_dropped = None
@@ -248,11 +250,11 @@ class LoraLinears(torch.autograd.Function):
         return for_x, for_dropped, None, None, None, None, *for_downs, *of_ups, *biases
 
 
-def linears_agree(device: torch.device) -> bool:
+def check_lora_linears(device: torch.device) -> bool:
     """Return whether `LoraLinears` equals plain operations on this device, for two layers of different rank with one
     x."""
-    bases = [types.SimpleNamespace(weight=numbers(device, rows, 8), bias=None) for rows in (6, 4)]
-    scalings, pair = (0.5, 2.0), (numbers(device, 2, 8), numbers(device, 3, 8))
+    bases = [types.SimpleNamespace(weight=make_numbers(device, rows, 8), bias=None) for rows in (6, 4)]
+    scalings, pair = (0.5, 2.0), (make_numbers(device, 2, 8), make_numbers(device, 3, 8))
 
     def ours(x: Tensor, *trained: Tensor) -> Any:
         down, ups = torch.cat(trained[:2]).detach(), [each.detach() for each in trained[2:]]
@@ -262,41 +264,43 @@ def linears_agree(device: torch.device) -> bool:
         each = zip(bases, scalings, trained[:2], trained[2:], strict=True)
         return [x @ base.weight.t() + scaling * (x @ a.t() @ b.t()) for base, scaling, a, b in each]
 
-    return same(ours, plain, numbers(device, 5, 8), *pair, numbers(device, 6, 2), numbers(device, 4, 3))
+    return are_equal(
+        ours, plain, make_numbers(device, 5, 8), *pair, make_numbers(device, 6, 2), make_numbers(device, 4, 3)
+    )
 
 
 # --- norms, routers: compared with the family's own code ---
 
 
-def same(one: Callable[..., Any], other: Callable[..., Any], *inputs: Tensor) -> bool:
+def are_equal(one: Callable[..., Any], other: Callable[..., Any], *inputs: Tensor) -> bool:
     """Return whether two functions have the same values and gradients."""
     with suppress(Exception), torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
-        found, wanted = values_of(one, inputs), values_of(other, inputs)
-        return len(found) == len(wanted) and all(map(_close, found, wanted))
+        found, wanted = compute_values(one, inputs), compute_values(other, inputs)
+        return len(found) == len(wanted) and all(map(_are_close, found, wanted))
     return False
 
 
-def twin_of(module: nn.Module, weight: Tensor) -> nn.Module:
+def copy_module(module: nn.Module, weight: Tensor) -> nn.Module:
     """Return a copy of a module with a small weight."""
     twin: nn.Module = object.__new__(type(module))  # copy.copy would make FSDP2's classes build a new one
     twin.__dict__ = {**module.__dict__, "_parameters": {"weight": weight}, "_modules": {}, "training": False}
     return twin
 
 
-def values_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+def compute_values(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
     inputs = [each.detach().requires_grad_() for each in inputs]
     answer = function(*inputs)
     outputs = [answer] if isinstance(answer, Tensor) else list(answer)
     smooth = [each for each in outputs if each.is_floating_point()]
-    sent = [numbers(each.device, *each.shape).to(each.dtype) for each in smooth]
+    sent = [make_numbers(each.device, *each.shape).to(each.dtype) for each in smooth]
     return [*outputs, *torch.autograd.grad(smooth, inputs, sent)]
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def _are_close(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=CLOSE, atol=CLOSE)
 
 
-def numbers(device: torch.device, *shape: int) -> Tensor:
+def make_numbers(device: torch.device, *shape: int) -> Tensor:
     """Return fixed random numbers, without drawing from the run's generators."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
 
@@ -316,9 +320,9 @@ def fuse_norm(module: nn.Module, device: torch.device) -> Callable[..., Tensor] 
         product: Tensor = RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return product
 
-    twin = twin_of(module, numbers(device, 8))
+    twin = copy_module(module, make_numbers(device, 8))
     ours, theirs = functools.partial(forward, twin), functools.partial(type(module).forward, twin)
-    return forward if same(ours, theirs, numbers(device, 3, 8)) else None
+    return forward if are_equal(ours, theirs, make_numbers(device, 3, 8)) else None
 
 
 class RmsNorm(torch.autograd.Function):
@@ -392,9 +396,9 @@ def fuse_router(module: nn.Module, device: torch.device) -> Callable[..., Any] |
             weights, indices = torch.topk(logits.softmax(-1), k=self.top_k, dim=-1, sorted=False)
         return logits, weights if self.routed_scaling_factor == 1 else weights * self.routed_scaling_factor, indices
 
-    twin = twin_of(module, numbers(device, gate.num_experts, gate.hidden_dim))
+    twin = copy_module(module, make_numbers(device, gate.num_experts, gate.hidden_dim))
     ours, theirs = functools.partial(forward, twin), functools.partial(type(module).forward, twin)
-    return forward if same(ours, theirs, numbers(device, 5, gate.hidden_dim) / 8) else None
+    return forward if are_equal(ours, theirs, make_numbers(device, 5, gate.hidden_dim) / 8) else None
 
 
 # --- attention ---
@@ -402,7 +406,7 @@ def fuse_router(module: nn.Module, device: torch.device) -> Callable[..., Any] |
 
 def fuse_positions(module: nn.Module, device: torch.device) -> Callable[..., Any] | None:
     """Return an attention layer's own forward with the position functions it calls replaced by ours."""
-    if hasattr(module, "expand_kv") and same_keys(module, device):
+    if hasattr(module, "expand_kv") and check_keys(module, device):
         module.__dict__["expand_kv"] = types.MethodType(expand_kv, module)
     plain: Any = type(module).forward
     return _with_positions(plain, device) if isinstance(plain, types.FunctionType) else None
@@ -413,10 +417,10 @@ def _with_positions(plain: Any, device: torch.device) -> Callable[..., Any] | No
     found = {
         name: other
         for name, other in POSITIONS.items()
-        if name in plain.__code__.co_names and same_rotation(plain.__globals__.get(name), other, device)
+        if name in plain.__code__.co_names and check_rotation(plain.__globals__.get(name), other, device)
     }
     if "get_llama_4_attn_scale" in plain.__code__.co_names:
-        found["get_llama_4_attn_scale"] = remember(plain.__globals__["get_llama_4_attn_scale"])
+        found["get_llama_4_attn_scale"] = cache_last(plain.__globals__["get_llama_4_attn_scale"])
     if not found:
         return None
     names = {**plain.__globals__, **found}
@@ -425,13 +429,13 @@ def _with_positions(plain: Any, device: torch.device) -> Callable[..., Any] | No
     return bound
 
 
-def same_rotation(theirs: Any, ours: Callable[..., Any], device: torch.device) -> bool:
-    cos, sin = numbers(device, 2, 2, 4, 4).repeat(1, 1, 1, 2)
-    one, other = (functools.partial(_rotated_by, way, cos, sin) for way in (ours, theirs))
-    return same(one, other, numbers(device, 2, 3, 4, 8), numbers(device, 2, 1, 4, 8))
+def check_rotation(theirs: Any, ours: Callable[..., Any], device: torch.device) -> bool:
+    cos, sin = make_numbers(device, 2, 2, 4, 4).repeat(1, 1, 1, 2)
+    one, other = (functools.partial(_call_rotation, way, cos, sin) for way in (ours, theirs))
+    return are_equal(one, other, make_numbers(device, 2, 3, 4, 8), make_numbers(device, 2, 1, 4, 8))
 
 
-def _rotated_by(way: Callable[..., Any], cos: Tensor, sin: Tensor, q: Tensor, k: Tensor) -> Any:
+def _call_rotation(way: Callable[..., Any], cos: Tensor, sin: Tensor, q: Tensor, k: Tensor) -> Any:
     return way(q, k, cos, sin)
 
 
@@ -443,12 +447,12 @@ def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor
     return torch.cat((keys, k_rot.expand(-1, keys.shape[1], -1, -1)), dim=-1), values
 
 
-def same_keys(module: Any, device: torch.device) -> bool:
+def check_keys(module: Any, device: torch.device) -> bool:
     twin = types.SimpleNamespace(
         qk_nope_head_dim=4, v_head_dim=6, qk_rope_head_dim=2, kv_lora_rank=20, kv_b_proj=nn.Identity()
     )
     ours, theirs = (functools.partial(way, twin) for way in (expand_kv, type(module).expand_kv))
-    return same(ours, theirs, numbers(device, 2, 1, 3, 20), numbers(device, 2, 1, 3, 2))
+    return are_equal(ours, theirs, make_numbers(device, 2, 1, 3, 20), make_numbers(device, 2, 1, 3, 2))
 
 
 def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
@@ -504,7 +508,7 @@ class Rotate(torch.autograd.Function):
         return *torch.split(turned, ctx.heads, ctx.dim), None, None, None, None
 
 
-def remember(function: Callable[..., Tensor]) -> Callable[..., Any]:
+def cache_last(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return the function with its latest answer cached: every layer asks for the scale of the same positions.
 
     Under autocast the answer is cast once, instead of in every layer. Up to `original` positions are unscaled; in

@@ -14,11 +14,11 @@ from windlass.errors import RunError, UserError
 SHOWN: Final = 8  # most items listed in a message
 
 
-def rank() -> int:
+def get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def world() -> int:
+def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -27,26 +27,26 @@ def barrier() -> None:
         dist.barrier()
 
 
-def wait_at_most(seconds: float) -> None:
+def set_timeout(seconds: float) -> None:
     """Set the timeout of all collectives, including those of a mesh's dimensions."""
     if dist.is_initialized():
         for each in list(dist.distributed_c10d._world.pg_map):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), each)
 
 
-def require_links(device: torch.device) -> None:
+def check_links(device: torch.device) -> None:
     """Run one all-reduce before minutes of loading, so that links that fail or lose data show here."""
     total = torch.ones((), device=device)
     if dist.is_initialized():
         dist.all_reduce(total)
-    if total.item() != world():
-        what = f"{world()} ranks added up 1 each, and got {total.item():g}"
+    if total.item() != get_world_size():
+        what = f"{get_world_size()} ranks added up 1 each, and got {total.item():g}"
         raise RunError(
             what, "windlass train", "the links between GPUs or nodes lose data: run `windlass check RUN --here`"
         )
 
 
-def gather(value: Any) -> list[Any]:
+def all_gather(value: Any) -> list[Any]:
     """Return every rank's value, by rank, on every rank."""
     if not dist.is_initialized():
         return [value]
@@ -55,7 +55,7 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def from_rank_0(value: Any) -> Any:
+def broadcast(value: Any) -> Any:
     """Return rank 0's value on every rank."""
     values = [value]
     if dist.is_initialized():
@@ -63,21 +63,21 @@ def from_rank_0(value: Any) -> Any:
     return values[0]
 
 
-def on_rank_0(work: Callable[[], Any]) -> Any:
+def run_on_rank_0(work: Callable[[], Any]) -> Any:
     """Run `work` on rank 0 and return its result, or raise its UserError, on every rank."""
     outcome: Any = None
-    if rank() == 0:
+    if get_rank() == 0:
         try:
             outcome = work()
         except UserError as error:
             outcome = error
-    outcome = from_rank_0(outcome)
+    outcome = broadcast(outcome)
     if isinstance(outcome, UserError):
         raise outcome
     return outcome
 
 
-def first_few(items: Sequence[str], separator: str = "; ") -> str:
+def list_first(items: Sequence[str], separator: str = "; ") -> str:
     """Return the first SHOWN items as text, and how many more there are."""
     more = f"{separator}and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return separator.join(items[:SHOWN]) + more
@@ -86,12 +86,12 @@ def first_few(items: Sequence[str], separator: str = "; ") -> str:
 def raise_together(problems: Sequence[str], where: str, hint: str, error: type[UserError] = UserError) -> None:
     """Raise on every rank if any rank has a problem, so that no rank waits for the others."""
     ranks_of: dict[str, list[int]] = {}
-    for number, own in enumerate(gather(list(problems))):
+    for number, own in enumerate(all_gather(list(problems))):
         for problem in own:
             ranks_of.setdefault(problem, []).append(number)
     if ranks_of:
         lines = [
-            problem if len(ranks) == world() else f"{problem} (rank {', '.join(map(str, ranks))})"
+            problem if len(ranks) == get_world_size() else f"{problem} (rank {', '.join(map(str, ranks))})"
             for problem, ranks in ranks_of.items()
         ]
-        raise error(first_few(lines), where, hint)
+        raise error(list_first(lines), where, hint)

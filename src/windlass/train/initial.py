@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from windlass.errors import UserError
-from windlass.train.parallel import device_of_this_rank
+from windlass.train.parallel import get_device
 
 NAME = "default"  # PEFT's name of the only adapter
 
 
-def start_from_weights(model: nn.Module, how: str) -> None:
+def init_from_weights(model: nn.Module, how: str) -> None:
     """Initialise every adapter from its weight, and its fixed half with the negative.
 
     Sharded weights are gathered one at a time: a collective. All ranks get rank 0's values.
@@ -28,12 +28,12 @@ def start_from_weights(model: nn.Module, how: str) -> None:
         if not isinstance(module, LoraLayer):
             continue
         weight, rank = module.get_base_layer().weight.detach(), module.r[NAME] // 2
-        weight = (weight.full_tensor() if isinstance(weight, DTensor) else weight).to(device_of_this_rank()).float()
+        weight = (weight.full_tensor() if isinstance(weight, DTensor) else weight).to(get_device()).float()
         weight = weight.T if getattr(module, "fan_in_fan_out", False) else weight
         if rank > min(weight.shape):
             problem = f"{how} with rank {rank}, and the weight of {name} has only rank {min(weight.shape)}"
             raise UserError(problem, "lora.r", f"set lora.r to {min(weight.shape)} or less")
-        parts = [part.contiguous() for part in factors(weight, rank, module.scaling[NAME], how)]
+        parts = [part.contiguous() for part in compute_factors(weight, rank, module.scaling[NAME], how)]
         if dist.is_initialized():
             for part in parts:
                 dist.broadcast(part, 0)
@@ -42,7 +42,7 @@ def start_from_weights(model: nn.Module, how: str) -> None:
             own[NAME].weight.data = value.to(own[NAME].weight)
 
 
-def factors(weight: Tensor, rank: int, scale: float, how: str) -> tuple[Tensor, Tensor]:
+def compute_factors(weight: Tensor, rank: int, scale: float, how: str) -> tuple[Tensor, Tensor]:
     """Return A0 and B0 as PEFT computes them: `scale` times B0 A0 is the weight's part."""
     if how == "olora":
         q, r = torch.linalg.qr(weight)

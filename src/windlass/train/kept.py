@@ -19,10 +19,12 @@ from windlass.errors import UserError
 T = TypeVar("T")
 
 
-class Kept:
+class KeptValues:
     """Values kept by one layer's forward, in the order in which the recomputation asks for them."""
 
-    current: Kept | None = None  # the layer being computed; the backward has its own thread, but the host waits for it
+    current: KeptValues | None = (
+        None  # the layer being computed; the backward has its own thread, but the host waits for it
+    )
 
     def __init__(self, products: bool) -> None:
         self.products, self.replaying = products, False
@@ -30,26 +32,28 @@ class Kept:
 
     @contextmanager
     def open(self, *, replaying: bool) -> Iterator[None]:
-        self.replaying, Kept.current = replaying, self
+        self.replaying, KeptValues.current = replaying, self
         try:
             yield
         finally:
-            Kept.current = None
+            KeptValues.current = None
 
 
-def contexts(products: bool) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
+def checkpoint_contexts(
+    products: bool,
+) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
     """Return torch.utils.checkpoint's `context_fn`: contexts for a layer's forward and its recomputation."""
 
     def made() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        kept = Kept(products)
+        kept = KeptValues(products)
         return kept.open(replaying=False), kept.open(replaying=True)
 
     return made
 
 
-def once(compute: Callable[[], T]) -> T:
+def keep_value(compute: Callable[[], T]) -> T:
     """Return what `compute` returns; in a recomputation, return what it returned in the forward."""
-    kept = Kept.current
+    kept = KeptValues.current
     if kept is None:
         return compute()
     if kept.replaying:
@@ -60,24 +64,24 @@ def once(compute: Callable[[], T]) -> T:
     return value
 
 
-def product(compute: Callable[[], Tensor]) -> Tensor:
+def keep_expert_product(compute: Callable[[], Tensor]) -> Tensor:
     """Do the same for a product of routed experts or exchanged tokens, if those are kept."""
-    return once(compute) if keeps_products() else compute()
+    return keep_value(compute) if keeps_products() else compute()
 
 
-def unless_rerouted(weights: Tensor, order: Tensor) -> Tensor:
+def require_same_routing(weights: Tensor, order: Tensor) -> Tensor:
     """Return a router's weights, or NaN (which no step trains on) if the recomputation routes tokens differently
     than the forward did: kept products would then belong to other tokens. Compared on the GPU, without a host wait."""
-    if Kept.current is None:
+    if KeptValues.current is None:
         return weights
-    return weights.masked_fill((once(lambda: order) != order).any(), math.nan)
+    return weights.masked_fill((keep_value(lambda: order) != order).any(), math.nan)
 
 
 def keeps_products() -> bool:
-    return Kept.current is not None and Kept.current.products
+    return KeptValues.current is not None and KeptValues.current.products
 
 
-def refuse(experts: object) -> None:
+def refuse_experts(experts: object) -> None:
     """Raise for experts whose products can't be kept."""
     if keeps_products():
         what = f"the products of {type(experts).__name__} can't be kept"

@@ -14,7 +14,7 @@ from windlass.errors import RunError
 from windlass.model.targets import ExpertShard, ExpertShards, by_expert
 from windlass.observe.watch.detectors import AlarmError
 from windlass.train import group
-from windlass.train.sync import Replicas, fingerprints, local
+from windlass.train.sync import ReplicaGroups, compute_fingerprints, local
 
 INTERVAL = 50  # updates between two comparisons of the adapter's values
 TAIL = 0.1  # below this share of the run's learning rate an update may be too small to change a value
@@ -28,7 +28,7 @@ class Liveness:
     move nothing, prove nothing and don't count.
     """
 
-    def __init__(self, model: nn.Module, replicas: Replicas, where: str) -> None:
+    def __init__(self, model: nn.Module, replicas: ReplicaGroups, where: str) -> None:
         self.where = where  # for messages: the run folder
         self.replicas = replicas
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -41,15 +41,15 @@ class Liveness:
         self.last_seen: Tensor | None = None  # fingerprints from INTERVAL updates ago
         self.updates = 0
         self.graded = False  # the phase's gradients are proven; a step that moves it is still missing
-        self._require(replicas.differing(), "they differ between ranks before the first step")
+        self._require(replicas.find_differing(), "they differ between ranks before the first step")
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return not self.phases
 
     def before_update(self, learning_rate: float) -> None:
         """Check the gradients, once they are averaged and before anything has moved."""
-        if self.done:
+        if self.is_done:
             return
         names = self.phases[0]
         if not self.graded or learning_rate > 0:
@@ -72,15 +72,15 @@ class Liveness:
 
     def after_update(self) -> None:
         """Check that the optimizer's step has moved the tensors."""
-        if self.done or self.before is None:
+        if self.is_done or self.before is None:
             return
         moved = self.replicas.all_reduce_max((self._fingerprints(self.phases[0]) != self.before).int()).tolist()
         still = [name for name, one in zip(self.phases[0], moved, strict=True) if not one]
         self._require(still, "they did not change in a step")
-        self._require(self.replicas.differing(), "they differ between ranks after a step")
+        self._require(self.replicas.find_differing(), "they differ between ranks after a step")
         del self.phases[0]
         self.before, self.graded = None, False
-        if self.done:
+        if self.is_done:
             self.tokens.remove()
 
     def find_unchanged(self, share: float) -> str:
@@ -99,11 +99,11 @@ class Liveness:
             return ""
         moved = self.replicas.all_reduce_max((self.last_seen != before).int()).tolist()
         still = [name for name, one in zip(self.named, moved, strict=True) if not one]
-        text = f"{len(still)} of the adapter's {len(moved)} tensors: {group.first_few(still, ', ')}"
+        text = f"{len(still)} of the adapter's {len(moved)} tensors: {group.list_first(still, ', ')}"
         return text if len(still) * 2 >= len(moved) else ""
 
     def _fingerprints(self, names: Sequence[str]) -> Tensor:
-        return fingerprints([local(self.named[name]) for name in names])
+        return compute_fingerprints([local(self.named[name]) for name in names])
 
     def _largest(self, tensors: Sequence[Tensor]) -> list[float]:
         """Return the largest absolute values over all ranks' parts, with one transfer from the device."""
@@ -118,7 +118,7 @@ class Liveness:
         if names:
             raise RunError(
                 f"{len(names)} adapter tensor{'s are' if len(names) > 1 else ' is'} not training: "
-                f"{fault}: {group.first_few(names, ', ')}",
+                f"{fault}: {group.list_first(names, ', ')}",
                 self.where,
                 "nothing was saved; a module that the forward pass never uses, or a frozen path to it, does this",
             )
@@ -131,7 +131,7 @@ class ExpertTokens:
     whose output has one are counted.
     """
 
-    def __init__(self, model: nn.Module, replicas: Replicas) -> None:
+    def __init__(self, model: nn.Module, replicas: ReplicaGroups) -> None:
         self.replicas = replicas
         self.parts = ExpertShards(model)
         self.counts: dict[str, Tensor] = {}
@@ -193,7 +193,7 @@ class ExpertTokens:
 
 def stop_non_finite(policy: str, step: int, faulty: list[int], rows: list[int]) -> None:
     """Stop and name the ranks and rows, unless watch.non_finite skips such steps. A collective."""
-    everyones: list[list[int]] = group.gather(rows)
+    everyones: list[list[int]] = group.all_gather(rows)
     where = "; ".join(f"rank {rank}, rows {', '.join(map(str, everyones[rank]))}" for rank in faulty)
     if policy == "stop":
         raise AlarmError(

@@ -40,20 +40,20 @@ from windlass.model import Base
 from windlass.plan.layout import Layout
 from windlass.plan.memory import THREADS
 from windlass.train import four_bits, parallel
-from windlass.train.certificate import certify, check
-from windlass.train.group import gather, raise_together, rank
-from windlass.train.quantised import Quantised, quantised_weights
-from windlass.train.reading import NEEDS_SCALE, DamagedError, Files, fill, fill_scale
-from windlass.train.same_base import FETCH_AGAIN, Part, combine, unlike_fetched
+from windlass.train.certificate import check_parameters, make_certificate
+from windlass.train.group import all_gather, get_rank, raise_together
+from windlass.train.quantised import QuantizedParam, list_quantized_params
+from windlass.train.reading import NEEDS_SCALE, DamagedError, Files, fill_parameter, fill_scale
+from windlass.train.same_base import FETCH_AGAIN, Part, combine_digests, find_fetch_differences
 
-NOTHING: Mapping[str, Quantised] = MappingProxyType({})
+NOTHING: Mapping[str, QuantizedParam] = MappingProxyType({})
 DAMAGED = "nothing was trained; compare the files with their publisher's checksums, or fetch them again"
 ANOTHER = "nothing was trained; config.json and the weights must be of the same model: fetch the folder again"
 UNEQUAL = "nothing was trained; give all nodes the same copy of the base model"
 FAULTY = "nothing was trained; the files changed while they were read, or a node's memory or storage is at fault"
 
 
-def load(
+def load_base(
     base: Base,
     layout: Layout,
     *,
@@ -67,42 +67,42 @@ def load(
     """
     started, before = time.perf_counter(), reset_peak_rss()
     where = str(base.path or base.name)
-    model = parallel.build(base, layout, dtype, attn_implementation or base.family.usual_attention, dtypes)
+    model = parallel.build_model(base, layout, dtype, attn_implementation or base.family.usual_attention, dtypes)
     parallel.assert_sharded(model, layout)
     parallel.allocate(model, layout)
-    targets, quantised = unique_tensors(model), quantised_weights(model)
+    targets, quantised = list_unique_tensors(model), list_quantized_params(model)
 
     stored = {parameter.name: parameter for parameter in base.parameters}
     unlike = [f"{name} is missing from the checkpoint" for name in targets if name not in stored]
     for name, parameter in stored.items():
         if name not in targets:
             unlike.append(f"{name} is no parameter of {base.family.causal_lm}")
-        elif true_shape(name, targets[name].shape, quantised) != tuple(parameter.shape):
+        elif unquantized_shape(name, targets[name].shape, quantised) != tuple(parameter.shape):
             unlike.append(f"{name} is {list(targets[name].shape)} in the model, {list(parameter.shape)} on disk")
     raise_together(unlike, where, ANOTHER)
     errors: dict[str, list[float]] = {}
     problems, bytes_read, parts = read_all(targets, base, quantised, errors)
     raise_together(problems, where, DAMAGED)
-    digest, problems = combine(gather(parts))
+    digest, problems = combine_digests(all_gather(parts))
     raise_together(problems, where, UNEQUAL)
-    raise_together(unlike_fetched(base, digest), where, FETCH_AGAIN.format(folder=where))
-    wrong, checked = check(targets, base, rank(), quantised)
+    raise_together(find_fetch_differences(base, digest), where, FETCH_AGAIN.format(folder=where))
+    wrong, checked = check_parameters(targets, base, get_rank(), quantised)
     raise_together(wrong, where, FAULTY, RunError)
     model.requires_grad_(False)
     measured = {
-        "rank": rank(),
+        "rank": get_rank(),
         "parameters": len(targets),
         "bytes_read": bytes_read,
-        "peak_rss_bytes": peak_rss(),
+        "peak_rss_bytes": read_peak_rss(),
         "rss_before_bytes": before,
         "seconds": round(time.perf_counter() - started, 3),
     }
     found: dict[str, torch.dtype | str] = {name: each.dtype for name, each in targets.items()}
     found |= {name: each.format.kind or each.format.codes for name, each in quantised.items()}
-    return model, certify(base, layout, found, digest, checked, measured, errors)
+    return model, make_certificate(base, layout, found, digest, checked, measured, errors)
 
 
-def unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+def list_unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers that the base model must fill, by name, tied tensors once."""
     named: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -110,7 +110,7 @@ def unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return dict(named.values())
 
 
-def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def view_own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return the memory of this rank's part of a parameter, and where the part begins in the parameter."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), (0,) * tensor.ndim
@@ -125,7 +125,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def read_all(
     targets: Mapping[str, Tensor],
     base: Base,
-    quantised: Mapping[str, Quantised] = NOTHING,
+    quantised: Mapping[str, QuantizedParam] = NOTHING,
     errors: dict[str, list[float]] | None = None,
 ) -> tuple[list[str], int, dict[str, Part]]:
     """Fill this rank's part of every parameter. Returns problems, the bytes read from files, and each part's digest.
@@ -141,19 +141,19 @@ def read_all(
     unread, parts = dict.fromkeys(targets), dict[str, Part]()
     with Files() as files, ThreadPoolExecutor(THREADS) as pool:
         for parameter in base.parameters:
-            part, offset = own_part(targets[parameter.name])
+            part, offset = view_own_part(targets[parameter.name])
             weight = quantised.get(parameter.name)
-            shape, put, sums = true_shape(parameter.name, part.shape, quantised), None, list[Tensor]()
+            shape, put, sums = unquantized_shape(parameter.name, part.shape, quantised), None, list[Tensor]()
             bare = [p.stored.key for p in parameter.pieces if p.stored.dtype in NEEDS_SCALE and p.scale is None]
             problems += [f"{key!r} is FP8 and has no scale" for key in bare]
             try:
                 if weight and weight.format.kind and not parameter.pieces[0].packed:
-                    put = partial(make_four_bits, weight.format.kind, sums)
+                    put = partial(quantize_chunk, weight.format.kind, sums)
                 elif weight and not weight.format.kind:
                     fill_scale(weight.scale, weight.first, parameter, files, base.block, weight.format.block)
                     part = part.view(weight.format.codes)
                 codes = weight is not None and put is None
-                filled, digest = fill(
+                filled, digest = fill_parameter(
                     part, offset, parameter.pieces, files, base.block, pool, codes=codes, shape=shape, put=put
                 )
                 if filled != math.prod(shape):
@@ -167,12 +167,12 @@ def read_all(
         return [*problems, *(f"{name} was not read" for name in unread)], files.bytes_read, parts
 
 
-def true_shape(name: str, stored: Sequence[int], quantised: Mapping[str, Quantised]) -> tuple[int, ...]:
+def unquantized_shape(name: str, stored: Sequence[int], quantised: Mapping[str, QuantizedParam]) -> tuple[int, ...]:
     """Return the shape of a parameter's values (or of a part's): stored rows of 4-bit weights are bytes."""
     return quantised[name].format.shape(stored) if name in quantised else tuple(stored)
 
 
-def make_four_bits(kind: str, sums: list[Tensor], rows: Tensor, values: Tensor) -> None:
+def quantize_chunk(kind: str, sums: list[Tensor], rows: Tensor, values: Tensor) -> None:
     """Quantize one chunk. Called by several threads at once: appending is atomic."""
     sums.append(four_bits.quantise(values, kind, rows))
 
@@ -185,7 +185,7 @@ def reset_peak_rss() -> int:
     return resident
 
 
-def peak_rss() -> int:
+def read_peak_rss() -> int:
     """Return the peak of resident memory since `reset_peak_rss`, or since the process began."""
     status = Path("/proc/self/status")
     if not status.exists():

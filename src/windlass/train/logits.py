@@ -36,7 +36,7 @@ def compute_logits(model: Any, rows: Tensor) -> Tensor:
     return torch.cat([model(input_ids=row[None].to(device), use_cache=False).logits.float().cpu() for row in rows])
 
 
-def logits_without_and_with(adapted: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+def compute_both_logits(adapted: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
     with adapted.disable_adapter():
         plain = compute_logits(adapted, rows)
     return plain, compute_logits(adapted, rows)

@@ -18,15 +18,15 @@ from windlass.train import checkpoint, group, kept
 from windlass.train.batches import Batch, Batches, RowError
 from windlass.train.compiled import Compiled
 from windlass.train.evaluate import evaluate
-from windlass.train.exchange import overlap
-from windlass.train.fused import Adapters, fuse
+from windlass.train.exchange import overlap_shared_experts
+from windlass.train.fused import FusedAdapters, fuse_layers
 from windlass.train.initial import FixedHalves
 from windlass.train.liveness import stop_non_finite
 from windlass.train.loss import SourceLosses, patch_forward, router_loss_weight
 from windlass.train.noise import add_embedding_noise
-from windlass.train.optimizer import create_optimizer, create_scheduler, follows_evaluation
-from windlass.train.parallel import device_of_this_rank, fsdp_modules, is_sharded, keep_gathered
-from windlass.train.sync import Waits
+from windlass.train.optimizer import create_optimizer, create_scheduler, is_metric_scheduler
+from windlass.train.parallel import get_device, is_sharded, keep_gathered, list_fsdp_modules
+from windlass.train.sync import WaitTimer
 
 if TYPE_CHECKING:
     from windlass.observe.recorder import Recorder
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from windlass.train.rank import StopSignal
     from windlass.train.samples import Samples
     from windlass.train.saver import Saver
-    from windlass.train.sync import Replicas
+    from windlass.train.sync import ReplicaGroups
     from windlass.train.trackers import Trackers
 
 
@@ -61,7 +61,7 @@ class Loop:
     model: PeftModel
     batches: Batches
     validation: Batches | None
-    replicas: Replicas  # the adapter's gradients: one reduction, equal results on all ranks
+    replicas: ReplicaGroups  # the adapter's gradients: one reduction, equal results on all ranks
     liveness: Liveness  # proves in the first steps that all of the adapter trains
     stop_signal: StopSignal
     recorder: Recorder  # measures each step
@@ -87,14 +87,14 @@ class Loop:
         self.steps_per_epoch = None if self.batches.order is None else len(self.batches)  # unknown for a stream
         epochs = math.ceil(self.train.num_train_epochs * (self.steps_per_epoch or 1))
         self.total = self.train.max_steps if self.train.max_steps > 0 else epochs
-        self.device = device_of_this_rank()
+        self.device = get_device()
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.bf16)
         self.router_weight = router_loss_weight(self.causal_lm, self.train.router_aux_loss_coef)
         # Weights can stay gathered through a step's micro-batches. Collected once: walking all modules takes
         # milliseconds.
         gather_once = is_sharded(layout) and not layout.reshard_after_forward
-        self.kept_gathered = fsdp_modules(self.model) if gather_once else []
-        self.waits = Waits(self.model, self.recorder.now, split_experts=layout.expert_parallel > 1)
+        self.kept_gathered = list_fsdp_modules(self.model) if gather_once else []
+        self.waits = WaitTimer(self.model, self.recorder.now, split_experts=layout.expert_parallel > 1)
         self.sources = SourceLosses(self.batches.names, self.device)  # per data set of a mix
         patch_forward(self.causal_lm, self.sources)
         self.compiled = Compiled(self.causal_lm) if self.train.compile else None
@@ -102,7 +102,7 @@ class Loop:
         if self.train.neftune_noise_alpha:
             add_embedding_noise(self.causal_lm.get_input_embeddings(), self.train.neftune_noise_alpha)
         if self.train.gradient_checkpointing or layout.activation_checkpointing:
-            keeps = {} if self.compiled else {"context_fn": kept.contexts(self.train.keeps_products)}
+            keeps = {} if self.compiled else {"context_fn": kept.checkpoint_contexts(self.train.keeps_products)}
             self.causal_lm.activation_checkpointing_enable({"use_reentrant": False, **keeps})
         self.optimizer = create_optimizer(self.train, self.model.named_parameters(), self.total)
         self.scheduler = create_scheduler(self.train, self.optimizer, self.total)
@@ -116,7 +116,7 @@ class Loop:
     def run(self, resume: Path | None = None) -> None:
         """Train to the end or until a signal; after every step log, evaluate and save as configured."""
         if resume is not None:
-            checkpoint.restore(self, resume)
+            checkpoint.restore_checkpoint(self, resume)
         if self.plan.loaded.run.lora.starts_from_weights:
             self.halves = FixedHalves(self.causal_lm)
         self.causal_lm.train()
@@ -147,7 +147,7 @@ class Loop:
                 evaluate(self)
             if save or save_requested or self.stopped:
                 self.save()
-        self.schedule_free("eval")
+        self.set_optimizer_mode("eval")
         if self.compiled:
             self.progress.console.print(f"compiled  {self.compiled.graphs} graphs in all")
         self.saver.close()
@@ -165,8 +165,8 @@ class Loop:
     def _fuse(self) -> None:
         """Fuse the operations of layers that aren't compiled; a compiler does that itself."""
         dtype = torch.bfloat16 if self.train.bf16 else None
-        self.adapters = Adapters([], dtype) if self.compiled else fuse(self.causal_lm, dtype)
-        overlap(self.causal_lm)
+        self.adapters = FusedAdapters([], dtype) if self.compiled else fuse_layers(self.causal_lm, dtype)
+        overlap_shared_experts(self.causal_lm)
 
     def _fall_back(self, compiled: Compiled, why: str) -> None:
         compiled.remove()
@@ -185,7 +185,7 @@ class Loop:
 
         Returns what the step did, the action that rank 0's watch requests, and whether any rank received a signal.
         """
-        self.schedule_free("train")
+        self.set_optimizer_mode("train")
         rows: list[int] = []
         tokens = supervised = 0
         loss, balance = torch.zeros(2, device=self.device)
@@ -219,7 +219,7 @@ class Loop:
         # One collective: gradients, and with them loss, tokens, faults, signals and the watch's request.
         if self.halves:
             self.halves.clear_gradients()
-        sums = self.replicas.average(self._own_sums(loss, balance, supervised, tokens))
+        sums = self.replicas.average(self._local_sums(loss, balance, supervised, tokens))
         self.recorder.mark("communication")
 
         # Gradients of the summed loss, averaged over ranks, become those of the mean loss, and are clipped, in one
@@ -255,7 +255,7 @@ class Loop:
         self.recorder.mark("optimizer")
         self.liveness.after_update()
         unchanged = "" if step.skipped else self.liveness.find_unchanged(learning_rate / self.train.learning_rate)
-        if not follows_evaluation(self.train):
+        if not is_metric_scheduler(self.train):
             self.scheduler.step()
         self.optimizer.zero_grad()
 
@@ -274,10 +274,12 @@ class Loop:
             "unchanged": unchanged or None,
         }
         wait_seconds = waited and waited * self.accumulation
-        self.recorder.end_step(step.step, rows=rows, wait_seconds=wait_seconds, **(of_job if group.rank() == 0 else {}))
+        self.recorder.end_step(
+            step.step, rows=rows, wait_seconds=wait_seconds, **(of_job if group.get_rank() == 0 else {})
+        )
         return step, round(requested), interrupted > 0
 
-    def _own_sums(self, loss: Tensor, balance: Tensor, supervised: int, tokens: int) -> Tensor:
+    def _local_sums(self, loss: Tensor, balance: Tensor, supervised: int, tokens: int) -> Tensor:
         """Return what is summed over the ranks: seven numbers, a non-finite flag per rank, and losses by data set."""
         gradients = self.replicas.gradients()
         largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else loss.new_zeros(1)
@@ -287,7 +289,7 @@ class Loop:
         counts = torch.tensor(own, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         counted = counts.to(self.device, non_blocking=True)
         sums = torch.cat([torch.stack([loss, balance]), counted, self.sources.take()])
-        sums[7 + group.rank()] = (~finite).float()
+        sums[7 + group.get_rank()] = (~finite).float()
         return torch.nan_to_num(sums)
 
     def balance_share(self, batches: list[Batch]) -> Tensor:
@@ -301,7 +303,7 @@ class Loop:
             dist.all_reduce(total)
         return self.router_weight * total.clamp(min=1) / (self.accumulation * self.replicas.world)
 
-    def schedule_free(self, mode: str) -> None:
+    def set_optimizer_mode(self, mode: str) -> None:
         """Switch schedule-free optimizers between the weights to train with and those to evaluate and save."""
         if callable(switch := getattr(self.optimizer, mode, None)):
             switch()
@@ -309,7 +311,7 @@ class Loop:
     # --- evaluate, save, log ---
 
     def save(self) -> None:
-        self.schedule_free("eval")
+        self.set_optimizer_mode("eval")
         self.saver.save(self, wait=self.stopped)
         self.recorder.mark("pause")
 

@@ -20,9 +20,9 @@ from transformers import set_seed
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.targets import Adapter, ExpertShards
 from windlass.train import experts
-from windlass.train.initial import NAME, start_from_weights
-from windlass.train.parallel import device_of_this_rank, shard_like
-from windlass.train.quantised import formats_of, part_of
+from windlass.train.initial import NAME, init_from_weights
+from windlass.train.parallel import get_device, shard_like
+from windlass.train.quantised import get_expert_shard, get_formats
 from windlass.train.wrapped import read_inner_config
 
 if TYPE_CHECKING:
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftModel:
+def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftModel:
     """Wrap `model` in its adapter: equal values on every rank, only the adapter trainable, as planned.
 
     If experts are split over ranks, each rank has its own experts' part of their adapter; the rest is on every rank.
     """
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    if lora.use_dora and (sharded or any(formats_of(module) for module in model.modules())):
+    if lora.use_dora and (sharded or any(get_formats(module) for module in model.modules())):
         raise AssertionError("DoRA was planned with base weights that this rank has only in part, or quantised")
     stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
-    if adapter.target_parameters and lora.bias != "none" and any(part_of(stack) for stack in stacks):
+    if adapter.target_parameters and lora.bias != "none" and any(get_expert_shard(stack) for stack in stacks):
         problem = "biases of the base can't be trained with adapters of experts that are split over ranks"
         raise UserError(problem, "lora.bias", "set lora.bias: none, or layout: {name: full-shard}")
     # PEFT draws A on the CPU: the same seed gives every rank the same adapter. Dropout deliberately continues from it,
@@ -56,8 +56,8 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
         config.inference_mode = False
         config.lora_dropout = 0.0 if config.target_parameters else lora.lora_dropout
     else:
-        config = peft_config(lora, adapter)
-    with unsharded_sizes(), experts.own_parts(), warnings.catch_warnings():
+        config = make_peft_config(lora, adapter)
+    with report_unsharded_sizes(), experts.create_own_parts(), warnings.catch_warnings():
         # PEFT looks for rank_pattern among modules only, although it applies it to expert parameters too.
         warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=lora.dtype == "float32")
@@ -72,7 +72,7 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
                 "name a folder that final/ or checkpoints/step-N of a run with the same model and lora section left",
             )
     if lora.starts_from_weights and not lora.adapter:
-        start_from_weights(peft_model, str(lora.init_lora_weights))
+        init_from_weights(peft_model, str(lora.init_lora_weights))
     if adapter.target_parameters:
         experts.patch_experts(peft_model)
         # PEFT refuses dropout with experts: the saved configuration says 0, so that PEFT opens it.
@@ -80,16 +80,16 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
             for module in peft_model.modules():
                 if isinstance(module, LoraLayer):
                     module.lora_dropout.update({NAME: nn.Dropout(lora.lora_dropout)})
-    train_in_full(peft_model, lora, adapter)
+    unfreeze_modules(peft_model, lora, adapter)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
             # PEFT puts it on the base weight's device; an offloaded base computes elsewhere.
-            parameter.data = parameter.data.to(device_of_this_rank(), DTYPES[lora.dtype])
+            parameter.data = parameter.data.to(get_device(), DTYPES[lora.dtype])
     require_planned(peft_model, adapter)
     return peft_model
 
 
-def train_in_full(peft_model: PeftModel, lora: Lora, adapter: Adapter) -> None:
+def unfreeze_modules(peft_model: PeftModel, lora: Lora, adapter: Adapter) -> None:
     """Train base weights themselves, sharded as they are.
 
     PEFT's files have them under their own names. PEFT itself would train unsharded copies and keep the originals.
@@ -97,7 +97,7 @@ def train_in_full(peft_model: PeftModel, lora: Lora, adapter: Adapter) -> None:
     model = peft_model.get_base_model()
     for name in adapter.in_full:
         owner = model.get_submodule(name.rpartition(".")[0])
-        if formats_of(owner):
+        if get_formats(owner):
             what = f"{name} is stored in fewer bits, and can't be trained"
             raise UserError(what, "lora.modules_to_save", "set layout.base_dtype: bf16")
         owner.weight.requires_grad_(True)
@@ -111,7 +111,7 @@ def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: Any, output: Ten
 
 
 @contextmanager
-def unsharded_sizes() -> Iterator[None]:
+def report_unsharded_sizes() -> Iterator[None]:
     """Make PEFT size adapters by a layer's full weight: not a rank's part, not the bytes of a 4-bit weight.
 
     PEFT 0.21.2 (tuners_utils._get_in_out_features) takes a weight on any mesh not named "fsdp" for tensor parallel and
@@ -126,7 +126,7 @@ def unsharded_sizes() -> Iterator[None]:
 
     def stack_sizes(self: ParamWrapper, module: nn.Module) -> Any:
         sizes = of_stack(self, module)
-        coding = formats_of(self.get_base_layer()).get(self.parameter_name)
+        coding = get_formats(self.get_base_layer()).get(self.parameter_name)
         return coding.shape(sizes) if coding else sizes
 
     LoraLayer._get_in_out_features, ParamWrapper._get_in_out_features = sizes, stack_sizes
@@ -136,7 +136,7 @@ def unsharded_sizes() -> Iterator[None]:
         LoraLayer._get_in_out_features, ParamWrapper._get_in_out_features = original, of_stack
 
 
-def peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
+def make_peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
     """Return PEFT's configuration for the run file's lora section, with exact names. Experts may have a rank of
     their own."""
     every, lora = adapter.ranks, lora.stored
@@ -163,7 +163,7 @@ def peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
     )
 
 
-def adapter_sizes(model: PeftModel) -> dict[str, int]:
+def read_adapter_sizes(model: PeftModel) -> dict[str, int]:
     """Return what PEFT has built: full name of each adapted module or expert parameter -> its trainable parameters."""
     found: dict[str, int] = {}
     for name, module in model.named_modules():
@@ -179,7 +179,7 @@ def adapter_sizes(model: PeftModel) -> dict[str, int]:
 
 def require_planned(model: PeftModel, adapter: Adapter) -> None:
     """Check that the adapter is the plan's: the same modules and the same number of trainable parameters per target."""
-    found = adapter_sizes(model)
+    found = read_adapter_sizes(model)
     planned = {module for target in adapter.targets for module in target.modules}
     wrong = [f"the plan adapts {name}, the model has no adapter there" for name in sorted(planned - found.keys())]
     wrong += [f"the model has an adapter on {name}, the plan has none" for name in sorted(found.keys() - planned)]

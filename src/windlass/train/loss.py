@@ -76,15 +76,15 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
         """
         if balance_share is not None:
             inputs["output_router_logits"] = True
-        with documents_known(several):
+        with skip_document_search(several):
             outputs = self.model(input_ids=input_ids, use_cache=False, **inputs)
         hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, supervised)
         head = self.get_output_embeddings()
         weight, bias = _unsharded(head.weight), getattr(head, "bias", None)
         bias = None if bias is None else _unsharded(bias.detach())
-        shaping = Shaping(scale, cap, bias)
+        shaping = LogitShaping(scale, cap, bias)
         if choose:  # return the likeliest next tokens
-            found = (logits if bias is None else logits + bias for _, logits, _ in _chunks(hidden, weight))
+            found = (logits if bias is None else logits + bias for _, logits, _ in _iter_chunks(hidden, weight))
             return torch.cat([logits.argmax(1) for logits in found])
         if per_token:
             return token_figures(hidden, weight, targets, shaping)
@@ -103,7 +103,7 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
 
 
 @contextmanager
-def documents_known(several: bool | None) -> Iterator[None]:
+def skip_document_search(several: bool | None) -> Iterator[None]:
     """Replace transformers' search for restarted positions, for which the host would wait in every forward."""
     original = masking_utils.find_packed_sequence_indices
 
@@ -137,7 +137,7 @@ def router_loss_weight(model: PreTrainedModel, coefficient: float | None = None)
     return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
 
 
-class Shaping(NamedTuple):
+class LogitShaping(NamedTuple):
     """What a family does to the head's product before the softmax."""
 
     scale: float = 1.0
@@ -158,7 +158,7 @@ class Shaping(NamedTuple):
         return slope
 
 
-PLAIN: Final = Shaping()
+PLAIN: Final = LogitShaping()
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -175,7 +175,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
         sources: Tensor | None = None,
         by_source: SourceLosses | None = None,
     ) -> Tensor:
@@ -183,7 +183,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         gradient = torch.empty_like(hidden) if wants_gradient else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for rows, logits, blocks in _chunks(hidden, weight):
+        for rows, logits, blocks in _iter_chunks(hidden, weight):
             slope = shaping.apply(logits)
             of_chunk = targets[rows]
             for part in _slices(logits):
@@ -217,10 +217,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 @torch.no_grad()
-def token_figures(hidden: Tensor, weight: Tensor, targets: Tensor, shaping: Shaping = PLAIN) -> Tensor:
+def token_figures(hidden: Tensor, weight: Tensor, targets: Tensor, shaping: LogitShaping = PLAIN) -> Tensor:
     """Return per supervised token: loss, whether the first choice is correct, entropy. Shape [3, tokens]."""
     figures = torch.empty(3, len(targets), dtype=torch.float32, device=hidden.device)
-    for rows, logits, _ in _chunks(hidden, weight):
+    for rows, logits, _ in _iter_chunks(hidden, weight):
         shaping.apply(logits)
         of_chunk, into = targets[rows], figures[:, rows]
         for part in _slices(logits):
@@ -231,17 +231,17 @@ def token_figures(hidden: Tensor, weight: Tensor, targets: Tensor, shaping: Shap
     return figures
 
 
-def chunk_tokens(count: int, vocabulary: int) -> int:
+def tokens_per_chunk(count: int, vocabulary: int) -> int:
     """Return how many tokens' logits fit in the memory planned for them; a quarter of it is for float32 copies."""
     return max(LEAST_TOKENS, min(count, TILE_TOKENS) * TILE_VOCABULARY * 3 // (4 * vocabulary))
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, tuple[Tensor, ...]]]:
+def _iter_chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, tuple[Tensor, ...]]]:
     """Yield rows, their logits, and the weight's blocks in the compute dtype (one block if no cast is needed)."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     blocks = (weight,) if weight.dtype == dtype else torch.split(weight, TILE_VOCABULARY)
-    tokens = chunk_tokens(len(hidden), len(weight))
+    tokens = tokens_per_chunk(len(hidden), len(weight))
     with torch.autocast(device, enabled=False):
         for start in range(0, len(hidden), tokens):
             rows = slice(start, min(start + tokens, len(hidden)))

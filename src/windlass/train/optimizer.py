@@ -65,6 +65,6 @@ def create_scheduler(train: Train, optimizer: torch.optim.Optimizer, steps: int)
     )
 
 
-def follows_evaluation(train: Train) -> bool:
+def is_metric_scheduler(train: Train) -> bool:
     """Return whether this schedule follows the evaluation loss instead of steps."""
     return train.lr_scheduler_type in EVALUATED_SCHEDULES

@@ -35,14 +35,14 @@ def is_sharded(layout: Layout) -> bool:
     return layout.name != "resident" and layout.ranks > 1
 
 
-def device_of_this_rank() -> torch.device:
+def get_device() -> torch.device:
     """Return the device on which parameters compute."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def build(
+def build_model(
     base: Base,
     layout: Layout,
     dtype: torch.dtype,
@@ -54,10 +54,10 @@ def build(
     # each, and whose gradients can be NaN under a mask (pytorch#196678). Remove when every torch that we allow has the
     # fix and `layers` of benchmarks/one_gpu.py finds cuDNN's attention faster.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if layout.ranks != group.world():
+    if layout.ranks != group.get_world_size():
         raise UserError(
             f"the layout is for {layout.ranks} ranks ({layout.nodes} nodes x {layout.gpus_per_node} GPUs), "
-            f"but {group.world()} were started",
+            f"but {group.get_world_size()} were started",
             "layout",
             "start one process per rank, or change cluster.nodes and cluster.gpus_per_node",
         )
@@ -86,16 +86,16 @@ def build(
     )
     distributed, _, mesh = model_class.prepare_distribute_model(distributed if is_sharded(layout) else None)
     if layout.expert_parallel > 1:
-        separate_experts(mesh)
+        create_expert_communicator(mesh)
     with contextlib.ExitStack() as stack:
         for context in model_class.get_init_context(dtype, False, False, False):
             stack.enter_context(context)
         model = model_class(config)
-    keep_in_float32(model, dtype)
+    restore_float32(model, dtype)
     for name, own in dtypes.items():
         model.get_parameter(name).data = model.get_parameter(name).data.to(own)
     if layout.base_dtype != "bf16":
-        quantised.convert(model, base, layout.base_dtype, dtype)
+        quantised.convert_model(model, base, layout.base_dtype, dtype)
     model = model_class.maybe_distribute_model(model, distributed, mesh)
     # In the backward, FSDP2 prefetches the module that the forward used before: for the first layer that is the
     # embedding, which the backward never uses. A module set to prefetch itself prefetches nothing.
@@ -107,12 +107,12 @@ def build(
     if not layout.reshard_after_forward:
         # Set after the plan instead of in it: if the plan keeps every layer gathered, upstream no longer groups the
         # final norm with the head, and a head in its own group is gathered again for each fused loss.
-        for module in fsdp_modules(model):
+        for module in list_fsdp_modules(model):
             module.set_reshard_after_forward(False, recurse=False)
     return model
 
 
-def separate_experts(mesh: Any) -> None:
+def create_expert_communicator(mesh: Any) -> None:
     """Give the tokens' exchange its own communicator: a communicator is serial, and transformers lets experts that
     are split over all ranks share FSDP's."""
     experts_mesh, backend = mesh._expert_mesh, dist.distributed_c10d.get_backend_config()
@@ -124,7 +124,7 @@ def separate_experts(mesh: Any) -> None:
         )
 
 
-def keep_in_float32(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
+def restore_float32(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
     """Keep in float32 what transformers keeps in float32 in narrower models, such as a router's correction."""
     if kept := model._get_dtype_plan(dtype):
         pattern = re.compile("|".join(each.replace("*", ".*") for each in kept))
@@ -139,7 +139,7 @@ def allocate(model: transformers.PreTrainedModel, layout: Layout) -> None:
     Parameters then hold uninitialised memory: the caller fills every one of them.
     """
     offloaded = is_sharded(layout) and layout.offload
-    model.to_empty(device=torch.device("cpu") if offloaded else device_of_this_rank())
+    model.to_empty(device=torch.device("cpu") if offloaded else get_device())
     model.tie_weights(recompute_mapping=False)
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True  # marks what the checkpoint has; the rest (rotary frequencies) is computed now
@@ -147,18 +147,18 @@ def allocate(model: transformers.PreTrainedModel, layout: Layout) -> None:
     if offloaded:
         for name, buffer in list(model.named_buffers()):  # buffers are needed on the compute device
             owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, buffer.to(device_of_this_rank()))
+            setattr(model.get_submodule(owner), attribute, buffer.to(get_device()))
     model.eval()
 
 
-def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
+def list_fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
     """Return the modules that FSDP2 gathers one by one; none if nothing is sharded."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: torch.nn.Module) -> None:
     """Reshard every parameter: after a forward without a backward the head is still gathered."""
-    for module in fsdp_modules(model):
+    for module in list_fsdp_modules(model):
         module.reshard()
 
 
@@ -200,7 +200,7 @@ def assert_sharded(model: torch.nn.Module, layout: Layout) -> None:
             wrong.append(f"{name} (experts split over {experts_over} ranks, not {layout.expert_parallel})")
     if wrong:
         raise UserError(
-            f"the base is not sharded as {layout.name} plans it: {group.first_few(wrong)}",
+            f"the base is not sharded as {layout.name} plans it: {group.list_first(wrong)}",
             "layout",
             "nothing may move parameters between loading and the first step",
         )

@@ -36,7 +36,7 @@ from windlass.plan import memory
 from windlass.plan.layout import FOUR_BITS, PUBLISHED
 from windlass.plan.work import narrow, published
 from windlass.train import four_bits, kept
-from windlass.train.reading import DTYPES, NEEDS_SCALE, decode, scale_block
+from windlass.train.reading import DTYPES, NEEDS_SCALE, scale_block, to_float32
 
 # On a CPU, oneDNN prepares each 16-bit product for its number of rows, which takes half a millisecond, and caches 1,024
 # of them.
@@ -67,11 +67,11 @@ class Format:
 
     def parts(self, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes and scales of a parameter."""
-        return four_bits.split(weight, self.columns, self.scales) if self.kind else (weight, scale)
+        return four_bits.split_rows(weight, self.columns, self.scales) if self.kind else (weight, scale)
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
+class QuantizedParam:
     """A quantized parameter as this rank has it."""
 
     scale: Tensor  # empty for 4 bits, whose scales are in the parameter's own rows
@@ -82,7 +82,7 @@ class Quantised:
 # --- dequantization
 
 
-def dequantise(
+def dequantize(
     codes: Tensor, scale: Tensor, coding: Format, dtype: torch.dtype, origin: tuple[int, int] = (0, 0)
 ) -> Tensor:
     """Return the true values of codes [..., rows, columns], the part of a parameter that begins at row and column
@@ -95,21 +95,21 @@ def dequantise(
 # columns of a block; dtype of the values; first row, first column.
 
 
-def on_gpu(codes: Tensor, scale: Tensor, read: torch.dtype, kind: str, *given: Any) -> Tensor:
+def dequantize_on_gpu(codes: Tensor, scale: Tensor, read: torch.dtype, kind: str, *given: Any) -> Tensor:
     exact = codes.stride(-1) == 1 and kernel_is_exact(codes.device, read, given[2], kind, scale.dtype)
-    return (by_kernel if exact else by_torch)(codes, scale, read, kind, *given)
+    return (dequantize_by_kernel if exact else dequantize_by_torch)(codes, scale, read, kind, *given)
 
 
-def by_kernel(
+def dequantize_by_kernel(
     codes: Tensor, scale: Tensor, read: torch.dtype, kind: str, down: int, across: int, dtype: torch.dtype, *origin: int
 ) -> Tensor:
     """Dequantize in one pass over memory."""
     from windlass.train import dequantise_kernel  # needs Triton
 
     if kind:
-        table = four_bits.table(kind, codes.device)
-        return dequantise_kernel.in_four_bits(codes, scale, table, across, dtype, origin)
-    return dequantise_kernel.scaled(codes, scale, read, (down, across), dtype, origin)
+        table = four_bits.code_table(kind, codes.device)
+        return dequantise_kernel.dequantize_four_bits(codes, scale, table, across, dtype, origin)
+    return dequantise_kernel.dequantize_fp8(codes, scale, read, (down, across), dtype, origin)
 
 
 @functools.cache
@@ -129,7 +129,7 @@ def kernel_is_exact(
             shape = (experts, math.ceil(rows / block[0]), math.ceil(per_byte * columns / block[1]))
             scale = (torch.arange(math.prod(shape), device=device) + 1.1).mul_(1.3e-4).view(shape).to(scales)
             given = stack[:, 5:37, 136:1900], scale, read, kind, *block, dtype, 5, 136 * per_byte
-            one, other = (way(*given).nan_to_num().view(bits) for way in (by_kernel, by_torch))
+            one, other = (way(*given).nan_to_num().view(bits) for way in (dequantize_by_kernel, dequantize_by_torch))
             if not torch.equal(one, other):
                 raise ArithmeticError(f"{int((one != other).sum())} of {one.numel()} values differ from torch's")
     except Exception as error:  # no Triton, no C compiler, a GPU without float8 in Triton, a bug of ours
@@ -139,7 +139,7 @@ def kernel_is_exact(
     return True
 
 
-def by_torch(
+def dequantize_by_torch(
     codes: Tensor, scale: Tensor, read: torch.dtype, kind: str, down: int, across: int, dtype: torch.dtype, *origin: int
 ) -> Tensor:
     """Dequantize in two passes over memory, a few more for 4 bits; on any device.
@@ -148,11 +148,11 @@ def by_torch(
     rounds once.
     """
     if kind:
-        return four_bits.decode(codes, scale, across, kind, origin).to(dtype)
+        return four_bits.decode_codes(codes, scale, across, kind, origin).to(dtype)
     top, left = origin
     eight = codes.view(read)
     # A CPU multiplies 16-bit values through float32 copies anyway.
-    values = decode(eight) if codes.device.type == "cpu" else eight.to(dtype, memory_format=torch.contiguous_format)
+    values = to_float32(eight) if codes.device.type == "cpu" else eight.to(dtype, memory_format=torch.contiguous_format)
     rows = codes.shape[-2]
     columns = torch.arange(left, left + codes.shape[-1], device=codes.device) // across
     for i in range(top // down, math.ceil((top + rows) / down)):
@@ -160,7 +160,7 @@ def by_torch(
     return values.to(dtype)
 
 
-def without_values(codes: Tensor, *given: Any) -> Tensor:
+def empty_result(codes: Tensor, *given: Any) -> Tensor:
     """Return an empty result, for fake tensors and compilers."""
     _, _, kind, _, _, dtype, *_ = given
     return codes.new_empty((*codes.shape[:-1], codes.shape[-1] * (2 if kind else 1)), dtype=dtype)
@@ -174,16 +174,16 @@ _LIBRARY.define(
     "SymInt first_row, SymInt first_column) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
-_LIBRARY.impl("dequantise", lambda *given: by_torch(*given), "CPU")
-_LIBRARY.impl("dequantise", on_gpu, "CUDA")
-torch.library.register_fake("windlass::dequantise", without_values, lib=_LIBRARY)
+_LIBRARY.impl("dequantise", lambda *given: dequantize_by_torch(*given), "CPU")
+_LIBRARY.impl("dequantise", dequantize_on_gpu, "CUDA")
+torch.library.register_fake("windlass::dequantise", empty_result, lib=_LIBRARY)
 _DEQUANTISE: Final[Any] = torch.ops.windlass.dequantise.default
 
 
 # --- a model whose parameters are quantised ---
 
 
-class QuantisedLinear(nn.Linear):
+class QuantizedLinear(nn.Linear):
     """A linear layer over codes. The weight is frozen: only the input (and the bias) get gradients."""
 
     weight_scale: Tensor
@@ -192,14 +192,14 @@ class QuantisedLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, coding: Format) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        to_quantised_param(self, "weight", linear.weight, coding)
+        to_quantized_param(self, "weight", linear.weight, coding)
         # PEFT 0.21 first gives an adapter this dtype; with the weight's, A would be rounded to bytes.
         self.compute_dtype = coding.dtype
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Dequantize the matrix, for each product anew."""
         coding = self.formats["weight"]
-        return dequantise(*coding.parts(self.weight, self.weight_scale), coding, dtype)
+        return dequantize(*coding.parts(self.weight, self.weight_scale), coding, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
@@ -228,8 +228,8 @@ class _Product(torch.autograd.Function):
         ctx.coding = coding
         codes, scale = coding.parts(weight, scale)
         if offsets is not None:
-            return kept.product(lambda: products(x, codes, scale, offsets, coding, transposed=True))
-        return nn.functional.linear(x, dequantise(codes, scale, coding, x.dtype), bias)
+            return kept.keep_expert_product(lambda: expert_products(x, codes, scale, offsets, coding, transposed=True))
+        return nn.functional.linear(x, dequantize(codes, scale, coding, x.dtype), bias)
 
     @staticmethod
     @once_differentiable
@@ -238,14 +238,14 @@ class _Product(torch.autograd.Function):
         codes, scale = ctx.coding.parts(weight, scale)
         dx = None
         if offsets is not None:
-            dx = products(dy.contiguous(), codes, scale, offsets, ctx.coding, transposed=False)
+            dx = expert_products(dy.contiguous(), codes, scale, offsets, ctx.coding, transposed=False)
         elif ctx.needs_input_grad[0]:
-            dx = dy @ dequantise(codes, scale, ctx.coding, dy.dtype)
+            dx = dy @ dequantize(codes, scale, ctx.coding, dy.dtype)
         db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         return dx, None, None, db, None, None
 
 
-def to_quantised_param(module: nn.Module, name: str, weight: Tensor, coding: Format) -> None:
+def to_quantized_param(module: nn.Module, name: str, weight: Tensor, coding: Format) -> None:
     """Replace `module.name` by codes of that weight, and FP8 scales by a buffer. The loader fills both."""
     rows, columns = (math.ceil(size / side) for size, side in zip(weight.shape[-2:], coding.block, strict=True))
     shape, scales = tuple(weight.shape), (*weight.shape[:-2], rows, columns)
@@ -260,13 +260,13 @@ def to_quantised_param(module: nn.Module, name: str, weight: Tensor, coding: For
     module.__dict__.setdefault("formats", {})[name] = coding
 
 
-def formats_of(module: nn.Module) -> dict[str, Format]:
+def get_formats(module: nn.Module) -> dict[str, Format]:
     """Return the module's own quantized parameters."""
     found: dict[str, Format] = getattr(module, "formats", {})
     return found
 
 
-def convert(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dtype) -> None:
+def convert_model(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dtype) -> None:
     """Convert a model on the meta device: parameters that are stored in codes, or are to be quantized to 4 bits,
     become codes."""
     problems = []
@@ -296,9 +296,9 @@ def convert(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dtype) -
             what = f"{parameter.name} has {coding.columns} columns: 4 bits take a multiple of 4"
             problems.append(Problem(what, WHERE, HINT))
         elif type(module) is nn.Linear:
-            model.set_submodule(owner, QuantisedLinear(module, coding))
+            model.set_submodule(owner, QuantizedLinear(module, coding))
         elif getattr(module, "is_transposed", None) is coding.transposed:
-            to_quantised_param(module, leaf, module.get_parameter(leaf), coding)
+            to_quantized_param(module, leaf, module.get_parameter(leaf), coding)
         else:
             what = f"{parameter.name} belongs to {type(module).__name__}, which can't compute with "
             problems.append(Problem(f"{what}{base_dtype.upper()} weights", WHERE, HINT))
@@ -309,21 +309,21 @@ def convert(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dtype) -
     raise_all(problems)
 
 
-def quantised_weights(model: nn.Module) -> dict[str, Quantised]:
+def list_quantized_params(model: nn.Module) -> dict[str, QuantizedParam]:
     """Return the model's quantized parameters by name, with FP8 scales cut to this rank's experts. Not filled yet."""
-    found: dict[str, Quantised] = {}
+    found: dict[str, QuantizedParam] = {}
     for prefix, module in model.named_modules():
-        for leaf, coding in formats_of(module).items():
-            part = part_of(module.get_parameter(leaf))
+        for leaf, coding in get_formats(module).items():
+            part = get_expert_shard(module.get_parameter(leaf))
             scale = module.get_buffer(f"{leaf}_scale")
             if part and scale.ndim == 3 and len(scale) != part.count:
                 scale = torch.empty_like(scale[: part.count])
                 setattr(module, f"{leaf}_scale", scale)
-            found[f"{prefix}.{leaf}"] = Quantised(scale, coding, part.first if part else 0)
+            found[f"{prefix}.{leaf}"] = QuantizedParam(scale, coding, part.first if part else 0)
     return found
 
 
-def part_of(parameter: Tensor) -> ExpertShard | None:
+def get_expert_shard(parameter: Tensor) -> ExpertShard | None:
     """Return the experts of a stack that this rank has under expert parallelism; None if they are not split."""
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
     if mesh is None or "ep" not in (mesh.mesh_dim_names or ()):
@@ -342,7 +342,7 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
     expert; their results are undefined.
     """
     weight: Tensor = getattr(experts, name)
-    coding = formats_of(experts).get(name)
+    coding = get_formats(experts).get(name)
     product: Tensor
     if coding is None:
         transposed = not getattr(experts, "is_transposed", False)
@@ -362,7 +362,9 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
     return product
 
 
-def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool) -> Tensor:
+def expert_products(
+    x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool
+) -> Tensor:
     """Return x_e W_e^T (transposed) or x_e W_e for all experts.
 
     One expert at a time if there are fewer rows than experts, as in generation, or if torch itself would copy the
@@ -371,7 +373,7 @@ def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: F
     """
     few = x.shape[0] < codes.shape[0]
     at_once = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-    way = all_at_once if at_once and not few else one_by_one
+    way = multiply_all if at_once and not few else multiply_one_by_one
     return way(x, codes, scale, offsets, coding, transposed=transposed)
 
 
@@ -382,24 +384,24 @@ class _Frozen(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
         ctx.save_for_backward(weight, offsets)
         ctx.transposed = transposed
-        return kept.product(lambda: frozen_product(x, weight, offsets, transposed=transposed))
+        return kept.keep_expert_product(lambda: multiply_frozen(x, weight, offsets, transposed=transposed))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, offsets = ctx.saved_tensors
-        return frozen_product(dy.contiguous(), weight, offsets, transposed=not ctx.transposed), None, None, None
+        return multiply_frozen(dy.contiguous(), weight, offsets, transposed=not ctx.transposed), None, None, None
 
 
-def frozen_product(x: Tensor, weight: Tensor, offsets: Tensor, *, transposed: bool) -> Tensor:
+def multiply_frozen(x: Tensor, weight: Tensor, offsets: Tensor, *, transposed: bool) -> Tensor:
     """Return x_e W_e^T (transposed) or x_e W_e for all experts; on a CPU in 16 bits, one expert at a time."""
     if x.device.type == "cpu" and x.element_size() == 2 and ALIGN > 1:
-        return one_by_one(x, weight, None, offsets, None, transposed=transposed)
+        return multiply_one_by_one(x, weight, None, offsets, None, transposed=transposed)
     found: Tensor = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
     return found
 
 
-def one_by_one(
+def multiply_one_by_one(
     x: Tensor, codes: Tensor, scale: Tensor | None, offsets: Tensor, coding: Format | None, *, transposed: bool
 ) -> Tensor:
     """Multiply one expert at a time, skipping those without tokens. Needs the offsets on the host.
@@ -415,7 +417,7 @@ def one_by_one(
         if stop > start:
             weight = codes[expert]
             if coding is not None and scale is not None:
-                weight = dequantise(weight, scale[expert], coding, x.dtype)
+                weight = dequantize(weight, scale[expert], coding, x.dtype)
             weight, along = weight.T if transposed else weight, start + math.ceil((stop - start) / align) * align
             if along <= len(x):
                 torch.mm(x[start:along], weight, out=product[start:along])
@@ -427,7 +429,7 @@ def one_by_one(
     return product
 
 
-def all_at_once(
+def multiply_all(
     x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool
 ) -> Tensor:
     """Multiply all experts together, some columns of the product at a time.
@@ -444,7 +446,7 @@ def all_at_once(
     for first in range(0, width, step):
         per = 1 if transposed else coding.per_byte  # a chunk begins with a byte: 128 columns at least
         part = codes.narrow(-2 if transposed else -1, first // per, min(step, width - first) // per)
-        weight = dequantise(part, scale, coding, x.dtype, (first, 0) if transposed else (0, first))
+        weight = dequantize(part, scale, coding, x.dtype, (first, 0) if transposed else (0, first))
         product[:, first : first + step] = _grouped_mm(x, weight.transpose(-2, -1) if transposed else weight, offsets)
         del weight  # or it would live on while the next one is made
     return product

@@ -49,17 +49,17 @@ class Rank:
 
 
 def read_rank(environ: Mapping[str, str]) -> Rank | None:
-    """Read this rank from the variables that torchrun, `accelerate launch`, a job's operator or `ranks.start` set;
-    None if no launcher started ranks."""
+    """Read this rank from the variables that torchrun, `accelerate launch`, a job's operator or `ranks.start_ranks`
+    set; None if no launcher started ranks."""
     if "RANK" not in environ:
         return None
     local, per_node = environ.get("LOCAL_RANK"), environ.get("PET_NPROC_PER_NODE", "1")
     if local is None and per_node.isdigit() and int(per_node) > 1:
         return None  # in an operator's pod, RANK is the pod's number and its ranks are still to be started
-    numbers = {name: _number(environ.get(name, "")) for name in ("RANK", "WORLD_SIZE")}
+    numbers = {name: parse_number(environ.get(name, "")) for name in ("RANK", "WORLD_SIZE")}
     rank, world = numbers.values()
-    own, here = _number(local or environ.get("SLURM_LOCALID", "0")), environ.get("LOCAL_WORLD_SIZE")
-    if not (0 <= rank < world and 0 <= own < (_number(here) if here else world) <= world):
+    own, here = parse_number(local or environ.get("SLURM_LOCALID", "0")), environ.get("LOCAL_WORLD_SIZE")
+    if not (0 <= rank < world and 0 <= own < (parse_number(here) if here else world) <= world):
         names = (*numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         raise UserError(
             f"{', '.join(f'{name}={environ[name]}' for name in names if name in environ)} is no rank",
@@ -70,15 +70,15 @@ def read_rank(environ: Mapping[str, str]) -> Rank | None:
     return Rank(rank, own, world, status_dir, supervised=SUPERVISED in environ)
 
 
-def _number(text: str) -> int:
+def parse_number(text: str) -> int:
     return int(text) if text.isdecimal() else -1
 
 
 def read_node(environ: Mapping[str, str]) -> tuple[int, int, str]:
     """Return this node's number, the number of nodes and the first node's address, as an operator's pod has them; by
     default a single node."""
-    nodes = _number(environ.get("PET_NNODES", "1").rpartition(":")[2])  # the upper end of an elastic job's range
-    node = _number(environ.get("PET_NODE_RANK", environ.get("RANK", "0")))
+    nodes = parse_number(environ.get("PET_NNODES", "1").rpartition(":")[2])  # the upper end of an elastic job's range
+    node = parse_number(environ.get("PET_NODE_RANK", environ.get("RANK", "0")))
     first = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR") or ""
     if not 0 <= node < nodes or (nodes > 1 and not first):
         names = ("PET_NNODES", "PET_NODE_RANK", "RANK", "PET_MASTER_ADDR", "MASTER_ADDR")
@@ -91,7 +91,7 @@ def read_node(environ: Mapping[str, str]) -> tuple[int, int, str]:
     return node, nodes, first if nodes > 1 else "localhost"
 
 
-def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
+def translate_srun(environ: Mapping[str, str]) -> dict[str, str]:
     """Translate srun's variables: several tasks per node are ranks, one task per node starts its node's ranks."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks == "1" or "RANK" in environ or "PET_NNODES" in environ:  # or another launcher has set them
@@ -146,7 +146,7 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
     """
     here.report("pid", str(os.getpid()))  # for signals: launchers' own processes do not forward all of them
     if here.supervised:
-        end_with_parent()
+        signal_on_parent_death()
     printed = ""
     try:
         for number in (signal.SIGTERM, signal.SIGUSR1):  # `StopSignal` takes them over
@@ -163,7 +163,7 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
         problems = [problem.as_dict() for problem in error.problems]
         here.report("error", json.dumps({"problems": problems, "code": code, "time": time.monotonic()}))
         if not here.supervised and (here.local_rank == 0 or code == 1):
-            if is_first(here, str(error)):
+            if is_first_to_print(here, str(error)):
                 print_error(error)
         else:  # usually local rank 0 prints the same in full; if not, one line is enough
             printed = f"rank {here.rank}: {error.problems[0].where}: {error.problems[0].problem}"
@@ -178,14 +178,14 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
     except Exception:
         code, trace = 1, traceback.format_exc()
         here.report("error", json.dumps({"traceback": trace, "time": time.monotonic()}))
-        printed = f"rank {here.rank} failed:\n{trace}" if is_first(here, trace) else ""
+        printed = f"rank {here.rank} failed:\n{trace}" if is_first_to_print(here, trace) else ""
     if printed and not here.supervised:
         print(printed, file=sys.stderr, flush=True)
     here.report("code", str(code))
     return code
 
 
-def is_first(here: Rank, text: str) -> bool:
+def is_first_to_print(here: Rank, text: str) -> bool:
     """Return whether no other rank of this machine from the same launcher has printed this text: once is enough."""
     if here.world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == "1":
         return True
@@ -232,7 +232,7 @@ def wait_for_peers(here: Rank, local_ranks: int, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+def signal_on_parent_death(number: signal.Signals = signal.SIGTERM) -> None:
     """Get this signal when the parent process is killed: save and end instead of running on unsupervised."""
     pr_set_pdeathsig = 1  # linux/prctl.h
     with contextlib.suppress(OSError, AttributeError):  # not on Linux: only a convenience is lost

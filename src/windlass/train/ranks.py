@@ -20,14 +20,22 @@ from typing import Final
 from windlass.errors import RANK_USER_INPUT, SAVED, Problem, RunError, UserError
 from windlass.runfile import LoadedFile
 from windlass.runfile.machines import GRACE_SECONDS
-from windlass.train.rank import SIGNALS, STATUS_DIR, SUPERVISED, end_with_parent, read_node, read_rank, read_status
+from windlass.train.rank import (
+    SIGNALS,
+    STATUS_DIR,
+    SUPERVISED,
+    read_node,
+    read_rank,
+    read_status,
+    signal_on_parent_death,
+)
 from windlass.variables import DEFAULTS
 
 PATIENCE_SECONDS: Final = 20.0  # time for the other ranks to end once one has failed
 SAME_SECONDS: Final = 1.0  # a signal sent to a process and its group arrives twice and counts once
 
 
-def start(
+def start_ranks(
     command: Sequence[str],
     ranks: int,
     environ: Mapping[str, str],
@@ -42,7 +50,7 @@ def start(
     These are plain processes because torchrun would turn every exit code into 1, kill ranks 30 s after SIGTERM whether
     they have saved or not, and orphan them on SIGUSR1.
     """
-    with tempfile.TemporaryDirectory(prefix="windlass-") as folder, reserved_port() as port:
+    with tempfile.TemporaryDirectory(prefix="windlass-") as folder, reserve_port() as port:
         status_dir = Path(folder)
         processes: list[subprocess.Popen[bytes]] = []
         starting = (
@@ -51,14 +59,14 @@ def start(
                 {**variables, STATUS_DIR: str(status_dir)},
                 status_dir / f"output-{rank}" if rank else None,
             )
-            for rank, variables in enumerate(environments(ranks, environ, port))
+            for rank, variables in enumerate(make_environments(ranks, environ, port))
         )
-        first, cut_short = wait(processes, starting, grace_seconds, patience_seconds)
-        return _explain_end([_code(process.returncode) for process in processes], first, cut_short, status_dir)
+        first, cut_short = wait_for_ranks(processes, starting, grace_seconds, patience_seconds)
+        return _explain_end([to_exit_code(process.returncode) for process in processes], first, cut_short, status_dir)
 
 
 @contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
+def reserve_port() -> Iterator[int]:
     """Reserve a port for the ranks' rendezvous, so that the system gives it to no other process.
 
     It is bound but not listening: with SO_REUSEADDR, rank 0's store, which sets it too, can still take it.
@@ -69,7 +77,9 @@ def reserved_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def environments(ranks: int, environ: Mapping[str, str], port: int, *, alone: bool = False) -> list[dict[str, str]]:
+def make_environments(
+    ranks: int, environ: Mapping[str, str], port: int, *, alone: bool = False
+) -> list[dict[str, str]]:
     """Return one environment per rank. In an operator's pod, other nodes' ranks are counted, unless `alone`."""
     node, nodes, first = (0, 1, "localhost") if alone else read_node(environ)
     inherited = dict(environ)
@@ -87,7 +97,7 @@ def environments(ranks: int, environ: Mapping[str, str], port: int, *, alone: bo
     ]
 
 
-def clear_accelerate(environ: MutableMapping[str, str]) -> None:
+def remove_accelerate_settings(environ: MutableMapping[str, str]) -> None:
     """Remove settings with which Accelerate would shard a model a second time; the run file sets the precision."""
     others = ("USE_FSDP", "MIXED_PRECISION", "DYNAMO_BACKEND", "GRADIENT_ACCUMULATION_STEPS")
     for key in list(environ):
@@ -95,7 +105,7 @@ def clear_accelerate(environ: MutableMapping[str, str]) -> None:
             del environ[key]
 
 
-def allocate_by_segments(environ: MutableMapping[str, str]) -> None:
+def set_allocator(environ: MutableMapping[str, str]) -> None:
     """Set the allocator as in submitted jobs, also under torchrun: batches of different shapes fragment memory
     otherwise.
 
@@ -125,17 +135,17 @@ def start_process(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            preexec_fn=lambda: end_with_parent(parent_death_signal),
+            preexec_fn=lambda: signal_on_parent_death(parent_death_signal),
         )
 
 
-def _code(code: int) -> int:
+def to_exit_code(code: int) -> int:
     """Return the exit code: a rank that a signal ended without a message had not begun, since `run_rank` handles
     signals."""
     return SAVED if code in (-signal.SIGTERM, -signal.SIGUSR1) else code
 
 
-def wait(
+def wait_for_ranks(
     processes: list[subprocess.Popen[bytes]],
     starting: Iterable[subprocess.Popen[bytes]],
     grace_seconds: float,
@@ -174,12 +184,12 @@ def wait(
         while None in (codes := [process.poll() for process in processes]):
             if stop is not None and stop.is_set() and signalled is None:
                 forward()
-            first = _first(codes) if first is None else first
+            first = find_first_failure(codes) if first is None else first
             if deadline is None and (first is not None or signalled is not None):
                 saving = signalled is not None
                 deadline = time.monotonic() + (grace_seconds if saving else patience_seconds)
             if deadline is not None and time.monotonic() > deadline:
-                if saving and (first is None or _code(codes[first] or 0) == SAVED):
+                if saving and (first is None or to_exit_code(codes[first] or 0) == SAVED):
                     cut_short = f"the ranks had not saved {grace_seconds:g} s after the signal"
                 signal_all(processes, signal.SIGKILL if killed or saving else signal.SIGTERM)
                 killed, deadline = True, time.monotonic() + 5.0
@@ -188,10 +198,10 @@ def wait(
         signal_all(processes, signal.SIGKILL)
         for number, handler in before.items():
             signal.signal(number, handler)
-    return _first([process.returncode for process in processes]) if first is None else first, cut_short
+    return find_first_failure([process.returncode for process in processes]) if first is None else first, cut_short
 
 
-def _first(codes: Sequence[int | None]) -> int | None:
+def find_first_failure(codes: Sequence[int | None]) -> int | None:
     """Return the first rank that did not end well. One that saved or was killed explains those that lost it."""
     ended = [(code != SAVED, code > 0, rank) for rank, code in enumerate(codes) if code]
     return min(ended)[2] if ended else None
@@ -238,7 +248,7 @@ def _explain_end(codes: Sequence[int], first: int | None, cut_short: str, status
 # --- the number of nodes and GPUs to start ranks on
 
 
-def started_on(loaded: LoadedFile, environ: Mapping[str, str], gpus: int) -> list[str]:
+def default_overrides(loaded: LoadedFile, environ: Mapping[str, str], gpus: int) -> list[str]:
     """Return overrides for what the run file leaves open: from the launcher that started this rank, else this machine's
     GPUs.
 

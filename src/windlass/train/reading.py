@@ -84,12 +84,12 @@ def read_box(stored: Stored, box: Box, values: Tensor, files: Files) -> None:
     """Read the elements of `stored` inside `box` into the contiguous `values`, with as few reads as possible."""
     window = memoryview(values.detach().reshape(-1).view(torch.uint8).numpy().data)
     done = 0
-    for skip, length in runs(stored.shape, box, values.element_size()):
+    for skip, length in byte_ranges(stored.shape, box, values.element_size()):
         files.read(stored, skip, window[done : done + length])
         done += length
 
 
-def whole(stored: Stored, files: Files) -> Tensor:
+def read_tensor(stored: Stored, files: Files) -> Tensor:
     """Read a full stored tensor; used for scales, which are small."""
     values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     read_box(stored, tuple((0, size) for size in stored.shape), values, files)
@@ -108,14 +108,14 @@ def require_no_erased(codes: Tensor, scale: Tensor, key: str) -> None:
         raise DamagedError(f"{key!r} holds FP8 weights that are not zero, and their scale is")
 
 
-def whole_scale(stored: Stored, files: Files) -> tuple[Tensor, int]:
+def read_scale(stored: Stored, files: Files) -> tuple[Tensor, int]:
     """Read the scale of an FP8 weight in float32, and its digest."""
-    scale = whole(stored, files)
+    scale = read_tensor(stored, files)
     require_scale(scale.float(), stored.key)
-    return scale.float(), digest_whole(stored, scale, files)
+    return scale.float(), digest_tensor(stored, scale, files)
 
 
-def digest_whole(stored: Stored, values: Tensor, files: Files) -> int:
+def digest_tensor(stored: Stored, values: Tensor, files: Files) -> int:
     return digest_box(stored, tuple((0, size) for size in stored.shape), values, partial(read_box, files=files))
 
 
@@ -132,7 +132,7 @@ def require_finite(values: Tensor, key: str) -> None:
 # --- fill parts of parameters from pieces
 
 
-def fill(
+def fill_parameter(
     target: Tensor,
     offset: Sequence[int],
     pieces: Sequence[Piece],
@@ -157,25 +157,25 @@ def fill(
         digest."""
         place = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, own, strict=True))
         region = target[place if put is None else place[:-1]]
-        there = stored_box(piece, box)
+        there = to_stored_box(piece, box)
         dtype = DTYPES[piece.stored.dtype]
         in_place = region.device.type == "cpu" and region.is_contiguous() and region.dtype == dtype
         if scale is None and put is None and in_place:
             read(piece.stored, there, region)
             require_finite(region, piece.stored.key)
             if zeros is not None:
-                require_no_erased(region, spread(zeros, piece.stored.shape, there, block), piece.stored.key)
+                require_no_erased(region, expand_scale(zeros, piece.stored.shape, there, block), piece.stored.key)
             return digest_box(piece.stored, there, region, read)
         values = torch.empty([b - a for a, b in box], dtype=dtype)
         read(piece.stored, there, values)
         require_finite(values, piece.stored.key)
         if zeros is not None:
-            require_no_erased(values, spread(zeros, piece.stored.shape, there, block), piece.stored.key)
+            require_no_erased(values, expand_scale(zeros, piece.stored.shape, there, block), piece.stored.key)
         digest = digest_box(piece.stored, there, values, read)
         values = values.to(region.device)
         if scale is not None:
-            values = decode(values)
-            values *= spread(scale, piece.stored.shape, there, block)
+            values = to_float32(values)
+            values *= expand_scale(scale, piece.stored.shape, there, block)
         if put is None:
             region.copy_(values)
         elif box[-1] != own[-1]:
@@ -189,7 +189,7 @@ def fill(
         packed, scales = piece.packed, piece.scale
         assert packed is not None
         assert scales is not None
-        there, parts, digest = stored_box(piece, box), list[Tensor](), 0
+        there, parts, digest = to_stored_box(piece, box), list[Tensor](), 0
         for stored in (piece.stored, scales):
             rows = (*there[:-1], (0, stored.shape[-1]))
             parts.append(torch.empty([stop - start for start, stop in rows], dtype=DTYPES[stored.dtype]))
@@ -202,35 +202,35 @@ def fill(
         place = tuple(slice(a - first, b - first) for (a, b), first in zip(box[:-1], begin, strict=False))
         if codes:  # the target's rows are bytes
             wide = torch.float32 if packed.kind == "nf4" else torch.bfloat16
-            own_codes, own_scales = four_bits.split(target[place], 2 * halves.shape[-1], wide)
+            own_codes, own_scales = four_bits.split_rows(target[place], 2 * halves.shape[-1], wide)
             own_codes.copy_(halves)
             own_scales.copy_(factors)
         else:
             halves, factors = halves.to(target.device), factors.to(target.device)
             region = target.transpose(-1, -2) if packed.transposed else target
-            region[place].copy_(four_bits.decode(halves, factors, packed.block, packed.kind))
+            region[place].copy_(four_bits.decode_codes(halves, factors, packed.block, packed.kind))
         return digest
 
     read, jobs, filled, digest = partial(read_box, files=files), [], 0, 0
     for piece in pieces:
-        if (shared := intersection(own, piece_box(piece))) is None:
+        if (shared := intersect(own, locate_piece(piece))) is None:
             continue
         filled += math.prod(stop - start for start, stop in shared)
         scale, zeros, of_scale = None, None, 0
         if piece.packed:
-            meaning, of_scale = read_meaning(piece, files)
+            meaning, of_scale = read_scale_decoder(piece, files)
             rows = (*shared[:-2], shared[-1], shared[-2]) if piece.packed.transposed else shared
             if rows[-1] != (0, 2 * piece.stored.shape[-1]):
                 raise DamagedError(f"{piece.stored.key!r} is needed in parts of rows, and 4 bits are whole ones")
-            jobs += [pool.submit(fill_packed, piece, box, meaning) for box in chunks(rows, AT_ONCE)]
+            jobs += [pool.submit(fill_packed, piece, box, meaning) for box in split_box(rows, AT_ONCE)]
         else:
             if piece.scale:
-                scale, of_scale = whole_scale(piece.scale, files)
+                scale, of_scale = read_scale(piece.scale, files)
                 zeros = scale if bool((scale == 0).any()) else None
                 scale = None if codes else scale.to(target.device)
             as_stored = scale is None and put is None and target.dtype == DTYPES[piece.stored.dtype]
             limit = AT_ONCE * UNCONVERTED if as_stored else AT_ONCE
-            jobs += [pool.submit(fill_box, piece, box, scale, zeros) for box in chunks(shared, limit)]
+            jobs += [pool.submit(fill_box, piece, box, scale, zeros) for box in split_box(shared, limit)]
         if all(start <= first < stop for (start, stop), first in zip(own, piece.offset, strict=True)):
             digest += of_scale
     return filled, (digest + sum(job.result() for job in jobs)) % MODULUS
@@ -247,17 +247,17 @@ def fill_scale(
     stack = target if target.ndim == 3 else target[None]
     own = ((first, first + len(stack)), *((0, size) for size in parameter.shape[-2:]))[-len(parameter.shape) :]
     for piece in parameter.pieces:
-        shared = intersection(own, piece_box(piece))
+        shared = intersect(own, locate_piece(piece))
         if shared is None or piece.scale is None:
             continue
-        there = stored_box(piece, shared)
-        scale = spread(whole_scale(piece.scale, files)[0], piece.stored.shape, there, block, every)
+        there = to_stored_box(piece, shared)
+        scale = expand_scale(read_scale(piece.scale, files)[0], piece.stored.shape, there, block, every)
         experts = slice(shared[0][0] - first, shared[0][1] - first) if len(shared) == 3 else slice(None)
         rows, columns = (slice(a // side, -(-b // side)) for (a, b), side in zip(shared[-2:], every, strict=True))
         stack[experts, rows, columns] = scale.to(stack.device)
 
 
-def read_meaning(piece: Piece, files: Files) -> tuple[Meaning, int]:
+def read_scale_decoder(piece: Piece, files: Files) -> tuple[Meaning, int]:
     """Return a function from stored scales of a 4-bit piece to float32 scales, and the digest of the tensors behind
     it."""
     assert piece.packed is not None
@@ -266,8 +266,8 @@ def read_meaning(piece: Piece, files: Files) -> tuple[Meaning, int]:
     if piece.packed.kind == "mxfp4":
         powers = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
         return lambda scales, _: require_numbers(powers[scales.int()], key), 0
-    state, table, *nested = every = [whole(each, files) for each in piece.packed.more]
-    numbers_of_nf4 = four_bits.table("nf4", table.device).tolist()
+    state, table, *nested = every = [read_tensor(each, files) for each in piece.packed.more]
+    numbers_of_nf4 = four_bits.code_table("nf4", table.device).tolist()
     try:
         described = json.loads(bytes(state.tolist()))
         block, mean = described.get("nested_blocksize", 1), float(described.get("nested_offset", 0))
@@ -287,7 +287,7 @@ def read_meaning(piece: Piece, files: Files) -> tuple[Meaning, int]:
         return require_numbers(numbers[codes.int()] * largest[places] + mean, key)
 
     return scale, sum(
-        digest_whole(stored, values, files) for stored, values in zip(piece.packed.more, every, strict=True)
+        digest_tensor(stored, values, files) for stored, values in zip(piece.packed.more, every, strict=True)
     )
 
 
@@ -297,7 +297,7 @@ def require_numbers(scales: Tensor, key: str) -> Tensor:
     return scales
 
 
-def decode(codes: Tensor) -> Tensor:
+def to_float32(codes: Tensor) -> Tensor:
     """Return stored values in float32. On a CPU, torch converts FP8 one by one; a table of all 256 codes is 7 times as
     fast.
 
@@ -317,7 +317,7 @@ def block_side(axis: int, dimensions: int, block: Sequence[int]) -> int:
     return block[axis - dimensions] if axis >= dimensions - 2 else 1
 
 
-def spread(
+def expand_scale(
     scale: Tensor, shape: Sequence[int], box: Box, block: Sequence[int], every: Sequence[int] = (1, 1)
 ) -> Tensor:
     """Return the scale of every element inside `box` of a tensor of `shape`, broadcastable along shared dimensions.
@@ -343,7 +343,7 @@ def scale_block(parameter: Parameter, block: Sequence[int]) -> tuple[int, int]:
     for axis in (-2, -1):
         edges = 0
         for piece in parameter.pieces:
-            start, stop = piece_box(piece)[axis]
+            start, stop = locate_piece(piece)[axis]
             size, scale = stop - start, piece.scale.shape if piece.scale else ()
             count = 1 if math.prod(scale) == 1 else scale[axis]
             inside = 0 if count == 1 else 1 if count == size else block[axis]
@@ -355,7 +355,7 @@ def scale_block(parameter: Parameter, block: Sequence[int]) -> tuple[int, int]:
 # --- boxes ---
 
 
-def piece_box(piece: Piece) -> Box:
+def locate_piece(piece: Piece) -> Box:
     """Return where a piece is in its parameter. A stored tensor with fewer dimensions is one slice of the outer
     ones."""
     outer = len(piece.offset) - len(piece.stored.shape)
@@ -363,19 +363,19 @@ def piece_box(piece: Piece) -> Box:
     return tuple((start, start + size) for start, size in zip(piece.offset, shape, strict=True))
 
 
-def stored_box(piece: Piece, box: Box) -> Box:
+def to_stored_box(piece: Piece, box: Box) -> Box:
     """Convert a box of the parameter to coordinates of the stored tensor."""
     outer = len(piece.offset) - len(piece.stored.shape)
     return tuple((a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True))[outer:]
 
 
-def intersection(one: Box, other: Box) -> Box | None:
+def intersect(one: Box, other: Box) -> Box | None:
     """Return the overlap of two boxes, if any."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
 
-def chunks(box: Box, limit: int) -> Iterator[Box]:
+def split_box(box: Box, limit: int) -> Iterator[Box]:
     """Split the box into parts of at most `limit` elements, cutting the outermost dimension that can be cut."""
     lengths = [stop - start for start, stop in box]
     if math.prod(lengths) <= limit or max(lengths) == 1:
@@ -385,10 +385,10 @@ def chunks(box: Box, limit: int) -> Iterator[Box]:
     step = max(1, limit // math.prod(lengths[axis + 1 :]))
     start, stop = box[axis]
     for first in range(start, stop, step):
-        yield from chunks((*box[:axis], (first, min(stop, first + step)), *box[axis + 1 :]), limit)
+        yield from split_box((*box[:axis], (first, min(stop, first + step)), *box[axis + 1 :]), limit)
 
 
-def runs(shape: Sequence[int], box: Box, item: int) -> Iterator[tuple[int, int]]:
+def byte_ranges(shape: Sequence[int], box: Box, item: int) -> Iterator[tuple[int, int]]:
     """Yield the byte ranges (start, length) that hold the box of a row-major tensor, in order."""
     if not shape:
         yield 0, item

@@ -50,7 +50,7 @@ FIXED: Final[dict[str, set[str] | None]] = {
 _lock: IO[str] | None = None  # held until rank 0's process ends, when the system releases it
 
 
-def claim(
+def claim_run_folder(
     folder: Path, plan: Plan, identity: str, unwritten: Unwritten, *, resume: bool, allow_other_base: bool = False
 ) -> Path | None:
     """Claim the folder for this run, on rank 0. Returns the checkpoint to continue from, if any."""
@@ -60,20 +60,20 @@ def claim(
     if _lock is not None:
         _lock.close()
     _lock = run_folder.lock_run(folder, where)
-    checkpoint.sweep(checkpoints)
+    checkpoint.remove_partial(checkpoints)
     before = run_folder.read_manifest(folder)
     state = before.get("state")
     if state == run_folder.FINISHED:
         hint = "name another train.output_dir, or remove the folder to train anew"
         raise UserError(f"{folder} holds a finished run", where, hint)
     has_steps = any(path.stat().st_size for path in run_folder.step_files(folder).values())
-    begun = bool(checkpoint.saved(checkpoints)) or (bool(state) and has_steps)
+    begun = bool(checkpoint.list_checkpoints(checkpoints)) or (bool(state) and has_steps)
     if begun and not resume:
         hint = "add --resume to continue it, name another train.output_dir, or remove the folder to train anew"
         what = f"{folder} holds an unfinished run ({state or 'begun'} {before.get('began', '')})"
         raise UserError(what, where, hint)
-    usable = newest_intact(checkpoints, where) if begun else None
-    now = facts(plan, identity)
+    usable = find_newest_intact(checkpoints, where) if begun else None
+    now = describe_run(plan, identity)
     if begun:  # a run that failed before its first step has nothing to compare with
         then = checkpoint.read_manifest(usable) if usable else before
         _require_same_run(then, now, plan, folder, allow_other_base=allow_other_base)
@@ -84,14 +84,14 @@ def claim(
     with unwritten(folder / run_folder.PLAN):
         write_json(folder / run_folder.PLAN, plan.as_dict())
     run_folder.begin_manifest(folder, now)
-    forget_after(folder, checkpoint.step_of(usable) if usable else 0)
+    drop_steps_after(folder, checkpoint.read_step(usable) if usable else 0)
     return usable
 
 
-def newest_intact(checkpoints: Path, where: str) -> Path | None:
+def find_newest_intact(checkpoints: Path, where: str) -> Path | None:
     """Return the newest undamaged checkpoint. Damaged ones are reported and renamed."""
-    found = checkpoint.saved(checkpoints)[::-1]
-    faults = {folder: checkpoint.damage(folder) for folder in found}
+    found = checkpoint.list_checkpoints(checkpoints)[::-1]
+    faults = {folder: checkpoint.find_damage(folder) for folder in found}
     intact = next((folder for folder in found if not faults[folder]), None)
     if found and intact is None:
         raise UserError(
@@ -110,7 +110,7 @@ def newest_intact(checkpoints: Path, where: str) -> Path | None:
     return intact
 
 
-def forget_after(folder: Path, step: int) -> None:
+def drop_steps_after(folder: Path, step: int) -> None:
     """Drop what an interrupted run logged about steps that will be run again."""
     events = folder / run_folder.EVENTS
     for path in (*run_folder.step_files(folder).values(), *([events] if events.exists() else [])):
@@ -172,7 +172,7 @@ def require_base_of(
     return require_same_base(adapter, plan.base, digest, plan.loaded.where(key), allow_other=allow_other, say=say)
 
 
-def base_identity(base: Base) -> str:
+def fingerprint_base(base: Base) -> str:
     """Return a fingerprint of the base model's files: names, sizes, headers, samples of weights, and code. Equal on
     every rank.
 
@@ -191,10 +191,10 @@ def base_identity(base: Base) -> str:
     return digest.hexdigest()
 
 
-def facts(plan: Plan, identity: str) -> dict[str, Any]:
+def describe_run(plan: Plan, identity: str) -> dict[str, Any]:
     """Return the facts about this run that are recorded for later."""
     return {
-        "run": resolved(plan),
+        "run": resolve_run(plan),
         "base": identity,
         "versions": run_folder.versions(LIBRARIES),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -205,7 +205,7 @@ def facts(plan: Plan, identity: str) -> dict[str, Any]:
     }
 
 
-def resolved(plan: Plan) -> dict[str, Any]:
+def resolve_run(plan: Plan) -> dict[str, Any]:
     """Return the run file with the micro-batch and accumulation that the plan chose or derived."""
     run = plan.loaded.run.model_dump(mode="json")
     batch = {
@@ -216,19 +216,19 @@ def resolved(plan: Plan) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def recorded_failure(folder: Path) -> Iterator[None]:
+def record_failure(folder: Path) -> Iterator[None]:
     """Record in the manifest that an error ended the run; otherwise it would still say `running`."""
     try:
         yield
     except Exception as error:
-        if group.rank() == 0:
+        if group.get_rank() == 0:
             try:
                 run_folder.update_manifest(folder, state=run_folder.FAILED)
             except OSError as other:
                 print(unwritable(folder / run_folder.MANIFEST, other), file=sys.stderr, flush=True)
         if not isinstance(error, OSError) or error.errno not in FULL:
             raise
-        kept = checkpoint.saved(folder / run_folder.CHECKPOINTS)
+        kept = checkpoint.list_checkpoints(folder / run_folder.CHECKPOINTS)
         newest = f"it continues from {kept[-1].name}" if kept else "no checkpoint was saved"
         hint = f"make room, then run again with --resume: {newest}"
         raise RunError(unwritable(Path(error.filename or folder), error), str(folder), hint) from error

@@ -35,35 +35,35 @@ from windlass.run_folder import CHECKPOINTS, DATA, FINAL, FINISHED, LOAD, MANIFE
 from windlass.train import checkpoint, group
 from windlass.train.attention import patch_attention
 from windlass.train.batches import Batches, Collate
-from windlass.train.console import Progress, header, quiet
+from windlass.train.console import Progress, make_console, print_header
 from windlass.train.liveness import Liveness
-from windlass.train.load import load
+from windlass.train.load import load_base
 from windlass.train.loop import Loop
-from windlass.train.lora import DTYPES, attach
+from windlass.train.lora import DTYPES, attach_adapter
 from windlass.train.loss import router_loss_weight
-from windlass.train.parallel import assert_sharded, device_of_this_rank
+from windlass.train.parallel import assert_sharded, get_device
 from windlass.train.rank import Rank, StopSignal
-from windlass.train.ranks import allocate_by_segments, clear_accelerate
+from windlass.train.ranks import remove_accelerate_settings, set_allocator
 from windlass.train.resume import (
     LIBRARIES,
-    base_identity,
-    claim,
-    facts,
-    recorded_failure,
+    claim_run_folder,
+    describe_run,
+    fingerprint_base,
+    record_failure,
     require_base_of,
     require_same_data,
-    resolved,
+    resolve_run,
 )
 from windlass.train.same_base import (
     RECORD,
     describe_base,
     describe_files,
     describe_quantisation,
-    forward_config,
+    read_forward_config,
 )
 from windlass.train.samples import Samples, read_prompts
 from windlass.train.saver import Saver
-from windlass.train.sync import Replicas
+from windlass.train.sync import ReplicaGroups
 from windlass.train.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -76,33 +76,33 @@ if TYPE_CHECKING:
 LOADING_SECONDS = 2 * 3600
 
 
-def run(
+def train_rank(
     plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None = None, allow_other_base: bool = False
 ) -> int:
     """Do one rank's part of the run. Returns 0, or 75 if a signal stopped it and everything is saved."""
     job, folder = plan.loaded.run, Path(plan.loaded.run.train.output_dir)
 
     # 1. Connect to the other ranks; only rank 0 prints. All must be about to run the same.
-    console, stop_signal = quiet(here), StopSignal()
+    console, stop_signal = make_console(here), StopSignal()
     unwritten = Unwritten(console.print)
     require_device(plan)
-    join(here, job.train.ddp_timeout, patrol.environment(os.environ, job, folder))
-    group.require_links(device_of_this_rank())
-    group.wait_at_most(max(LOADING_SECONDS, job.train.ddp_timeout))
-    identity = base_identity(plan.base)
+    create_process_group(here, job.train.ddp_timeout, patrol.environment(os.environ, job, folder))
+    group.check_links(get_device())
+    group.set_timeout(max(LOADING_SECONDS, job.train.ddp_timeout))
+    identity = fingerprint_base(plan.base)
     require_same_plan(plan, identity)
 
     # 2. Claim the run folder: a new one, or an unfinished one to continue. A finished one is never touched.
     resume = resume or job.train.resume == "auto"
-    from_checkpoint = group.on_rank_0(
-        lambda: claim(folder, plan, identity, unwritten, resume=resume, allow_other_base=allow_other_base)
+    from_checkpoint = group.run_on_rank_0(
+        lambda: claim_run_folder(folder, plan, identity, unwritten, resume=resume, allow_other_base=allow_other_base)
     )
-    header(console, plan, os.environ)
+    print_header(console, plan, os.environ)
 
-    with recorded_failure(folder):
+    with record_failure(folder):
         # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
         here.phase("preparing the data")
-        tokenizer = tokenizer_of(plan)
+        tokenizer = open_base_tokenizer(plan)
         data = prepare_data(plan, tokenizer, console, unwritten)
         for note in data.audit["notes"]:
             console.print(f"warning: data: {note}", style="yellow")
@@ -111,11 +111,11 @@ def run(
         # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is trained
         # on must have been trained on the same weights.
         here.phase("loading the model")
-        model, certificate = load(plan.base, plan.layout, **precision(plan))
+        model, certificate = load_base(plan.base, plan.layout, **describe_precision(plan))
         if here.rank == 0:
             with unwritten(folder / LOAD):
                 write_json(folder / LOAD, certificate)
-        group.wait_at_most(job.train.ddp_timeout)
+        group.set_timeout(job.train.ddp_timeout)
         digest = certificate["base_digest"]
         other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
         base = describe_base(plan.base, digest, other, certificate["quantisation"])
@@ -127,23 +127,23 @@ def run(
 
         # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
         here.phase("attaching the adapter")
-        model = attach(model, job.lora, plan.adapter, job.train.seed)
+        model = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
         assert_sharded(model, plan.layout)
 
         # 6. The loop, and what it calls by name.
         here.phase("setting up the loop")
         report = BackgroundReport(folder)  # report.html, written again after every checkpoint
-        run_facts = {**facts(plan, identity), **base, "data": data.fingerprint}
+        run_facts = {**describe_run(plan, identity), **base, "data": data.fingerprint}
         loop = make_loop(plan, here, model, data, tokenizer, console, stop_signal, report, run_facts, debug_freq)
 
     # 7. Train. The first steps prove that gradients reach every part of the adapter.
-    with loop.watch, recorded_failure(folder), contextlib.ExitStack() as stack:
+    with loop.watch, record_failure(folder), contextlib.ExitStack() as stack:
         for part in (loop.saver, loop.progress, loop.trackers, loop.recorder):
             stack.callback(part.close)
         loop.run(from_checkpoint)
         if not loop.stopped:
             loop.watch.finish()
-            if from_checkpoint is None and not loop.liveness.done:
+            if from_checkpoint is None and not loop.liveness.is_done:
                 what = f"too few steps ({loop.step}) to see all of the adapter train: parts may be as they began"
                 console.print(f"warning: {what}; set a larger train.max_steps", style="yellow")
     if loop.stopped:
@@ -155,7 +155,7 @@ def run(
 
     # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
     here.phase("saving the adapter")
-    with recorded_failure(folder):
+    with record_failure(folder):
         save_final(plan, model, tokenizer, base, console)
     if here.rank == 0:
         update_manifest(folder, state=FINISHED, steps=loop.step)
@@ -169,15 +169,15 @@ def save_final(
     """Save the final adapter into a folder that exists in full or not at all. A collective; rank 0 writes."""
     job, folder = plan.loaded.run, Path(plan.loaded.run.train.output_dir)
     wanted = job.train.load_best_model_at_end
-    if wanted and (best := group.on_rank_0(lambda: checkpoint.intact_best(folder / CHECKPOINTS))):
+    if wanted and (best := group.run_on_rank_0(lambda: checkpoint.find_intact_best(folder / CHECKPOINTS))):
         checkpoint.load_adapter(model, best)
         console.print(f"the adapter is that of {best.name}, which evaluated best")
     final, partial = folder / FINAL, folder / f".{FINAL}.partial"
     try:
-        if group.rank() == 0:
+        if group.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         checkpoint.save_adapter(model, partial)
-        if group.rank() == 0:
+        if group.get_rank() == 0:
             try:
                 tokenizer.save_pretrained(partial)
             except Exception as error:  # a library error, such as tokenizers' own for a full disk
@@ -206,15 +206,17 @@ def require_device(plan: Plan) -> None:
         )
 
 
-def join(here: Rank, timeout_seconds: float, recorders: Mapping[str, str] = MappingProxyType({})) -> None:
+def create_process_group(
+    here: Rank, timeout_seconds: float, recorders: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Create the process group: NCCL between GPUs, gloo between CPUs and for Python objects."""
-    clear_accelerate(os.environ)
+    remove_accelerate_settings(os.environ)
     os.environ |= {"RANK": str(here.rank), "LOCAL_RANK": str(here.local_rank), "WORLD_SIZE": str(here.world)}
     os.environ |= recorders
-    allocate_by_segments(os.environ)
+    set_allocator(os.environ)
     gpu = torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(index := gpu_of_rank(here.local_rank, torch.cuda.device_count()))
+        torch.cuda.set_device(index := choose_gpu(here.local_rank, torch.cuda.device_count()))
         os.environ["LOCAL_RANK"] = str(index)  # transformers uses this GPU index when it shards
     here.phase("waiting for the other ranks")
     if not dist.is_initialized():
@@ -236,10 +238,10 @@ def join(here: Rank, timeout_seconds: float, recorders: Mapping[str, str] = Mapp
         connected.result()
     if gpu:
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        require_own_gpus(group.gather(str(getattr(device, "uuid", ""))))
+        require_own_gpus(group.all_gather(str(getattr(device, "uuid", ""))))
 
 
-def gpu_of_rank(local_rank: int, visible: int) -> int:
+def choose_gpu(local_rank: int, visible: int) -> int:
     """Return this rank's GPU: schedulers show a rank either its own GPU, as number 0, or all of the node's."""
     if local_rank >= visible > 1:
         raise UserError(
@@ -278,8 +280,8 @@ def require_same_plan(plan: Plan, identity: str) -> None:
         f"{name}.{key}": run[name][key] for name in ("model", "lora", "data", "train", "watch") for key in run[name]
     }
     libraries = {f"{name}'s version": one for name, one in versions(LIBRARIES).items() if name != "python"}
-    config = {f"config.json's {key}": value for key, value in forward_config(plan.base).items()}
-    plans = group.gather({**of_files, **of_node, "the base model's fingerprint": identity} | config | libraries)
+    config = {f"config.json's {key}": value for key, value in read_forward_config(plan.base).items()}
+    plans = group.all_gather({**of_files, **of_node, "the base model's fingerprint": identity} | config | libraries)
     if differing := find_differences(plans):
         differs = "; ".join(f"{name} is {values}" for name, values in differing.items())
         hint = "the nodes differ: set the layout and the batch in the run file, so that the plan has nothing to choose"
@@ -300,7 +302,7 @@ def find_differences(plans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         usual = max(ranks_of, key=lambda value: len(ranks_of[value]))
         if len(ranks_of) > 1:
             odd = [
-                f"{value} on rank{'s' * (len(ranks) > 1)} {group.first_few(ranks, ', ')}"
+                f"{value} on rank{'s' * (len(ranks) > 1)} {group.list_first(ranks, ', ')}"
                 for value, ranks in ranks_of.items()
                 if value != usual
             ]
@@ -312,7 +314,7 @@ def find_differences(plans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 # --- 3. to 8. ---
 
 
-def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
+def open_base_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = open_tokenizer(plan.base, plan.loaded)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
@@ -323,7 +325,7 @@ def prepare_data(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Consol
     job = plan.loaded.run
 
     def write_audit(audit: dict[str, Any]) -> None:
-        if group.rank() == 0:
+        if group.get_rank() == 0:
             with unwritten(path := Path(job.train.output_dir) / DATA):
                 write_json(path, audit)
 
@@ -336,7 +338,7 @@ def prepare_data(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Consol
         say=console.print,
         audited=write_audit,
     )
-    if differing := find_differences([{"data": one} for one in group.gather(data.fingerprint)]):
+    if differing := find_differences([{"data": one} for one in group.all_gather(data.fingerprint)]):
         raise UserError(
             f"the ranks have different data, though the run file names the same: fingerprint {differing['data']}",
             plan.loaded.where("data.dataset_name_or_path"),
@@ -345,7 +347,7 @@ def prepare_data(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Consol
     return data
 
 
-def precision(plan: Plan) -> dict[str, Any]:
+def describe_precision(plan: Plan) -> dict[str, Any]:
     model, trained = plan.loaded.run.model, DTYPES[plan.loaded.run.lora.dtype]
     return {
         "dtype": getattr(torch, model.torch_dtype),
@@ -368,7 +370,7 @@ def make_loop(
 ) -> Loop:
     """Assemble the loop from the plan and the run file."""
     job, train, folder = plan.loaded.run, plan.loaded.run.train, Path(plan.loaded.run.train.output_dir)
-    replicas, device = Replicas(model), device_of_this_rank()
+    replicas, device = ReplicaGroups(model), get_device()
     if device.type == "cpu":
         patch_attention(model.get_base_model())
     recorder = Recorder(
@@ -447,6 +449,6 @@ def make_loop(
             unwritten=recorder.unwritten,
         ),
         progress=Progress(here, console, train.logging_steps, lambda: recorder.counters.peak_gib),
-        trackers=Trackers(report_to, folder, train.run_name, resolved(plan), recorder.unwritten),
+        trackers=Trackers(report_to, folder, train.run_name, resolve_run(plan), recorder.unwritten),
         samples=samples,
     )

@@ -21,8 +21,8 @@ from windlass.model.files import DIGEST, PUBLISHED
 from windlass.plan.memory import AT_ONCE, THREADS
 from windlass.run_folder import MANIFEST
 from windlass.train import checkpoint
-from windlass.train.digest import digest_box, digest_text
-from windlass.train.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, chunks, read_box
+from windlass.train.digest import digest_box, format_digest
+from windlass.train.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, read_box, split_box
 
 RECORD: Final = "base_model.json"  # next to adapter_config.json; PEFT ignores it
 FETCH_AGAIN: Final = "remove {folder}, then `windlass fetch RUN` again"
@@ -38,7 +38,7 @@ NO_FORWARD: Final = re.compile(
 Part = tuple[tuple[int, ...], tuple[int, ...], int]  # part of a parameter: offset, shape, digest
 
 
-def combine(by_rank: Sequence[Mapping[str, Part]]) -> tuple[str, list[str]]:
+def combine_digests(by_rank: Sequence[Mapping[str, Part]]) -> tuple[str, list[str]]:
     """Return the base's digest from the parts that the ranks have read, and the parts that they read differently.
 
     A part that several ranks have counts once.
@@ -52,7 +52,7 @@ def combine(by_rank: Sequence[Mapping[str, Part]]) -> tuple[str, list[str]]:
             first, expected = parts.setdefault((name, offset, shape), (rank, digest))
             if digest != expected:
                 problems.append(f"rank {first} and rank {rank} have read different values of {name}")
-    return digest_text(sum(digest for _, digest in parts.values())), problems
+    return format_digest(sum(digest for _, digest in parts.values())), problems
 
 
 def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) -> str:
@@ -63,7 +63,7 @@ def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) ->
             for piece in parameter.pieces:
                 for stored in piece.tensors:
                     box = tuple((0, size) for size in stored.shape)
-                    yield from ((stored, chunk) for chunk in chunks(box, AT_ONCE * UNCONVERTED))
+                    yield from ((stored, chunk) for chunk in split_box(box, AT_ONCE * UNCONVERTED))
 
     with Files() as files, ThreadPoolExecutor(THREADS) as pool:
 
@@ -75,28 +75,28 @@ def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) ->
             return digest_box(stored, box, values, partial(read_box, files=files))
 
         try:
-            found = digest_text(sum(pool.map(digest, jobs())))
+            found = format_digest(sum(pool.map(digest, jobs())))
         except (DamagedError, OSError) as error:
             raise UserError(f"it can't be read: {error}", str(base.path), "fetch the base model again") from None
-    for problem in unlike_fetched(base, found):
+    for problem in find_fetch_differences(base, found):
         raise UserError(problem, str(base.path), FETCH_AGAIN.format(folder=base.path))
     return found
 
 
-def unlike_fetched(base: Base, digest: str) -> list[str]:
+def find_fetch_differences(base: Base, digest: str) -> list[str]:
     """Return what is wrong if these are not the weights whose SHA-256 `windlass fetch` compared with the hub's."""
     recorded = read_json(base.path / PUBLISHED).get(DIGEST, digest) if base.path else digest
     same = recorded == digest
     return [] if same else [f"its weights have changed since they were fetched: digest {recorded} then, {digest} now"]
 
 
-def digest_size(base: Base) -> int:
+def bytes_to_digest(base: Base) -> int:
     """Return the number of bytes that `digest_files` reads."""
     pieces = [piece for parameter in base.parameters for piece in parameter.pieces]
     return sum(one.end - one.start for piece in pieces for one in piece.tensors)
 
 
-def forward_config(base: Base) -> dict[str, Any]:
+def read_forward_config(base: Base) -> dict[str, Any]:
     """Return the keys of config.json that change the forward: another rotary base or epsilon is another model too."""
     return {key: value for key, value in base.config.items() if value is not None and not NO_FORWARD.fullmatch(key)}
 
@@ -106,7 +106,7 @@ def describe_base(
 ) -> dict[str, Any]:
     """Return the base's facts for manifests. `other_base`: what the user accepted with --allow-other-base;
     `quantisation`: load.json's."""
-    found = {"base_name": base.name, "base_digest": digest, "base_config": forward_config(base)}
+    found = {"base_name": base.name, "base_digest": digest, "base_config": read_forward_config(base)}
     more = {"other_base": other_base, "base_quantisation": quantisation}
     return found | {key: value for key, value in more.items() if value}
 
@@ -120,7 +120,7 @@ def describe_quantisation(found: Mapping[str, Any]) -> str:
     return f"{own}: {error}, at most {worst['relative_rms']:.1%} in {worst['name']}"
 
 
-def recorded_base(adapter: Path) -> dict[str, Any]:
+def read_recorded_base(adapter: Path) -> dict[str, Any]:
     """Return what is recorded next to an adapter about the base it was trained on; empty for adapters made
     elsewhere."""
     found = read_json(adapter / RECORD) or read_json(adapter / MANIFEST)
@@ -137,7 +137,7 @@ def describe_files(folder: Path) -> dict[str, dict[str, str]]:
 
 def require_intact(adapter: Path) -> None:
     """Refuse an adapter that was damaged or changed since it was saved, or that has non-finite values."""
-    damaged = checkpoint.damage(adapter) if (adapter / MANIFEST).is_file() else ""
+    damaged = checkpoint.find_damage(adapter) if (adapter / MANIFEST).is_file() else ""
     if recorded := read_json(adapter / RECORD).get("files"):
         now = describe_files(adapter)["files"]
         changed = [name for name, digest in recorded.items() if now.get(name) != digest]
@@ -156,11 +156,11 @@ def require_same_base(
     adapter: Path, base: Base, digest: str, where: str, *, allow_other: bool, say: Callable[[str], None]
 ) -> str:
     """Refuse another base than the adapter was trained on. Returns what has been accepted instead, if anything."""
-    recorded, name = recorded_base(adapter), "/".join(adapter.resolve().parts[-2:])
+    recorded, name = read_recorded_base(adapter), "/".join(adapter.resolve().parts[-2:])
     if "base_digest" not in recorded:
         say(f"note: {name} has no digest of its base model: that it was trained on {base.name} is unproven")
         return str(recorded.get("other_base", ""))
-    then, now, problem = recorded.get("base_config") or {}, forward_config(base), ""
+    then, now, problem = recorded.get("base_config") or {}, read_forward_config(base), ""
     if recorded["base_digest"] != digest:
         problem = (
             f"the weights of {base.name} (digest {digest}) are not those that {name} was trained on: "

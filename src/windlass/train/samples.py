@@ -59,7 +59,7 @@ class Samples:
         if (evaluations - 1) % self.settings.every:
             return
         ends = time.monotonic() + self.settings.max_seconds
-        rank, world = group.rank(), group.world()
+        rank, world = group.get_rank(), group.get_world_size()
         own = [list(prompt.ids) for prompt in self.prompts[rank::world]]
         rounds = -(-len(self.prompts) // (world * self.at_once))  # the same on every rank
         loop.causal_lm.eval()
@@ -73,7 +73,7 @@ class Samples:
             self.tokenizer.decode(ids[len(prompt.ids) :], skip_special_tokens=True)
             for ids, prompt in zip(own[: len(ended)], self.prompts[rank::world], strict=False)
         ]
-        everyones = group.gather(list(zip(texts, ended, strict=True)))
+        everyones = group.all_gather(list(zip(texts, ended, strict=True)))
         if rank == 0:
             reached = sum(map(len, everyones))
             if reached < len(self.prompts) and not loop.stop_signal.received:
@@ -96,7 +96,7 @@ class Samples:
     def _continue(self, loop: Loop, rows: list[list[int]], until: float) -> tuple[list[bool], bool]:
         """Append tokens to the rows as often as any rank needs. Returns which rows have ended, and whether time is
         up."""
-        device, ends = loop.device, _end_tokens(loop.causal_lm, self.tokenizer)
+        device, ends = loop.device, _find_end_tokens(loop.causal_lm, self.tokenizer)
         finished = [False] * len(rows)
         for _ in range(self.settings.max_new_tokens):
             loop.recorder.mark("pause")
@@ -113,14 +113,14 @@ class Samples:
             open_rows = any(not end and len(row) < self.max_length for row, end in zip(rows, finished, strict=True))
             stop = time.monotonic() > until or loop.stop_signal.received
             state = torch.tensor([float(open_rows), float(stop)], device=device)
-            if group.world() > 1:
+            if group.get_world_size() > 1:
                 dist.all_reduce(state)
             if not state[0] or state[1]:
                 break
         return finished, bool(state[1])
 
 
-def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def _find_end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     configured = getattr(model.generation_config, "eos_token_id", None)
     return {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
 
@@ -134,11 +134,11 @@ def read_prompts(
 ) -> list[Prompt]:
     """Return the run file's prompts, those of a file, or the beginnings of validation rows."""
     if settings.from_eval is not None:
-        return _of_rows(validation, settings.from_eval, tokenizer)
+        return _prompts_from_rows(validation, settings.from_eval, tokenizer)
     texts, key = settings.prompts or [], "train.sample.prompts"
     if settings.file is not None:
         key = "train.sample.file"
-        texts = [_text_of(line) for line in read_prompt_lines(settings, where(key))]
+        texts = [_parse_line(line) for line in read_prompt_lines(settings, where(key))]
     prompts = []
     for text in texts:
         rendered = text
@@ -156,7 +156,7 @@ def read_prompts(
     return prompts
 
 
-def _text_of(line: str) -> str:
+def _parse_line(line: str) -> str:
     """Return the text of a prompt file's line: plain text, or JSON with a `prompt`."""
     try:
         value = json.loads(line)
@@ -165,7 +165,7 @@ def _text_of(line: str) -> str:
     return str(value["prompt"]) if isinstance(value, dict) and "prompt" in value else line
 
 
-def _of_rows(validation: Batches, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def _prompts_from_rows(validation: Batches, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Return prompts from the first validation documents: up to the first supervised token, or half of the document."""
     prompts: list[Prompt] = []
     blocks = validation.rows.to_batches(max_chunksize=16)

@@ -47,14 +47,14 @@ class Saver:
 
     def save(self, loop: Loop, *, wait: bool) -> None:
         """Copy what is to be saved; wait for the write only if `wait`. A collective."""
-        if differing := loop.replicas.differing():
+        if differing := loop.replicas.find_differing():
             raise RunError(
                 f"{len(differing)} adapter tensors differ between ranks, the first is {differing[0]}",
                 str(self.folder),
                 "nothing was saved; a rank with faulty memory or other library versions does this",
             )
         began = time.monotonic()
-        taken = checkpoint.snapshot(
+        taken = checkpoint.take_snapshot(
             loop.step,
             model=loop.model,
             optimizer=loop.optimizer,
@@ -74,9 +74,9 @@ class Saver:
             },
         )
         if taken is not None:
-            self.begin(taken, time.monotonic() - began)
-        if wait and (failure := group.from_rank_0(self.close())):
-            kept = checkpoint.saved(self.checkpoints)
+            self.start_writing(taken, time.monotonic() - began)
+        if wait and (failure := group.broadcast(self.close())):
+            kept = checkpoint.list_checkpoints(self.checkpoints)
             before = f"the checkpoint before is {kept[-1].name}" if kept else "there is no checkpoint before"
             raise RunError(
                 f"step {loop.step} could not be saved: {failure}",
@@ -88,7 +88,7 @@ class Saver:
         """Save what was trained before a faulty row; return the error with what to do about both. A collective."""
         problem, folder = error.problems[0], self.checkpoints / f"step-{loop.step}"
         if loop.step > began_at and self.step != loop.step:
-            loop.schedule_free("eval")
+            loop.set_optimizer_mode("eval")
             self.save(loop, wait=True)
         hint = f"{problem.hint}; `windlass data RUN --override data.streaming=false` reads every row"
         if loop.step:
@@ -96,7 +96,7 @@ class Saver:
             hint += f" train.output_dir={self.folder}-2 --override lora.adapter={folder}`"
         return UserError(f"{problem.problem} (met in step {loop.step + 1} of the stream)", problem.where, hint)
 
-    def begin(self, taken: Snapshot, copying_seconds: float = 0.0) -> None:
+    def start_writing(self, taken: Snapshot, copying_seconds: float = 0.0) -> None:
         """Start writing, after the previous checkpoint is written."""
         self.close()
         self.step, self.writing = taken.step, self.thread.submit(self._write, taken, copying_seconds)

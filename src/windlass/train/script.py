@@ -1,7 +1,7 @@
 """`windlass train` for a run of kind: script: start its ranks as torchrun would, and watch them.
 
-Ranks are plain processes, as for language models and for the same reasons (see `ranks.start`), in the environment that
-torchrun provides. If torchrun or `accelerate launch` started this process, it is one rank and runs the script as its
+Ranks are plain processes, as for language models and for the same reasons (see `ranks.start_ranks`), in the environment
+that torchrun provides. If torchrun or `accelerate launch` started this process, it is one rank and runs the script as its
 child, so that the script's exit code is known and signals reach it.
 """
 
@@ -26,12 +26,12 @@ from windlass.observe.watch.patrol import ScriptWatch
 from windlass.plan.script import ScriptPlan
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.train import ranks
-from windlass.train.rank import SUPERVISED, launched_by_srun, read_rank, run_rank, wait_for_peers
+from windlass.train.rank import SUPERVISED, read_rank, run_rank, translate_srun, wait_for_peers
 
 LIBRARIES: Final = ("torch", "torchvision", "transformers", "accelerate", "lightning")
 
 
-def train(
+def train_script(
     make_plan: Callable[[], ScriptPlan],
     *,
     environ: MutableMapping[str, str],
@@ -39,13 +39,13 @@ def train(
     say: Callable[[UserError], None],
 ) -> int:
     """Start this machine's ranks of the script, or be one. Returns the exit code."""
-    environ.update(launched_by_srun(environ))
+    environ.update(translate_srun(environ))
     here = read_rank(environ)
     if here is None:
         plan = make_plan()
         ranks.require_all_nodes(plan.layout.nodes, plan.loaded.where, environ)
-        with ranks.reserved_port() as port:
-            return run(plan, ranks.environments(plan.layout.gpus_per_node, environ, port), resume=resume)
+        with ranks.reserve_port() as port:
+            return run_script(plan, ranks.make_environments(plan.layout.gpus_per_node, environ, port), resume=resume)
 
     # A pod with one rank has no other variables than its number.
     own = {"LOCAL_RANK": str(here.local_rank), "LOCAL_WORLD_SIZE": "1", **environ}
@@ -53,7 +53,7 @@ def train(
 
     def work() -> int:
         made.append(make_plan())
-        return run(made[0], [own], resume=resume)
+        return run_script(made[0], [own], resume=resume)
 
     code = run_rank(here, work, print_error=say)
     if code == SAVED:
@@ -62,7 +62,7 @@ def train(
     return code
 
 
-def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool) -> int:
+def run_script(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool) -> int:
     """Run the script once per environment until all have ended. Rank 0's side has the run folder and the watch."""
     job, path = plan.loaded.run, plan.loaded.run.script.path
     if path is not None and not Path(path).is_file():
@@ -78,19 +78,19 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
     more = {run_folder.OUTPUT_DIR: str(folder.absolute()), **patrol.environment(environs[0], job, folder.absolute())}
     with contextlib.ExitStack() as stack:
         if is_leader:
-            stack.enter_context(_claimed(plan, folder, resume=resume))
+            stack.enter_context(_claim_and_watch(plan, folder, resume=resume))
         processes: list[subprocess.Popen[bytes]] = []
         stop = threading.Event()
         watch = ScriptWatch(job, plan.layout.ranks, stop.set, _say) if is_leader else None
 
         def starting() -> Iterator[subprocess.Popen[bytes]]:
             for environ in environs:
-                own = environ if launched else as_torchrun(environ)
+                own = environ if launched else add_torchrun_variables(environ)
                 yield ranks.start_process(command, {**own, **more}, parent_death_signal=parent_death)
             if watch:  # last: the watch is a thread, and processes should be started before threads
                 stack.enter_context(watch)
 
-        first, cut_short = ranks.wait(
+        first, cut_short = ranks.wait_for_ranks(
             processes,
             starting(),
             grace or GRACE_SECONDS,
@@ -107,7 +107,7 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
         return code
 
 
-def as_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
+def add_torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Add the variables that torchrun sets, except its store's and its error file's, which belong to its launcher."""
     per_node, world = int(environ["LOCAL_WORLD_SIZE"]), environ["WORLD_SIZE"]
     return {
@@ -124,7 +124,7 @@ def as_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _claimed(plan: ScriptPlan, folder: Path, *, resume: bool) -> Iterator[None]:
+def _claim_and_watch(plan: ScriptPlan, folder: Path, *, resume: bool) -> Iterator[None]:
     where = plan.loaded.where("script.output_dir")
     with run_folder.lock_run(folder, where) or contextlib.nullcontext():
         before = run_folder.read_manifest(folder)

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from windlass.model.targets import ExpertShards
-from windlass.train.experts import peers
-from windlass.train.group import gather, world
-from windlass.train.parallel import fsdp_modules
+from windlass.train.experts import expert_peer_groups
+from windlass.train.group import all_gather, get_world_size
+from windlass.train.parallel import list_fsdp_modules
 
 BUCKET_BYTES = 256 * 2**20  # bounds the flat copy of the gradients; adapters without experts fit in one bucket
 Groups = Sequence[dist.ProcessGroup | None]
 EVERYONE: Groups = [None]
 
 
-class Replicas:
+class ReplicaGroups:
     """The trainable parameters, grouped by which ranks have the same ones.
 
     `shared`: all ranks. `split`, experts' adapters under expert parallelism: ranks with the same experts; the gradient
@@ -40,13 +40,16 @@ class Replicas:
         self.shared, self.split = list(shared.values()), list(split.values())
         self.sharded = [p for p in trained.values() if isinstance(p, DTensor)]
         self.parameters = [*self.shared, *self.split]  # parameters that other ranks have too
-        self.shared_buckets, self.split_buckets = list(_buckets(self.shared)) or [[]], list(_buckets(self.split))
-        self.world = world()
+        self.shared_buckets, self.split_buckets = (
+            list(_split_into_buckets(self.shared)) or [[]],
+            list(_split_into_buckets(self.split)),
+        )
+        self.world = get_world_size()
         # Groups that together span the ranks with the same experts; none if every rank has its own.
-        self.alike: Groups = peers(model)
+        self.alike: Groups = expert_peer_groups(model)
         self.holders: list[int] = []  # per part of the experts, the first rank that has it
         if split:
-            firsts = gather(next(iter(parts.by_module.values())).first)
+            firsts = all_gather(next(iter(parts.by_module.values())).first)
             self.holders = [firsts.index(first) for first in sorted(set(firsts))]
 
     def gradients(self) -> list[Tensor]:
@@ -92,14 +95,14 @@ class Replicas:
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     @torch.no_grad()
-    def differing(self) -> list[str]:
+    def find_differing(self) -> list[str]:
         """Return the names of parameters that should be bit-equal between ranks and are not. A collective."""
         if self.world == 1 or not self.names:
             return []
         differ = []
         for parameters, groups in ((self.shared, EVERYONE), (self.split, self.alike)):
             if parameters:
-                lowest = fingerprints(parameters)
+                lowest = compute_fingerprints(parameters)
                 highest = lowest.clone()
                 for group in groups:
                     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
@@ -116,7 +119,7 @@ class Replicas:
         return values
 
 
-class Waits:
+class WaitTimer:
     """Measures how long this rank's forward waits for others: otherwise a slow rank looks like those waiting for it.
 
     Ranks wait where FSDP2 gathers weights, in its hook before a module's forward, and in the experts' forward if
@@ -126,7 +129,7 @@ class Waits:
     def __init__(self, model: nn.Module, now: Callable[[], Any], *, split_experts: bool) -> None:
         self.now, self.on, self.depth = now, False, 0
         self.marks: list[Any] = []  # starts and ends, nested at most once
-        for module in fsdp_modules(model):
+        for module in list_fsdp_modules(model):
             module.register_forward_pre_hook(self._begin, prepend=True)  # type: ignore[attr-defined]
             module.register_forward_pre_hook(self._end)  # type: ignore[attr-defined]
         for name, module in model.named_modules():
@@ -163,7 +166,7 @@ def _norm(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
     return (total.full_tensor() if isinstance(total, DTensor) else total).float()
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _split_into_buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield runs of parameters, cut where their gradients reach BUCKET_BYTES."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
@@ -176,7 +179,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 
 
 @torch.no_grad()
-def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+def compute_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """Return a 64-bit number per tensor that changes with any of its bits, computed on the tensor's device.
 
     It is the sum of the values' bits, each times an odd number of its own, modulo 2^64: one pass, nothing copied to the

@@ -18,12 +18,12 @@ Log = Callable[[Values, int], None]
 AXES = ("step", "time", "epoch")  # fields of a step line that trackers have themselves
 
 
-def prefixed(values: Values) -> dict[str, float]:
+def add_prefixes(values: Values) -> dict[str, float]:
     """Rename eval_loss -> eval/loss and everything else -> train/…."""
     return {f"eval/{n[5:]}" if n.startswith("eval_") else f"train/{n}": value for n, value in values.items()}
 
 
-def tensorboard(folder: Path, _name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
+def open_tensorboard(folder: Path, _name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
     from torch.utils.tensorboard import SummaryWriter
 
     named = folder / "runs" / f"{time.strftime('%b%d_%H-%M-%S')}_{os.uname().nodename}"
@@ -37,24 +37,24 @@ def tensorboard(folder: Path, _name: str | None, config: dict[str, Any]) -> tupl
     writer.add_text("run", str(config))
 
     def log(values: Values, step: int) -> None:
-        for name, value in prefixed(values).items():
+        for name, value in add_prefixes(values).items():
             writer.add_scalar(name, value, step)
         writer.flush()
 
     return log, writer.close
 
 
-def wandb(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
+def open_wandb(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
     import wandb
 
     run = wandb.run or wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), name=name)
     run.config.update(config, allow_val_change=True)
     run.define_metric("train/global_step")
     run.define_metric("*", step_metric="train/global_step", step_sync=True)
-    return lambda values, step: run.log({**prefixed(values), "train/global_step": step}), run.finish
+    return lambda values, step: run.log({**add_prefixes(values), "train/global_step": step}), run.finish
 
 
-def mlflow(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
+def open_mlflow(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
     import mlflow
 
     started = mlflow.active_run() is None
@@ -74,17 +74,17 @@ def mlflow(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Log
     return log, mlflow.end_run if started else lambda: None
 
 
-def trackio(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
+def open_trackio(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
     import trackio
 
     trackio.init(project="huggingface", name=name, resume="allow", config=config)
-    return lambda values, step: trackio.log({**prefixed(values), "train/global_step": step}), trackio.finish
+    return lambda values, step: trackio.log({**add_prefixes(values), "train/global_step": step}), trackio.finish
 
 
-OPEN = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow, "trackio": trackio}
+OPEN = {"tensorboard": open_tensorboard, "wandb": open_wandb, "mlflow": open_mlflow, "trackio": open_trackio}
 
 
-def named(losses: dict[str, float] | None) -> dict[str, float]:
+def name_losses(losses: dict[str, float] | None) -> dict[str, float]:
     return {f"loss_{name}": value for name, value in (losses or {}).items()}
 
 
@@ -120,7 +120,7 @@ class Trackers:
         for record in self.lines.objects() if self.opened else ():
             numbers = {
                 f"step/{name}": value
-                for name, value in {**record, **named(record.get("source_loss"))}.items()
+                for name, value in {**record, **name_losses(record.get("source_loss"))}.items()
                 if name not in AXES and isinstance(value, int | float) and not isinstance(value, bool)
             }
             self.log(numbers, record["step"])
