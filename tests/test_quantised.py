@@ -286,11 +286,11 @@ pointers = {"codes": "*u8", "scale": "*fp32", "table": "*fp32", "values": "*bf16
 strides = ("expert_stride", "row_stride", "rows", "columns")
 for architecture, exponents, side in ((80, (4, 5), 32), (90, (0, 0), 64), (100, (0,), 32)):
     scales = ("*bf16", "*fp32")[: 1 + (side == 64)]
-    versions = [(kernel._in_four_bits, {"side": side}, {"scale": scale}) for scale in scales]
+    versions = [(kernel._four_bits_kernel, {"side": side}, {"scale": scale}) for scale in scales]
     for number, exponent in enumerate(exponents):
         given = {"scale_rows": 1, "scale_columns": 1} if number == 0 else {}
         given |= {"one": number == 0, "exponent": exponent}
-        versions.append((kernel._scaled, given, {} if exponent else {"codes": "*fp8e4nv"}))
+        versions.append((kernel._fp8_kernel, given, {} if exponent else {"codes": "*fp8e4nv"}))
     for function, given, kinds in versions:
         names, given = function.arg_names, given | tiles  # a number that is 1 is a constant for Triton
         kinds = pointers | kinds | dict.fromkeys(given, "constexpr")
@@ -397,7 +397,7 @@ def patterned() -> Tensor:
 def test_nf4_is_that_of_bitsandbytes() -> None:
     rows = torch.empty(2, four_bits.row_bytes(64, 64), dtype=torch.uint8)
     four_bits.quantise(patterned(), "nf4", rows)
-    codes, scale = four_bits.split_rows_rows(rows, 64)
+    codes, scale = four_bits.split_rows(rows, 64)
     assert bytes(codes.flatten().tolist()).hex() == GOLDEN
     assert scale.flatten().tolist() == GOLDEN_SCALES
 
@@ -415,7 +415,7 @@ def test_nf4_is_that_of_bitsandbytes_on_random_numbers(dtype: torch.dtype) -> No
     if dtype == torch.bfloat16:  # whose scales 16 bits hold exactly: the numbers, too
         rows = torch.empty(40, four_bits.row_bytes(192, 64), dtype=torch.uint8)
         four_bits.quantise(values.float(), "nf4", rows)
-        decoded = four_bits.decode_codes(*four_bits.split_rows_rows(rows, 192), 64, "nf4")
+        decoded = four_bits.decode_codes(*four_bits.split_rows(rows, 192), 64, "nf4")
         assert torch.equal(decoded.to(dtype), theirs.dequantize_4bit(packed, state))
 
 

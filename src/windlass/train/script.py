@@ -1,8 +1,8 @@
 """`windlass train` for a run of kind: script: start its ranks as torchrun would, and watch them.
 
 Ranks are plain processes, as for language models and for the same reasons (see `ranks.start_ranks`), in the environment
-that torchrun provides. If torchrun or `accelerate launch` started this process, it is one rank and runs the script as its
-child, so that the script's exit code is known and signals reach it.
+that torchrun provides. If torchrun or `accelerate launch` started this process, it is one rank and runs the script as
+its child, so that the script's exit code is known and signals reach it.
 """
 
 from __future__ import annotations
