@@ -40,7 +40,7 @@ def windlass(*arguments: str) -> str:
 
 def cases(folder: Path) -> dict[str, tuple[Path, list[str], int]]:
     """Name to run file, overrides and ranks."""
-    run = demo.make(folder / "demo")
+    run = demo.make_demo(folder / "demo")
     found = {"demo, 2 ranks": (run, list[str](), 2)}
     for family, sizes in MODELS.items():
         model = tiny.write(folder / family, family, **sizes)

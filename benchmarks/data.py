@@ -63,7 +63,7 @@ def write_rows(path: Path, copies: int, kind: str = "text") -> None:
 
 
 def windlass_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[float, Any]:
-    from windlass.data.prepare import prepare
+    from windlass.data.prepare import prepare_data
     from windlass.runfile import RunFile
 
     run = RunFile.model_validate(
@@ -74,7 +74,7 @@ def windlass_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tup
         }
     )
     start = time.perf_counter()
-    found = prepare(run, tokenizer).train
+    found = prepare_data(run, tokenizer).train
     return time.perf_counter() - start, found
 
 

@@ -169,10 +169,10 @@ def with_windlass(folder: Path, workers: int, *, proven: bool) -> None:
     from windlass.export.deltas import read_deltas
     from windlass.export.merge import OWN, plan_merge, write_merge
     from windlass.export.proof import prove_files
-    from windlass.export.source import base_of, choose_adapter
+    from windlass.export.source import choose_adapter, require_local_base
 
     source, to = choose_adapter(folder / "adapter"), folder / "out"
-    base = base_of(source, None)
+    base = require_local_base(source, None)
     deltas = read_deltas(source, base)
     plan = plan_merge(base, deltas, to, OWN)
     to.mkdir()

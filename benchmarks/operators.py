@@ -59,7 +59,7 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
 
     from windlass import plan as planning
     from windlass import runfile
-    from windlass.data.prepare import prepare
+    from windlass.data.prepare import prepare_data
     from windlass.observe.background import BackgroundReport
     from windlass.train import experts
     from windlass.train.fused import fuse_layers
@@ -73,7 +73,7 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
     tokenizer = open_base_tokenizer(plan)
     model, _ = load_base(plan.base, plan.layout, dtype=torch.bfloat16)
     peft = attach_adapter(model, plan.loaded.run.lora, plan.adapter, 0)
-    data = prepare(plan.loaded.run, tokenizer)
+    data = prepare_data(plan.loaded.run, tokenizer)
     out = Path(plan.loaded.run.train.output_dir)
     arguments: Any = (Console(quiet=True), StopSignal(), BackgroundReport(out), {}, 0)
     loop = make_loop(plan, here, peft, data, tokenizer, *arguments)

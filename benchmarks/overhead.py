@@ -66,7 +66,7 @@ class Bench:
     def __init__(self, folder: Path, sizes: argparse.Namespace, steps: int, accumulation: int) -> None:
         from windlass import plan as planning
         from windlass import runfile
-        from windlass.data.prepare import prepare
+        from windlass.data.prepare import prepare_data
         from windlass.train.load import load_base
         from windlass.train.lora import attach_adapter
         from windlass.train.run import open_base_tokenizer
@@ -83,7 +83,7 @@ class Bench:
         import torch
 
         self.tokenizer = open_base_tokenizer(self.plan)
-        self.data = prepare(job, self.tokenizer)
+        self.data = prepare_data(job, self.tokenizer)
         model, _ = load_base(self.plan.base, self.plan.layout, dtype=torch.float32)
         self.model = attach_adapter(model, job.lora, self.plan.adapter, job.train.seed)
         self.forward = self.model.get_base_model().forward

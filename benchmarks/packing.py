@@ -32,8 +32,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from windlass import tiny
 from windlass.data.collate import PaddedCollator, PaddingFreeCollator
-from windlass.data.packing import shuffled
-from windlass.data.prepare import Prepared, prepare
+from windlass.data.packing import shuffle
+from windlass.data.prepare import PreparedData, prepare_data
 from windlass.runfile import RunFile
 
 MAX_LENGTH, VOCABULARY, WARM_STEPS = 1024, 4096, 2
@@ -51,7 +51,7 @@ def wikitext_like(path: Path, rows: int) -> None:
             file.write(" ".join(words[start : start + min(count, 400)]) + "\n")
 
 
-def prepared(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> Prepared:
+def prepared(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> PreparedData:
     run = RunFile.model_validate(
         {
             "model": {"model_name_or_path": "unused"},
@@ -59,19 +59,19 @@ def prepared(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> Prepare
             "train": {"output_dir": str(folder / "out"), "max_steps": 1, "per_device_train_batch_size": 8},
         }
     )
-    return prepare(run, tokenizer)
+    return prepare_data(run, tokenizer)
 
 
-def batches(found: Prepared, batch: int, grouped: bool, padding_free: bool) -> Iterator[dict[str, Any]]:
+def batches(found: PreparedData, batch: int, grouped: bool, padding_free: bool) -> Iterator[dict[str, Any]]:
     collate = PaddingFreeCollator() if padding_free else PaddedCollator(0)
-    order = found.order(seed=0, epoch=0, global_batch=batch) if grouped else shuffled(len(found.train), 0, 0)
+    order = found.order(seed=0, epoch=0, global_batch=batch) if grouped else shuffle(len(found.train), 0, 0)
     if grouped:  # the longest batch comes first: measured here is the mix
         order = np.concatenate([order[batch:], order[:batch]])
     for start in range(0, len(order), batch):
         yield collate([found.train.slice(int(i), 1).to_pylist()[0] for i in order[start : start + batch]])
 
 
-def measure(found: Prepared, batch: int, grouped: bool, packed: bool, seconds: float) -> dict[str, Any]:
+def measure(found: PreparedData, batch: int, grouped: bool, packed: bool, seconds: float) -> dict[str, Any]:
     """Steps for so many seconds, after two that are not counted."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8}

@@ -27,7 +27,7 @@ from windlass.export import rounding
 from windlass.export.deltas import read_deltas
 from windlass.export.merge import FP8, plan_merge, write_merge
 from windlass.export.proof import load_float32
-from windlass.export.source import base_of, choose_adapter
+from windlass.export.source import choose_adapter, require_local_base
 from windlass.model import read_base
 from windlass.train.logits import compute_both_logits, compute_logits, kl_divergence, open_adapter, sample_rows
 from windlass.train.reading import Box
@@ -35,7 +35,7 @@ from windlass.train.reading import Box
 WIDE = {"q_lora_rank": 512, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64}
 CHANGES = {"gpus_per_node": "1", "learning_rate": "0.0005", "max_steps": "40", "layout": "resident"}
 Dice = Callable[[str, Box], Tensor]
-ROUNDINGS: dict[str, Dice] = {"nearest": lambda _key, _box: torch.tensor(0.5), "dithered": rounding.dither}
+ROUNDINGS: dict[str, Dice] = {"nearest": lambda _key, _box: torch.tensor(0.5), "dithered": rounding.make_dither}
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def train(folder: Path) -> Path:
-    run_file = demo.make(folder)
+    run_file = demo.make_demo(folder)
     shutil.rmtree(folder / "model")
     tiny.write(
         folder / "model", hidden=1024, layers=2, heads=8, experts=4, moe_intermediate=512, vocab=1024, config=WIDE
@@ -76,12 +76,12 @@ def compare(run: Path, folder: Path, strength: float) -> None:
     save_file(scaled, weak / source.weights.name, metadata={"format": "pt"})
     (weak / "adapter_config.json").write_text(json.dumps(source.config))
     weaker = choose_adapter(weak)
-    base = base_of(weaker, None)
+    base = require_local_base(weaker, None)
     rows = sample_rows(source.run_folder, base.dims["vocab"])
     plain, adapted = compute_both_logits(open_adapter(load_float32(base), weak), rows)
     change = adapted - plain
     for name, dice in ROUNDINGS.items():
-        rounding.dither = dice  # type: ignore[assignment]
+        rounding.make_dither = dice  # type: ignore[assignment]
         to = folder / "out"
         shutil.rmtree(to, ignore_errors=True)
         deltas = read_deltas(weaker, base)

@@ -34,7 +34,7 @@ LACKING = sorted(name for name in TRACKERS if absent_trackers(name))
 @pytest.fixture(scope="session")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run file of a small model that is whole, with data."""
-    return demo.make(tmp_path_factory.mktemp("check") / "demo")
+    return demo.make_demo(tmp_path_factory.mktemp("check") / "demo")
 
 
 ABSENT = {  # a key that names a file or folder that is not here, and what is said

@@ -34,7 +34,7 @@ NAMES = ("node 0", "node 1", "node 2", "node 3")
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo.make(tmp_path_factory.mktemp("check") / "demo")
+    return demo.make_demo(tmp_path_factory.mktemp("check") / "demo")
 
 
 @pytest.fixture(scope="module")

@@ -27,15 +27,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from windlass import tiny
-from windlass.data.cache import SEAL, cached_folder
-from windlass.data.chat import ChatTemplate, chat_template
-from windlass.data.prepare import Prepared, prepare
-from windlass.data.show import show
+from windlass.data.cache import SEAL, get_or_create
+from windlass.data.chat import ChatTemplate, choose_template
+from windlass.data.prepare import PreparedData, prepare_data
+from windlass.data.show import print_audit
 from windlass.errors import UserError
 from windlass.runfile import Data, RunFile
 
 PARAGRAPHS = [part for name in sorted(topics) for part in topics[name].split("\n\n")]
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedData]
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +65,12 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
 def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Prepare:
     def make(rows: list[Any], tokenizer: Any = tokenizer, least: float = 0.0, more: Any = None, **section: Any) -> Any:
         path = write_lines(tmp_path / "a.jsonl", rows)
-        return prepare(run_file(path, least=least, **section), tokenizer, **(more or {}))
+        return prepare_data(run_file(path, least=least, **section), tokenizer, **(more or {}))
 
     return make
 
 
-def supervised(prepared: Prepared, row: int = 0) -> list[int]:
+def supervised(prepared: PreparedData, row: int = 0) -> list[int]:
     found = prepared.train.slice(row, 1).to_pylist()[0]
     return [token for token in found.get("labels", found["input_ids"]) if token != -100]
 
@@ -207,11 +207,11 @@ def test_answer_spans_are_derived_from_templates(
         text, spans = ChatTemplate(tokenizer, template).render(chat)
         assert [text[slice(*span)] for span in spans] == expected
     with pytest.raises(UserError, match="no role"):
-        chat_template(tokenizer).render([{"content": "x"}])
+        choose_template(tokenizer).render([{"content": "x"}])
     known = Data(chat_template="{% set y = 1 %}{% if loud and y %}!{% endif %}" + template)
     with pytest.raises(UserError, match=r"no variable 'shout'\n\n.* loud, messages"):
-        chat_template(tokenizer, known.model_copy(update={"template_kwargs": {"shout": True}}))
-    assert chat_template(tokenizer, known.model_copy(update={"template_kwargs": {"loud": True}})).kwargs
+        choose_template(tokenizer, known.model_copy(update={"template_kwargs": {"shout": True}}))
+    assert choose_template(tokenizer, known.model_copy(update={"template_kwargs": {"loud": True}})).kwargs
 
 
 @pytest.mark.parametrize(
@@ -280,11 +280,11 @@ def test_validation_rows_that_are_missing_or_also_trained_on(prepared: Prepare, 
     for key, value in {"eval_steps": 5, "lr_scheduler_type": "greedy"}.items():
         asked = type(run.train).model_validate({**run.train.model_dump(exclude_unset=True), key: value})
         with pytest.raises(UserError, match=rf"train.{key} wants evaluation, .* their splits: train"):
-            prepare(run.model_copy(update={"train": asked}), tokenizer)
+            prepare_data(run.model_copy(update={"train": asked}), tokenizer)
     (tmp_path / "set").mkdir()
     write_lines(tmp_path / "set" / "train.jsonl", [{"text": t} for t in ("one two", "one two", "three four", "five")])
     write_lines(tmp_path / "set" / "validation.jsonl", [{"text": t} for t in ("three four", "seven eight")])
-    done = prepare(run_file(tmp_path / "set"), tokenizer)
+    done = prepare_data(run_file(tmp_path / "set"), tokenizer)
     assert done.audit["overlap"] == {"documents": 1, "share": 0.5, "near": 0}
     assert [done.audit["splits"][name]["duplicates"] for name in ("train", "validation")] == [1, 0]
 
@@ -315,9 +315,9 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any) -
     rows.save_to_disk(str(tmp_path / "one"))
     DatasetDict({"train": rows, "val": rows.select([0])}).save_to_disk(str(tmp_path / "dict"))
     write_lines(tmp_path / "a.jsonl", rows.to_list())
-    expected = prepare(run_file(tmp_path / "a.jsonl"), tokenizer).train["input_ids"]
+    expected = prepare_data(run_file(tmp_path / "a.jsonl"), tokenizer).train["input_ids"]
     for name in ("a.parquet", "a.json", "a.txt", "a.csv", "a.tsv", "one", "dict"):
-        done = prepare(run_file(tmp_path / name), tokenizer)
+        done = prepare_data(run_file(tmp_path / name), tokenizer)
         assert done.train["input_ids"] == expected, name
         assert (done.validation is not None) == (name == "dict")
 
@@ -343,7 +343,7 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any) -
 def test_a_broken_file_is_named(tmp_path: Path, tokenizer: Any, name: str, content: bytes, words: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=words) as caught:
-        prepare(run_file(tmp_path / name), tokenizer)
+        prepare_data(run_file(tmp_path / name), tokenizer)
     assert caught.value.problems[0].hint
 
 
@@ -369,7 +369,7 @@ def test_a_tokenizer_without_offsets_keeps_the_edge(prepared: Prepare, tokenizer
 def test_the_audit_is_shown(prepared: Prepare) -> None:
     done = prepared([{"prompt": f"question {i}?", "completion": f" answer {i}."} for i in range(50)], val_fraction=0.2)
     console = Console(width=80, record=True, file=io.StringIO())
-    show(done.audit, console)
+    print_audit(done.audit, console)
     text = console.export_text()
     assert all(words in text for words in ("[[ answer", "supervised share", "packed"))
     json.dumps(done.audit, allow_nan=False)
@@ -380,10 +380,10 @@ def test_rows_are_batched_as_attention_needs(prepared: Prepare, tokenizer: Any, 
     grouped, packed = prepared(rows), prepared(rows, packing=True)
     run = run_file(tmp_path / "a.jsonl", packing=True)
     flash = run.model.model_copy(update={"attn_implementation": "flash_attention_2"})
-    packed_flash = prepare(run.model_copy(update={"model": flash}), tokenizer)
+    packed_flash = prepare_data(run.model_copy(update={"model": flash}), tokenizer)
     run = run_file(tmp_path / "a.jsonl")
-    flat = prepare(run.model_copy(update={"model": flash}), tokenizer)
-    single = prepare(run.model_copy(update={"model": flash}), tokenizer, batch=1)  # nothing to lay end to end
+    flat = prepare_data(run.model_copy(update={"model": flash}), tokenizer)
+    single = prepare_data(run.model_copy(update={"model": flash}), tokenizer, batch=1)  # nothing to lay end to end
     for done, batching, collator in (
         (grouped, "padded in batches of like length", "PaddedCollator"),
         (packed, "packed", "PaddedPackingCollator"),
@@ -407,7 +407,7 @@ def test_rows_are_batched_as_attention_needs(prepared: Prepare, tokenizer: Any, 
 MAKER = """
 import sys, time
 from pathlib import Path
-from windlass.data.cache import cached_folder
+from windlass.data.cache import get_or_create
 cache = Path(sys.argv[1])
 def make(into):
     with (cache / "log").open("a") as log:
@@ -416,7 +416,7 @@ def make(into):
     while not (cache / "go").exists():
         time.sleep(0.02)
     (into / "tokens").write_text("all")
-print((cached_folder(cache, "key", make, lambda line: print(line, flush=True)) / "tokens").read_text())
+print((get_or_create(cache, "key", make, lambda line: print(line, flush=True)) / "tokens").read_text())
 """
 
 
@@ -461,22 +461,22 @@ def test_a_failure_leaves_nothing_and_a_place_that_can_not_be_written_is_named(t
         raise UserError("bad row")
 
     with pytest.raises(UserError, match="bad row"):
-        cached_folder(tmp_path, "key", fail, print)
+        get_or_create(tmp_path, "key", fail, print)
     assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
     with pytest.raises(UserError, match="tokens can't be kept"):
-        cached_folder(tmp_path / "key.lock" / "tokens", "key", fail, print)
+        get_or_create(tmp_path / "key.lock" / "tokens", "key", fail, print)
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "unseal", "lose", "garble"])
 def test_tokens_come_from_the_cache_and_are_made_again_if_damaged(text: Path, tokenizer: Any, harm: str) -> None:
     printed: list[str] = []
-    first = prepare(run_file(text, packing=True), tokenizer, say=printed.append)
+    first = prepare_data(run_file(text, packing=True), tokenizer, say=printed.append)
     expected, audit = first.train.to_pylist(), first.audit
     folder = text.parent / "out" / "tokens" / first.fingerprint
     del first
     arrow = folder / "train.arrow"
     times = arrow.stat()
-    again = prepare(run_file(text, packing=True), tokenizer, say=printed.append)
+    again = prepare_data(run_file(text, packing=True), tokenizer, say=printed.append)
     assert (again.train.to_pylist(), again.audit, arrow.stat().st_mtime_ns, printed) == (
         expected,
         audit,
@@ -501,7 +501,7 @@ def test_tokens_come_from_the_cache_and_are_made_again_if_damaged(text: Path, to
         case "garble":
             (folder / SEAL).write_text("{")
     for _ in range(2):
-        assert prepare(run_file(text, packing=True), tokenizer, say=printed.append).train.to_pylist() == expected
+        assert prepare_data(run_file(text, packing=True), tokenizer, say=printed.append).train.to_pylist() == expected
         assert len(printed) == 1
         assert "damaged" in printed[0]
 
@@ -513,19 +513,19 @@ def test_the_fingerprint_follows_what_the_tokens_depend_on(
     if sampled:  # as of a file over 1 GiB
         monkeypatch.setattr("windlass.data.cache.BLOCK_BYTES", 16)
         monkeypatch.setattr("windlass.data.prepare.HASHED_BYTES", 64)
-    seen = {prepare(run_file(text), tokenizer).fingerprint}
+    seen = {prepare_data(run_file(text), tokenizer).fingerprint}
     os.utime(text, (0, 0))
-    assert prepare(run_file(text), tokenizer).fingerprint in seen  # a copy with another date is the same data
+    assert prepare_data(run_file(text), tokenizer).fingerprint in seen  # a copy with another date is the same data
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     other.add_special_tokens({"eos_token": "<stop>"})
     sections: list[dict[str, Any]] = [{"max_length": 32}, {"packing": True}, {"val_fraction": 0.1}]
     sections += [{"train_split": "train[:50%]"}, {"prompt_template": "{text}!"}]
-    found = [prepare(run_file(text, **section), tokenizer).fingerprint for section in sections]
-    found.append(prepare(run_file(text), other).fingerprint)
+    found = [prepare_data(run_file(text, **section), tokenizer).fingerprint for section in sections]
+    found.append(prepare_data(run_file(text), other).fingerprint)
     text.write_text("~" + text.read_text()[1:])
-    found.append(prepare(run_file(text), tokenizer).fingerprint)
+    found.append(prepare_data(run_file(text), tokenizer).fingerprint)
     text.write_text(text.read_text()[:-2] + "~\n")
-    found.append(prepare(run_file(text), tokenizer).fingerprint)
+    found.append(prepare_data(run_file(text), tokenizer).fingerprint)
     assert len({*seen, *found}) == 1 + len(found)
 
 
@@ -542,10 +542,10 @@ def test_a_volume_without_locks_still_gets_one_complete_folder(tmp_path: Path, m
     def make(into: Path) -> None:
         with monkeypatch.context() as patch:  # a process on another machine comes in between and is first
             patch.setattr(socket, "gethostname", lambda: "another")
-            cached_folder(tmp_path, "key", quick, printed.append)
+            get_or_create(tmp_path, "key", quick, printed.append)
         (into / "tokens").write_text("second")
 
-    assert (cached_folder(tmp_path, "key", make, printed.append) / "tokens").read_text() == "first"
+    assert (get_or_create(tmp_path, "key", make, printed.append) / "tokens").read_text() == "first"
     assert "takes no locks" in printed[0]
 
 
@@ -554,12 +554,12 @@ import itertools, sys
 from pathlib import Path
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
-from windlass.data.prepare import prepare
+from windlass.data.prepare import prepare_data
 from windlass.runfile import RunFile
 run = RunFile.model_validate(%s)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 tokenizer(["start the threads"] * 1000)  # as TOKENIZERS_PARALLELISM says
-prepared = prepare(run, tokenizer)
+prepared = prepare_data(run, tokenizer)
 loader = DataLoader(prepared.train, batch_size=None, num_workers=1, multiprocessing_context="fork")
 print(sum(1 for _ in itertools.islice(loader, 20)))
 """

@@ -22,7 +22,7 @@ FORMATS = {"messages", "sharegpt", "alpaca", "prompt-completion", "text", "input
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("examples")
     (made / "examples").symlink_to(ROOT / "examples")
-    demo.make(made / "demo")
+    demo.make_demo(made / "demo")
     return made
 
 

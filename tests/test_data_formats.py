@@ -11,11 +11,11 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
-from windlass.data.prepare import Prepared, prepare
+from windlass.data.prepare import PreparedData, prepare_data
 from windlass.errors import UserError
 from windlass.runfile import RunFile
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedData]
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
 CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
 TEXT_CALLS = CALLS.replace("{{ c.function.arguments | tojson }}", "{{ '=' + c.function.arguments }}")
@@ -94,19 +94,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 
 @pytest.fixture
 def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Prepare:
-    def make(row: Any, template: str | None = None, **section: Any) -> Prepared:
+    def make(row: Any, template: str | None = None, **section: Any) -> PreparedData:
         path = tmp_path / "a.jsonl"
         rows = row if isinstance(row, list) else [row]
         path.write_text("".join(json.dumps(one) + "\n" for one in rows))
         data = {"dataset_name_or_path": str(path), "max_length": 512, **section}
         data |= {"chat_template": template} if template else {}
         tree = {"data": data, "train": {"output_dir": str(tmp_path / "out"), "max_steps": 5}}
-        return prepare(RunFile.model_validate(tree), tokenizer, where=lambda key: f"run.yaml:9: {key}")
+        return prepare_data(RunFile.model_validate(tree), tokenizer, where=lambda key: f"run.yaml:9: {key}")
 
     return make
 
 
-def parts(done: Prepared, tokenizer: Any) -> list[str]:
+def parts(done: PreparedData, tokenizer: Any) -> list[str]:
     """What the loss is computed on, stretch by stretch."""
     return [part["text"] for part in done.audit["samples"][0]["parts"] if part["trained"]]
 

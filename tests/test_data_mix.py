@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from windlass import tiny
-from windlass.data.mix import RowSet, count_all, epoch_counts
-from windlass.data.packing import of_epoch
-from windlass.data.prepare import prepare
+from windlass.data.mix import RowSet, count_all, count_per_epoch
+from windlass.data.packing import choose_epoch_rows
+from windlass.data.prepare import prepare_data
 from windlass.errors import UserError
 from windlass.runfile import RunFile, read
 from windlass.runfile.fields import MixedSet
@@ -25,7 +25,7 @@ from windlass.runfile.fields import MixedSet
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(0, 5))
 def test_no_row_comes_again_before_all_have_been_seen(count: int, wanted: int, seed: int) -> None:
-    epochs = [of_epoch(count, wanted, seed, epoch) for epoch in range(4)]
+    epochs = [choose_epoch_rows(count, wanted, seed, epoch) for epoch in range(4)]
     assert all(len(rows) == wanted for rows in epochs)
     seen = np.concatenate(epochs)
     for start in range(0, len(seen) - count + 1, count):
@@ -34,7 +34,7 @@ def test_no_row_comes_again_before_all_have_been_seen(count: int, wanted: int, s
 
 def counts(*parts: dict[str, Any], rows: list[int], sequences: list[int]) -> list[int]:
     sets = [RowSet("x", RunFile().data, str, MixedSet(path="p", **part)) for part in parts]
-    return epoch_counts(sets, rows, sequences)
+    return count_per_epoch(sets, rows, sequences)
 
 
 def test_how_many_sequences_of_each_set_are_in_an_epoch() -> None:
@@ -98,7 +98,7 @@ def test_a_fault_of_one_set_has_its_place(tmp_path: Path, part: dict[str, Any], 
     loaded = read(write(tmp_path, mix=[part, {"path": f"{tmp_path}/b.jsonl"}], turns="all"), [])
     tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=600))
     with pytest.raises(UserError, match=words):
-        prepare(loaded.run, tokenizer, where=loaded.where)
+        prepare_data(loaded.run, tokenizer, where=loaded.where)
 
 
 def test_a_set_takes_from_the_section_what_it_does_not_set(tmp_path: Path) -> None:
@@ -113,6 +113,6 @@ def test_a_mix_of_one_and_one_evaluation_set_have_figures_of_their_own(tmp_path:
     parts = {"mix": [{"path": f"{tmp_path}/a.jsonl", "epochs": 2}], "eval": {"held": {"path": f"{tmp_path}/b.jsonl"}}}
     loaded = read(write(tmp_path, **parts, val_split=None), [])
     tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=600))
-    made = prepare(loaded.run, tokenizer, where=loaded.where)
+    made = prepare_data(loaded.run, tokenizer, where=loaded.where)
     assert (made.sources, made.shares, made.evaluated) == (("a",), ((8, 16),), ("held",))
     assert made.audit["evaluated"]["held"]["overlap"]["documents"] == 0

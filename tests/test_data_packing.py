@@ -29,8 +29,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from windlass import tiny
 from windlass.data.collate import Collator, PaddedCollator, PaddedPackingCollator, PaddingFreeCollator
-from windlass.data.packing import length_grouped, pack, shuffled
-from windlass.data.prepare import Prepared, prepare
+from windlass.data.packing import group_by_length, pack_rows, shuffle
+from windlass.data.prepare import PreparedData, prepare_data
 from windlass.errors import UserError
 from windlass.observe.recorder import token_counts
 from windlass.runfile import RunFile
@@ -65,20 +65,20 @@ def run_file(rows: Path, **section: Any) -> RunFile:
 
 
 @pytest.fixture(scope="module")
-def packed(rows: Path, tokenizer: PreTrainedTokenizerFast) -> Prepared:
-    return prepare(run_file(rows), tokenizer)
+def packed(rows: Path, tokenizer: PreTrainedTokenizerFast) -> PreparedData:
+    return prepare_data(run_file(rows), tokenizer)
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 50), max_size=200))
 def test_packing_loses_nothing_and_fills_rows_as_trl_does(lengths: list[int]) -> None:
-    rows = pack(lengths, 50)
+    rows = pack_rows(lengths, 50)
     assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
     fills = sorted(sum(lengths[i] for i in row) for row in rows)
     assert all(fill <= 50 for fill in fills)
     # No two rows could be one: whatever opened the later did not fit into the earlier.
     assert len(fills) < 2 or fills[0] + fills[1] > 50
-    assert pack(lengths, 50) == rows
+    assert pack_rows(lengths, 50) == rows
     if lengths:
         data = Dataset.from_dict({"input_ids": [[0] * length for length in lengths]})
         theirs = pack_dataset(data, 50, "bfd")["input_ids"]
@@ -86,16 +86,16 @@ def test_packing_loses_nothing_and_fills_rows_as_trl_does(lengths: list[int]) ->
 
 
 def test_packing_takes_the_tightest_fit() -> None:
-    assert pack([6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
-    assert pack([7, 8, 2, 3], 10) == [[0, 3], [1, 2]]
+    assert pack_rows([6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
+    assert pack_rows([7, 8, 2, 3], 10) == [[0, 3], [1, 2]]
     with pytest.raises(ValueError, match="document 1 has 11 tokens"):
-        pack([3, 11], 10)
+        pack_rows([3, 11], 10)
 
 
 def test_documents_are_complete_in_packed_rows(
-    rows: Path, tokenizer: PreTrainedTokenizerFast, packed: Prepared
+    rows: Path, tokenizer: PreTrainedTokenizerFast, packed: PreparedData
 ) -> None:
-    plain = prepare(run_file(rows, packing=False), tokenizer).train
+    plain = prepare_data(run_file(rows, packing=False), tokenizer).train
     found = []
     for row in packed.train.to_pylist():
         edges = np.cumsum([0, *row["seq_lengths"]]).tolist()
@@ -142,7 +142,7 @@ def small_model(family: str, attention: str) -> Any:
 @pytest.mark.parametrize("family", ["llama", "mistral4"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("form", PACKED)
-def test_packed_documents_are_isolated(packed: Prepared, family: str, attention: str, form: str) -> None:
+def test_packed_documents_are_isolated(packed: PreparedData, family: str, attention: str, form: str) -> None:
     model = small_model(family, attention)
     rows = packed.train.to_pylist()
     several = sorted((row for row in rows if len(row["seq_lengths"]) > 2), key=lambda row: len(row["input_ids"]))
@@ -175,7 +175,7 @@ def test_packed_documents_are_isolated(packed: Prepared, family: str, attention:
         assert change(batch["position_ids"], padding)[1] < 1e-5
 
 
-def test_stacked_rows_equal_rows_end_to_end(packed: Prepared) -> None:
+def test_stacked_rows_equal_rows_end_to_end(packed: PreparedData) -> None:
     """The same losses of the same tokens."""
     model, chosen = small_model("mistral4", "sdpa"), packed.train.to_pylist()[-3:]
     chosen[1] |= {"input_ids": chosen[1]["input_ids"][:2], "labels": chosen[1]["labels"][:2], "seq_lengths": [1, 1]}
@@ -200,33 +200,33 @@ def test_stacked_rows_equal_rows_end_to_end(packed: Prepared) -> None:
 def test_the_order_is_by_seed_and_epoch_alone() -> None:
     """Exactly these: a resumed run of an older windlass would train on other rows."""
     lengths = np.array([5, 3, 8, 1, 9, 2, 7, 6])
-    assert shuffled(8, 3, 0).tolist() == [6, 7, 2, 1, 4, 5, 3, 0]
-    assert shuffled(8, 3, 1).tolist() == [2, 1, 4, 0, 5, 7, 6, 3]
-    assert length_grouped(lengths, 2, 5, 0).tolist() == [4, 2, 5, 3, 6, 7, 0, 1]
-    assert length_grouped(lengths, 2, 5, 1).tolist() == [4, 2, 6, 7, 5, 3, 0, 1]
+    assert shuffle(8, 3, 0).tolist() == [6, 7, 2, 1, 4, 5, 3, 0]
+    assert shuffle(8, 3, 1).tolist() == [2, 1, 4, 0, 5, 7, 6, 3]
+    assert group_by_length(lengths, 2, 5, 0).tolist() == [4, 2, 5, 3, 6, 7, 0, 1]
+    assert group_by_length(lengths, 2, 5, 1).tolist() == [4, 2, 6, 7, 5, 3, 0, 1]
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=300), st.integers(1, 16), st.integers(0, 3))
 def test_grouping_by_length_is_a_permutation(lengths: list[int], batch: int, epoch: int) -> None:
-    order = length_grouped(np.array(lengths), batch, 0, epoch)
+    order = group_by_length(np.array(lengths), batch, 0, epoch)
     assert sorted(order.tolist()) == list(range(len(lengths)))
 
 
 def test_a_stream_gives_every_row_once_an_epoch_in_one_order(rows: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    streamed = prepare(run_file(rows, streaming=True, packing=False), tokenizer).train
-    plain = prepare(run_file(rows, packing=False), tokenizer).train
+    streamed = prepare_data(run_file(rows, streaming=True, packing=False), tokenizer).train
+    plain = prepare_data(run_file(rows, packing=False), tokenizer).train
     count = len(plain)
     first = [tuple(row["input_ids"]) for row in itertools.islice(streamed, 2 * count)]
     assert sorted(first[:count]) == sorted(first[count:]) == sorted(map(tuple, plain["input_ids"].to_pylist()))
     assert first[:count] != first[count:]  # shuffled anew
     assert [tuple(row["input_ids"]) for row in itertools.islice(streamed, count)] == first[:count]
-    packed = prepare(run_file(rows, streaming=True), tokenizer)
+    packed = prepare_data(run_file(rows, streaming=True), tokenizer)
     batch = packed.collator(7)(list(itertools.islice(packed.train, 2)))
     assert (batch["position_ids"] == 0).sum() > 2
     run = run_file(rows, streaming=True)
     endless = run.model_copy(update={"train": run.train.model_copy(update={"max_steps": -1})})
     with pytest.raises(UserError, match="epochs can't be counted"):
-        prepare(endless, tokenizer)
+        prepare_data(endless, tokenizer)
 
 
 def test_writing_and_reading_rows_imports_no_pandas(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.data import sources
-from windlass.data.sources import Part, Source, count_rows, parse_split, resolve
+from windlass.data.sources import Part, Source, count_rows, parse_split, resolve_source
 from windlass.errors import UserError
 from windlass.runfile import Data
 
@@ -68,7 +68,7 @@ FOLDERS: tuple[tuple[tuple[str, ...], str, dict[str, int]], ...] = (
 def test_files_are_split_by_names(tmp_path: Path, files: tuple[str, ...], named: str, splits: dict[str, int]) -> None:
     for name in files:
         lines(tmp_path / name, ['{"text": "a"}'])
-    assert {split: len(found) for split, found in resolve(data(tmp_path / named)).splits.items()} == splits
+    assert {split: len(found) for split, found in resolve_source(data(tmp_path / named)).splits.items()} == splits
 
 
 def test_published_folders_with_configs(tmp_path: Path) -> None:
@@ -76,23 +76,25 @@ def test_published_folders_with_configs(tmp_path: Path) -> None:
     for config in ("wikitext-2-raw-v1", "wikitext-103-raw-v1"):
         for split in ("train", "validation", "test"):
             parquet(root / config / f"{split}-00000-of-00001.parquet", 7)
-    found = resolve(data(root, dataset_config_name="wikitext-2-raw-v1"))
+    found = resolve_source(data(root, dataset_config_name="wikitext-2-raw-v1"))
     assert set(found.splits) == {"train", "validation", "test"}
     assert {path.parent.name for files in found.splits.values() for path in files} == {"wikitext-2-raw-v1"}
-    assert resolve(data(root / "wikitext-2-raw-v1", dataset_config_name="wikitext-2-raw-v1")).splits == found.splits
+    assert (
+        resolve_source(data(root / "wikitext-2-raw-v1", dataset_config_name="wikitext-2-raw-v1")).splits == found.splits
+    )
     cases: tuple[tuple[str | None, str], ...] = (
         (None, "several configs: wikitext-103-raw-v1, wikitext-2-raw-v1"),
         ("wikitext-2", "no config 'wikitext-2'.*wikitext-103-raw-v1"),
     )
     for asked, words in cases:
         with pytest.raises(UserError, match=words):
-            resolve(data(root, dataset_config_name=asked))
+            resolve_source(data(root, dataset_config_name=asked))
     # The default config belongs to its own set.
-    assert Data().dataset_config_name == resolve(data(root)).config == "wikitext-2-raw-v1"
+    assert Data().dataset_config_name == resolve_source(data(root)).config == "wikitext-2-raw-v1"
     lines(tmp_path / "mine" / "train.jsonl", ["{}"])
-    assert resolve(data(tmp_path / "mine")).config is None
+    assert resolve_source(data(tmp_path / "mine")).config is None
     with pytest.raises(UserError, match="no config 'wikitext-2-raw-v1'"):
-        resolve(data(tmp_path / "mine", dataset_config_name="wikitext-2-raw-v1"))
+        resolve_source(data(tmp_path / "mine", dataset_config_name="wikitext-2-raw-v1"))
 
 
 def test_the_card_says_where_a_configs_files_are_and_how_many_rows_it_has(
@@ -109,17 +111,17 @@ def test_the_card_says_where_a_configs_files_are_and_how_many_rows_it_has(
         "dataset_info:\n- config_name: tiny\n  splits:\n  - {name: train, num_examples: 11, num_bytes: 99}\n"
         "---\n# A set\n"
     )
-    source = resolve(data(cache, dataset_config_name="tiny"))
+    source = resolve_source(data(cache, dataset_config_name="tiny"))
     files = {split: [path.name for path in paths] for split, paths in source.splits.items()}
     assert files == {"train": ["a.csv"], "held": ["b.csv"]}
-    assert len(resolve(data(cache, dataset_config_name="other")).splits["train"]) == 2
+    assert len(resolve_source(data(cache, dataset_config_name="other")).splits["train"]) == 2
     assert count_rows(data(cache, dataset_config_name="tiny"), "train").count == 1
     monkeypatch.setattr(sources, "PARSED_BYTES", 3)  # the card's word is taken if counting takes too long
     found = count_rows(data(cache, dataset_config_name="tiny"), "train")
     assert (found.count, found.text_bytes, found.how) == (11, 99, "as its README says")
     for config, words in ((None, "several configs"), ("plain", "none of the files that its README lists")):
         with pytest.raises(UserError, match=words):
-            resolve(data(cache, dataset_config_name=config))
+            resolve_source(data(cache, dataset_config_name=config))
 
 
 def test_a_path_that_is_not_there_and_names_on_the_hub(tmp_path: Path) -> None:
@@ -136,12 +138,12 @@ def test_a_path_that_is_not_there_and_names_on_the_hub(tmp_path: Path) -> None:
         ("./Salesforce/wikitext", "does not exist"),
     ):
         with pytest.raises(UserError, match=words) as caught:
-            resolve(data(named), lambda key: f"run.yaml:7: {key}")
+            resolve_source(data(named), lambda key: f"run.yaml:7: {key}")
         assert str(caught.value).startswith("run.yaml:7: data.dataset_name_or_path")
     with pytest.raises(UserError, match="has no config 'x'"):
-        resolve(data(tmp_path / "wikitext" / "train.txt", dataset_config_name="x"))
+        resolve_source(data(tmp_path / "wikitext" / "train.txt", dataset_config_name="x"))
     for name in ("Salesforce/wikitext", "imdb"):
-        assert resolve(data(name)).format == "hub"
+        assert resolve_source(data(name)).format == "hub"
 
 
 def test_slices_are_parsed(tmp_path: Path) -> None:

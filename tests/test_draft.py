@@ -46,7 +46,7 @@ def test_length_batch_and_epochs_follow_the_data(tmp_path: Path, model: Path) ->
 
 
 def test_few_rows_are_repeated_and_warned_about(tmp_path: Path, model: Path) -> None:
-    made = draft.draft(str(model), rows(tmp_path / "few.jsonl", [100] * 20), "1xcpu", print)
+    made = draft.draft_run(str(model), rows(tmp_path / "few.jsonl", [100] * 20), "1xcpu", print)
     assert made.settings["train.num_train_epochs"][0] == MOST_EPOCHS
     assert "20 rows make only" in made.warnings[0]
 
@@ -65,7 +65,7 @@ def test_activations_are_recomputed_where_the_run_does_not_fit_otherwise(tmp_pat
     chosen = {}
     for gpu in ("8xh200", "1xl4", "1xh100"):
         name = "Mistral-Small-4-119B-2603" if gpu == "1xh100" else "Mistral-7B-v0.1"
-        made = draft.draft(name, data, gpu, print)
+        made = draft.draft_run(name, data, gpu, print)
         chosen[gpu] = made.settings["train.gradient_checkpointing"][0], any("needs" in each for each in made.warnings)
         if gpu != "1xh100":
             plan, own = planning.make(made.load()), unset(made)
@@ -107,7 +107,9 @@ def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys:
     capped = chosen(name=small)
     assert capped.loaded.run.data.max_length == 600
     assert capped.chosen[0].startswith("data.max_length 600, all positions that the model has, ")
-    assert draft.draft(str(small), str(tmp_path / "rows.jsonl"), "2xcpu", print).settings["data.max_length"][0] == 600
+    assert (
+        draft.draft_run(str(small), str(tmp_path / "rows.jsonl"), "2xcpu", print).settings["data.max_length"][0] == 600
+    )
     warnings = chosen("", ", max_length: 700", small).warnings
     assert [each.override for each in warnings if "600 positions" in each.text] == ["data.max_length=600"]
     # Who says how many sequences a step has means rows of the data.
@@ -129,7 +131,7 @@ def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys:
 @pytest.mark.parametrize("gpus", ["0xh200", "2x2x2xh200", "x", "8xh9000"])
 def test_invalid_gpu_count_is_refused(model: Path, tmp_path: Path, gpus: str) -> None:
     with pytest.raises(UserError, match="--gpus"):
-        draft.draft(str(model), rows(tmp_path / "rows.jsonl", [3]), gpus, print)
+        draft.draft_run(str(model), rows(tmp_path / "rows.jsonl", [3]), gpus, print)
 
 
 def test_model_and_data_are_both_needed(model: Path) -> None:
@@ -142,9 +144,9 @@ def test_model_and_data_are_both_needed(model: Path) -> None:
 
 def test_missing_path_is_named_by_its_flag(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^--data: "):
-        draft.draft(str(model), str(tmp_path / "none.jsonl"), "1xcpu", print)
+        draft.draft_run(str(model), str(tmp_path / "none.jsonl"), "1xcpu", print)
     with pytest.raises(UserError, match=r"^--model: "):
-        draft.draft(str(tmp_path / "none"), rows(tmp_path / "rows.jsonl", [3]), "1xcpu", print)
+        draft.draft_run(str(tmp_path / "none"), rows(tmp_path / "rows.jsonl", [3]), "1xcpu", print)
 
 
 def test_columns_are_named_by_a_flag_that_the_error_suggests(tmp_path: Path, model: Path) -> None:
@@ -152,7 +154,7 @@ def test_columns_are_named_by_a_flag_that_the_error_suggests(tmp_path: Path, mod
     data.write_text("".join(json.dumps({"Question": f"{i}?", "answer": f" {i}", "id": i}) + "\n" for i in range(9)))
 
     def made(columns: str | None) -> draft.Draft:
-        return draft.draft(str(model), str(data), "1xcpu", print, columns)
+        return draft.draft_run(str(model), str(data), "1xcpu", print, columns)
 
     hint = "--columns '{prompt: Question, completion: answer}'"
     with pytest.raises(UserError, match=f"^--data: the data have no column 'text'.*\n\n.* write {hint}$"):

@@ -29,24 +29,24 @@ def test_everything_can_be_explained() -> None:
             f"{key.section}.{name}" if key.section else name,
             *(s for s, k in accelerate_keys().spelled[key.section].items() if k is key),
         ):
-            rows = [row for row in explain.topic(spelling) if (row.kind, row.name) == ("accelerate", key.path)]
+            rows = [row for row in explain.explain_topic(spelling) if (row.kind, row.name) == ("accelerate", key.path)]
             assert rows[0].text.endswith(key.about)
             assert len(rows) == 1 + len({id(fate) for fate in key.fates.values()})
             assert {row.verdict for row in rows[1:]} == {fate.verdict for fate in key.fates.values()}
     for name, variable in variables().items():
-        rows = [row for row in explain.topic(name) if row.kind == "environment"]
+        rows = [row for row in explain.explain_topic(name) if row.kind == "environment"]
         assert {variable.about, variable.windlass, variable.verdict} - {row.text for row in rows} <= {""}
         assert variable.status in {row.verdict for row in rows}
     for name, text in LAYOUTS.items():
-        assert [row.text for row in explain.topic(name)] == [text]
+        assert [row.text for row in explain.explain_topic(name)] == [text]
     for path in keys():
-        rows = [row for row in explain.topic(path) if row.kind == "run file"]
+        rows = [row for row in explain.explain_topic(path) if row.kind == "run file"]
         assert {row.name for row in rows} == {path}
         assert len(rows[0].text) > 8
 
 
 def test_names_of_the_run_file() -> None:
-    rows = explain.topic("learning_rate")
+    rows = explain.explain_topic("learning_rate")
     assert {row.name for row in rows} == {"train.learning_rate"}
     assert "default: 0.0001" in [row.text for row in rows]
     for name, verdict, text in (
@@ -57,11 +57,11 @@ def test_names_of_the_run_file() -> None:
         ("cluster.env.HOME", "", "Environment variables"),
         ("cluster.volumes[0].claim", "", "Name of the claim."),
     ):
-        row = explain.topic(name)[0]
+        row = explain.explain_topic(name)[0]
         assert row.verdict == verdict
         assert text in row.text
     # The published recipe claims that the optimizer's states are offloaded.
-    (row,) = [row for row in explain.topic("fsdp_offload_params") if row.value == "true"]
+    (row,) = [row for row in explain.explain_topic("fsdp_offload_params") if row.value == "true"]
     assert row.verdict == "honoured"
     assert row.text.startswith("the frozen base is stored in host memory")
 
@@ -83,7 +83,7 @@ UNKNOWN = {
 def test_an_unknown_name_gets_the_nearest() -> None:
     for name, near in UNKNOWN.items():
         with pytest.raises(UserError, match=re.escape(repr(name.strip()))) as caught:
-            explain.topic(name)
+            explain.explain_topic(name)
         assert caught.value.problems[0].hint
         assert near in caught.value.problems[0].hint
 
@@ -91,32 +91,32 @@ def test_an_unknown_name_gets_the_nearest() -> None:
 def test_a_file_is_explained_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A refused key too; a misspelt one is an error."""
     for name in ("fsdp.yaml", "fsdp-3xH200.yaml", "config/fsdp_2xH200.yaml"):
-        rows = explain.file(EXAMPLES / name)
+        rows = explain.explain_file(EXAMPLES / name)
         assert [(row.name, row.verdict, row.where) for row in rows] == [
             (entry.path, entry.fate.verdict, entry.where) for entry in read_accelerate(EXAMPLES / name).entries
         ]
-        explain.show(rows)
+        explain.print_rows(rows)
         shown = " ".join(capsys.readouterr().out.split())
         assert all(" ".join(row.text.split()) in shown for row in rows)
     path = tmp_path / "ds.yaml"
     path.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n")
-    assert [(row.name, row.verdict) for row in explain.file(path)] == [
+    assert [(row.name, row.verdict) for row in explain.explain_file(path)] == [
         ("distributed_type", "refused"),
         ("deepspeed_config", "honoured"),
         ("deepspeed_config.zero_stage", "no effect"),
     ]
     path.write_text("distributed_type: FSDP\nmain_process_ip: '[red]10.0.0.1[/red]'\nmachine_rank: null\n")
-    explain.show(explain.file(path))
+    explain.print_rows(explain.explain_file(path))
     assert {"main_process_ip: [red]10.0.0.1[/red]", "machine_rank: null"} <= {*capsys.readouterr().out.splitlines()}
     path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_verison: 2\n")
     with pytest.raises(UserError, match="did you mean fsdp_version"):
-        explain.file(path)
+        explain.explain_file(path)
 
 
 def test_one_setting_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for columns in (40, 80, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
-        explain.show(explain.topic("gradient_accumulation_steps"))
+        explain.print_rows(explain.explain_topic("gradient_accumulation_steps"))
         shown = capsys.readouterr().out
         assert max(map(len, shown.splitlines())) <= columns
         assert re.sub(r"\s+", " ", shown).startswith("train.gradient_accumulation_steps (in the run file) ")
@@ -151,7 +151,7 @@ def test_the_deepspeed_page_agrees_with_the_code(tmp_path: Path) -> None:
     names = {name for line in table for name in re.findall(r"`([a-z0-9_]+)[:`]", line.split("|")[1])}
     assert {"zero_stage", "gradient_clipping", "deepspeed_hostfile"} <= names
     for name in names - {"1", "2"}:
-        assert explain.topic(name)
+        assert explain.explain_topic(name)
 
 
 # --- the table of variables -----------------------------------------------------------------------------------------
@@ -216,9 +216,9 @@ def test_effects_are_of_keys_and_examples_are_accepted(tmp_path: Path) -> None:
 
 def test_explain_shows_where_a_run_sets_a_key(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("lora:\n  r: 5\n")
-    texts = [row.text for row in explain.topic("lora.r", tmp_path / "run.yaml")]
+    texts = [row.text for row in explain.explain_topic("lora.r", tmp_path / "run.yaml")]
     assert texts[-1] == f"in this run: 5 ({tmp_path}/run.yaml:2: lora.r)"
     assert "memory: weights, gradients and optimizer of the adapter grow with it, 16 bytes a parameter" in texts
-    assert [row.text for row in explain.topic("seed", tmp_path / "run.yaml")][
+    assert [row.text for row in explain.explain_topic("seed", tmp_path / "run.yaml")][
         -1
     ] == "in this run: 42 (default: train.seed)"

@@ -25,13 +25,13 @@ from transformers import AutoModelForCausalLM
 
 from windlass import cli, tiny
 from windlass.errors import RunError, UserError
-from windlass.export import export, push
+from windlass.export import export, push_to_hub
 from windlass.export.deltas import read_deltas
 from windlass.export.generate import generate, load_model
 from windlass.export.merge import plan_merge, write_merge
 from windlass.export.proof import prove_files
-from windlass.export.rounding import FORMATS, dither, encode
-from windlass.export.source import base_of, choose_adapter
+from windlass.export.rounding import FORMATS, encode_fp8, make_dither
+from windlass.export.source import choose_adapter, require_local_base
 from windlass.model import Stored, read_base
 from windlass.model.files import read_header
 from windlass.plan.layout import Layout
@@ -248,9 +248,9 @@ def test_rounding_picks_adjacent_codes_and_keeps_exact_ones(dtype: torch.dtype, 
     place = ((0, 64), (0, 64))
     codes = values.to(dtype)
     assert torch.equal(
-        encode(codes.float(), dtype, dither("x", place)).view(torch.uint8) | 128, codes.view(torch.uint8) | 128
+        encode_fp8(codes.float(), dtype, make_dither("x", place)).view(torch.uint8) | 128, codes.view(torch.uint8) | 128
     )
-    got = encode(values, dtype, dither("x", place)).float()
+    got = encode_fp8(values, dtype, make_dither("x", place)).float()
     mantissa, least, _ = FORMATS[dtype]
     step = torch.exp2((torch.frexp(values).exponent - 1).clamp(min=least).float() - mantissa)
     assert ((got - values).abs() < step * 1.0001).all()
@@ -262,7 +262,7 @@ def test_dithering_preserves_small_changes_on_average() -> None:
     place = ((0, 256), (0, 256))
     grown = torch.full((256, 256), 16.0) + 2 / 50  # neighbours: 16 and 18
     assert (grown.to(torch.float8_e4m3fn).float() == 16).all()
-    codes = encode(grown, torch.float8_e4m3fn, dither("any", place)).float()
+    codes = encode_fp8(grown, torch.float8_e4m3fn, make_dither("any", place)).float()
     assert set(codes.flatten().tolist()) == {16.0, 18.0}
     assert math.isclose(float(codes.mean() - 16), 2 / 50, rel_tol=0.02)
     rows = codes.mean(1) - 16  # evenly over rows and columns too
@@ -285,9 +285,9 @@ def test_the_adapter_alone(cases: dict[str, Case], tmp_path: Path) -> None:
     assert isinstance(PeftModel.from_pretrained(plain_model(case.base), str(tmp_path)), PeftModel)
     source = choose_adapter(tmp_path)  # it names its base, which is no folder here
     with pytest.raises(UserError, match="the weights of the base model org/published are not on this machine") as no:
-        base_of(source, None)
+        require_local_base(source, None)
     assert "--base DIR" in str(no.value)
-    assert base_of(source, str(case.base)).path == case.base
+    assert require_local_base(source, str(case.base)).path == case.base
     # Again into the same folder, in 16 bits
     export(case.adapter, tmp_path, dtype="bf16", **options)
     after = load_file(tmp_path / "adapter_model.safetensors")
@@ -552,7 +552,7 @@ def test_a_damaged_merge_is_not_proven(
 
 def prove(made: Path, copy: Path, dtype: str) -> list[str]:
     source = choose_adapter(made / "adapter")
-    base = base_of(source)
+    base = require_local_base(source)
     deltas = read_deltas(source, base)
     plan = plan_merge(base, deltas, copy, dtype)
     return prove_files(base, deltas, plan, copy, source.weights, lambda _: None).deviations
@@ -775,7 +775,7 @@ def test_unreachable_hub_is_reported(made: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
     for name, words in (("org/name", "can't be reached"), ("no name/at all", "organisation/name")):
         with pytest.raises(UserError, match=words) as caught:
-            push(made / "own", name, say=silent)
+            push_to_hub(made / "own", name, say=silent)
         assert "verysecret" not in str(caught.value)
 
 

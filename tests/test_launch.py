@@ -769,7 +769,7 @@ def test_a_run_that_was_started_by_hand_is_observed_by_its_heartbeats(here: Path
 
 def test_a_local_run_is_started_observed_and_stopped(tmp_path: Path) -> None:
     """The commands as they are typed, and real training."""
-    file, log = demo.make(tmp_path / "a"), tmp_path / "log"
+    file, log = demo.make_demo(tmp_path / "a"), tmp_path / "log"
     settings = ("cluster.gpus_per_node=1", "train.max_steps=100000", "train.eval_strategy=no", "train.save_steps=50000")
     options = [word for setting in settings for word in ("--override", setting)]
     env = {**environ(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -26,7 +26,7 @@ class Run:
 
     def __init__(self, folder: Path, machines: Hosts, *overrides: str) -> None:
         self.machines, self.folder = machines, folder
-        file = demo.make(folder / "a demo")
+        file = demo.make_demo(folder / "a demo")
         words = (
             *(
                 f"cluster.nodes={machines.count}",

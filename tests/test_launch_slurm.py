@@ -118,7 +118,7 @@ def test_a_run_is_requeued_at_its_time_limit_resumes_and_is_stopped(
     cluster: Slurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two nodes of real ranks, each in a container."""
-    file, folder = demo.make(cluster.folder / "demo"), cluster.folder / "demo" / "run"
+    file, folder = demo.make_demo(cluster.folder / "demo"), cluster.folder / "demo" / "run"
     overrides = (
         *("cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.network=ethernet-25", "cluster.gpu=cpu", IMAGE),
         *("train.max_steps=100000", "train.eval_strategy=no", "train.save_steps=50000", f"train.output_dir={folder}"),

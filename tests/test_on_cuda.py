@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from windlass import plan as planning
 from windlass import runfile, tiny
-from windlass.data.prepare import prepare
+from windlass.data.prepare import prepare_data
 from windlass.model.family import FAMILIES
 from windlass.observe.background import BackgroundReport
 from windlass.train import fused, parallel, quantised
@@ -180,7 +180,7 @@ def steps_of(family: str, layout: str, dtype: str, folder: Path, monkeypatch: py
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         tokenizer = open_base_tokenizer(plan)
-        data, out = prepare(plan.loaded.run, tokenizer), Path(plan.loaded.run.train.output_dir)
+        data, out = prepare_data(plan.loaded.run, tokenizer), Path(plan.loaded.run.train.output_dir)
         out.mkdir(exist_ok=True)
         model, gpu = parallel.build_model(plan.base, plan.layout, torch.bfloat16), Gpu(0)
         monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: gpu.listed(tensor))

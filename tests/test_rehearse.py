@@ -33,8 +33,8 @@ from windlass.model.config import describe
 from windlass.model.family import FAMILIES, WRAPPERS
 from windlass.rehearse import Record, material, rehearse, reload, stages
 from windlass.rehearse.process import Command, make_environment, node_variables
-from windlass.rehearse.record import Failed, show
-from windlass.rehearse.scale import STEPS, Material, Spread, scale_config, scale_ranks, scale_run
+from windlass.rehearse.record import Failed, print_record
+from windlass.rehearse.scale import STEPS, Material, RankGrid, scale_config, scale_ranks, scale_run
 from windlass.rehearse.stages import Rehearsal
 from windlass.runfile import RunFile, read
 
@@ -66,7 +66,7 @@ def warm_processes() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's run file with everything on this machine: a model in the published layout, data, two ranks."""
-    return demo.make(tmp_path_factory.mktemp("rehearse") / "demo")
+    return demo.make_demo(tmp_path_factory.mktemp("rehearse") / "demo")
 
 
 # --- from start to end
@@ -125,7 +125,7 @@ def test_exports_that_are_not_what_was_trained_are_found(kept: Path, tmp_path: P
         before, tensors = file.read_bytes(), load_file(file)
         yield tensors
         save_file(tensors, file, metadata={"format": "pt"})
-        with pytest.raises(reload.Differs, match=words):
+        with pytest.raises(reload.ReloadMismatch, match=words):
             reload.main(tmp_path)
         file.write_bytes(before)
 
@@ -146,7 +146,9 @@ def test_exports_that_are_not_what_was_trained_are_found(kept: Path, tmp_path: P
             if (name := key.removeprefix("language_model.")) in base:
                 tensors[key] = base[name].to(tensors[key].dtype)
         save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(reload.Differs, match=r"the merged model in plain transformers: the median token's logits"):
+    with pytest.raises(
+        reload.ReloadMismatch, match=r"the merged model in plain transformers: the median token's logits"
+    ):
         reload.main(tmp_path)
 
 
@@ -191,7 +193,7 @@ def test_every_data_format_is_rehearsed(name: str, tmp_path: Path, monkeypatch: 
     """The mix has every format."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    demo.make(tmp_path / "demo")
+    demo.make_demo(tmp_path / "demo")
     record = rehearsed(Path(f"examples/data/{name}.yaml"), keep=tmp_path / "kept")
     assert record.failure is None, record.failure
     made = yaml.safe_load((tmp_path / "kept" / "rehearsal.yaml").read_text())["data"]
@@ -376,7 +378,7 @@ def test_what_the_replica_or_this_machine_lacks_is_changed_and_listed() -> None:
         }
     )
     plan = {**PLAN, "adapter": {"targets": targets}}
-    text, changes = scale_run(run, plan, Spread(3, 1, 1), some_material(), Path("out"))
+    text, changes = scale_run(run, plan, RankGrid(3, 1, 1), some_material(), Path("out"))
     small = RunFile.model_validate(yaml.safe_load(text))
     assert (small.model.torch_dtype, small.model.attn_implementation, small.train.fp16) == ("float32", "sdpa", False)
     assert small.lora.target_modules == ["q_proj", "o_proj"]  # names of layers that the replica has not got
@@ -434,7 +436,7 @@ def test_a_script_is_planned_and_rendered_but_not_rehearsed(tmp_path: Path, caps
     assert record.failure is None, record.failure
     assert [phase.name for phase in record.phases] == ["plan", "submit"]
     assert record.not_proved[0]["what"] == "the script itself"
-    show(record)
+    print_record(record)
     assert "planned and rendered, not rehearsed" in capsys.readouterr().out
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windlass.errors import Problem, UserError
-from windlass.explain import topic
+from windlass.explain import explain_topic
 from windlass.runfile import keys, presets, read
 
 Problems = Callable[..., list[Problem]]
@@ -193,7 +193,7 @@ def test_a_hint_to_explain_names_a_key_that_explain_knows(problems: Problems) ->
     explained = [name for hint in hints for name in re.findall("`windlass explain (.*?)`", hint)]
     assert {"lora.rank_pattern", "cluster.env", "cluster.labels", "data.eval"} <= {*explained}
     for name in explained:
-        assert topic(name), name
+        assert explain_topic(name), name
 
 
 THREE = "cluster.nodes=3"

@@ -110,7 +110,7 @@ def loaded(text: str, tmp_path: Path, *overrides: str) -> LoadedScript:
 
 def test_arguments_are_words_and_numbers_their_text(tmp_path: Path) -> None:
     assert loaded(init("script"), tmp_path).run.script.args[:2] == ["--epochs", "2"]
-    assert "word by word" in explain.topic("script.args")[0].text
+    assert "word by word" in explain.explain_topic("script.args")[0].text
     text = "kind: script\nscript: {module: a.b, args: [--lr, 0.5, --n, 16, '007', 'x y']}\n"
     run = loaded(text, tmp_path).run
     assert run.command == ["-m", "a.b", "--lr", "0.5", "--n", "16", "007", "x y"]

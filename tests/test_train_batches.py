@@ -23,7 +23,7 @@ from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
 import windlass
 from windlass.data.audit import PACKED
 from windlass.data.collate import PaddedCollator, PaddedPackingCollator, PaddingFreeCollator
-from windlass.data.prepare import Prepared
+from windlass.data.prepare import PreparedData
 from windlass.runfile import Train
 from windlass.runfile.names import OPTIMIZERS as NAMES
 from windlass.runfile.names import SCHEDULES
@@ -95,7 +95,7 @@ def test_batches_draw_no_random_numbers_from_training() -> None:
 def test_each_epoch_has_an_order_of_its_own(batching: str) -> None:
     """The fault that is guarded against: a shuffle by the seed alone."""
     lengths = np.arange(5, 105)
-    data = Prepared(pa.table({}), None, {}, "", lengths=lengths, batching=batching)
+    data = PreparedData(pa.table({}), None, {}, "", lengths=lengths, batching=batching)
     orders = [data.order(seed=3, epoch=epoch, global_batch=8) for epoch in (0, 0, 1, 2)]
     assert orders[0].tolist() == orders[1].tolist()
     assert len({tuple(order.tolist()) for order in orders}) == 3

@@ -77,7 +77,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         job, folder, console = plan.loaded.run, tmp_path / "run", Console(quiet=True)
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         tokenizer = run.open_base_tokenizer(plan)
-        data = run.prepare_data(plan, tokenizer, console, Unwritten(print))
+        data = run.prepare_on_all_ranks(plan, tokenizer, console, Unwritten(print))
         model, _ = load_base(plan.base, plan.layout, **run.describe_precision(plan))
         adapted = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
         report = BackgroundReport(folder)

@@ -27,7 +27,7 @@ from trl import SFTConfig, SFTTrainer
 from windlass import plan as planning
 from windlass import runfile
 from windlass.data.audit import PACKED
-from windlass.data.prepare import prepare
+from windlass.data.prepare import prepare_data
 from windlass.errors import RunError, UserError
 from windlass.model import find_base
 from windlass.observe.background import BackgroundReport
@@ -338,7 +338,7 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
         config.modules_to_save = job.lora.modules_to_save
         model = get_peft_model(model, config)
     tokenizer = run.open_base_tokenizer(plan)
-    data = prepare(job, tokenizer)
+    data = prepare_data(job, tokenizer)
     arguments = sft_config(plan, data)
     trainer = Plain(model=model, args=arguments, train_dataset=Dataset(data.train), processing_class=tokenizer)
     trainer.rows = Rows(plan, data)

@@ -35,7 +35,7 @@ def calibrate(
     """Measure with real ranks and write the file; return its path and content. Under torchrun this is one of the
     ranks, and returns None on those that don't write."""
     gpus = hardware.this_machine().gpus
-    kind = _kind_of(gpus[0].name) if gpus else "cpu"
+    kind = _gpu_kind(gpus[0].name) if gpus else "cpu"
     environ.update(translate_srun(environ))
     under_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys()
     count = int(environ["LOCAL_WORLD_SIZE"]) if under_torchrun else count or len(gpus) or 1
@@ -45,14 +45,14 @@ def calibrate(
     path, began = out or own_file(kind, count), time.monotonic()
     storage = path.absolute().parent
     if under_torchrun:
-        measured = work(storage)
+        measured = measure_on_rank(storage)
     else:
         say(f"measuring {kind} with {count} rank{'s' * (count > 1)}, about {15 if kind == 'cpu' else 60} s")
         measured = _start(count, storage, environ)
     if measured is None:
         return None
     conditions = {**measured["conditions"], "seconds": round(time.monotonic() - began, 1)}
-    return path, write_machine(path, kind, count, conditions, _rates(measured, kind, count))
+    return path, write_machine(path, kind, count, conditions, _combine_rates(measured, kind, count))
 
 
 def _start(count: int, storage: Path, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _start(count: int, storage: Path, environ: Mapping[str, str]) -> dict[str, A
         return dict(json.loads(result.read_text()))
 
 
-def _kind_of(name: str) -> str:
+def _gpu_kind(name: str) -> str:
     """Return the hardware table's name of a GPU, or the driver's own if it isn't there."""
     try:
         return hardware.gpu(name).name
@@ -92,7 +92,7 @@ def _kind_of(name: str) -> str:
         return name
 
 
-def _rates(measured: Mapping[str, Any], kind: str, count: int) -> Rates:
+def _combine_rates(measured: Mapping[str, Any], kind: str, count: int) -> Rates:
     """Combine measured rates with data sheets' for what one node can't measure."""
     found = dict(measured["rates"])
     collectives = [Collective(**each) for each in found.pop("collectives")]
@@ -129,7 +129,7 @@ def _points(rows: list[list[float]], busy: float) -> Points:
     return tuple((a, b, c / busy) for a, b, c in rows)
 
 
-def show(content: Mapping[str, Any]) -> None:
+def print_rates(content: Mapping[str, Any]) -> None:
     """Print what was measured, in a dozen lines."""
     rates, conditions = content["rates"], content["conditions"]
     curves = {f"products, {name}": rows for name, rows in rates["products"].items()}
@@ -155,7 +155,7 @@ def show(content: Mapping[str, Any]) -> None:
 # --- one rank ------------------
 
 
-def work(storage: Path) -> dict[str, Any] | None:
+def measure_on_rank(storage: Path) -> dict[str, Any] | None:
     """Measure on all ranks at the same time, as they train; rank 0 returns their common result."""
     import torch
     import torch.distributed as dist
@@ -221,10 +221,10 @@ def work(storage: Path) -> dict[str, Any] | None:
     busy = (time.perf_counter() - began) / (time.process_time() - used) if cpu and torch.get_num_threads() == 1 else 1.0
     found["busy"] = max(1.0, busy)
     states.append(reference())
-    found["storage_gb_per_second"] = storage_rate(storage, STORAGE_BYTES[device.type]) if local == 0 else None
+    found["storage_gb_per_second"] = measure_storage(storage, STORAGE_BYTES[device.type]) if local == 0 else None
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, (found, states))
-    collectives = groups(device, world, per_node)
+    collectives = measure_groups(device, world, per_node)
     dist.destroy_process_group()
     if rank:
         return None
@@ -237,7 +237,7 @@ def work(storage: Path) -> dict[str, Any] | None:
         "load": round(os.getloadavg()[0], 2),
         "spread": round((middle[-1] - middle[0]) / middle[len(middle) // 2] / 2, 3),
     }
-    merged = _middle([each for each, _ in everyone])
+    merged = _mean_over_ranks([each for each, _ in everyone])
     conditions["busy"] = round(merged["busy"], 3)
     return {"rates": {**merged, "collectives": collectives}, "conditions": conditions}
 
@@ -292,7 +292,7 @@ def host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, float]:
     }
 
 
-def groups(device: Any, world: int, per_node: int) -> list[dict[str, Any]]:
+def measure_groups(device: Any, world: int, per_node: int) -> list[dict[str, Any]]:
     """Measure groups of several sizes of a node's ranks, and of all ranks if they are on several nodes."""
     import torch.distributed as dist
 
@@ -311,7 +311,7 @@ def groups(device: Any, world: int, per_node: int) -> list[dict[str, Any]]:
     return [asdict(each) for each in found]
 
 
-def storage_rate(folder: Path, size: int) -> float:
+def measure_storage(folder: Path, size: int) -> float:
     """Return GB/s of a file that is not in the page cache."""
     place = next(each for each in (folder, *folder.parents) if each.is_dir())
     with tempfile.NamedTemporaryFile(dir=place, prefix=".windlass-") as file:
@@ -326,18 +326,18 @@ def storage_rate(folder: Path, size: int) -> float:
         return size / (time.perf_counter() - began) / 1e9
 
 
-def _middle(values: list[Any]) -> Any:
+def _mean_over_ranks(values: list[Any]) -> Any:
     """Return the ranks' mean of each number; ranks without one don't count."""
     values = [value for value in values if value is not None]
     first = values[0]
     if isinstance(first, dict):
-        return {key: _middle([value[key] for value in values]) for key in first}
+        return {key: _mean_over_ranks([value[key] for value in values]) for key in first}
     if isinstance(first, (list, tuple)):
-        return [_middle(list(each)) for each in zip(*values, strict=True)]
+        return [_mean_over_ranks(list(each)) for each in zip(*values, strict=True)]
     return sum(values) / len(values)
 
 
 if __name__ == "__main__":
-    measured = work(Path(sys.argv[2]))
+    measured = measure_on_rank(Path(sys.argv[2]))
     if measured:
         Path(sys.argv[1]).write_text(json.dumps(measured))

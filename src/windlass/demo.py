@@ -19,7 +19,7 @@ def can_calibrate() -> bool:
     return not this_machine().gpus and (os.cpu_count() or 1) >= RANKS
 
 
-def make(directory: Path, *, calibrated: bool = False) -> Path:
+def make_demo(directory: Path, *, calibrated: bool = False) -> Path:
     """Write `model/`, `data/` and `run.yaml` into `directory`; returns the run file. Nothing there is overwritten.
 
     `calibrated`: the run is to be planned with the machine file that the caller writes there.

@@ -55,13 +55,13 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(_first_line(error), where, "give the folder of one language model") from None
     wrapped = text is not outer
-    causal = class_of(text, config, where)
+    causal = find_model_class(text, config, where)
     if not 0 < (getattr(text, "num_hidden_layers", 0) or 0) <= MAX_LAYERS:
         what = f"num_hidden_layers is {reprlib.repr(getattr(text, 'num_hidden_layers', None))}"
         raise UserError(what, where, f"a whole number from 1 to {MAX_LAYERS}")
-    wrapper = wrapper_of(outer, config, where) if wrapped else None
+    wrapper = find_wrapper_class(outer, config, where) if wrapped else None
     try:
-        with _quietly(), torch.device("meta"):
+        with _silence_transformers(), torch.device("meta"):
             model = causal(text)
             around = wrapper(outer) if wrapper else model
     except Exception as error:  # whatever a model class objects to
@@ -75,9 +75,9 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if single := [name for name, each in model.state_dict().items() if each.ndim == 0]:
         what = f"{causal.__name__} is not supported: {single[0]} is a single number, which the loader does not read"
         raise UserError(what, where, "models that were tried are in docs/families.md")
-    spelled, skipped = _spellings(model, around, where)
+    spelled, skipped = _trace_spellings(model, around, where)
 
-    modules, parts = dict(model.named_modules()), _parts(model, layers)
+    modules, parts = dict(model.named_modules()), _assign_parts(model, layers)
     outside: list[Any] = []
     by_layer: dict[int, list[Any]] = {number: [] for number in range(len(layers))}
     buffers = {name for name, _ in model.named_buffers()}
@@ -137,10 +137,10 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "skipped": skipped,
         "ignored": sorted(causal._keys_to_ignore_on_load_unexpected or ()),
         "attention": attention,
-        "peft_takes": sorted(_taken_by_peft(text.model_type)),
+        "peft_takes": sorted(_names_mistaken_by_peft(text.model_type)),
         **_try_out(causal, text, "sdpa" if "sdpa" in attention else "eager"),
         "expert_parallel": bool(model.ep_plan),
-        "expert_adapters": all(map(_adaptable, filter(_is_experts, model.modules()))),
+        "expert_adapters": all(map(_is_adaptable, filter(_is_experts, model.modules()))),
         "without_formula": sum(odd),
         "dims": dims,
         "outside": outside,
@@ -149,7 +149,7 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
     if any(odd) and found["logits"]:  # else it is refused. One layer of each kind; the model is used up by it
         first = {kind: number for number, kind in reversed([*enumerate(order)]) if odd[number]}
-        with contextlib.suppress(Exception), _quietly():  # what can't be traced is estimated as attention
+        with contextlib.suppress(Exception), _silence_transformers():  # what can't be traced is estimated as attention
             traced = trace_layers(model, [*first.values()])
             found["traced"] = {str(kind): traced[number] for kind, number in first.items()}
     return found
@@ -172,14 +172,14 @@ def _read_config(config: Mapping[str, Any], where: str) -> Any:
         hint = f"transformers {transformers.__version__} builds what windlass trains: a newer one may know it"
         raise UserError(what, where if unknown[0] == model_type else f"{where}: text_config", hint)
     try:
-        with _quietly():
+        with _silence_transformers():
             return known[model_type].from_dict({k: v for k, v in config.items() if k != "quantization_config"})
     except Exception as error:  # whatever a config class objects to
         what = f"transformers' {known[model_type].__name__} refuses it: {_first_line(error)}"
         raise UserError(what, where, FETCH) from None
 
 
-def class_of(text: Any, config: Mapping[str, Any], where: str) -> Any:
+def find_model_class(text: Any, config: Mapping[str, Any], where: str) -> Any:
     """Return the causal language model's class of this config; encoders and encoder-decoders have none."""
     name: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
     stem = type(text).__name__.removesuffix("Config")
@@ -207,7 +207,7 @@ def class_of(text: Any, config: Mapping[str, Any], where: str) -> Any:
     return found[0]
 
 
-def wrapper_of(outer: Any, config: Mapping[str, Any], where: str) -> Any:
+def find_wrapper_class(outer: Any, config: Mapping[str, Any], where: str) -> Any:
     """Return the multimodal class around the language model."""
     mapped = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(outer.model_type)
     for name in [*(config.get("architectures") or ()), mapped]:
@@ -218,7 +218,7 @@ def wrapper_of(outer: Any, config: Mapping[str, Any], where: str) -> Any:
     raise UserError(what, where, "give the folder of a language model, or of a model that transformers has")
 
 
-def _taken_by_peft(model_type: str) -> Iterable[str]:
+def _names_mistaken_by_peft(model_type: str) -> Iterable[str]:
     """Return module names that PEFT mistakes for this family's routed experts, wherever they are."""
     family = peft_conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
     fused = peft_conversion._MOE_FUSED_TARGETS.get(family)
@@ -235,7 +235,7 @@ def _is_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_concatenated") or type(module).__name__.endswith("Experts")
 
 
-def _parts(model: Any, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+def _assign_parts(model: Any, layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return the part of the model that each state belongs to."""
     modules, head = dict(model.named_modules()), model.get_output_embeddings()
     found = {}
@@ -276,7 +276,7 @@ class _Views(TorchFunctionMode):
         return args[0] if func in (Tensor.contiguous, Tensor.clone) else func(*args, **(kwargs or {}))
 
 
-def _spellings(model: Any, around: Any, where: str) -> tuple[dict[str, Any], list[str]]:
+def _trace_spellings(model: Any, around: Any, where: str) -> tuple[dict[str, Any], list[str]]:
     """Return how files store each of the model's states, and patterns for all other names.
 
     One way is a list of [stored name, shape, offset in the parameter]; # in a name counts along the first dimension.
@@ -329,7 +329,7 @@ def _spellings(model: Any, around: Any, where: str) -> tuple[dict[str, Any], lis
     for ours, ways in found.items():  # its own name needs no saying
         found[ours] = [way for way in ways if way[0][0] != ours]
     language = [*names, *(key for key, view in stored.items() if view.untyped_storage()._cdata in mine)]
-    return found, _prefixes(others, language)
+    return found, _find_prefixes(others, language)
 
 
 def _count(pieces: list[Any]) -> list[Any]:
@@ -342,7 +342,7 @@ def _count(pieces: list[Any]) -> list[Any]:
     return [[name, each[0][1], each[0][2]] for name, each in found.items()]
 
 
-def _prefixes(others: list[str], language: list[str]) -> list[str]:
+def _find_prefixes(others: list[str], language: list[str]) -> list[str]:
     """Return, as regular expressions, prefixes of names that no parameter of the language model has."""
     found = set()
     for name in others:
@@ -362,7 +362,7 @@ def _try_out(causal: Any, text: Any, attention: str) -> dict[str, Any]:
     """Test on a small model whether packed documents are isolated, and whether its logits are what the loss assumes.
     None if it can't be tested."""
     try:
-        with _quietly():
+        with _silence_transformers():
             small = type(text).from_dict(shrink(text.to_dict()), attn_implementation=attention)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
@@ -372,16 +372,16 @@ def _try_out(causal: Any, text: Any, attention: str) -> dict[str, Any]:
         other[0, :12] = (ids[0, :12] + 7) % 500
         positions = torch.arange(12).repeat(2)[None]
         uncalled = _watch_float32(model)
-        with torch.no_grad(), _quietly():
+        with torch.no_grad(), _silence_transformers():
             one, two = (model(input_ids=each, position_ids=positions, use_cache=False).logits for each in (ids, other))
-            scale, cap = logit_scale_and_cap(small)
+            scale, cap = read_logit_shaping(small)
             states = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
             logits = model.get_output_embeddings()(states) * scale
         logits = cap * torch.tanh(logits / cap) if cap else logits
         rounding, change = LEAKS * one.abs().max(), (one - two).abs().amax(-1)[0]
         if change[:12].max() <= rounding:  # a model that does not react to its input proves nothing
             return UNTRIED
-        idle = _untrainable_leaves(model, ids)
+        idle = _find_untrainable(model, ids)
         isolates, same = bool(change[12:].max() <= rounding), bool((logits - one).abs().max() <= rounding)
         return {"isolates": isolates, "logits": same, "idle": idle, "shards": not uncalled}
     except Exception:  # a family that can't be shrunk: no proof
@@ -403,7 +403,7 @@ def _watch_float32(model: Any) -> set[nn.Module]:
     return found
 
 
-def _untrainable_leaves(model: Any, ids: Tensor) -> list[str]:
+def _find_untrainable(model: Any, ids: Tensor) -> list[str]:
     """Return names of linear modules that get no gradient or that PEFT refuses."""
     reached = set[str]()
 
@@ -426,19 +426,19 @@ def _untrainable_leaves(model: Any, ids: Tensor) -> list[str]:
     return sorted({leaf for leaf, _ in linears} - reached)
 
 
-def logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
+def read_logit_shaping(config: Any) -> tuple[float, float | None]:
     """Return the factor of the head's product before the softmax, and its bound by tanh."""
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
 
-def _adaptable(experts: Any) -> bool:
+def _is_adaptable(experts: Any) -> bool:
     """Return whether these experts have the form that adapters are written for: two products, gate and up fused."""
     return getattr(experts, "has_gate", False) and not getattr(experts, "has_post_expert_norm", True)
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:

@@ -47,7 +47,7 @@ class Draft:
             return read(path)
 
 
-def draft(model: str, data: str, gpus: str | None, say: Callable[[str], None], columns: str | None = None) -> Draft:
+def draft_run(model: str, data: str, gpus: str | None, say: Callable[[str], None], columns: str | None = None) -> Draft:
     """Choose what fits the data, the model and the machines."""
     try:
         return _draft(model, data, gpus, say, columns)
@@ -71,7 +71,7 @@ def draft(model: str, data: str, gpus: str | None, say: Callable[[str], None], c
 
 def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None], columns: str | None) -> Draft:
     base = find_base(model, "--model")
-    nodes, per_node, gpu = _machines(gpus)
+    nodes, per_node, gpu = _parse_gpus(gpus)
     made = Draft(
         {
             "model.model_name_or_path": (model, ""),
@@ -115,11 +115,11 @@ def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None], 
     if gpu == "cpu":
         made.settings["model.torch_dtype"] = ("float32", "CPUs compute in it")
     _follow_data(made, base, say)
-    _fit(made)
+    _fit_memory(made)
     return made
 
 
-def _machines(gpus: str | None) -> tuple[int, int, str]:
+def _parse_gpus(gpus: str | None) -> tuple[int, int, str]:
     """Parse 8xh200 as eight GPUs on one node and 2x8xh200 as two such nodes; None: this machine's."""
     if gpus is None:
         here = hardware.this_machine().gpus
@@ -133,7 +133,7 @@ def _machines(gpus: str | None) -> tuple[int, int, str]:
 
 def _follow_data(made: Draft, base: Any, say: Callable[[str], None]) -> None:
     """Set length, batch and epochs from the rows' lengths and number."""
-    lengths, rows = _sample(made, base, say)
+    lengths, rows = _sample_lengths(made, base, say)
     longest, why = UNKNOWN, "how long rows are is not known: see `windlass data run.yaml`"
     if len(lengths) > 1:
         covered = sorted(lengths)[math.ceil(len(lengths) * COVERED / 100) - 1]
@@ -160,7 +160,7 @@ def _follow_data(made: Draft, base: Any, say: Callable[[str], None]) -> None:
         made.warnings.append(warning)
 
 
-def _sample(made: Draft, base: Any, say: Callable[[str], None]) -> tuple[list[int], int | None]:
+def _sample_lengths(made: Draft, base: Any, say: Callable[[str], None]) -> tuple[list[int], int | None]:
     """Return the lengths of the first rows in tokens, and the number of rows."""
     loaded = made.load()
     split = loaded.run.data.train_split
@@ -185,7 +185,7 @@ def _sample(made: Draft, base: Any, say: Callable[[str], None]) -> tuple[list[in
     return lengths, rows.count
 
 
-def _fit(made: Draft) -> None:
+def _fit_memory(made: Draft) -> None:
     """Recompute activations only if the run doesn't fit otherwise, and pack only if rows can't see each other."""
     try:
         plan = planning.make(made.load())

@@ -41,7 +41,7 @@ class Problem:
 GIVEN: dict[str, str] = {}  # what this command was given as RUN or RUN_DIR
 
 
-def pasteable(hint: str, **known: str) -> str:
+def make_pasteable(hint: str, **known: str) -> str:
     """A hint with the run file or folder that this command was given, so that it works as it is printed."""
     names = {**known, **GIVEN}
     return re.sub(
@@ -92,10 +92,10 @@ def print_error(error: UserError) -> None:
         where = Text(f"{problem.where}: " if problem.where else "", style="bold")
         console.print(Text("\n" if number else "") + Text("error: ", style="bold red") + where + Text(problem.problem))
         if problem.hint:
-            console.print(Text("\nhint: ", style="cyan") + Text(pasteable(problem.hint)))
+            console.print(Text("\nhint: ", style="cyan") + Text(make_pasteable(problem.hint)))
 
 
-def not_installed(names: str | None, command: str) -> UserError:
+def missing_extra_error(names: str | None, command: str) -> UserError:
     """windlass is installed without its `train` extra, as on a login node."""
     from importlib.metadata import PackageNotFoundError, distribution
 
@@ -107,7 +107,7 @@ def not_installed(names: str | None, command: str) -> UserError:
     return UserError(f"{names} {verb} not installed", f"windlass {command}", hint)
 
 
-def require(libraries: Sequence[str], command: str) -> None:
+def require_libraries(libraries: Sequence[str], command: str) -> None:
     """Look for libraries without importing them."""
     if missing := [name for name in libraries if find_spec(name) is None]:
-        raise not_installed(", ".join(missing), command)
+        raise missing_extra_error(", ".join(missing), command)

@@ -29,7 +29,7 @@ STYLES = {"honoured": "green", "translated": "cyan", "no effect": "yellow", "ref
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ExplainedKey:
     """One line of an explanation."""
 
     kind: str  # of KINDS
@@ -40,13 +40,13 @@ class Row:
     where: str = ""
 
 
-def topic(name: str, run: Path | None = None) -> tuple[Row, ...]:
+def explain_topic(name: str, run: Path | None = None) -> tuple[ExplainedKey, ...]:
     """Return everything of that name, and where a run file sets it."""
     name = name.strip()
-    rows = (*_run_file(name), *_accelerate(name), *_variable(name))
-    rows += tuple(_in_run(run, rows)) if run else ()
+    rows = (*_explain_run_keys(name), *_explain_accelerate(name), *_explain_variable(name))
+    rows += tuple(_find_in_run(run, rows)) if run else ()
     if name in LAYOUTS:
-        rows = (*rows, Row("layout", name, "", "", LAYOUTS[name]))
+        rows = (*rows, ExplainedKey("layout", name, "", "", LAYOUTS[name]))
     if rows:
         return rows
     keys = [*documented(), *RENAMED]
@@ -60,7 +60,7 @@ def topic(name: str, run: Path | None = None) -> tuple[Row, ...]:
     raise UserError(f"there is no setting {name!r}", "windlass explain", hint)
 
 
-def _run_file(name: str) -> Iterator[Row]:
+def _explain_run_keys(name: str) -> Iterator[ExplainedKey]:
     """Yield a key by its path, the last part of it, or another name."""
     path, last = re.sub(r"\[\d*\]", "", name), name.rpartition(".")[2]
     found = [path] if path in documented() else [key for key in documented() if key.rpartition(".")[2] == path]
@@ -69,17 +69,17 @@ def _run_file(name: str) -> Iterator[Row]:
         found = [parent]  # a key of a free mapping, such as one variable of cluster.env
     accepted = RENAMED.get(name) or next((new for old, new in RENAMED.items() if old.rpartition(".")[2] == name), "")
     if not found and accepted:
-        yield Row("run file", name, "", TRANSLATED, f"to {accepted}")
+        yield ExplainedKey("run file", name, "", TRANSLATED, f"to {accepted}")
     elif not found and last in OTHER_NAMES:
-        yield Row("run file", name, "", "", f"windlass calls it {OTHER_NAMES[last]}")
+        yield ExplainedKey("run file", name, "", "", f"windlass calls it {OTHER_NAMES[last]}")
     elif not found and last in NOT_TAKEN:
-        yield Row("run file", name, "", "refused", NOT_TAKEN[last])
+        yield ExplainedKey("run file", name, "", "refused", NOT_TAKEN[last])
         return
     for key in found or filter(None, [accepted or OTHER_NAMES.get(last)]):
-        yield from (Row("run file", key, "", "", line) for line in describe(key))
+        yield from (ExplainedKey("run file", key, "", "", line) for line in describe(key))
 
 
-def _in_run(path: Path, rows: Sequence[Row]) -> Iterator[Row]:
+def _find_in_run(path: Path, rows: Sequence[ExplainedKey]) -> Iterator[ExplainedKey]:
     """Yield where the run file sets these keys, and to what."""
     loaded = read_any(path)
     for key in dict.fromkeys(row.name for row in rows if row.kind == "run file"):
@@ -87,52 +87,52 @@ def _in_run(path: Path, rows: Sequence[Row]) -> Iterator[Row]:
         for part in key.split("."):
             value = getattr(value, part, None)
         text = "a section" if isinstance(value, BaseModel) else shown(value)
-        yield Row("run file", key, "", "", f"in this run: {text} ({loaded.where(key)})")
+        yield ExplainedKey("run file", key, "", "", f"in this run: {text} ({loaded.where(key)})")
 
 
-def _accelerate(name: str) -> Iterator[Row]:
+def _explain_accelerate(name: str) -> Iterator[ExplainedKey]:
     """Yield a key by its name, another spelling, or with its section: fsdp_config.fsdp_version."""
     section, _, last = name.rpartition(".")
     found = {
         key.path: key for home in ([section] if section else accelerate_keys().spelled) if (key := find(home, last))
     }
     for key in found.values():
-        yield Row("accelerate", key.path, "", "", f"meaning: {key.about}")
+        yield ExplainedKey("accelerate", key.path, "", "", f"meaning: {key.about}")
         for fate in {id(fate): fate for fate in key.fates.values()}.values():
             values = [value for value, other in key.fates.items() if other is fate]
             others = "any other" if len(key.fates) > 1 else ""
             shown = [{ANY: others, "TRUE": "true", "FALSE": "false"}.get(value, value) for value in values]
             text = f"{fate.because}. {fate.hint}" if fate.hint else fate.because
-            yield Row("accelerate", key.path, ", ".join(shown), fate.verdict, _to(fate.verdict, text))
+            yield ExplainedKey("accelerate", key.path, ", ".join(shown), fate.verdict, _to(fate.verdict, text))
 
 
 def _to(verdict: str, text: str) -> str:
     return f"to {text}" if verdict == TRANSLATED else text
 
 
-def _variable(name: str) -> Iterator[Row]:
+def _explain_variable(name: str) -> Iterator[ExplainedKey]:
     name = name if name in variables() else name.upper()
     if known := variables().get(name):
         missing = known.status == DOES_NOT_EXIST
-        yield Row("environment", name, "", known.status if missing else "", known.about)
-        yield Row("environment", name, "", "", known.windlass)
+        yield ExplainedKey("environment", name, "", known.status if missing else "", known.about)
+        yield ExplainedKey("environment", name, "", "", known.windlass)
         if known.verdict:
             published = f"{known.published} in the published recipe" if known.published else ""
-            yield Row("environment", name, published, "" if missing else known.status, known.verdict)
+            yield ExplainedKey("environment", name, published, "" if missing else known.status, known.verdict)
 
 
-def file(path: Path) -> tuple[Row, ...]:
+def explain_file(path: Path) -> tuple[ExplainedKey, ...]:
     """Return every key of an Accelerate file, in order. Refused keys are rows too; misspelt ones are errors."""
     rows = []
     for entry in read_accelerate(path, refuse=False).entries:
         value = "null" if entry.value is None else str(entry.value)
         value = value.lower() if isinstance(entry.value, bool) else "" if entry.key.kind == "section" else value
         text = _to(entry.fate.verdict, entry.fate.because)
-        rows.append(Row("accelerate", entry.path, value, entry.fate.verdict, text, entry.where))
+        rows.append(ExplainedKey("accelerate", entry.path, value, entry.fate.verdict, text, entry.where))
     return tuple(rows)
 
 
-def show(rows: Sequence[Row]) -> None:
+def print_rows(rows: Sequence[ExplainedKey]) -> None:
     """Print a paragraph for each setting. Values are never read as markup."""
     from rich.console import Console
     from rich.padding import Padding

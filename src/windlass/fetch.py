@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.data.hub import fetch, fetch_set
-from windlass.data.mix import all_sets
-from windlass.data.sources import HUB_NAME, resolve
+from windlass.data.mix import list_all_sets
+from windlass.data.sources import HUB_NAME, resolve_source
 from windlass.errors import UserError
 from windlass.files import read_json, write_json
 from windlass.model import read_base
@@ -38,9 +38,9 @@ def fetch_run(
         files, place = MODEL_FILES[headers_only:], where("model.model_name_or_path")
         found["model"] = fetch(name, "model", files, place, say, DUPLICATES, headers=headers_only)
         record_digest(found["model"], say)
-    for each in () if headers_only else all_sets(run.data, where):
+    for each in () if headers_only else list_all_sets(run.data, where):
         name = each.data.dataset_name_or_path
-        if resolve(each.data, each.where).format == "hub":
+        if resolve_source(each.data, each.where).format == "hub":
             found["data" if not (run.data.mix or run.data.eval) else name] = fetch_set(each.data, each.where, say)
         else:
             say(f"data: {name} is here: nothing to fetch")

@@ -211,7 +211,11 @@ def write_family(
     except Exception as error:  # whatever a config class objects to
         what = f"transformers' {type(outer).__name__} refuses the small sizes: {' '.join(str(error).split())}"
         raise UserError(what, family, "give the language model's sizes that fit as config") from None
-    classes = derive.wrapper_of(made, {}, family) if "text_config" in whole else derive.class_of(made, {}, family)
+    classes = (
+        derive.find_wrapper_class(made, {}, family)
+        if "text_config" in whole
+        else derive.find_model_class(made, {}, family)
+    )
     directory.mkdir(parents=True, exist_ok=True)
     _save_model(directory, classes, made, quantized, dtype, files, seed)
     if tokenizer:

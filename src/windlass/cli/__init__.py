@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from windlass.cli import after, before, during, help  # noqa: F401  # each registers its commands
 from windlass.cli.options import app as app
-from windlass.errors import TRAINING, USER_INPUT, UserError, not_installed, print_error
+from windlass.errors import TRAINING, USER_INPUT, UserError, missing_extra_error, print_error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in TRAINING:
             raise
-        print_error(not_installed(error.name, next(iter(sys.argv[1:] if arguments is None else arguments), "")))
+        print_error(missing_extra_error(error.name, next(iter(sys.argv[1:] if arguments is None else arguments), "")))
         sys.exit(USER_INPUT)
     except BrokenPipeError:  # `windlass plan … | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

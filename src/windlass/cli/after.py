@@ -20,7 +20,7 @@ from windlass.cli.options import (
     command,
     flag,
     opt,
-    words,
+    option_words,
     write_json,
     write_result,
 )
@@ -62,8 +62,14 @@ def best(
         write_result(ranking, as_json, show_table)
 
     dtypes = base_dtype.split(",") if base_dtype else []
-    arguments = ["best", str(folder), *words("--eval-data", eval_data), *words("--ranks", ranks), *["--json"] * as_json]
-    arguments += [*words("--base-dtype", base_dtype), *["--allow-other-base"] * allow_other_base]
+    arguments = [
+        "best",
+        str(folder),
+        *option_words("--eval-data", eval_data),
+        *option_words("--ranks", ranks),
+        *["--json"] * as_json,
+    ]
+    arguments += [*option_words("--base-dtype", base_dtype), *["--allow-other-base"] * allow_other_base]
     code = training.best(
         lambda: training.plan_finished_run(folder, eval_data=eval_data, ranks=ranks, base_dtypes=dtypes),
         folder,
@@ -108,9 +114,9 @@ def export(
         model_class=model_class,
         workers=workers,
         allow_other_base=allow_other_base,
-        say=screen.say,
+        say=screen.print_line,
     )
-    address = exporting.push(to, push, say=screen.say) if push else None
+    address = exporting.push_to_hub(to, push, say=screen.print_line) if push else None
     if as_json:
         write_json({**made.record, "pushed": address})
     else:
@@ -141,6 +147,6 @@ def generate(
         seed=seed,
         chat=chat,
         allow_other_base=allow_other_base,
-        say=screen.say,
+        say=screen.print_line,
         write=lambda text: print(text, end="", flush=True),
     )

@@ -20,12 +20,12 @@ from windlass.cli.options import (
     flag,
     make_plan,
     opt,
-    remember,
+    remember_run_file,
     say,
     write_json,
     write_result,
 )
-from windlass.errors import RANK_USER_INPUT, TRAINING, UserError, print_error, raise_all, require
+from windlass.errors import RANK_USER_INPUT, TRAINING, UserError, print_error, raise_all, require_libraries
 
 
 @command(
@@ -52,7 +52,7 @@ def init(
         if not (model and data):
             hint = "`windlass init --model DIR --data PATH > run.yaml`"
             raise UserError("needs both --model and --data", "windlass init", hint)
-        made = draft.draft(model, data, gpus, say, columns)
+        made = draft.draft_run(model, data, gpus, say, columns)
         for warning in made.warnings:
             say(f"warning: {warning}")
         print(made.text, end="")
@@ -139,13 +139,16 @@ def explain(
     """Explain a setting: what it means and what windlass does with it."""
     from windlass import explain as explaining
 
-    rows = [*(explaining.topic(topic, run) if topic else ()), *(explaining.file(accelerate) if accelerate else ())]
+    rows = [
+        *(explaining.explain_topic(topic, run) if topic else ()),
+        *(explaining.explain_file(accelerate) if accelerate else ()),
+    ]
     if not rows:
         raise UserError("nothing to explain", "windlass explain", "give a key, or a file with --accelerate FILE")
     if as_json:
         write_json([asdict(row) for row in rows])
     else:
-        explaining.show(rows)
+        explaining.print_rows(rows)
 
 
 @command(BEFORE, "data run.yaml", "data run.yaml --override data.packing=true")
@@ -163,17 +166,19 @@ def data(
     mix, for each of its sets. With --sample or --row only those rows, and where loss is computed on them.
     """
     from windlass import plan as planning
-    from windlass.data.prepare import audit_data, token_rows
-    from windlass.data.show import show, show_rows
+    from windlass.data.prepare import audit_data, sample_token_rows
+    from windlass.data.show import print_audit, print_rows
     from windlass.runfile import read
 
     loaded = planning.with_choices(read(run, override or ()), say)
     if source and not sample and row is None:
         raise UserError("it says of which set rows are shown, and none are", "--source", "add --row K or --sample N")
     if sample or row is not None:
-        (write_json if as_json else show_rows)(token_rows(loaded, say=say, sample=sample, row=row, source=source))
+        (write_json if as_json else print_rows)(
+            sample_token_rows(loaded, say=say, sample=sample, row=row, source=source)
+        )
         return
-    audit_data(loaded, say=say, audited=write_json if as_json else show)
+    audit_data(loaded, say=say, audited=write_json if as_json else print_audit)
 
 
 @command(BEFORE, "fetch run.yaml")
@@ -218,16 +223,18 @@ def calibrate(
     """
     from windlass import calibrate as calibrating
 
-    require(TRAINING, "calibrate")
+    require_libraries(TRAINING, "calibrate")
     if measured := calibrating.calibrate(ranks, out, os.environ, say):
         path, content = measured
-        write_json(content) if as_json else calibrating.show(content)
+        write_json(content) if as_json else calibrating.print_rates(content)
         say(f"written to {path}")
 
 
 @command(BEFORE, "check run.yaml", "check run.yaml --here", "check run.yaml --in-pod --json", "check --self-test")
 def check(
-    run: Annotated[Path | None, arg("RUN", "The run file (YAML). None with --self-test.", callback=remember)] = None,
+    run: Annotated[
+        Path | None, arg("RUN", "The run file (YAML). None with --self-test.", callback=remember_run_file)
+    ] = None,
     override: Overrides = None,
     accelerate: Accelerate = None,
     here: Annotated[bool, flag("--here", "Check this machine too: the run will use it.")] = False,
@@ -298,9 +305,9 @@ def rehearse(
     """
     from windlass import rehearse as rehearsing
 
-    require(TRAINING, "rehearse")
+    require_libraries(TRAINING, "rehearse")
     record = rehearsing.rehearse(
         run, overrides=override or (), accelerate=accelerate, keep=keep, environ=os.environ, say=say
     )
-    write_result(record, as_json, rehearsing.show)
+    write_result(record, as_json, rehearsing.print_record)
     raise typer.Exit(record.exit_code)

@@ -23,10 +23,10 @@ from windlass.cli.options import (
     flag,
     make_plan,
     opt,
+    option_words,
     say,
-    words,
 )
-from windlass.errors import TRAINING, UserError, print_error, require
+from windlass.errors import TRAINING, UserError, print_error, require_libraries
 
 
 @command(DURING, "train run.yaml", "train run.yaml --ranks 2 --override train.max_steps=20")
@@ -53,7 +53,7 @@ def train(
     overrides = [*(override or ()), *([] if ranks is None else ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"])]
     is_script = kind(run, overrides) == "script"
     overrides += ["layout.ranks=null"] if is_script and ranks is not None else []
-    require(("torch",) if is_script else TRAINING, "train")
+    require_libraries(("torch",) if is_script else TRAINING, "train")
 
     def planned() -> Any:
         """On the machines that a launcher started, or on this one, unless the files say which."""
@@ -77,7 +77,9 @@ def train(
     if is_script:
         raise typer.Exit(script.train_script(planned, environ=os.environ, resume=resume, say=print_error))
     arguments = ["train", str(run), *(word for each in overrides for word in ("--override", each))]
-    arguments += words("--accelerate", accelerate) + words("--debug-freq", debug_freq) + ["--resume"] * resume
+    arguments += (
+        option_words("--accelerate", accelerate) + option_words("--debug-freq", debug_freq) + ["--resume"] * resume
+    )
     arguments += ["--allow-other-base"] * allow_other_base
     code = training.train(
         planned,
@@ -101,7 +103,7 @@ def demo(
     from windlass import demo as demonstration
 
     calibrated = not make_only and demonstration.can_calibrate()
-    run = demonstration.make(directory, calibrated=calibrated)
+    run = demonstration.make_demo(directory, calibrated=calibrated)
     say(f"created {directory / 'model'}, {directory / 'data'} and {run}")
     if calibrated:  # or the plan would know this processor's kind alone
         calibration.calibrate(demonstration.RANKS, directory / demonstration.MACHINE, os.environ, say)

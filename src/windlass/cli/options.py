@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from windlass import __version__
-from windlass.errors import GIVEN, pasteable
+from windlass.errors import GIVEN, make_pasteable
 
 if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan
@@ -99,7 +99,7 @@ def windlass(
 ) -> None: ...
 
 
-def remember(parameter: typer.CallbackParam, run: Path | None) -> Path | None:
+def remember_run_file(parameter: typer.CallbackParam, run: Path | None) -> Path | None:
     """For hints, which name it."""
     GIVEN.clear()
     if run is not None and run.is_dir() == (parameter.metavar == "RUN_DIR"):
@@ -108,10 +108,10 @@ def remember(parameter: typer.CallbackParam, run: Path | None) -> Path | None:
 
 
 def say(text: str) -> None:
-    print(pasteable(text), file=sys.stderr, flush=True)
+    print(make_pasteable(text), file=sys.stderr, flush=True)
 
 
-def words(option: str, value: object) -> list[str]:
+def option_words(option: str, value: object) -> list[str]:
     """An option of the ranks' command line, if it was given."""
     return [] if value is None else [option, str(value)]
 
@@ -132,8 +132,8 @@ def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) ->
     return make_any(read_any(run, override or ()), read_accelerate(accelerate) if accelerate else None)
 
 
-Run = Annotated[Path, arg("RUN", "The run file (YAML).", callback=remember)]
-RunDir = Annotated[Path, arg("RUN_DIR", "The run folder: train.output_dir.", callback=remember)]
+Run = Annotated[Path, arg("RUN", "The run file (YAML).", callback=remember_run_file)]
+RunDir = Annotated[Path, arg("RUN_DIR", "The run folder: train.output_dir.", callback=remember_run_file)]
 Overrides = Annotated[list[str] | None, opt("--override", "KEY=VALUE", "Set one key of the run file; repeatable.")]
 Accelerate = Annotated[Path | None, opt("--accelerate", "FILE", "Take the layout from an Accelerate FSDP YAML.")]
 Json = Annotated[bool, flag("--json", "Print one JSON object instead of tables.")]

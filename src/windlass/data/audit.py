@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from windlass.data.packing import length_grouped, pack, shuffled
+from windlass.data.packing import group_by_length, pack_rows, shuffle
 from windlass.data.tokenize import Documents
 from windlass.errors import Problem
 
@@ -62,15 +62,15 @@ def audit_split(documents: Documents, eos: int | None) -> Audit:
     return figures
 
 
-def overlap(train: Documents, validation: Documents) -> Audit:
+def count_overlap(train: Documents, validation: Documents) -> Audit:
     """Count validation documents that are also trained on: exact duplicates and near duplicates."""
     same = np.isin(validation.hashes, train.hashes)
-    near = int((near_duplicates(train, validation) & ~same).sum())
+    near = int((find_near_duplicates(train, validation) & ~same).sum())
     shared = int(same.sum())
     return {"documents": shared, "share": shared / len(same) if len(same) else 0.0, "near": near}
 
 
-def near_duplicates(train: Documents, validation: Documents) -> npt.NDArray[np.bool_]:
+def find_near_duplicates(train: Documents, validation: Documents) -> npt.NDArray[np.bool_]:
     """Return which validation documents share most of their runs of tokens with one training document.
 
     Runs that occur in many validation documents belong to a template and are skipped. In large sets a fraction of all
@@ -78,14 +78,14 @@ def near_duplicates(train: Documents, validation: Documents) -> npt.NDArray[np.b
     """
     found = np.zeros(len(validation.lengths), np.bool_)
     one_of = 1 if len(train.ids) < COMPARED_TOKENS else 8
-    owners, runs = (np.concatenate(part) for part in zip(*token_runs(validation, one_of), strict=True))
+    owners, runs = (np.concatenate(part) for part in zip(*hash_token_runs(validation, one_of), strict=True))
     values, counts = np.unique(runs, return_counts=True)
     usual = values[counts > max(TEMPLATE_DOCUMENTS, TEMPLATE_SHARE * len(found))]
     kept = ~np.isin(runs, usual)
     order = np.argsort(runs[kept], kind="stable")
     owners, runs = owners[kept][order], runs[kept][order]
     sizes = np.bincount(owners, minlength=len(found))
-    for documents, theirs in token_runs(train, one_of):
+    for documents, theirs in hash_token_runs(train, one_of):
         others = ~np.isin(theirs, usual)
         documents, theirs = documents[others], theirs[others]
         first = documents[0] if len(documents) else 0
@@ -100,7 +100,7 @@ def near_duplicates(train: Documents, validation: Documents) -> npt.NDArray[np.b
     return found
 
 
-def token_runs(documents: Documents, one_of: int) -> Iterator[tuple[Lengths, npt.NDArray[np.uint64]]]:
+def hash_token_runs(documents: Documents, one_of: int) -> Iterator[tuple[Lengths, npt.NDArray[np.uint64]]]:
     """Yield hashes of each document's distinct runs of RUN tokens, with the document, a group of documents at a
     time."""
     edges = [0, *np.flatnonzero(np.diff(documents.starts // (1 << 22))) + 1, len(documents.lengths)]
@@ -125,10 +125,10 @@ def compare_batching(lengths: Lengths, *, batch: int, max_length: int, configure
         return {}
     documents = len(lengths)
     if documents > BATCHED_DOCUMENTS:
-        lengths = lengths[shuffled(documents, seed, 0)[:BATCHED_DOCUMENTS]]
+        lengths = lengths[shuffle(documents, seed, 0)[:BATCHED_DOCUMENTS]]
     count, tokens = len(lengths), int(lengths.sum())
-    packs = len(pack(lengths.tolist(), max_length))
-    ordered = lengths[length_grouped(lengths, batch, seed, 0)]
+    packs = len(pack_rows(lengths.tolist(), max_length))
+    ordered = lengths[group_by_length(lengths, batch, seed, 0)]
     padded = sum(int(part.max()) * len(part) for part in np.split(ordered, range(batch, count, batch)))
     ways = {}
     for way, rows, positions in (

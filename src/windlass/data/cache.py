@@ -25,7 +25,7 @@ BLOCK_BYTES = 1 << 20
 SILENT_SECONDS = 2.0  # waiting for the ranks of one node is reported only after this
 
 
-def cached_folder(cache: Path, fingerprint: str, make: Callable[[Path], None], say: Say) -> Path:
+def get_or_create(cache: Path, fingerprint: str, make: Callable[[Path], None], say: Say) -> Path:
     """Return the folder of this fingerprint: found and verified, or created. A damaged one is reported and created
     again."""
     folder, ours = cache / fingerprint, f"{fingerprint}.part-{socket.gethostname()}-"
@@ -33,7 +33,7 @@ def cached_folder(cache: Path, fingerprint: str, make: Callable[[Path], None], s
     try:
         cache.mkdir(parents=True, exist_ok=True)
         waiting = f"waiting for another process that is tokenizing into {folder}"
-        with one_at_a_time(cache / f"{fingerprint}.lock", say, waiting, SILENT_SECONDS) as alone:
+        with hold_lock(cache / f"{fingerprint}.lock", say, waiting, SILENT_SECONDS) as alone:
             if folder.exists():
                 damage = find_damage(folder)
                 if damage is None:
@@ -60,7 +60,7 @@ def cached_folder(cache: Path, fingerprint: str, make: Callable[[Path], None], s
 
 
 @contextmanager
-def one_at_a_time(path: Path, say: Say, waiting: str, silent_seconds: float = 0.0) -> Iterator[bool]:
+def hold_lock(path: Path, say: Say, waiting: str, silent_seconds: float = 0.0) -> Iterator[bool]:
     """Hold a lock; report `waiting` after `silent_seconds`. Yields False if the storage has no locks."""
     silent_until, wait = time.monotonic() + silent_seconds, False
     while True:

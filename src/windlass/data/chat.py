@@ -45,7 +45,7 @@ class Turn(NamedTuple):
     reasoning: list[str]
 
     @property
-    def answers(self) -> bool:
+    def is_assistant(self) -> bool:
         return bool(self.message["role"] == "assistant")
 
 
@@ -70,17 +70,17 @@ class ChatTemplate:
         return [self.template, dict(self.kwargs), self.last, self.drop_reasoning, dict(self.names)]
 
     @cached_property
-    def marks(self) -> bool:
+    def has_generation_marks(self) -> bool:
         """Return whether the template itself marks the assistant's part."""
         return bool(GENERATION.search(self.template))
 
     @cached_property
     def roles(self) -> dict[str, str]:
         """Return role names in messages and the template's names for them: some templates rename `tool`."""
-        own = {name: name for name, role in ROLES.items() if role in ("tool", "system") and self.knows(name)}
+        own = {name: name for name, role in ROLES.items() if role in ("tool", "system") and self.supports_role(name)}
         return {**ROLES, **own}
 
-    def knows(self, role: str) -> bool:
+    def supports_role(self, role: str) -> bool:
         return re.search(rf"""(['"]){re.escape(role)}\1""", self.template) is not None
 
     @cached_property
@@ -93,20 +93,20 @@ class ChatTemplate:
         """Return the text and the assistant's supervised spans, from message `first` on."""
         turns = [read_turn(message, self.names, self.roles, drop_reasoning=self.drop_reasoning) for message in messages]
         for role in {str(turn.message["role"]) for turn in turns}.difference(OWN_ROLES):
-            if not self.knows(role):
+            if not self.supports_role(role):
                 problem = f"a message has the role {role!r}, which {self.source or 'the chat template'} doesn't name"
                 close = difflib.get_close_matches(role.lower(), ROLES, n=1)
                 hint = f"did you mean {close[0]}? roles are" if close else "write one of the roles"
                 hint += f" {', '.join(OWN_ROLES)}, or one that a data.chat_template of yours names"
                 raise UserError(problem, "data", hint)
-        tools = without_none(json.loads(tools) if isinstance(tools, str) and tools.strip() else tools) or None
+        tools = drop_none(json.loads(tools) if isinstance(tools, str) and tools.strip() else tools) or None
         if tools and not re.search(r"\btools\b", self.template):
             hint = "name a data.chat_template that does, such as chatml"
             raise UserError(f"{self.source or 'the chat template'} writes no tools, and a row has some", "data", hint)
-        answers = [i for i, turn in enumerate(turns) if turn.answers]
+        answers = [i for i, turn in enumerate(turns) if turn.is_assistant]
         wanted = [i for i in answers if i >= first][-1 if self.last else 0 :]
         wanted = [i for i in wanted if turns[i].trained is not False]
-        if self.marks:
+        if self.has_generation_marks:
             text, marked = self.apply(turns, tools, marks=True)
             if len(marked) != len(answers) != len(wanted):
                 problem = f"the chat template marks {len(marked)} parts of a chat with {len(answers)} assistant turns"
@@ -123,10 +123,10 @@ class ChatTemplate:
             prompt = self.apply(turns[:i], tools, prompt=True)[0] if i else ""
             plain = prompt if text.startswith(prompt) else self.apply(turns[:i], tools)[0]
             until = self.apply(turns[: i + 1], tools)[0] if i + 1 < len(turns) else text
-            start = max(len(plain), common_length(text, prompt))
+            start = max(len(plain), common_prefix_length(text, prompt))
             for head in (plain, until):
                 if not text.startswith(head) or len(until) <= start:
-                    at = common_length(text, head)
+                    at = common_prefix_length(text, head)
                     raise UserError(
                         "the chat template writes earlier turns differently once later ones follow "
                         f"(at {text[max(0, at - 30) : at + 30]!r}), so the assistant's part can't be found",
@@ -178,7 +178,7 @@ class ChatTemplate:
         return str(texts[0]), [(start, end) for start, end in marked[0]] if marks else []
 
 
-def common_length(one: str, other: str) -> int:
+def common_prefix_length(one: str, other: str) -> int:
     """Return the length of the longest common prefix of two texts."""
     if one.startswith(other):
         return len(other)
@@ -186,13 +186,13 @@ def common_length(one: str, other: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def without_none(value: Any) -> Any:
+def drop_none(value: Any) -> Any:
     """Remove None values: columnar files fill in None for what other rows have, and templates test for presence."""
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
-        return {k: without_none(v) for k, v in value.items() if v is not None}
-    return [without_none(item) for item in value] if isinstance(value, list) else value
+        return {k: drop_none(v) for k, v in value.items() if v is not None}
+    return [drop_none(item) for item in value] if isinstance(value, list) else value
 
 
 def read_turn(
@@ -204,7 +204,7 @@ def read_turn(
     plain = not names and message.keys() == {"role", "content"} and type(message["content"]) is str
     if plain and message["role"] in ("system", "user"):  # most are: the code below would not change them
         return Turn(message, None, [])
-    found = {names.get(key, key): without_none(value) for key, value in message.items() if value is not None}
+    found = {names.get(key, key): drop_none(value) for key, value in message.items() if value is not None}
     named = found.pop("from", None) or found.get("role")
     if named is None:
         problem, hint = f"a message has no role: {str(message)[:80]}", "if its key has another name: data.columns: "
@@ -220,7 +220,7 @@ def read_turn(
         hint = "leave the flag out; data.completion_only_loss: false computes the loss on everything"
         raise UserError(f"a message of {role!r} is marked to be trained on", "data", hint)
     if named in CALLS:  # LLaMA-Factory's and ms-swift's roles for an answer that calls tools
-        calls = parsed(found.pop("content", ""))
+        calls = parse_json(found.pop("content", ""))
         found["tool_calls"] = calls if isinstance(calls, list) else [calls]
     if calls := found.get("tool_calls"):
         found["tool_calls"] = [read_call(call) for call in calls]
@@ -260,11 +260,11 @@ def read_call(call: Any) -> Any:
         hint = 'write {"function": {"name": …, "arguments": …}}'
         raise UserError(f"a tool call is a {type(call).__name__}: {str(call)[:80]}", "data", hint)
     inner: dict[str, Any] = call["function"] if isinstance(call.get("function"), dict) else call
-    read = {**inner, "arguments": parsed(inner.get("arguments", {}))}
+    read = {**inner, "arguments": parse_json(inner.get("arguments", {}))}
     return {**call, "function": read} if inner is not call else {"type": "function", "function": read}
 
 
-def parsed(value: Any) -> Any:
+def parse_json(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
@@ -287,7 +287,7 @@ def arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, **({"tool_calls": calls} if calls else {})}
 
 
-def chat_template(
+def choose_template(
     tokenizer: PreTrainedTokenizerBase, data: Data | None = None, where: Where = str, *, fallback: str = "mistral"
 ) -> ChatTemplate:
     """Return the template that the run file sets, else the tokenizer's, else the fallback."""

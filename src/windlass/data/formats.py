@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from windlass.data.chat import FLAGS, ChatTemplate, Span, chat_template
+from windlass.data.chat import FLAGS, ChatTemplate, Span, choose_template
 from windlass.data.sources import Row, Where
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedRow:
     """Text of one row. `supervised` are the character spans that the loss is computed on; None means all.
 
     `closed` text has its own first and last tokens, as chat templates write them. A row of tokens has `ids` instead of
@@ -48,7 +48,7 @@ class Format:
     name: str
     description: str
     identity: str
-    render: Callable[[Row], Rendered | None]
+    render: Callable[[Row], RenderedRow | None]
     notes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     """Columns that a row must have; null or empty text leaves the row out."""
@@ -88,7 +88,7 @@ class Request:
         close = difflib.get_close_matches(column, self.columns, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "name one of these: "
         hint += "" if close else f"data.columns: {{{key.rpartition('.')[2].removesuffix('_field')}: …}}"
-        if key == "text_field" and (usual := usual_columns(self.columns)):
+        if key == "text_field" and (usual := guess_columns(self.columns)):
             hint = f"if that is what they hold, write data.columns: {as_yaml(usual)}"
         has = ", ".join(map(repr, self.columns)) or "none"
         raise UserError(f"the data have no column {column!r}; they have {has}", self.where(f"data.{key}"), hint)
@@ -110,7 +110,7 @@ class Request:
             raise UserError(f"{what} has no part that is the completion", place, hint)
 
     def chat_template(self, fallback: str = "mistral") -> ChatTemplate:
-        return chat_template(self.tokenizer, self.data, self.where, fallback=fallback)
+        return choose_template(self.tokenizer, self.data, self.where, fallback=fallback)
 
 
 ANSWERS = ("output", "completion", "response", "answer", "solution", "target", "chosen")
@@ -123,7 +123,7 @@ USUAL: tuple[dict[str, tuple[str, ...]], ...] = (
 )
 
 
-def usual_columns(columns: Sequence[str]) -> dict[str, str]:
+def guess_columns(columns: Sequence[str]) -> dict[str, str]:
     """Return `data.columns` for data with usual names; empty if there is no match."""
     there = {column.lower(): column for column in columns}
     for names in USUAL:
@@ -153,7 +153,7 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     if odd := [name for name in data.columns if name not in (*chosen.columns, *chosen.more)]:
         problem = f"the format {chosen.name} has no {odd[0]!r}"
         hint = f"it has {', '.join((*chosen.columns, *chosen.more))}; data.format chooses another"
-        if data.format is None and (usual := usual_columns(columns)):
+        if data.format is None and (usual := guess_columns(columns)):
             hint = f"name the format's column, then yours: data.columns: {as_yaml(usual)}"
         raise UserError(problem, where(f"data.columns.{odd[0]}"), hint)
     for key in sorted(CHAT_KEYS & data.model_fields_set):
@@ -170,10 +170,10 @@ def as_text(value: Any, column: str) -> str:
         return value or ""
     hint = "name a column of text, or write data.prompt_template, which writes numbers and reaches inside: "
     hint += "{answers[text][0]}"
-    raise UserError(f"column {column!r} has {kind_of(value)}, not text: {str(value)[:80]}", "data", hint)
+    raise UserError(f"column {column!r} has {describe_type(value)}, not text: {str(value)[:80]}", "data", hint)
 
 
-def kind_of(value: Any) -> str:
+def describe_type(value: Any) -> str:
     return "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
@@ -181,7 +181,7 @@ def text_format(request: Request) -> Format:
     request.refuse_completion_only("plain text")
     name = request.column("text", "text_field")
     description = f"text in {name!r}, loss on every token"
-    return Format("text", description, name, lambda row: Rendered(as_text(row[name], name)), needs=(name,))
+    return Format("text", description, name, lambda row: RenderedRow(as_text(row[name], name)), needs=(name,))
 
 
 def completion_format(request: Request) -> Format:
@@ -191,7 +191,7 @@ def completion_format(request: Request) -> Format:
     everything = data.completion_only_loss is False
     template = cache(request.chat_template)  # most tokenizers here need none
 
-    def render(row: Row) -> Rendered | None:
+    def render(row: Row) -> RenderedRow | None:
         question, answer = row[prompt], row[completion]
         if not answer:
             return None
@@ -199,11 +199,11 @@ def completion_format(request: Request) -> Format:
             before = question if isinstance(question, list) else [{"role": "user", "content": question or ""}]
             after = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
             text, spans = template().render([*before, *after], first=len(before), tools=row.get(tools or ""))
-            return Rendered(text, None if everything else spans, closed=True)
+            return RenderedRow(text, None if everything else spans, closed=True)
         head, tail = as_text(question, prompt), as_text(answer, completion)
         if not tail.strip():
             return None
-        return Rendered(head + tail, None if everything else ((len(head), len(head) + len(tail)),))
+        return RenderedRow(head + tail, None if everything else ((len(head), len(head) + len(tail)),))
 
     description = f"{prompt!r} then {completion!r}, loss on {'every token' if everything else repr(completion)}"
     rendering = [getattr(data, key) for key in sorted(CHAT_KEYS)]
@@ -227,13 +227,13 @@ def chat_format(request: Request, column: str = "messages") -> Format:
                 place = request.where("data.messages_field")
                 raise UserError(f"column {name!r} is text, not a list of messages", place, hint) from None
         if messages and not isinstance(messages, list):
-            problem = f"column {name!r} has {kind_of(messages)}, not a list of messages: {str(messages)[:80]}"
+            problem = f"column {name!r} has {describe_type(messages)}, not a list of messages: {str(messages)[:80]}"
             raise UserError(problem, "data", "write [{role, content}, …]")
         first = [{"role": "system", "content": row[system]}] if system and row.get(system) else []
         return [*first, *messages] if messages else []
 
     template = request.chat_template()
-    return through_template(request, f"chats in {name!r}", template, messages_of, tools, column, (name,))
+    return make_chat_format(request, f"chats in {name!r}", template, messages_of, tools, column, (name,))
 
 
 def alpaca_format(request: Request) -> Format:
@@ -260,12 +260,12 @@ def alpaca_format(request: Request) -> Format:
         return [*first, *turns, user, {"role": "assistant", "content": answer}]
 
     what = f"{instruction!r}{f' with {more!r}' if more else ''} then {output!r}"
-    return through_template(
+    return make_chat_format(
         request, what, request.chat_template("alpaca"), messages_of, None, "alpaca", (instruction, output)
     )
 
 
-def through_template(
+def make_chat_format(
     request: Request,
     what: str,
     template: ChatTemplate,
@@ -280,11 +280,11 @@ def through_template(
         hint = "remove one of them"
         raise UserError("the loss is computed on everything", request.where("data.turns"), hint)
 
-    def render(row: Row) -> Rendered | None:
+    def render(row: Row) -> RenderedRow | None:
         if not (messages := messages_of(row)):
             return None
         text, spans = template.render(messages, tools=row.get(tools or ""))
-        return Rendered(text, None if everything else spans, closed=True)
+        return RenderedRow(text, None if everything else spans, closed=True)
 
     loss = "every token" if everything else "the last assistant turn" if template.last else "assistant turns"
     kind = {"conversations": "sharegpt"}.get(name, name)
@@ -299,14 +299,14 @@ def tokens_format(request: Request) -> Format:
     mask = next(filter(None, map(request.optional, ("completion_mask", "assistant_masks"))), None)
     attended, everything = request.optional("attention_mask"), request.data.completion_only_loss is False
 
-    def render(row: Row) -> Rendered | None:
+    def render(row: Row) -> RenderedRow | None:
         given, place = row[name] or [], request.where("data.columns.input_ids")
         ids = np.array(given or [0])[: len(given)] if isinstance(given, list) else np.array(given)
         if ids.dtype.kind != "i" or ids.ndim != 1 or ids.min(initial=0) < 0:
             raise UserError(f"column {name!r} is no list of token ids: {str(given)[:80]}", place, "check the column")
         marks, real = (row.get(name or "") or None for name in (labels or mask, attended))
         if given and marks is real is None:
-            return Rendered("", None, closed=True, ids=ids)
+            return RenderedRow("", None, closed=True, ids=ids)
         if any(each is not None and len(each) != len(ids) for each in (marks, real)):
             lengths = [len(each or given) for each in (given, marks, real)]
             raise UserError("{} ids, {} labels, {} in the mask".format(*lengths), place, "fix such rows")
@@ -321,7 +321,7 @@ def tokens_format(request: Request) -> Format:
             return None
         edges = np.flatnonzero(np.diff(kept, prepend=False, append=False)).tolist()
         spans = None if everything or kept.all() else tuple(zip(edges[::2], edges[1::2], strict=True))
-        return Rendered("", spans, closed=True, ids=ids)
+        return RenderedRow("", spans, closed=True, ids=ids)
 
     loss = "every token" if everything or not (labels or mask) else f"what {labels or mask!r} marks"
     identity = f"{name}:{labels}:{mask}:{everything}"
@@ -394,7 +394,7 @@ def template_format(request: Request) -> Format:
     needed = [piece.field is not None and (piece.supervised or not marked) for piece in pieces]
     trained_on = {piece.column: None for piece, is_needed in zip(pieces, needed, strict=True) if is_needed}
 
-    def render(row: Row) -> Rendered | None:
+    def render(row: Row) -> RenderedRow | None:
         parts = [piece.render(row, place) for piece in pieces]
         if any(needed) and not any(part.strip() for part, is_needed in zip(parts, needed, strict=True) if is_needed):
             return None  # the supervised part contains nothing from the row
@@ -403,7 +403,7 @@ def template_format(request: Request) -> Format:
             if piece.supervised and part:
                 spans.append((at, at + len(part)))
             at += len(part)
-        return Rendered("".join(parts), tuple(spans) if marked else None)
+        return RenderedRow("".join(parts), tuple(spans) if marked else None)
 
     description = f"data.prompt_template, loss on {'the part in [[ ]]' if marked else 'every token'}"
     return Format("template", description, f"{marked}:{text}", render, needs=tuple(trained_on), every=False)

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.cache import one_at_a_time
-from windlass.data.sources import SUFFIXES, Source, card_files, read_card, requested_config, resolve
+from windlass.data.cache import hold_lock
+from windlass.data.sources import SUFFIXES, Source, get_config_name, list_card_files, read_card, resolve_source
 from windlass.errors import UserError
 from windlass.files import file_sample, read_json, write_json
 from windlass.model.files import HEADERS, PUBLISHED
@@ -28,15 +28,15 @@ REACH_SECONDS = 10
 
 def fetch_source(data: Data, where: Callable[[str], str], say: Say) -> Source:
     """Return a set's files in the hub cache as a local source."""
-    local = {"dataset_name_or_path": str(fetch_set(data, where, say)), "dataset_config_name": requested_config(data)}
-    return resolve(data.model_copy(update=local), where)
+    local = {"dataset_name_or_path": str(fetch_set(data, where, say)), "dataset_config_name": get_config_name(data)}
+    return resolve_source(data.model_copy(update=local), where)
 
 
 def fetch_set(data: Data, where: Callable[[str], str], say: Say) -> Path:
     """Fetch the card first: it says which files belong to the config."""
-    name, place, config = data.dataset_name_or_path, where("data.dataset_name_or_path"), requested_config(data)
+    name, place, config = data.dataset_name_or_path, where("data.dataset_name_or_path"), get_config_name(data)
     card = read_card(fetch(name, "dataset", ["README.md"], place, say))
-    patterns = [pattern for _, pattern in card_files(card, config)]
+    patterns = [pattern for _, pattern in list_card_files(card, config)]
     if not patterns:
         patterns = [f"{config}/*"] if config else [f"*{end}{packed}" for end in SUFFIXES for packed in ("", ".gz")]
     return fetch(name, "dataset", ["README.md", *patterns], place, say)
@@ -68,7 +68,7 @@ def fetch(
         return Path(folder)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with one_at_a_time(mark.with_suffix(".lock"), say, f"waiting for another process that fetches {name}"):
+        with hold_lock(mark.with_suffix(".lock"), say, f"waiting for another process that fetches {name}"):
             folder = read_json(mark).get("folder")
             if not folder or not Path(folder).is_dir():
                 say(f"fetching {name} into {cache}")
@@ -88,7 +88,7 @@ def download(
     from huggingface_hub.utils._paths import filter_repo_objects
 
     wanted: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": list(ignored) or None}
-    with explained(name, kind, place):
+    with explain_hub_errors(name, kind, place):
         info: Any = HfApi().repo_info(name, repo_type=kind, files_metadata=True, timeout=REACH_SECONDS)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         needed = sum(sizes[file] for file in filter_repo_objects(list(sizes), **wanted))
@@ -124,7 +124,7 @@ def fetch_headers(name: str, folder: Path, ignored: Sequence[str], place: str, s
     from huggingface_hub import HfApi
     from huggingface_hub.utils._paths import filter_repo_objects
 
-    with explained(name, "model", place):
+    with explain_hub_errors(name, "model", place):
         api = HfApi()
         info: Any = api.repo_info(name, revision=folder.name, files_metadata=True, timeout=REACH_SECONDS)
         sizes = {file.rfilename: file.size for file in info.siblings or []}
@@ -138,7 +138,7 @@ def fetch_headers(name: str, folder: Path, ignored: Sequence[str], place: str, s
 
 
 @contextmanager
-def explained(name: str, kind: str, place: str) -> Iterator[None]:
+def explain_hub_errors(name: str, kind: str, place: str) -> Iterator[None]:
     """Turn errors of the hub's client into errors with a next step."""
     import httpx2
     from huggingface_hub import errors

@@ -29,24 +29,26 @@ class RowSet:
         return self.name if self.part else VALIDATION
 
 
-def training_sets(data: Data, where: Where) -> list[RowSet]:
+def list_training_sets(data: Data, where: Where) -> list[RowSet]:
     """Return the sets of the mix, or the only one."""
     return [
-        RowSet(part.title, data.of(part), place_of(where, f"data.mix[{i}]", part), part)
+        RowSet(part.title, data.of(part), locate_key(where, f"data.mix[{i}]", part), part)
         for i, part in enumerate(data.mix)
     ] or [RowSet("train", data, where)]
 
 
-def evaluation_sets(data: Data, where: Where) -> list[RowSet]:
+def list_evaluation_sets(data: Data, where: Where) -> list[RowSet]:
     """Return the named evaluation sets, without validation splits and held-out rows."""
-    return [RowSet(name, data.of(part), place_of(where, f"data.eval.{name}", part)) for name, part in data.eval.items()]
+    return [
+        RowSet(name, data.of(part), locate_key(where, f"data.eval.{name}", part)) for name, part in data.eval.items()
+    ]
 
 
-def all_sets(data: Data, where: Where) -> list[RowSet]:
-    return [*training_sets(data, where), *evaluation_sets(data, where)]
+def list_all_sets(data: Data, where: Where) -> list[RowSet]:
+    return [*list_training_sets(data, where), *list_evaluation_sets(data, where)]
 
 
-def place_of(where: Where, prefix: str, part: MixedSet | EvalSet) -> Where:
+def locate_key(where: Where, prefix: str, part: MixedSet | EvalSet) -> Where:
     """Return where a key of one set is set: there or in the data section."""
     own = {"data.dataset_name_or_path": "path", "data.train_split": "split"}
 
@@ -57,7 +59,7 @@ def place_of(where: Where, prefix: str, part: MixedSet | EvalSet) -> Where:
     return place
 
 
-def epoch_counts(sets: Sequence[RowSet], rows: Sequence[int], sequences: Sequence[int]) -> list[int]:
+def count_per_epoch(sets: Sequence[RowSet], rows: Sequence[int], sequences: Sequence[int]) -> list[int]:
     """Return each set's sequences per epoch, at least one. With weights: until the scarcest has been seen once."""
     parts = [each.part for each in sets]
     weighted = [(n, part.weight) for n, part in zip(sequences, parts, strict=True) if part and part.weight]
@@ -75,14 +77,14 @@ def epoch_counts(sets: Sequence[RowSet], rows: Sequence[int], sequences: Sequenc
 
 def count_all(data: Data, where: Where = str) -> Rows:
     """Return the rows of an epoch, if they can be counted without reading the sets."""
-    sets = training_sets(data, where)
+    sets = list_training_sets(data, where)
     found = [count_rows(each.data, each.data.train_split, each.where) for each in sets]
     if unknown := next((rows for rows in found if rows.count is None), None):
         return unknown
     if not data.mix:
         return found[0]
     counts = [rows.count or 0 for rows in found]
-    used = epoch_counts(sets, counts, counts)
+    used = count_per_epoch(sets, counts, counts)
     size = sum((rows.text_bytes or 0) * n / max(rows.count or 0, 1) for rows, n in zip(found, used, strict=True))
     blank = sum(rows.blank * n / max(rows.count or 0, 1) for rows, n in zip(found, used, strict=True))
     how = ", ".join(f"{n:,} of {each.name}" for n, each in zip(used, sets, strict=True))

@@ -19,26 +19,26 @@ Order = npt.NDArray[np.int64]
 WINDOW_BATCHES = 50
 
 
-def shuffled(count: int, seed: int, epoch: int) -> Order:
+def shuffle(count: int, seed: int, epoch: int) -> Order:
     """Return a permutation of the rows for this epoch."""
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
-def of_epoch(count: int, wanted: int, seed: int, epoch: int) -> Order:
+def choose_epoch_rows(count: int, wanted: int, seed: int, epoch: int) -> Order:
     """Return which of a set's rows an epoch has: no row repeats before all have been used."""
     first, stop = epoch * wanted, (epoch + 1) * wanted
-    passes = [shuffled(count, seed, number) for number in range(first // count, -(-stop // count))]
+    passes = [shuffle(count, seed, number) for number in range(first // count, -(-stop // count))]
     return np.concatenate(passes)[first % count :][:wanted] if wanted else np.zeros(0, np.int64)
 
 
-def length_grouped(lengths: npt.NDArray[np.int64], batch: int, seed: int, epoch: int) -> Order:
+def group_by_length(lengths: npt.NDArray[np.int64], batch: int, seed: int, epoch: int) -> Order:
     """Return a permutation whose global batches have rows of similar length; the batch with the longest row comes
     first.
 
     Batches are cut by the global batch, which ranks and accumulation divide, so the order does not depend on the number
     of ranks. The longest comes first so that a run that will exceed its memory does so at step one.
     """
-    order = shuffled(len(lengths), seed, epoch)
+    order = shuffle(len(lengths), seed, epoch)
     window = max(1, batch * WINDOW_BATCHES)
     full = len(order) - len(order) % batch  # the short last batch stays last: elsewhere it would shift all others
     batches: list[Order] = []
@@ -57,7 +57,7 @@ def length_grouped(lengths: npt.NDArray[np.int64], batch: int, seed: int, epoch:
 ROWS_PER_BLOCK = 1000
 
 
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Assign documents to rows: best-fit decreasing, none cut. Deterministic; rows are ordered by their first document.
 
     Documents go, longest first, into the fullest row with enough room. Open rows are kept in buckets by remaining room,
@@ -95,11 +95,11 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def group_documents(documents: Documents, capacity: int | None) -> list[npt.NDArray[np.int64]]:
     """Return the documents of each row: packed if there is a capacity, else one per row."""
     lengths = documents.lengths.tolist()
-    groups = [[i] for i in range(len(lengths))] if capacity is None else pack(lengths, capacity)
+    groups = [[i] for i in range(len(lengths))] if capacity is None else pack_rows(lengths, capacity)
     return [np.array(group, np.int64) for group in groups]
 
 
-def row_columns(*, partial: bool, packed: bool, mixed: bool = False) -> list[str]:
+def list_row_columns(*, partial: bool, packed: bool, mixed: bool = False) -> list[str]:
     """Return the rows' columns. There are no `labels` if everything is supervised: the collator uses the ids."""
     wanted = {"input_ids": True, "labels": partial, "seq_lengths": packed, "source": mixed}
     return [name for name, there in wanted.items() if there]
@@ -127,7 +127,7 @@ def open_rows(path: Path) -> pa.Table:
 def write_rows(sets: Sequence[Documents], path: Path, *, capacity: int | None) -> list[npt.NDArray[np.int64]]:
     """Write an Arrow file of rows, set after set; `source` is a row's set. Returns the tokens of each row."""
     partial = not all(documents.supervised.all() for documents in sets)
-    names = row_columns(partial=partial, packed=capacity is not None, mixed=len(sets) > 1)
+    names = list_row_columns(partial=partial, packed=capacity is not None, mixed=len(sets) > 1)
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
     lengths = []
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:

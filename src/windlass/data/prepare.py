@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 
 from windlass.data import audit as auditing
-from windlass.data.cache import Say, cached_folder, hash_file
+from windlass.data.cache import Say, get_or_create, hash_file
 from windlass.data.formats import Format, choose_format
-from windlass.data.mix import RowSet, epoch_counts, evaluation_sets, training_sets
-from windlass.data.packing import Order, length_grouped, of_epoch, open_rows, shuffled, write_rows
-from windlass.data.sources import Part, Source, Where, parse_split, read_rows, resolve, row_place
+from windlass.data.mix import RowSet, count_per_epoch, list_evaluation_sets, list_training_sets
+from windlass.data.packing import Order, choose_epoch_rows, group_by_length, open_rows, shuffle, write_rows
+from windlass.data.sources import Part, Source, Where, locate_row, parse_split, read_rows, resolve_source
 from windlass.data.stream import stream_rows
 from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import Problem, UserError, raise_all
@@ -46,7 +46,7 @@ STREAM_AUDIT_ROWS = 10_000  # rows of a stream that are audited before training
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedData:
     """The sets that are trained and evaluated on, and how to batch them."""
 
     train: pa.Table | IterableDataset
@@ -85,11 +85,11 @@ class Prepared:
         rows = np.arange(len(self.lengths))
         if self.shares:
             firsts = np.cumsum([0, *(count for count, _ in self.shares)])
-            parts = [of_epoch(count, wanted, seed, epoch) for count, wanted in self.shares]
+            parts = [choose_epoch_rows(count, wanted, seed, epoch) for count, wanted in self.shares]
             rows = np.concatenate([first + part for first, part in zip(firsts[:-1], parts, strict=True)])
         if self.batching == auditing.LENGTH_GROUPED:
-            return rows[length_grouped(self.lengths[rows], global_batch, seed, epoch)]
-        return rows[shuffled(len(rows), seed, epoch)]
+            return rows[group_by_length(self.lengths[rows], global_batch, seed, epoch)]
+        return rows[shuffle(len(rows), seed, epoch)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Selection:
         return bool(self.validation or self.fraction or self.evaluated)
 
 
-def prepare(
+def prepare_data(
     run: RunFile,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -123,7 +123,7 @@ def prepare(
     batch: int | None = None,
     say: Say = lambda _: None,
     audited: Callable[[dict[str, Any]], None] = lambda _: None,
-) -> Prepared:
+) -> PreparedData:
     """Tokenize or read from the cache; audit; raise a UserError for data that can't be trained on.
 
     Every rank calls this. In a shared cache one rank tokenizes and the others wait. `vocabulary`: rows of the model's
@@ -139,9 +139,9 @@ def prepare(
 
     # 2. Tokens: from the cache, or made now.
     chosen = list(zip(selections, kinds, strict=True))
-    key = fingerprint(data, chosen, tokenizer)
+    key = fingerprint_data(data, chosen, tokenizer)
     cache = cache if cache is not None else Path(run.train.output_dir) / "tokens"
-    folder = cached_folder(cache, key, lambda into: write_tokens(into, data, chosen, tokenizer), say)
+    folder = get_or_create(cache, key, lambda into: write_tokens(into, data, chosen, tokenizer), say)
 
     # 3. The audit, and what it finds wrong.
     batch = batch or run.train.least_batch
@@ -173,7 +173,7 @@ def prepare(
     if data.mix and not data.streaming:
         figures = [audit["sources"][each.of.name] for each in trained]
         counts = [one["sequences"] for one in figures]
-        used = epoch_counts([each.of for each in trained], [one["rows"] for one in figures], counts)
+        used = count_per_epoch([each.of for each in trained], [one["rows"] for one in figures], counts)
         shares = tuple(zip(counts, used, strict=True))
         for one, wanted in zip(figures, used, strict=True):
             one |= {"in_epoch": wanted, "epochs": wanted / max(1, one["sequences"])}
@@ -195,19 +195,19 @@ def prepare(
         train, per_row = open_rows(folder / "train.arrow"), np.load(folder / "train.rows.npy")
     names = tuple(each.of.name for each in trained) if data.mix else ()
     evaluated = tuple(audit["evaluated"])
-    return Prepared(train, validation, audit, key, per_row, batching, run.masked, names, evaluated, shares)
+    return PreparedData(train, validation, audit, key, per_row, batching, run.masked, names, evaluated, shares)
 
 
 def select_all(data: Data, where: Where, say: Say) -> list[Selection]:
     """Return the training sets, then the named evaluation sets."""
-    train = [select_rows(each, say) for each in training_sets(data, where)]
-    return [*train, *(replace(select_rows(each, say), evaluated=True) for each in evaluation_sets(data, where))]
+    train = [select_rows(each, say) for each in list_training_sets(data, where)]
+    return [*train, *(replace(select_rows(each, say), evaluated=True) for each in list_evaluation_sets(data, where))]
 
 
 def select_rows(of: RowSet, say: Say) -> Selection:
     """Determine the source's splits and columns."""
     data, where = of.data, of.where
-    source = resolve(data, where)
+    source = resolve_source(data, where)
     if source.format == "hub":
         from windlass.data.hub import fetch_source
 
@@ -261,7 +261,7 @@ def write_tokens(
     validation: dict[str, Documents] = {}
 
     def read(parts: tuple[Part, ...], kind: Format, most: int | None = None) -> Documents:
-        rows, place = itertools.islice(read_rows(parts), most), partial(row_place, parts)
+        rows, place = itertools.islice(read_rows(parts), most), partial(locate_row, parts)
         return tokenize(rows, kind, tokenizer, data.max_length, place=place)
 
     for selection, kind in chosen:
@@ -275,11 +275,11 @@ def write_tokens(
         (validation if selection.evaluated else train)[of.name] = documents
     eos = tokenizer.eos_token_id
     audit: dict[str, Any] = {"splits": {}, "sources": {}, "evaluated": {}}
-    together = {"train": Documents.joined([*train.values()])}
+    together = {"train": Documents.concatenate([*train.values()])}
     audit["samples"] = auditing.sample_documents(together["train"], tokenizer, "train")
     if validation:
-        together["validation"] = Documents.joined([*validation.values()])
-        audit["overlap"] = auditing.overlap(together["train"], together["validation"])
+        together["validation"] = Documents.concatenate([*validation.values()])
+        audit["overlap"] = auditing.count_overlap(together["train"], together["validation"])
     for split, sets, key in (("train", train, "sources"), ("validation", validation, "evaluated")):
         if sets:
             capacity = data.max_length if data.packing else None
@@ -291,7 +291,7 @@ def write_tokens(
         for name, lengths in zip(sets, rows, strict=True) if named or len(sets) > 1 else ():
             audit[key][name] = {**auditing.audit_split(sets[name], eos), "sequences": len(lengths)}
             if key == "evaluated":
-                audit[key][name]["overlap"] = auditing.overlap(together["train"], sets[name])
+                audit[key][name]["overlap"] = auditing.count_overlap(together["train"], sets[name])
     (into / "audit.json").write_text(json.dumps(audit))
 
 
@@ -309,7 +309,7 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
     return train, validation
 
 
-def fingerprint(data: Data, chosen: Sequence[tuple[Selection, Format]], tokenizer: Any) -> str:
+def fingerprint_data(data: Data, chosen: Sequence[tuple[Selection, Format]], tokenizer: Any) -> str:
     """Return a hash of everything that the tokens depend on: files, tokenizer, rendering, lengths, cache version."""
     import tokenizers
 
@@ -346,11 +346,11 @@ def fingerprint(data: Data, chosen: Sequence[tuple[Selection, Format]], tokenize
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
-def token_rows(
+def sample_token_rows(
     loaded: Loaded, *, say: Say, sample: int | None, row: int | None, source: str | None
 ) -> list[dict[str, Any]]:
     """Return tokenized rows: one by its number in its split, from 0, or a seeded sample of every set."""
-    run, (tokenizer, _), found = loaded.run, tokenizer_of(loaded), list[dict[str, Any]]()
+    run, (tokenizer, _), found = loaded.run, open_model_tokenizer(loaded), list[dict[str, Any]]()
     selections = select_all(run.data, loaded.where, say)
     names = [each.of.name for each in selections]
     if source is not None and source not in names:
@@ -368,7 +368,7 @@ def token_rows(
             count = sum(1 for _ in read_rows(each.train))
             raise UserError(f"{of.name} has {count:,} rows", "--row", f"the last one is --row {count - 1}")
         for number, columns in picked:
-            place = partial(lambda parts, number, _: row_place(parts, number), each.train, number)
+            place = partial(lambda parts, number, _: locate_row(parts, number), each.train, number)
             done = tokenize([columns], kind, tokenizer, run.data.max_length, place=place)
             why = "left out (nothing supervised within max_length)" * done.counts["unsupervised"]
             why = next(iter(done.left_out), why)
@@ -384,7 +384,7 @@ def token_rows(
     return found
 
 
-def tokenizer_of(loaded: Loaded) -> tuple[Any, int]:
+def open_model_tokenizer(loaded: Loaded) -> tuple[Any, int]:
     """Return the model's tokenizer and the number of rows of its embedding."""
     from windlass.model import find_base
 
@@ -417,11 +417,11 @@ def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], 
     from windlass.files import write_json
     from windlass.run_folder import DATA
 
-    run, (tokenizer, vocabulary) = loaded.run, tokenizer_of(loaded)
+    run, (tokenizer, vocabulary) = loaded.run, open_model_tokenizer(loaded)
 
     def keep(audit: dict[str, Any]) -> None:
         if Path(run.train.output_dir).is_dir():
             write_json(Path(run.train.output_dir) / DATA, audit)
         audited(audit)
 
-    prepare(run, tokenizer, where=loaded.where, vocabulary=vocabulary, say=say, audited=keep)
+    prepare_data(run, tokenizer, where=loaded.where, vocabulary=vocabulary, say=say, audited=keep)

@@ -26,7 +26,7 @@ FIGURES = {
 SET_COLUMNS = ("rows", "tokens", "supervised", "cut", "duplicates")
 
 
-def show(audit: Mapping[str, Any], console: Console | None = None) -> None:
+def print_audit(audit: Mapping[str, Any], console: Console | None = None) -> None:
     source, splits, batching = audit["source"], audit["splits"], audit["batching"]
     config = f" · {source['config']}" if source["config"] else ""
     parts: list[RenderableType] = [Text(f"{source['name']}{config}: {source['how']}", "bold")]
@@ -79,7 +79,7 @@ def _set_row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
     return name, f"{figures['rows']:,}", f"{figures['tokens']:,}", *shares, f"{figures['duplicates']:,}", last
 
 
-def show_rows(rows: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:
+def print_rows(rows: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:
     """Print rows token by token."""
     console = console or Console(highlight=False)
     for row in rows:

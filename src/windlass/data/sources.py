@@ -59,7 +59,7 @@ def count_file(path: Path, kind: str) -> tuple[int, int]:
     return (lines, blank) if kind == "text" else (lines - blank, 0)
 
 
-def batches(items: Iterator[Row], size: int = BATCH) -> Iterator[list[Row]]:
+def split_into_batches(items: Iterator[Row], size: int = BATCH) -> Iterator[list[Row]]:
     while batch := list(islice(items, size)):
         yield batch
 
@@ -139,7 +139,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], Iterator[Row]]]] = {
 SUFFIXES = {suffix: kind for kind, (suffixes, _) in FORMATS.items() for suffix in suffixes}
 
 
-def file_format(path: Path) -> str | None:
+def detect_format(path: Path) -> str | None:
     packed = path.suffix == ".gz"
     kind = SUFFIXES.get(Path(path.stem if packed else path.name).suffix.lower())
     return None if packed and kind in ("parquet", "arrow") else kind
@@ -214,7 +214,7 @@ def parse_split(spec: str, source: Source, where: str) -> tuple[Part, ...]:
             hint = "write a split's name, or a slice of it: train, train[:5%], train[100:200], train[:90%]+extra"
             raise UserError(f"{spec!r} is not a split", where, hint)
         name = match["name"].strip()
-        alike = [split for split in splits if canonical(split) == canonical(name)]
+        alike = [split for split in splits if canonical_split(split) == canonical_split(name)]
         if name not in splits and len(alike) != 1:
             hint = "name one of these, or hold rows out of the training split with data.val_fraction"
             raise UserError(f"the data has no split {name!r}; it has {', '.join(map(repr, splits))}", where, hint)
@@ -222,31 +222,31 @@ def parse_split(spec: str, source: Source, where: str) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def canonical(split: str) -> str:
+def canonical_split(split: str) -> str:
     return ALIASES.get(split.lower(), split.lower())
 
 
-def split_in_name(name: str) -> str | None:
+def parse_split_name(name: str) -> str | None:
     """Return the split in the name of a file or folder: `train-00000-of-00002`, `wiki.valid`, `dev`."""
-    named = {canonical(word) for word in re.split(r"[^A-Za-z]+", name)} & {"train", "validation", "test"}
+    named = {canonical_split(word) for word in re.split(r"[^A-Za-z]+", name)} & {"train", "validation", "test"}
     return named.pop() if len(named) == 1 else None
 
 
 def read_rows(parts: Iterable[Part]) -> Iterator[Row]:
     """Yield every row of the parts, in the order of the files."""
-    return (row for _, _, row in placed_rows(parts))
+    return (row for _, _, row in iter_located_rows(parts))
 
 
-def row_place(parts: Iterable[Part], *numbers: int) -> str:
+def locate_row(parts: Iterable[Part], *numbers: int) -> str:
     """Return the file that has a row of the parts (counted from 0), and the row's number in it, from 1."""
     found: dict[Path, list[str]] = {}
-    for number, (path, own, _) in enumerate(islice(placed_rows(parts), max(numbers) + 1)):
+    for number, (path, own, _) in enumerate(islice(iter_located_rows(parts), max(numbers) + 1)):
         if number in numbers:
             found.setdefault(path, []).append(str(own))
     return "; ".join(f"{path}: row{'s' * (len(own) > 1)} {', '.join(own)}" for path, own in found.items())
 
 
-def placed_rows(parts: Iterable[Part]) -> Iterator[tuple[Path, int, Row]]:
+def iter_located_rows(parts: Iterable[Part]) -> Iterator[tuple[Path, int, Row]]:
     def rows(part: Part) -> Iterator[tuple[Path, int, Row]]:
         for path in part.files:
             for number, row in enumerate(read_file(path, part.source.format), 1):
@@ -263,9 +263,9 @@ def placed_rows(parts: Iterable[Part]) -> Iterator[tuple[Path, int, Row]]:
 # --- from data.dataset_name_or_path to files ---
 
 
-def resolve(data: Data, where: Where = str) -> Source:
+def resolve_source(data: Data, where: Where = str) -> Source:
     """Return the files behind `data.dataset_name_or_path`, or a hub name; raise a UserError if it is neither."""
-    name, config = data.dataset_name_or_path, requested_config(data)
+    name, config = data.dataset_name_or_path, get_config_name(data)
     place, path = where("data.dataset_name_or_path"), Path(name).expanduser()
     if path.is_dir():
         return _resolve_folder(path, data, config, where)
@@ -273,7 +273,7 @@ def resolve(data: Data, where: Where = str) -> Source:
         # Path.glob takes no absolute pattern.
         found = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
         files = [file for file in map(Path, found) if file.is_file()]
-        kinds = list(dict.fromkeys(file_format(file) for file in files))
+        kinds = list(dict.fromkeys(detect_format(file) for file in files))
         if len(kinds) != 1 or None in kinds:
             problem = f"{name} mixes formats: {', '.join(map(str, kinds))}" if len(kinds) > 1 else f"{name}: no format"
             hint = f"name files of one format, for instance with *.jsonl; windlass reads {', '.join(SUFFIXES)}"
@@ -282,7 +282,7 @@ def resolve(data: Data, where: Where = str) -> Source:
             hint = "leave data.dataset_config_name out"
             raise UserError(f"{name} is a file and has no config {config!r}", where("data.dataset_config_name"), hint)
         # A single file is the training set, whatever its name.
-        splits = [split_in_name(file.name) or split_in_name(file.parent.name) for file in files]
+        splits = [parse_split_name(file.name) or parse_split_name(file.parent.name) for file in files]
         return _source(name, None, "", list(zip(splits if len(files) > 1 else ["train"], files, strict=True)))
     is_name = path.suffix not in SUFFIXES if path.parent == Path() else not path.parent.is_dir()
     if HUB_NAME.fullmatch(name) and is_name:
@@ -299,7 +299,7 @@ def resolve(data: Data, where: Where = str) -> Source:
     raise UserError(f"{name} does not exist", place, hint)
 
 
-def requested_config(data: Data) -> str | None:
+def get_config_name(data: Data) -> str | None:
     """Return the config that the run file names. The default config belongs to the default set only."""
     asked = data.model_fields_set
     by_default = "dataset_name_or_path" in asked and "dataset_config_name" not in asked
@@ -320,8 +320,8 @@ def _resolve_folder(path: Path, data: Data, config: str | None, where: Where) ->
         preferred = [key for key, entry in configs.items() if entry.get("default") or key == "default"]
         config = next(iter(preferred or (configs if len(configs) == 1 else ())), None)
     if config in configs:
-        files = [(split, file) for split, glob in card_files(card, config) for file in sorted(path.glob(glob))]
-        if files := [(split, file) for split, file in files if file_format(file) and file.name not in SIDE_FILES]:
+        files = [(split, file) for split, glob in list_card_files(card, config) for file in sorted(path.glob(glob))]
+        if files := [(split, file) for split, file in files if detect_format(file) and file.name not in SIDE_FILES]:
             return _source(name, config, " that the README lists", files, card)
         hint = "the copy is incomplete: copy the data files too (git-lfs?), or fetch the set again"
         problem = f"{name}: none of the files that its README lists for {config!r} is here"
@@ -344,16 +344,16 @@ def _source(
     name: str, config: str | None, how: str, files: Sequence[tuple[str | None, Path]], card: Mapping[str, Any] = {}
 ) -> Source:
     """Return the files of the preferred format, by their given split or the split in their name."""
-    kinds = [file_format(file) for _, file in files]
+    kinds = [detect_format(file) for _, file in files]
     kind = next(kind for kind in FORMATS if kind in kinds)
     splits: dict[str, tuple[Path, ...]] = {}
     for (split, file), own in zip(files, kinds, strict=True):
-        chosen = split or split_in_name(file.name) or "train"
+        chosen = split or parse_split_name(file.name) or "train"
         if own == kind and file not in splits.get(chosen, ()):
             splits[chosen] = (*splits.get(chosen, ()), file)
     count, others = kinds.count(kind), len(kinds) - kinds.count(kind)
     how = f"{count} {kind} file{'s' * (count > 1)}{how}" + f", {others} of other formats not read" * bool(others)
-    return Source(name, config, kind, how, splits, published_rows(card, config))
+    return Source(name, config, kind, how, splits, read_published_rows(card, config))
 
 
 def _data_files(path: Path) -> list[tuple[str | None, Path]]:
@@ -369,11 +369,11 @@ def _data_files(path: Path) -> list[tuple[str | None, Path]]:
             for folder in saved
             for file in read_json(folder / "state.json").get("_data_files", ())
         ]
-    for places in ([path], [path / "data"], [folder for folder in below if split_in_name(folder.name)]):
+    for places in ([path], [path / "data"], [folder for folder in below if parse_split_name(folder.name)]):
         found = [file for place in places for file in sorted(place.glob("[!.]*")) if file.is_file()]
-        if files := [file for file in found if file_format(file) and file.name not in SIDE_FILES]:
+        if files := [file for file in found if detect_format(file) and file.name not in SIDE_FILES]:
             return [
-                (split_in_name(f.name) or (split_in_name(f.parent.name) if f.parent in below else None), f)
+                (parse_split_name(f.name) or (parse_split_name(f.parent.name) if f.parent in below else None), f)
                 for f in files
             ]
     return []
@@ -392,7 +392,7 @@ def read_card(path: Path) -> dict[str, Any]:
     return card if isinstance(card, dict) else {}
 
 
-def card_files(card: Mapping[str, Any], config: str | None) -> list[tuple[str | None, str]]:
+def list_card_files(card: Mapping[str, Any], config: str | None) -> list[tuple[str | None, str]]:
     """Return splits and patterns of a config's files; a card gives a pattern, a list, or an entry per split."""
     entry = next((e for e in card.get("configs") or [] if config and str(e.get("config_name")) == config), None)
     if entry is None:
@@ -406,7 +406,7 @@ def card_files(card: Mapping[str, Any], config: str | None) -> list[tuple[str | 
     return found
 
 
-def published_rows(card: Mapping[str, Any], config: str | None) -> dict[str, Rows]:
+def read_published_rows(card: Mapping[str, Any], config: str | None) -> dict[str, Rows]:
     """Return the numbers of rows per split from a published set's card."""
     infos, how = card.get("dataset_info") or [], card.get("how", "as its README says")
     for info in [infos] if isinstance(infos, dict) else infos:
@@ -424,14 +424,16 @@ def count_rows(data: Data, split: str, where: Where = str, key: str = "data.trai
     """Count the rows of a split or of slices, if that is possible without reading the set; else None and why."""
     name = data.dataset_name_or_path
     try:
-        source = resolve(data, where)
+        source = resolve_source(data, where)
         unknown = f"{name} is on the hub: rows are known once fetched"
     except UserError as error:
         source = Source(name, None, "", "")
         unknown = error.problems[0].problem
     if not source.splits:
         cards = yaml.safe_load(Path(__file__).with_name("cards.yaml").read_text())
-        source = replace(source, published=published_rows(cards.get(Path(name).name, {}), data.dataset_config_name))
+        source = replace(
+            source, published=read_published_rows(cards.get(Path(name).name, {}), data.dataset_config_name)
+        )
         if not source.published:
             return Rows(None, unknown)
     total = size = blank = 0.0

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.formats import Format
-from windlass.data.packing import group_documents, row_columns, shuffled
-from windlass.data.sources import batches, read_rows, row_place
+from windlass.data.packing import group_documents, list_row_columns, shuffle
+from windlass.data.sources import locate_row, read_rows, split_into_batches
 from windlass.data.tokenize import tokenize
 from windlass.errors import UserError
 
@@ -37,20 +37,20 @@ def stream_rows(
     from datasets import Features, IterableDataset, List, Value
     from torch.utils.data import get_worker_info
 
-    names = row_columns(partial=True, packed=capacity is not None)
+    names = list_row_columns(partial=True, packed=capacity is not None)
 
     def rows_of(selection: Selection, kind: Format) -> Iterator[dict[str, Any]]:
         threads = get_worker_info() is None  # a data loader's worker is forked and has one thread only
         for epoch in itertools.count():
             rows = 0
-            for number, window in enumerate(batches(read_rows(selection.train), WINDOW_ROWS)):
+            for number, window in enumerate(split_into_batches(read_rows(selection.train), WINDOW_ROWS)):
 
                 def place(*rows: int, before: int = number * WINDOW_ROWS) -> str:
-                    return row_place(selection.train, *(before + row for row in rows))
+                    return locate_row(selection.train, *(before + row for row in rows))
 
                 documents = tokenize(window, kind, tokenizer, max_length, threads=threads, place=place)
                 groups = group_documents(documents, capacity)
-                for chosen in shuffled(len(groups), seed + epoch, number).tolist():
+                for chosen in shuffle(len(groups), seed + epoch, number).tolist():
                     rows += 1
                     row = documents.take(groups[chosen])
                     yield {name: row.column(name).tolist() for name in names}

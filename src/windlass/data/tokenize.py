@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from windlass.data.formats import Format, Rendered
-from windlass.data.sources import Row, batches
+from windlass.data.formats import Format, RenderedRow
+from windlass.data.sources import Row, split_into_batches
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
 
@@ -67,7 +67,7 @@ class Documents:
         return self.ids if name == "input_ids" else self.lengths.astype(np.int32)
 
     @classmethod
-    def joined(cls, parts: Sequence[Documents]) -> Documents:
+    def concatenate(cls, parts: Sequence[Documents]) -> Documents:
         """Concatenate documents and add up their counts."""
         names = ("ids", "supervised", "lengths", "hashes")
         counts = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
@@ -96,7 +96,7 @@ def tokenize(
     chunks: list[Documents] = []
     left_out: dict[str, list[int]] = {}
 
-    def render(batch: Sequence[Row]) -> Iterator[Rendered]:
+    def render(batch: Sequence[Row]) -> Iterator[RenderedRow]:
         for number, row in enumerate(batch, counts["rows"]):
             try:
                 kind.require_columns(row)
@@ -111,19 +111,21 @@ def tokenize(
                 where, what = (at, "") if first.where == "data" else (first.where, f"{at}: ")
                 raise UserError(f"{what}{first.problem}", where, first.hint) from None
 
-    with rust_threads(threads), ThreadPoolExecutor(1) as other:
-        pending: tuple[list[Rendered], Future[list[Encoded]]] | None = None
-        for batch in itertools.chain(batches(iter(rows)), [[]]):  # the empty batch collects the last one
+    with allow_rust_threads(threads), ThreadPoolExecutor(1) as other:
+        pending: tuple[list[RenderedRow], Future[list[Encoded]]] | None = None
+        for batch in itertools.chain(split_into_batches(iter(rows)), [[]]):  # the empty batch collects the last one
             rendered = [*render(batch)]
             counts["rows"] += len(batch)
             counts["empty"] += len(batch) - len(rendered)
             # Rust encodes without Python's lock: meanwhile this thread reads, renders and collects.
-            coming = (rendered, other.submit(encode, rendered, tokenizer))
+            coming = (rendered, other.submit(encode_batch, rendered, tokenizer))
             if pending is not None:
-                chunks.append(collect(pending[0], pending[1].result(), tokenizer.eos_token_id, max_length, counts))
+                chunks.append(
+                    collect_documents(pending[0], pending[1].result(), tokenizer.eos_token_id, max_length, counts)
+                )
             pending = coming
-    chunks = chunks or [collect([], [], None, max_length, counts)]
-    found = Documents.joined(chunks)
+    chunks = chunks or [collect_documents([], [], None, max_length, counts)]
+    found = Documents.concatenate(chunks)
     found.counts = counts
     found.left_out = tuple(
         f"{len(rows):,} row{'s'[len(rows) < 2 :]} left out ({why}): {place(*rows[:FIRST])}{', …' * (len(rows) > FIRST)}"
@@ -132,8 +134,12 @@ def tokenize(
     return found
 
 
-def collect(
-    rendered: Sequence[Rendered], encoded: Sequence[Encoded], eos: int | None, max_length: int, counts: dict[str, int]
+def collect_documents(
+    rendered: Sequence[RenderedRow],
+    encoded: Sequence[Encoded],
+    eos: int | None,
+    max_length: int,
+    counts: dict[str, int],
 ) -> Documents:
     """Return a batch's documents with their end of sequence, cut to length; documents without supervision are only
     counted."""
@@ -172,7 +178,7 @@ def collect(
     )
 
 
-def encode(rendered: Sequence[Rendered], tokenizer: Any) -> list[Encoded]:
+def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encoded]:
     for one in rendered:
         try:
             one.text.encode()
@@ -181,11 +187,11 @@ def encode(rendered: Sequence[Rendered], tokenizer: Any) -> list[Encoded]:
             problem = f"a row has half a surrogate pair, which is no text: {piece!r}"
             raise UserError(problem, "data", "write it again as proper UTF-8") from None
     if not tokenizer.is_fast:
-        return [encode_slowly(one, tokenizer) if one.ids is None else as_encoded(one, one.ids) for one in rendered]
+        return [encode_slowly(one, tokenizer) if one.ids is None else wrap_tokens(one, one.ids) for one in rendered]
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    encoded: list[Encoded] = [([], None, False) if one.ids is None else as_encoded(one, one.ids) for one in rendered]
+    encoded: list[Encoded] = [([], None, False) if one.ids is None else wrap_tokens(one, one.ids) for one in rendered]
     for closed, partial in itertools.product((False, True), repeat=2):
         chosen = [
             i
@@ -198,11 +204,11 @@ def encode(rendered: Sequence[Rendered], tokenizer: Any) -> list[Encoded]:
             chosen, call([rendered[i].text for i in chosen], add_special_tokens=not closed), strict=True
         ):
             spans = rendered[i].supervised
-            encoded[i] = (done.ids, *((None, False) if spans is None else flag_tokens(done, spans)))
+            encoded[i] = (done.ids, *((None, False) if spans is None else find_supervised_tokens(done, spans)))
     return encoded
 
 
-def as_encoded(one: Rendered, ids: npt.NDArray[np.int64]) -> Encoded:
+def wrap_tokens(one: RenderedRow, ids: npt.NDArray[np.int64]) -> Encoded:
     """Wrap a row that consists of tokens already."""
     flags = None
     if one.supervised is not None:
@@ -212,7 +218,7 @@ def as_encoded(one: Rendered, ids: npt.NDArray[np.int64]) -> Encoded:
     return ids, flags, False
 
 
-def flag_tokens(done: Any, supervised: Sequence[tuple[int, int]]) -> tuple[Flags, bool]:
+def find_supervised_tokens(done: Any, supervised: Sequence[tuple[int, int]]) -> tuple[Flags, bool]:
     """Return which tokens have a supervised character, and whether one of them also has unsupervised characters."""
     flags = np.zeros(len(done), np.bool_)
     straddles = False
@@ -230,7 +236,7 @@ def flag_tokens(done: Any, supervised: Sequence[tuple[int, int]]) -> tuple[Flags
     return flags, straddles
 
 
-def encode_slowly(one: Rendered, tokenizer: Any) -> Encoded:
+def encode_slowly(one: RenderedRow, tokenizer: Any) -> Encoded:
     """Encode with a tokenizer that gives no offsets: each part separately, which keeps edges exact."""
     spans = ((0, len(one.text)),) if one.supervised is None else one.supervised
     bare = [] if one.closed else tokenizer.build_inputs_with_special_tokens([])
@@ -244,7 +250,7 @@ def encode_slowly(one: Rendered, tokenizer: Any) -> Encoded:
 
 
 @contextmanager
-def rust_threads(wanted: bool) -> Iterator[None]:
+def allow_rust_threads(wanted: bool) -> Iterator[None]:
     """Enable Rust's threads while this process tokenizes, and disable them afterwards.
 
     A worker forked later inherits the thread pool's locks but not its threads: with parallelism still enabled, whatever

@@ -21,7 +21,15 @@ from windlass.export.card import write_card
 from windlass.export.deltas import read_deltas
 from windlass.export.merge import BF16, COPIED, OWN, plan_merge, write_merge
 from windlass.export.proof import GIB, compare_logits, prove_files
-from windlass.export.source import CONFIG, WEIGHTS, Source, base_name, base_of, choose_adapter, local_base
+from windlass.export.source import (
+    CONFIG,
+    WEIGHTS,
+    AdapterSource,
+    choose_adapter,
+    find_local_base,
+    public_base_name,
+    require_local_base,
+)
 from windlass.files import read_json, write_json
 from windlass.model import Base
 from windlass.plan.cost import published
@@ -39,7 +47,7 @@ from windlass.train.same_base import (
 )
 from windlass.train.wrapped import inner_name, outer_name, rename_config, rename_keys
 
-__all__ = ["Exported", "export", "push"]
+__all__ = ["ExportResult", "export", "push_to_hub"]
 
 ADAPTER, MERGED, RECORD = "adapter", "merged", "export.json"
 DTYPES: Final = {BF16: torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -53,7 +61,7 @@ Progress = Callable[[str, int], Any]  # (stage, bytes) -> context manager that y
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportResult:
     """The result of an export."""
 
     folder: Path
@@ -74,8 +82,8 @@ def export(
     workers: int | None = None,
     allow_other_base: bool = False,
     say: Say = print,
-    progress: Progress = screen.progress,
-) -> Exported:
+    progress: Progress = screen.show_progress,
+) -> ExportResult:
     """Write and prove. `base`: the base's folder, `called`: its name; by default the adapter gives both. `model_class`:
     the class on which an adapter for a multimodal model is to be opened.
 
@@ -84,7 +92,7 @@ def export(
     source = choose_adapter(path)
     say(f"adapter   {source.folder}: {source.why}")
     require_intact(source.folder)
-    name, kind = base_name(source, base, called), MERGED if merge else ADAPTER
+    name, kind = public_base_name(source, base, called), MERGED if merge else ADAPTER
     record = {
         "windlass": __version__,
         "kind": kind,
@@ -113,10 +121,10 @@ def export(
             str(to),
             f"nothing was deleted, {to / RECORD} lists all; don't use it: export into a new folder",
         )
-    return Exported(to, kind, name, record)
+    return ExportResult(to, kind, name, record)
 
 
-def claim_folder(source: Source, base: Path | None, to: Path, kind: str, size: int = 0) -> None:
+def claim_folder(source: AdapterSource, base: Path | None, to: Path, kind: str, size: int = 0) -> None:
     """Claim a new or empty folder, an earlier export of an adapter, or an interrupted merge, which then starts over."""
     for taken, what in ((base, "the base model's folder"), (source.folder, "the adapter's folder")):
         if taken is not None and to.resolve() == taken.resolve():
@@ -136,17 +144,17 @@ def claim_folder(source: Source, base: Path | None, to: Path, kind: str, size: i
 
 
 def _export_adapter(
-    source: Source, base: str | None, to: Path, name: str, dtype: str | None, model_class: str | None, say: Say
+    source: AdapterSource, base: str | None, to: Path, name: str, dtype: str | None, model_class: str | None, say: Say
 ) -> dict[str, Any]:
     """Write the adapter alone in PEFT's format: as saved or in 16 bits, with its base's name instead of a path."""
     # 1. If the base is available, the adapter must fit it.
-    found = base_of(source, base) if base else local_base(source)
+    found = require_local_base(source, base) if base else find_local_base(source)
     if found is None:
         say("base      not on this machine: the adapter's names and shapes are not checked against it")
     else:
         say(f"base      {found.name}: {len(read_deltas(source, found).by_name)} of its parameters are adapted")
 
-    openers = order_classes(found, model_class)
+    openers = list_model_classes(found, model_class)
 
     # 2. Write.
     if dtype is not None and dtype not in DTYPES:
@@ -198,7 +206,7 @@ def _export_adapter(
     return {"dtype": dtype, "opened_by": openers[:1], **digests, "deviations": deviations}
 
 
-def order_classes(base: Base | None, wanted: str | None) -> list[str]:
+def list_model_classes(base: Base | None, wanted: str | None) -> list[str]:
     """Return the classes of transformers that open the adapter: the one it is named for, and a wrapper's other one."""
     if base is None:
         if wanted:
@@ -212,7 +220,7 @@ def order_classes(base: Base | None, wanted: str | None) -> list[str]:
 
 
 def _merge(
-    source: Source,
+    source: AdapterSource,
     base_folder: str | None,
     to: Path,
     name: str,
@@ -224,7 +232,7 @@ def _merge(
     allow_other_base: bool,
 ) -> dict[str, Any]:
     # 1. The adapter checked against the base, and every file of the result planned from headers.
-    base = base_of(source, base_folder)
+    base = require_local_base(source, base_folder)
     deltas = read_deltas(source, base)
     plan = plan_merge(base, deltas, to, dtype or OWN)
     counts = ", ".join(f"{count} {how}" for how, count in Counter(entry.how for entry in plan.entries).items())
@@ -235,7 +243,7 @@ def _merge(
     if trained_on := describe_quantisation(quantisation):
         say(f"note      trained on the base in {trained_on}")
         say("note      merged into the published weights, which are nearer to the original")
-        say(_losses_on_bases(source, base))
+        say(_compare_base_losses(source, base))
     digest = ""
     if read_recorded_base(source.folder):
         with progress("comparing", bytes_to_digest(base)) as advance:
@@ -284,7 +292,7 @@ def _merge(
     return {"dtype": plan.dtype, **digests, **asdict(proof)}
 
 
-def _losses_on_bases(source: Source, base: Base) -> str:
+def _compare_base_losses(source: AdapterSource, base: Base) -> str:
     """Return held-out losses on the base as it was trained on, and as it is published."""
     run, kinds = source.run_folder, published(base) or "bf16"
     found = read_json(run / BASES) if run else {}
@@ -294,7 +302,7 @@ def _losses_on_bases(source: Source, base: Base) -> str:
     return f"held out  loss of {found['rows']} rows, by base ({found['adapter']}): {'; '.join(losses)}"
 
 
-def push(folder: Path, repository: str, *, private: bool = True, say: Callable[[str], None] = print) -> str:
+def push_to_hub(folder: Path, repository: str, *, private: bool = True, say: Callable[[str], None] = print) -> str:
     """Upload the folder with the hub's own client and token; a new repository is private. Returns its address."""
     import httpx2
     from huggingface_hub import HfApi

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import jinja2
 
-from windlass.export.source import Source
+from windlass.export.source import AdapterSource
 from windlass.files import read_json_lines
 from windlass.run_folder import EVENTS
 
@@ -23,7 +23,7 @@ SETTINGS: Final = {
 
 
 def write_card(
-    source: Source,
+    source: AdapterSource,
     to: Path,
     base: str,
     *,
@@ -40,7 +40,7 @@ def write_card(
     lines = list(read_json_lines(events)) if events and events.is_file() else []
     evaluations = {line["step"]: line["eval_loss"] for line in lines if isinstance(line.get("eval_loss"), float)}
     run: dict[str, Any] = source.manifest.get("run", {})
-    data = public((run.get("data") or {}).get("dataset_name_or_path"))
+    data = public_name((run.get("data") or {}).get("dataset_name_or_path"))
     # An adapter from another tool has only its own config.
     settings = {f"{s}.{key}": (run.get(s) or {}).get(key) for s, keys in SETTINGS.items() for key in keys}
     settings = settings if run else {key: source.config.get(key) for key in ("r", "lora_alpha", "target_modules")}
@@ -58,18 +58,18 @@ def write_card(
         name=run.get("name") or source.folder.name,
         why=source.why,
         evaluations=sorted(evaluations.items()),
-        settings={key: _cell(key, value) for key, value in settings.items() if value not in (None, [])},
+        settings={key: _format_cell(key, value) for key, value in settings.items() if value not in (None, [])},
     )
     (to / "README.md").write_text(text, encoding="utf-8")
 
 
-def _cell(key: str, value: Any) -> str:
-    value = public(value) if key.endswith("name_or_path") else value
+def _format_cell(key: str, value: Any) -> str:
+    value = public_name(value) if key.endswith("name_or_path") else value
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return (text if len(text) <= 200 else f"{text[:200]}…").replace("|", "\\|")
 
 
-def public(path: str | None) -> str:
+def public_name(path: str | None) -> str:
     """Return the name of a data set or model; of a local path, its last part."""
     text = path or ""
     return Path(text).name if Path(text).is_absolute() or text.startswith(("~", ".")) else text

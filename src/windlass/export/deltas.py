@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.export.source import CONFIG, Source
+from windlass.export.source import CONFIG, AdapterSource
 from windlass.model import Base, Parameter, Stored
 from windlass.model.family import FUSED
 from windlass.model.files import read_header, some
@@ -115,7 +115,7 @@ def require_supported(config: Mapping[str, Any], where: str) -> None:
     raise_all(problems)
 
 
-def read_deltas(source: Source, base: Base) -> Deltas:
+def read_deltas(source: AdapterSource, base: Base) -> Deltas:
     """Assign every tensor of the adapter to its parameter, or raise one error that lists what does not fit."""
     require_supported(source.config, str(source.folder / CONFIG))
     saved, config, rename = read_header(source.weights), source.config, inner_name if base.wrapper else str
@@ -134,7 +134,7 @@ def read_deltas(source: Source, base: Base) -> Deltas:
         else:
             misfits.append(f"{key} ({tensor.dtype} {list(tensor.shape)}) belongs to no parameter of it")
     for module, kinds in pairs.items():
-        delta = _delta(module, kinds, parameters, config)
+        delta = _make_delta(module, kinds, parameters, config)
         if isinstance(delta, str):
             misfits.append(delta)
         elif delta.parameter.name in deltas:
@@ -152,7 +152,7 @@ def read_deltas(source: Source, base: Base) -> Deltas:
     return Deltas(deltas)
 
 
-def _delta(
+def _make_delta(
     module: str, kinds: Mapping[str, Stored], parameters: Mapping[str, Parameter], config: Mapping[str, Any]
 ) -> Delta | str:
     """Return the change that one LoRA pair makes, or why it makes none."""

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, TextStreamer
 
 from windlass.errors import UserError
 from windlass.export.deltas import read_deltas
-from windlass.export.proof import GIB, free_memory
-from windlass.export.source import CONFIG, Source, base_of, choose_adapter
+from windlass.export.proof import GIB, read_free_memory
+from windlass.export.source import CONFIG, AdapterSource, choose_adapter, require_local_base
 from windlass.model import Base, read_base
 from windlass.model.files import CONFIG as MODEL_CONFIG
 from windlass.plan.cost import narrow, published
@@ -40,12 +40,12 @@ def generate(
     write: Callable[[str], None] | None = None,
 ) -> str:
     """Return the continuation of `prompt`; `write` receives it piece by piece."""
-    source: Source | None = None
+    source: AdapterSource | None = None
     if (folder / MODEL_CONFIG).is_file() and not (folder / CONFIG).is_file():
         model_base = read_base(folder)
     else:
         source = choose_adapter(folder)
-        model_base = base_of(source, base)
+        model_base = require_local_base(source, base)
         require_intact(source.folder)
         read_deltas(source, model_base)  # refuses an adapter of another model, by name
     folders = [one for one in (folder, source and source.folder, model_base.path) if one]
@@ -96,7 +96,7 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
 def choose_base_dtype(base: Base, folder: Path, trained_in: str = "") -> str:
     """Choose layout.base_dtype: the 4 bits that windlass trained on; else 16 bits if they fit, which is fastest;
     else as published, if that fits."""
-    free = free_memory()
+    free = read_free_memory()
     stored = sum(piece.stored.end - piece.stored.start for each in base.parameters for piece in each.pieces)
     ways = [("bf16", 2 * base.total), (published(base) or "bf16", stored)]
     if trained_in:
@@ -112,7 +112,7 @@ def choose_base_dtype(base: Base, folder: Path, trained_in: str = "") -> str:
 
 def load_model(
     base: Base,
-    source: Source | None,
+    source: AdapterSource | None,
     base_dtype: str,
     where: str = "",
     *,

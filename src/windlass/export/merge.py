@@ -45,7 +45,7 @@ Advance = Callable[[int], None]  # bytes done
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MergedEntry:
     """One tensor of the merged model."""
 
     out: Stored
@@ -61,7 +61,7 @@ class MergePlan:
 
     dtype: str
     headers: dict[Path, bytes]  # headers of the files to write, with their eight bytes of length
-    entries: tuple[Entry, ...]
+    entries: tuple[MergedEntry, ...]
     dropped: tuple[str, ...]  # tensors of the base that the new dtype does not need
     config: bytes
     index: bytes | None
@@ -77,10 +77,10 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
     """Plan what is written, or raise if the base can't be written in that dtype. Files keep their names."""
     assert base.path is not None
     sources = sorted({s.key: s for s in base.stored()}.values(), key=lambda s: (s.file.name, s.start, s.key))
-    raise_all(list(_unsupported(base, sources, dtype)))
+    raise_all(list(_find_unsupported(base, sources, dtype)))
     weights = {piece.stored.key: (p.name, piece) for p in base.parameters for piece in p.pieces}
     scales = {each.key: (p.name, piece) for p in base.parameters for piece in p.pieces for each in piece.tensors[1:]}
-    entries: list[Entry] = []
+    entries: list[MergedEntry] = []
     dropped: list[str] = []
     for stored in sources:
         if stored.key in weights:
@@ -88,20 +88,20 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
             key = stored.key.removesuffix(BLOCKS) if piece.packed else stored.key
             out = replace(stored, key=key, dtype="BF16", shape=piece.shape) if dtype == BF16 else stored
             how = MERGED if name in deltas.by_name else COPIED if out.dtype == stored.dtype else CONVERTED
-            entries.append(Entry(out, stored, how, name, piece))
+            entries.append(MergedEntry(out, stored, how, name, piece))
         elif dtype == BF16 and (stored.key in scales or (scales and base.unread.get(stored) == ACTIVATIONS)):
             dropped.append(stored.key)
         elif stored.key in scales and scales[stored.key][0] in deltas.by_name:
-            entries.append(Entry(stored, stored, SCALE, *scales[stored.key]))
+            entries.append(MergedEntry(stored, stored, SCALE, *scales[stored.key]))
         else:
-            entries.append(Entry(stored, stored, COPIED))
+            entries.append(MergedEntry(stored, stored, COPIED))
 
     # Byte-equal to the base's, unless a tensor's dtype changes.
     config = (base.path / CONFIG).read_bytes()
     index = None if (base.path / SINGLE).is_file() else (base.path / INDEX).read_bytes()
     converted = bool(dropped) or any(entry.out.dtype != entry.source.dtype for entry in entries)
     headers: dict[Path, bytes] = {}
-    placed: list[Entry] = []
+    placed: list[MergedEntry] = []
     for file, group in itertools.groupby(entries, key=lambda entry: entry.source.file):
         own, path = list(group), to / file.name
         with file.open("rb") as opened:
@@ -134,7 +134,7 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
     )
 
 
-def _unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iterator[Problem]:
+def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iterator[Problem]:
     if dtype not in (OWN, BF16, FP8):
         yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", "bf16, or fp8")
     packed = next((piece for p in base.parameters for piece in p.pieces if piece.packed), None)
@@ -171,7 +171,7 @@ def write_merge(
     files, stop = Files(), Event()
     scales: dict[str, Tensor] = {}  # new scales of FP8 weights: a scale may be in another file than its weight
 
-    def data(entry: Entry) -> Iterator[memoryview]:
+    def data(entry: MergedEntry) -> Iterator[memoryview]:
         """Yield a tensor's bytes in order."""
         if entry.how == COPIED:
             size = entry.source.end - entry.source.start
@@ -189,11 +189,11 @@ def write_merge(
             scale = scales[key]
         if entry.how == SCALE:
             assert scale is not None
-            yield _bytes(scale.reshape(entry.out.shape))
+            yield _view_bytes(scale.reshape(entry.out.shape))
             return
         for box in tensor.blocks():
             values = tensor.values(box, None if scale is None else scale.float())
-            yield _bytes(round_to(values, DTYPES[entry.out.dtype], entry.out.key, box))
+            yield _view_bytes(round_to(values, DTYPES[entry.out.dtype], entry.out.key, box))
 
     def write_file(path: Path) -> None:
         """Write tensors one after another, without gaps, as the format requires."""
@@ -225,5 +225,5 @@ def write_merge(
     flush(to / CONFIG)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _view_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)

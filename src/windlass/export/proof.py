@@ -26,7 +26,7 @@ from windlass.errors import UserError
 from windlass.export.deltas import Delta, Deltas
 from windlass.export.merge import COPIED, MergePlan
 from windlass.export.rounding import FORMATS
-from windlass.export.source import Source
+from windlass.export.source import AdapterSource
 from windlass.model import Base, Piece, Stored, read_base
 from windlass.plan.layout import Layout
 from windlass.train.certificate import Disk, sample_boxes
@@ -89,7 +89,7 @@ def prove_files(
         return proof
     untouched = [entry for entry in plan.entries if entry.how == COPIED]
     with Files() as files, ThreadPoolExecutor(2) as pool:
-        equal = pool.map(lambda entry: _same_bytes(entry.source, entry.out, files), untouched)
+        equal = pool.map(lambda entry: _are_bytes_equal(entry.source, entry.out, files), untouched)
         for entry, same in zip(untouched, equal, strict=True):
             size = entry.source.end - entry.source.start
             proof.untouched, proof.untouched_bytes = proof.untouched + 1, proof.untouched_bytes + size
@@ -100,7 +100,7 @@ def prove_files(
     return proof
 
 
-def _same_bytes(one: Stored, other: Stored, files: Files) -> bool:
+def _are_bytes_equal(one: Stored, other: Stored, files: Files) -> bool:
     size = one.end - one.start
     for skip in range(0, size, AT_ONCE):
         pair = [bytearray(min(AT_ONCE, size - skip)) for _ in range(2)]
@@ -138,7 +138,7 @@ def _prove_touched(proof: Proof, base: Base, deltas: Deltas, merged: Base, adapt
                 before = disk.values(piece, shared)[0].double().reshape(shape)
                 got = disk_merged.values(new, shared)[0].double().reshape(shape)
                 exact, size = expected.values(before, shared)
-                step = spacing(exact, new.stored.dtype, disk_merged, new, shared)
+                step = allowed_rounding_error(exact, new.stored.dtype, disk_merged, new, shared)
                 off, allowed = (exact - got).abs(), step + SLACK * size
                 bad = (off > allowed) | ~got.isfinite()
                 over += int(bad.sum())
@@ -198,7 +198,7 @@ class Expected:
         return value, size
 
 
-def spacing(exact: Tensor, dtype: str, disk: Disk, piece: Piece, box: Box) -> Tensor:
+def allowed_rounding_error(exact: Tensor, dtype: str, disk: Disk, piece: Piece, box: Box) -> Tensor:
     """Return the allowed rounding error: half a step for floats, a full step between FP8 codes."""
     kind = DTYPES[dtype]
     if kind not in FORMATS:
@@ -210,7 +210,7 @@ def spacing(exact: Tensor, dtype: str, disk: Disk, piece: Piece, box: Box) -> Te
     return torch.ldexp(torch.ones_like(exact), exponent.clamp(min=least) - mantissa) * scale
 
 
-def free_memory() -> int:
+def read_free_memory() -> int:
     """Return the free bytes where a model is loaded: on the GPU, if there is one."""
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0])
@@ -219,13 +219,13 @@ def free_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def compare_logits(base: Base, source: Source, to: Path) -> dict[str, Any]:
+def compare_logits(base: Base, source: AdapterSource, to: Path) -> dict[str, Any]:
     """Return step 3 as a record; `skipped` says why it was not done, `deviation` what exceeds its bound.
 
     Everything runs in float32 on exactly the stored values, so the difference is the merge's alone. Rounding is
     harmless while it is small compared with what the adapter itself changes.
     """
-    needed, free = 4 * base.total, free_memory()
+    needed, free = 4 * base.total, read_free_memory()
     if needed > SHARE_OF_MEMORY * free:
         return {"skipped": f"the model needs {needed / GIB:.1f} GiB in float32, and {free / GIB:.1f} GiB are free"}
     rows = sample_rows(source.run_folder, base.dims["vocab"])

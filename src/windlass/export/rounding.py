@@ -46,7 +46,7 @@ FORMATS: Final = {
 ROW, COLUMN = 0.7548776662466927, 0.5698402909980532
 
 
-def row_blocks(shape: Sequence[int], side: int) -> Iterator[Box]:
+def iter_row_blocks(shape: Sequence[int], side: int) -> Iterator[Box]:
     """Yield blocks of full rows of one matrix; their height is a multiple of a scale's block."""
     if len(shape) < 2:
         yield tuple((0, size) for size in shape)
@@ -67,7 +67,9 @@ class MergedTensor:
 
     def blocks(self) -> Iterator[Box]:
         packed, shape = self.piece.packed, self.piece.shape
-        return row_blocks(shape, shape[-2] if packed and packed.transposed else self.block[0])  # whole rows of its file
+        return iter_row_blocks(
+            shape, shape[-2] if packed and packed.transposed else self.block[0]
+        )  # whole rows of its file
 
     def values(self, box: Box, unit: Tensor | None = None) -> Tensor:
         """Return a block's values in float32, divided by `unit`, a scale, if given."""
@@ -137,10 +139,10 @@ class MergedTensor:
 
 def round_to(values: Tensor, dtype: torch.dtype, key: str, box: Box) -> Tensor:
     """Round once, to the nearest value; FP8 codes with dither."""
-    return encode(values, dtype, dither(key, box)) if dtype in FORMATS else values.to(dtype)
+    return encode_fp8(values, dtype, make_dither(key, box)) if dtype in FORMATS else values.to(dtype)
 
 
-def encode(units: Tensor, dtype: torch.dtype, dice: Tensor) -> Tensor:
+def encode_fp8(units: Tensor, dtype: torch.dtype, dice: Tensor) -> Tensor:
     """Return codes of values in units of their scale; a value that equals a code keeps it."""
     mantissa, least, largest = FORMATS[dtype]
     # The exponent's bits alone give the power of two at or below the value: 6 times as fast as frexp and exp2.
@@ -150,7 +152,7 @@ def encode(units: Tensor, dtype: torch.dtype, dice: Tensor) -> Tensor:
     return codes.clamp_(-largest, largest).to(dtype)
 
 
-def dither(key: str, box: Box) -> Tensor:
+def make_dither(key: str, box: Box) -> Tensor:
     """Return numbers in [0, 1) that depend only on the tensor's name and the element's place."""
     outer = box[0][0] if len(box) == 3 else 0
     digest = hashlib.sha256(f"{key}:{outer}".encode()).digest()

@@ -16,12 +16,12 @@ from windlass.export.merge import Advance
 LOG_SECONDS = 30  # between lines in a log
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def progress(stage: str, size: int) -> Iterator[Advance]:
+def show_progress(stage: str, size: int) -> Iterator[Advance]:
     """Show a bar in bytes with speed and time left; in a log, a line every LOG_SECONDS."""
     if sys.stderr.isatty():
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -40,6 +40,6 @@ def progress(stage: str, size: int) -> Iterator[Advance]:
             if done and now - logged >= LOG_SECONDS:
                 logged, rate = now, done / (now - began)
                 left = (size - done) / rate / 60
-                say(f"{stage:<9} {done / size:.0%} at {rate / 2**20:,.0f} MiB/s, {left:.0f} min left")
+                print_line(f"{stage:<9} {done / size:.0%} at {rate / 2**20:,.0f} MiB/s, {left:.0f} min left")
 
     yield advance

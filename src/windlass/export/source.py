@@ -17,7 +17,7 @@ CONFIG, WEIGHTS = "adapter_config.json", checkpoints.ADAPTER
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class AdapterSource:
     """One adapter, why it was chosen, and what is known about its run."""
 
     folder: Path
@@ -31,7 +31,7 @@ class Source:
         return self.folder / WEIGHTS
 
 
-def choose_adapter(path: Path) -> Source:
+def choose_adapter(path: Path) -> AdapterSource:
     """Find the adapter of a run folder, of one of its checkpoints, of `final`, or one that PEFT saved."""
     if not path.is_dir():
         raise UserError("no such folder", str(path), "name a run folder, or a folder that holds an adapter")
@@ -52,7 +52,7 @@ def choose_adapter(path: Path) -> Source:
     if not (folder / WEIGHTS).is_file():
         hint = "adapters are read from safetensors only: save it again with PEFT's save_pretrained"
         raise UserError(f"the adapter has no {WEIGHTS}", str(folder), hint)
-    return Source(folder, why, config, run_folder, read_json(run_folder / MANIFEST) if run_folder else {})
+    return AdapterSource(folder, why, config, run_folder, read_json(run_folder / MANIFEST) if run_folder else {})
 
 
 def _best(run: Path) -> tuple[Path, str]:
@@ -71,7 +71,7 @@ def _best(run: Path) -> tuple[Path, str]:
     raise UserError(f"the run has no intact adapter{skipped}", str(run), hint)
 
 
-def local_base(source: Source, base: str | None = None) -> Base | None:
+def find_local_base(source: AdapterSource, base: str | None = None) -> Base | None:
     """Return the model that the adapter was trained on, if its weights are on this machine. `base` names another
     folder."""
     name = base or source.config.get("base_model_name_or_path")
@@ -81,9 +81,9 @@ def local_base(source: Source, base: str | None = None) -> Base | None:
     return found if found.path else None
 
 
-def base_of(source: Source, base: str | None = None) -> Base:
+def require_local_base(source: AdapterSource, base: str | None = None) -> Base:
     """Return the same, or raise an error."""
-    found = local_base(source, base)
+    found = find_local_base(source, base)
     if found is None:
         name = base or source.config.get("base_model_name_or_path")
         what = f"the weights of the base model {name} are not on this machine" if name else "it names no base model"
@@ -92,7 +92,7 @@ def base_of(source: Source, base: str | None = None) -> Base:
     return found
 
 
-def base_name(source: Source, base: str | None, given: str | None) -> str:
+def public_base_name(source: AdapterSource, base: str | None, given: str | None) -> str:
     """Return the base model's name for use on other machines: never a local path."""
     if given:
         return given

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass import run_folder
-from windlass.errors import Problem, UserError, pasteable
+from windlass.errors import Problem, UserError, make_pasteable
 from windlass.files import read_json, read_json_lines
 from windlass.launch.job import RECORD, Job, Record, ignored_keys, keep_record
 from windlass.observe.watch.heartbeat import read_beats
@@ -123,7 +123,7 @@ def status(record: Record) -> int:
         text = f"{state} after {step}, and saved: `windlass submit RUN` resumes from there"
     else:
         text = "no heartbeat yet: it has not started, or died before the first one; its output has the cause"
-    print(pasteable(f"{run}: {text}"))
+    print(make_pasteable(f"{run}: {text}"))
     if state:
         print(f"`windlass watch {run}` shows curves, ranks and alarms")
     return 0

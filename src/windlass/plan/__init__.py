@@ -448,8 +448,8 @@ def check_family(loaded: Loaded, base: Base) -> list[Problem]:
 
 def _count_evaluated(data: Data, where: Where) -> int | None:
     """Count the sequences of one evaluation over all its sets, without a held-out fraction. None: unknown."""
-    splits = [(each, "val_split") for each in mix.training_sets(data, where)]
-    splits += [(each, "train_split") for each in mix.evaluation_sets(data, where)]
+    splits = [(each, "val_split") for each in mix.list_training_sets(data, where)]
+    splits += [(each, "train_split") for each in mix.list_evaluation_sets(data, where)]
     total = 0
     for each, key in splits:
         split = getattr(each.data, key)

@@ -15,9 +15,9 @@ TEMPLATES = (".jinja", ".jinja2", ".json")
 
 def absent_data(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
     """Yield each data set whose files can't be found, and why."""
-    for each in mix.all_sets(loaded.run.data, loaded.where):
+    for each in mix.list_all_sets(loaded.run.data, loaded.where):
         try:
-            sources.resolve(each.data, each.where)
+            sources.resolve_source(each.data, each.where)
         except UserError as error:
             yield each.data.dataset_name_or_path, error.problems[0]
 
@@ -25,7 +25,7 @@ def absent_data(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
 def absent_files(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
     """Yield other absent inputs of the first step: chat templates, an adapter to continue from, prompts."""
     run, where = loaded.run, loaded.where
-    for each in mix.all_sets(run.data, where):
+    for each in mix.list_all_sets(run.data, where):
         template = each.data.chat_template or ""
         if template.endswith(TEMPLATES) and not Path(template).expanduser().is_file():
             hint = "name a file that exists, a template such as chatml, or write the template itself"

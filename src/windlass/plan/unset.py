@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Final
 
 from windlass.data import mix
-from windlass.data.sources import Rows, Where, parse_split, read_rows, resolve
+from windlass.data.sources import Rows, Where, parse_split, read_rows, resolve_source
 from windlass.errors import UserError
 from windlass.model import Base
 from windlass.runfile import Data, Loaded
@@ -71,10 +71,10 @@ def fill_in(loaded: Loaded, base: Base, ranks: int) -> tuple[Loaded, tuple[str, 
 
 def _lengths(data: Data, where: Where) -> Iterator[int]:
     """Yield about how many tokens the first rows of each set have; stop at a set that can't be read."""
-    sets = mix.training_sets(data, where)
+    sets = mix.list_training_sets(data, where)
     for each in sets:
         try:
-            parts = parse_split(each.data.train_split, resolve(each.data, where), where("data.train_split"))
+            parts = parse_split(each.data.train_split, resolve_source(each.data, where), where("data.train_split"))
             yield from map(_tokens, islice(read_rows(parts), SAMPLED // len(sets)))
         except (UserError, ImportError, OSError):  # reported when the data are prepared
             return

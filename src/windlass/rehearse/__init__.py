@@ -11,12 +11,12 @@ from pathlib import Path
 
 from windlass.errors import UserError
 from windlass.rehearse.process import exit_on_sigterm, make_environment
-from windlass.rehearse.record import RECORD, Failed, Record, show
+from windlass.rehearse.record import RECORD, Failed, Record, print_record
 from windlass.rehearse.stages import SCRIPT_STAGES, SELF_EXPLAINED, STAGES, Rehearsal
 from windlass.run_folder import is_finished
 from windlass.runfile import kind, read_any
 
-__all__ = ["Record", "rehearse", "show"]
+__all__ = ["Record", "print_record", "rehearse"]
 
 # Everything that a rehearsal leaves in its folder.
 OURS = {"logs", "submit", "model", "data", "run", "adapter", "merged", "request.json", "rehearsal.yaml", RECORD}
@@ -35,7 +35,7 @@ def rehearse(
     options = [word for one in overrides for word in ("--override", one)]
     options += ["--accelerate", str(accelerate)] if accelerate else []
     record, began = Record(str(run)), time.monotonic()
-    folder = empty_folder(keep) if keep else Path(tempfile.mkdtemp(prefix="windlass-rehearsal-"))
+    folder = make_empty_folder(keep) if keep else Path(tempfile.mkdtemp(prefix="windlass-rehearsal-"))
     try:
         with (
             exit_on_sigterm(),
@@ -51,7 +51,7 @@ def rehearse(
                 if name in SCRIPT_STAGES or not script:
                     rehearsal.stage(name, doing, prove)
             if not script:
-                record.not_proved += unproved(rehearsal)
+                record.not_proved += list_unproved(rehearsal)
     except (KeyboardInterrupt, SystemExit):
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -74,7 +74,7 @@ def rehearse(
     return record
 
 
-def empty_folder(keep: Path) -> Path:
+def make_empty_folder(keep: Path) -> Path:
     """Return the folder to keep everything in, after removing what an earlier rehearsal left there."""
     try:
         keep.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def empty_folder(keep: Path) -> Path:
     return keep.resolve()
 
 
-def unproved(rehearsal: Rehearsal) -> list[dict[str, str]]:
+def list_unproved(rehearsal: Rehearsal) -> list[dict[str, str]]:
     """Return what no CPU can show, with the plan's estimates of it."""
     plan, run = rehearsal.plan, rehearsal.load().run
     memory, estimate, nodes = plan["memory"], plan["estimate"], plan["layout"]["nodes"]

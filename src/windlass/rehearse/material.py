@@ -21,9 +21,9 @@ from typing import Any
 from windlass import tiny
 from windlass.data.audit import audit_split, find_problems
 from windlass.data.formats import choose_format, parse_template
-from windlass.data.mix import RowSet, evaluation_sets, training_sets
+from windlass.data.mix import RowSet, list_evaluation_sets, list_training_sets
 from windlass.data.prepare import check_selection, select_rows
-from windlass.data.sources import Row, Where, read_rows, resolve, row_place
+from windlass.data.sources import Row, Where, locate_row, read_rows, resolve_source
 from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import UserError, raise_all
 from windlass.files import read_json
@@ -84,16 +84,16 @@ def copy_tokenizer(base: Base, loaded: Loaded, model: Path) -> Any:
 def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequences: int) -> dict[str, Any]:
     """Judge the first rows of the user's data as training will, and write those that the rehearsal trains on."""
     run, data, where, stand_ins = loaded.run, loaded.run.data, loaded.where, list[str]()
-    vocab, trained, sets = base.dims["vocab"] if base.path else None, training_sets(data, where), list[RowSet]()
+    vocab, trained, sets = base.dims["vocab"] if base.path else None, list_training_sets(data, where), list[RowSet]()
     taken: list[dict[str, list[Row]]] = []  # per set, by split
     places: list[dict[str, Any]] = []  # places of the rows, likewise
     columns, selections = list[tuple[str, ...]](), []
-    for of in (*trained, *evaluation_sets(data, where)):
+    for of in (*trained, *list_evaluation_sets(data, where)):
         sets.append(of)
         places.append({})
-        if reason := why_unreachable(of.data, of.where):
-            forms = requested_columns(of.data)
-            taken.append({"train": made_up_rows(forms, 600), "validation": made_up_rows(forms, 60)})
+        if reason := find_unreachable_reason(of.data, of.where):
+            forms = list_requested_columns(of.data)
+            taken.append({"train": make_up_rows(forms, 600), "validation": make_up_rows(forms, 60)})
             columns.append(tuple(forms))
             stand_ins.append(f"data: {reason}; 600 rows with the columns {', '.join(forms)} stand in")
             continue
@@ -103,7 +103,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         for name, parts in (("train", selection.train), ("validation", selection.validation)):
             if parts:
                 rows[name], size = [], 0
-                places[-1][name] = {"place": partial(row_place, parts)}
+                places[-1][name] = {"place": partial(locate_row, parts)}
                 for row in itertools.islice(read_rows(parts), MOST_ROWS):
                     rows[name].append(row)
                     if (size := size + len(str(row))) > MOST_BYTES:
@@ -122,7 +122,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         for rows, kind, at in zip(taken, kinds, places, strict=True)
     ]
     tokens = {
-        name: Documents.joined(found)
+        name: Documents.concatenate(found)
         for name in ("train", "validation")
         if (found := [each[name] for each in made[: len(trained)] if name in each])
     }
@@ -163,11 +163,11 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
     }
 
 
-def why_unreachable(data: Data, where: Where) -> str:
+def find_unreachable_reason(data: Data, where: Where) -> str:
     """Return why the rows can't be read on this machine, or nothing. A missing local path is an error."""
     name = data.dataset_name_or_path
     try:
-        source = resolve(data, where)
+        source = resolve_source(data, where)
     except UserError:
         top = Path(name).expanduser()
         if top.is_absolute() and not top.parent.is_dir():  # the volume is not mounted here
@@ -183,7 +183,7 @@ def why_unreachable(data: Data, where: Where) -> str:
     return ""
 
 
-def requested_columns(data: Data) -> dict[str, Any]:
+def list_requested_columns(data: Data) -> dict[str, Any]:
     """Return the columns that the data section names, each with the form of a value; `{}` stands for the text."""
     if data.prompt_template:
         forms: dict[str, Any] = {}
@@ -210,7 +210,7 @@ def requested_columns(data: Data) -> dict[str, Any]:
     return {data.columns.get(name, name): form for name, form in published[named].items()}
 
 
-def made_up_rows(forms: dict[str, Any], count: int) -> list[Row]:
+def make_up_rows(forms: dict[str, Any], count: int) -> list[Row]:
     """Return rows in these forms, made of the text that every Python has."""
     from pydoc_data.topics import topics
 

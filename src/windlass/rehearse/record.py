@@ -67,7 +67,7 @@ class Record:
         write_json(folder / RECORD, self.as_dict())
 
 
-def show(record: Record) -> None:
+def print_record(record: Record) -> None:
     """Print the findings on stdout; failures in their own words."""
     from rich import box
     from rich.console import Console
@@ -85,7 +85,7 @@ def show(record: Record) -> None:
             proved = Text.assemble(("failed", "bold red"), f"; before that: {proved}" if phase.proved else "")
         table.add_row(phase.name, f"{phase.seconds:.1f}", proved)
     console.print(table)
-    show_list(console, "stood in for what is not on this machine", record.stand_ins)
+    print_list(console, "stood in for what is not on this machine", record.stand_ins)
     if failure := record.failure:
         found = f"the stage {failure['phase']} found a fault ({record.seconds:.0f} s)\n"
         console.print(Text.assemble(("failed: ", "bold red"), found))
@@ -93,9 +93,9 @@ def show(record: Record) -> None:
         if failure["log"]:
             console.print(Text(f"\nits whole log: {failure['log']}", "dim"), soft_wrap=True)
         return
-    changes = [f"{c.key}: {_written(c.yours)} -> {_written(c.here)}; {c.why}" for c in record.changes]
-    show_list(console, "changed for the rehearsal", changes)
-    show_list(console, "not proven here", [f"{each['what']}: {each['why']}" for each in record.not_proved])
+    changes = [f"{c.key}: {_format_value(c.yours)} -> {_format_value(c.here)}; {c.why}" for c in record.changes]
+    print_list(console, "changed for the rehearsal", changes)
+    print_list(console, "not proven here", [f"{each['what']}: {each['why']}" for each in record.not_proved])
     ranks = record.ranks
     if not ranks["here"]:
         console.print(Text.assemble(("planned and rendered, not rehearsed: ", "yellow"), ranks["why"]))
@@ -106,10 +106,10 @@ def show(record: Record) -> None:
     console.print(Text.assemble(("passed: ", "green"), summary))
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "unset" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def show_list(console: Console, title: str, lines: list[str]) -> None:
+def print_list(console: Console, title: str, lines: list[str]) -> None:
     if lines:
         console.print("\n".join([title, *(f"- {line}" for line in lines), ""]))

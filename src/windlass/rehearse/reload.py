@@ -27,7 +27,7 @@ EQUAL = 1e-3  # bound for logits in float32: the same arithmetic, perhaps in ano
 UNSHARDED = Layout("resident", "compared", 1, 1, shard=1)
 
 
-class Differs(Exception):  # noqa: N818  (a finding, not an error of this process)
+class ReloadMismatch(Exception):  # noqa: N818  (a finding, not an error of this process)
     """What was exported is not what was trained."""
 
 
@@ -47,7 +47,7 @@ def main(folder: Path) -> list[str]:
     untrained, trained = compute_both_logits(ours, rows)
     effect = kl_divergence(trained, untrained)
     if not effect > 0:
-        raise Differs("the adapter changes nothing: the logits with and without it are the same")
+        raise ReloadMismatch("the adapter changes nothing: the logits with and without it are the same")
 
     # The exported adapter, in plain PEFT.
     if base.quantization:
@@ -58,11 +58,13 @@ def main(folder: Path) -> list[str]:
         opener = f"plain transformers ({kind}) and PEFT"
         plain, info = open_plainly(folder / "model", kind)
         if info["missing_keys"]:
-            raise Differs(f"plain transformers misses {len(info['missing_keys'])} weights of the base")
+            raise ReloadMismatch(f"plain transformers misses {len(info['missing_keys'])} weights of the base")
     adapted = compute_logits(open_adapter(plain, folder / "adapter"), rows)
     worst = float((trained - adapted).abs().max())
     if not worst <= EQUAL:
-        raise Differs(f"base + exported adapter in plain PEFT: logits differ by {worst:.3g} from what was trained")
+        raise ReloadMismatch(
+            f"base + exported adapter in plain PEFT: logits differ by {worst:.3g} from what was trained"
+        )
 
     proved = [f"base + adapter, opened by {opener}: logits as trained, to {worst:.2g}"]
     if not (folder / "merged").is_dir():  # a base in 4 bits
@@ -74,13 +76,16 @@ def main(folder: Path) -> list[str]:
     for what, keys in info.items():
         if what.endswith("_keys") and keys:
             seen = f"{len(keys)} {what.replace('_', ' ')}: {keys}"
-            raise Differs(f"plain transformers opens the merged model with {seen}")
+            raise ReloadMismatch(f"plain transformers opens the merged model with {seen}")
     # It must equal PEFT's merge, rounded as the files are. Rounding alone may lose much of what few steps have changed.
-    logits, rounded = compute_logits(merged, rows), compute_logits(merge(ours, read_base(folder / "merged")), rows)
+    logits, rounded = (
+        compute_logits(merged, rows),
+        compute_logits(merge_with_peft(ours, read_base(folder / "merged")), rows),
+    )
     # The median token counts: a last bit sends some tokens to other experts.
     far = float((logits - rounded).abs().amax(-1).median())
     if not far <= EQUAL:
-        raise Differs(
+        raise ReloadMismatch(
             f"the merged model in plain transformers: the median token's logits differ by {far:.3g} from those of base "
             "+ adapter, merged by PEFT and rounded alike"
         )
@@ -94,7 +99,7 @@ def main(folder: Path) -> list[str]:
 
 
 @torch.no_grad()
-def merge(adapted: Any, stored: Base) -> Any:
+def merge_with_peft(adapted: Any, stored: Base) -> Any:
     """Merge the adapter with PEFT into a model in memory, rounding each weight to its stored dtype."""
     model = adapted.merge_and_unload()
     for parameter in stored.parameters:
@@ -116,5 +121,5 @@ def open_plainly(model: Path, kind: str) -> tuple[Any, dict[str, Any]]:
 if __name__ == "__main__":
     try:
         print(json.dumps({"proved": main(Path(sys.argv[1]))}))
-    except Differs as found:
+    except ReloadMismatch as found:
         print(json.dumps({"problem": str(found)}))

@@ -36,7 +36,7 @@ USUAL_DEVIATION, USUAL_HIDDEN = 0.02, 4096  # transformers' default, if config.j
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class RankGrid:
     """shard x replicate = ranks; `expert_parallel` divides `shard`."""
 
     shard: int
@@ -48,13 +48,13 @@ class Spread:
         return self.shard * self.replicate
 
 
-def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Spread, int, str]:
+def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[RankGrid, int, str]:
     """Return the run's own ranks if this machine can run them, else as many of the same kind as it can; the nodes,
     all played by this machine; and the reason."""
-    own = Spread(layout["shard"], layout["replicate"], layout["expert_parallel"])
+    own = RankGrid(layout["shard"], layout["replicate"], layout["expert_parallel"])
     most = max(1, min(max(FEW_RANKS, here.cpus), int(here.memory_gib / RANK_GIB)))
     if own.ranks <= most:
-        return own, _nodes(layout, own), ""
+        return own, _choose_nodes(layout, own), ""
     # The fewest ranks that still shard, replicate and split experts as the run does.
     parallel = min(own.expert_parallel, 2)
     shard = 1 if own.shard == 1 else 2 if own.expert_parallel in (1, own.shard) else 2 * parallel
@@ -65,12 +65,12 @@ def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Spread, 
         shard = min(own.shard, shard * rest)
     else:
         replicate = min(own.replicate, replicate * rest)
-    scaled = Spread(shard, replicate, shard if own.expert_parallel == own.shard > 1 else parallel)
+    scaled = RankGrid(shard, replicate, shard if own.expert_parallel == own.shard > 1 else parallel)
     why = f"{here.cpus} cores and {here.memory_gib:.0f} GiB hold {scaled.ranks} of its kind"
-    return scaled, _nodes(layout, scaled), why
+    return scaled, _choose_nodes(layout, scaled), why
 
 
-def _nodes(layout: Mapping[str, Any], spread: Spread) -> int:
+def _choose_nodes(layout: Mapping[str, Any], spread: RankGrid) -> int:
     """Return as many nodes as the run has, or fewer, so that all have equally many ranks."""
     return next(n for n in range(min(layout["nodes"], spread.ranks), 0, -1) if spread.ranks % n == 0)
 
@@ -120,18 +120,18 @@ class Change:
     why: str
 
 
-def micro_batches(batch: Mapping[str, Any]) -> tuple[int, int]:
+def limit_batch(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return rows per micro-batch and micro-batches per optimizer step, limited to the plan's."""
     return min(MOST_ROWS, batch["micro"]), min(MOST_MICRO_BATCHES, batch["accumulation"])
 
 
 def scale_run(
-    run: RunFile, plan: Mapping[str, Any], spread: Spread, material: Material, folder: Path, nodes: int = 1
+    run: RunFile, plan: Mapping[str, Any], spread: RankGrid, material: Material, folder: Path, nodes: int = 1
 ) -> tuple[str, list[Change]]:
     """Return the rehearsal's run file, and its differences. `plan` resolves `auto` and an Accelerate file."""
     tree: dict[str, Any] = run.model_dump(mode="json", exclude_unset=True)
     changes: list[Change] = []
-    for key, value, why in _scaled_keys(run, plan, spread, material, folder):
+    for key, value, why in _scale_keys(run, plan, spread, material, folder):
         section, _, name = key.partition(".")
         yours = tree.get(section, {}).get(name, getattr(getattr(run, section), name))
         if yours != value:
@@ -169,15 +169,15 @@ def scale_run(
     return head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), changes
 
 
-def _scaled_keys(
-    run: RunFile, plan: Mapping[str, Any], spread: Spread, material: Material, folder: Path
+def _scale_keys(
+    run: RunFile, plan: Mapping[str, Any], spread: RankGrid, material: Material, folder: Path
 ) -> list[tuple[str, Any, str]]:
     """Yield key, value here, and reason. A value that equals the user's is no change."""
     model, lora, data, train = run.model, run.lora, run.data, run.train
     attention, layers = model.attn_implementation or "", material.layers
     half, less, rows = "CPUs have no arithmetic in float16", "a few show what many do", "the first rows, written out"
     sooner, untracked = "in the run's own order, sooner", "a rehearsal is not tracked"
-    micro, accumulation = micro_batches(plan["batch"])
+    micro, accumulation = limit_batch(plan["batch"])
     # A share of validation rows is held out of few rows, unless the set has a validation split.
     fraction = None if material.validation else data.val_fraction
     if fraction is not None:
@@ -194,7 +194,7 @@ def _scaled_keys(
     evaluated = {name: elsewhere(part) for name, part in data.eval.items()}
     config = None if "dataset_config_name" in data.model_fields_set else data.dataset_config_name
     both = train.global_batch_size and "gradient_accumulation_steps" not in train.model_fields_set
-    targets = _scaled_targets(lora.target_modules, plan["adapter"]["targets"], layers)
+    targets = _scale_targets(lora.target_modules, plan["adapter"]["targets"], layers)
     kernels = "flash" in attention or "/" in attention
     half_steps, warmup = EVERY // 2, min(train.warmup_steps or 0, STEPS // 4) or train.warmup_steps
     batch = micro * spread.ranks * accumulation if train.global_batch_size else None
@@ -232,7 +232,7 @@ def _scaled_keys(
     ]
 
 
-def _scaled_targets(patterns: str | list[str], targets: list[Mapping[str, Any]], layers: int) -> str | list[str]:
+def _scale_targets(patterns: str | list[str], targets: list[Mapping[str, Any]], layers: int) -> str | list[str]:
     """Drop names of layers that the replica lacks: the same modules are adapted in all that it has."""
 
     def present(module: str) -> bool:

@@ -23,7 +23,7 @@ from windlass.hardware import this_machine
 from windlass.plan import with_choices
 from windlass.rehearse.process import ERROR, Command, node_variables
 from windlass.rehearse.record import Failed, Phase, Record
-from windlass.rehearse.scale import EVERY, STEPS, STOP_AT, Material, Spread, micro_batches, scale_ranks, scale_run
+from windlass.rehearse.scale import EVERY, STEPS, STOP_AT, Material, RankGrid, limit_batch, scale_ranks, scale_run
 from windlass.run_folder import DATA, EVENTS, LOAD, MANIFEST, is_finished
 from windlass.run_folder import STEPS as STEP_FILE
 from windlass.runfile import Loaded, LoadedScript, read_any
@@ -47,7 +47,7 @@ class Rehearsal:
     began: float = 0.0
     reported: float = 0.0  # what it does
     plan: dict[str, Any] = field(default_factory=dict)
-    spread: Spread = field(default_factory=lambda: Spread(1, 1, 1))
+    spread: RankGrid = field(default_factory=lambda: RankGrid(1, 1, 1))
     job: Command | None = None  # a job that several stages watch: the material's, then the launch script's
 
     @property
@@ -103,13 +103,15 @@ class Rehearsal:
 
     def windlass(self, name: str, *arguments: str) -> Any:
         """Run one of windlass's commands with --json, and return what it printed."""
-        return json.loads(self.start(name, windlass(*arguments, "--json")).finish().out)
+        return json.loads(self.start(name, command_line(*arguments, "--json")).finish().out)
 
     def wait_for(self, done: Callable[[], bool]) -> Command:
         """Wait for something that the job writes; a job that ends before has failed."""
         assert self.job is not None
         if not self.job.wait_until(done):
-            if self.job.code and (text := failed_checks(read_json(self.run_folder / "check.json").get("results", []))):
+            if self.job.code and (
+                text := format_failed_checks(read_json(self.run_folder / "check.json").get("results", []))
+            ):
                 raise Failed(text, self.job.code, self.job.log)
             self.job.finish()
             raise Failed("it ended with 0 too soon", 1, self.job.log)
@@ -124,21 +126,21 @@ class Rehearsal:
         return sorted(int(path.name.removeprefix("step-")) for path in found)
 
 
-def windlass(*arguments: str) -> list[str]:
+def command_line(*arguments: str) -> list[str]:
     """Return a command as a user would type it, with this Python."""
     return [sys.executable, "-m", "windlass", *arguments]
 
 
-def failed_checks(results: Sequence[Mapping[str, Any]]) -> str:
+def format_failed_checks(results: Sequence[Mapping[str, Any]]) -> str:
     """Return failed checks as errors, instead of `windlass check`'s table."""
-    return errors(
+    return format_errors(
         Problem(each["seen"], each["where"] or each["name"], each["hint"])
         for each in results
         if each["verdict"] == "fail"
     )
 
 
-def errors(problems: Iterator[Problem] | Sequence[Problem]) -> str:
+def format_errors(problems: Iterator[Problem] | Sequence[Problem]) -> str:
     return "\n\n".join(f"{ERROR}{problem}" for problem in problems)
 
 
@@ -173,16 +175,16 @@ def check(r: Rehearsal) -> Iterator[str]:
     if is_finished(folder):
         hint = "name another train.output_dir, or remove it"
         problem = Problem(f"{folder} holds a finished run", loaded.where("train.output_dir"), hint)
-        raise Failed(errors([problem]), USER_INPUT)
+        raise Failed(format_errors([problem]), USER_INPUT)
     # `local` would expect the folders and libraries of other machines on this one.
     missing = cluster.gpu != "cpu" and len(this_machine().gpus) < r.plan["layout"]["gpus_per_node"]
     elsewhere = cluster.platform == "local" and (cluster.nodes > 1 or missing)
     more = ["--override", "cluster.platform=script"] if elsewhere else []
-    ended = r.start("check", windlass("check", str(r.run), *r.options, *more, "--json")).finish(0, 1)
+    ended = r.start("check", command_line("check", str(r.run), *r.options, *more, "--json")).finish(0, 1)
     if not ended.out:
         ended.finish()
     results = json.loads(ended.out)["results"]
-    if text := failed_checks(results):
+    if text := format_failed_checks(results):
         raise Failed(text, ended.code, ended.log.with_suffix(".out"))
     yield f"pass: {', '.join(each['name'] for each in results if each['verdict'] == 'pass')}"
     yield from (f"warning: {each['name']}: {each['seen']}" for each in results if each["verdict"] == "warn")
@@ -193,7 +195,7 @@ def submit(r: Rehearsal) -> Iterator[str]:
     """Render the job for the user's platform, and read it."""
     platform, out = r.load().run.cluster.platform, r.folder / "submit"
     to = "script" if platform == "local" else platform
-    command = windlass("submit", str(r.run), *r.options, "--to", to, "--dry-run", "--out", str(out))
+    command = command_line("submit", str(r.run), *r.options, "--to", to, "--dry-run", "--out", str(out))
     ended = r.start("submit", command).finish()
     files = ", ".join(sorted(path.name for path in out.iterdir()))
     yield f"rendered for {platform}{' as a script' if platform == 'local' else ''}: {files}"
@@ -207,7 +209,7 @@ def submit(r: Rehearsal) -> Iterator[str]:
 
 
 def data(r: Rehearsal) -> Iterator[str]:
-    micro, accumulation = micro_batches(r.plan["batch"])
+    micro, accumulation = limit_batch(r.plan["batch"])
     request = {
         "run": str(r.run),
         "overrides": r.overrides,
@@ -218,7 +220,7 @@ def data(r: Rehearsal) -> Iterator[str]:
     write_json(r.folder / "request.json", request)
     command = [sys.executable, "-m", "windlass.rehearse.material", str(r.folder / "request.json")]
     r.job = r.start("material", command)
-    rows = part_of_material(r, "data")
+    rows = make_material(r, "data")
     r.record.stand_ins += rows["stand_ins"]
     yield f"{rows['rows_seen']} rows read: {rows['format']}; {rows['supervised_share']:.0%} of the tokens supervised"
     yield rows["end"]
@@ -226,7 +228,7 @@ def data(r: Rehearsal) -> Iterator[str]:
 
 def replica(r: Rehearsal) -> Iterator[str]:
     """Write the scaled-down model; then its run file and the rows."""
-    made, rows = part_of_material(r, "replica"), part_of_material(r, "data")
+    made, rows = make_material(r, "replica"), make_material(r, "data")
     r.record.replica = {key: value for key, value in made.items() if key != "part"}
     within = f" in {made['wrapper']}" if made["wrapper"] else ""
     coded = f", {made['quantization']}" if made["quantization"] else ""
@@ -240,7 +242,7 @@ def replica(r: Rehearsal) -> Iterator[str]:
     (r.folder / "rehearsal.yaml").write_text(text, encoding="utf-8")
 
 
-def part_of_material(r: Rehearsal, part: str) -> dict[str, Any]:
+def make_material(r: Rehearsal, part: str) -> dict[str, Any]:
     """Return what the process prints about a part when it is done, or raise the fault that it found."""
     parts: dict[str, dict[str, Any]] = {}
 
@@ -251,7 +253,7 @@ def part_of_material(r: Rehearsal, part: str) -> dict[str, Any]:
     job = r.wait_for(done)
     if "problems" in parts:
         problems = [Problem(**problem) for problem in parts["problems"]["problems"]]
-        raise Failed(errors(problems), USER_INPUT, job.log)
+        raise Failed(format_errors(problems), USER_INPUT, job.log)
     return parts[part]
 
 
@@ -262,7 +264,7 @@ def launch(r: Rehearsal) -> Iterator[str]:
     """Render as for a cluster and run here: the script checks the machine and starts the ranks."""
     ranks, nodes = r.record.ranks["here"], r.record.ranks["nodes"]
     run, out = str(r.folder / "rehearsal.yaml"), str(r.run_folder)
-    r.start("launch-submit", windlass("submit", run, "--to", "script", "--dry-run", "--out", out)).finish()
+    r.start("launch-submit", command_line("submit", run, "--to", "script", "--dry-run", "--out", out)).finish()
     r.doing = f"the script checks {nodes} node{'s' * (nodes > 1)} and starts {ranks} ranks"
     r.launch("launch")
     r.wait_for((r.run_folder / MANIFEST).exists)

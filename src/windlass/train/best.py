@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 
-from windlass.data.prepare import prepare
+from windlass.data.prepare import prepare_data
 from windlass.errors import UserError
 from windlass.files import write_json
 from windlass.run_folder import BASES, CHECKPOINTS
@@ -88,7 +88,7 @@ def rank_checkpoints(
         raise UserError("there is no intact checkpoint", str(run_folder / CHECKPOINTS), "let the run save one")
     here.phase("preparing the data")
     tokenizer = open_base_tokenizer(plan)
-    data = prepare(job, tokenizer, where=plan.loaded.where, cache=run_folder / "tokens", say=console.print)
+    data = prepare_data(job, tokenizer, where=plan.loaded.where, cache=run_folder / "tokens", say=console.print)
     if data.validation is None or len(data.validation) < 2:
         raise UserError("there are no rows to compare on", str(run_folder), "name some with --eval-data FILE")
     size, order = job.train.per_device_eval_batch_size, np.arange(len(data.validation))

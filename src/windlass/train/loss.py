@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, masking_utils
 
-from windlass.derive import logit_scale_and_cap
+from windlass.derive import read_logit_shaping
 from windlass.errors import UserError
 from windlass.plan.memory import TILE_TOKENS, TILE_VOCABULARY
 
@@ -51,7 +51,7 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
     `forward` is replaced, and the model not wrapped, so that the hooks by which FSDP2 gathers weights stay in place.
     """
     config = model.config.get_text_config()
-    scale, cap = logit_scale_and_cap(config)
+    scale, cap = read_logit_shaping(config)
 
     def forward(
         self: PreTrainedModel,

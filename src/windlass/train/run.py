@@ -22,7 +22,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from windlass.data.prepare import Prepared, open_tokenizer, prepare
+from windlass.data.prepare import PreparedData, open_tokenizer, prepare_data
 from windlass.errors import SAVED, Problem, UserError
 from windlass.files import Unwritten, commit_dir, write_json
 from windlass.hardware import read_gpus
@@ -103,7 +103,7 @@ def train_rank(
         # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
         here.phase("preparing the data")
         tokenizer = open_base_tokenizer(plan)
-        data = prepare_data(plan, tokenizer, console, unwritten)
+        data = prepare_on_all_ranks(plan, tokenizer, console, unwritten)
         for note in data.audit["notes"]:
             console.print(f"warning: data: {note}", style="yellow")
         require_same_data(from_checkpoint, data.fingerprint, plan)
@@ -320,7 +320,9 @@ def open_base_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def prepare_data(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console, unwritten: Unwritten) -> Prepared:
+def prepare_on_all_ranks(
+    plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console, unwritten: Unwritten
+) -> PreparedData:
     """Tokenize once and write the audit before it is judged; check that all ranks have the same rows."""
     job = plan.loaded.run
 
@@ -329,7 +331,7 @@ def prepare_data(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Consol
             with unwritten(path := Path(job.train.output_dir) / DATA):
                 write_json(path, audit)
 
-    data = prepare(
+    data = prepare_data(
         job,
         tokenizer,
         where=plan.loaded.where,
@@ -360,7 +362,7 @@ def make_loop(
     plan: Plan,
     here: Rank,
     model: PeftModel,
-    data: Prepared,
+    data: PreparedData,
     tokenizer: PreTrainedTokenizerBase,
     console: Console,
     stop_signal: StopSignal,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.data import sources
-from windlass.data.mix import all_sets
+from windlass.data.mix import list_all_sets
 from windlass.errors import UserError
 from windlass.hardware import GIB, Gpus
 from windlass.launch.check.results import NO_PLAN, Context, Result, failed, not_here, passed, refused, skipped, warned
@@ -128,7 +128,7 @@ def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
 
 def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
     """Check that the first training rows can be read and have the columns that the run needs."""
-    run, sets = loaded.run, all_sets(loaded.run.data, loaded.where)
+    run, sets = loaded.run, list_all_sets(loaded.run.data, loaded.where)
     try:
         from windlass.data.formats import choose_format
         from windlass.data.prepare import check_selection, select_all
@@ -137,7 +137,7 @@ def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
             name = each.data.dataset_name_or_path
             if c.elsewhere and not Path(name).expanduser().exists():
                 return not_here("data", name)
-            if sources.resolve(each.data, each.where).format == "hub":
+            if sources.resolve_source(each.data, each.where).format == "hub":
                 hint = "download it before with `windlass fetch RUN`"
                 return skipped("data", f"{name} is downloaded from the Hub", hint)
         selections = select_all(run.data, loaded.where, lambda _: None)

@@ -15,7 +15,7 @@ from typing import Any
 
 from windlass import __version__
 from windlass.data import sources
-from windlass.data.mix import all_sets
+from windlass.data.mix import list_all_sets
 from windlass.errors import UserError
 from windlass.files import write_atomic
 from windlass.hardware import read_text
@@ -220,7 +220,10 @@ def facts(c: Context) -> dict[str, Any]:
         data = file_digest([Path(c.loaded.run.script.path)]) if c.loaded.run.script.path else None
     else:
         with suppress(UserError):
-            sets = [sources.resolve(each.data, each.where) for each in all_sets(c.loaded.run.data, c.loaded.where)]
+            sets = [
+                sources.resolve_source(each.data, each.where)
+                for each in list_all_sets(c.loaded.run.data, c.loaded.where)
+            ]
             if all(found.format != "hub" for found in sets):
                 data = file_digest(path for found in sets for paths in found.splits.values() for path in paths)
     release = dict(line.split("=", 1) for line in read_text(Path("/etc/os-release")).splitlines() if "=" in line)

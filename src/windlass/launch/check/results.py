@@ -13,7 +13,7 @@ from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 from windlass import __version__
-from windlass.errors import FAILED, RANK_USER_INPUT, Problem, pasteable
+from windlass.errors import FAILED, RANK_USER_INPUT, Problem, make_pasteable
 from windlass.files import write_atomic, write_json
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def show(report: Report) -> None:
         place = f"{result.where}: " if result.where and result.verdict in (WARN, FAIL) else ""
         text = wrap.fill(f"{result.verdict:9}{result.title}: {place}{result.seen}")
         if result.hint:
-            text += f"\n{wrap.fill(f'{indent}hint: {pasteable(result.hint)}')}"
+            text += f"\n{wrap.fill(f'{indent}hint: {make_pasteable(result.hint)}')}"
         line = Text(text, "dim" if result.verdict == SKIPPED else "")
         line.stylize(STYLES[result.verdict], 0, len(result.verdict))
         console.print(line)

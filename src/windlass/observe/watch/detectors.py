@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from windlass.errors import RunError, pasteable
+from windlass.errors import RunError, make_pasteable
 from windlass.observe import steps
 
 if TYPE_CHECKING:
@@ -389,4 +389,4 @@ def hint_for(kind: str, folder: Path) -> str:
     """Return a hint for an alarm, with commands that name this run."""
     hint = BY_KIND[kind].hint if kind in BY_KIND else ""
     run = folder / "run.yaml"  # `windlass submit` puts it there
-    return pasteable(hint, RUN_DIR=str(folder), **({"RUN": str(run)} if run.exists() else {}))
+    return make_pasteable(hint, RUN_DIR=str(folder), **({"RUN": str(run)} if run.exists() else {}))
