@@ -43,7 +43,7 @@ def cases(folder: Path) -> dict[str, tuple[Path, list[str], int]]:
     run = demo.make_demo(folder / "demo")
     found = {"demo, 2 ranks": (run, list[str](), 2)}
     for family, sizes in MODELS.items():
-        model = tiny.write(folder / family, family, **sizes)
+        model = tiny.write_model(folder / family, family, **sizes)
         for packing in ("true", "false"):
             for ranks in (1, 2):
                 keys = [

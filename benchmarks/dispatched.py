@@ -39,7 +39,7 @@ from windlass.model import targets as adapters
 from windlass.model.family import FAMILIES, Family
 from windlass.plan import work
 from windlass.plan.layout import Layout
-from windlass.plan.time import COUNTED, OF_FUSED, OF_LINEAR, features, of_linear
+from windlass.plan.time import COUNTED, OF_FUSED, OF_LINEAR, layer_features, linear_features
 from windlass.runfile import Lora
 from windlass.tiny import EXTRA
 from windlass.train import experts, parallel, quantised
@@ -119,7 +119,7 @@ def adapter_of(base: Base, count: int) -> tuple[Lora, adapters.Adapter]:
         {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": plain}
         | ({"experts": {"r": 8}} if routed else {})
     )
-    return lora, adapters.resolve(lora, base, str)
+    return lora, adapters.resolve_adapter(lora, base, str)
 
 
 ADAPTED = ("attention", "mlp", "shared_experts")
@@ -183,7 +183,7 @@ def count_layer(
             if what == "bytes":
                 each = (each - few[1][phase]["bytes"] + few[0][phase]["bytes"]) / (TOKENS[1] - TOKENS[0])
             found[f"{phase} {what}"] = each
-    return features(layer, sizes[0], bases[1].dims.get("top_k", 0)), found
+    return layer_features(layer, sizes[0], bases[1].dims.get("top_k", 0)), found
 
 
 def count_family(family: Family, way: str, dense: bool = False) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def count_linear(
 def linear_table(*options: Any) -> dict[str, Any]:
     """Counts of one adapted linear layer; bytes of each token's input and output, and of a weight, once a pass."""
     counted = [(sizes, count_linear(sizes, *options)) for sizes in LINEARS]
-    matrix = np.array([of_linear(*sizes) for sizes, _ in counted], float)
+    matrix = np.array([linear_features(*sizes) for sizes, _ in counted], float)
     table: dict[str, Any] = {}
     for phase in PHASES:
         table[phase] = {what: counted[0][1][phase][what] for what in COUNTS}

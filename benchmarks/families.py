@@ -58,11 +58,11 @@ def try_family(folder: Path, name: str, tell: Callable[[str, str], None]) -> Non
     tell("packing", "yes" if base.family.isolates else "refused")
     given: dict[str, Any] = {"model__model_name_or_path": str(path)} | (runs.EXPERTS if adapts else {})
     fp8 = given | {"model__model_name_or_path": str(folder / in_fp8(name)), "layout__base_dtype": "fp8"}
-    planning.make(runfile.read(folder / "run.yaml", runs.case(2, **given)["overrides"]))
+    planning.make_plan(runfile.read_run_file(folder / "run.yaml", runs.case(2, **given)["overrides"]))
     tell("plan", "yes")
     cases = {name: runs.case(2, **given), in_fp8(name): runs.case(2, **fp8)}
     try:
-        planning.make(runfile.read(folder / "run.yaml", cases[in_fp8(name)]["overrides"]))
+        planning.make_plan(runfile.read_run_file(folder / "run.yaml", cases[in_fp8(name)]["overrides"]))
     except UserError:  # experts of a form that can't be computed with in codes
         tell("on an FP8 base", "refused")
         del cases[in_fp8(name)]

@@ -37,7 +37,9 @@ OFTEN = 0.005
 
 def prepare(folder: Path) -> None:
     """A small model and some text, made in a process of its own: this one imports nothing that it times."""
-    script = "import sys; from pathlib import Path; from windlass import tiny; tiny.write(Path(sys.argv[1]) / 'model')"
+    script = (
+        "import sys; from pathlib import Path; from windlass import tiny; tiny.write_model(Path(sys.argv[1]) / 'model')"
+    )
     subprocess.run([sys.executable, "-c", script, str(folder)], check=True, capture_output=True, timeout=300)
     row = json.dumps({"text": "The anchor came up slowly, and the crew leaned on the bars of the windlass. " * 3})
     (folder / "rows.jsonl").write_text(f"{row}\n" * 2000)

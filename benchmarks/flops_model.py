@@ -22,8 +22,8 @@ from memory_model import Case, adapt, build, checkpoint, documents, work
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from windlass.plan.cost import cost
-from windlass.plan.time import causal_attention
+from windlass.plan.cost import estimate_cost
+from windlass.plan.time import causal_attention_flops
 from windlass.plan.work import read_shape
 
 CASES = [
@@ -50,8 +50,8 @@ def count(case: Case) -> tuple[int, float, float]:
     found = checkpoint(model)
     peft, adapter = adapt(case, model)
     planned = replace(work(case, found, adapter), full_logits=True)
-    predicted = cost(planned)
-    square = 0.0 if case.packed else causal_attention(read_shape(found, adapter), case.length)
+    predicted = estimate_cost(planned)
+    square = 0.0 if case.packed else causal_attention_flops(read_shape(found, adapter), case.length)
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped})
     with FakeTensorMode(allow_non_fake_inputs=True):
         peft.to_empty(device="cpu")

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass import tiny
 from windlass.model import read_base
-from windlass.model.targets import resolve
+from windlass.model.targets import resolve_adapter
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train.load import load_base, view_own_part
@@ -67,7 +67,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as directory:
         sizes = {"hidden": asked.hidden, "layers": asked.layers, "experts": asked.experts}
-        tiny.write(Path(directory), heads=8, moe_intermediate=asked.hidden // 2, tokenizer=False, **sizes)
+        tiny.write_model(Path(directory), heads=8, moe_intermediate=asked.hidden // 2, tokenizer=False, **sizes)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         done = subprocess.run(
@@ -87,7 +87,7 @@ def run_rank(asked: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     checkpoint = read_base(asked.checkpoint)
     lora = Lora.model_validate({"r": 16, "lora_dropout": 0, "target_modules": "all-linear"})
-    adapter = resolve(lora, checkpoint, lambda key: key)
+    adapter = resolve_adapter(lora, checkpoint, lambda key: key)
     models, found = {}, {}
     for name, (layout, kept) in TURNS.items():
         shard = 1 if layout == "resident" else RANKS

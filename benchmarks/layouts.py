@@ -114,7 +114,7 @@ class Outcome:
 def make(folder: Path) -> None:
     """A model whose experts are most of it, in FP8 as published, and rows that are all full."""
     sizes = {"hidden": 128, "layers": 3, "heads": 4, "experts": 16, "top_k": 2, "moe_intermediate": 128, "vocab": 1024}
-    tiny.write(folder / "model", "mistral4", config={"initializer_range": 0.1}, **sizes)  # type: ignore[arg-type]
+    tiny.write_model(folder / "model", "mistral4", config={"initializer_range": 0.1}, **sizes)  # type: ignore[arg-type]
     words = ("anchor", "heavy", "crew", "small", "turn", "windlass", "slowly", "chain", "deck", "rope", "tide")
     rows = (" ".join(words[(i * j) % len(words)] for j in range(1, 1600)) for i in range(1, 65))
     (folder / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
@@ -131,7 +131,7 @@ def plan_of(folder: Path, way: Sequence[str], rates: Rates, out: str = "run", na
         **vars(rates),
     )
     file.write_text(text)
-    return planning.make(runfile.read(file, [*BASE, *way]))
+    return planning.make_plan(runfile.read_run_file(file, [*BASE, *way]))
 
 
 def rank(folder: Path) -> None:
@@ -149,7 +149,7 @@ def rank(folder: Path) -> None:
     sent: dict[str, float] = {}
     memory = []
     for turn, (way, keys) in itertools.product(range(ROUNDS), WAYS.items()):
-        memory.append(measure.memory_rate(torch.device("cpu"), 2**18))
+        memory.append(measure.measure_memory(torch.device("cpu"), 2**18))
         plan = plan_of(folder, keys, Rates(), f"{turn} {way}", f"run-{here.rank}")  # each rank writes its own file
         before = int(SENT.read_text())
         if run.train_rank(plan, here):

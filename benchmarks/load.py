@@ -103,7 +103,7 @@ def write(directory: Path, gib: float, *, fp8: bool = True) -> Path:
     sizes: dict[str, Any] = {"hidden": 4096, "heads": 8, "experts": 4, "moe_intermediate": 2048}
     layers = max(1, round(gib * GIB / (5 * 3 * 4096 * 2048)))
     sizes |= {} if fp8 else {"quantization": "none"}
-    return tiny.write(directory, layers=layers, files=4, tokenizer=False, **sizes)
+    return tiny.write_model(directory, layers=layers, files=4, tokenizer=False, **sizes)
 
 
 def forget(checkpoint: Path) -> None:

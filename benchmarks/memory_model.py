@@ -35,11 +35,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from windlass.hardware import Machine, fabric, gpu
+from windlass.hardware import Machine, find_fabric, find_gpu
 from windlass.model import Base, Parameter
 from windlass.model.family import Family
 from windlass.model.targets import Adapter
-from windlass.plan.cost import Batch, Work, cost, read_shape
+from windlass.plan.cost import Batch, Work, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.train.loss import patch_forward
 
@@ -318,7 +318,7 @@ def documents(case: Case, rows: int) -> torch.Tensor:
 
 
 def work(case: Case, found: Base, adapter: Adapter) -> Work:
-    h200 = gpu("h200")
+    h200 = find_gpu("h200")
     layout = Layout(
         "full-shard" if case.reshard else "no-reshard",
         "given",
@@ -328,7 +328,7 @@ def work(case: Case, found: Base, adapter: Adapter) -> Work:
         reshard_after_forward=case.reshard,
         activation_checkpointing=case.checkpointing,
     )
-    machine = Machine(h200, fabric("nvlink4"), fabric("infiniband-400"), fabric("pcie5"), 1, None)
+    machine = Machine(h200, find_fabric("nvlink4"), find_fabric("infiniband-400"), find_fabric("pcie5"), 1, None)
     batch = Batch(case.micro, 2, case.length)
     return Work(
         read_shape(found, adapter),
@@ -351,7 +351,7 @@ def run(case: Case) -> dict[str, Any]:
     found = checkpoint(model)
     peft, adapter = adapt(case, model)
     patch_forward(model)
-    predicted = cost(work(case, found, adapter))
+    predicted = estimate_cost(work(case, found, adapter))
     rows = {r.item: r.bytes for r in predicted.rows if (r.phase, r.place) == ("step", "gpu") and r.item not in ASSUMED}
     total, measured = sum(rows.values()), measure(case, model, peft)
     return {

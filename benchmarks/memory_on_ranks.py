@@ -30,10 +30,10 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPModM
 
 from windlass import model as weights
 from windlass import tiny
-from windlass.hardware import Machine, fabric, gpu
+from windlass.hardware import Machine, find_fabric, find_gpu
 from windlass.model import targets as adapters
 from windlass.plan import memory
-from windlass.plan.cost import Batch, Work, cost, read_shape
+from windlass.plan.cost import Batch, Work, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import ExpertLora, Lora
 from windlass.train import parallel
@@ -85,9 +85,11 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     found = weights.find_base(str(folder), "benchmark")
     experts = ExpertLora(r=4, lora_alpha=8) if "expert adapters" in name else None
     lora = Lora(r=model_of.RANK, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS, experts=experts)
-    adapter = adapters.resolve(lora, found, lambda key: key)
+    adapter = adapters.resolve_adapter(lora, found, lambda key: key)
     layout = layout_of(name)
-    processor = Machine(gpu("cpu"), fabric("loopback"), fabric("loopback"), fabric("memory"), 1, None)
+    processor = Machine(
+        find_gpu("cpu"), find_fabric("loopback"), find_fabric("loopback"), find_fabric("memory"), 1, None
+    )
     work = Work(read_shape(found, adapter), layout, Batch(MICRO, 2, LENGTH), processor, "adamw_torch", 2)
     model, _ = load_base(found, layout, dtype=torch.bfloat16)
     peft = attach_adapter(model, lora, adapter, 0)
@@ -98,7 +100,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     once = layout.shard > 1 and not layout.reshard_after_forward
     measured = _peak(peft, model, torch.randint(0, 8000, (MICRO, LENGTH)), once=once)
     memory.IMBALANCE = 1.0
-    answer = cost(work)
+    answer = estimate_cost(work)
     rows = {
         r.item: r.bytes for r in answer.rows if (r.phase, r.place) == ("step", "gpu") and r.item not in model_of.ASSUMED
     }
@@ -180,7 +182,7 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        folder = tiny.write(Path(name), "mistral4", tokenizer=False, config=LATENT, **SIZES)  # type: ignore[arg-type]
+        folder = tiny.write_model(Path(name), "mistral4", tokenizer=False, config=LATENT, **SIZES)  # type: ignore[arg-type]
         for case in (case for case in CASES if options.only in case):
             row = launch(case, folder)
             rows.append(row)

@@ -14,10 +14,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from windlass import hardware
-from windlass.model import Base, Parameter, config, published_base
+from windlass.model import Base, Parameter, config, find_published_base
 from windlass.model import targets as adapters
 from windlass.model.parameters import Piece, Stored
-from windlass.plan.cost import Batch, Work, narrow, read_shape
+from windlass.plan.cost import Batch, Work, quantizable_names, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel, quantised
@@ -89,12 +89,12 @@ def seconds_of(step: Step) -> float:
 
 def headers(sizes: Sizes, layers: int) -> Base:
     """What the headers of the published checkpoint say, cut to so many layers: enough to build it, and to plan it."""
-    known = published_base(MODEL)
+    known = find_published_base(MODEL)
     assert known is not None
     text = {**known.config, **(TINY if sizes.tiny else {}), "num_hidden_layers": layers}
     wrapped = {"model_type": "mistral3", "text_config": text}
     bare = config.describe({**wrapped, "quantization_config": known.quantization}, MODEL, known.name)
-    eight = narrow(bare)
+    eight = quantizable_names(bare)
     return replace(bare, parameters=tuple(_stored(each, each.name in eight) for each in bare.parameters))
 
 
@@ -134,8 +134,8 @@ def fill(model: nn.Module) -> None:
 
 def card() -> hardware.Gpu:
     """The hardware table's row. torch knows the card's name where NVML's bindings are not installed."""
-    name = hardware.this_gpu()
-    return hardware.gpu(torch.cuda.get_device_name().removeprefix("NVIDIA ") if GPU and name == "cpu" else name)
+    name = hardware.read_gpu_name()
+    return hardware.find_gpu(torch.cuda.get_device_name().removeprefix("NVIDIA ") if GPU and name == "cpu" else name)
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Built:
 def build(sizes: Sizes, layers: int, base: str, routed: bool) -> Built:
     """The model with its adapter, ready to train, on the GPU if there is one."""
     found, layout, lora = headers(sizes, layers), layout_of(base), lora_of(sizes, routed)
-    adapter = adapters.resolve(lora, found, str)
+    adapter = adapters.resolve_adapter(lora, found, str)
     model = parallel.build_model(found, layout, torch.bfloat16)
     parallel.allocate(model, layout)
     torch.manual_seed(0)
@@ -160,7 +160,7 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool) -> Built:
     causal_lm.activation_checkpointing_enable()
     peft.train()
     gpu = card()
-    fabrics = (hardware.fabric(gpu.link), hardware.fabric(gpu.link), hardware.fabric(gpu.host_link))
+    fabrics = (hardware.find_fabric(gpu.link), hardware.find_fabric(gpu.link), hardware.find_fabric(gpu.host_link))
     machine = hardware.Machine(gpu, *fabrics, 1, None)
     batch = Batch(1, 1, sizes.length)
     work = Work(read_shape(found, adapter), layout, batch, machine, "adamw_torch", 2)

@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from windlass.model import Base
 from windlass.model import targets as adapters
-from windlass.plan.cost import Batch, Cost, cost
+from windlass.plan.cost import Batch, Cost, estimate_cost
 from windlass.train import experts as unmerged
 from windlass.train import parallel, quantised
 from windlass.train.lora import attach_adapter
@@ -75,7 +75,7 @@ def measured(built: Built, trainee: Trainee, sizes: Sizes, cell: Cell, times: in
         begin_peak()
         steps = [trainee.step(batch) for _ in range(times)]
     work = replace(built.work, batch=Batch(tokens // cell.length, 1, cell.length), masked=cell.masked)
-    planned = cost(work, advise=False)
+    planned = estimate_cost(work, advise=False)
     middle = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
     peak_flops = work.machine.gpu.bf16_tflops * 1e12
     layers = len(work.shape.layers)
@@ -265,7 +265,7 @@ def one_layer(sizes: Sizes, way: str, per_expert: int) -> tuple[nn.Module, list[
     fill(model)
     model.requires_grad_(False)
     with mock.patch.object(unmerged, "patch_experts") if way == PEFTS else nullcontext():
-        peft = attach_adapter(model, lora, adapters.resolve(lora, found, str), 0)
+        peft = attach_adapter(model, lora, adapters.resolve_adapter(lora, found, str), 0)
     experts = peft.get_base_model().model.layers[0].mlp.experts
     trained = [p for p in experts.parameters() if p.requires_grad]
     return experts, trained, *tokens_of(found, per_expert)

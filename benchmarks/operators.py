@@ -68,7 +68,7 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
     from windlass.train.rank import Rank, StopSignal
     from windlass.train.run import make_loop, open_base_tokenizer
 
-    plan = planning.make(runfile.read(run))
+    plan = planning.make_plan(runfile.read_run_file(run))
     here = Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
     tokenizer = open_base_tokenizer(plan)
     model, _ = load_base(plan.base, plan.layout, dtype=torch.bfloat16)
@@ -157,7 +157,7 @@ def count(family: str, layout: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as made:
         for layers in (2, 3):
             folder = Path(made, f"{layers}")
-            model = tiny.write(
+            model = tiny.write_model(
                 folder / "model",
                 family,
                 layers=layers,

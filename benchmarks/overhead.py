@@ -45,7 +45,7 @@ WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast 
 def write_model(folder: Path, hidden: int, layers: int, experts: int) -> None:
     from windlass import tiny
 
-    tiny.write(
+    tiny.write_model(
         folder / "model",
         quantization="none",
         wrapper=False,
@@ -78,7 +78,7 @@ class Bench:
         (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         shape = {"length": sizes.length, "micro": sizes.micro, "steps": steps, "accumulation": accumulation}
         (folder / "run.yaml").write_text(RUN.format(folder=folder, out=folder / "out", **shape))
-        self.plan = planning.make(runfile.read(folder / "run.yaml"))
+        self.plan = planning.make_plan(runfile.read_run_file(folder / "run.yaml"))
         job = self.plan.loaded.run
         import torch
 

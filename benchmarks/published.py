@@ -36,7 +36,7 @@ from windlass.hardware import GIB, Machine
 from windlass.model import config
 from windlass.model import targets as adapters
 from windlass.plan import memory
-from windlass.plan.cost import Batch, Cost, Work, cost, read_shape
+from windlass.plan.cost import Batch, Cost, Work, estimate_cost, read_shape
 from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.plan.time import AHEAD, Time, estimate_time
 from windlass.runfile import Lora
@@ -203,7 +203,7 @@ def gpu_of(text: str) -> hardware.Gpu:
     words = text.lower()
     for pattern, name in GPUS.items():
         if re.search(pattern, words) and name:
-            return hardware.gpu(name)
+            return hardware.find_gpu(name)
         if re.search(pattern, words):
             break
     named = re.search(r"[a-z]+ ?\d{2,}|\d{4}|[a-z]\d+", re.sub(r"\d+ ?(x|gb)\b\+?", "", words))
@@ -233,7 +233,7 @@ def replay(row: dict[str, str], line: int) -> Replay:
     if "lora" not in row["method"].lower():
         raise SkipError("not LoRA")
     work, engine, usual = work_of(row)
-    planned = cost(work, usual, advise=False)
+    planned = estimate_cost(work, usual, advise=False)
     batch, layout = work.batch, work.layout
     gib = memory_of(work, planned, engine, row)
     step = seconds_of(work, planned, engine)
@@ -296,11 +296,11 @@ def work_of(row: dict[str, str]) -> tuple[Work, Engine, int | None]:
     }
     given = Lora.model_validate(lora | {"lora_dropout": 0.0} | ({"experts": {"r": lora["r"]}} if routed else {}))
     try:
-        shape = read_shape(base, adapters.resolve(given, base, str))
+        shape = read_shape(base, adapters.resolve_adapter(given, base, str))
     except UserError as error:
         raise SkipError(f"targets: {str(error).splitlines()[0]}") from None
-    network = hardware.fabric(network_of(row["network"]))
-    machine = Machine(gpu, hardware.fabric(gpu.link), network, hardware.fabric(gpu.host_link), per_node, None)
+    network = hardware.find_fabric(network_of(row["network"]))
+    machine = Machine(gpu, hardware.find_fabric(gpu.link), network, hardware.find_fabric(gpu.host_link), per_node, None)
     rates = machine.rates
     if engine.four_bits:
         decoded = DECODE_TORCH if engine.torch_decodes else DECODE_KERNEL
@@ -412,7 +412,7 @@ def memory_of(work: Work, planned: Cost, engine: Engine, row: dict[str, str]) ->
     elif "reserved" in words:
         without = {"reserve"}
     rows = [row for row in planned.rows if (row.phase, row.place) == ("step", "gpu") and row.item not in without]
-    moments = {name: {row.item: row.bytes for row in each} for name, each in memory.training_moments(work).items()}
+    moments = {name: {row.item: row.bytes for row in each} for name, each in memory.list_training_moments(work).items()}
     always = sum(row.bytes for row in rows) - sum(moments[planned.peak].values())
     if engine.gptq:
         always -= work.shape.all.narrow / work.layout.shard * (FOUR_BITS["int4"].bytes - GPTQ_BYTES)

@@ -105,7 +105,7 @@ def make(folder: Path, sizes: Sizes, text: Path | None) -> int:
 
     from windlass import tiny
 
-    tiny.write(
+    tiny.write_model(
         folder / "model",
         "qwen3_moe",
         quantization="none",

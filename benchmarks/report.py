@@ -18,8 +18,8 @@ from pathlib import Path
 from windlass import run_folder
 from windlass.files import Table
 from windlass.observe import report
-from windlass.observe.recorder import shorten
-from windlass.observe.steps import derived
+from windlass.observe.recorder import drop_noise_digits
+from windlass.observe.steps import derived_fields
 
 
 def record(step: int, steps: int, draw: random.Random, *, first: bool) -> dict[str, object]:
@@ -73,11 +73,13 @@ def make(folder: Path, steps: int, ranks: int) -> int:
         if rank >= 2:  # what is random need not be drawn anew for each rank
             path.write_bytes((folder / run_folder.STEPS.format(rank=1)).read_bytes())
         else:
-            draw, table = random.Random(rank), Table(derived("tokens"))
+            draw, table = random.Random(rank), Table(derived_fields("tokens"))
             with path.open("w", encoding="utf-8") as file:
                 for step in range(1, steps + 1):
                     fields = record(step, steps, draw, first=rank == 0)
-                    file.write(table.encode({name: shorten(name, value, 4) for name, value in fields.items()}))
+                    file.write(
+                        table.encode({name: drop_noise_digits(name, value, 4) for name, value in fields.items()})
+                    )
         size += path.stat().st_size
     (folder / run_folder.MANIFEST).write_text(json.dumps({"state": "finished", "ranks": ranks}))
     return size
@@ -92,7 +94,7 @@ def main() -> None:
         folder = Path(name)
         size = make(folder, wanted.steps, wanted.ranks)
         began, used = time.perf_counter(), time.process_time()
-        made = report.make([folder])
+        made = report.make_report([folder])
         took, used = time.perf_counter() - began, time.process_time() - used
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         each = size / wanted.steps / wanted.ranks

@@ -54,7 +54,7 @@ def main() -> None:
 def train(folder: Path) -> Path:
     run_file = demo.make_demo(folder)
     shutil.rmtree(folder / "model")
-    tiny.write(
+    tiny.write_model(
         folder / "model", hidden=1024, layers=2, heads=8, experts=4, moe_intermediate=512, vocab=1024, config=WIDE
     )
     text = run_file.read_text()

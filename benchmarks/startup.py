@@ -48,7 +48,7 @@ def measure(command: list[str], codes: tuple[int, ...] = (0,)) -> Usage:
 
 def write_base(folder: Path) -> int:
     """Mistral Small 4 as published, in sparse files. Returns their nominal size in bytes."""
-    model = weights.published_base("Mistral-Small-4-119B-2603")
+    model = weights.find_published_base("Mistral-Small-4-119B-2603")
     assert model is not None
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {"vision_tower.patch_conv.weight": ("BF16", (1024, 3, 14, 14))}
     for parameter in model.parameters:

@@ -7,8 +7,8 @@ from pathlib import Path
 from windlass import plan as planning
 from windlass.plan import Plan
 from windlass.plan.accelerate import read_accelerate
-from windlass.plan.show import size
-from windlass.runfile import read
+from windlass.plan.show import format_bytes
+from windlass.runfile import read_run_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
 FIRST, SECOND, THIRD = "train.yaml", "configs/mistral4small_2xH200.yaml", "mistral_fsdpv2.yaml"
@@ -30,7 +30,9 @@ The recipe comes in three forms: [train.yaml](../examples/mistral-small-4/train.
 
 def planned(file: str, *overrides: str, accelerate: str | None = None) -> Plan:
     given = read_accelerate(EXAMPLES / accelerate) if accelerate else None
-    return planning.make(read(EXAMPLES / file, ("layout.base_dtype=bf16", *overrides)), given)  # as the recipe does
+    return planning.make_plan(
+        read_run_file(EXAMPLES / file, ("layout.base_dtype=bf16", *overrides)), given
+    )  # as the recipe does
 
 
 def gib(plan: Plan, phase: str, *items: str) -> float:
@@ -62,8 +64,8 @@ def model() -> list[tuple[str, str]]:
         ("“238 GB” are loaded", f"{total * 2 / 1e9:,.0f} GB in BF16; right, and these are 119 B parameters"),
         (
             "a checkpoint is “~400 MB instead of 24 GB”",
-            f"{size(first.adapter.trainable * first.adapter.dtype_bytes)} of adapter,"
-            f" {size(first.schedule.checkpoint_bytes)} with the optimizer's state",
+            f"{format_bytes(first.adapter.trainable * first.adapter.dtype_bytes)} of adapter,"
+            f" {format_bytes(first.schedule.checkpoint_bytes)} with the optimizer's state",
         ),
         (
             "“effective batch = 1 x 3 GPUs x 16 = 48”, elsewhere “1 x 2 x 16 = 32”",
@@ -85,11 +87,11 @@ def memory() -> list[tuple[str, str]]:
         (
             "“60-70 % saved” against full fine-tuning",
             f"{1 - lora / whole:.0%} of weights, gradients and Adam's moments over the job:"
-            f" {size(lora)} instead of {size(whole)}",
+            f" {format_bytes(lora)} instead of {format_bytes(whole)}",
         ),
         ("“model shard ~22 GB” on two GPUs", f"{gib(full, 'step', 'base weights'):,.1f} GiB"),
-        ("“LoRA adapters ~52 MB”", f"{size(third.adapter.trainable * third.adapter.dtype_bytes)} in float32"),
-        ("“optimizer states ~208 MB”", f"{size(third.adapter.trainable * ADAM)}"),
+        ("“LoRA adapters ~52 MB”", f"{format_bytes(third.adapter.trainable * third.adapter.dtype_bytes)} in float32"),
+        ("“optimizer states ~208 MB”", f"{format_bytes(third.adapter.trainable * ADAM)}"),
         (
             "“activations ~8 GB” (batch 4, 4096 tokens)",
             f"{gib(short, 'step', 'activations'):,.0f} GiB; {gib(full, 'step', 'activations'):,.1f} GiB kept with"
@@ -119,8 +121,8 @@ def pace() -> list[tuple[str, str]]:
     return [
         (
             "“the memory stack” makes three H200 enough",
-            f"they are, at {first.cost.step_seconds:,.0f} s a step: {size(first.cost.wire_gb_per_step * 1e9)} sent by"
-            f" each GPU per step, {first.cost.compute_seconds * first.batch.accumulation:,.1f} s of computing",
+            f"they are, at {first.cost.step_seconds:,.0f} s a step: "
+            f"{format_bytes(first.cost.wire_gb_per_step * 1e9)} sent by each GPU per step, {first.cost.compute_seconds * first.batch.accumulation:,.1f} s of computing",
         ),
         (
             "`packing=False`",

@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 from windlass.cli import app, main
-from windlass.plan.show import rough
+from windlass.plan.show import format_rough
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ROOT / "docs" / "commands"
@@ -52,16 +52,16 @@ def command_page(name: str) -> str:
 
 def run_file_page() -> str:
     """Every key of the run file, as `windlass explain KEY` describes it."""
-    from windlass.runfile.reference import SECTIONS, describe, documented
+    from windlass.runfile.reference import SECTIONS, describe, list_documented
 
     text = (
         "# The run file\n\nEvery key, generated from its definition by `make docs`. `windlass explain KEY` prints the"
     )
     text += " same in the terminal,\n`windlass schema` the JSON Schema for editors.\n"
-    top = [key for key in documented() if "." not in key and key not in SECTIONS]
+    top = [key for key in list_documented() if "." not in key and key not in SECTIONS]
     for title, names in (("At the top", top), *((name, [name]) for name in SECTIONS)):
         text += f"\n## {title}\n"
-        for key in (key for key in documented() if key.partition(".")[0] in names):
+        for key in (key for key in list_documented() if key.partition(".")[0] in names):
             first, *rest = describe(key)
             if key in SECTIONS:
                 text += f"\n{textwrap.fill(first, 118)}\n"
@@ -157,7 +157,7 @@ def layouts(argument: str, names: list[str]) -> str:
     return head + "\n".join(
         f"| {name.partition(', on ')[0]} | {row['ranks'] // per_node} | {row['gpu_gib']:,.1f}"
         f" | {row['wire_gb_per_step']:,.1f}"
-        f" | {rough(row['tokens_per_second_low'])} to {rough(row['tokens_per_second_high'])} |"
+        f" | {format_rough(row['tokens_per_second_low'])} to {format_rough(row['tokens_per_second_high'])} |"
         for name, row in ((name, found[name]) for name in names)
     )
 
@@ -219,15 +219,15 @@ def pages() -> dict[Path, str]:
 def descriptions() -> dict[Path, str]:
     """What transformers builds of the published models that have no row in family.py, for a plan without torch."""
     from windlass.derive import derive
-    from windlass.model.base import published_configs
-    from windlass.model.config import SHIPPED, digest
+    from windlass.model.base import read_published_configs
+    from windlass.model.config import SHIPPED, hash_config
     from windlass.model.family import FAMILIES, WRAPPERS
 
     made = {}
-    for name, config in published_configs().items():
+    for name, config in read_published_configs().items():
         if not {config["model_type"]} & (FAMILIES.keys() | WRAPPERS.keys()):
-            found = derive({**config, "quantization_config": None}, name) | {"config": digest(config)}
-            made[SHIPPED / f"{digest(config)}.json"] = json.dumps(found) + "\n"
+            found = derive({**config, "quantization_config": None}, name) | {"config": hash_config(config)}
+            made[SHIPPED / f"{hash_config(config)}.json"] = json.dumps(found) + "\n"
     return made
 
 

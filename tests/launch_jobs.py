@@ -15,7 +15,7 @@ from typing import Any
 from windlass import plan as planning
 from windlass.plan import Plan
 from windlass.plan.accelerate import read_accelerate
-from windlass.runfile import read
+from windlass.runfile import read_run_file
 
 
 def client_model(path: str) -> Any:
@@ -91,7 +91,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
 
 @cache
 def plan_of(path: Path, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Plan:
-    return planning.make(read(path, overrides), read_accelerate(accelerate) if accelerate else None)
+    return planning.make_plan(read_run_file(path, overrides), read_accelerate(accelerate) if accelerate else None)
 
 
 def example(name: str, overrides: tuple[str, ...] = SITE) -> tuple[Plan, tuple[str, ...], Path | None]:

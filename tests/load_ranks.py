@@ -27,7 +27,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from windlass.errors import UserError
 from windlass.model import Base, read_base
 from windlass.model.family import FAMILIES
-from windlass.model.targets import resolve
+from windlass.model.targets import resolve_adapter
 from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.runfile import Lora
 from windlass.train import certificate, parallel, quantised
@@ -379,7 +379,9 @@ def steps(
     """Losses and norms of some optimizer steps of `micro` micro-batches; every rank with rows of its own."""
     printed = {"r": 4, "lora_dropout": 0, "target_modules": "all-linear", "bias": bias}
     lora = Lora.model_validate({**printed, **({"experts": {"r": 2, "lora_alpha": 4}} if experts else {})})
-    model = attach_adapter(load_base(base, layout, dtype=dtype)[0], lora, resolve(lora, base, str), seed=1).train()
+    model = attach_adapter(
+        load_base(base, layout, dtype=dtype)[0], lora, resolve_adapter(lora, base, str), seed=1
+    ).train()
     if checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -24,9 +24,9 @@ from windlass.plan.accelerate import (
     TRANSLATED,
     AccelerateFile,
     Key,
-    accelerate_file,
-    accelerate_keys,
-    find,
+    find_key,
+    load_accelerate,
+    load_key_table,
     read_accelerate,
 )
 
@@ -99,7 +99,7 @@ def sample(key: Key, value: str) -> tuple[str, str]:
 def test_every_row_of_the_table_is_reached_by_a_file(tmp_path: Path) -> None:
     rows = [
         (key, value, fate)
-        for key in accelerate_keys().every
+        for key in load_key_table().every
         if key.kind != "section"
         for value, fate in key.fates.items()
     ]
@@ -196,10 +196,10 @@ VALUES = st.one_of(
     SCALARS,
     st.lists(SCALARS, max_size=3),
     st.dictionaries(st.text(max_size=5), SCALARS, max_size=2),
-    st.sampled_from(sorted({value for key in accelerate_keys().every for value in key.fates})),
+    st.sampled_from(sorted({value for key in load_key_table().every for value in key.fates})),
 )
 NAMES = st.one_of(
-    st.sampled_from(sorted(n for names in accelerate_keys().spelled.values() for n in names)), st.text(max_size=6)
+    st.sampled_from(sorted(n for names in load_key_table().spelled.values() for n in names)), st.text(max_size=6)
 )
 MAPPINGS = st.dictionaries(NAMES, st.one_of(VALUES, st.dictionaries(NAMES, VALUES, max_size=5)), max_size=8)
 TEXTS = st.one_of(st.text(max_size=200), st.text(alphabet="{}[]:,&*!|>-?#%@ \n\t'\"ab01", max_size=120))
@@ -225,19 +225,19 @@ LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "4", "LOCAL_WORLD_
     "num_processes: 3 is overridden by accelerate launch: WORLD_SIZE=2: its flags win",
 )
 def test_the_launchers_environment_sets_the_layout_and_its_flags_win_over_the_file() -> None:
-    assert accelerate_file(None, {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2"}) is None
-    assert wishes(accelerate_file(None, LAUNCHED)) == {"nodes": 2, "ranks": 4}  # a precision of no is a default
+    assert load_accelerate(None, {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2"}) is None
+    assert wishes(load_accelerate(None, LAUNCHED)) == {"nodes": 2, "ranks": 4}  # a precision of no is a default
     fsdp = LAUNCHED | {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true", "FSDP_VERSION": "2"}
-    file = accelerate_file(None, fsdp | {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"})
+    file = load_accelerate(None, fsdp | {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"})
     assert wishes(file) == {"nodes": 2, "ranks": 4, "sharded": True, "offload": True}
     assert file
     assert file.wishes["offload"].where == "accelerate launch: FSDP_OFFLOAD_PARAMS"
     assert "--accelerate FILE" in file.notes[0]
-    assert wishes(accelerate_file(None, LAUNCHED | {"ACCELERATE_USE_CPU": "True"}))["cpu"] is True  # refused on a GPU
+    assert wishes(load_accelerate(None, LAUNCHED | {"ACCELERATE_USE_CPU": "True"}))["cpu"] is True  # refused on a GPU
     with pytest.raises(UserError, match="doesn't run DeepSpeed"):
-        accelerate_file(None, LAUNCHED | {"ACCELERATE_USE_DEEPSPEED": "true"})
+        load_accelerate(None, LAUNCHED | {"ACCELERATE_USE_DEEPSPEED": "true"})
     path = EXAMPLES / "fsdp.yaml"
-    file = accelerate_file(path, LAUNCHED | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
+    file = load_accelerate(path, LAUNCHED | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
     assert wishes(file) == PUBLISHED["fsdp.yaml"] | {"nodes": 2, "ranks": 2}
     assert file
     assert [note.partition("fsdp.yaml")[2] for note in file.notes] == [
@@ -251,10 +251,10 @@ import dataclasses, json, os, sys
 from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
-from windlass.plan.accelerate import accelerate_file
+from windlass.plan.accelerate import load_accelerate
 fields = {field.name for kind in (ClusterConfig, SageMakerConfig) for field in dataclasses.fields(kind)}
 answer = {
-    "wishes": {name: wish.value for name, wish in accelerate_file(None, os.environ).wishes.items()},
+    "wishes": {name: wish.value for name, wish in load_accelerate(None, os.environ).wishes.items()},
     "environ": list(os.environ),
     "fields": sorted(fields),
     "options": [action.dest for action in launch_command_parser()._actions],
@@ -280,11 +280,11 @@ def test_the_table_has_all_that_accelerate_knows_and_the_real_launchers_rank_get
     assert found["wishes"] == {**set_by_both, "nodes": 1, "ranks": 1}
     # With --cpu it starts a single process, which shards nothing.
     unset = {"ACCELERATE_USE_CPU", "FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES", "FSDP_STATE_DICT_TYPE"}
-    assert set(accelerate_keys().launcher) - set(found["environ"]) <= unset
-    assert [name for name in found["fields"] if find("", name) is None] == []
+    assert set(load_key_table().launcher) - set(found["environ"]) <= unset
+    assert [name for name in found["fields"] if find_key("", name) is None] == []
     for section in ("fsdp_config", "parallelism_config", "dynamo_config", "fp8_config", "megatron_lm_config"):
         prefix = section.removesuffix("_config") if section != "parallelism_config" else section
         known = {option for option in found["options"] if option.startswith(f"{prefix}_")}
         assert known
-        assert {name for name in known if find(section, name) is None} == set()
-    assert set(found["types"]) <= set(accelerate_keys().spelled[""]["distributed_type"].fates)
+        assert {name for name in known if find_key(section, name) is None} == set()
+    assert set(found["types"]) <= set(load_key_table().spelled[""]["distributed_type"].fates)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from windlass.errors import UserError
-from windlass.runfile.rules import accumulation
+from windlass.runfile.rules import resolve_accumulation
 from windlass.train import load_finished_run
 from windlass.train.best import BASE, rank_candidates
 
@@ -66,4 +66,4 @@ def test_a_run_is_evaluated_on_fewer_ranks_than_its_batch_was_spread_over(tmp_pa
     (tmp_path / "manifest.json").write_text(json.dumps({"run": {**run, "cluster": cluster, "train": train}}))
     for ranks in (1, 2, 3, None):
         loaded = load_finished_run(tmp_path, eval_data=None, ranks=ranks)
-        assert accumulation(loaded.run.train, ranks or 2, loaded.where) == 2
+        assert resolve_accumulation(loaded.run.train, ranks or 2, loaded.where) == 2

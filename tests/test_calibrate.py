@@ -17,8 +17,8 @@ from windlass import plan as planning
 from windlass.errors import UserError
 from windlass.hardware import KINDS, Machine
 from windlass.plan import Plan
-from windlass.plan.machine import own_file, read_machine, write_machine
-from windlass.runfile import read
+from windlass.plan.machine import own_machine_file, read_machine, write_machine
+from windlass.runfile import read_run_file
 
 RUN = """
 model: {model_name_or_path: Qwen3-30B-A3B}
@@ -35,14 +35,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(run: Path, *overrides: str) -> Plan:
-    return planning.make(read(run, overrides))
+    return planning.make_plan(read_run_file(run, overrides))
 
 
 def written(path: Path, kind: str = "cpu", ranks: int = 2) -> dict[str, Any]:
     """A machine file that is right, without measuring."""
     gpu = hardware.GPUS[kind]
-    link = hardware.fabric(gpu.link)
-    rates = Machine(gpu, link, link, hardware.fabric(gpu.host_link), 1, None).rates
+    link = hardware.find_fabric(gpu.link)
+    rates = Machine(gpu, link, link, hardware.find_fabric(gpu.host_link), 1, None).rates
     return write_machine(path, kind, ranks, {}, replace(rates, basis=f"calibrated on {ranks} x {kind}"))
 
 
@@ -50,7 +50,7 @@ def test_two_ranks_measure_and_the_plan_takes_it(run: Path, tmp_path: Path) -> N
     environ = {**os.environ, "HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     command = [warm.python(), "-m", "windlass", "calibrate", "--ranks", "2", "--json"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    path, content = own_file("cpu", 2), json.loads(done.stdout)
+    path, content = own_machine_file("cpu", 2), json.loads(done.stdout)
     assert json.loads(path.read_text()) == content
     rates = read_machine(path, hardware.GPUS["cpu"], 2, str(path))
     assert rates.basis.startswith("calibrated on 2 x cpu, ")

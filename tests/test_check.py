@@ -22,13 +22,13 @@ from windlass.launch import check
 from windlass.launch.check import inputs
 from windlass.launch.check.results import FAIL, NODES, PASS, SKIPPED, WARN, Context, Result, failed, passed, skipped
 from windlass.model.family import FAMILIES
-from windlass.plan import Plan, make
-from windlass.runfile import Loaded, LoadedScript, read, read_any
-from windlass.runfile.names import ATTENTION, TRACKERS, absent_trackers
+from windlass.plan import Plan, make_plan
+from windlass.runfile import Loaded, LoadedScript, read_any, read_run_file
+from windlass.runfile.names import ATTENTION, TRACKERS, find_absent_trackers
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
-LACKING = sorted(name for name in TRACKERS if absent_trackers(name))
+LACKING = sorted(name for name in TRACKERS if find_absent_trackers(name))
 
 
 @pytest.fixture(scope="session")
@@ -50,17 +50,19 @@ ABSENT = {  # a key that names a file or folder that is not here, and what is sa
 
 @pytest.mark.parametrize(("override", "says"), ABSENT.items(), ids=[key.partition("=")[0] for key in ABSENT])
 def test_a_file_that_is_not_here_is_named_by_plan_and_check(sound: Path, override: str, says: str) -> None:
-    loaded = read(sound, [override])
-    plan = make(loaded)
+    loaded = read_run_file(sound, [override])
+    plan = make_plan(loaded)
     (warning,) = (each.text for each in plan.warnings if says in each.text)
     assert warning.startswith(f"--override {override}: ")
-    failures = [result for result in check.run(loaded).results if result.verdict == FAIL]
+    failures = [result for result in check.run_checks(loaded).results if result.verdict == FAIL]
     assert any(says in result.seen and result.where == f"--override {override}" for result in failures), failures
     cluster = ["cluster.platform=kubernetes", "cluster.image=a/b", override.replace("=", "=/mounted/there/", 1)]
     if override.startswith(("lora", "data.chat")):  # a pod will find it
-        assert not [each for each in make(read(sound, cluster)).warnings if "mounted" in each.text]
+        assert not [each for each in make_plan(read_run_file(sound, cluster)).warnings if "mounted" in each.text]
         assert not [
-            each for each in check.run(read(sound, cluster)).results if each.verdict == FAIL and "mounted" in each.seen
+            each
+            for each in check.run_checks(read_run_file(sound, cluster)).results
+            if each.verdict == FAIL and "mounted" in each.seen
         ]
 
 
@@ -72,7 +74,7 @@ def named(results: Sequence[Result], name: str) -> Result:
 def context(
     loaded: Loaded | LoadedScript, plan: Plan | None = None, have: Mapping[str, str] | None = None, alone: bool = False
 ) -> Context:
-    return Context(loaded, plan, inputs.installed() if have is None else have, {}, Path("/"), alone)
+    return Context(loaded, plan, inputs.list_distributions() if have is None else have, {}, Path("/"), alone)
 
 
 def checked_data(loaded: Loaded, tokenizer: Any = None) -> Result:
@@ -154,7 +156,7 @@ def test_the_log_of_a_pod_cuts_no_word(capsys: pytest.CaptureFixture[str], monke
         ),
         passed("run folder", f"written, locked and renamed in {path}, where it will be created"),
     )
-    check.show(check.Report(check.IN_POD, tuple(replace(row, node=pod) for row in rows)))
+    check.print_report(check.Report(check.IN_POD, tuple(replace(row, node=pod) for row in rows)))
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 or path in line for line in lines), lines
     words = " ".join(lines).split()
@@ -175,10 +177,10 @@ def test_faults_are_reported_all_at_once_with_their_places(
         f"train.output_dir={tmp_path / 'file' / 'run'}",
         "cluster.env.NCCL_IB_HCAS=mlx5_0",
     )
-    report = check.run(read(sound, faults))
+    report = check.run_checks(read_run_file(sound, faults))
     assert report.exit_code == 1
     assert {result.name for result in report.results if result.verdict == FAIL} == {"attention", "data", "run folder"}
-    check.show(report)
+    check.print_report(report)
     printed = " ".join(capsys.readouterr().out.split())
     for words in (
         "flash-attn",
@@ -194,30 +196,30 @@ def test_faults_are_reported_all_at_once_with_their_places(
 
 
 def test_what_the_plan_refuses_fails_with_its_place_and_the_rest_is_checked(sound: Path) -> None:
-    report = check.run(read(sound, ["lora.target_modules=[no_such_proj]"]))
+    report = check.run_checks(read_run_file(sound, ["lora.target_modules=[no_such_proj]"]))
     found = named(report.results, "plan")
     assert (found.verdict, "no_such_proj" in found.seen, "lora.target_modules" in found.where) == (FAIL, True, True)
     assert named(report.results, "data").verdict == PASS
     assert named(report.results, "weights and tokenizer").verdict == SKIPPED
     figures = "{name: thimble, memory_gib: 0.01, bf16_tflops: 1, memory_gb_per_second: 1}"
-    found = named(check.run(read(sound, [f"cluster.gpu={figures}"])).results, "memory")
+    found = named(check.run_checks(read_run_file(sound, [f"cluster.gpu={figures}"])).results, "memory")
     assert (found.verdict, "thimble" in found.seen, bool(found.hint)) == (FAIL, True, True)
     assert "cluster.gpu" in found.where
 
 
 def test_a_run_for_a_cluster_is_not_compared_with_the_machine_that_plans_it() -> None:
-    loaded = read(RECIPE, ["cluster.platform=kubernetes", "cluster.image=x/y:1", "cluster.namespace=n"])
-    report = check.run(loaded)
+    loaded = read_run_file(RECIPE, ["cluster.platform=kubernetes", "cluster.image=x/y:1", "cluster.namespace=n"])
+    report = check.run_checks(loaded)
     assert report.exit_code == 0
     for name in ("libraries", "run folder", "weights", "data"):
         assert named(report.results, name).verdict == SKIPPED
     assert named(report.results, "memory").verdict == PASS
-    assert inputs.check_weights(context(loaded), make(loaded)).verdict == FAIL  # a published config is no model
+    assert inputs.check_weights(context(loaded), make_plan(loaded)).verdict == FAIL  # a published config is no model
 
 
 def test_a_tokenizer_that_is_damaged_absent_or_anothers_fails(sound: Path, tmp_path: Path) -> None:
     model = shutil.copytree(sound.parent / "model", tmp_path / "model")
-    plan = make(read(sound, [f"model.model_name_or_path={model}"]))
+    plan = make_plan(read_run_file(sound, [f"model.model_name_or_path={model}"]))
     assert inputs.check_tokenizer(plan)[1].verdict == PASS
     original = (model / "tokenizer.json").read_text()
     (model / "tokenizer.json").write_text(original[:100])
@@ -234,23 +236,25 @@ def test_a_tokenizer_that_is_damaged_absent_or_anothers_fails(sound: Path, tmp_p
 
 
 def test_data_that_cannot_be_read_fails(sound: Path, tmp_path: Path) -> None:
-    assert checked_data(read(sound)).verdict == PASS
+    assert checked_data(read_run_file(sound)).verdict == PASS
     for override, printed in (
         ("data.text_field=txet", "txet"),
         ("data.dataset_name_or_path=/no/such/set", "does not exist"),
         ("data.train_split=trian", "trian"),
         ("data.val_split=holdout", "holdout"),
     ):
-        found = checked_data(read(sound, [override]))
+        found = checked_data(read_run_file(sound, [override]))
         assert (found.verdict, printed in found.seen) == (FAIL, True), found
-    assert checked_data(read(sound, ["data.dataset_name_or_path=someone/set"])).verdict == SKIPPED  # from the hub
+    assert (
+        checked_data(read_run_file(sound, ["data.dataset_name_or_path=someone/set"])).verdict == SKIPPED
+    )  # from the hub
 
     def alone(text: str, *lines: str, more: Sequence[str] = ()) -> Loaded:
         """One file of rows, and the run file without some of its lines."""
         (tmp_path / "rows.jsonl").write_text(text)
         run = tmp_path / "run.yaml"
         run.write_text("".join(row for row in sound.read_text().splitlines(True) if row.strip() not in lines))
-        return read(run, [f"data.dataset_name_or_path={tmp_path / 'rows.jsonl'}", *more])
+        return read_run_file(run, [f"data.dataset_name_or_path={tmp_path / 'rows.jsonl'}", *more])
 
     rows, no_split = '{"text": "one"}\n{"text": "two"}\n', "val_split: validation"
     found = checked_data(alone(rows, no_split))
@@ -260,7 +264,7 @@ def test_data_that_cannot_be_read_fails(sound: Path, tmp_path: Path) -> None:
     talk = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
     chat = alone(talk, no_split, more=["data.messages_field=messages", "train.eval_strategy=no"])
     assert checked_data(chat).verdict == SKIPPED  # it waits for a tokenizer
-    assert checked_data(chat, inputs.check_tokenizer(make(chat))[0]).verdict == PASS
+    assert checked_data(chat, inputs.check_tokenizer(make_plan(chat))[0]).verdict == PASS
 
 
 # --- libraries
@@ -269,9 +273,9 @@ def test_data_that_cannot_be_read_fails(sound: Path, tmp_path: Path) -> None:
 def test_the_table_is_pyprojects_and_the_tests_run_with_what_it_says() -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
     assert {f"{name}{supported}" for name, (supported, _) in inputs.TESTED.items()} <= set(wanted)
-    have = inputs.installed()
+    have = inputs.list_distributions()
     for name, (_, ran) in inputs.TESTED.items():
-        assert inputs.release(have[name]) == inputs.release(ran), name
+        assert inputs.parse_release(have[name]) == inputs.parse_release(ran), name
     import peft.import_utils
 
     assert f'"{inputs.TORCHAO_LEAST}"' in Path(peft.import_utils.__file__).read_text()
@@ -294,7 +298,7 @@ def test_the_table_is_pyprojects_and_the_tests_run_with_what_it_says() -> None:
 )
 def test_libraries_against_the_table(sound: Path, name: str, version: str | None, verdict: str) -> None:
     have = {**{name: ran for name, (_, ran) in inputs.TESTED.items()}, "torchao": "0.16.0", name: version}
-    loaded = read(sound)
+    loaded = read_run_file(sound)
     results = inputs.check_libraries(context(loaded, have={k: v for k, v in have.items() if v}), loaded)
     bad = {result.name: result.verdict for result in results if result.verdict != PASS}
     assert bad == {"model class and attention": SKIPPED, **({} if verdict == PASS else {f"library {name}": verdict})}
@@ -319,11 +323,11 @@ def test_driver_against_torchs_cuda(
     monkeypatch.setattr("torch.version.cuda", cuda)
     monkeypatch.setattr("torch.cuda.is_available", lambda: works)
     found = Gpus((GpuReading(0, "NVIDIA H200", 140, 140),) * bool(driver), driver=driver)
-    assert inputs.check_cuda(context(read(sound)), found).verdict == verdict
+    assert inputs.check_cuda(context(read_run_file(sound)), found).verdict == verdict
 
 
 def test_a_missing_model_class_is_reported_with_the_version_that_has_it(sound: Path) -> None:
-    c, family = context(read(sound)), FAMILIES["mistral4"]
+    c, family = context(read_run_file(sound)), FAMILIES["mistral4"]
     found, result = inputs.check_model_class(c, family)
     assert (found.__name__, result.verdict) == ("Mistral4ForCausalLM", PASS)
     for since, printed in (("5.4", "can't be imported"), ("99.1", "99.1 is the first that has")):
@@ -361,16 +365,18 @@ class Model:
 def test_attention_implementation_is_checked(
     sound: Path, asked: str, have: dict[str, str], model: Any, verdict: str
 ) -> None:
-    loaded = read(sound, [f"model.attn_implementation={asked}"])
+    loaded = read_run_file(sound, [f"model.attn_implementation={asked}"])
     found = inputs.check_attention(context(loaded, have=have), loaded, model)
     assert (found.verdict, bool(found.hint)) == (verdict, verdict == FAIL), found
 
 
 @pytest.mark.skipif(not LACKING, reason="every tracker is installed here")
 def test_missing_tracker_fails_the_check(sound: Path) -> None:
-    found = named(inputs.check_trackers(read(sound, [f"train.report_to={LACKING[0]}"])), f"tracker {LACKING[0]}")
+    found = named(
+        inputs.check_trackers(read_run_file(sound, [f"train.report_to={LACKING[0]}"])), f"tracker {LACKING[0]}"
+    )
     assert (found.verdict, "pip install" in found.hint) == (FAIL, True)
-    assert inputs.check_trackers(read(sound, ["train.report_to=none"])) == []
+    assert inputs.check_trackers(read_run_file(sound, ["train.report_to=none"])) == []
 
 
 def test_a_scripts_own_faults_fail(tmp_path: Path) -> None:

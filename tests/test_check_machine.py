@@ -15,10 +15,10 @@ import pytest
 from windlass.hardware import GpuReading, Gpus, LocalMachine
 from windlass.launch.check import machine
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, Context, Result
-from windlass.launch.interfaces import choices, matching
-from windlass.plan import Plan, make
-from windlass.runfile import read
-from windlass.variables import unread, variables
+from windlass.launch.interfaces import list_choices, match_interfaces
+from windlass.plan import Plan, make_plan
+from windlass.runfile import read_run_file
+from windlass.variables import find_unread, variables
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
@@ -29,7 +29,7 @@ MANY = LocalMachine((), 64, 4000, None)
 
 
 def planned(*overrides: str) -> Plan:
-    return make(read(RECIPE, overrides))
+    return make_plan(read_run_file(RECIPE, overrides))
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_interfaces_are_chosen_by_each_librarys_own_rules() -> None:
         ("net1,eth1", True, ["eth1", "net1"]),
         ("^lo,eth", False, ["net1"]),
     ):
-        assert matching(pattern, ["eth0", "eth1", "lo", "net1"], exact=exact) == expected
+        assert match_interfaces(pattern, ["eth0", "eth1", "lo", "net1"], exact=exact) == expected
     for variable, pattern, nodes, problem in (
         ("GLOO", "lo", 1, ""),
         ("GLOO", "lo", 2, "reaches no other node"),
@@ -169,7 +169,7 @@ def test_interfaces_are_chosen_by_each_librarys_own_rules() -> None:
         ("GLOO", "l", 1, "names no interface"),
         ("NCCL", "l", 1, ""),
     ):
-        (choice,) = choices({f"{variable}_SOCKET_IFNAME": pattern}, nodes)
+        (choice,) = list_choices({f"{variable}_SOCKET_IFNAME": pattern}, nodes)
         assert (bool(choice.problem), problem in choice.problem) == (bool(problem), True)
 
 
@@ -197,8 +197,8 @@ def test_hostname_resolution_is_checked(plans: dict[str, Plan], tmp_path: Path) 
         assert found.hint.endswith("reach: eth7")
     (found,) = machine.check_hostname(context(plans["nodes"], tmp_path), ["10.0.0.7", "127.0.1.1"])
     assert (found.verdict, found.seen) == (PASS, "10.0.0.7, 127.0.1.1")
-    assert machine.addresses_of("localhost")[0] in ("127.0.0.1", "::1")
-    assert machine.addresses_of("no-such-host.invalid") == []
+    assert machine.list_addresses("localhost")[0] in ("127.0.0.1", "::1")
+    assert machine.list_addresses("no-such-host.invalid") == []
     assert machine.check_hostname(context(plans["nodes"], GLOO_SOCKET_IFNAME="eth7"), []) == []
     assert machine.check_hostname(context(plans["server"]), []) == []
 
@@ -217,7 +217,7 @@ def test_unread_variables_are_reported(plans: dict[str, Plan]) -> None:
         "variable NCCL_TIMEOUT": (WARN, f"NCCL has no such variable; {variables()['NCCL_TIMEOUT'].windlass}"),
         "variable TORCH_NCCL_BLOCKING_WAITS": (WARN, "nothing reads it; did you mean TORCH_NCCL_BLOCKING_WAIT?"),
     }
-    of_torch = unread(re.findall(r'"((?:TORCH_)?NCCL_[A-Z_]+)"', TORCH_HEADER.read_text()))
+    of_torch = find_unread(re.findall(r'"((?:TORCH_)?NCCL_[A-Z_]+)"', TORCH_HEADER.read_text()))
     assert all("the old name of" in problem for problem in of_torch.values())
 
 
@@ -292,7 +292,7 @@ def test_a_folder_that_cannot_be_written_fails(plans: dict[str, Plan], tmp_path:
     assert "is a file" in machine.try_folder(tmp_path / "file" / "below")
     assert "/proc" in machine.try_folder(Path("/proc/windlass"))  # refused to root too
     for folder, verdict in (("/proc/windlass", FAIL), (tmp_path, PASS)):
-        loaded = read(RECIPE, [f"train.output_dir={folder}"])
+        loaded = read_run_file(RECIPE, [f"train.output_dir={folder}"])
         assert machine.check_run_folder(replace(context(plans["cpu"]), loaded=loaded)).verdict == verdict
     assert {result.verdict for result in machine.check_caches(context(plans["cpu"], HOME=str(tmp_path)))} == {PASS}
     bad = dict.fromkeys(("HOME", "HF_HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), "/proc/nobody")
@@ -307,7 +307,7 @@ def test_disk_space_for_the_run_and_for_a_merged_model(tmp_path: Path) -> None:
     def verdict(free: float) -> str:
         return machine.check_disk_space(context(plan), free).verdict
 
-    run, merged, words = machine.space_needed(plan)
+    run, merged, words = machine.estimate_space(plan)
     kept = plan.schedule.checkpoints_kept or 0
     adapter = plan.adapter.trainable * plan.adapter.dtype_bytes
     tokens = 8 * plan.schedule.tokens_per_step * (plan.schedule.steps_per_epoch or 0)
@@ -319,10 +319,10 @@ def test_disk_space_for_the_run_and_for_a_merged_model(tmp_path: Path) -> None:
     for name, size in (("checkpoints/step-10/adapter.safetensors", 300_000), ("tokens/a/data.arrow", 200_000)):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(b"x" * size)
-    after, _, words = machine.space_needed(plan)
+    after, _, words = machine.estimate_space(plan)
     assert (500_000 <= run - after < 600_000, "are there" in words) == (True, True)
     assert [verdict(free) for free in (after - 1, after)] == [FAIL, WARN]
     # More than this run would ever hold makes no room for the rest.
     with (tmp_path / "tokens" / "a" / "other.arrow").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, 64 << 20)
-    assert run - machine.space_needed(plan)[0] <= 300_000 + 100_000 + tokens
+    assert run - machine.estimate_space(plan)[0] <= 300_000 + 100_000 + tokens

@@ -23,9 +23,9 @@ from windlass import demo
 from windlass.hardware import interpolate
 from windlass.launch.check import IN_POD, Report, bandwidth, machine, nodes, speed
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, Context, Result, failed, passed
-from windlass.launch.rendezvous import Node, Rendezvous, first_error
-from windlass.plan import Plan, make
-from windlass.runfile import Loaded, read
+from windlass.launch.rendezvous import Node, Rendezvous, read_first_error
+from windlass.plan import Plan, make_plan
+from windlass.runfile import Loaded, read_run_file
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
@@ -39,12 +39,12 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make(read(RECIPE))
+    return make_plan(read_run_file(RECIPE))
 
 
 @pytest.fixture(scope="module")
 def wired() -> Plan:
-    return make(read(RECIPE, ["cluster.network=ethernet-10"]))
+    return make_plan(read_run_file(RECIPE, ["cluster.network=ethernet-10"]))
 
 
 def named(results: Sequence[Result], name: str) -> Result:
@@ -147,12 +147,12 @@ def test_the_node_that_differs_is_named() -> None:
         ({"image": {"torch": "2.13.0"}}, "image", FAIL, "node 1 has numpy=none"),
         ({"variables": {"NCCL_DEBUG": "INFO"}}, "variables", WARN, "node 1 has NCCL_DEBUG=INFO"),
     ):
-        results = nodes.compare(dict(zip(NAMES, [FACTS, {**FACTS, **fault}, FACTS], strict=False)))
+        results = nodes.compare_facts(dict(zip(NAMES, [FACTS, {**FACTS, **fault}, FACTS], strict=False)))
         found = named(results, f"same {name}")
         assert (found.verdict, seen in found.seen) == (verdict, True), found
         assert {result.verdict for result in results if result is not found} == {PASS}
     blind = {**FACTS, "data": None}
-    assert named(nodes.compare(dict.fromkeys(NAMES, blind)), "same data").verdict == SKIPPED
+    assert named(nodes.compare_facts(dict.fromkeys(NAMES, blind)), "same data").verdict == SKIPPED
 
 
 def test_file_digests_cover_both_ends_and_size(tmp_path: Path) -> None:
@@ -168,9 +168,11 @@ def test_file_digests_cover_both_ends_and_size(tmp_path: Path) -> None:
 
 def test_shared_volume_is_visible_to_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "SEEN_SECONDS", 0.5)
-    assert meet(3, lambda made: nodes.share_volume(made, tmp_path / "run")) == ["", "", ""]
+    assert meet(3, lambda made: nodes.check_shared_volume(made, tmp_path / "run")) == ["", "", ""]
     assert not list(tmp_path.iterdir())
-    assert all("can't write in /proc" in row for row in meet(2, lambda made: nodes.share_volume(made, Path("/proc/w"))))
+    assert all(
+        "can't write in /proc" in row for row in meet(2, lambda made: nodes.check_shared_volume(made, Path("/proc/w")))
+    )
 
     def other_volume(made: Rendezvous) -> str:
         """Node 1 has another volume at the same path: what node 0 wrote is not there."""
@@ -183,7 +185,7 @@ def test_shared_volume_is_visible_to_all_nodes(tmp_path: Path, monkeypatch: pyte
             return answers
 
         monkeypatch.setattr(made, "gather", elsewhere)
-        return nodes.share_volume(made, tmp_path)
+        return nodes.check_shared_volume(made, tmp_path)
 
     ours, other = meet(2, other_volume)
     assert (ours, "does not show here" in other) == ("", True)
@@ -195,7 +197,7 @@ def test_shared_volume_is_visible_to_all_nodes(tmp_path: Path, monkeypatch: pyte
 
 def test_rounds_hold_every_pair_once_and_no_rank_twice() -> None:
     for world in (2, 3, 4, 5, 8, 17):
-        rounds = bandwidth.rounds(world)
+        rounds = bandwidth.pair_in_rounds(world)
         every = sorted(pair for pairs in rounds for pair in pairs)
         assert every == [(a, b) for a in range(world) for b in range(a + 1, world)]
         for pairs in rounds:
@@ -203,10 +205,10 @@ def test_rounds_hold_every_pair_once_and_no_rank_twice() -> None:
             assert len(ranks) == len(set(ranks))
 
 
-def measured(backend: str = "nccl", **speeds: float | None) -> bandwidth.Measured:
+def measured(backend: str = "nccl", **speeds: float | None) -> bandwidth.BandwidthResult:
     every = {(a, b): 45.0 for a in range(4) for b in range(a + 1, 4)}
     given = {(int(key[1]), int(key[2])): value for key, value in speeds.items() if key != "overall"}
-    return bandwidth.Measured(backend, {**every, **given}, speeds.get("overall", 45.0))
+    return bandwidth.BandwidthResult(backend, {**every, **given}, speeds.get("overall", 45.0))
 
 
 def test_speeds_are_compared_with_the_fabric_and_each_other(plan: Plan, wired: Plan) -> None:
@@ -228,7 +230,7 @@ def test_speeds_are_compared_with_the_fabric_and_each_other(plan: Plan, wired: P
         (plan, measured(overall=None), overall, FAIL, "no result"),
         (plan, measured("gloo", overall=0.05), overall, PASS, "not comparable"),
         (wired, measured("gloo", overall=0.05), overall, WARN, "5% of"),
-        (plan, bandwidth.Measured("gloo", error="node 1: no interface"), "all-reduce", FAIL, "no interface"),
+        (plan, bandwidth.BandwidthResult("gloo", error="node 1: no interface"), "all-reduce", FAIL, "no interface"),
     ):
         found = named(bandwidth.check_speed(made, figures, NAMES), name)
         assert (found.verdict, seen in found.seen) == (verdict, True), found
@@ -277,7 +279,7 @@ def check_all(
     """Every node's results, without torch and so without bandwidths. `instead`: what a faulty node does, given the
     port; None: it never comes."""
     port, world = free_port(), len(loaded)
-    plan = plan or make(loaded[0])
+    plan = plan or make_plan(loaded[0])
     results: list[Any] = [None] * world
 
     def node(rank: int) -> None:
@@ -301,7 +303,9 @@ def check_all(
 
 
 def spread(sound: Path, world: int, *overrides: str) -> Loaded:
-    return read(sound, [f"cluster.nodes={world}", "cluster.gpus_per_node=1", "cluster.network=loopback", *overrides])
+    return read_run_file(
+        sound, [f"cluster.nodes={world}", "cluster.gpus_per_node=1", "cluster.network=loopback", *overrides]
+    )
 
 
 def test_each_nodes_fault_is_every_nodes_verdict_with_its_name(sound: Path) -> None:
@@ -349,11 +353,11 @@ def test_nodes_that_leave_while_checking_are_all_that_fails(sound: Path) -> None
         made = joined(2, 3, port)
         with nodes.serve_time() as closed:
             word = {"name": "node 2", "address": "127.0.0.1", "port": closed, "results": []}
-        made.gather({**word, "facts": nodes.facts(c)})
+        made.gather({**word, "facts": nodes.collect_facts(c)})
         made.disconnect()
 
     loaded = spread(sound, 3)
-    plan = make(loaded)
+    plan = make_plan(loaded)
     c = Context(loaded, plan, {}, {}, Path("/"), alone=False)
     for results, _ in check_all([loaded] * 3, instead={2: leaves}, plan=plan)[:2]:
         assert [result.name for result in results if result.verdict == FAIL] == ["nodes"]
@@ -370,7 +374,7 @@ def test_nodes_that_leave_while_checking_are_all_that_fails(sound: Path) -> None
 
 
 def test_hanging_tests_are_skipped(sound: Path, plan: Plan) -> None:
-    c = Context(read(sound), plan, {}, {"GLOO_SOCKET_IFNAME": "net9"}, Path("/"), alone=False)
+    c = Context(read_run_file(sound), plan, {}, {"GLOO_SOCKET_IFNAME": "net9"}, Path("/"), alone=False)
     wrong = machine.check_interfaces(c)
     results = check_all([spread(sound, 2)] * 2, [[], wrong], [{"torch": "2.13.0"}] * 2)[0][0]
     assert named(results, "interface GLOO_SOCKET_IFNAME").verdict == FAIL
@@ -401,7 +405,7 @@ def test_two_processes_measure_each_other_and_agree(sound: Path, tmp_path: Path)
     assert "folder HOME on node 1" in table.partition("failing: ")[2]
     assert "on node 0" not in table.partition("failing: ")[2]
     assert "check failed: folder HOME on node 1" in printed[1][1], "and in its own log too"
-    assert "windlass check: folder HOME on node 1" in first_error(tmp_path), "what launch.sh tells the others"
+    assert "windlass check: folder HOME on node 1" in read_first_error(tmp_path), "what launch.sh tells the others"
 
 
 # --- on hosts of their own: network namespaces
@@ -411,10 +415,10 @@ import json, os, sys
 from pathlib import Path
 from windlass.launch.check import inputs, nodes
 from windlass.launch.check.results import Context
-from windlass.plan import make
-from windlass.runfile import read
-loaded = read(Path(sys.argv[1]), sys.argv[2:])
-c = Context(loaded, make(loaded), inputs.installed(), os.environ, Path("/"), alone=False)
+from windlass.plan import make_plan
+from windlass.runfile import read_run_file
+loaded = read_run_file(Path(sys.argv[1]), sys.argv[2:])
+c = Context(loaded, make_plan(loaded), inputs.list_distributions(), os.environ, Path("/"), alone=False)
 results, _ = nodes.check_nodes(c, [], 60, lambda _: None)
 print(json.dumps([[result.name, result.verdict, result.seen] for result in results]))
 sys.stdout.flush()

@@ -137,7 +137,7 @@ MORE_ON_ONE = {"still, on one rank": resumed("still parts", "still for one", **S
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
-    tiny.write(folder / "model", experts=4)
+    tiny.write_model(folder / "model", experts=4)
     (folder / "data").mkdir()
     chance = random.Random(0)
     for split, count in (("train", 47), ("validation", 9)):  # 47: the last step of an epoch is a row short
@@ -365,7 +365,7 @@ def test_a_base_that_changed_by_one_bit_is_refused_unless_it_is_accepted(two: Tw
         for manifest in (runs / name, runs / name / "checkpoints" / "step-12"):
             found = checkpoint.read_manifest(manifest)
             assert {key: found[key] for key in record} == record
-    (facts,) = report.make([runs / "base parts"]).runs
+    (facts,) = report.make_report([runs / "base parts"]).runs
     assert [why for why in facts["verdict"]["against"] if "trained on another base model than before" in why]
 
 

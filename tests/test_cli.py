@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from windlass import cli
-from windlass.runfile import read
+from windlass.runfile import read_run_file
 from windlass.train.ranks import default_overrides
 
 ROOT = Path(__file__).parent.parent
@@ -166,14 +166,14 @@ def test_default_number_of_ranks(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     for text in ("cluster: {gpus_per_node: 4}\n", "cluster: {nodes: 2, network: infiniband-400}\n"):
         path.write_text(text)
-        assert default_overrides(read(path), torchrun, 0) == []
+        assert default_overrides(read_run_file(path), torchrun, 0) == []
     path.write_text("lora: {r: 8}\n")
-    assert default_overrides(read(path), torchrun, 0) == ["cluster.nodes=3", "cluster.gpus_per_node=2"]
-    assert default_overrides(read(path), {"CUDA_VISIBLE_DEVICES": "0,1"}, 4) == ["cluster.gpus_per_node=2"]
-    assert default_overrides(read(path), {"CUDA_VISIBLE_DEVICES": "1"}, 4) == []
-    assert default_overrides(read(path), {}, 4) == ["cluster.gpus_per_node=4"]
+    assert default_overrides(read_run_file(path), torchrun, 0) == ["cluster.nodes=3", "cluster.gpus_per_node=2"]
+    assert default_overrides(read_run_file(path), {"CUDA_VISIBLE_DEVICES": "0,1"}, 4) == ["cluster.gpus_per_node=2"]
+    assert default_overrides(read_run_file(path), {"CUDA_VISIBLE_DEVICES": "1"}, 4) == []
+    assert default_overrides(read_run_file(path), {}, 4) == ["cluster.gpus_per_node=4"]
     for visible, gpus in (("0,1", 1), ("", 4), ("-1", 4)):
-        assert default_overrides(read(path), {"CUDA_VISIBLE_DEVICES": visible}, gpus) == []
+        assert default_overrides(read_run_file(path), {"CUDA_VISIBLE_DEVICES": visible}, gpus) == []
 
 
 def test_a_machine_without_torch_gets_the_command_to_install(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4MLP
 
 from windlass import hardware, tiny
 from windlass.model import Base, read_base
-from windlass.model.targets import resolve
-from windlass.plan.cost import Batch, Work, cost, read_shape
+from windlass.model.targets import resolve_adapter
+from windlass.plan.cost import Batch, Work, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import kept, parallel
@@ -38,7 +38,9 @@ SIZES: dict[str, Any] = {"hybrid": {"shard": 4}, "expert-parallel": {"expert_par
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
     return read_base(
-        tiny.write(tmp_path_factory.mktemp("fake") / "tiny", hidden=512, experts=64, layers=LAYERS, tokenizer=False)
+        tiny.write_model(
+            tmp_path_factory.mktemp("fake") / "tiny", hidden=512, experts=64, layers=LAYERS, tokenizer=False
+        )
     )
 
 
@@ -87,7 +89,7 @@ def recorded(base: Base, layout: Layout) -> list[tuple[str, str, int]]:
         for parameter in model.parameters():
             parameter.to_local().zero_()
     model.requires_grad_(False)
-    adapted = attach_adapter(model, LORA, resolve(LORA, base, str), 0)
+    adapted = attach_adapter(model, LORA, resolve_adapter(LORA, base, str), 0)
     causal_lm: Any = adapted.get_base_model()
     patch_forward(causal_lm)
     causal_lm.train()
@@ -138,11 +140,13 @@ def test_collectives_are_the_plans_and_the_same_on_all_ranks(
     assert counts["reduce", "allreduce_"] == 1 + bool(apart)
     assert sum(counts.values()) == len(found[0])
 
-    gpu = hardware.gpu("h100")
-    link, network, host = (hardware.fabric(each) for each in (gpu.link, "infiniband-400", gpu.host_link))
+    gpu = hardware.find_gpu("h100")
+    link, network, host = (hardware.find_fabric(each) for each in (gpu.link, "infiniband-400", gpu.host_link))
     machine = hardware.Machine(gpu, link, network, host, 8, None)
-    work = Work(read_shape(base, resolve(LORA, base, str)), layout, Batch(1, 1, TOKENS), machine, "adamw_torch", 2)
-    flows = cost(work, advise=False).flows
+    work = Work(
+        read_shape(base, resolve_adapter(LORA, base, str)), layout, Batch(1, 1, TOKENS), machine, "adamw_torch", 2
+    )
+    flows = estimate_cost(work, advise=False).flows
     for phase in ("forward", "backward"):
         sent = sum(size for of, kind, size in found[0] if (of, kind) == (phase, "_allgather_base_"))
         planned = sum(flow.bytes for flow in flows if flow.kind.startswith(f"all-gather {phase}"))

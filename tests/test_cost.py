@@ -17,13 +17,13 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear
 
 from windlass import model as weights
-from windlass.hardware import GPUS, Machine, fabric, gpu, interpolate
+from windlass.hardware import GPUS, Machine, find_fabric, find_gpu, interpolate
 from windlass.model import Base, Parameter
 from windlass.model.family import FAMILIES, Family
 from windlass.model.targets import Adapter, Target
 from windlass.plan import memory
 from windlass.plan import time as operators
-from windlass.plan.cost import Batch, Cost, Work, cost, read_shape
+from windlass.plan.cost import Batch, Cost, Work, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.work import DOCUMENT_TOKENS, Lora, Shape
 
@@ -69,7 +69,7 @@ def mistral4() -> Base:
 
 
 BASE = mistral4()
-PUBLISHED = weights.published_base("Mistral-Small-4-119B-2603") or BASE
+PUBLISHED = weights.find_published_base("Mistral-Small-4-119B-2603") or BASE
 
 
 def lora(r: int = 16, experts: bool = False) -> Adapter:
@@ -88,8 +88,10 @@ def shape(experts: bool = False) -> Shape:
 
 def machine(name: str = "h200", nics: int = 1, host: float | None = 1000.0) -> Machine:
     """With one rate for all products, and nothing that takes the host or a small message any time."""
-    card = gpu(name)
-    found = Machine(card, fabric(card.link), fabric("infiniband-400"), fabric(card.host_link), nics, host)
+    card = find_gpu(name)
+    found = Machine(
+        card, find_fabric(card.link), find_fabric("infiniband-400"), find_fabric(card.host_link), nics, host
+    )
     sheet, flat = found.rates, ((1e-9, 1.0, 250.0),)
     ideal = replace(sheet, products={"bfloat16": flat, "float32": flat}, grouped=flat, attention=flat)
     ideal = replace(ideal, memory_gb_per_second=1e9, operator_seconds=0.0, module_seconds=0.0, sync_seconds=0.0)
@@ -127,10 +129,10 @@ def flow(answer: Cost, kind: str) -> float:
 
 def test_the_base_is_divided_by_its_shards() -> None:
     assert (lora().trainable, lora(experts=True).trainable) == (PLAIN, ALL)
-    assert item(cost(work(1, 1, shard=1)), "base weights") == 2 * TOTAL
+    assert item(estimate_cost(work(1, 1, shard=1)), "base weights") == 2 * TOTAL
     for ranks in (2, 4, 8):
-        assert item(cost(work(1, ranks)), "base weights") == 2 * TOTAL / ranks
-    third = item(cost(work(3, 1)), "base weights")
+        assert item(estimate_cost(work(1, ranks)), "base weights") == 2 * TOTAL / ranks
+    third = item(estimate_cost(work(3, 1)), "base weights")
     assert third == pytest.approx(79.3e9, rel=0.01)
     assert 2 * TOTAL / 3 < third < 2 * TOTAL / 3 * (43 * 3 / 128)  # 43 experts of 128 on the fullest rank
 
@@ -138,43 +140,45 @@ def test_the_base_is_divided_by_its_shards() -> None:
 def test_fp8_base_takes_one_byte_per_fp8_weight() -> None:
     wide = TOTAL - sum(p.count for p in BASE.parameters if p.part in ("attention", "shared_experts", "experts"))
     given = work(1, 1, shard=1, base_dtype="fp8")
-    assert item(cost(given), "base weights") == TOTAL + wide
+    assert item(estimate_cost(given), "base weights") == TOTAL + wide
     assert wide == pytest.approx(1.09e9, rel=0.01)  # embedding, head, routers, norms stay as they are
     blocks = replace(BASE, quantization={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    scales = item(cost(replace(given, shape=read_shape(blocks, lora()))), "base weights")
+    scales = item(estimate_cost(replace(given, shape=read_shape(blocks, lora()))), "base weights")
     assert scales - TOTAL - wide == pytest.approx(4 * (TOTAL - wide) / 128**2)
     assert (
-        item(cost(replace(given, shape=read_shape(replace(BASE, quantization=None), lora()))), "base weights")
+        item(estimate_cost(replace(given, shape=read_shape(replace(BASE, quantization=None), lora()))), "base weights")
         == 2 * TOTAL
     )
 
 
 def test_adapter_gradients_and_optimizer() -> None:
-    answer = cost(work(3, 1))
+    answer = estimate_cost(work(3, 1))
     assert item(answer, "adapter") == item(answer, "adapter gradients") == 4 * PLAIN
     assert item(answer, "optimizer") == 8 * PLAIN
-    assert item(cost(replace(work(3, 1), optim="sgd")), "optimizer") == 0
-    states = memory.optimizer_states
+    assert item(estimate_cost(replace(work(3, 1), optim="sgd")), "optimizer") == 0
+    states = memory.find_optimizer_states
     assert states("adamw_torch_fused") == states("adamw_torch") == states("something_new")
     assert states("paged_adamw_8bit")[1] == pytest.approx(2.03)
 
 
 def test_adapters_of_experts_are_on_every_rank_unless_the_experts_are_split() -> None:
     split = work(2, 1, experts=True, expert_parallel=2)
-    assert item(cost(work(2, 1, experts=True)), "adapter") == 4 * ALL
-    assert item(cost(split), "adapter") == 4 * (PLAIN + (ALL - PLAIN) // 2)
+    assert item(estimate_cost(work(2, 1, experts=True)), "adapter") == 4 * ALL
+    assert item(estimate_cost(split), "adapter") == 4 * (PLAIN + (ALL - PLAIN) // 2)
     # Experts may have a rank of their own.
     experts = lora(experts=True)
     stacks = Target("lora.experts", (), "experts", experts.target_parameters, (ALL - PLAIN) // 4, r=4)
     quarter = replace(experts, targets=(stacks,), trainable=PLAIN + (ALL - PLAIN) // 4)
-    assert item(cost(replace(split, shape=read_shape(BASE, quarter))), "adapter") == 4 * (PLAIN + (ALL - PLAIN) // 8)
+    assert item(estimate_cost(replace(split, shape=read_shape(BASE, quarter))), "adapter") == 4 * (
+        PLAIN + (ALL - PLAIN) // 8
+    )
     # Rank 0 writes all of them: parameters, two moments, and the moments once more as the file made of them.
-    answer = cost(work(1, 8, shard=8, expert_parallel=8, experts=True))
+    answer = estimate_cost(work(1, 8, shard=8, expert_parallel=8, experts=True))
     assert item(answer, "adapter being written", "save", "host") == (4 + 8 + 8) * ALL
 
 
 def test_offload_moves_the_base_to_the_host() -> None:
-    answer = cost(work(3, 1, offload=True))
+    answer = estimate_cost(work(3, 1, offload=True))
     assert item(answer, "base weights") == 0
     pinned = item(answer, "offloaded base weights", place="host")
     parts = (2 * math.ceil(p.shape[0] / 3) * math.prod(p.shape[1:]) for p in BASE.parameters)
@@ -184,27 +188,27 @@ def test_offload_moves_the_base_to_the_host() -> None:
 
 def test_packed_rows_under_a_mask_cost_the_full_square_and_keep_the_mask() -> None:
     rows = work(1, 8, micro=2, shard=1, activation_checkpointing=False)
-    plain, masked = cost(rows), cost(replace(rows, masked=True))
+    plain, masked = estimate_cost(rows), estimate_cost(replace(rows, masked=True))
     half = 36 * (4096 + 4096) * 1024  # of one forward, per token: all heads' scores, and their product with the values
     assert masked.flops_per_token - plain.flops_per_token == 3 * half
     assert masked.compute_seconds > plain.compute_seconds
     square = 2 * 1024 * 1024
     kept = item(masked, "activations") - item(plain, "activations")
     assert kept == square + 36 * square * 2  # the mask, and each layer's in 16 bits
-    apart = cost(replace(rows, document=100))  # attention within documents costs what they are long
+    apart = estimate_cost(replace(rows, document=100))  # attention within documents costs what they are long
     assert plain.flops_per_token - apart.flops_per_token == 3 * 36 * 8192 * (1024 - 100)
     assert apart.rows == plain.rows
 
 
 def test_tokens_checkpointing_logits_and_dropout_are_counted() -> None:
-    sizes = [cost(work(3, 1, micro)).gpu_gib for micro in (1, 8, 16, 64)]
+    sizes = [estimate_cost(work(3, 1, micro)).gpu_gib for micro in (1, 8, 16, 64)]
     assert sizes == sorted(sizes)
     given = work(3, 1, 8)
     bare = unchecked(given)
-    assert cost(bare).gpu_gib > cost(given).gpu_gib
-    full = cost(replace(work(3, 1, 16), full_logits=True))
+    assert estimate_cost(bare).gpu_gib > estimate_cost(given).gpu_gib
+    full = estimate_cost(replace(work(3, 1, 16), full_logits=True))
     assert item(full, "loss") == pytest.approx(3 * 16 * 1024 * 131072 * 4, rel=0.02)
-    extra = item(cost(replace(bare, dropout=0.05)), "activations") - item(cost(bare), "activations")
+    extra = item(estimate_cost(replace(bare, dropout=0.05)), "activations") - item(estimate_cost(bare), "activations")
     inputs = 36 * (4096 + 1024 + 4096 + 256 + 4096 + 4096 + 4096 + 2048)
     assert extra == pytest.approx(8 * 1024 * inputs, rel=0.03)  # a byte of mask for each adapted input
 
@@ -215,17 +219,17 @@ def test_tokens_checkpointing_logits_and_dropout_are_counted() -> None:
 def test_experts_are_232_gb_and_stay_on_their_rank() -> None:
     experts = 2 * EXPERTS
     assert experts == pytest.approx(232e9, rel=0.001)
-    split = cost(work(2, 1, expert_parallel=2, name="expert-parallel"))
+    split = estimate_cost(work(2, 1, expert_parallel=2, name="expert-parallel"))
     assert item(split, "base weights") == TOTAL  # 2 bytes, over 2 ranks
     assert flow(split, "all-gather forward") == pytest.approx((TOTAL - EXPERTS) * 2 / 2, rel=1e-6)
     assert flow(split, "expert dispatch") == 1024 * 4 * 4096 * 2 * 2 * 3 * 36 / 2
 
 
 def test_split_experts_average_their_adapters_among_their_replicas_only() -> None:
-    two = cost(work(1, 2, experts=True, expert_parallel=2, name="expert-parallel"))
+    two = estimate_cost(work(1, 2, experts=True, expert_parallel=2, name="expert-parallel"))
     assert flow(two, "adapter all-reduce") == 2 * (2 - 1) / 2 * 4 * PLAIN
     assert flow(two, "adapter all-reduce, experts") == 0
-    hybrid = cost(work(2, 2, experts=True, shard=2, replicate=2, expert_parallel=2, name="expert-parallel"))
+    hybrid = estimate_cost(work(2, 2, experts=True, shard=2, replicate=2, expert_parallel=2, name="expert-parallel"))
     assert flow(hybrid, "adapter all-reduce, experts") == 2 * (2 - 1) / 2 * 4 * (ALL - PLAIN) / 2
 
 
@@ -233,7 +237,7 @@ def test_trained_base_weights_stay_sharded() -> None:
     sizes = {p.name: p.count for p in BASE.parameters if p.part in ("embedding", "head")}
     full, plain = sum(sizes.values()), lora()
     found = replace(plain, in_full=sizes, trainable=plain.trainable + full)
-    with_it, without = (cost(replace(work(1, 4), shape=read_shape(BASE, each))) for each in (found, plain))
+    with_it, without = (estimate_cost(replace(work(1, 4), shape=read_shape(BASE, each))) for each in (found, plain))
     assert item(with_it, "adapter") == item(with_it, "adapter gradients") == 4 * (plain.trainable + full // 4)
     assert item(with_it, "optimizer") == 8 * (plain.trainable + full // 4)
     assert item(without, "base weights") - item(with_it, "base weights") == 2 * full // 4
@@ -241,27 +245,27 @@ def test_trained_base_weights_stay_sharded() -> None:
 
 
 def test_weights_that_stay_gathered_are_sent_once_a_step_and_need_memory() -> None:
-    kept, freed = cost(work(1, 8, name="no-reshard", reshard_after_forward=False)), cost(work(1, 8))
+    kept, freed = estimate_cost(work(1, 8, name="no-reshard", reshard_after_forward=False)), estimate_cost(work(1, 8))
     gathers = [(f.kind, f.per_step) for f in kept.flows if f.kind.startswith("all-gather")]
     assert gathers == [("all-gather forward", 1)]
     assert [f.per_step for f in freed.flows if f.kind.startswith("all-gather")] == [16, 16]
     assert freed.wire_gb_per_step / kept.wire_gb_per_step == pytest.approx(2 * 16, rel=0.02)
     assert kept.gpu_gib - freed.gpu_gib > 200
-    alone = cost(work(1, 1, shard=1, name="resident"))
+    alone = estimate_cost(work(1, 1, shard=1, name="resident"))
     assert (alone.flows, alone.wire_gb_per_step) == ((), 0)
 
 
 def test_fp8_halves_the_traffic_and_costs_time_on_the_chip() -> None:
-    wide, narrow = cost(work(3, 1)), cost(work(3, 1, base_dtype="fp8"))
+    wide, narrow = estimate_cost(work(3, 1)), estimate_cost(work(3, 1, base_dtype="fp8"))
     assert wide.wire_gb_per_step / narrow.wire_gb_per_step == pytest.approx(2, rel=0.02)
-    one = {dtype: cost(work(1, 1, 16, 1, shard=1, base_dtype=dtype)).step_seconds for dtype in ("fp8", "bf16")}
+    one = {dtype: estimate_cost(work(1, 1, 16, 1, shard=1, base_dtype=dtype)).step_seconds for dtype in ("fp8", "bf16")}
     assert one["fp8"] - one["bf16"] == pytest.approx(3 * 7 * 117.88e9 / 4.08e12, rel=0.01)
 
 
 def test_nics_are_shared_by_the_gpus_of_a_node() -> None:
-    one, eight = cost(work(2, 8)), cost(work(2, 8, nics=8))
+    one, eight = estimate_cost(work(2, 8)), estimate_cost(work(2, 8, nics=8))
     assert one.wire_seconds / eight.wire_seconds == pytest.approx(8)
-    inside = cost(work(2, 8, shard=8, replicate=2))
+    inside = estimate_cost(work(2, 8, shard=8, replicate=2))
     assert {f.fabric for f in inside.flows if f.kind.startswith("all-gather")} == {"nvlink4"}
     assert {f.fabric for f in one.flows} == {"infiniband-400"}
 
@@ -295,7 +299,7 @@ def test_step_times_agree_with_an_independent_roofline(name: str) -> None:
     other on the same stream.
     """
     given, step, serial = ROOFLINE[name]
-    answer = cost(given)
+    answer = estimate_cost(given)
     assert answer.step_seconds == pytest.approx(step, rel=0.04)
     assert answer.step_seconds_serial == pytest.approx(serial, rel=0.15)
     assert answer.step_seconds <= answer.step_seconds_serial
@@ -312,11 +316,11 @@ def test_step_times_agree_with_an_independent_roofline(name: str) -> None:
 def test_the_published_config_has_the_shapes_that_are_written_here() -> None:
     assert PUBLISHED is not BASE
     for given, *_ in ROOFLINE.values():
-        assert cost(replace(given, shape=read_shape(PUBLISHED, lora()))) == cost(given)
+        assert estimate_cost(replace(given, shape=read_shape(PUBLISHED, lora()))) == estimate_cost(given)
 
 
 def test_the_baseline_recipe_waits_for_its_network() -> None:
-    answer = cost(work(3, 1, offload=True))
+    answer = estimate_cost(work(3, 1, offload=True))
     assert answer.bound == "wire"
     assert answer.wire_seconds / answer.compute_seconds > 40
     assert answer.mfu < 0.01
@@ -326,7 +330,7 @@ def test_the_baseline_recipe_waits_for_its_network() -> None:
 
 def test_operations_per_token() -> None:
     """6.10 B active parameters: 12.2 G forward; with checkpointing 37.8 G, and the fused head projects once more."""
-    answer = cost(work(3, 1))
+    answer = estimate_cost(work(3, 1))
     head = 2 * 4096 * 131072
     both = answer.flops_per_token + answer.recompute_flops_per_token
     assert both - head == pytest.approx(37.8e9 - head, rel=0.02)
@@ -335,7 +339,7 @@ def test_operations_per_token() -> None:
 
 def test_every_gpu_of_the_table_can_be_planned_for_and_on_a_cpu_nothing_overlaps() -> None:
     for name in GPUS:
-        answer = cost(real(replace(work(2, 8), machine=machine(name))))
+        answer = estimate_cost(real(replace(work(2, 8), machine=machine(name))))
         assert answer.step_seconds_low < answer.step_seconds < answer.step_seconds_high
         assert answer.tokens_per_second_low < answer.tokens_per_second < answer.tokens_per_second_high
         assert answer.basis == "data sheet"
@@ -347,31 +351,39 @@ def test_the_host_bounds_small_micro_batches_and_waits_are_added() -> None:
     """A Mistral 4 layer with its adapters dispatches about 180 operators forward and 230 back: 36 of them, forward
     twice, and views: 0.17 s at 7 us, and at 20 more than the GPU needs to read all experts' weights. Fused: half."""
     small = replace(work(1, 1, 1, 16, shard=1, name="resident"), batch=Batch(1, 16, 256), separate=True)
-    fused = cost(real(replace(small, separate=False), operator_seconds=7e-6, module_seconds=0.0))
+    fused = estimate_cost(real(replace(small, separate=False), operator_seconds=7e-6, module_seconds=0.0))
     assert fused.host_seconds == pytest.approx(0.08, rel=0.15)
-    answer = cost(real(small, operator_seconds=20e-6, module_seconds=0.0))
+    answer = estimate_cost(real(small, operator_seconds=20e-6, module_seconds=0.0))
     assert answer.bound == "host"
     assert answer.host_seconds * 7 / 20 == pytest.approx(0.17, rel=0.15)
     assert answer.compute_seconds + answer.memory_seconds < answer.host_seconds
     assert answer.step_seconds >= 16 * answer.host_seconds
-    large = cost(real(replace(small, batch=Batch(16, 1, 1024)), operator_seconds=20e-6, module_seconds=0.0))
+    large = estimate_cost(real(replace(small, batch=Batch(16, 1, 1024)), operator_seconds=20e-6, module_seconds=0.0))
     assert large.host_seconds == pytest.approx(answer.host_seconds)
     assert large.bound == "compute"
     assert large.tokens_per_second > 3 * answer.tokens_per_second
     split = real(work(1, 8, 4, 1, expert_parallel=8, name="expert-parallel"), sync_seconds=1.0)
-    assert cost(split).sync_seconds == 36  # in each layer's forward; known when it is computed again
-    assert cost(split).step_seconds - cost(real(split, sync_seconds=0.0)).step_seconds >= 36
+    assert estimate_cost(split).sync_seconds == 36  # in each layer's forward; known when it is computed again
+    assert estimate_cost(split).step_seconds - estimate_cost(real(split, sync_seconds=0.0)).step_seconds >= 36
     # Before Hopper each product of experts waits, two forward, again and back, and is one for each of 16 experts here.
-    older = replace(split, machine=replace(split.machine, gpu=gpu("a100")))
-    assert cost(older).sync_seconds == (1 + 3 * 2) * 36
-    assert cost(replace(older, keeps_products=True)).sync_seconds == (1 + 2 * 2) * 36
-    per_layer = (cost(older).host_seconds - cost(split).host_seconds) / split.machine.rates.operator_seconds / 36
+    older = replace(split, machine=replace(split.machine, gpu=find_gpu("a100")))
+    assert estimate_cost(older).sync_seconds == (1 + 3 * 2) * 36
+    assert estimate_cost(replace(older, keeps_products=True)).sync_seconds == (1 + 2 * 2) * 36
+    per_layer = (
+        (estimate_cost(older).host_seconds - estimate_cost(split).host_seconds)
+        / split.machine.rates.operator_seconds
+        / 36
+    )
     assert per_layer == pytest.approx(3 * 2 * 128 / 8)
 
 
 def test_kept_products_are_not_computed_again_and_need_memory() -> None:
     whole = work(1, 8, 4, 1, expert_parallel=8, name="expert-parallel", base_dtype="fp8")
-    kept, again, stored = cost(replace(whole, keeps_products=True)), cost(whole), cost(unchecked(whole))
+    kept, again, stored = (
+        estimate_cost(replace(whole, keeps_products=True)),
+        estimate_cost(whole),
+        estimate_cost(unchecked(whole)),
+    )
     dispatch = [flow(answer, "expert dispatch") for answer in (stored, kept, again)]
     assert dispatch[0] == dispatch[1] == dispatch[2] * 2 / 3
     assert stored.step_seconds < kept.step_seconds < again.step_seconds
@@ -387,7 +399,7 @@ def test_kept_products_are_not_computed_again_and_need_memory() -> None:
 def test_products_are_slower_when_small_and_collectives_have_a_latency() -> None:
     def rate(tokens: int) -> float:
         given = real(replace(work(1, 1, shard=1, name="resident"), batch=Batch(1, 1, tokens)))
-        answer = cost(given)
+        answer = estimate_cost(given)
         return tokens * (answer.flops_per_token + answer.recompute_flops_per_token) / answer.compute_seconds
 
     rates = [rate(tokens) for tokens in (32, 256, 2048, 16384)]
@@ -398,7 +410,7 @@ def test_products_are_slower_when_small_and_collectives_have_a_latency() -> None
     given = work(1, 8)
     waiting = replace(given, machine=replace(given.machine, measured=replace(sheet, collectives=slow)))
     calls = 2 * 36 + 2  # of each layer, forward and backward, of the embedding and of the head
-    assert cost(waiting).wire_seconds - cost(given).wire_seconds == pytest.approx(calls * 0.01)
+    assert estimate_cost(waiting).wire_seconds - estimate_cost(given).wire_seconds == pytest.approx(calls * 0.01)
     # The rate that is looked up is the measured group's that is most like it.
     assert sheet.collective("all-gather", "link", 8).ranks == 8
     assert sheet.collective("all-gather", "network", 24).ranks == 32
@@ -413,19 +425,20 @@ def test_counts_are_those_of_a_fresh_trace(name: str, way: str) -> None:
     sizes, found = dispatched.count_layer(FAMILIES[name], (128, 8, 4, 64, 16, 2, 9), False, way)
     for key, counted in found.items():
         phase, _, what = key.partition(" ")
-        row = operators.table()[way][name][phase][what]
+        row = operators.load_operators()[way][name][phase][what]
         shipped = sum(sizes[feature] * value for feature, value in row.items())
         assert shipped == pytest.approx(counted, rel=0.04, abs=1), key
-    assert set(FAMILIES) <= set(operators.table()[way])
+    assert set(FAMILIES) <= set(operators.load_operators()[way])
 
 
 def test_a_cpu_fills_packed_documents_up() -> None:
     given = replace(work(1, 1, shard=1), document=100, masked=True)
-    here = replace(given, machine=replace(given.machine, gpu=gpu("cpu")))
+    here = replace(given, machine=replace(given.machine, gpu=find_gpu("cpu")))
     documents = torch.randint(60, 140, (4000,), generator=torch.manual_seed(0))
     filled = (documents / DOCUMENT_TOKENS).ceil() * DOCUMENT_TOKENS
-    assert here.attended * here.filled == pytest.approx(float(filled.square().sum() / documents.sum()), rel=0.1)
-    assert (given.attended, given.filled) == (1024, 1)  # a GPU computes the whole row
+    mean = float(filled.square().sum() / documents.sum())
+    assert here.attention_length * here.padding_ratio == pytest.approx(mean, rel=0.1)
+    assert (given.attention_length, given.padding_ratio) == (1024, 1)  # a GPU computes the whole row
 
 
 @pytest.mark.parametrize("name", dispatched.OPTIONS)
@@ -433,14 +446,14 @@ def test_options_are_priced_as_a_linear_layer_dispatches_them(name: str) -> None
     """Counted of PEFT's own layer; DoRA and dropout take more time and memory."""
     dora, dropout, way, autocast = dispatched.OPTIONS[name]
     inputs, outputs, tokens = 80, 112, 48
-    sizes = dict(zip(operators.OF_LINEAR, operators.of_linear(inputs, outputs, tokens), strict=True))
+    sizes = dict(zip(operators.OF_LINEAR, operators.linear_features(inputs, outputs, tokens), strict=True))
     for phase, counted in dispatched.count_linear((inputs, outputs, tokens), dora, dropout, way, autocast).items():
-        row = dict(operators.table()["linear"][name][phase])
+        row = dict(operators.load_operators()["linear"][name][phase])
         row["bytes"] = sum(sizes[what] * value for what, value in row["bytes"].items())
         assert row == pytest.approx(counted, rel=1e-6), phase
     given = replace(work(1, 4, shard=1, name="resident"), dropout=0.0)
     seconds, gib = (
-        [getattr(cost(each), what) for each in (given, replace(given, dora=dora, dropout=dropout))]
+        [getattr(estimate_cost(each), what) for each in (given, replace(given, dora=dora, dropout=dropout))]
         for what in ("step_seconds", "gpu_gib")
     )
     assert (seconds[1] > seconds[0]) == (gib[1] > gib[0]) == (dora or dropout > 0)
@@ -492,8 +505,8 @@ def test_plan_that_does_not_fit_suggests_one_that_does() -> None:
         "GiB of 64.0 a host: with layout.offload: false": replace(work(3, 1, offload=True), machine=machine(host=64)),
     }
     for remedy, given in remedies.items():
-        answer = cost(given)
+        answer = estimate_cost(given)
         assert not answer.fits
         assert remedy in answer.remedy
         assert answer.remedy.partition(" it needs")[0].count("layout.") <= 1  # no two layouts in one suggestion
-    assert cost(work(3, 1)).remedy == ""
+    assert estimate_cost(work(3, 1)).remedy == ""

@@ -18,7 +18,7 @@ from windlass.data.mix import RowSet, count_all, count_per_epoch
 from windlass.data.packing import choose_epoch_rows
 from windlass.data.prepare import prepare_data
 from windlass.errors import UserError
-from windlass.runfile import RunFile, read
+from windlass.runfile import RunFile, read_run_file
 from windlass.runfile.fields import MixedSet
 
 
@@ -60,7 +60,7 @@ def write(folder: Path, **section: Any) -> Path:
 
 
 def test_an_epochs_rows_are_counted_for_the_plan(tmp_path: Path) -> None:
-    rows = count_all(read(write(tmp_path), []).run.data)
+    rows = count_all(read_run_file(write(tmp_path), []).run.data)
     assert (rows.count, rows.how) == (12, "8 of a, 4 of b")
 
 
@@ -79,7 +79,7 @@ def test_an_epochs_rows_are_counted_for_the_plan(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_mix_errors_are_named(tmp_path: Path, section: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        read(write(tmp_path, **section), [])
+        read_run_file(write(tmp_path, **section), [])
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_mix_errors_are_named(tmp_path: Path, section: dict[str, Any], words: st
 )  # fmt: skip
 def test_a_fault_of_one_set_has_its_place(tmp_path: Path, part: dict[str, Any], words: str) -> None:
     part = {**part, "path": part["path"].format(folder=tmp_path)}
-    loaded = read(write(tmp_path, mix=[part, {"path": f"{tmp_path}/b.jsonl"}], turns="all"), [])
+    loaded = read_run_file(write(tmp_path, mix=[part, {"path": f"{tmp_path}/b.jsonl"}], turns="all"), [])
     tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=600))
     with pytest.raises(UserError, match=words):
         prepare_data(loaded.run, tokenizer, where=loaded.where)
@@ -111,7 +111,7 @@ def test_a_set_takes_from_the_section_what_it_does_not_set(tmp_path: Path) -> No
 
 def test_a_mix_of_one_and_one_evaluation_set_have_figures_of_their_own(tmp_path: Path) -> None:
     parts = {"mix": [{"path": f"{tmp_path}/a.jsonl", "epochs": 2}], "eval": {"held": {"path": f"{tmp_path}/b.jsonl"}}}
-    loaded = read(write(tmp_path, **parts, val_split=None), [])
+    loaded = read_run_file(write(tmp_path, **parts, val_split=None), [])
     tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=600))
     made = prepare_data(loaded.run, tokenizer, where=loaded.where)
     assert (made.sources, made.shares, made.evaluated) == (("a",), ((8, 16),), ("held",))

@@ -32,7 +32,7 @@ from windlass.data.collate import Collator, PaddedCollator, PaddedPackingCollato
 from windlass.data.packing import group_by_length, pack_rows, shuffle
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.errors import UserError
-from windlass.observe.recorder import token_counts
+from windlass.observe.recorder import count_tokens_in
 from windlass.runfile import RunFile
 
 LENGTH, VOCABULARY = 256, 600
@@ -189,7 +189,7 @@ def test_stacked_rows_equal_rows_end_to_end(packed: PreparedData) -> None:
         supervised = labels != -100
         losses.append(torch.nn.functional.cross_entropy(logits[supervised], labels[supervised], reduction="none"))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
-    counted = [token_counts(collate(chosen)) for collate in PACKED.values()]
+    counted = [count_tokens_in(collate(chosen)) for collate in PACKED.values()]
     tokens = sum(len(row["input_ids"]) for row in chosen)
     assert [one[[0, 2]].tolist() for one in counted if one is not None] == [
         [tokens, len(losses[0])],

@@ -14,14 +14,14 @@ import warm
 from windlass import draft, tiny
 from windlass import plan as planning
 from windlass.errors import UserError
-from windlass.plan.show import show
+from windlass.plan.show import print_plan
 from windlass.plan.unset import BYTES_PER_TOKEN, FEW_STEPS, MOST_EPOCHS
-from windlass.runfile import read
+from windlass.runfile import read_run_file
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write(tmp_path_factory.mktemp("model"), "mistral4")
+    return tiny.write_model(tmp_path_factory.mktemp("model"), "mistral4")
 
 
 def rows(path: Path, lengths: list[int]) -> str:
@@ -35,10 +35,10 @@ def test_length_batch_and_epochs_follow_the_data(tmp_path: Path, model: Path) ->
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (tmp_path / "run.yaml").write_text(done.stdout)
-    loaded = read(tmp_path / "run.yaml")
+    loaded = read_run_file(tmp_path / "run.yaml")
     assert loaded.run.data.max_length >= 1500  # 1 % of the rows are longer than the rest: they fit too
     assert loaded.run.data.packing
-    plan = planning.make(loaded)
+    plan = planning.make_plan(loaded)
     assert plan.cost.fits
     assert plan.schedule.steps is not None
     assert plan.schedule.steps >= FEW_STEPS
@@ -57,7 +57,7 @@ def unset(made: draft.Draft, *, recompute: bool | None = None) -> planning.Plan:
     settings = {key: value for key, value in made.settings.items() if key not in chosen}
     if recompute is not None:
         settings["train.gradient_checkpointing"] = (recompute, "")
-    return planning.make(draft.Draft(settings).load())
+    return planning.make_plan(draft.Draft(settings).load())
 
 
 def test_activations_are_recomputed_where_the_run_does_not_fit_otherwise(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_activations_are_recomputed_where_the_run_does_not_fit_otherwise(tmp_pat
         made = draft.draft_run(name, data, gpu, print)
         chosen[gpu] = made.settings["train.gradient_checkpointing"][0], any("needs" in each for each in made.warnings)
         if gpu != "1xh100":
-            plan, own = planning.make(made.load()), unset(made)
+            plan, own = planning.make_plan(made.load()), unset(made)
             assert own.batch == plan.batch
             assert own.layout.activation_checkpointing == chosen[gpu][0]
             assert ("doesn't fit without" in own.layout.reason) == chosen[gpu][0]
@@ -86,7 +86,7 @@ def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys:
             f"train: {{output_dir: {tmp_path}/out, eval_strategy: 'no'{train}}}\n"
             "cluster: {gpu: cpu, gpus_per_node: 2}\n"
         )
-        return planning.make(read(tmp_path / "run.yaml"))
+        return planning.make_plan(read_run_file(tmp_path / "run.yaml"))
 
     plan = chosen()
     run = plan.loaded.run
@@ -97,7 +97,7 @@ def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys:
     assert plan.schedule.global_sequences == 16 * 2  # as ever
     assert [each.split(" ")[0] for each in plan.chosen] == ["data.max_length", "data.packing", "train.num_train_epochs"]
     assert f"not set, chosen: {plan.chosen[1]}" in plan.notes
-    show(plan)
+    print_plan(plan)
     assert "\nnot set  chosen: max_length 1536, packing true, num_train_epochs 3\n" in capsys.readouterr().out
     # No longer than the model's positions; what is set beyond them is warned of.
     small = shutil.copytree(model, tmp_path / "model")

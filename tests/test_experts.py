@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from windlass.errors import UserError
-from windlass.model.targets import Adapter, ExpertShard, Target, by_expert, pack_experts
+from windlass.model.targets import Adapter, ExpertShard, Target, pack_experts, view_by_expert
 from windlass.runfile import Lora
 from windlass.train import checkpoint, experts, kept, lora, quantised
 from windlass.train.exchange import sort_received
@@ -225,7 +225,7 @@ def test_an_expert_without_a_token_has_a_gradient_of_zero(monkeypatch: pytest.Mo
     model = ours_of(base(), *BOTH)
     names = [name for name, p in stack_of(model).named_parameters() if p.requires_grad]
     for name, gradient in zip(names, one_stack(model)[3:], strict=True):
-        none = by_expert(f".{name}", gradient, E).flatten(1).eq(0).all(dim=1)
+        none = view_by_expert(f".{name}", gradient, E).flatten(1).eq(0).all(dim=1)
         assert none.tolist() == [False, False, True, False, False, True], name
 
 
@@ -235,10 +235,10 @@ def test_the_orders_of_packing_swapped_are_another_adapter(monkeypatch: pytest.M
     def swapped(name: str, matrix: Tensor, count: int) -> Any:
         if ".lora_B." in name:  # as if B, too, had the expert slowest
             return matrix.view(matrix.shape[0], count, -1).permute(1, 2, 0)
-        return by_expert(name, matrix, count)
+        return view_by_expert(name, matrix, count)
 
     expected, _ = step(peft_of(base(), *BOTH))
-    monkeypatch.setattr(experts, "by_expert", swapped)
+    monkeypatch.setattr(experts, "view_by_expert", swapped)
     assert apart(step(ours_of(base(), *BOTH))[0], expected) > 1e-3
 
 
@@ -345,7 +345,7 @@ def test_dropout_is_before_the_adapter_alone(name: str) -> None:
     y = experts.expert_product(stack, name, x, lambda rows: rows * 1, edges)
     sent = torch.randn(y.shape)
     found = torch.autograd.grad(y, [x, a, b], sent)
-    down, up = by_expert(".lora_A.", a, E), by_expert(".lora_B.", b, E)
+    down, up = view_by_expert(".lora_A.", a, E), view_by_expert(".lora_B.", b, E)
     rows = [slice(first, last) for first, last in pairwise(edges.tolist())]
     dropped = Every()(x)
     wanted = torch.cat([x[r] @ weight[e].T + 2 * (dropped[r] @ down[e].T) @ up[e] for e, r in enumerate(rows)])
@@ -387,10 +387,10 @@ def test_adapter_saved_by_peft_can_be_continued(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x.lora_A.weight", "x.lora_B.weight"])
 def test_assembled_expert_parts_equal_the_full_adapter(name: str) -> None:
     whole = torch.randn((E * R, 5) if "lora_A" in name else (5, E * R))
-    stack = by_expert(name, whole, E)
+    stack = view_by_expert(name, whole, E)
     assert stack.shape == (E, R, 5)
     assert torch.equal(pack_experts(name, stack), whole)
     parts = [ExpertShard(first, 2, E) for first in (0, 2, 4)]
-    together = torch.cat([by_expert(name, part.own(name, whole), 2) for part in parts])
+    together = torch.cat([view_by_expert(name, part.own(name, whole), 2) for part in parts])
     assert torch.equal(pack_experts(name, together), whole)
     assert not torch.equal(pack_experts(name, together.flip(0)), whole)

@@ -12,9 +12,9 @@ import pytest
 
 from windlass import explain
 from windlass.errors import UserError
-from windlass.plan.accelerate import accelerate_keys, read_accelerate
+from windlass.plan.accelerate import load_key_table, read_accelerate
 from windlass.plan.layout import LAYOUTS
-from windlass.runfile import keys, read, reference
+from windlass.runfile import list_keys, read_run_file, reference
 from windlass.variables import DEFAULTS, DOES_NOT_EXIST, STARTED, variables
 
 ROOT = Path(__file__).parent.parent
@@ -22,12 +22,12 @@ EXAMPLES = ROOT / "examples" / "mistral-small-4"
 
 
 def test_everything_can_be_explained() -> None:
-    for key in accelerate_keys().every:
+    for key in load_key_table().every:
         name = key.name.replace("*", "thing")
         for spelling in (
             name,
             f"{key.section}.{name}" if key.section else name,
-            *(s for s, k in accelerate_keys().spelled[key.section].items() if k is key),
+            *(s for s, k in load_key_table().spelled[key.section].items() if k is key),
         ):
             rows = [row for row in explain.explain_topic(spelling) if (row.kind, row.name) == ("accelerate", key.path)]
             assert rows[0].text.endswith(key.about)
@@ -39,7 +39,7 @@ def test_everything_can_be_explained() -> None:
         assert variable.status in {row.verdict for row in rows}
     for name, text in LAYOUTS.items():
         assert [row.text for row in explain.explain_topic(name)] == [text]
-    for path in keys():
+    for path in list_keys():
         rows = [row for row in explain.explain_topic(path) if row.kind == "run file"]
         assert {row.name for row in rows} == {path}
         assert len(rows[0].text) > 8
@@ -194,7 +194,7 @@ def test_torchs_variables_are_torchs() -> None:
 
 def test_effects_are_of_keys_and_examples_are_accepted(tmp_path: Path) -> None:
     effects = tomllib.loads((Path(reference.__file__).with_name("effects.toml")).read_text())
-    known = reference.documented()
+    known = reference.list_documented()
     assert effects.pop("examples").keys() <= known.keys()
     assert [f"{top}.{name}" for top, names in effects.items() for name in names if f"{top}.{name}" not in known] == []
     for text in (text for names in effects.values() for text in names.values()):
@@ -202,10 +202,10 @@ def test_effects_are_of_keys_and_examples_are_accepted(tmp_path: Path) -> None:
             re.match(r"(memory|speed|result)( and (memory|speed))?: ", part) for part in re.split(r"\. ", text)
         ), text
     (tmp_path / "run.yaml").write_text("cluster: {gpus_per_node: 8}")
-    for path in reference.fields():
+    for path in reference.list_fields():
         for line in reference.describe(path):
             if line.startswith("example: --override "):
-                read(tmp_path / "run.yaml", [word for word in shlex.split(line)[1:] if word != "--override"])
+                read_run_file(tmp_path / "run.yaml", [word for word in shlex.split(line)[1:] if word != "--override"])
     for path in known:
         lines = reference.describe(path)
         if not lines[1].startswith("keys: "):

@@ -76,7 +76,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def make(folder: Path, name: str) -> Path:
     """A base and an adapter that PEFT itself attached and saved, its factors far from zero."""
     options, config = CASES[name]
-    tiny.write(folder / "base", **options)
+    tiny.write_model(folder / "base", **options)
     model = peft_model(folder / "base", config)
     model.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
     return folder
@@ -186,7 +186,7 @@ def test_a_base_published_in_4_bits_is_merged_into_16(kind: str, tmp_path: Path)
     """Against PEFT's merge into what bitsandbytes and transformers decode; what is not adapted, bit by bit."""
     base, adapter, wide, out = (tmp_path / name for name in ("base", "adapter", "wide", "out"))
     if kind == "nf4":
-        tiny.write(base, "mixtral", quantization=kind, moe_intermediate=64, intermediate=64, layers=2)
+        tiny.write_model(base, "mixtral", quantization=kind, moe_intermediate=64, intermediate=64, layers=2)
     else:
         sizes = {"hidden_size": 64, "intermediate_size": 96}
         tiny.write_family(base, "gpt_oss", config=sizes, layers=2, quantized={"quant_method": kind})
@@ -302,7 +302,7 @@ def test_an_adapter_opens_on_the_multimodal_class_and_on_the_language_model(
 
     Its modules have names in common with the language model's, and PEFT shortens names to what they differ in.
     """
-    base = tiny.write(tmp_path / "base", "mistral4", quantization="none", dtype="float32", layers=4)
+    base = tiny.write_model(tmp_path / "base", "mistral4", quantization="none", dtype="float32", layers=4)
     model = peft_model(base, {"target_modules": [*MLA, "down_proj"], **EXPERTS, "modules_to_save": ["lm_head"]})
     model.peft_config["default"].target_modules = set(model.base_model.targeted_module_names)
     model.save_pretrained(str(tmp_path / "saved"), save_embedding_layers=False)
@@ -642,7 +642,7 @@ def test_an_adapter_on_another_base_of_the_same_shapes(
 def test_an_adapter_of_another_model(made: Path, tmp_path: Path, merging: bool) -> None:
     others: tuple[dict[str, Any], ...] = ({"hidden": 96}, {"layers": 1}, {"family": "mistral"})
     for number, other in enumerate(others):
-        base = tiny.write(tmp_path / str(number), tokenizer=False, **other)
+        base = tiny.write_model(tmp_path / str(number), tokenizer=False, **other)
         with pytest.raises(UserError, match="does not fit this model"):
             export(made / "adapter", tmp_path / "out", merge=merging, base=str(base), say=silent)
     assert not (tmp_path / "out").exists()
@@ -691,7 +691,7 @@ def test_what_would_merge_wrongly_is_refused(
 
 def test_impossible_dtypes_and_folders_are_refused(made: Path, tmp_path: Path) -> None:
     adapter, out = made / "adapter", tmp_path / "out"
-    plain = str(tiny.write(tmp_path / "plain", "mistral4", quantization="none", tokenizer=False))
+    plain = str(tiny.write_model(tmp_path / "plain", "mistral4", quantization="none", tokenizer=False))
     with pytest.raises(UserError, match="is not quantised"):
         export(adapter, out, merge=True, dtype="fp8", base=plain, say=silent)
     shutil.copytree(made / "own", tmp_path / "copy")

@@ -29,9 +29,9 @@ from windlass.export.source import choose_adapter
 from windlass.model import PARTS, read_base
 from windlass.model.config import describe, find_description
 from windlass.model.family import FAMILIES as ROWS
-from windlass.model.shrink import shrink
-from windlass.model.targets import resolve
-from windlass.plan.cost import narrow, published
+from windlass.model.shrink import shrink_config
+from windlass.model.targets import resolve_adapter
+from windlass.plan.cost import published_dtype, quantizable_names
 from windlass.plan.work import Traced
 from windlass.runfile import Lora
 from windlass.trace import trace_layers
@@ -92,7 +92,7 @@ def test_counts_and_targets_are_transformers_and_pefts(root: Path, name: str) ->
     assert base.family.isolates is (name not in LEAKING)
     assert base.family.without_formula == {"qwen3_next": 2, "minimax": 2}.get(name, 0)
     assert base.family.logits is True
-    adapter = resolve(lora(), base, str)
+    adapter = resolve_adapter(lora(), base, str)
     linears = {key for key, each in model.named_modules() if type(each) is torch.nn.Linear and key != "lm_head"}
     config = LoraConfig(r=4, target_modules=list(adapter.target_modules), task_type="CAUSAL_LM")
     assert adapter.trainable == get_peft_model(model, config).get_nb_trainable_parameters()[0]
@@ -108,7 +108,7 @@ def test_counts_and_targets_are_transformers_and_pefts(root: Path, name: str) ->
 
 @pytest.mark.parametrize("row", [pytest.param(r, marks=[] if r == "qwen3_moe" else pytest.mark.prove) for r in ROWS])
 def test_rows_for_machines_without_torch_equal_what_is_derived(row: str, tmp_path: Path) -> None:
-    config = json.loads((tiny.write(tmp_path / "m", row, tokenizer=False) / "config.json").read_text())
+    config = json.loads((tiny.write_model(tmp_path / "m", row, tokenizer=False) / "config.json").read_text())
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     by_row, found = describe(config, "config.json"), derive.derive(config, "config.json")
     entries = [(f"model.layers.{i}.{e['name']}", e) for i, k in enumerate(found["order"]) for e in found["kinds"][k]]
@@ -150,7 +150,7 @@ def test_a_model_that_reads_ungathered_weights_is_not_sharded(tmp_path: Path) ->
     path = tiny.write_family(tmp_path / "m", "bailing_hybrid", tokenizer=True)
     given = test_train.case(2, model__model_name_or_path=str(path), layout="full-shard")["overrides"]
     with pytest.raises(UserError, match="BailingHybridForCausalLM can't be sharded"):
-        planning.make(runfile.read(tmp_path / "run.yaml", given))
+        planning.make_plan(runfile.read_run_file(tmp_path / "run.yaml", given))
 
 
 def test_a_plan_warns_of_layers_without_a_formula_and_suggests_nothing_refused(root: Path, tmp_path: Path) -> None:
@@ -159,7 +159,9 @@ def test_a_plan_warns_of_layers_without_a_formula_and_suggests_nothing_refused(r
     (tmp_path / "run.yaml").write_text(test_train.RUN.format(folder=tmp_path, steps=2))
     for name, odd, packs in (("minimax", True, False), ("granite", False, True)):
         model = {"model__model_name_or_path": str(written(root, name)), "cluster__gpu": "H100"}
-        plan = planning.make(runfile.read(tmp_path / "run.yaml", test_train.case(8, **model)["overrides"]))
+        plan = planning.make_plan(
+            runfile.read_run_file(tmp_path / "run.yaml", test_train.case(8, **model)["overrides"])
+        )
         assert (
             any("2 of 4 layers have no formula" in each and "measured by tracing" in each for each in plan.notes) is odd
         )
@@ -169,7 +171,7 @@ def test_a_plan_warns_of_layers_without_a_formula_and_suggests_nothing_refused(r
 
 def test_a_traced_layer_keeps_what_a_real_one_keeps() -> None:
     config = transformers.CONFIG_MAPPING["qwen3_next"].from_dict(
-        shrink(transformers.CONFIG_MAPPING["qwen3_next"]().to_dict(), layers=1)
+        shrink_config(transformers.CONFIG_MAPPING["qwen3_next"]().to_dict(), layers=1)
     )
     real = transformers.Qwen3NextForCausalLM(config).to(torch.bfloat16).model.requires_grad_(False)
     with torch.device("meta"):
@@ -200,7 +202,7 @@ def test_a_traced_layer_keeps_what_a_real_one_keeps() -> None:
 
 def test_what_a_traced_layer_computes_without_gradient_is_not_in_its_backward() -> None:
     config = transformers.CONFIG_MAPPING["deepseek_v32"].from_dict(
-        shrink(transformers.CONFIG_MAPPING["deepseek_v32"]().to_dict(), layers=1)
+        shrink_config(transformers.CONFIG_MAPPING["deepseek_v32"]().to_dict(), layers=1)
     )
     with torch.device("meta"):
         traced = trace_layers(
@@ -220,7 +222,7 @@ def test_usual_names_mean_the_familys_own_modules(root: Path) -> None:
         "deepseek_v3": "gate_proj is left out: PEFT takes it for the routed experts",
         "phi": "down_proj -> fc2: this feed-forward has two matrices and no gate",
     }.items():
-        adapter = resolve(lora(target_modules=seven), read_base(written(root, name)), str)
+        adapter = resolve_adapter(lora(target_modules=seven), read_base(written(root, name)), str)
         assert expected in "\n".join(adapter.notes), adapter.notes
     assert {module.rpartition(".")[2] for module in adapter.target_modules} == {*seven[:3], "dense", "fc1", "fc2"}
 
@@ -251,8 +253,8 @@ def test_refused_families_have_a_reason(root: Path, tmp_path: Path) -> None:
 def test_a_config_alone_says_what_is_stored_in_mxfp4() -> None:
     config = transformers.GptOssConfig(num_hidden_layers=2, num_local_experts=4, hidden_size=64, intermediate_size=64)
     base = describe(config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}, "config.json")
-    assert published(base) == "mxfp4"
-    assert {name.rpartition(".")[2] for name in narrow(base)} == {"gate_up_proj", "down_proj"}
+    assert published_dtype(base) == "mxfp4"
+    assert {name.rpartition(".")[2] for name in quantizable_names(base)} == {"gate_up_proj", "down_proj"}
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
@@ -270,9 +272,9 @@ def test_transposed_experts_merge_as_peft_merges_them(root: Path, tmp_path: Path
             assert torch.allclose(deltas.factors(name).rows(expert, 0, len(change)), change, atol=1e-5)
     wrapped = read_base(written(root, "llama4_text"))
     with pytest.raises(UserError, match="routed experts of Llama4ForCausalLM are not supported"):
-        resolve(lora(experts={"r": 2}), wrapped, str)
+        resolve_adapter(lora(experts={"r": 2}), wrapped, str)
     with pytest.raises(UserError, match=r"lora\.bias: the head's bias can't be trained(.|\n)*lora_only"):
-        resolve(lora(bias="all"), read_base(written(root, "phi")), str)
+        resolve_adapter(lora(bias="all"), read_base(written(root, "phi")), str)
 
 
 def test_machine_without_torch_gets_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models of the same shapes, rows, a run file, and the run that it makes."""
     folder = tmp_path_factory.mktemp("faults")
     for seed, name in enumerate(("model", "other")):
-        tiny.write(folder / name, files=2, experts=4, seed=seed)
+        tiny.write_model(folder / name, files=2, experts=4, seed=seed)
     (folder / "data").mkdir()
     chance = random.Random(0)
     rows = [" ".join(chance.choices(WORDS.split(), k=12)) for _ in range(60)]

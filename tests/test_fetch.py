@@ -21,7 +21,7 @@ import warm
 
 from windlass import tiny
 from windlass.errors import UserError
-from windlass.model.base import fetched_folder, read_base
+from windlass.model.base import find_fetched_folder, read_base
 from windlass.model.files import HEADERS, read_headers
 from windlass.train.same_base import digest_files
 
@@ -285,10 +285,10 @@ def test_a_model_whose_name_begins_alike_is_not_taken_from_the_cache(
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
     (hub / ".windlass-model-org--tiny-chat-0123456789abcdef.json").write_text(json.dumps({"folder": str(other)}))
-    assert fetched_folder("org/tiny") is None
-    assert fetched_folder("org/tiny-chat") == other
+    assert find_fetched_folder("org/tiny") is None
+    assert find_fetched_folder("org/tiny-chat") == other
     (hub / ".windlass-model-org--tiny-0123456789abcdef.json").write_text(json.dumps({"folder": str(own)}))
-    assert fetched_folder("org/tiny") == own
+    assert find_fetched_folder("org/tiny") == own
     (own / HEADERS).write_text('{"model.safetensors": {"size": 8}}')
     with pytest.raises(UserError, match="no header: KeyError"):
         read_headers(own)

@@ -26,8 +26,8 @@ from windlass.errors import UserError
 from windlass.model import read_base
 from windlass.model.files import read_header
 from windlass.plan.accelerate import read_accelerate
-from windlass.runfile import presets, read_any
-from windlass.runfile.reference import schema
+from windlass.runfile import read_any, read_presets
+from windlass.runfile.reference import make_schema
 
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 3, 2**31, 2**63, 10**400, 0.5, -1e-3, 1e308, float("nan"), float("inf")),
@@ -75,13 +75,13 @@ class Fuzz:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run = folder / "run.yaml"
-        self.validator = jsonschema.Draft202012Validator(schema())
-        texts = (*(path.read_text() for path in RUNS), *presets().values())
+        self.validator = jsonschema.Draft202012Validator(make_schema())
+        texts = (*(path.read_text() for path in RUNS), *read_presets().values())
         # PyYAML takes 1e-4 for a text; the run file does not.
         self.runs = [yaml.safe_load(re.sub(r"\b(\de-\d)", lambda m: f"{float(m[1]):.8f}", text)) for text in texts]
         examples = Path(__file__).parent.parent / "examples" / "mistral-small-4"
         self.accelerate = [yaml.safe_load(path.read_text()) for path in examples.glob("fsdp*.yaml")]
-        self.model = tiny.write(folder / "model", "mistral", files=2, layers=1, tokenizer=False)
+        self.model = tiny.write_model(folder / "model", "mistral", files=2, layers=1, tokenizer=False)
         self.index = json.loads((self.model / INDEX).read_text())
         self.content = (self.model / SHARD).read_bytes()
 

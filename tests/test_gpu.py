@@ -12,8 +12,8 @@ import transformers
 
 from windlass import tiny
 from windlass.errors import RunError, UserError
-from windlass.launch.check.bandwidth import nccl_log
-from windlass.model import published_base, read_base
+from windlass.launch.check.bandwidth import capture_nccl_log
+from windlass.model import find_published_base, read_base
 from windlass.observe.counters import Counters
 from windlass.plan.layout import Layout
 from windlass.train import group, parallel
@@ -107,7 +107,7 @@ def test_the_live_line_shows_the_highest_peak_and_not_the_last(monkeypatch: pyte
 def test_a_collective_that_hangs_raises_and_the_users_settings_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "TRACE")
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    with nccl_log("nccl") as log:
+    with capture_nccl_log("nccl") as log:
         assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
         assert os.environ["NCCL_DEBUG"] == "INFO"
         assert log() == ""
@@ -121,7 +121,7 @@ def test_quantised_base_needs_a_torch_that_shards_bytes(
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     monkeypatch.setattr(group, "get_world_size", lambda: 2)
-    base, layout = published_base("Llama-3.1-8B"), Layout("full-shard", "test", 1, 2, shard=2, base_dtype="fp8")
+    base, layout = find_published_base("Llama-3.1-8B"), Layout("full-shard", "test", 1, 2, shard=2, base_dtype="fp8")
     assert base is not None
     monkeypatch.setattr(transformers.LlamaForCausalLM, "prepare_distribute_model", None)
     with pytest.raises(UserError if refused else TypeError, match="FP8: 2.13 can" if refused else "NoneType"):
@@ -129,7 +129,7 @@ def test_quantised_base_needs_a_torch_that_shards_bytes(
 
 
 def test_a_model_that_is_built_takes_no_attention_of_cudnns(tmp_path: Any) -> None:
-    checkpoint = read_base(tiny.write(tmp_path / "tiny", experts=4, tokenizer=False))
+    checkpoint = read_base(tiny.write_model(tmp_path / "tiny", experts=4, tokenizer=False))
     torch.backends.cuda.enable_cudnn_sdp(True)
     parallel.build_model(checkpoint, Layout("resident", "test", 1, 1, shard=1), torch.bfloat16)
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ def test_the_table_has_sources_links_that_exist_and_every_usual_spelling() -> No
         assert (fabric.name, fabric.gb_per_second > 0) == (name, True)
     assert set(hardware.ALIASES.values()) <= set(hardware.GPUS)
     assert set(hardware.FABRIC_ALIASES.values()) <= set(hardware.FABRICS)
-    h200 = hardware.gpu("h200")
+    h200 = hardware.find_gpu("h200")
     assert h200.memory_gib == pytest.approx(140.4, abs=0.05)  # as the driver reports it, not as the box says
     assert h200.achieved_tflops == pytest.approx(692, rel=0.01)
     assert h200.memory_gb_per_second == pytest.approx(4080, rel=0.01)
@@ -40,50 +40,50 @@ def test_the_table_has_sources_links_that_exist_and_every_usual_spelling() -> No
         "AMD Instinct MI300X": "mi300x",
         "CPU": "cpu",
     }.items():
-        assert hardware.gpu(spelling).name == expected
-    assert hardware.fabric("InfiniBand 400").gb_per_second == 45
-    assert hardware.fabric("nvlink").name == "nvlink4"
+        assert hardware.find_gpu(spelling).name == expected
+    assert hardware.find_fabric("InfiniBand 400").gb_per_second == 45
+    assert hardware.find_fabric("nvlink").name == "nvlink4"
 
 
 def test_unknown_names_get_the_nearest_and_ask_for_figures() -> None:
     with pytest.raises(UserError) as caught:
-        hardware.gpu("h20", "run.yaml:3: cluster.gpu")
+        hardware.find_gpu("h20", "run.yaml:3: cluster.gpu")
     problem = caught.value.problems[0]
     assert problem.where == "run.yaml:3: cluster.gpu"
     assert all(word in problem.hint for word in ("h200", *hardware.FIGURES))
     with pytest.raises(UserError, match="infinband-400") as caught:
-        hardware.fabric("infinband-400", "run.yaml: cluster.network")
+        hardware.find_fabric("infinband-400", "run.yaml: cluster.network")
     assert "infiniband-400" in caught.value.problems[0].hint
 
 
 def test_given_figures_make_a_row() -> None:
-    row = hardware.gpu({"name": "x1", "memory_gib": 64, "bf16_tflops": 400, "memory_gb_per_second": 2000})
+    row = hardware.find_gpu({"name": "x1", "memory_gib": 64, "bf16_tflops": 400, "memory_gb_per_second": 2000})
     assert (row.name, row.memory_gib, row.bf16_tflops) == ("x1", 64.0, 400.0)
     assert (row.achieved_tflops, row.memory_gb_per_second) == (280, 1700)
 
 
 def test_this_machine_and_its_control_group(tmp_path: Path) -> None:
-    here = hardware.this_machine()
+    here = hardware.read_this_machine()
     assert here.cpus >= 1
     assert here.memory_gib > 0.1
     assert here.gpus or here.notes  # no GPU is never silent
     (tmp_path / "memory.max").write_text(f"{3 * 2**30}\n")
     (tmp_path / "cpu.max").write_text("100000 100000\n")
-    assert (hardware.memory_limit_gib(tmp_path), hardware.usable_cpus(tmp_path)) == (3, 1)
+    assert (hardware.read_memory_limit(tmp_path), hardware.count_usable_cpus(tmp_path)) == (3, 1)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert hardware.memory_limit_gib(tmp_path) is None
+    assert hardware.read_memory_limit(tmp_path) is None
 
-    assert "127.0.0.1" in hardware.interface_addresses("lo")
-    assert hardware.interface_addresses("nowhere0") == []
+    assert "127.0.0.1" in hardware.list_interface_addresses("lo")
+    assert hardware.list_interface_addresses("nowhere0") == []
     (tmp_path / "proc/net").mkdir(parents=True)
     lines = (
         "20010db8000000000000000000000001 02 40 00 80     eth7",
         "fe800000000000000000000000000001 02 40 20 80     eth7",  # link-local: reaches nobody beyond the cable
     )
     (tmp_path / "proc/net/if_inet6").write_text("\n".join(lines) + "\n")
-    assert hardware.interface_addresses("eth7", tmp_path) == ["2001:db8::1"]
+    assert hardware.list_interface_addresses("eth7", tmp_path) == ["2001:db8::1"]
 
 
 RECIPE = Path(__file__).parent.parent / "examples" / "mistral-small-4" / "train.yaml"
@@ -155,8 +155,8 @@ from pathlib import Path
 from windlass import hardware
 from windlass.launch.check.machine import check_gpus
 from windlass.launch.check.results import Context
-from windlass.plan import make
-from windlass.runfile import read
+from windlass.plan import make_plan
+from windlass.runfile import read_run_file
 root, answers = Path(sys.argv[1]).parent, []
 part = "{name: a part, memory_gib: 69.75, bf16_tflops: 400, memory_gb_per_second: 2000}"
 for case in json.loads(sys.argv[2]):
@@ -164,10 +164,11 @@ for case in json.loads(sys.argv[2]):
     found, nvml = hardware.read_gpus(), hardware.Nvml()
     load = {} if nvml.error else nvml.read_load(nvml.find("b", 0))
     gpu = case.get("PLANNED", part)
-    plan = make(read(Path(sys.argv[1]), ["cluster.nodes=1", "cluster.gpus_per_node=2", f"cluster.gpu={gpu}"]))
+    settings = ["cluster.nodes=1", "cluster.gpus_per_node=2", f"cluster.gpu={gpu}"]
+    plan = make_plan(read_run_file(Path(sys.argv[1]), settings))
     results = check_gpus(Context(plan.loaded, plan, {}, {}, root, alone=False), plan, found)
     checks = {result.name: f"{result.verdict}: {result.seen}" for result in results}
-    answers.append([dataclasses.asdict(found), load, hardware.this_gpu(), checks])
+    answers.append([dataclasses.asdict(found), load, hardware.read_gpu_name(), checks])
 print(json.dumps(answers))
 """
 STATS = """
@@ -246,7 +247,7 @@ def test_nvml_answers_are_understood(tmp_path: Path) -> None:
     assert (first_gpu, load["gpu_utilization"]) == ("NVIDIA H200 MIG 3g.71gb", None)
     assert checks["GPUs"] == "fail: 1 here, 2 planned"
     with pytest.raises(UserError, match="is a part of a GPU, which no table has") as caught:
-        hardware.gpu(first_gpu)
+        hardware.find_gpu(first_gpu)
     assert caught.value.problems[0].hint.startswith("give the part's figures: cluster.gpu: {name: …, memory_gib: …")
 
     done = subprocess.run(

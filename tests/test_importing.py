@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from windlass.errors import UserError
-from windlass.runfile import read
-from windlass.runfile.document import load
-from windlass.runfile.importing import import_file, run_file
-from windlass.runfile.names import IMPORTING, TOOLS, by_name
-from windlass.runfile.reference import keys
+from windlass.runfile import read_run_file
+from windlass.runfile.document import load_document
+from windlass.runfile.importing import import_file, render_run_file
+from windlass.runfile.names import IMPORTING, TOOLS, group_by_name
+from windlass.runfile.reference import list_keys
 
 AXOLOTL = """
 base_model: ./mistral
@@ -416,8 +416,8 @@ def test_a_configuration_becomes_a_run_file(case: str, tmp_path: Path) -> None:
     made = import_file(file)
     assert {problem.where.rpartition(": ")[2] for problem in made.problems} == set(refused)
     assert {key: made.settings.get(key, "absent") for key in expected} == expected
-    (tmp_path / "run.yaml").write_text(run_file(made))
-    run = read(tmp_path / "run.yaml").run.model_dump()
+    (tmp_path / "run.yaml").write_text(render_run_file(made))
+    run = read_run_file(tmp_path / "run.yaml").run.model_dump()
     for key, value in made.settings.items():  # what is written is what is read
         section, _, field = key.partition(".")
         if key not in ("lora.experts", "data.mix", "data.eval"):  # which defaults fill up
@@ -455,14 +455,14 @@ def test_llamafactorys_names_of_data_sets_are_looked_up(tmp_path: Path) -> None:
 
 
 def test_every_key_of_the_tables_is_known_once() -> None:
-    ours = set(keys())
+    ours = set(list_keys())
     for tool in TOOLS:
         table = IMPORTING[tool]
         named = [*table["keys"].values(), *table["defaults"], *table.get("values", {})]
         assert not set(named) - ours
-        kinds = [set(table["keys"]), set(by_name(table["no_effect"]))]
+        kinds = [set(table["keys"]), set(group_by_name(table["no_effect"]))]
         assert not kinds[0] & kinds[1]
-    common = [set(by_name(IMPORTING["common"][kind])) for kind in ("no_effect", "refused")]
+    common = [set(group_by_name(IMPORTING["common"][kind])) for kind in ("no_effect", "refused")]
     assert not common[0] & common[1]
 
 
@@ -516,13 +516,13 @@ def test_a_value_of_another_kind_is_refused_or_taken_and_never_a_traceback(text:
     file.write_text(text)
     tool = import_file(file).tool
     extra = ("special_tokens", "test_datasets", "chat_template_kwargs", "cosine_min_lr_ratio", "evals_per_epoch")
-    for key in (*load(file).value, *extra):
+    for key in (*load_document(file).value, *extra):
         for value in ODD:
             file.write_text("\n".join(line for line in text.splitlines() if line.partition(":")[0] != key))
             with file.open("a") as more:
                 more.write(f"\n{key}: {json.dumps(value)}\n")
             with contextlib.suppress(UserError):
-                run_file(import_file(file, tool))
+                render_run_file(import_file(file, tool))
 
 
 def test_a_wrong_kind_and_an_open_quote_are_named(tmp_path: Path) -> None:
@@ -547,9 +547,9 @@ def test_keys_with_one_counterpart_agree_or_are_named_with_both(tmp_path: Path) 
     path.write_text(
         "\n".join([*lines, "bf16: true", "bfloat16: false", "sdp_attention: true", "flash_attention: true"])
     )
-    assert "Next step: windlass plan" in run_file(made)
+    assert "Next step: windlass plan" in render_run_file(made)
     made = import_file(path, "axolotl")
-    assert run_file(made).startswith("# INCOMPLETE")
+    assert render_run_file(made).startswith("# INCOMPLETE")
     (first, second) = made.problems
     assert first.where == f"{path}:10: bfloat16"
     assert first.problem == "makes train.bf16 false, and bf16 makes it true"

@@ -26,7 +26,7 @@ from windlass import demo, run_folder
 from windlass.errors import RunError, UserError
 from windlass.launch import kubectl, local
 from windlass.launch import submit as submitting
-from windlass.launch.job import job_of
+from windlass.launch.job import build_job
 from windlass.launch.submit import open_record, render
 from windlass.runfile import machines
 
@@ -100,7 +100,7 @@ def test_every_key_has_an_effect_or_is_reported(to: str) -> None:
 
 def test_what_has_no_effect_there_is_reported() -> None:
     def notes(to: str, *overrides: str) -> str:
-        return "\n".join(submitting.review(job_of(example("train", overrides)[0]), to))
+        return "\n".join(submitting.review(build_job(example("train", overrides)[0]), to))
 
     printed = notes("runai", *FULL, "cluster.priority_class=high", "cluster.gpu_resource=nvidia.com/mig-7g.141gb")
     for key in ("queue", "node_selector", "deadline_seconds", "service_account", "gpu_resource"):
@@ -149,20 +149,20 @@ def test_what_has_no_effect_there_is_reported() -> None:
 def test_time_to_save_follows_from_the_plan_then_from_what_saving_took(here: Path) -> None:
     overrides = volume(here)
     plan = plan_of(EXAMPLES / "train.yaml", overrides)
-    before = job_of(plan)
+    before = build_job(plan)
     assert before.grace_seconds >= plan.cost.step_seconds_serial + 60
     assert "estimated" in before.grace_reason
     (here / "run").mkdir()
     for step, seconds, ok in ((10, 95.0, True), (20, 402.5, True), (30, 4000.0, False), (40, 90.0, True)):
         run_folder.log_event(here / "run", "save", step, seconds=seconds, ok=ok)
     run_folder.log_event(here / "run", "eval", 40, seconds=9000.0)
-    after = job_of(plan).grace_seconds
+    after = build_job(plan).grace_seconds
     assert 9000 > after > max(before.grace_seconds, 2 * 402.5)
     for to in ("script", "runai", "kubernetes"):
         text = "\n".join(render(plan, to, overrides=overrides).values())
         assert "the slowest save in this run folder, 402.5 s" in text, to
         assert str(after) in text
-    job = job_of(example("train", FULL)[0])
+    job = build_job(example("train", FULL)[0])
     assert (job.grace_seconds, job.grace_reason) == (300, "set by cluster.grace_seconds")
 
 
@@ -328,7 +328,7 @@ def test_what_the_cluster_lacks_or_refuses_is_found_before_anything_is_created(
     with pytest.raises(UserError, match="kubectl can't be run"):
         kubectl.KubernetesJob("run", "job", None).logs()
     program(cluster.folder / "empty", "oc", "exit 0")
-    assert kubectl.find() == "oc", "OpenShift's own"
+    assert kubectl.find_client() == "oc", "OpenShift's own"
 
 
 def test_what_a_pod_would_be_refused_for_is_found_before_anything_is_created(
@@ -541,7 +541,7 @@ def test_the_engine_is_the_first_that_serves_the_run(cluster: Cluster) -> None:
         cluster.answer(KINDS=kinds, DENIED=denied or "nobody", RUNTIME=shipped)
         cluster.printed.clear()
         section = plan_of(EXAMPLES / "train.yaml", volume(cluster.folder)).loaded.run.cluster
-        assert kubectl.installed_engine(section, cluster.printed.append) == engine, (kinds, denied, shipped)
+        assert kubectl.find_engine(section, cluster.printed.append) == engine, (kinds, denied, shipped)
         assert why in "\n".join(cluster.printed)
         assert bool(why) == bool(cluster.printed), cluster.printed
     cluster.answer(KINDS=every, DENIED="nobody", RUNTIME=STOCK)
@@ -674,7 +674,12 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 def recorded(folder: Path, process: subprocess.Popen[bytes], state: str = "running", **other: Any) -> Path:
     """A run folder as `submit --to local` and training leave it."""
     folder.mkdir(exist_ok=True)
-    facts = {**local.this_process(), "platform": "local", "pid": process.pid, "began": local.start_time(process.pid)}
+    facts = {
+        **local.describe_process(),
+        "platform": "local",
+        "pid": process.pid,
+        "began": local.read_start_time(process.pid),
+    }
     (folder / "submitted.json").write_text(json.dumps({**facts, **other}))
     if state:
         (folder / "manifest.json").write_text(json.dumps({"state": state}))

@@ -18,7 +18,7 @@ from launch_jobs import EVERY, EXAMPLES, FULL, SITE, client_model, compared, exa
 from windlass import run_folder
 from windlass.errors import UserError
 from windlass.launch import kubernetes, pod, runai
-from windlass.launch.job import Variable, job_of
+from windlass.launch.job import Variable, build_job
 from windlass.launch.submit import render
 from windlass.runfile.machines import Volume
 
@@ -33,7 +33,7 @@ ENGINES = ("job", "jobset", "pytorchjob", "trainer")
 
 def manifests(engine: str, site: tuple[str, ...] = FULL) -> list[dict[str, Any]]:
     plan, overrides, _ = example("train", site)
-    return list(yaml.safe_load_all(kubernetes.job_yaml(job_of(plan, overrides=overrides), engine)))
+    return list(yaml.safe_load_all(kubernetes.render_job_yaml(build_job(plan, overrides=overrides), engine)))
 
 
 def every(engine: str) -> tuple[str, ...]:
@@ -232,10 +232,10 @@ def test_exit_codes_and_restarts() -> None:
         assert sum(one["replicas"] for one in spec["pytorchReplicaSpecs"].values()) == 3
         limit = 3 * restarts + 1 if restarts else 0
         assert spec["runPolicy"]["backoffLimit"] == limit
-        job = job_of(example("train", (*SITE, f"cluster.max_restarts={restarts}"))[0])
-        words = runai.command(job)
+        job = build_job(example("train", (*SITE, f"cluster.max_restarts={restarts}"))[0])
+        words = runai.submit_command(job)
         assert words[words.index("--backoff-limit") + 1] == str(limit)
-        assert runai.payload(job)["spec"]["backoffLimit"] == limit
+        assert runai.make_payload(job)["spec"]["backoffLimit"] == limit
 
 
 def test_openshift_admits_it_unless_the_run_file_sets_more() -> None:
@@ -335,15 +335,15 @@ def test_other_files_are_another_config_map(tmp_path: Any) -> None:
     """The first save changes the time to save: an immutable ConfigMap would refuse it."""
 
     def name(*overrides: str) -> str:
-        text = kubernetes.job_yaml(job_of(plan, overrides=overrides), "job")
+        text = kubernetes.render_job_yaml(build_job(plan, overrides=overrides), "job")
         return str(next(yaml.safe_load_all(text))["metadata"]["name"])
 
     plan = plan_of(EXAMPLES / "train.yaml", (*SITE, f"train.output_dir={tmp_path}"))
-    before, fingerprint = name(), job_of(plan).fingerprint
+    before, fingerprint = name(), build_job(plan).fingerprint
     assert len({before, name("lora.r=8"), name("lora.r=4")}) == 3
     run_folder.log_event(tmp_path, "save", 10, seconds=95.0, ok=True)
     assert before != name() == name()
-    assert fingerprint == job_of(plan).fingerprint, "nodes of both may join"
+    assert fingerprint == build_job(plan).fingerprint, "nodes of both may join"
 
 
 _TEXT = st.one_of(st.text(max_size=30), st.sampled_from(["no", "1e3", "~", "a\n b\n\n", "\n\n", "\x85", "a: b # c"]))
@@ -354,7 +354,7 @@ _TEXT = st.one_of(st.text(max_size=30), st.sampled_from(["no", "1e3", "~", "a\n 
 @given(_TEXT, st.text("$()aX ", max_size=12))
 def test_user_text_survives_rendering(engine: str, text: str, odd: str) -> None:
     plan, overrides, _ = example("train", FULL)
-    job = job_of(plan, overrides=overrides)
+    job = build_job(plan, overrides=overrides)
     section = job.cluster.model_copy(
         update={
             "annotations": {"no": text},
@@ -367,7 +367,7 @@ def test_user_text_survives_rendering(engine: str, text: str, odd: str) -> None:
     )
     variables = (Variable("A", text, text), Variable("ODD", odd, odd))
     job = replace(job, name="true", cluster=section, environment=variables, files={"run.yaml": text + "\n"})
-    documents = list(yaml.safe_load_all(kubernetes.job_yaml(job, engine)))
+    documents = list(yaml.safe_load_all(kubernetes.render_job_yaml(job, engine)))
     assert documents[0]["data"]["run.yaml"] == text + "\n"
     assert documents[0]["metadata"]["namespace"] == "1e3"
     workload = documents[-1]["spec"]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from windlass.errors import UserError
-from windlass.launch.rendezvous import LEAVING, LOST, READY, Node, Rendezvous, RendezvousError, this_node
+from windlass.launch.rendezvous import LEAVING, LOST, READY, Node, Rendezvous, RendezvousError, read_node
 
 
 def free_port() -> int:
@@ -302,7 +302,7 @@ PET = {"PET_NNODES": "3", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "p", "PET_MAS
 )
 def test_node_number_from_each_platforms_variables(environ: dict[str, str], expected: Node | None) -> None:
     if expected:
-        assert this_node(environ) == expected
+        assert read_node(environ) == expected
         return
     with pytest.raises(UserError):
-        this_node(environ)
+        read_node(environ)

@@ -16,7 +16,7 @@ from launch_jobs import EVERY, EXAMPLES, FULL, SITE, calls, client_model, enviro
 from windlass.errors import RunError, UserError
 from windlass.launch import runai
 from windlass.launch import submit as submitting
-from windlass.launch.job import job_of
+from windlass.launch.job import build_job
 from windlass.launch.submit import render
 
 DISTRIBUTED = "runai.models.distributed_creation_request.DistributedCreationRequest"
@@ -32,16 +32,16 @@ def read_back(model: str, body: dict[str, Any]) -> list[str]:
 
 def test_the_rest_body_is_what_runais_own_models_take() -> None:
     for site in (SITE, FULL):
-        body = runai.payload(job_of(example("train", site)[0]))
+        body = runai.make_payload(build_job(example("train", site)[0]))
         assert read_back(DISTRIBUTED, body) == []
     body["spec"]["gpuDevices"] = 1
     assert read_back(DISTRIBUTED, body) == [".spec.gpuDevices: 1 -> None"], "it would be noticed"
-    job = job_of(example("two-gpus", (*SITE, "cluster.nodes=1", "cluster.gpus_per_node=2"))[0])
-    words = runai.command(job)
+    job = build_job(example("two-gpus", (*SITE, "cluster.nodes=1", "cluster.gpus_per_node=2"))[0])
+    words = runai.submit_command(job)
     assert words[:4] == ["runai", "training", "standard", "submit"]
     assert not {"--workers", "--clean-pod-policy"} & set(words)
     assert not any(word.startswith("--master-") for word in words)
-    body = runai.payload(job)
+    body = runai.make_payload(job)
     assert "numWorkers" not in body["spec"]
     assert read_back(TRAINING, body) == []
 
@@ -56,9 +56,9 @@ def test_every_option_is_on_the_command_line_and_in_the_body(tmp_path: Path) -> 
     site = (*(word for word in EVERY if word.partition("=")[0].partition(".")[2] not in runai.REFUSED), *more)
     plan, overrides, _ = example("train", site)
     submit_sh = render(plan, "runai", overrides=overrides)["submit.sh"]
-    job = job_of(plan, overrides=overrides)
-    assert read_back(DISTRIBUTED, runai.payload(job)) == []
-    words = runai.command(job)
+    job = build_job(plan, overrides=overrides)
+    assert read_back(DISTRIBUTED, runai.make_payload(job)) == []
+    words = runai.submit_command(job)
     for option, value in (
         ("--label", "cost-center=a1"),
         ("--annotation", "site/contact=ml@site, room 1"),
@@ -93,7 +93,7 @@ def test_the_script_runs_the_very_command(tmp_path: Path) -> None:
     program(fakes, "runai", f'echo "$MSYS_NO_PATHCONV $MSYS2_ARG_CONV_EXCL" >{tmp_path}/msys')
     script.write_text(render(plan, "runai", overrides=overrides)["submit.sh"])
     subprocess.run(["bash", script], env=environ(fakes), check=True, timeout=200)
-    words = runai.command(job_of(plan, overrides=overrides))
+    words = runai.submit_command(build_job(plan, overrides=overrides))
     assert calls(fakes, "runai") == words[1:]
     assert f"odd={odd}" in words
     assert (tmp_path / "msys").read_text() == "1 *\n", "Git Bash leaves paths alone"

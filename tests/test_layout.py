@@ -14,9 +14,9 @@ from windlass import runfile
 from windlass.errors import UserError
 from windlass.model.family import Family
 from windlass.plan.accelerate import read_accelerate
-from windlass.plan.choose import Contender, candidates, choose, named
+from windlass.plan.choose import Candidate, choose_layout, list_layouts, list_named_layouts
 from windlass.plan.cost import Batch, Cost
-from windlass.plan.layout import LAYOUTS, Layout, LayoutRequest, divisors, read_request, resolve
+from windlass.plan.layout import LAYOUTS, Layout, LayoutRequest, list_divisors, read_request, resolve_layout
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
 FSDP = "distributed_type: FSDP\n"
@@ -34,7 +34,7 @@ def request(
         accelerate = folder / "fsdp.yaml"
     file = read_accelerate(accelerate) if isinstance(accelerate, Path) else None
     common = ("train.eval_strategy=no", "cluster.network=infiniband-400")
-    return read_request(runfile.read(path, [*common, *overrides]), family, file, **more)
+    return read_request(runfile.read_run_file(path, [*common, *overrides]), family, file, **more)
 
 
 def problems(folder: Path, *overrides: str, accelerate: str = "") -> list[str]:
@@ -49,11 +49,11 @@ def problems(folder: Path, *overrides: str, accelerate: str = "") -> list[str]:
 
 def test_published_files_and_none(tmp_path: Path) -> None:
     assert request(tmp_path) == LayoutRequest("auto", "", 1, 1)
-    layout = resolve(request(tmp_path, accelerate=EXAMPLES / "fsdp.yaml", family=MISTRAL4), 128)
+    layout = resolve_layout(request(tmp_path, accelerate=EXAMPLES / "fsdp.yaml", family=MISTRAL4), 128)
     assert (layout.name, layout.nodes, layout.gpus_per_node, layout.shard) == ("full-shard", 3, 1, 3)
     assert layout.offload
     assert layout.reason.endswith("fsdp.yaml:27: fsdp_config.fsdp_reshard_after_forward")
-    two = resolve(request(tmp_path, accelerate=EXAMPLES / "config/fsdp_2xH200.yaml"), 128)
+    two = resolve_layout(request(tmp_path, accelerate=EXAMPLES / "config/fsdp_2xH200.yaml"), 128)
     assert (two.name, two.nodes, two.shard, two.offload) == ("full-shard", 2, 2, False)
     ddp = request(tmp_path, accelerate="distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\n")
     assert (ddp.name, ddp.nodes, ddp.gpus_per_node) == ("auto", 2, 2)
@@ -72,7 +72,7 @@ def test_published_files_and_none(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_file_sets_is_one_of_the_layouts(text: str, expected: tuple[str, bool], tmp_path: Path) -> None:
-    layout = resolve(request(tmp_path, accelerate=FSDP + "num_machines: 2\nnum_processes: 8\n" + text), 128)
+    layout = resolve_layout(request(tmp_path, accelerate=FSDP + "num_machines: 2\nnum_processes: 8\n" + text), 128)
     assert (layout.name, layout.reshard_after_forward) == expected
     assert (layout.shard, layout.replicate) == {"hybrid": (4, 2), "resident": (1, 8)}.get(layout.name, (8, 1))
 
@@ -98,7 +98,7 @@ def test_keys_of_layout_imply_the_layout_that_has_them(key: str, name: str, tmp_
     assert found.name == name
     if name != "auto":
         assert found.where == f"--override {key}"
-        assert resolve(found, 128).name == name
+        assert resolve_layout(found, 128).name == name
 
 
 NODES, SIZES = "cluster.nodes=2", ("cluster.nodes=2", "cluster.gpus_per_node=4")
@@ -160,7 +160,7 @@ def test_a_default_is_no_disagreement_and_experts_may_be_split_under_an_fsdp_fil
     found = request(tmp_path, accelerate=text + "fsdp_config:\n  activation_checkpointing: true\n")
     assert (found.nodes, found.gpus_per_node, found.precision, found.activation_checkpointing) == (3, 2, "no", True)
     keys = (NODES, "train.bf16=true", "layout.name=expert-parallel")
-    layout = resolve(request(tmp_path, *keys, accelerate=EXAMPLES / "config/fsdp_2xH200.yaml"), 128)
+    layout = resolve_layout(request(tmp_path, *keys, accelerate=EXAMPLES / "config/fsdp_2xH200.yaml"), 128)
     assert (layout.name, layout.shard, layout.expert_parallel) == ("expert-parallel", 2, 2)
     assert layout.reason == "set by --override layout.name=expert-parallel"
     assert request(tmp_path, "train.bf16=false").precision == "no"
@@ -216,7 +216,7 @@ def test_sizes_are_derived() -> None:
         (want("resident", 3, 1), (1, 3, 1)),
         (want("full-shard", 1, 1), (1, 1, 1)),
     ):
-        layout = resolve(wanted, 128)
+        layout = resolve_layout(wanted, 128)
         assert (layout.shard, layout.replicate, layout.expert_parallel) == sizes
 
 
@@ -244,10 +244,10 @@ IMPOSSIBLE: dict[str, tuple[LayoutRequest, int]] = {
 def test_a_layout_that_is_impossible_says_why() -> None:
     for message, (wanted, experts) in IMPOSSIBLE.items():
         with pytest.raises(UserError, match=message) as caught:
-            resolve(wanted, experts)
+            resolve_layout(wanted, experts)
         assert all(problem.where == "run.yaml:9: layout" and problem.hint for problem in caught.value.problems)
     with pytest.raises(UserError) as caught:
-        resolve(want("expert-parallel", 4, 3), 128)
+        resolve_layout(want("expert-parallel", 4, 3), 128)
     assert caught.value.problems[0].hint == "expert_parallel may be 2, 4"
 
 
@@ -255,13 +255,13 @@ def test_a_layout_that_is_impossible_says_why() -> None:
 
 
 def titles(nodes: int, gpus: int, experts: int, kept: str = "") -> list[str]:
-    return [name for name, row in candidates(want("auto", nodes, gpus), experts, kept)[0] if row.nodes == nodes]
+    return [name for name, row in list_layouts(want("auto", nodes, gpus), experts, kept)[0] if row.nodes == nodes]
 
 
 def test_the_layouts_of_three_single_gpu_nodes_and_of_two_with_eight() -> None:
     plain = ["full-shard", "full-shard, parameters offloaded", "no-reshard"]
     assert titles(3, 1, 128, kept="fp8") == [*plain, "resident", "full-shard, FP8", "no-reshard, FP8", "resident, FP8"]
-    assert candidates(want("auto", 3, 1), 128, kept="fp8")[1] == {
+    assert list_layouts(want("auto", 3, 1), 128, kept="fp8")[1] == {
         "hybrid": "one GPU per node: there is nothing to shard over inside a node, it would be resident",
         "expert-parallel 3": "128 experts do not split evenly over 3 ranks, and the engine refuses uneven splits",
     }
@@ -269,12 +269,12 @@ def test_the_layouts_of_three_single_gpu_nodes_and_of_two_with_eight() -> None:
     either = ["hybrid", *experts, "expert-parallel 8, replicated across nodes"]
     once = [title for name in either for title in (name, f"{name}, gathered once")]
     assert titles(2, 8, 128) == [*plain, *once, "resident"]
-    for name, layout in candidates(want("auto", 2, 8), 128)[0]:
+    for name, layout in list_layouts(want("auto", 2, 8), 128)[0]:
         kept = layout.name in ("no-reshard", "resident") or "gathered once" in name
         assert layout.reshard_after_forward != kept, name
-    assert candidates(want("auto", 2, 1), 0)[1]["expert-parallel"] == "the model has no routed experts to split"
+    assert list_layouts(want("auto", 2, 1), 0)[1]["expert-parallel"] == "the model has no routed experts to split"
     assert titles(1, 1, 128) == ["one GPU"]
-    assert {layout.nodes for _, layout in candidates(want("auto", 3, 1), 128)[0]} == {1, 2, 3, 4, 5, 6}
+    assert {layout.nodes for _, layout in list_layouts(want("auto", 3, 1), 128)[0]} == {1, 2, 3, 4, 5, 6}
 
 
 KEYS: dict[str, tuple[Any, ...]] = {
@@ -289,32 +289,37 @@ KEYS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_no_layout_contradicts_the_runs_keys(gpus: int) -> None:
-    free, _ = candidates(want("auto", 2, gpus), 128, kept="fp8")
+    free, _ = list_layouts(want("auto", 2, gpus), 128, kept="fp8")
     for key, values in KEYS.items():
         for value in values:
-            rows, _ = candidates(want("auto", 2, gpus, **{key: value}), 128, kept="fp8")
+            rows, _ = list_layouts(want("auto", 2, gpus, **{key: value}), 128, kept="fp8")
             assert {getattr(layout, key) for _, layout in rows} <= {value}
             assert len(rows) < len(free)
 
 
 def test_the_keys_of_a_named_layout_are_about_that_one_alone() -> None:
-    rows, _ = candidates(want("full-shard", 2, 8, shard=16, offload=False), 128)
+    rows, _ = list_layouts(want("full-shard", 2, 8, shard=16, offload=False), 128)
     assert {layout.name for _, layout in rows} == set(LAYOUTS)
     assert not [layout for _, layout in rows if layout.offload]
     wanted = want("full-shard", 2, 1, activation_checkpointing=True, precision="no", offload=True)
-    for name, layout in candidates(wanted, 128)[0]:
+    for name, layout in list_layouts(wanted, 128)[0]:
         assert (layout.activation_checkpointing, layout.precision) == (True, "no")
         assert layout.offload == ("offloaded" in name)
-    assert [name for name, _ in named(want("no-reshard", 2, 1), 128, kept="fp8")] == ["no-reshard", "no-reshard, FP8"]
-    assert [name for name, _ in named(want("full-shard", 2, 1, offload=True), 128, kept="fp8")] == ["full-shard"]
-    assert [name for name, _ in named(want("full-shard", 2, 1), 128, kept="")] == ["full-shard"]
-    (only,) = named(want("hybrid", 2, 8, base_dtype="fp8"), 128, kept="fp8")
+    assert [name for name, _ in list_named_layouts(want("no-reshard", 2, 1), 128, kept="fp8")] == [
+        "no-reshard",
+        "no-reshard, FP8",
+    ]
+    assert [name for name, _ in list_named_layouts(want("full-shard", 2, 1, offload=True), 128, kept="fp8")] == [
+        "full-shard"
+    ]
+    assert [name for name, _ in list_named_layouts(want("full-shard", 2, 1), 128, kept="")] == ["full-shard"]
+    (only,) = list_named_layouts(want("hybrid", 2, 8, base_dtype="fp8"), 128, kept="fp8")
     assert only[1].base_dtype == "fp8"
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([0, 4, 8, 60, 128]), st.sampled_from(["", "fp8"]))
 def test_every_row_is_possible(nodes: int, gpus: int, experts: int, kept: str) -> None:
-    rows, impossible = candidates(want("auto", nodes, gpus), experts, kept)
+    rows, impossible = list_layouts(want("auto", nodes, gpus), experts, kept)
     assert len({name for name, _ in rows}) == len(rows)
     assert all(impossible.values())
     for _, layout in rows:
@@ -325,7 +330,7 @@ def test_every_row_is_possible(nodes: int, gpus: int, experts: int, kept: str) -
 
 @pytest.mark.parametrize("number", [1, 2, 17, 360, 735_134_400, 10**18])
 def test_divisors(number: int) -> None:
-    found = divisors(number)
+    found = list_divisors(number)
     assert found == sorted(found)
     assert (found[0], found[-1]) == (1, number)
     assert not [each for each in found if number % each]
@@ -335,19 +340,19 @@ def test_divisors(number: int) -> None:
 
 # --- the choice ------------------
 
-FOUR = dict(candidates(want("auto", 2, 2), 128, kept="fp8")[0])
+FOUR = dict(list_layouts(want("auto", 2, 2), 128, kept="fp8")[0])
 
 
-def priced(name: str, fits: bool, gib: float, seconds: float, serial: float | None = None, why: str = "") -> Contender:
+def priced(name: str, fits: bool, gib: float, seconds: float, serial: float | None = None, why: str = "") -> Candidate:
     """A layout on two nodes of two with figures as the cost model would give them."""
     figures: dict[str, Any] = dict.fromkeys(Cost.__dataclass_fields__, 0.0)
     figures |= {"rows": (), "flows": (), "fits": fits, "has_headroom": fits, "gpu_gib": gib, "batch": Batch(1, 1, 1)}
     figures |= {"step_seconds": seconds, "step_seconds_serial": serial or seconds, "tokens_per_second": 1 / seconds}
-    return Contender(name, FOUR[name], Cost(**figures), (), FOUR[name].nodes == 2, why)
+    return Candidate(name, FOUR[name], Cost(**figures), (), FOUR[name].nodes == 2, why)
 
 
 def chosen(*rows: tuple[Any, ...]) -> Layout:
-    best = choose([priced(*row) for row in rows])
+    best = choose_layout([priced(*row) for row in rows])
     assert best
     return best.layout
 
@@ -376,5 +381,5 @@ def test_the_fastest_that_fits_is_chosen_and_the_reason_says_so() -> None:
     layout = chosen(("full-shard", False, 300, 20.0), resident)
     assert layout.name == "full-shard"
     assert layout.reason == "chosen: none of 2 layouts fits, and this one needs least, 300 GiB per GPU"
-    assert choose([]) is None
-    assert choose([priced("resident, on 1 node", True, 1.0, 1.0)]) is None
+    assert choose_layout([]) is None
+    assert choose_layout([priced("resident, on 1 node", True, 1.0, 1.0)]) is None

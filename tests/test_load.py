@@ -47,16 +47,18 @@ STACK = "model.layers.0.mlp.experts.down_proj"
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
     for name, options in load_ranks.CHECKPOINTS.items():
-        tiny.write(directory / name, tokenizer=False, **options)
+        tiny.write_model(directory / name, tokenizer=False, **options)
         load_ranks.dequantise(directory / name, directory / f"{name}-true", load_ranks.DTYPE.get(name, torch.bfloat16))
     for name, kind in load_ranks.IN_FOUR_BITS:
         load_ranks.write_decoded(directory / name, directory / f"{name}-{kind}", kind)
-    tiny.write(directory / "bnb", "mixtral", quantization="nf4", moe_intermediate=64, intermediate=64, tokenizer=False)
+    tiny.write_model(
+        directory / "bnb", "mixtral", quantization="nf4", moe_intermediate=64, intermediate=64, tokenizer=False
+    )
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     tiny.write_family(directory / "oss", "gpt_oss", config=sizes, layers=2, quantized={"quant_method": "mxfp4"})
     for name, kind in load_ranks.PUBLISHED:
         load_ranks.write_unpacked(directory / name, directory / f"{name}-{kind}", kind)
-    tiny.write(directory / "large", tokenizer=False, **load_ranks.LARGE)
+    tiny.write_model(directory / "large", tokenizer=False, **load_ranks.LARGE)
     return directory
 
 

@@ -36,9 +36,9 @@ from windlass.hardware import read_gpus
 from windlass.meter import LLMStepProfiler, nvml_gpu_stats, print_hw_summary
 from windlass.model.family import FAMILIES
 from windlass.observe import steps
-from windlass.observe.counters import Counters, rss_gib
-from windlass.observe.flops import count
-from windlass.observe.recorder import ExpertBalance, Recorder, mean_loss, token_counts
+from windlass.observe.counters import Counters, read_rss_gib
+from windlass.observe.flops import count_flops
+from windlass.observe.recorder import ExpertBalance, Recorder, count_tokens_in, mean_loss
 
 # PEFT and TRL still use names that transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
@@ -193,7 +193,7 @@ def test_recording_is_cheap_and_needs_no_more_memory_with_more_steps(tmp_path: P
         record_step(recorder, step, loss=1.0)
         if step in (1000, 2000):
             gc.collect()
-            used.append((tracemalloc.get_traced_memory()[0], rss_gib()))
+            used.append((tracemalloc.get_traced_memory()[0], read_rss_gib()))
     tracemalloc.stop()
     recorder.close()
     assert used[1][0] - used[0][0] < 50_000
@@ -206,7 +206,7 @@ def test_recording_is_cheap_and_needs_no_more_memory_with_more_steps(tmp_path: P
 
 def test_tokens_of_batches_without_masks_or_labels() -> None:
     def counted(**batch: torch.Tensor) -> list[float] | None:
-        counts = token_counts(batch)
+        counts = count_tokens_in(batch)
         return None if counts is None else counts.tolist()
 
     assert counted(input_ids=torch.zeros(1, 10, dtype=torch.int64)) == [10, 0, 10]
@@ -225,7 +225,7 @@ def test_tokens_of_batches_without_masks_or_labels() -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral4", "mixtral"])
 def test_flops_are_what_torch_counts(family: str, tmp_path: Path) -> None:
     model = getattr(transformers, FAMILIES[family].causal_lm).from_pretrained(
-        tiny.write(tmp_path, family, wrapper=False, quantization="none", dtype="float32", tokenizer=False),
+        tiny.write_model(tmp_path, family, wrapper=False, quantization="none", dtype="float32", tokenizer=False),
         attn_implementation="eager",
         experts_implementation="eager",
     )
@@ -236,7 +236,7 @@ def test_flops_are_what_torch_counts(family: str, tmp_path: Path) -> None:
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
     # Eager attention computes the full square, of which the count takes the causal half.
-    expected = count(model, recomputes=False).model(2 * length) * ids.numel()
+    expected = count_flops(model, recomputes=False).model(2 * length) * ids.numel()
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.03)
 
 
@@ -260,7 +260,7 @@ def test_flops_of_a_rank_with_a_part_of_the_experts_are_the_same() -> None:
         model.mlp = layer
         return model
 
-    assert count(mixture(4), recomputes=False).weights == count(mixture(2), recomputes=False).weights > 0
+    assert count_flops(mixture(4), recomputes=False).weights == count_flops(mixture(2), recomputes=False).weights > 0
 
 
 def test_expert_balance_of_planted_routers() -> None:
@@ -321,7 +321,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write(tmp_path_factory.mktemp("model"), wrapper=False, quantization="none", dtype="float32")
+    return tiny.write_model(tmp_path_factory.mktemp("model"), wrapper=False, quantization="none", dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from windlass import tiny
 from windlass.errors import UserError
-from windlass.model import PARTS, Piece, find_base, published_base, read_base
-from windlass.model.base import published_configs
+from windlass.model import PARTS, Piece, find_base, find_published_base, read_base
+from windlass.model.base import read_published_configs
 from windlass.model.config import describe
 from windlass.model.family import FAMILIES, WRAPPERS
 
@@ -102,8 +102,8 @@ TOTALS = {
 
 def test_published_models_have_their_published_size() -> None:
     checked: dict[int, dict[str, tuple[int, ...]]] = {}  # several names share a config
-    for name, config in published_configs().items():
-        known = published_base(name.lower())
+    for name, config in read_published_configs().items():
+        known = find_published_base(name.lower())
         assert known is not None
         assert (known.name, known.path) == (name, None)
         assert known.total == TOTALS.get(name, known.total)
@@ -111,11 +111,11 @@ def test_published_models_have_their_published_size() -> None:
             theirs = transformers.CONFIG_MAPPING[known.family.model_type].from_dict(dict(known.config))
             checked[id(config)] = shapes(theirs, known.family.causal_lm)
         assert {p.name: p.shape for p in known.parameters if not p.buffer} == checked[id(config)]
-    assert published_base("Mistral-Small-5") is None
+    assert find_published_base("Mistral-Small-5") is None
 
 
 def test_mistral_small_4_is_the_default_of_transformers() -> None:
-    known = published_base("Mistral-Small-4-119B-2603")
+    known = find_published_base("Mistral-Small-4-119B-2603")
     assert known is not None
     assert known.wrapper is not None
     assert known.wrapper.architecture == "Mistral3ForConditionalGeneration"
@@ -153,7 +153,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("layouts")
-    return {name: tiny.write(root / name, tokenizer=False, **how) for name, how in LAYOUTS.items()}
+    return {name: tiny.write_model(root / name, tokenizer=False, **how) for name, how in LAYOUTS.items()}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -210,7 +210,9 @@ def test_wrapper_scales_and_names(folders: dict[str, Path], tmp_path: Path) -> N
     assert experts.pieces[0].scale.shape == (8, 1, 1)
     assert "mlp" in {parameter.part for parameter in read_base(folders["dense-first"]).parameters}
     # Some dense layers, which the row of this family does not know: transformers is asked.
-    dense = read_base(tiny.write(tmp_path / "dense", "qwen3_moe", config={"mlp_only_layers": [0]}, tokenizer=False))
+    dense = read_base(
+        tiny.write_model(tmp_path / "dense", "qwen3_moe", config={"mlp_only_layers": [0]}, tokenizer=False)
+    )
     assert [{p.part for p in dense.parameters if f".{i}.mlp." in p.name} for i in (0, 1)] == [
         {"mlp"}, {"experts", "router"},
     ]  # fmt: skip
@@ -263,7 +265,7 @@ def test_newer_spellings_and_fused_experts_are_read_too(folders: dict[str, Path]
 
 
 def test_tied_heads(folders: dict[str, Path], tmp_path: Path) -> None:
-    stored_too = tiny.write(tmp_path / "stored", "llama", tied=True, tokenizer=False)
+    stored_too = tiny.write_model(tmp_path / "stored", "llama", tied=True, tokenizer=False)
     stored = load_file(stored_too / "model.safetensors")
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     save_file(stored, stored_too / "model.safetensors")

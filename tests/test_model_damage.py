@@ -35,9 +35,9 @@ Damage = Callable[[Path], Any]
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("originals")
     return {
-        "single": tiny.write(root / "single", tokenizer=False),
-        "sharded": tiny.write(root / "sharded", tokenizer=False, files=3),
-        "mixtral": tiny.write(root / "mixtral", "mixtral", tokenizer=False),
+        "single": tiny.write_model(root / "single", tokenizer=False),
+        "sharded": tiny.write_model(root / "sharded", tokenizer=False, files=3),
+        "mixtral": tiny.write_model(root / "mixtral", "mixtral", tokenizer=False),
     }
 
 

@@ -167,14 +167,16 @@ def test_planted_faults_are_detected(planted: Any, seen: str, tmp_path: Path, mo
 
 
 def steps_of(family: str, layout: str, dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    tiny.write(folder / "model", family, layers=2, wrapper=False, quantization="tensor" if dtype == "fp8" else "none")
+    tiny.write_model(
+        folder / "model", family, layers=2, wrapper=False, quantization="tensor" if dtype == "fp8" else "none"
+    )
     (folder / "rows.jsonl").write_text('{"text": "anchor bark cable deck eddy fathom galley"}\n' * 64)
     nodes = 2 if layout == "hybrid" else 1
     given = {"folder": folder, "layout": layout, "dtype": dtype, "nodes": nodes, "steps": STEPS}
     given |= {"experts": ", experts: {r: 4}" if "experts" in FAMILIES[family].sizes else ""}
     (folder / "run.yaml").write_text(RUN.format(**given, recompute=str(layout != "no-reshard").lower()))
     world = 2 * nodes
-    plan = planning.make(runfile.read(folder / "run.yaml"))
+    plan = planning.make_plan(runfile.read_run_file(folder / "run.yaml"))
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world}.items():
         monkeypatch.setenv(name, str(value))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

@@ -19,13 +19,13 @@ from windlass import hardware
 from windlass import plan as planning
 from windlass.data.sources import Rows
 from windlass.errors import UserError
-from windlass.plan import Plan, rows_as_sequences, schedule
+from windlass.plan import Plan, count_sequences, make_schedule
 from windlass.plan.accelerate import read_accelerate
-from windlass.plan.choose import EQUAL, same, undominated
+from windlass.plan.choose import EQUAL, drop_dominated, is_same_layout
 from windlass.plan.cost import HEADROOM, Batch
 from windlass.plan.layout import FOUR_BITS
-from windlass.plan.show import rough, show
-from windlass.runfile import Train, read
+from windlass.plan.show import format_rough, print_plan
+from windlass.runfile import Train, read_run_file
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "mistral-small-4"
@@ -46,14 +46,14 @@ CASES: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
 @cache
 def planned(case: str) -> Plan:
     file, accelerate, overrides = CASES[case]
-    return planning.make(
-        read(EXAMPLES / file, overrides), read_accelerate(EXAMPLES / accelerate) if accelerate else None
+    return planning.make_plan(
+        read_run_file(EXAMPLES / file, overrides), read_accelerate(EXAMPLES / accelerate) if accelerate else None
     )
 
 
 @cache
 def of_train(*overrides: str) -> Plan:
-    return planning.make(read(EXAMPLES / "train.yaml", overrides))
+    return planning.make_plan(read_run_file(EXAMPLES / "train.yaml", overrides))
 
 
 def rounded(value: Any) -> Any:
@@ -79,7 +79,7 @@ def test_plans_of_the_examples_are_the_golden_ones_and_their_parts_agree(case: s
         if row["place"] == "gpu":
             by_phase[row["phase"]] = by_phase.get(row["phase"], 0.0) + row["gib"]
     assert max(by_phase.values()) == pytest.approx(record["memory"]["gpu_gib"])
-    chosen = [row for row in made.contenders if same(row.layout, made.layout)]
+    chosen = [row for row in made.contenders if is_same_layout(row.layout, made.layout)]
     assert any(row.seconds == pytest.approx(made.cost.step_seconds) for row in chosen)
 
 
@@ -218,9 +218,9 @@ ON_CPU = (
 def test_a_rank_on_a_cpu_is_compared_with_its_share_of_the_memory(
     gib: float, ranks: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = hardware.this_machine()
-    monkeypatch.setattr(hardware, "this_machine", lambda: type(here)((), 8, gib, None))
-    made = planning.make(read(EXAMPLES / "train.yaml", (*ON_CPU, f"cluster.gpus_per_node={ranks}")))
+    here = hardware.read_this_machine()
+    monkeypatch.setattr(hardware, "read_this_machine", lambda: type(here)((), 8, gib, None))
+    made = planning.make_plan(read_run_file(EXAMPLES / "train.yaml", (*ON_CPU, f"cluster.gpus_per_node={ranks}")))
     assert (made.machine.gpu.memory_gib, made.machine.host_memory_gib) == (gib / ranks, gib)
     assert made.cost.fits == (made.cost.gpu_gib <= gib / ranks) == fits
     assert made.cost.host_gib >= ranks * made.cost.gpu_gib
@@ -240,15 +240,15 @@ def test_what_is_for_gpus_is_refused_on_a_cpu_and_the_other_way_round(tmp_path: 
     file = read_accelerate(tmp_path / "fsdp.yaml")
     sizes = ("cluster.nodes=1", "cluster.gpus_per_node=2")
     with pytest.raises(UserError, match="use_cpu: true, but the run is planned for h200") as caught:
-        planning.make(read(EXAMPLES / "train.yaml", sizes), file)
+        planning.make_plan(read_run_file(EXAMPLES / "train.yaml", sizes), file)
     assert caught.value.problems[0].where.endswith("fsdp.yaml:2: use_cpu")
     assert "cluster.gpu: cpu" in caught.value.problems[0].hint
-    assert planning.make(read(EXAMPLES / "train.yaml", (*ON_CPU, *sizes)), file).machine.gpu.name == "cpu"
+    assert planning.make_plan(read_run_file(EXAMPLES / "train.yaml", (*ON_CPU, *sizes)), file).machine.gpu.name == "cpu"
     # A network is needed also if an Accelerate file sets the nodes.
     (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_machines: 2\nnum_processes: 2\n")
     (tmp_path / "run.yaml").write_text("model: {model_name_or_path: Qwen3-30B-A3B}\ncluster: {gpu: h200}\n")
     with pytest.raises(UserError, match=r"2 nodes, but no cluster\.network"):
-        planning.make(read(tmp_path / "run.yaml", ON_CPU[-1:]), read_accelerate(tmp_path / "fsdp.yaml"))
+        planning.make_plan(read_run_file(tmp_path / "run.yaml", ON_CPU[-1:]), read_accelerate(tmp_path / "fsdp.yaml"))
 
 
 @pytest.mark.fault("a router's loss for a model without experts", "`windlass plan`", "has no routed experts")
@@ -256,7 +256,7 @@ def test_a_dense_models_balancing_loss_is_refused(tmp_path: Path) -> None:
     run = "model: {model_name_or_path: Mistral-7B-v0.1}\ntrain: {router_aux_loss_coef: 0.01}\ncluster: {gpu: h200}\n"
     (tmp_path / "run.yaml").write_text(run)
     with pytest.raises(UserError, match="has no routed experts") as caught:
-        planning.make(read(tmp_path / "run.yaml", ON_CPU[-1:]))
+        planning.make_plan(read_run_file(tmp_path / "run.yaml", ON_CPU[-1:]))
     assert caught.value.problems[0].where.endswith("run.yaml:2: train.router_aux_loss_coef")
 
 
@@ -313,22 +313,22 @@ def test_every_row_that_is_shown_is_what_plan_says_with_its_overrides(
 ) -> None:
     text = (EXAMPLES / "train.yaml").read_text()
     (tmp_path / "run.yaml").write_text(text.replace("  gradient_accumulation_steps:", batch))
-    made = planning.make(read(tmp_path / "run.yaml", overrides))
-    rows = undominated(made.contenders, made.layout)
-    assert [c for c in rows if same(c.layout, made.layout)]
+    made = planning.make_plan(read_run_file(tmp_path / "run.yaml", overrides))
+    rows = drop_dominated(made.contenders, made.layout)
+    assert [c for c in rows if is_same_layout(c.layout, made.layout)]
     assert len({c.layout.nodes for c in rows}) > 2
-    show(made, compare=True)
+    print_plan(made, compare=True)
     changes = pasted(capsys.readouterr().out)
     assert len(changes) == len(rows)
     for row in rows[::3] if overrides else rows:
         nodes = f"{row.layout.nodes} node{'s' * (row.layout.nodes > 1)}: "
         name = row.name if row.here else nodes + row.name.rpartition(", on ")[0]
-        again = planning.make(read(tmp_path / "run.yaml", (*overrides, *changes[name])))
-        assert same(again.layout, row.layout)
+        again = planning.make_plan(read_run_file(tmp_path / "run.yaml", (*overrides, *changes[name])))
+        assert is_same_layout(again.layout, row.layout)
         assert again.batch == row.cost.batch
         assert again.cost.step_seconds == pytest.approx(row.seconds), row.name
         assert again.cost.gpu_gib == pytest.approx(row.cost.gpu_gib)
-        assert again.gpu_hours == pytest.approx(made.gpu_hours_of(row))
+        assert again.gpu_hours == pytest.approx(made.estimate_gpu_hours(row))
         # Other numbers of nodes take the nearest global batch that their ranks can share.
         assert abs(again.schedule.global_sequences - made.schedule.global_sequences) <= row.layout.ranks / 2
     for c in made.contenders:
@@ -374,14 +374,14 @@ def test_suggested_overrides_fit_when_pasted(key: str) -> None:
 
 def test_the_full_model_in_4_bits_fits_one_gpu_of_80_gb() -> None:
     """As the example sets it: offered where nothing else fits, and never chosen unasked."""
-    made = planning.make(read(EXAMPLES / "one-80gb.yaml"))
+    made = planning.make_plan(read_run_file(EXAMPLES / "one-80gb.yaml"))
     assert (made.layout.base_dtype, made.machine.gpu.name) == ("nf4", "h100")
     assert 65 < made.cost.gpu_gib < 0.95 * made.machine.gpu.memory_gib
     assert made.batch.tokens >= 8192
     base = next(row for row in made.cost.rows if row.item == "base weights")
     narrow = sum(p.count for p in made.base.parameters if p.part in ("attention", "shared_experts", "experts"))
     assert base.bytes == pytest.approx(narrow * 4.25 / 8 + 2 * (made.base.total - narrow), rel=1e-4)
-    unasked = planning.make(read(EXAMPLES / "one-80gb.yaml", ["layout=auto"]))
+    unasked = planning.make_plan(read_run_file(EXAMPLES / "one-80gb.yaml", ["layout=auto"]))
     assert unasked.layout.base_dtype == "fp8"
     assert "with layout.base_dtype: nf4 it needs" in unasked.cost.remedy
     assert re.search(
@@ -412,7 +412,7 @@ def test_fifteen_lines_with_the_verdict_first(
     small = ("cluster.gpu=l4", "lora.experts=true", "lora.lora_dropout=0", AUTO[0])
     made = of_train(*small) if case == "too small" else planned(case)
     monkeypatch.setenv("COLUMNS", "80")
-    show(made)
+    print_plan(made)
     lines = capsys.readouterr().out.splitlines()
     cut = [line for line in lines if line.startswith("warning") and line.endswith(" …")]
     assert len(lines) <= 15 + len(cut)
@@ -420,7 +420,7 @@ def test_fifteen_lines_with_the_verdict_first(
     assert lines[0].startswith("fits: " if made.cost.fits else "does not fit: ")
     assert f"{made.cost.gpu_gib:,.1f} GiB of {made.machine.gpu.memory_gib:,.1f} GiB a GPU" in lines[0]
     assert made.cost.fits or lines[1].startswith("hint: ")
-    low, high = rough(made.cost.tokens_per_second_low), rough(made.cost.tokens_per_second_high)
+    low, high = format_rough(made.cost.tokens_per_second_low), format_rough(made.cost.tokens_per_second_high)
     assert f"{low} to {high} tokens/s" in "\n".join(lines)
     shown = [line.split()[0] for line in lines]
     assert {"speed", "time", "layout", "limit", "batch", "more"} <= set(shown)
@@ -436,17 +436,17 @@ def test_in_tables_no_digit_is_cut(
 ) -> None:
     made = planned(case)
     monkeypatch.setenv("COLUMNS", str(columns))
-    show(made, details=True, compare=True)
+    print_plan(made, details=True, compare=True)
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= columns
     rates = []
-    for row in undominated(made.contenders, made.layout):
+    for row in drop_dominated(made.contenders, made.layout):
         rate, seconds = f"{row.cost.tokens_per_second:,.0f}", f"{row.cost.step_seconds:,.2f}"
         if row.here:
             assert re.search(rf" {row.cost.gpu_gib:,.1f} .* {seconds} +{rate}\b", shown), row.name
             rates.append((not row.cost.fits, -row.cost.tokens_per_second, rate))
         else:
-            hours = rf"{made.gpu_hours_of(row):,.1f}" if made.gpu_hours_of(row) is not None else ""
+            hours = rf"{made.estimate_gpu_hours(row):,.1f}" if made.estimate_gpu_hours(row) is not None else ""
             assert re.search(rf" {row.layout.nodes} .* {row.cost.gpu_gib:,.1f} +{rate} +{hours}", shown), row.name
     table = shown.partition("Layouts of this run")[2].partition("The best layout")[0]
     places = [table.index(f" {rate} ") for *_, rate in sorted(rates)]
@@ -496,22 +496,22 @@ def test_unlikely_settings_are_warned_about() -> None:
 )
 def test_steps_of_an_epoch(rows: int, ranks: int, micro: int, accumulation: int, steps: int) -> None:
     adapter, batch = planned("train").adapter, Batch(micro, accumulation, 128)
-    made = schedule(Train(num_train_epochs=3), batch, ranks, adapter, rows, "counted")
+    made = make_schedule(Train(num_train_epochs=3), batch, ranks, adapter, rows, "counted")
     assert (made.steps_per_epoch, made.steps) == (steps, 3 * steps)
     assert made.global_sequences == ranks * micro * accumulation
     assert made.warmup_steps == math.ceil(3 * steps * 0.05)
-    assert schedule(Train(), batch, ranks, adapter, None, "a stream").steps is None
-    assert schedule(Train(max_steps=7, save_steps=2), batch, ranks, adapter, None, "a stream").checkpoints == 3
+    assert make_schedule(Train(), batch, ranks, adapter, None, "a stream").steps is None
+    assert make_schedule(Train(max_steps=7, save_steps=2), batch, ranks, adapter, None, "a stream").checkpoints == 3
 
 
 def test_rows_as_sequences() -> None:
     short = Rows(1000, "counted", 1000 * 415)  # 100 tokens each
     half_blank = Rows(2000, "counted", 1000 * 415, blank=1000)
     for rows in (short, half_blank):
-        assert rows_as_sequences(rows, 1000, packing=False)[:2] == (1000, 100)
-        assert rows_as_sequences(rows, 1000, packing=True)[:2] == (100, 1000)
-    assert rows_as_sequences(Rows(1000, "counted"), 1000, packing=False) == (1000, 1000, ())
-    assert rows_as_sequences(Rows(None, "a stream"), 1000, packing=True) == (None, 1000, ())
+        assert count_sequences(rows, 1000, packing=False)[:2] == (1000, 100)
+        assert count_sequences(rows, 1000, packing=True)[:2] == (100, 1000)
+    assert count_sequences(Rows(1000, "counted"), 1000, packing=False) == (1000, 1000, ())
+    assert count_sequences(Rows(None, "a stream"), 1000, packing=True) == (None, 1000, ())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from windlass import tiny
 from windlass.model import Base, read_base
-from windlass.model.targets import resolve
+from windlass.model.targets import resolve_adapter
 from windlass.plan import memory
 from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.runfile import Lora
@@ -181,7 +181,7 @@ def test_dequantised_bytes_match_the_plan(way: str, small_chunks: None, monkeypa
     x = torch.randn(12, 48, dtype=torch.bfloat16, requires_grad=True)
     torch.autograd.grad(grouped_linear(x, experts(torch.bfloat16)[0], "gate_up_proj", OFFSETS).sum(), x)
     if way == "multiply_all":
-        assert max(sizes) == memory.dequantised_bytes(SHAPE, 1, 2) <= memory.DEQUANTISED
+        assert max(sizes) == memory.dequantized_bytes(SHAPE, 1, 2) <= memory.DEQUANTISED
         assert sum(sizes) == 2 * 2 * math.prod(SHAPE)
     else:  # only experts with tokens, forward and backward
         assert sizes == [2 * 40 * 48] * 2 * 3
@@ -328,14 +328,14 @@ def test_the_kernel_computes_torchs_bits(script: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Base:
-    return read_base(tiny.write(tmp_path_factory.mktemp("fp8") / "published", experts=4, tokenizer=False))
+    return read_base(tiny.write_model(tmp_path_factory.mktemp("fp8") / "published", experts=4, tokenizer=False))
 
 
 def adapted(base: Base, base_dtype: str, **printed: object) -> dict[str, Tensor]:
     """The adapter as it is before the first step, of a base in BF16."""
     layout = Layout("resident", "test", 1, 1, shard=1, base_dtype=base_dtype)
     lora = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", **printed})
-    attached = attach_adapter(load_base(base, layout)[0], lora, resolve(lora, base, lambda key: key), seed=1)
+    attached = attach_adapter(load_base(base, layout)[0], lora, resolve_adapter(lora, base, lambda key: key), seed=1)
     return {name: tensor for name, tensor in attached.named_parameters() if tensor.requires_grad}
 
 
@@ -368,7 +368,7 @@ def test_fused_adapters_have_the_gradients_of_separate_ones(published: Base, bas
     layout = Layout("resident", "test", 1, 1, shard=1, base_dtype=base_dtype)
     lora = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", "experts": {"r": 2}})
     base = load_base(published, layout, dtype=torch.float32)[0]
-    model = live(attach_adapter(base, lora, resolve(lora, published, lambda key: key), seed=1), 0.05)
+    model = live(attach_adapter(base, lora, resolve_adapter(lora, published, lambda key: key), seed=1), 0.05)
     separate = step(model)
     model.zero_grad()
     adapters = fused.fuse_layers(model, always=True)

@@ -27,8 +27,8 @@ from windlass.cli import app
 from windlass.errors import UserError
 from windlass.files import read_json_lines
 from windlass.hardware import LocalMachine
-from windlass.model import find_base, published_base, read_base
-from windlass.model.base import published_configs
+from windlass.model import find_base, find_published_base, read_base
+from windlass.model.base import read_published_configs
 from windlass.model.config import describe
 from windlass.model.family import FAMILIES, WRAPPERS
 from windlass.rehearse import Record, material, rehearse, reload, stages
@@ -36,7 +36,7 @@ from windlass.rehearse.process import Command, make_environment, node_variables
 from windlass.rehearse.record import Failed, print_record
 from windlass.rehearse.scale import STEPS, Material, RankGrid, scale_config, scale_ranks, scale_run
 from windlass.rehearse.stages import Rehearsal
-from windlass.runfile import RunFile, read
+from windlass.runfile import RunFile, read_run_file
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
@@ -105,7 +105,7 @@ def test_a_run_is_rehearsed_and_the_record_is_true(kept: Path, user: Path) -> No
     assert read_base(kept / "model").wrapper == WRAPPERS["mistral3"]
 
     # The two run files say the same but for the keys that are listed.
-    yours, here = (read(path).run.model_dump(mode="json") for path in (user, kept / "rehearsal.yaml"))
+    yours, here = (read_run_file(path).run.model_dump(mode="json") for path in (user, kept / "rehearsal.yaml"))
     sections = [section for section, values in yours.items() if isinstance(values, dict)]
     differing = {f"{s}.{key}" for s in sections for key in yours[s] if yours[s][key] != here[s][key]}
     assert differing
@@ -211,8 +211,8 @@ def some_material(**more: Any) -> Material:
 def test_the_run_scaled_down_is_planned_as_the_run_is(name: str, tmp_path: Path) -> None:
     """Without being run: the same layout, targets and schedule, on the ranks and the replica that it would have."""
     run, overrides, _, count = EXAMPLES[name]
-    loaded = read(run, overrides)
-    own = planning.make(loaded)
+    loaded = read_run_file(run, overrides)
+    own = planning.make_plan(loaded)
     here, nodes, _ = scale_ranks(own.as_dict()["layout"], LocalMachine((), 2, 24, None))
     assert nodes == count
     base = own.base
@@ -223,7 +223,7 @@ def test_the_run_scaled_down_is_planned_as_the_run_is(name: str, tmp_path: Path)
     made = some_material(model=tmp_path / "model", data=tmp_path / "data")
     text, _ = scale_run(loaded.run, own.as_dict(), here, made, tmp_path / "run", count)
     (tmp_path / "run.yaml").write_text(text)
-    small = planning.make(read(tmp_path / "run.yaml"))
+    small = planning.make_plan(read_run_file(tmp_path / "run.yaml"))
     for key in ("name", "reshard_after_forward", "base_dtype", "precision"):
         assert getattr(small.layout, key) == getattr(own.layout, key), key
     assert not small.layout.offload
@@ -277,7 +277,7 @@ def test_a_fault_is_caught_in_its_stage(name: str, user: Path, copied: Path, tmp
     template.write_text(template.read_text().replace(" + eos_token", ""))
     if name == "a shard that is missing":
         (copied / "model.safetensors").unlink()
-        tiny.write(copied, files=3)
+        tiny.write_model(copied, files=3)
         (copied / "model-00002-of-00003.safetensors").unlink()
     if name == "a finished run":
         (tmp_path / "manifest.json").write_text(json.dumps({"state": "finished"}))
@@ -299,7 +299,7 @@ def test_a_fault_is_caught_in_its_stage(name: str, user: Path, copied: Path, tmp
 def take_rows(user: Path, tmp_path: Path, *overrides: str) -> dict[str, Any]:
     """The stage `data` in this process: what it reports, or its error."""
     talks = (f"data.dataset_name_or_path={write_talks(tmp_path / 'talks')}", "data.messages_field=messages")
-    loaded = read(user, [*talks, *overrides])
+    loaded = read_run_file(user, [*talks, *overrides])
     base = find_base(loaded.run.model.model_name_or_path, "model")
     tokenizer = material.copy_tokenizer(base, loaded, tmp_path / "replica")
     return material.take_rows(loaded, base, tokenizer, tmp_path / "rows", 16)
@@ -414,8 +414,8 @@ def test_as_many_ranks_and_nodes_as_fit_share_the_model_as_the_run_does() -> Non
 
 
 def test_every_known_model_has_a_small_config_of_its_kind() -> None:
-    for name in published_configs():
-        base = published_base(name)
+    for name in read_published_configs():
+        base = find_published_base(name)
         assert base is not None
         small = scale_config(base, experts_over=3, vocab=None)
         was, now = base.dims, describe({**small, "model_type": base.family.model_type}, "small").dims

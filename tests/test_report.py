@@ -23,8 +23,8 @@ from rich.console import Console
 from windlass.errors import UserError
 from windlass.files import read_json_lines
 from windlass.observe import report, steps
-from windlass.observe.report import show
-from windlass.observe.report.read import edges, thin
+from windlass.observe.report import print_report
+from windlass.observe.report.read import choose_cuts, thin
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,17 +36,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(folder: Path) -> dict[str, Any]:
-    report.make([folder])
+    report.make_report([folder])
     return json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)["runs"][0]  # type: ignore[no-any-return]
 
 
 def only(folder: Path) -> dict[str, Any]:
-    return report.make([folder]).runs[0]
+    return report.make_report([folder]).runs[0]
 
 
 def shown(made: report.Report) -> str:
     console = Console(file=io.StringIO(), width=100)
-    show(made, console)
+    print_report(made, console)
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -102,7 +102,7 @@ def test_what_other_stages_wrote_is_on_the_page_and_in_the_terminal(
     assert len(made["experts"]["busiest"]) == 36
     assert made["verdict"]["level"] == "warn"
     assert made["verdict"]["against"] == ["2 alarms: gradient-norm spike, straggler"]
-    written = report.make([folder], tmp_path)
+    written = report.make_report([folder], tmp_path)
     page, text = written.html.read_text(), shown(written)
     about = "Mistral-Small-4-119B-2603 · wikitext-2 · 2026-11"
     layout = "expert-parallel · LoRA of rank 16, 27.5\xa0M parameters · 3 ranks"
@@ -130,7 +130,7 @@ def test_files_may_be_absent_and_are_named(tmp_path: Path) -> None:
     assert only(bare)["verdict"]["text"] == "No step has been made yet."
     for name, problem in (("", "holds no steps-rank"), ("plan.json", "is not a folder"), ("run", "is not there")):
         with pytest.raises(UserError, match=problem):
-            report.make([(folder if name == "plan.json" else tmp_path if not name else bare) / name])
+            report.make_report([(folder if name == "plan.json" else tmp_path if not name else bare) / name])
 
 
 def test_lines_that_are_cut_damaged_or_trained_again(tmp_path: Path) -> None:
@@ -226,12 +226,12 @@ def test_a_run_that_was_killed_is_not_called_running(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", ranks=1, count=30)
     alarms, beat = folder / "alarms.jsonl", folder / "heartbeat-rank0.json"
     alarms.unlink()
-    assert "This run was not watched" in report.make([folder]).html.read_text()
+    assert "This run was not watched" in report.make_report([folder]).html.read_text()
     (folder / "manifest.json").write_text(json.dumps({"state": "running"}))
     (folder / "events.jsonl").write_text(json.dumps({"kind": "start", "step": 0, "time": 10.0}) + "\n")
     for seconds, state in ((5, "running"), (4000, "killed")):
         beat.write_text(json.dumps({"rank": 0, "time": time.time() - seconds}))
-        made = report.make([folder])
+        made = report.make_report([folder])
         assert made.runs[0]["state"] == state
         assert "was not watched" not in made.html.read_text()
         assert "alarms.jsonl is absent" not in made.runs[0]["absent"]
@@ -246,18 +246,18 @@ def test_a_run_that_was_killed_is_not_called_running(tmp_path: Path) -> None:
 def test_thinning_keeps_spikes_and_means() -> None:
     values = [1.0] * 10_000
     values[7777] = 50.0
-    means, least, most = thin(values, edges(len(values), 100))
+    means, least, most = thin(values, choose_cuts(len(values), 100))
     assert (len(means), max(m for m in most if m), min(v for v in least if v)) == (100, 50, 1)
     assert sum(m for m in means if m) / 100 == pytest.approx(sum(values) / 10_000)
-    assert thin([math.nan, 2.0], edges(2, 10))[0] == [None, 2]
-    assert edges(0, 10) == [0]
+    assert thin([math.nan, 2.0], choose_cuts(2, 10))[0] == [None, 2]
+    assert choose_cuts(0, 10) == [0]
 
 
 @pytest.mark.parametrize(
     ("ranks", "count"), [(1, 3), (32, 100), (1, 3000), pytest.param(1, 300_000, marks=pytest.mark.prove)]
 )
 def test_the_page_stays_small_and_keeps_the_spike(ranks: int, count: int, tmp_path: Path) -> None:
-    made = report.make([write(tmp_path / "run", ranks=ranks, count=count)])
+    made = report.make_report([write(tmp_path / "run", ranks=ranks, count=count)])
     assert made.html.stat().st_size < 1_000_000
     curve = next(chart for chart in made.runs[0]["charts"] if chart["id"] == "grad_norm")["series"][0]
     assert len(curve["values"]) <= 480
@@ -270,7 +270,7 @@ def test_long_files_of_other_ranks_are_sampled(tmp_path: Path, monkeypatch: pyte
     whole = only(folder)
     monkeypatch.setattr(sys.modules["windlass.observe.report.read"], "LONG", 100_000)
     monkeypatch.setattr("windlass.observe.reader.SAMPLE", 2500)
-    sampled = report.make([folder]).runs[0]
+    sampled = report.make_report([folder]).runs[0]
     assert any("2 ranks' step files" in line for line in sampled["absent"])
     assert not any("ranks' step files" in line for line in whole["absent"])
     assert sampled["ranks"][0] == whole["ranks"][0]
@@ -283,14 +283,14 @@ def test_long_files_of_other_ranks_are_sampled(tmp_path: Path, monkeypatch: pyte
 
 def test_several_runs_are_compared(folder: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "m4", ranks=2, count=60, seed=2)
-    made = report.make([folder, other], tmp_path / "out")
+    made = report.make_report([folder, other], tmp_path / "out")
     assert [run["name"] for run in made.runs] == ["m4 (1)", "m4 (2)"]
     page = (tmp_path / "out" / "report.html").read_text()
     assert "train.max_grad_norm" not in page, "only what differs is listed"
     manifest = json.loads((other / "manifest.json").read_text())
     manifest["run"]["train"]["max_grad_norm"] = 2
     (other / "manifest.json").write_text(json.dumps(manifest))
-    page = report.make([folder, other], tmp_path / "out").html.read_text()
+    page = report.make_report([folder, other], tmp_path / "out").html.read_text()
     assert re.search(r"train.max_grad_norm</td>\s*<td[^>]*>0.5</td>\s*<td[^>]*>2</td>", page)
     island = json.loads(page.split('id="data">')[1].split("</script>")[0])
     evaluation = island["charts"]["all-evaluation-0"]
@@ -334,7 +334,7 @@ def test_text_from_users_is_text(tmp_path: Path) -> None:
         events = ("start", "eval", "save", "end")
         changed = [{**planted(v), **({"kind": v["kind"]} if v.get("kind") in events else {})} for v in values]
         path.write_text("".join(json.dumps(value) + "\n" for value in changed))
-    pages = [report.make([run]).html.read_text() for run in (plain, evil)]
+    pages = [report.make_report([run]).html.read_text() for run in (plain, evil)]
     seen = [Tags(page).seen for page in pages]
     dangerous = ("script", "img", "iframe", "base", "style", "link", "meta")
     assert [tag for tag, _ in seen[0] if tag in dangerous] == [tag for tag, _ in seen[1] if tag in dangerous]
@@ -371,7 +371,7 @@ def test_report_survives_any_odd_value(all_odd: bool, tmp_path: Path) -> None:
                 if all_odd or place % len(ODD) == number:
                     path.write_text(json.dumps(changed) + newline + rest)
                     try:
-                        made = report.make([folder])
+                        made = report.make_report([folder])
                         json.loads(made.json.read_text(), parse_constant=pytest.fail)
                         shown(made)
                     except Exception as error:

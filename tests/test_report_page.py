@@ -60,8 +60,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "wide": write(root / "wide", ranks=64, count=30),
         "evil": write(root / "<img src=x onerror=window.pwned=1>", ranks=2, count=30),
     }
-    made = {name: report.make([folder]).html for name, folder in folders.items()}
-    made["two"] = report.make([folders["usual"], folders["one"]], root / "two").html
+    made = {name: report.make_report([folder]).html for name, folder in folders.items()}
+    made["two"] = report.make_report([folders["usual"], folders["one"]], root / "two").html
     return made
 
 

@@ -21,14 +21,14 @@ from windlass.runfile import (
     LoadedScript,
     RunFile,
     Secret,
-    accumulation,
-    contradictions,
-    init,
-    keys,
-    presets,
-    read,
+    find_contradictions,
+    list_keys,
+    make_schema,
     read_any,
-    schema,
+    read_preset,
+    read_presets,
+    read_run_file,
+    resolve_accumulation,
 )
 from windlass.runfile.names import (
     ATTENTION,
@@ -52,7 +52,7 @@ def load(tmp_path: Path) -> Read:
     def to(text: str = "train: {seed: 1}", *overrides: str) -> Loaded:
         path = tmp_path / "run.yaml"
         path.write_text(text, encoding="utf-8")
-        return read(path, overrides)
+        return read_run_file(path, overrides)
 
     return to
 
@@ -90,13 +90,13 @@ def test_defaults_and_examples_are_the_recipes() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         run.lora.r = 3  # type: ignore[misc]
     for path in RUNS:
-        loaded = read(path)
+        loaded = read_run_file(path)
         for section, values in yaml.safe_load(path.read_text(encoding="utf-8")).items():
             for key, value in values.items():
                 value = float(value) if key == "learning_rate" else value  # 2e-5 is text to YAML 1.1
                 name = RENAMED.get(f"{section}.{key}", f"{section}.{key}")
                 assert value_at(loaded.run, name) == value, (path, section, key)
-    loaded = read(RUNS[0])
+    loaded = read_run_file(RUNS[0])
     assert (loaded.run.ranks, loaded.run.cluster.network) == (3, "infiniband-400")
     assert any("model.device_map" in note and "windlass places" in note for note in loaded.notes)
 
@@ -127,8 +127,8 @@ def test_places(load: Read) -> None:
         assert loaded.where(path).endswith(place)
     assert loaded.run.lora.experts is not None
     assert loaded.run.lora.experts.targets == ["a", "b"]
-    assert loaded.given("lora.r")
-    assert not loaded.given("train.seed")
+    assert loaded.is_set("lora.r")
+    assert not loaded.is_set("train.seed")
     assert load("lora:\n  r: 1\nlayout: hybrid\n").where("layout.name").endswith("run.yaml:3: layout")
     assert load("lora: {r: 1}", "layout=hybrid").where("layout.name") == "--override layout=hybrid"
     with pytest.raises(UserError, match=r"run\.yaml:2: data\.max_seq_length.*run\.yaml:3: data\.max_length"):
@@ -210,24 +210,24 @@ def test_batches_and_warm_up(load: Read) -> None:
     assert load("train: {warmup_steps: 0, warmup_ratio: 0.1}").run.train.warmup(101) == 11
     assert load("train: {seed: 1}").run.train.warmup(100) == 5
     loaded = load("train: {global_batch_size: 48, per_device_train_batch_size: 2}", "cluster.nodes=3")
-    assert accumulation(loaded.run.train, 3, loaded.where) == 8
-    assert accumulation(loaded.run.train, 4, loaded.where) == 6
+    assert resolve_accumulation(loaded.run.train, 3, loaded.where) == 8
+    assert resolve_accumulation(loaded.run.train, 4, loaded.where) == 6
     with pytest.raises(UserError, match=r"run\.yaml:1: train\.global_batch_size.*\n.*\n?hint: set it to 40 or 50"):
-        accumulation(loaded.run.train, 5, loaded.where)
-    assert accumulation(load().run.train, 3, load().where) == 16
+        resolve_accumulation(loaded.run.train, 5, loaded.where)
+    assert resolve_accumulation(load().run.train, 3, load().where) == 16
     text = "train:\n  global_batch_size: 48\n  gradient_accumulation_steps: 8\n"
     with pytest.raises(UserError, match=r"run\.yaml:2: .*run\.yaml:3: .*\n\nhint: .*gradient_accumulation_steps to 16"):
         load(text, "cluster.nodes=3")
     assert load(text.replace("steps: 8", "steps: 16"), "cluster.nodes=3").run.train.global_batch_size == 48
     loaded = load("train: {optim: adamw_8bit}")
-    (found,) = contradictions(loaded.run, loaded.where, ranks=2)
+    (found,) = find_contradictions(loaded.run, loaded.where, ranks=2)
     assert "2 ranks" in found.problem
 
 
 def test_presets_read_without_a_remark(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    for name, text in presets().items():
-        assert text == init(name)
+    for name, text in read_presets().items():
+        assert text == read_preset(name)
         assert text.startswith("# ")
         path.write_text(text, encoding="utf-8")
         loaded = read_any(path)
@@ -250,16 +250,16 @@ def test_presets_read_without_a_remark(tmp_path: Path) -> None:
         "cluster.env.NCCL_SOCKET_IFNAME=net1",
         "cluster.env.HF_TOKEN={secret: hub, key: token}",
     ]
-    path.write_text(init(), encoding="utf-8")
-    env = read(path, shown).run.cluster.env
+    path.write_text(read_preset(), encoding="utf-8")
+    env = read_run_file(path, shown).run.cluster.env
     assert env == {"HF_TOKEN": Secret(secret="hub", key="token"), "NCCL_SOCKET_IFNAME": "net1"}
     with pytest.raises(UserError, match="tiny-cpu"):
-        init("tiny")
+        read_preset("tiny")
 
 
 def test_the_schema_accepts_what_is_read_and_refuses_what_is_not(tmp_path: Path) -> None:
-    validator = jsonschema.Draft202012Validator(schema())
-    for text in (*(path.read_text() for path in RUNS), *presets().values(), "layout: {shard: 1}", "watch:"):
+    validator = jsonschema.Draft202012Validator(make_schema())
+    for text in (*(path.read_text() for path in RUNS), *read_presets().values(), "layout: {shard: 1}", "watch:"):
         (tmp_path / "run.yaml").write_text(text)
         read_any(tmp_path / "run.yaml")
         validator.validate(yaml.safe_load(text.replace("2e-5", "2.0e-5").replace("1e-", "1.0e-")))
@@ -294,7 +294,7 @@ def test_names_are_the_libraries() -> None:
     own = {"windlass"}  # a warm process has train/attention.py
     assert set(ATTENTION) - {"eager"} == {name for name in upstream["attention"] if "|" not in name} - own
     for section in ("lora", "train"):
-        ours = {key.partition(".")[2] for key in keys() if key.startswith(f"{section}.") and key.count(".") == 1}
+        ours = {key.partition(".")[2] for key in list_keys() if key.startswith(f"{section}.") and key.count(".") == 1}
         assert ours - UPSTREAM[section][1] <= upstream[section]
         assert not UPSTREAM[section][1] & upstream[section]
-    assert set(OTHER_NAMES.values()) <= set(keys())
+    assert set(OTHER_NAMES.values()) <= set(list_keys())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from windlass.errors import Problem, UserError
 from windlass.explain import explain_topic
-from windlass.runfile import keys, presets, read
+from windlass.runfile import list_keys, read_presets, read_run_file
 
 Problems = Callable[..., list[Problem]]
 
@@ -27,7 +27,7 @@ def problems(tmp_path: Path) -> Problems:
         path = tmp_path / "run.yaml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8"))
         with pytest.raises(UserError) as caught:
-            read(path, overrides)
+            read_run_file(path, overrides)
         found = caught.value.problems
         assert all(problem.problem and problem.where for problem in found)
         return [
@@ -91,7 +91,7 @@ def test_bad_files_and_paths(problems: Problems, tmp_path: Path) -> None:
         tmp_path / "mine" / "locked.yaml": "no sections" if os.geteuid() == 0 else "Permission denied",
     }.items():
         with pytest.raises(UserError, match=what):
-            read(path)
+            read_run_file(path)
 
 
 # text of the file: where, what is wrong, hint
@@ -185,7 +185,7 @@ def test_bad_settings(problems: Problems) -> None:
 def test_a_hint_to_explain_names_a_key_that_explain_knows(problems: Problems) -> None:
     """Entries of mappings have names that explain doesn't know."""
     hints = set()
-    for path in {*keys()} - {"cluster.affinity", "data.template_kwargs"}:  # whose entries may be anything
+    for path in {*list_keys()} - {"cluster.affinity", "data.template_kwargs"}:  # whose entries may be anything
         tree: Any = {"layers.0 x": [[1]], "": {"zzzzzzz": [1]}}
         for key in reversed(path.split(".")):
             tree = {key: tree}
@@ -288,7 +288,7 @@ REMARKS: list[tuple[list[str], str]] = [
 def test_valid_combinations(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("train: {seed: 1}")
     for overrides, remark in REMARKS:
-        notes = read(tmp_path / "run.yaml", overrides).notes
+        notes = read_run_file(tmp_path / "run.yaml", overrides).notes
         assert remark in " ".join(notes), overrides
         assert bool(notes) == bool(remark), overrides
 
@@ -321,14 +321,14 @@ def test_all_problems_at_once_with_all_places(problems: Problems) -> None:
 ROOT = Path(__file__).parent.parent / "examples" / "mistral-small-4"
 EXAMPLES = [
     *(path.read_bytes() for path in sorted(ROOT.glob("*.yaml"))),
-    *(text.encode() for text in presets().values()),
+    *(text.encode() for text in read_presets().values()),
 ]
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 LONG = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
 
 SPECIAL = ["auto", "no", "1e999", "-1", "0", "nan", "[", "{}", "all", "*", "\ud800", "\0", "9" * 400, "~"]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(SPECIAL)
-KEYS = st.sampled_from([part for key in keys() for part in (key, key.rpartition(".")[2])]) | st.text(max_size=10)
+KEYS = st.sampled_from([part for key in list_keys() for part in (key, key.rpartition(".")[2])]) | st.text(max_size=10)
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=5), max_leaves=12
 )
@@ -344,8 +344,8 @@ def read_or_refuse(path: Path, content: bytes, overrides: list[str]) -> None:
     path.write_bytes(content)
     problems: Sequence[Problem] = ()
     try:
-        loaded = read(path, overrides)
-        assert all(map(loaded.where, keys()))
+        loaded = read_run_file(path, overrides)
+        assert all(map(loaded.where, list_keys()))
         loaded.run.model_dump_json()
     except UserError as error:
         problems = error.problems or (Problem(""),)

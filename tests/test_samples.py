@@ -21,7 +21,7 @@ from windlass import tiny
 from windlass.errors import UserError
 from windlass.files import read_json_lines
 from windlass.observe import report
-from windlass.runfile import read
+from windlass.runfile import read_run_file
 from windlass.train.logits import open_adapter
 from windlass.train.noise import add_embedding_noise
 
@@ -58,7 +58,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_prompts_are_continued_by_all_ranks_and_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    tiny.write(tmp_path / "model", "mixtral", dtype="float32")
+    tiny.write_model(tmp_path / "model", "mixtral", dtype="float32")
     words = ["anchor", "bark", "cable", "deck", "eddy", "fathom", "galley", "hull"]
     rows = [{"text": " ".join(words[(n * k) % 8] for k in range(1, 12))} for n in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -85,7 +85,7 @@ def test_prompts_are_continued_by_all_ranks_and_training_goes_on_bit_for_bit(tmp
         assert line["text"] == tokenizer.decode(output, skip_special_tokens=True)
         assert line["ended"] == (tokenizer.eos_token_id in output.tolist())
 
-    shown = report.make([tmp_path / "stated"]).runs[0]["samples"]
+    shown = report.make_report([tmp_path / "stated"]).runs[0]["samples"]
     assert [sample["prompt"] for sample in shown] == PROMPTS
     assert [text["step"] for text in shown[0]["texts"]] == [2, 4]
     page = (tmp_path / "stated" / "report.html").read_text()
@@ -103,7 +103,7 @@ def test_prompts_are_continued_by_all_ranks_and_training_goes_on_bit_for_bit(tmp
 @pytest.mark.parametrize("layout", ["name: full-shard", "name: expert-parallel, expert_parallel: 2"])
 @pytest.mark.parametrize("dtype", ["fp8", "nf4"])
 def test_a_base_in_few_bits_continues_prompts_and_trains_bit_for_bit(tmp_path: Path, layout: str, dtype: str) -> None:
-    tiny.write(tmp_path / "model", "mistral4", quantization="tensor" if dtype == "fp8" else "none")
+    tiny.write_model(tmp_path / "model", "mistral4", quantization="tensor" if dtype == "fp8" else "none")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"hull keel mast {n}"}) + "\n" for n in range(40)))
     for name, sample in (("without", ""), ("stated", STATED)):
         text = RUN.format(folder=name, sample=sample).replace("torch_dtype: float32", "torch_dtype: bfloat16")
@@ -144,4 +144,4 @@ def test_noise_is_that_of_transformers_and_none_in_evaluations() -> None:
 def test_invalid_sample_settings_are_refused(tmp_path: Path, sample: str, message: str) -> None:
     (tmp_path / "run.yaml").write_text(f"train: {{sample: {sample}}}\n")
     with pytest.raises(UserError, match=message):
-        read(tmp_path / "run.yaml")
+        read_run_file(tmp_path / "run.yaml")

@@ -28,13 +28,13 @@ from windlass import explain
 from windlass.errors import RunError, UserError
 from windlass.files import read_json_lines
 from windlass.launch import check, kubernetes
-from windlass.launch.job import job_of
+from windlass.launch.job import build_job
 from windlass.launch.submit import render
 from windlass.meter import StepProfiler
 from windlass.observe import report
-from windlass.observe.watch.patrol import exposition
-from windlass.plan.script import ScriptPlan, make_any
-from windlass.runfile import LoadedScript, init, read, read_any
+from windlass.observe.watch.patrol import format_prometheus
+from windlass.plan.script import ScriptPlan, make_any_plan
+from windlass.runfile import LoadedScript, read_any, read_preset, read_run_file
 from windlass.train import ranks, script
 
 NASTY = ["--name", "a b'c\"d`e$(touch pwned)$HOME\\f;g&h|i\tä€\U0001f409 #*?", "line\nbreak", "", "$(HOME)", "{x}"]
@@ -109,7 +109,7 @@ def loaded(text: str, tmp_path: Path, *overrides: str) -> LoadedScript:
 
 
 def test_arguments_are_words_and_numbers_their_text(tmp_path: Path) -> None:
-    assert loaded(init("script"), tmp_path).run.script.args[:2] == ["--epochs", "2"]
+    assert loaded(read_preset("script"), tmp_path).run.script.args[:2] == ["--epochs", "2"]
     assert "word by word" in explain.explain_topic("script.args")[0].text
     text = "kind: script\nscript: {module: a.b, args: [--lr, 0.5, --n, 16, '007', 'x y']}\n"
     run = loaded(text, tmp_path).run
@@ -143,7 +143,7 @@ def test_bad_input_is_reported_with_its_place(tmp_path: Path, text: str, printed
 def test_what_is_for_language_models_says_so(tmp_path: Path) -> None:
     path = run_file(tmp_path, "pass")
     with pytest.raises(UserError, match="is for language models"):
-        read(path)
+        read_run_file(path)
     done = windlass("plan", path, "--accelerate", "examples/mistral-small-4/fsdp.yaml")
     assert done.returncode == 2
     assert "leave --accelerate out" in done.stderr
@@ -174,7 +174,7 @@ def test_the_plan_says_what_it_knows_and_what_it_can_not(tmp_path: Path) -> None
 def test_check_reads_the_script_and_skips_what_is_its_own(
     tmp_path: Path, script: str, override: list[str], verdict: str, printed: str
 ) -> None:
-    made = check.run(read_any(run_file(tmp_path, script), override), depth=check.HERE)
+    made = check.run_checks(read_any(run_file(tmp_path, script), override), depth=check.HERE)
     found = {result.name: result for result in made.results}
     assert (found["script"].verdict, printed in found["script"].seen) == (verdict, True)
     assert found["model, data and optimizer"].verdict == "skipped"
@@ -212,7 +212,7 @@ def test_meter_writes_configured_counts(trained: Path) -> None:
     events = list(read_json_lines(trained / "run/events.jsonl"))
     assert [event["kind"] for event in events] == ["start", "eval", "eval", "save", "end"]
     assert json.loads((trained / "run/meter-rank1.json").read_text())["unit"] == "images"
-    page = exposition("line", {0: lines[-1]}, {})
+    page = format_prometheus("line", {0: lines[-1]}, {})
     assert 'windlass_images{run="line",rank="0"} 4.0' in page
     assert "windlass_images_per_second" in page
     assert (trained / "run/heartbeat-rank1.json").exists()
@@ -232,7 +232,7 @@ def test_the_watch_and_the_report_speak_of_images(trained: Path) -> None:
     output = windlass("report", trained / "run").stdout
     assert "images per second" in output
     assert "token" not in output
-    (facts,) = report.make([trained / "run"]).runs
+    (facts,) = report.make_report([trained / "run"]).runs
     assert facts["verdict"]["text"].startswith("Finished after 40 steps; the loss went from")
     assert facts["headline"]["unit"] == "images"
     assert facts["headline"]["per_second"] > 0
@@ -243,8 +243,8 @@ def test_the_watch_and_the_report_speak_of_images(trained: Path) -> None:
 
 @pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (apt-get install chromium)")
 def test_the_page_of_a_script_has_no_part_of_a_language_model(trained: Path, tmp_path: Path) -> None:
-    pages = [report.make([trained / "run"], tmp_path / "one").html]
-    pages += [report.make([trained / "run", trained / "run"], tmp_path / "two").html]
+    pages = [report.make_report([trained / "run"], tmp_path / "one").html]
+    pages += [report.make_report([trained / "run", trained / "run"], tmp_path / "two").html]
     browser = Chromium()
     try:
         browser.open(pages[0])
@@ -381,7 +381,7 @@ def test_what_ends_before_the_script_begins(tmp_path: Path) -> None:
 def plan(tmp_path: Path) -> Callable[..., ScriptPlan]:
     def made(*overrides: str, script: str = "pass", ranks: int = 2) -> ScriptPlan:
         path = run_file(tmp_path, script, NASTY, layout={"ranks": ranks})
-        found = make_any(read_any(path, overrides))
+        found = make_any_plan(read_any(path, overrides))
         assert isinstance(found, ScriptPlan)
         return found
 
@@ -436,8 +436,8 @@ def test_under_a_launcher_codes_and_signals_come_through(
 
 @pytest.mark.parametrize("engine", ["job", "trainer"])
 def test_manifests_of_scripts_are_valid_and_carry_the_arguments(plan: Callable[..., ScriptPlan], engine: str) -> None:
-    job = job_of(plan(*SITE))
-    documents = list(yaml.safe_load_all(kubernetes.job_yaml(job, engine)))
+    job = build_job(plan(*SITE))
+    documents = list(yaml.safe_load_all(kubernetes.render_job_yaml(job, engine)))
     files = documents[0]["data"]
     assert files.keys() == {"run.yaml", "launch.sh"}
     assert yaml.safe_load(files["run.yaml"])["script"]["args"] == NASTY

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # as its own process does: to
 
 
 def verdicts(*names: str) -> dict[str, str]:
-    tests = self_test.parts(CPU)
-    return {name: self_test.result_of(name, tests[name]).verdict for name in names or tests}
+    tests = self_test.list_tests(CPU)
+    return {name: self_test.run_test(name, tests[name]).verdict for name in names or tests}
 
 
 def test_each_part_passes_on_a_cpu_or_says_that_it_was_not_tested() -> None:
@@ -77,8 +77,8 @@ WAY = quantised.dequantize_by_torch
 def test_a_broken_part_is_named(owner: Any, name: str, broken: Any, test: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, broken)
     fused._with_positions.cache_clear()
-    (full,) = (each for each in self_test.parts(CPU) if each.startswith(test))
-    result = self_test.result_of(full, self_test.parts(CPU)[full])
+    (full,) = (each for each in self_test.list_tests(CPU) if each.startswith(test))
+    result = self_test.run_test(full, self_test.list_tests(CPU)[full])
     fused._with_positions.cache_clear()
     assert result.verdict == FAIL, result
     assert "self-test.json" in result.hint
@@ -87,12 +87,12 @@ def test_a_broken_part_is_named(owner: Any, name: str, broken: Any, test: str, m
 def test_collectives_of_one_rank_and_of_a_broken_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        ((name, test),) = self_test.collectives(CPU).items()
-        assert self_test.result_of(name, test).verdict == SKIPPED
+        ((name, test),) = self_test.list_collective_tests(CPU).items()
+        assert self_test.run_test(name, test).verdict == SKIPPED
         monkeypatch.setattr(dist, "get_world_size", lambda _=None: 2)  # the other one's numbers are lost
         for kind in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
             monkeypatch.setattr(dist, kind, lambda *_, **__: None)
-        lost = self_test.result_of(name, test)
+        lost = self_test.run_test(name, test)
         assert "all-reduce, all-gather, reduce-scatter, all-to-all gave wrong numbers" in lost.seen
     finally:
         dist.destroy_process_group()
@@ -109,12 +109,12 @@ def test_the_worst_rank_is_named_and_one_that_died_by_the_test_it_was_in(tmp_pat
     written(1, passed("loss", "right"), begun)
     written(2, failed("loss", "wrong", ""), begun)
     written(3)
-    died = self_test.merge(tmp_path, [0, None, -6, 1])
+    died = self_test.merge_results(tmp_path, [0, None, -6, 1])
     assert [(result.title, result.verdict) for result in died] == [
         ("reference", PASS), ("loss on rank 1", FAIL), ("norm on rank 1", FAIL), ("start on rank 2", FAIL)
     ]  # fmt: skip
     assert died[2].seen == "its process ended with -6: CUDA error: an illegal memory access"
-    slow = self_test.merge(tmp_path, [0, None])
+    slow = self_test.merge_results(tmp_path, [0, None])
     assert [result.seen for result in slow] == ["fine", "right", "did not end"]
 
 
@@ -137,12 +137,12 @@ def steps(*losses: float, **more: float) -> list[dict[str, float]]:
 def test_training_is_compared_with_the_cpu_and_the_plan(
     found: Any, verdict: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(self_test, "train", lambda *_: (found, 1.0))
-    monkeypatch.setattr(self_test, "adapters_apart", lambda *_: found[0].get("apart", 0.1))
+    monkeypatch.setattr(self_test, "train_here", lambda *_: (found, 1.0))
+    monkeypatch.setattr(self_test, "largest_adapter_difference", lambda *_: found[0].get("apart", 0.1))
     monkeypatch.setattr(self_test, "is_finished", lambda folder: folder.name == "reference-bf16")
     monkeypatch.setattr(self_test, "read_steps", lambda _: steps(2.0, 1.9))
-    tests = self_test.trainings(Rank(world=8), tmp_path)
-    result = self_test.result_of("training", tests["training, expert-parallel, fp8"])
+    tests = self_test.list_training_tests(Rank(world=8), tmp_path)
+    result = self_test.run_test("training", tests["training, expert-parallel, fp8"])
     assert result.verdict == verdict
     assert words in result.seen
 
@@ -157,8 +157,8 @@ def test_experts_adapters_that_learn_one_and_a_half_times_as_much_are_seen(
         (tmp_path / run / "final").mkdir(parents=True)
         tensors = {name: each * (factor if "experts" in name else 1.0) for name, each in learned.items()}
         save_file(tensors, tmp_path / run / "final" / "adapter_model.safetensors")
-    assert self_test.adapters_apart(tmp_path / "one", tmp_path / "other") == pytest.approx(0.5)
-    assert self_test.adapters_apart(tmp_path / "other", tmp_path / "other") == 0
+    assert self_test.largest_adapter_difference(tmp_path / "one", tmp_path / "other") == pytest.approx(0.5)
+    assert self_test.largest_adapter_difference(tmp_path / "other", tmp_path / "other") == 0
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def broken(*given):
     down, up = original(*given)
     return down * 1.5, up
 experts.stack_by_expert = broken
-self_test.work(self_test.Path(sys.argv[1]))
+self_test.run_tests(self_test.Path(sys.argv[1]))
 """
 
 

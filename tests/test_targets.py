@@ -14,9 +14,9 @@ from peft.tuners.lora import LoraLayer
 from test_model import SIZES, config_of
 
 from windlass.errors import UserError
-from windlass.model import Base, published_base
+from windlass.model import Base, find_published_base
 from windlass.model.config import describe
-from windlass.model.targets import Adapter, resolve
+from windlass.model.targets import Adapter, resolve_adapter
 from windlass.runfile import Lora
 from windlass.train.lora import make_peft_config
 
@@ -57,7 +57,7 @@ def by_peft(config: Any, causal_lm: str, **settings: Any) -> tuple[dict[str, int
 
 def own(base: Base, **settings: Any) -> Adapter:
     lora = Lora(**{"r": 3, "lora_alpha": 6, "lora_dropout": 0.0, **settings})
-    return resolve(lora, base, lambda key: f"run.yaml: {key}")
+    return resolve_adapter(lora, base, lambda key: f"run.yaml: {key}")
 
 
 def agree(model_type: str, ours: dict[str, Any], peft: dict[str, Any], **more: Any) -> Adapter:
@@ -181,7 +181,7 @@ def test_latent_attention_translates_the_usual_names() -> None:
 
 
 def test_mistral_small_4_by_the_baseline_recipe() -> None:
-    base = published_base("Mistral-Small-4-119B-2603")
+    base = find_published_base("Mistral-Small-4-119B-2603")
     assert base is not None
     adapter = own(base, r=16, target_modules=USUAL, lora_dropout=0.05)
     assert adapter.trainable == 27_463_680

@@ -31,7 +31,7 @@ def stored(directory: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def test_mistral4_is_stored_as_published(tmp_path: Path) -> None:
-    tensors = stored(tiny.write(tmp_path, layers=1, decoys=True))
+    tensors = stored(tiny.write_model(tmp_path, layers=1, decoys=True))
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["Mistral3ForConditionalGeneration"]
     assert config["text_config"]["model_type"] == "mistral4"
@@ -53,13 +53,15 @@ def test_mistral4_is_stored_as_published(tmp_path: Path) -> None:
 
 
 def test_tied_heads_shards_and_single_experts(tmp_path: Path) -> None:
-    assert not [key for key in stored(tiny.write(tmp_path / "tied", tied=True, tokenizer=False)) if "lm_head" in key]
-    sharded = tiny.write(tmp_path / "sharded", files=3, tokenizer=False)
+    assert not [
+        key for key in stored(tiny.write_model(tmp_path / "tied", tied=True, tokenizer=False)) if "lm_head" in key
+    ]
+    sharded = tiny.write_model(tmp_path / "sharded", files=3, tokenizer=False)
     index = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == stored(sharded).keys()
     assert len(set(index.values())) == 3
     assert all(key in load_file(sharded / file) for key, file in index.items())
-    mixtral = stored(tiny.write(tmp_path / "mixtral", "mixtral", experts=4, tokenizer=False))
+    mixtral = stored(tiny.write_model(tmp_path / "mixtral", "mixtral", experts=4, tokenizer=False))
     for expert in range(4):
         assert mixtral[f"model.layers.1.block_sparse_moe.experts.{expert}.w1.weight"][1] == [32, 64]
 
@@ -68,7 +70,7 @@ def test_tied_heads_shards_and_single_experts(tmp_path: Path) -> None:
 def test_plain_models_open_with_nothing_missing(tmp_path: Path, family: str) -> None:
     folders = [tmp_path / name for name in ("one", "same", "other")]
     for seed, folder in zip((1, 1, 2), folders, strict=True):
-        tiny.write(folder, family, wrapper=False, quantization="none", tokenizer=False, seed=seed, layers=1)
+        tiny.write_model(folder, family, wrapper=False, quantization="none", tokenizer=False, seed=seed, layers=1)
     first, same, other = [(folder / "model.safetensors").read_bytes() for folder in folders]
     assert first == same != other
     (architecture,) = json.loads((folders[0] / "config.json").read_text())["architectures"]
@@ -79,7 +81,7 @@ def test_plain_models_open_with_nothing_missing(tmp_path: Path, family: str) -> 
 
 def test_a_replica_spells_names_as_its_model_does(tmp_path: Path) -> None:
     """Converters write a wrapper's names in two ways."""
-    tensors: dict[str, Any] = load_file(tiny.write(tmp_path / "one", tokenizer=False) / "model.safetensors")
+    tensors: dict[str, Any] = load_file(tiny.write_model(tmp_path / "one", tokenizer=False) / "model.safetensors")
     for ours, theirs in tiny.NESTED:
         tensors = {theirs + key.removeprefix(ours) if key.startswith(ours) else key: t for key, t in tensors.items()}
     save_file(tensors, tmp_path / "one" / "model.safetensors", metadata={"format": "pt"})
@@ -106,7 +108,7 @@ def test_codes_times_scales_equal_the_weights(side: int | None) -> None:
 
 
 def test_tokenizer_loads_next_to_the_publishers_files(tmp_path: Path) -> None:
-    tiny.write(tmp_path, decoys=True)
+    tiny.write_model(tmp_path, decoys=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "The with statement, naïvely — x[0] += 1"
     tokens = tokenizer(text)["input_ids"]

@@ -285,8 +285,8 @@ COMPILED: dict[str, dict[str, Any]] = {
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in the published layout (wrapper, FP8), rows of very different lengths, and the run file."""
     folder = tmp_path_factory.mktemp("train")
-    tiny.write(folder / "model", experts=4)
-    tiny.write(folder / "other model", experts=4, seed=1)
+    tiny.write_model(folder / "model", experts=4)
+    tiny.write_model(folder / "other model", experts=4, seed=1)
     chance = random.Random(0)
     for data in (folder / "data", folder / "other" / "data"):
         data.mkdir(parents=True)

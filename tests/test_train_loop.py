@@ -27,7 +27,7 @@ from windlass import train as training
 from windlass.data.hub import require_published
 from windlass.errors import SAVED, UserError
 from windlass.fetch import record_digest
-from windlass.files import Unwritten, read_json, read_json_lines, write_json
+from windlass.files import WriteGuard, read_json, read_json_lines, write_json
 from windlass.observe.background import BackgroundReport
 from windlass.plan.layout import Layout
 from windlass.train import checkpoint, compiled, resume, run
@@ -63,7 +63,7 @@ Make = Callable[..., Loop]
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     """The loop of a run with these settings of `train`."""
-    tiny.write(tmp_path / "model")
+    tiny.write_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     chance = random.Random(0)
     for split, count in (("train", 12), ("validation", 3)):
@@ -73,11 +73,13 @@ def make(tmp_path: Path) -> Iterator[Make]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
     def made(**train: str) -> Loop:
-        plan = planning.make(runfile.read(tmp_path / "run.yaml", [f"train.{key}={train[key]}" for key in train]))
+        plan = planning.make_plan(
+            runfile.read_run_file(tmp_path / "run.yaml", [f"train.{key}={train[key]}" for key in train])
+        )
         job, folder, console = plan.loaded.run, tmp_path / "run", Console(quiet=True)
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         tokenizer = run.open_base_tokenizer(plan)
-        data = run.prepare_on_all_ranks(plan, tokenizer, console, Unwritten(print))
+        data = run.prepare_on_all_ranks(plan, tokenizer, console, WriteGuard(print))
         model, _ = load_base(plan.base, plan.layout, **run.describe_precision(plan))
         adapted = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
         report = BackgroundReport(folder)
@@ -207,13 +209,13 @@ def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planne
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, model = tmp_path / "run", tmp_path / "model"
-    tiny.write(model)
+    tiny.write_model(model)
     (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path))
-    plan = planning.make(runfile.read(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set"]))
+    plan = planning.make_plan(runfile.read_run_file(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set"]))
 
     # Weights of another model of the same shape, under the same name.
     before = resume.fingerprint_base(plan.base)
-    say = Unwritten(print)
+    say = WriteGuard(print)
     assert resume.claim_run_folder(folder, plan, before, say, resume=False) is None
     (folder / "steps-rank0.jsonl").write_text('{"step": 1}\n')
     require_published(
@@ -230,7 +232,7 @@ def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planne
     alone = Layout("one-gpu", "for this test", 1, 1, shard=1, precision="no")
     with pytest.raises(UserError, match=r"its weights have changed since they were fetched: digest \w+ then, \w+ now"):
         load_base(plan.base, alone)
-    tiny.write(model, seed=1)
+    tiny.write_model(model, seed=1)
     with pytest.raises(
         UserError, match=r"model.safetensors: is not the file whose SHA-256 was compared with the hub's"
     ):
@@ -249,7 +251,9 @@ def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planne
     # A GPU that torch can't use would otherwise mean weeks on the CPU.
     run.require_device(plan)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    gpu = planning.make(runfile.read(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set", "cluster.gpu=h200"]))
+    gpu = planning.make_plan(
+        runfile.read_run_file(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set", "cluster.gpu=h200"])
+    )
     with pytest.raises(UserError, match=r"planned for h200, and torch .* finds no usable GPU"):
         run.require_device(gpu)
 

@@ -15,7 +15,7 @@ import pytest
 import warm
 
 from windlass.errors import SAVED, Problem, RunError, UserError
-from windlass.runfile import read
+from windlass.runfile import read_run_file
 from windlass.train import ranks
 from windlass.train.rank import read_rank, translate_srun
 from windlass.train.run import choose_gpu
@@ -138,7 +138,7 @@ def test_who_started_this_process_is_read_from_the_environment(
     where = {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in every}
     path = tmp_path / "run.yaml"
     path.write_text("lora: {r: 8}\n")
-    sizes = [int(each.partition("=")[2]) for each in ranks.default_overrides(read(path), environ, ranks_here)]
+    sizes = [int(each.partition("=")[2]) for each in ranks.default_overrides(read_run_file(path), environ, ranks_here)]
     seen = [(each.rank, each.local_rank, each.world, choose_gpu(each.local_rank, gpus)) for each in places]
     assert (seen, *where, sizes) == expected
 

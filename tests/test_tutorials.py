@@ -23,7 +23,7 @@ import yaml
 from windlass import cli
 from windlass.runfile.fields import ScriptRun
 from windlass.runfile.names import RENAMED
-from windlass.runfile.reference import keys
+from windlass.runfile.reference import list_keys
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
@@ -83,8 +83,8 @@ def texts(module: Path) -> Iterator[str]:
 def test_what_hints_name_is_there() -> None:
     """Each command in a message parses as it is printed, and each key of the run file in it is one."""
     source, checked, seen = ROOT / "src" / "windlass", 0, 0
-    known = {*keys(), *keys(ScriptRun), *RENAMED}
-    names = "|".join(sorted({key.partition(".")[0] for key in keys(ScriptRun) + keys() if "." in key}))
+    known = {*list_keys(), *list_keys(ScriptRun), *RENAMED}
+    names = "|".join(sorted({key.partition(".")[0] for key in list_keys(ScriptRun) + list_keys() if "." in key}))
     printed = [(path, text) for path in source.rglob("*.py") for text in texts(path)]
     printed += [(path, path.read_text(encoding="utf-8")) for path in (source / "runfile").glob("*.toml")]
     for path, text in printed:

@@ -21,14 +21,14 @@ from rich.console import Console
 from windlass import plan as planning
 from windlass import run_folder, runfile, tiny, train
 from windlass.errors import UserError
-from windlass.files import Table, Unwritten, read_json_lines
+from windlass.files import Table, WriteGuard, read_json_lines
 from windlass.launch.check.inputs import check_trackers
 from windlass.launch.check.results import FAIL
 from windlass.observe.reader import Tail
 from windlass.observe.watch import live, patrol
-from windlass.observe.watch.detectors import BY_KIND, SAMPLES, Alarm, hint_for
-from windlass.observe.watch.heartbeat import absent_ranks
-from windlass.observe.watch.patrol import Patrol, ScriptWatch, environment, report_alarm
+from windlass.observe.watch.detectors import BY_KIND, SAMPLES, Alarm, make_hint
+from windlass.observe.watch.heartbeat import find_absent_ranks
+from windlass.observe.watch.patrol import Patrol, ScriptWatch, make_environment, report_alarm
 from windlass.runfile import Watch, names
 
 ROOT = Path(__file__).parent.parent
@@ -219,7 +219,7 @@ def test_each_fault_raises_its_alarm_and_no_other(tmp_path: Path, name: str) -> 
     assert message in raised[0].message
     assert len(raised) <= 3, "once in a while, not at every step"
     (tmp_path / "run.yaml").touch()
-    assert (hint := hint_for(kind, tmp_path))
+    assert (hint := make_hint(kind, tmp_path))
     assert "RUN" not in hint, "its commands name this run"
     if name == "leak":
         assert {alarm.kind for alarm in found(tmp_path, 900, memory_fraction=0.6)} == {"memory_growth"}
@@ -272,7 +272,7 @@ def test_sockets_are_found_in_nccls_log_also_in_submitted_jobs(tmp_path: Path) -
 
     def debug(environ: dict[str, str], nodes: int = 2, **env: str) -> str | None:
         job: Any = SimpleNamespace(watch=Watch(), cluster=SimpleNamespace(nodes=nodes, env=env))
-        return environment(environ, job, tmp_path).get("NCCL_DEBUG_FILE")
+        return make_environment(environ, job, tmp_path).get("NCCL_DEBUG_FILE")
 
     assert debug({}) == debug({"NCCL_DEBUG": "WARN"}) == f"{tmp_path}/nccl-%h-%p.log", "WARN is our own default"
     assert debug({"NCCL_DEBUG": "WARN"}, NCCL_DEBUG="WARN") is None, "set in the run file"
@@ -298,7 +298,7 @@ def test_every_detector_is_a_setting_and_documented(tmp_path: Path) -> None:
     assert all(f"`{field}`" in text for field in Watch.model_fields if field != "min_supervised_fraction")
     (tmp_path / "run.yaml").write_text("watch: {stall_seconds: 400}\ntrain: {ddp_timeout: 600}\n")
     with pytest.raises(UserError, match=r"watch\.stall_seconds.*400"):  # a stall must end before the collectives do
-        runfile.read(tmp_path / "run.yaml")
+        runfile.read_run_file(tmp_path / "run.yaml")
 
 
 # --- stalls ---
@@ -309,12 +309,12 @@ def test_ranks_absent_from_collectives() -> None:
         recent = {str(number): f"nccl:all_reduce of {number}" for number in range(5, last + 1)}
         return {"0 default_pg": {"last": last, "recent": recent}}
 
-    assert absent_ranks({0: calls(7), 1: calls(7)}) == []
-    assert absent_ranks({0: calls(7), 1: calls(6), 2: {}}) == [
+    assert find_absent_ranks({0: calls(7), 1: calls(7)}) == []
+    assert find_absent_ranks({0: calls(7), 1: calls(6), 2: {}}) == [
         "ranks 1, 2 absent from nccl:all_reduce of 7 (number 7 of group 0 default_pg), rank 0 in it"
     ]
     shard = {"1 shard": {"last": 3, "recent": {"3": "nccl:all_gather"}}}
-    assert absent_ranks({0: shard, 1: calls(6)}) == [], "different groups wait for different calls"
+    assert find_absent_ranks({0: shard, 1: calls(6)}) == [], "different groups wait for different calls"
 
 
 # --- files and pages ---
@@ -345,7 +345,7 @@ def test_rows_below_a_header_are_read_as_objects(tmp_path: Path) -> None:
     path.write_text('{"step": 0, "step_seconds": 9}\n')
     for killed in (True, False):
         table = Table(derived)
-        with Unwritten(pytest.fail).open(path, "a") as file:
+        with WriteGuard(pytest.fail).open(path, "a") as file:
             for record in [*records, *records]:
                 file.write(table.encode({**record, "step_seconds": 7}))
             file.write('{"form": 7, "columns": ["st' * killed)
@@ -365,7 +365,7 @@ def test_the_page_for_prometheus() -> None:
         0: {"step": 3, "loss": 2.5, "rss_gib": 1.0, "gpu_throttle": []},
         1: {"step": 3, "rss_gib": 2},
     }
-    text = patrol.exposition('a "b"\n', latest, {"straggler": 2})
+    text = patrol.format_prometheus('a "b"\n', latest, {"straggler": 2})
     lines = text.splitlines()
     assert 'windlass_loss{run="a \\"b\\"\\n"} 2.5' in lines
     assert 'windlass_rss_gib{run="a \\"b\\"\\n",rank="1"} 2.0' in lines
@@ -376,7 +376,7 @@ def test_the_page_for_prometheus() -> None:
 
 
 def draw(view: live.View) -> str:
-    view.round()
+    view.read_new()
     console = Console(file=io.StringIO(), width=120, force_terminal=False)
     console.print(view.draw(time.time()))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
@@ -467,13 +467,13 @@ def test_watching_needs_no_torch(tmp_path: Path) -> None:
     assert not imported & {"torch", "transformers", "numpy"}
 
 
-LACKING = sorted(name for name in names.TRACKERS if names.absent_trackers(name))[:2]
+LACKING = sorted(name for name in names.TRACKERS if names.find_absent_trackers(name))[:2]
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     assert len(LACKING) == 2, "nobody has all of them"
     (tmp_path / "rows.txt").write_text("a row\n")
-    tiny.write(tmp_path / "model", tokenizer=False)
+    tiny.write_model(tmp_path / "model", tokenizer=False)
     text = f"""
         model: {{model_name_or_path: {tmp_path}/model}}
         lora: {{target_modules: [o_proj]}}
@@ -484,7 +484,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(tm
     (tmp_path / "run.yaml").write_text(textwrap.dedent(text))
     with pytest.raises(UserError) as caught:
         train.train(
-            lambda: planning.make(runfile.read(tmp_path / "run.yaml")),
+            lambda: planning.make_plan(runfile.read_run_file(tmp_path / "run.yaml")),
             arguments=[],
             environ={},
             resume=False,
@@ -495,5 +495,5 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(tm
     assert all("run.yaml:5: train.report_to" in problem.where for problem in problems)
     assert all(problem.hint.startswith("pip install ") for problem in problems)
     assert not (tmp_path / "out").exists()
-    results = check_trackers(runfile.read(tmp_path / "run.yaml"))
+    results = check_trackers(runfile.read_run_file(tmp_path / "run.yaml"))
     assert [(result.name, result.verdict) for result in results] == [(f"tracker {name}", FAIL) for name in LACKING]

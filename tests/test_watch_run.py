@@ -107,7 +107,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 def launch(folder: Path, runs: dict[str, dict[str, Any]]) -> Outcomes:
     """All of them one after the other in the same two processes."""
-    tiny.write(folder / "model", experts=4)
+    tiny.write_model(folder / "model", experts=4)
     (folder / "data").mkdir()
     chance = random.Random(0)
     texts = [" ".join(chance.choices(WORDS.split(), k=chance.randint(8, 12))) for _ in range(400)]

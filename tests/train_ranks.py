@@ -222,18 +222,20 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
             FAULTS[name].plant(loop)
         return loop
 
-    original, run.make_loop, libraries = run.make_loop, loop_of, vars(run)["versions"]
+    original, run.make_loop, libraries = run.make_loop, loop_of, vars(run)["read_versions"]
     folder = Path.cwd()
     try:
         if here.rank == 1 and "folder_of_rank_1" in case:
             os.chdir(case["folder_of_rank_1"])
-        plan = planning.make(
-            runfile.read(Path(case.get("file", file)), [*case["overrides"], *case.get("on_rank_1", []) * here.rank])
+        plan = planning.make_plan(
+            runfile.read_run_file(
+                Path(case.get("file", file)), [*case["overrides"], *case.get("on_rank_1", []) * here.rank]
+            )
         )
         if here.rank == 1 and "model_of_rank_1" in case:  # another node's files under the same name
             plan = replace(plan, base=find_base(case["model_of_rank_1"], "model"))
         if here.rank == 1:  # another image on another node
-            vars(run)["versions"] = lambda names: libraries(names) | case.get("versions_of_rank_1", {})
+            vars(run)["read_versions"] = lambda names: libraries(names) | case.get("versions_of_rank_1", {})
         allowed = {"allow_other_base": case.get("allow_other_base", False)}
         if case.get("best"):
             folder_of_run = Path(plan.loaded.run.train.output_dir)
@@ -247,7 +249,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         seen["where"] = error.problems[0].where
     finally:
         os.chdir(folder)
-        run.make_loop, vars(run)["versions"] = original, libraries
+        run.make_loop, vars(run)["read_versions"] = original, libraries
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     loop = seen.pop("loop", None)  # it is compiled still if no layer had to run eagerly
     seen |= {
@@ -322,7 +324,7 @@ def sft_config(plan: Any, data: Any) -> SFTConfig:
 
 def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     """TRL + PEFT without anything of windlass's loop. On several ranks, with the Trainer's own averaging."""
-    plan = planning.make(runfile.read(file, case["overrides"]))
+    plan = planning.make_plan(runfile.read_run_file(file, case["overrides"]))
     job = plan.loaded.run
     how = {**run.describe_precision(plan), "dtype": torch.float32}
     model, _ = load_base(plan.base, replace(plan.layout, base_dtype="bf16"), **how)

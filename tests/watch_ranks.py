@@ -140,7 +140,7 @@ def one(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
 
     original, run.make_loop = run.make_loop, loop_of
     try:
-        return {"code": run.train_rank(planning.make(runfile.read(file, case["overrides"])), here)}
+        return {"code": run.train_rank(planning.make_plan(runfile.read_run_file(file, case["overrides"])), here)}
     except UserError as error:
         return {"error": str(error), "where": error.problems[0].where}
     finally:

@@ -18,7 +18,7 @@ from typing import Any
 from windlass import hardware
 from windlass.errors import RunError, UserError
 from windlass.hardware import KINDS, NARROW, Collective, Points, Rates
-from windlass.plan.machine import own_file, write_machine
+from windlass.plan.machine import own_machine_file, write_machine
 from windlass.train import ranks
 from windlass.train.rank import translate_srun
 
@@ -34,7 +34,7 @@ def calibrate(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Measure with real ranks and write the file; return its path and content. Under torchrun this is one of the
     ranks, and returns None on those that don't write."""
-    gpus = hardware.this_machine().gpus
+    gpus = hardware.read_this_machine().gpus
     kind = _gpu_kind(gpus[0].name) if gpus else "cpu"
     environ.update(translate_srun(environ))
     under_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys()
@@ -42,7 +42,7 @@ def calibrate(
     most, what = (len(gpus), "GPUs") if gpus else (os.cpu_count() or 1, "processors")
     if count > most:
         raise UserError(f"{count} ranks, but this machine has {most} {what}", "--ranks", f"give at most {most}")
-    path, began = out or own_file(kind, count), time.monotonic()
+    path, began = out or own_machine_file(kind, count), time.monotonic()
     storage = path.absolute().parent
     if under_torchrun:
         measured = measure_on_rank(storage)
@@ -87,7 +87,7 @@ def _start(count: int, storage: Path, environ: Mapping[str, str]) -> dict[str, A
 def _gpu_kind(name: str) -> str:
     """Return the hardware table's name of a GPU, or the driver's own if it isn't there."""
     try:
-        return hardware.gpu(name).name
+        return hardware.find_gpu(name).name
     except UserError:
         return name
 
@@ -97,8 +97,8 @@ def _combine_rates(measured: Mapping[str, Any], kind: str, count: int) -> Rates:
     found = dict(measured["rates"])
     collectives = [Collective(**each) for each in found.pop("collectives")]
     gpu = hardware.GPUS.get(kind) or hardware.GPUS["h100"]
-    link = hardware.fabric(gpu.link)
-    sheet = hardware.Machine(gpu, link, link, hardware.fabric(gpu.host_link), 1, None).rates
+    link = hardware.find_fabric(gpu.link)
+    sheet = hardware.Machine(gpu, link, link, hardware.find_fabric(gpu.host_link), 1, None).rates
     for name in ("link", "network"):
         missing = set(KINDS) - {c.kind for c in collectives if c.fabric == name}
         collectives += [c for c in sheet.collectives if c.fabric == name and c.kind in missing]
@@ -162,10 +162,12 @@ def measure_on_rank(storage: Path) -> dict[str, Any] | None:
     from transformers.integrations.moe import _grouped_linear
 
     from windlass import measure
-    from windlass.observe.counters import machine_facts
+    from windlass.observe.counters import describe_machine
     from windlass.train import lora, quantised
 
-    measure_host = partial(host_rates, attach=lora.attach_adapter)  # imported before: that takes longer than to measure
+    measure_host = partial(
+        measure_host_rates, attach=lora.attach_adapter
+    )  # imported before: that takes longer than to measure
     rank, world, local = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
@@ -180,7 +182,7 @@ def measure_on_rank(storage: Path) -> dict[str, Any] | None:
 
     def reference() -> float:
         """Time a product before and after, to see changes of the machine's state."""
-        return measure.product_rates(device, dtype, [(rows[3], widths[3])])[0][2]
+        return measure.measure_products(device, dtype, [(rows[3], widths[3])])[0][2]
 
     def one_by_one(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         return quantised.multiply_one_by_one(x, weights, None, ends, None, transposed=True)
@@ -190,7 +192,9 @@ def measure_on_rank(storage: Path) -> dict[str, Any] | None:
         codes = torch.randint(0, 120, (side, side), dtype=torch.uint8, device=device)
         format = quantised.Format(torch.float8_e4m3fn, (side, side), dtype)
         scale = torch.ones(1, 1, device=device)
-        return codes.numel() / measure.seconds(lambda: quantised.dequantize(codes, scale, format, dtype), device) / 1e9
+        return (
+            codes.numel() / measure.time_call(lambda: quantised.dequantize(codes, scale, format, dtype), device) / 1e9
+        )
 
     if cpu:  # once one as large was freed, as in training, glibc no longer pages every smaller tensor in anew
         torch.zeros(31 << 20, dtype=torch.uint8)
@@ -200,23 +204,23 @@ def measure_on_rank(storage: Path) -> dict[str, Any] | None:
         states = [reference()]
         found: dict[str, Any] = {
             key: {
-                str(each).removeprefix("torch."): measure.product_rates(device, each, product(rows, widths), columns)
+                str(each).removeprefix("torch."): measure.measure_products(device, each, product(rows, widths), columns)
                 for each in (torch.bfloat16, torch.float32)
             }
             for key, columns in (("products", None), ("narrow", NARROW))
         }
         states.append(reference())
         narrower = product(rows[:-1], widths[:-1])
-        found["grouped"] = measure.grouped_rates(device, dtype, narrower, one_by_one if cpu else _grouped_linear)
+        found["grouped"] = measure.measure_grouped(device, dtype, narrower, one_by_one if cpu else _grouped_linear)
         states.append(reference())
-        found["memory_gb_per_second"] = measure.memory_rate(device, 1 << (18 if cpu else 28))
+        found["memory_gb_per_second"] = measure.measure_memory(device, 1 << (18 if cpu else 28))
         found["decode_gb_per_second"] = decode()
-        found["host_link_gb_per_second"] = measure.copy_rate(device, 1 << (24 if cpu else 28))
+        found["host_link_gb_per_second"] = measure.measure_copy(device, 1 << (24 if cpu else 28))
     for key, backward in (("attention", False), ("attention_backward", True)):
         tokens = 1024 if cpu else 16384
-        found[key] = measure.attention_rates(device, dtype, product(lengths, heads), tokens, backward=backward)
+        found[key] = measure.measure_attention(device, dtype, product(lengths, heads), tokens, backward=backward)
     found |= measure_host(device)
-    found["sync_seconds"] = measure.sync_seconds(device)
+    found["sync_seconds"] = measure.measure_sync(device)
     # Medians of short turns don't show how often other work takes the processor away; a step of training does.
     busy = (time.perf_counter() - began) / (time.process_time() - used) if cpu and torch.get_num_threads() == 1 else 1.0
     found["busy"] = max(1.0, busy)
@@ -228,7 +232,7 @@ def measure_on_rank(storage: Path) -> dict[str, Any] | None:
     dist.destroy_process_group()
     if rank:
         return None
-    middle, facts = sorted(value for _, each in everyone for value in each), machine_facts()
+    middle, facts = sorted(value for _, each in everyone for value in each), describe_machine()
     conditions = {
         **{key: facts[key] for key in ("host", "processor", "gpus", "driver") if facts.get(key)},
         "date": time.strftime("%Y-%m-%d"),
@@ -242,7 +246,7 @@ def measure_on_rank(storage: Path) -> dict[str, Any] | None:
     return {"rates": {**merged, "collectives": collectives}, "conditions": conditions}
 
 
-def host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, float]:
+def measure_host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, float]:
     """Measure the host's time per operator and per module call, by the plan's own counts: layers as in training,
     with so few tokens that nothing else takes time. A chain of one kind of operator would take half as long."""
     import torch
@@ -250,7 +254,7 @@ def host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, float]:
 
     from windlass import measure
     from windlass.model import config, targets
-    from windlass.plan.time import dispatched
+    from windlass.plan.time import count_dispatch
     from windlass.plan.work import read_shape
     from windlass.runfile import Lora
     from windlass.train.fused import fuse_layers
@@ -259,13 +263,13 @@ def host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, float]:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
     base = config.describe({"model_type": "llama", "num_hidden_layers": many, "vocab_size": 64, **sizes}, "llama")
     lora = Lora(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear")
-    adapter = targets.resolve(lora, base, str)
+    adapter = targets.resolve_adapter(lora, base, str)
     described = transformers.LlamaConfig.from_dict(dict(base.config))
     with torch.device(device):
         model = transformers.LlamaForCausalLM(described).to(torch.bfloat16).requires_grad_(False)
         ids = torch.zeros(1, tokens, dtype=torch.long)
     layers = attach(model, lora, adapter, 0).get_base_model().train().model
-    adapters, every, now = fuse_layers(layers, torch.bfloat16), layers.layers, measure.clock(device)
+    adapters, every, now = fuse_layers(layers, torch.bfloat16), layers.layers, measure.choose_clock(device)
     taken = dict[int, list[tuple[float, float]]]()
     for count in (few, many):
         layers.layers, taken[count] = every[:count], []
@@ -283,7 +287,7 @@ def host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, float]:
     forward, backward = ((more - less) / (many - few) for more, less in zip(medians[many], medians[few], strict=True))
     shape, separate = read_shape(base, adapter), device.type == "cpu"
     ahead, back = (
-        dispatched(shape, shape.layers[0], phase, tokens, separate=separate) for phase in ("forward", "backward")
+        count_dispatch(shape, shape.layers[0], phase, tokens, separate=separate) for phase in ("forward", "backward")
     )
     operator = max(backward / back.operators, 1e-7)
     return {
@@ -305,9 +309,9 @@ def measure_groups(device: Any, world: int, per_node: int) -> list[dict[str, Any
             group = dist.new_group(list(range(first, first + size)))
             own = group if first <= dist.get_rank() < first + size else own
         if own is not None:
-            found += measure.collectives(device, own, "link", size)
+            found += measure.measure_collectives(device, own, "link", size)
     if world > per_node:
-        found += measure.collectives(device, None, "network", per_node)
+        found += measure.measure_collectives(device, None, "network", per_node)
     return [asdict(each) for each in found]
 
 

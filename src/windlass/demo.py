@@ -8,7 +8,7 @@ import pydoc_data.topics
 from pathlib import Path
 
 from windlass.errors import UserError
-from windlass.hardware import this_machine
+from windlass.hardware import read_this_machine
 
 RANKS = 2
 MACHINE = "machine.json"
@@ -16,7 +16,7 @@ MACHINE = "machine.json"
 
 def can_calibrate() -> bool:
     """Whether `calibrate` measures what the demo trains on: as many processors, and no GPU."""
-    return not this_machine().gpus and (os.cpu_count() or 1) >= RANKS
+    return not read_this_machine().gpus and (os.cpu_count() or 1) >= RANKS
 
 
 def make_demo(directory: Path, *, calibrated: bool = False) -> Path:
@@ -38,7 +38,7 @@ def make_demo(directory: Path, *, calibrated: bool = False) -> Path:
         (directory / "data").mkdir(parents=True, exist_ok=True)
         # A wider start than usual, so that a random model is wrong enough for its loss to fall visibly.
         config = {"initializer_range": 0.2}
-        tiny.write(directory / "model", "mistral4", hidden=128, layers=2, vocab=1024, config=config)
+        tiny.write_model(directory / "model", "mistral4", hidden=128, layers=2, vocab=1024, config=config)
         for split, lines in splits.items():
             (directory / "data" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
         places = {"model": directory / "model", "data": directory / "data", "output": directory / "run"}

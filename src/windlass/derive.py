@@ -28,8 +28,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
 from windlass.errors import UserError
-from windlass.model.config import MAX_LAYERS, digest
-from windlass.model.shrink import shrink
+from windlass.model.config import MAX_LAYERS, hash_config
+from windlass.model.shrink import shrink_config
 from windlass.trace import trace_layers
 
 ATTENTION: Final = re.compile(r"Attention|DeltaNet|Mamba|Mixer|Conv|LinearAttn")
@@ -128,7 +128,7 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     ]
     attention = ["eager", *(kind for kind, flag in KINDS.items() if getattr(model, flag, False))]
     found = {
-        "config": digest(config),
+        "config": hash_config(config),
         "transformers": transformers.__version__,
         "model_type": text.model_type,
         "class": causal.__name__,
@@ -363,7 +363,7 @@ def _try_out(causal: Any, text: Any, attention: str) -> dict[str, Any]:
     None if it can't be tested."""
     try:
         with _silence_transformers():
-            small = type(text).from_dict(shrink(text.to_dict()), attn_implementation=attention)
+            small = type(text).from_dict(shrink_config(text.to_dict()), attn_implementation=attention)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 model = causal(small).float().eval()

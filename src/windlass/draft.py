@@ -18,8 +18,8 @@ from windlass.data.sources import count_rows
 from windlass.errors import UserError
 from windlass.model import find_base
 from windlass.plan.unset import COVERED, FEW_STEPS, MOST_EPOCHS, SAMPLED, SHORTEST
-from windlass.runfile import Loaded, read
-from windlass.runfile.reference import text_of
+from windlass.runfile import Loaded, read_run_file
+from windlass.runfile.reference import render_settings
 
 LONGEST: Final = 16_384  # largest data.max_length
 MANY_STEPS: Final = 150  # with more steps than this, an optimizer step takes more rows
@@ -36,7 +36,7 @@ class Draft:
     @property
     def text(self) -> str:
         values, reasons = ({key: each[i] for key, each in self.settings.items()} for i in (0, 1))
-        return text_of(values, reasons, "Next step: windlass plan run.yaml")
+        return render_settings(values, reasons, "Next step: windlass plan run.yaml")
 
     def load(self, **changes: Any) -> Loaded:
         """Load it as a run file, with other values for some keys."""
@@ -44,7 +44,7 @@ class Draft:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "run.yaml"
             path.write_text(changed.text, encoding="utf-8")
-            return read(path)
+            return read_run_file(path)
 
 
 def draft_run(model: str, data: str, gpus: str | None, say: Callable[[str], None], columns: str | None = None) -> Draft:
@@ -122,13 +122,13 @@ def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None], 
 def _parse_gpus(gpus: str | None) -> tuple[int, int, str]:
     """Parse 8xh200 as eight GPUs on one node and 2x8xh200 as two such nodes; None: this machine's."""
     if gpus is None:
-        here = hardware.this_machine().gpus
-        return 1, max(1, len(here)), hardware.this_gpu()
+        here = hardware.read_this_machine().gpus
+        return 1, max(1, len(here)), hardware.read_gpu_name()
     *counts, name = gpus.lower().split("x")
     if len(counts) > 2 or not all(count.isdigit() and int(count) for count in counts) or not name:
         raise UserError(f"{gpus!r} is no number of GPUs", "--gpus", "write 8xh200, or 2x8xh200 for two nodes")
     nodes, per_node = [1, 1, *map(int, counts)][-2:]
-    return nodes, per_node, "cpu" if name == "cpu" else hardware.gpu(name, "--gpus").name
+    return nodes, per_node, "cpu" if name == "cpu" else hardware.find_gpu(name, "--gpus").name
 
 
 def _follow_data(made: Draft, base: Any, say: Callable[[str], None]) -> None:
@@ -188,14 +188,14 @@ def _sample_lengths(made: Draft, base: Any, say: Callable[[str], None]) -> tuple
 def _fit_memory(made: Draft) -> None:
     """Recompute activations only if the run doesn't fit otherwise, and pack only if rows can't see each other."""
     try:
-        plan = planning.make(made.load())
+        plan = planning.make_plan(made.load())
     except UserError as error:
         if not any("packing" in problem.where for problem in error.problems):
             raise
         made.settings["data.packing"] = (False, error.problems[0].problem)
-        plan = planning.make(made.load())
+        plan = planning.make_plan(made.load())
     if not plan.cost.fits:
         made.settings["train.gradient_checkpointing"] = (True, "it doesn't fit without")
-        plan = planning.make(made.load())
+        plan = planning.make_plan(made.load())
     if not plan.cost.fits:
         made.warnings.append(plan.cost.remedy)

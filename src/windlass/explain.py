@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from windlass.errors import UserError
-from windlass.plan.accelerate import ANY, TRANSLATED, accelerate_keys, find, read_accelerate
+from windlass.plan.accelerate import ANY, TRANSLATED, find_key, load_key_table, read_accelerate
 from windlass.plan.layout import LAYOUTS
 from windlass.runfile.names import NOT_TAKEN, OTHER_NAMES, RENAMED
 from windlass.runfile.read import read_any
-from windlass.runfile.reference import describe, documented, items, shown
+from windlass.runfile.reference import describe, find_item_annotation, format_value, list_documented
 from windlass.variables import DOES_NOT_EXIST, variables
 
 KINDS = {
@@ -49,8 +49,8 @@ def explain_topic(name: str, run: Path | None = None) -> tuple[ExplainedKey, ...
         rows = (*rows, ExplainedKey("layout", name, "", "", LAYOUTS[name]))
     if rows:
         return rows
-    keys = [*documented(), *RENAMED]
-    names = [*(key for section in accelerate_keys().spelled.values() for key in section), *documented()]
+    keys = [*list_documented(), *RENAMED]
+    names = [*(key for section in load_key_table().spelled.values() for key in section), *list_documented()]
     names += [*(path.rpartition(".")[2] for path in keys), *NOT_TAKEN, *variables(), *LAYOUTS]
     known = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), list(known), 4, 0.6)
@@ -63,9 +63,15 @@ def explain_topic(name: str, run: Path | None = None) -> tuple[ExplainedKey, ...
 def _explain_run_keys(name: str) -> Iterator[ExplainedKey]:
     """Yield a key by its path, the last part of it, or another name."""
     path, last = re.sub(r"\[\d*\]", "", name), name.rpartition(".")[2]
-    found = [path] if path in documented() else [key for key in documented() if key.rpartition(".")[2] == path]
+    found = (
+        [path] if path in list_documented() else [key for key in list_documented() if key.rpartition(".")[2] == path]
+    )
     parent = path.rpartition(".")[0]
-    if not found and parent in documented() and items(documented()[parent][1].annotation, dict):
+    if (
+        not found
+        and parent in list_documented()
+        and find_item_annotation(list_documented()[parent][1].annotation, dict)
+    ):
         found = [parent]  # a key of a free mapping, such as one variable of cluster.env
     accepted = RENAMED.get(name) or next((new for old, new in RENAMED.items() if old.rpartition(".")[2] == name), "")
     if not found and accepted:
@@ -86,7 +92,7 @@ def _find_in_run(path: Path, rows: Sequence[ExplainedKey]) -> Iterator[Explained
         value: Any = loaded.run
         for part in key.split("."):
             value = getattr(value, part, None)
-        text = "a section" if isinstance(value, BaseModel) else shown(value)
+        text = "a section" if isinstance(value, BaseModel) else format_value(value)
         yield ExplainedKey("run file", key, "", "", f"in this run: {text} ({loaded.where(key)})")
 
 
@@ -94,7 +100,7 @@ def _explain_accelerate(name: str) -> Iterator[ExplainedKey]:
     """Yield a key by its name, another spelling, or with its section: fsdp_config.fsdp_version."""
     section, _, last = name.rpartition(".")
     found = {
-        key.path: key for home in ([section] if section else accelerate_keys().spelled) if (key := find(home, last))
+        key.path: key for home in ([section] if section else load_key_table().spelled) if (key := find_key(home, last))
     }
     for key in found.values():
         yield ExplainedKey("accelerate", key.path, "", "", f"meaning: {key.about}")

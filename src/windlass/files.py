@@ -23,14 +23,14 @@ WAYS: Final[dict[str, Callable[[Any, Any], Any]]] = {"+": operator.add, "-": ope
 FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def unwritable(path: Path, error: OSError) -> str:
+def explain_write_error(path: Path, error: OSError) -> str:
     """Return which file can't be written, why, and how much space is free."""
     there = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
     free = f"{shutil.disk_usage(there).free:,} bytes are free there"
     return f"{path} can't be written: {error.strerror or error} ({free})"
 
 
-class Unwritten:
+class WriteGuard:
     """Guards writes during training: a file that can't be written is reported once and skipped.
 
     `with unwritten(path): …`. say: receives the report; the watch replaces it with an alarm.
@@ -58,7 +58,7 @@ class Unwritten:
     def report(self, path: Path, error: OSError) -> None:
         if path.name not in self.names:
             self.names.add(path.name)
-            self.say(f"{unwritable(path, error)}; training continues without it")
+            self.say(f"{explain_write_error(path, error)}; training continues without it")
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -139,7 +139,7 @@ class Table:
         return record
 
 
-def table_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def read_table_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield each line with its object. Lines that are damaged or cut short by a kill are skipped."""
     table = Table()
     with path.open("rb") as file:
@@ -150,10 +150,10 @@ def table_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    return (value for _, value in table_lines(path) if value)
+    return (value for _, value in read_table_lines(path) if value)
 
 
-def flush(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Flush a file, or a folder with everything in it, to the disk: contents first, then names."""
     for one in (*path.rglob("*"), path):
         _fsync(one)
@@ -170,7 +170,7 @@ def _fsync(path: Path) -> None:
 def commit_dir(partial: Path, final: Path) -> None:
     """Give a finished folder its name, replacing what had it. After a crash there is the old one, the new one or
     none."""
-    flush(partial)
+    flush_to_disk(partial)
     if final.exists():  # rename() does not replace a folder that has files
         discard_dir(final)
     partial.rename(final)
@@ -185,7 +185,7 @@ def discard_dir(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def file_sample(path: Path) -> bytes:
+def sample_file(path: Path) -> bytes:
     """Return name, size and nine samples of a large file: quick to read, and different for nearly any other file."""
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -74,7 +74,7 @@ NARROW = 8
 
 
 @lru_cache(maxsize=10_000)
-def product_rate(rates: Rates, kind: str, rows: float, width: float) -> float:
+def get_product_rate(rates: Rates, kind: str, rows: float, width: float) -> float:
     """Return TFLOP/s of matrix products in a dtype, or `grouped` for all experts at once."""
     return interpolate(rates.grouped if kind == "grouped" else rates.products[kind], rows, width)
 
@@ -82,22 +82,22 @@ def product_rate(rates: Rates, kind: str, rows: float, width: float) -> float:
 def interpolate(points: Points, first: float, second: float) -> float:
     """Return the rate at these two sizes. Outside of the points: the nearest one's, reduced in proportion for fewer
     rows."""
-    firsts, lines = _by_first(points)
+    firsts, lines = _group_by_first(points)
     after = bisect_right(firsts, first)
     near = slice(max(after - 1, 0), min(after + 1, len(firsts)))
-    line = [(one, _between(rest, second)) for one, rest in zip(firsts[near], lines[near], strict=True)]
-    return _between(line, first) * min(1.0, first / firsts[0])
+    line = [(one, _interpolate_line(rest, second)) for one, rest in zip(firsts[near], lines[near], strict=True)]
+    return _interpolate_line(line, first) * min(1.0, first / firsts[0])
 
 
 @lru_cache
-def _by_first(points: Points) -> tuple[list[float], list[list[tuple[float, float]]]]:
+def _group_by_first(points: Points) -> tuple[list[float], list[list[tuple[float, float]]]]:
     found: dict[float, list[tuple[float, float]]] = {}
     for one, other, rate in sorted(points):
         found.setdefault(one, []).append((other, rate))
     return list(found), list(found.values())
 
 
-def _between(line: list[tuple[float, float]], at: float) -> float:
+def _interpolate_line(line: list[tuple[float, float]], at: float) -> float:
     after = bisect_right(line, at, key=lambda point: point[0])
     if after in (0, len(line)):
         return line[min(after, len(line) - 1)][1]
@@ -141,7 +141,7 @@ class Machine:
     @cached_property  # the time model asks thousands of times
     def rates(self) -> Rates:
         own = self.gpu, self.link, self.network, self.host_link, self.nics_per_node
-        return self.measured or data_sheet_rates(*own)
+        return self.measured or derive_rates(*own)
 
 
 # Large bfloat16 products: power holds Hopper's clocks down (grouped ones reach 474 TFLOP/s at 512 rows an expert on an
@@ -180,7 +180,7 @@ UNTRIED = (0.8, 1.3)
 
 
 @lru_cache
-def data_sheet_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric, nics_per_node: int) -> Rates:
+def derive_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric, nics_per_node: int) -> Rates:
     """Derive rates from data sheets. A product takes its operations at the sustained rate plus its matrices' way
     through memory: narrow matrices and those with few rows are slower."""
     fp32 = gpu.achieved_tflops / (1 if gpu.name == "cpu" else 16)  # GPUs have no matrix units for it
@@ -211,8 +211,8 @@ def data_sheet_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric,
         module_seconds=MODULE,
         sync_seconds=SYNC,
         collectives=tuple(
-            Collective(kind, fabric, ranks, LATENCY + ranks * hop, rate)
-            for fabric, rate, hop in (("link", inside, 1e-6), ("network", outside, 5e-6))
+            Collective(kind, find_fabric, ranks, LATENCY + ranks * hop, rate)
+            for find_fabric, rate, hop in (("link", inside, 1e-6), ("network", outside, 5e-6))
             for kind in KINDS
             for ranks in (2, 4, 8, 16, 32, 64)
         ),
@@ -226,7 +226,7 @@ def data_sheet_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric,
 FIGURES = ("name", "memory_gib", "bf16_tflops", "memory_gb_per_second")
 
 
-def gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
+def find_gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
     """Return the table's row, or one built from the run file's figures. An unknown name is an error that asks for
     figures."""
     if isinstance(name, Mapping):
@@ -243,7 +243,7 @@ def gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
     return GPUS[key]
 
 
-def fabric(name: str | Mapping[str, Any], where: str = "cluster.network") -> Fabric:
+def find_fabric(name: str | Mapping[str, Any], where: str = "cluster.network") -> Fabric:
     """Return the table's row by name or alias, or one built from given figures."""
     if isinstance(name, Mapping):
         return Fabric(str(name["name"]), float(name["gb_per_second"]))
@@ -271,9 +271,9 @@ class LocalMachine:
     notes: tuple[str, ...] = ()
 
 
-def this_machine() -> LocalMachine:
+def read_this_machine() -> LocalMachine:
     """Return GPUs as NVML reports them, and processors and memory within the control group's limits."""
-    found, limit = read_gpus(health=False), memory_limit_gib()
+    found, limit = read_gpus(health=False), read_memory_limit()
     kib = re.search(r"^MemTotal:\s+(\d+) kB", read_text(Path("/proc/meminfo")), re.MULTILINE)
     if kib:
         total = int(kib[1]) * 1024 / GIB
@@ -282,10 +282,10 @@ def this_machine() -> LocalMachine:
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     notes = (found.error,) if found.error else ()
-    return LocalMachine(found.gpus, usable_cpus(), min(total, limit) if limit else total, limit, notes)
+    return LocalMachine(found.gpus, count_usable_cpus(), min(total, limit) if limit else total, limit, notes)
 
 
-def this_gpu() -> str:
+def read_gpu_name() -> str:
     """Return the name of this machine's first GPU, or `cpu` if there is none."""
     gpus = read_gpus(health=False).gpus
     return gpus[0].name if gpus else "cpu"
@@ -450,7 +450,7 @@ class Nvml:
         return None if reasons is None else tuple(text for bit, text in THROTTLE.items() if reasons & bit)
 
 
-def interface_addresses(name: str, root: Path = Path("/")) -> list[str]:
+def list_interface_addresses(name: str, root: Path = Path("/")) -> list[str]:
     """Return the IP addresses of a network interface, without link-local ones, which reach nobody beyond the cable."""
     import fcntl
 
@@ -465,7 +465,7 @@ def interface_addresses(name: str, root: Path = Path("/")) -> list[str]:
     return found
 
 
-def usable_cpus(root: Path = Path("/sys/fs/cgroup")) -> int:
+def count_usable_cpus(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the number of processors that this process may use, within the control group's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -475,7 +475,7 @@ def usable_cpus(root: Path = Path("/sys/fs/cgroup")) -> int:
     return allowed
 
 
-def memory_limit_gib(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+def read_memory_limit(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     """Return the control group's limit: version 2 first, then version 1, which writes 'no limit' as a huge number."""
     for path in (root / "memory.max", root / "memory" / "memory.limit_in_bytes"):
         line = read_text(path).strip()

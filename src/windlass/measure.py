@@ -32,14 +32,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def clock(device: torch.device) -> Callable[[], float]:
+def choose_clock(device: torch.device) -> Callable[[], float]:
     """Return the clock to measure with: on one CPU thread the processor's time, which other work doesn't affect."""
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
-def seconds(call: Callable[[], Any], device: torch.device, turns: int = TURNS) -> float:
+def time_call(call: Callable[[], Any], device: torch.device, turns: int = TURNS) -> float:
     """Return the duration of one call, the median of some turns."""
-    now = clock(device)
+    now = choose_clock(device)
     began = now()
     call()  # kernels are loaded, memory is allocated
     synchronize(device)
@@ -56,7 +56,7 @@ def seconds(call: Callable[[], Any], device: torch.device, turns: int = TURNS) -
     return statistics.median(times)
 
 
-def rates(
+def measure_rates(
     device: torch.device,
     sizes: Iterable[tuple[int, int]],
     flops: Callable[[int, int], float],
@@ -65,16 +65,16 @@ def rates(
     """Return TFLOP/s at each pair of sizes that isn't too large for this device."""
     small = [pair for pair in sizes if flops(*pair) <= MOST_FLOPS[device.type]]
     if device.type == "cuda":
-        times = [seconds(prepare(*pair), device) for pair in small]
+        times = [time_call(prepare(*pair), device) for pair in small]
     else:
-        times = seconds_in_turn([prepare(*pair) for pair in small], device)
+        times = time_in_turn([prepare(*pair) for pair in small], device)
     return tuple((float(a), float(b), flops(a, b) / took / 1e12) for (a, b), took in zip(small, times, strict=True))
 
 
-def seconds_in_turn(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
+def time_in_turn(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
     """Return the duration of each call when called after others, as in a layer: on a CPU small products take twice
     as long as when repeated with their tensors in the cache."""
-    now, times = clock(device), [list[float]() for _ in calls]
+    now, times = choose_clock(device), [list[float]() for _ in calls]
     other = torch.zeros(CACHED // 4)
     for _ in range(TURNS + 1):  # the first prepares
         for call, taken in zip(calls, times, strict=True):
@@ -85,7 +85,7 @@ def seconds_in_turn(calls: Sequence[Callable[[], Any]], device: torch.device) ->
     return [statistics.median(taken[1:]) for taken in times]
 
 
-def product_rates(
+def measure_products(
     device: torch.device, dtype: torch.dtype, sizes: Iterable[tuple[int, int]], columns: int | None = None
 ) -> Points:
     """Measure x W^T with a square W, or with `columns` columns there and back, by rows and width."""
@@ -94,7 +94,7 @@ def product_rates(
         x, w = (torch.randn(size, width, device=device).to(dtype) for size in (rows, columns or width))
         return partial(torch.mm, x, w.T) if columns is None else lambda: torch.mm(torch.mm(x, w.T), w)
 
-    return rates(
+    return measure_rates(
         device,
         sizes,
         lambda rows, width: (2.0 if columns is None else 4.0) * rows * width * (columns or width),
@@ -102,7 +102,7 @@ def product_rates(
     )
 
 
-def grouped_rates(
+def measure_grouped(
     device: torch.device,
     dtype: torch.dtype,
     sizes: Iterable[tuple[int, int]],
@@ -115,10 +115,10 @@ def grouped_rates(
         w = torch.randn(EXPERTS, width, width, device=device).to(dtype)
         return partial(product, x, w, torch.arange(rows, EXPERTS * rows + 1, rows, device=device, dtype=torch.int32))
 
-    return rates(device, sizes, lambda rows, width: 2.0 * EXPERTS * rows * width**2, prepare)
+    return measure_rates(device, sizes, lambda rows, width: 2.0 * EXPERTS * rows * width**2, prepare)
 
 
-def attention_rates(
+def measure_attention(
     device: torch.device, dtype: torch.dtype, sizes: Iterable[tuple[int, int]], tokens: int, *, backward: bool
 ) -> Points:
     """Measure the forward's operations in the unmasked half, for `tokens` tokens, by length and head width."""
@@ -133,15 +133,15 @@ def attention_rates(
         return partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
 
     flops = lambda length, width: 2.0 * max(1, tokens // length) * 4 * length**2 * width  # noqa: E731
-    return rates(device, sizes, flops, prepare)
+    return measure_rates(device, sizes, flops, prepare)
 
 
-def memory_rate(device: torch.device, elements: int) -> float:
+def measure_memory(device: torch.device, elements: int) -> float:
     """Return GB/s read and written: of an addition on a GPU, whose other operators are as fast; on a CPU, whose
     others are mostly slower, of a mix from layers in 16 bits, with results kept as a forward keeps them."""
     if device.type != "cpu":
         a, b = torch.randn(elements, device=device), torch.randn(elements, device=device)
-        return 3 * a.nbytes / seconds(lambda: torch.add(a, b, out=b), device) / 1e9
+        return 3 * a.nbytes / time_call(lambda: torch.add(a, b, out=b), device) / 1e9
     inputs = itertools.cycle([torch.randn(elements // 128, 128).bfloat16() for _ in range(8)])
     kept = deque[Any](maxlen=16)  # 100 MB of 2^18 elements
 
@@ -157,30 +157,30 @@ def memory_rate(device: torch.device, elements: int) -> float:
     for _ in range(2 * 16):
         operators()
     moved = 6 + 12 + 6 + 6 + 6 + 12 + 6 + 4 + 2 + 8  # bytes an element, in their order
-    return moved * elements / seconds(operators, device) / 1e9
+    return moved * elements / time_call(operators, device) / 1e9
 
 
-def copy_rate(device: torch.device, size: int) -> float:
+def measure_copy(device: torch.device, size: int) -> float:
     """Return GB/s from pinned host memory to the GPU; on a CPU, of a copy."""
     source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(size, dtype=torch.uint8, device=device)
-    return size / seconds(lambda: target.copy_(source, non_blocking=True), device) / 1e9
+    return size / time_call(lambda: target.copy_(source, non_blocking=True), device) / 1e9
 
 
 # --- the host ------------------
 
 
-def sync_seconds(device: torch.device) -> float:
+def measure_sync(device: torch.device) -> float:
     if device.type == "cpu":
         return 0.0
     x = torch.zeros(1, device=device)
-    return seconds(x.item, device)
+    return time_call(x.item, device)
 
 
 # --- between ranks ------------------
 
 
-def collectives(
+def measure_collectives(
     device: torch.device, group: ProcessGroup | None, fabric: str, per_node: int, turns: int = TURNS
 ) -> list[Collective]:
     """Measure all kinds over one group, with all of its ranks; the slowest rank counts.
@@ -192,7 +192,7 @@ def collectives(
         taken: list[float] = []
         for size in (SMALL_BYTES, LARGE_BYTES[device.type]):
             with contextlib.suppress(RuntimeError, NotImplementedError):  # not every backend has every kind
-                taken.append(_collective_seconds(kind, device, group, size, turns))
+                taken.append(_time_collective(kind, device, group, size, turns))
         if len(taken) == 2:
             latency, whole = min(taken), LARGE_BYTES[device.type] * ranks
             sent = whole * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
@@ -203,7 +203,7 @@ def collectives(
     return found
 
 
-def _collective_seconds(kind: str, device: torch.device, group: ProcessGroup | None, size: int, turns: int) -> float:
+def _time_collective(kind: str, device: torch.device, group: ProcessGroup | None, size: int, turns: int) -> float:
     """Return the duration of a collective. `size`: bytes of one rank's part."""
     ranks, part = dist.get_world_size(group), torch.zeros(size // 4, device=device)
     whole = torch.zeros(ranks * part.numel(), device=device)

@@ -36,7 +36,7 @@ OUTPUT_DIR: Final = "WINDLASS_OUTPUT_DIR"  # where a script that windlass starte
 FINISHED, RUNNING, STOPPED, FAILED = "finished", "running", "stopped by a signal", "failed"
 
 
-def step_files(folder: Path) -> dict[int, Path]:
+def find_step_files(folder: Path) -> dict[int, Path]:
     """Return the step files of a run folder by rank."""
     named = ((re.fullmatch(r"steps-rank(\d+)\.jsonl", path.name), path) for path in folder.glob("steps-rank*.jsonl"))
     return dict(sorted((int(match[1]), path) for match, path in named if match))
@@ -105,20 +105,20 @@ def begin_manifest(folder: Path, facts: dict[str, Any]) -> None:
 
 
 @functools.cache
-def _installed(library: str) -> str:
+def _read_version(library: str) -> str:
     return importlib.metadata.version(library)
 
 
-def versions(libraries: Iterable[str]) -> dict[str, str]:
+def read_versions(libraries: Iterable[str]) -> dict[str, str]:
     """Return the versions of windlass, Python and those of these libraries that are installed."""
     found = {"windlass": __version__, "python": sys.version.split()[0]}
     for name in libraries:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = _installed(name)
+            found[name] = _read_version(name)
     return found
 
 
-def git_state() -> dict[str, Any] | None:
+def read_git_state() -> dict[str, Any] | None:
     """Return the commit of the directory the run was started in and whether it was modified; None outside of a
     repository."""
     command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]

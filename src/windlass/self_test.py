@@ -39,8 +39,8 @@ from windlass.errors import UserError
 from windlass.files import append_json_line, read_json_lines, write_json
 from windlass.hardware import GIB
 from windlass.launch.check.results import FAIL, STYLES, Report, Result, failed, passed, skipped, warned
-from windlass.model.targets import by_expert
-from windlass.observe.counters import machine_facts
+from windlass.model.targets import view_by_expert
+from windlass.observe.counters import describe_machine
 from windlass.plan.layout import FOUR_BITS
 from windlass.run_folder import FINAL, is_finished
 from windlass.train import experts, four_bits, fused, loss, parallel, quantised, ranks
@@ -106,13 +106,13 @@ def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> R
         results = [skipped("GPUs", f"none tested: {found.error}; below is this CPU")]
     with tempfile.TemporaryDirectory(prefix="windlass-self-test-") as made:
         folder = Path(made)
-        tiny.write(folder / "model", hidden=256, experts=EXPERTS, vocab=1024, config={"initializer_range": 0.1})
+        tiny.write_model(folder / "model", hidden=256, experts=EXPERTS, vocab=1024, config={"initializer_range": 0.1})
         texts = (text for page in topics.values() for text in page.split("\n\n") if len(text) > 300)
         rows = [json.dumps({"text": text}) + "\n" for text in texts][: 2 * 5 * max(2, gpus)]
         (folder / "rows.jsonl").write_text("".join(rows))
-        results += in_ranks(folder, gpus or 2, environ, began + LIMIT_SECONDS)
+        results += run_in_ranks(folder, gpus or 2, environ, began + LIMIT_SECONDS)
     report = Report("self-test", tuple(results), seconds=time.monotonic() - began)
-    facts = {key: value for key, value in machine_facts().items() if key != "host"}
+    facts = {key: value for key, value in describe_machine().items() if key != "host"}
     try:
         write_json(file, {**report.as_dict(), "machine": facts})
     except OSError as error:
@@ -121,7 +121,7 @@ def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> R
     return report
 
 
-def in_ranks(folder: Path, count: int, environ: Mapping[str, str], until: float) -> list[Result]:
+def run_in_ranks(folder: Path, count: int, environ: Mapping[str, str], until: float) -> list[Result]:
     """Run a rank on each device, and a process that trains the reference on the CPU."""
     with ranks.reserve_port() as port, ranks.reserve_port() as other:
         cpu = {**environ, "CUDA_VISIBLE_DEVICES": "", CPU_ALONE: str(count)}
@@ -139,10 +139,10 @@ def in_ranks(folder: Path, count: int, environ: Mapping[str, str], until: float)
         for each in started:
             each.kill()
             each.wait()
-    return merge(folder, codes)
+    return merge_results(folder, codes)
 
 
-def merge(folder: Path, codes: Sequence[int | None]) -> list[Result]:
+def merge_results(folder: Path, codes: Sequence[int | None]) -> list[Result]:
     """Return the worst result of each test. If a process died, the test that it was in has failed."""
     rows: dict[str, list[Result]] = {}
     for number, code in enumerate(codes):  # 0 is the CPU's, the ranks follow
@@ -166,7 +166,7 @@ def _meaning(name: str) -> str:
 # --- one rank ---
 
 
-def work(folder: Path) -> None:
+def run_tests(folder: Path) -> None:
     """Run all tests of this rank, or the CPU's part."""
     warnings.simplefilter("ignore")
     signal.alarm(math.ceil(LIMIT_SECONDS) + 10)  # ends this process even if the one that started it was killed
@@ -175,18 +175,18 @@ def work(folder: Path) -> None:
     training.create_process_group(here, 60)
     device, world = parallel.get_device(), int(alone or here.world)
     every: dict[str, Callable[[], str]] = {
-        f"reference on the CPU, {dtype}": partial(reference, here, folder, dtype, world) for dtype in REFERENCES
+        f"reference on the CPU, {dtype}": partial(train_reference, here, folder, dtype, world) for dtype in REFERENCES
     }
     if not alone:
-        every = parts(device) | collectives(device) | trainings(here, folder)
+        every = list_tests(device) | list_collective_tests(device) | list_training_tests(here, folder)
     path = folder / f"results-{0 if alone else here.rank + 1}.jsonl"
     for name, test in every.items():
         append_json_line(path, asdict(failed(name, BEGUN, _meaning(name))))
-        append_json_line(path, asdict(result_of(name, test)))
+        append_json_line(path, asdict(run_test(name, test)))
     torch.distributed.destroy_process_group()
 
 
-def result_of(name: str, test: Callable[[], str]) -> Result:
+def run_test(name: str, test: Callable[[], str]) -> Result:
     try:
         return passed(name, test())
     except Untested as why:
@@ -201,24 +201,24 @@ def result_of(name: str, test: Callable[[], str]) -> Result:
 # --- parts of a step against plain torch ---
 
 
-def parts(device: torch.device) -> dict[str, Callable[[], str]]:
+def list_tests(device: torch.device) -> dict[str, Callable[[], str]]:
     """Return the tests by name; each returns its finding in a few words. ArithmeticError: values differ."""
     return {
-        "product of matrices": partial(compare, device, torch.matmul, torch.matmul, (96, 256), (256, 128)),
-        "attention, flash": partial(attention, device, SDPBackend.FLASH_ATTENTION),
-        "attention, efficient": partial(attention, device, SDPBackend.EFFICIENT_ATTENTION),
-        "attention, masked": partial(attention, device, None),
-        "norm": partial(norm, device),
-        "loss": partial(head_loss, device),
-        "fused layers": partial(fused_layers, device),
-        "FP8 decoding": partial(decoding, device, ""),
-        **{f"4 bits decoding, {kind}": partial(decoding, device, kind) for kind in (*FOUR_BITS, *PACKED)},
-        **{f"grouped products, {dtype}": partial(grouped, device, dtype) for dtype in ("bf16", "FP8", "nf4")},
-        "experts with adapters": partial(adapted_experts, device),
+        "product of matrices": partial(compare_with_cpu, device, torch.matmul, torch.matmul, (96, 256), (256, 128)),
+        "attention, flash": partial(check_attention, device, SDPBackend.FLASH_ATTENTION),
+        "attention, efficient": partial(check_attention, device, SDPBackend.EFFICIENT_ATTENTION),
+        "attention, masked": partial(check_attention, device, None),
+        "norm": partial(check_norm, device),
+        "loss": partial(check_head_loss, device),
+        "fused layers": partial(check_fused_layers, device),
+        "FP8 decoding": partial(check_decoding, device, ""),
+        **{f"4 bits decoding, {kind}": partial(check_decoding, device, kind) for kind in (*FOUR_BITS, *PACKED)},
+        **{f"grouped products, {dtype}": partial(check_grouped, device, dtype) for dtype in ("bf16", "FP8", "nf4")},
+        "experts with adapters": partial(check_adapted_experts, device),
     }
 
 
-def compare(
+def compare_with_cpu(
     device: torch.device, ours: Callable[..., Tensor], plain: Callable[..., Tensor], *shapes: tuple[int, ...]
 ) -> str:
     """Compare values and gradients in bfloat16 on the device with the plain function's in float32 on the CPU."""
@@ -233,7 +233,7 @@ def compare(
     return f"within {apart:.1e} of torch's float32 on the CPU"
 
 
-def attention(device: torch.device, backend: SDPBackend | None) -> str:
+def check_attention(device: torch.device, backend: SDPBackend | None) -> str:
     """Test causal attention with this backend; without one, documents separated by a mask, with torch's choice."""
     position = torch.arange(160)
     allowed = position[:, None] >= position
@@ -252,7 +252,7 @@ def attention(device: torch.device, backend: SDPBackend | None) -> str:
         return product
 
     try:
-        return compare(device, ours, plain, *[(2, 4, 160, 64)] * 3)
+        return compare_with_cpu(device, ours, plain, *[(2, 4, 160, 64)] * 3)
     except RuntimeError as error:
         if not str(error).startswith(("No available kernel", "No viable backend")):
             raise
@@ -261,7 +261,7 @@ def attention(device: torch.device, backend: SDPBackend | None) -> str:
         ) from None
 
 
-def norm(device: torch.device) -> str:
+def check_norm(device: torch.device) -> str:
     weight = fused.make_numbers(device, 512).bfloat16()
 
     def ours(x: Tensor) -> Tensor:
@@ -271,10 +271,10 @@ def norm(device: torch.device) -> str:
     def plain(x: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight.cpu().float(), 1e-6)
 
-    return compare(device, ours, plain, (3, 33, 512))
+    return compare_with_cpu(device, ours, plain, (3, 33, 512))
 
 
-def head_loss(device: torch.device) -> str:
+def check_head_loss(device: torch.device) -> str:
     """Test the chunked cross entropy, in chunks that don't divide the tokens."""
     head, targets = fused.make_numbers(torch.device("cpu"), 999, 64).bfloat16(), torch.arange(77) * 7
 
@@ -285,10 +285,10 @@ def head_loss(device: torch.device) -> str:
     def plain(hidden: Tensor) -> Tensor:
         return functional.cross_entropy(hidden @ head.float().t(), targets, reduction="sum")
 
-    return compare(device, ours, plain, (77, 64))
+    return compare_with_cpu(device, ours, plain, (77, 64))
 
 
-def fused_layers(device: torch.device) -> str:
+def check_fused_layers(device: torch.device) -> str:
     """Test what training uses in place of the layers of a mixture with latent attention: used only if values are
     equal."""
     with torch.device("meta"):
@@ -308,7 +308,7 @@ def fused_layers(device: torch.device) -> str:
     return f"{', '.join(same)} equal plain operations to {fused.CLOSE:g}"
 
 
-def codes_of(kind: str, device: torch.device) -> tuple[quantised.Format, Tensor, Tensor, Tensor]:
+def make_codes(kind: str, device: torch.device) -> tuple[quantised.Format, Tensor, Tensor, Tensor]:
     """Return a stack of weights in FP8 or 4 bits on the device, as a module has it, and its values in float32 on the
     CPU."""
     cpu, (count, rows, columns) = torch.device("cpu"), (5, 48, 320)
@@ -334,9 +334,9 @@ def codes_of(kind: str, device: torch.device) -> tuple[quantised.Format, Tensor,
     return coding, codes.view(torch.uint8).to(device), scale.to(device), wanted
 
 
-def decoding(device: torch.device, kind: str) -> str:
+def check_decoding(device: torch.device, kind: str) -> str:
     """Test decoding bit for bit; on a GPU with our kernel, which is not used where it differs from torch's passes."""
-    coding, codes, scale, wanted = codes_of(kind, device)
+    coding, codes, scale, wanted = make_codes(kind, device)
     with warnings.catch_warnings(record=True) as doubts:
         warnings.simplefilter("always")
         quantised.kernel_is_exact.cache_clear()
@@ -350,11 +350,11 @@ def decoding(device: torch.device, kind: str) -> str:
     return f"equal to torch's on the CPU, bit for bit, by {way}"
 
 
-def grouped(device: torch.device, dtype: str) -> str:
+def check_grouped(device: torch.device, dtype: str) -> str:
     """Test each expert's rows times its own matrix; one expert has none."""
     ends = torch.tensor([7, 7, 40, 41, 64])
     module: Any = nn.Module()
-    coding, codes, scale, matrices = codes_of({"nf4": "nf4"}.get(dtype, ""), device)
+    coding, codes, scale, matrices = make_codes({"nf4": "nf4"}.get(dtype, ""), device)
     if dtype == "bf16":
         matrices = fused.make_numbers(torch.device("cpu"), 5, 48, 320).bfloat16().float()
         module.weight = matrices.to(device, torch.bfloat16)
@@ -368,10 +368,10 @@ def grouped(device: torch.device, dtype: str) -> str:
         rows = torch.tensor_split(x, ends[:-1])
         return torch.cat([each @ matrix.t() for each, matrix in zip(rows, matrices, strict=True)])
 
-    return compare(device, ours, plain, (64, 320))
+    return compare_with_cpu(device, ours, plain, (64, 320))
 
 
-def adapted_experts(device: torch.device) -> str:
+def check_adapted_experts(device: torch.device) -> str:
     """Test unmerged adapters of rank 3, which grouped kernels need padded."""
     edges, r, scaling = torch.tensor([0, 7, 7, 40, 41, 64]), 3, 0.5
 
@@ -382,27 +382,27 @@ def adapted_experts(device: torch.device) -> str:
         return added
 
     def plain(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        down, up = by_expert(".lora_A.", a, 5), by_expert(".lora_B.", b, 5)
+        down, up = view_by_expert(".lora_A.", a, 5), view_by_expert(".lora_B.", b, 5)
         rows = enumerate(torch.tensor_split(x, edges[1:-1]))
         return torch.cat([scaling * (each @ down[i].t()) @ up[i] for i, each in rows])
 
-    return compare(device, ours, plain, (64, 64), (5 * r, 64), (48, 5 * r))
+    return compare_with_cpu(device, ours, plain, (64, 64), (5 * r, 64), (48, 5 * r))
 
 
 # --- between ranks ---
 
 
-def collectives(device: torch.device) -> dict[str, Callable[[], str]]:
+def list_collective_tests(device: torch.device) -> dict[str, Callable[[], str]]:
     """Return tests over all ranks, and over each dimension of a mesh, which has its own communicator."""
     world = dist.get_world_size()
     groups: dict[str, Any] = {f"all {world} ranks": None}
     if world > 2 and world % 2 == 0:
         mesh = init_device_mesh(device.type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
         groups |= {f"{mesh[name].size()} ranks of {name}": mesh.get_group(name) for name in ("replicate", "shard")}
-    return {f"collectives, {name}": partial(exchange, device, group) for name, group in groups.items()}
+    return {f"collectives, {name}": partial(check_exchange, device, group) for name, group in groups.items()}
 
 
-def exchange(device: torch.device, group: Any) -> str:
+def check_exchange(device: torch.device, group: Any) -> str:
     """Test a collective against its known result, not against another collective."""
     world, rank, size = dist.get_world_size(group), dist.get_rank(group), 1 << 20
     if world == 1:
@@ -431,14 +431,14 @@ def exchange(device: torch.device, group: Any) -> str:
 # --- a tiny model ---
 
 
-def train(
+def train_here(
     here: Rank, folder: Path, name: str, layout: str, dtype: str, count: int
 ) -> tuple[list[dict[str, Any]], float]:
     """Train in this process as one of its ranks, as `windlass train` does. Returns its steps and the planned GiB."""
     path, cpu = folder / f"{name}-{here.rank}.yaml", "" if torch.cuda.is_available() else ", gpu: cpu"
     given = {"folder": folder, "name": name, "layout": layout, "dtype": dtype, "ranks": here.world, "gpu": cpu}
     path.write_text(RUN.format(**given, batch=2 * count))
-    plan = planning.make(runfile.read(path))
+    plan = planning.make_plan(runfile.read_run_file(path))
     gc.collect()  # what an earlier one left
     training.train_rank(plan, here)
     only_there = ("reserve", "fragmentation")  # nothing that torch counts
@@ -446,7 +446,7 @@ def train(
     return read_steps(folder / name), sum(row.bytes for row in rows) / GIB
 
 
-def adapters_apart(one: Path, other: Path) -> float:
+def largest_adapter_difference(one: Path, other: Path) -> float:
     """Return the largest difference between two runs' adapters of any kind. SGD keeps the error of gradients' sizes."""
     while not is_finished(one):  # rank 0 writes
         time.sleep(0.1)
@@ -465,22 +465,25 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
     return list(read_json_lines(folder / "steps-rank0.jsonl"))
 
 
-def reference(here: Rank, folder: Path, dtype: str, count: int) -> str:
-    steps, _ = train(here, folder, f"reference-{dtype}", "resident", dtype, count)
+def train_reference(here: Rank, folder: Path, dtype: str, count: int) -> str:
+    steps, _ = train_here(here, folder, f"reference-{dtype}", "resident", dtype, count)
     return f"loss {steps[0]['loss']:.4f} to {steps[-1]['loss']:.4f} in {len(steps)} steps of one process"
 
 
-def trainings(here: Rank, folder: Path) -> dict[str, Callable[[], str]]:
+def list_training_tests(here: Rank, folder: Path) -> dict[str, Callable[[], str]]:
     layouts = ("full-shard", "expert-parallel") if here.world > 1 else ("resident",)
     cases = [(layout, dtype) for layout in layouts for dtype in ("bf16", "fp8", "nf4")]
-    return {f"training, {layout}, {dtype}": partial(trained, here, folder, layout, dtype) for layout, dtype in cases}
+    return {
+        f"training, {layout}, {dtype}": partial(compare_training, here, folder, layout, dtype)
+        for layout, dtype in cases
+    }
 
 
-def trained(here: Rank, folder: Path, layout: str, dtype: str) -> str:
+def compare_training(here: Rank, folder: Path, layout: str, dtype: str) -> str:
     """Compare each step's loss and gradient norm with the CPU's, and peak memory with the plan."""
     if layout == "expert-parallel" and EXPERTS % here.world:
         raise Untested(f"{here.world} ranks can't share {EXPERTS} experts")
-    steps, planned = train(here, folder, f"{layout}-{dtype}", layout, dtype, here.world)
+    steps, planned = train_here(here, folder, f"{layout}-{dtype}", layout, dtype, here.world)
     by_cpu = folder / f"reference-{dtype if dtype in REFERENCES else REFERENCES[0]}"
     while not is_finished(by_cpu):  # this process is ended if it never is
         time.sleep(0.1)
@@ -491,7 +494,7 @@ def trained(here: Rank, folder: Path, layout: str, dtype: str) -> str:
         if not all(one <= close for one in each):  # NaN is not
             values = ", ".join(f"{a[what]:.4g} and {b[what]:.4g}" for a, b in zip(steps, wanted, strict=True))
             raise ArithmeticError(f"{what} here and on the CPU: {values}; {close:.0%} apart at most are noise")
-    learned = adapters_apart(folder / f"{layout}-{dtype}", by_cpu)
+    learned = largest_adapter_difference(folder / f"{layout}-{dtype}", by_cpu)
     if not learned <= ADAPTERS:
         raise ArithmeticError(f"an adapter is {learned:.0%} away from the CPU's; {ADAPTERS:.0%} at most is noise")
     seen = (
@@ -507,4 +510,4 @@ def trained(here: Rank, folder: Path, layout: str, dtype: str) -> str:
 
 
 if __name__ == "__main__":
-    work(Path(sys.argv[1]))
+    run_tests(Path(sys.argv[1]))

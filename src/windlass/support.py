@@ -51,10 +51,10 @@ PATTERNS: Final = (
 )
 
 
-def versions() -> dict[str, Any]:
+def read_versions() -> dict[str, Any]:
     """Return versions for a bug report, without importing the libraries."""
     gpus = read_gpus(health=False)
-    found: dict[str, Any] = dict(run_folder.versions(LIBRARIES))
+    found: dict[str, Any] = dict(run_folder.read_versions(LIBRARIES))
     return found | {
         "cuda": _torch_cuda(),
         "driver": gpus.driver or None,
@@ -80,7 +80,7 @@ def _distribution() -> str:
     return platform.system()
 
 
-def show(found: Mapping[str, Any]) -> None:
+def print_versions(found: Mapping[str, Any]) -> None:
     for name, value in found.items():
         text = "; ".join(value) if isinstance(value, list) else value
         if text:
@@ -129,7 +129,7 @@ def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Cal
         raise UserError(
             "holds nothing of a run" if folder.is_dir() else "there is no such run folder", str(folder), hint
         )
-    made = {f"{folder.resolve().name}/{name}": text.encode() for name, text in collect(folder, Masks(environ))}
+    made = {f"{folder.resolve().name}/{name}": text.encode() for name, text in collect_files(folder, Masks(environ))}
     archive = out or Path(f"bug-report-{folder.resolve().name}.tar.gz")
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
@@ -146,9 +146,9 @@ def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Cal
     return archive
 
 
-def collect(folder: Path, masks: Masks) -> Iterator[tuple[str, str]]:
+def collect_files(folder: Path, masks: Masks) -> Iterator[tuple[str, str]]:
     """Yield names and texts of the files in the archive."""
-    yield "versions.json", json.dumps(masks.value(versions()), indent=1)
+    yield "versions.json", json.dumps(masks.value(read_versions()), indent=1)
     files = {name: read_json(folder / name) for name in WHOLE}
     audit = read_json(folder / run_folder.DATA)
     files[run_folder.DATA] = {name: audit[name] for name in AUDIT if name in audit}
@@ -158,7 +158,7 @@ def collect(folder: Path, masks: Masks) -> Iterator[tuple[str, str]]:
             yield name, json.dumps(masks.value(value), indent=1, ensure_ascii=False)
     for pattern in TAILS:
         for path in sorted(path for path in folder.glob(pattern) if path.is_file()):
-            yield str(path.relative_to(folder)), "".join(f"{masks.text(line)}\n" for line in last_lines(path))
+            yield str(path.relative_to(folder)), "".join(f"{masks.text(line)}\n" for line in read_last_lines(path))
     listing = (
         f"{path.stat().st_size:>14,} {path.relative_to(folder)}\n"
         for path in sorted(folder.rglob("*"))
@@ -167,7 +167,7 @@ def collect(folder: Path, masks: Masks) -> Iterator[tuple[str, str]]:
     yield "files.txt", masks.text("".join(listing))
 
 
-def last_lines(path: Path) -> list[str]:
+def read_last_lines(path: Path) -> list[str]:
     """Return the last lines of a text file, each cut; of a step file, with the names of its fields."""
     if path.name.startswith("steps-rank"):
         return [json.dumps(line)[:MAX_LINE] for line in deque(read_json_lines(path), LAST)]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from windlass import derive
 from windlass.errors import UserError
 from windlass.model.family import FAMILIES
-from windlass.model.shrink import shrink
+from windlass.model.shrink import shrink_config
 from windlass.train import four_bits
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ NESTED: Final = (
 )
 
 
-def write(
+def write_model(
     directory: Path,
     family: str = "mistral4",
     *,
@@ -201,10 +201,14 @@ def write_family(
     transformers = importlib.import_module("transformers")
     outer = transformers.CONFIG_MAPPING[family]()
     whole, text = outer.to_dict(), outer.get_text_config().to_dict()
-    small = shrink(text | {key: value for key, value in config.items() if key in text}, layers=layers, vocab=vocab)
+    small = shrink_config(
+        text | {key: value for key, value in config.items() if key in text}, layers=layers, vocab=vocab
+    )
     small |= config
     if "text_config" in whole:
-        parts = {key: shrink(whole[key], layers=1) for key in ("vision_config",) if isinstance(whole.get(key), dict)}
+        parts = {
+            key: shrink_config(whole[key], layers=1) for key in ("vision_config",) if isinstance(whole.get(key), dict)
+        }
         small = {**whole, **parts, "text_config": small}
     try:
         made = type(outer).from_dict({**small, "architectures": None})

@@ -102,12 +102,12 @@ def trace_layers(model: Any, numbers: Collection[int]) -> dict[int, dict[str, li
                 backbone(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
             for number in numbers:
                 del backbone.layers[number].forward
-                for key, value in _trace(backbone.layers[number], *calls[number]).items():
+                for key, value in _trace_layer(backbone.layers[number], *calls[number]).items():
                     found[number].setdefault(key, []).append(value)
     return found
 
 
-def _trace(layer: nn.Module, states: Tensor, args: Any, kwargs: Any) -> dict[str, float]:
+def _trace_layer(layer: nn.Module, states: Tensor, args: Any, kwargs: Any) -> dict[str, float]:
     """Trace one forward and backward."""
     args, kwargs = tree_map_only(Tensor, lambda each: each.detach(), (args, kwargs))
     states = states.detach().requires_grad_()

@@ -35,7 +35,7 @@ STARTED = (
 )
 
 
-def started(name: str) -> bool:
+def is_set_by_launcher(name: str) -> bool:
     """Return whether only a launcher may set it."""
     return name.startswith("PET_") or name in STARTED
 
@@ -66,7 +66,7 @@ def variables() -> dict[str, Variable]:
     return {name: Variable(**row) for name, row in rows.items()}
 
 
-def unread(names: Iterable[str]) -> dict[str, str]:
+def find_unread(names: Iterable[str]) -> dict[str, str]:
     """Return names that look like variables of NCCL, gloo or torch for them but are none, and what to do instead."""
     table, found = variables(), {}
     known = [name for name in (*table, *_table()["names"]) if name.startswith(CHECKED)]

@@ -35,9 +35,9 @@ def report(
 ) -> None:
     """Write report.html and report.json for one run, or compare several."""
     from windlass.observe import report as reporting
-    from windlass.observe.report import show
+    from windlass.observe.report import print_report
 
-    write_result(reporting.make(folders, out), as_json, show)
+    write_result(reporting.make_report(folders, out), as_json, print_report)
 
 
 @command(AFTER, "best run", "best run --eval-data held-out.jsonl --ranks 1", "best run --base-dtype bf16,nf4")

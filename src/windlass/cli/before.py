@@ -58,10 +58,10 @@ def init(
         print(made.text, end="")
         return
     if names:
-        for name, text in runfile.presets().items():
+        for name, text in runfile.read_presets().items():
             print(f"{name}\n  {text.splitlines()[0].removeprefix('# ')}")
     else:
-        print(runfile.init(preset or "mistral-small-4"), end="")
+        print(runfile.read_preset(preset or "mistral-small-4"), end="")
 
 
 @command(BEFORE, "import axolotl.yml > run.yaml", "import sft.sh --from swift > run.yaml")
@@ -80,7 +80,7 @@ def import_(
     from windlass.runfile import importing
 
     made = importing.import_file(file, tool or "")
-    write_json(made.as_dict()) if as_json else print(importing.run_file(made), end="", flush=True)
+    write_json(made.as_dict()) if as_json else print(importing.render_run_file(made), end="", flush=True)
     if not as_json:
         say(importing.list_no_effect(made))
     raise_all(made.problems)
@@ -94,7 +94,7 @@ def schema() -> None:
     """
     from windlass import runfile
 
-    write_json(runfile.schema())
+    write_json(runfile.make_schema())
 
 
 @command(
@@ -115,12 +115,12 @@ def plan(
     Reads the run file, config.json and the safetensors headers; needs neither the weights nor torch.
     The exit code is 0 whether or not the run fits; `memory.fits` in the JSON says which.
     """
-    from windlass.plan import write
-    from windlass.plan.show import show
+    from windlass.plan import write_plan
+    from windlass.plan.show import print_plan
 
     made = make_plan(run, override, accelerate)
-    written = write(made, out)
-    write_result(made, as_json, lambda made: show(made, details=details, formulas=explain, compare=compare))
+    written = write_plan(made, out)
+    write_result(made, as_json, lambda made: print_plan(made, details=details, formulas=explain, compare=compare))
     if written:
         say(f"plan written to {written}")
 
@@ -168,9 +168,9 @@ def data(
     from windlass import plan as planning
     from windlass.data.prepare import audit_data, sample_token_rows
     from windlass.data.show import print_audit, print_rows
-    from windlass.runfile import read
+    from windlass.runfile import read_run_file
 
-    loaded = planning.with_choices(read(run, override or ()), say)
+    loaded = planning.fill_in_choices(read_run_file(run, override or ()), say)
     if source and not sample and row is None:
         raise UserError("it says of which set rows are shown, and none are", "--source", "add --row K or --sample N")
     if sample or row is not None:
@@ -193,9 +193,9 @@ def fetch(
     download is resumed.
     """
     from windlass import fetch as fetching
-    from windlass.runfile import read
+    from windlass.runfile import read_run_file
 
-    loaded = read(run, override or ())
+    loaded = read_run_file(run, override or ())
     for name, folder in fetching.fetch_run(loaded.run, loaded.where, say, headers_only=headers_only).items():
         print(f"{name}\t{folder}")
 
@@ -259,7 +259,7 @@ def check(
         from windlass import self_test as testing
 
         report = testing.run(os.environ, Path("self-test.json"), say)
-        write_result(report, as_json, checking.show)
+        write_result(report, as_json, checking.print_report)
         raise typer.Exit(report.exit_code)
     try:
         loaded = read_any(run, override or ())
@@ -270,7 +270,7 @@ def check(
             raise
         print_error(error)
         raise typer.Exit(RANK_USER_INPUT) from None
-    report = checking.run(
+    report = checking.run_checks(
         loaded,
         lambda: read_accelerate(accelerate) if accelerate else None,
         depth=checking.IN_POD if in_pod else checking.HERE if here else checking.ALONE,
@@ -280,13 +280,13 @@ def check(
     )
     if report.is_leader:
         written = report.write(Path(loaded.run.folder))
-        write_result(report, as_json, checking.show)
+        write_result(report, as_json, checking.print_report)
         if written:
             say(f"checks written to {written}")
     else:  # whoever reads this node's log alone
         for result in report.failures:
             say(f"check failed: {result.title}: {result.seen}")
-    checking.leave_error(report, os.environ)
+    checking.write_error(report, os.environ)
     raise typer.Exit(report.exit_code)
 
 

@@ -47,19 +47,19 @@ def train(
     stopped it and everything was saved.
     """
     from windlass import train as training
-    from windlass.runfile import kind
+    from windlass.runfile import read_kind
     from windlass.train import script
 
     overrides = [*(override or ()), *([] if ranks is None else ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"])]
-    is_script = kind(run, overrides) == "script"
+    is_script = read_kind(run, overrides) == "script"
     overrides += ["layout.ranks=null"] if is_script and ranks is not None else []
     require_libraries(("torch",) if is_script else TRAINING, "train")
 
     def planned() -> Any:
         """On the machines that a launcher started, or on this one, unless the files say which."""
-        from windlass.hardware import this_machine
-        from windlass.plan.accelerate import accelerate_file
-        from windlass.plan.script import make_any, refuse_accelerate
+        from windlass.hardware import read_this_machine
+        from windlass.plan.accelerate import load_accelerate
+        from windlass.plan.script import make_any_plan, refuse_accelerate
         from windlass.runfile import read_any
         from windlass.train.ranks import default_overrides
 
@@ -68,11 +68,11 @@ def train(
             raise UserError("has no effect on a script, which measures itself", "--debug-freq", hint)
         if is_script:
             refuse_accelerate(accelerate)
-        loaded, file = read_any(run, overrides), None if is_script else accelerate_file(accelerate, os.environ)
+        loaded, file = read_any(run, overrides), None if is_script else load_accelerate(accelerate, os.environ)
         sized = file is not None and not file.wishes.keys().isdisjoint(("nodes", "ranks"))
-        if not sized and (found := default_overrides(loaded, os.environ, len(this_machine().gpus))):
+        if not sized and (found := default_overrides(loaded, os.environ, len(read_this_machine().gpus))):
             loaded = read_any(run, [*overrides, *found])
-        return make_any(loaded, file)
+        return make_any_plan(loaded, file)
 
     if is_script:
         raise typer.Exit(script.train_script(planned, environ=os.environ, resume=resume, say=print_error))
@@ -149,27 +149,27 @@ def submit(
 @command(DURING, "status run.yaml")
 def status(run: Run, override: Overrides = None, out: JobDir = None) -> None:
     """Show the state of a submitted run, as its platform reports it."""
-    from windlass.launch.submit import submitted
+    from windlass.launch.submit import find_submission
 
-    platform, record = submitted(run, override or (), out, say)
+    platform, record = find_submission(run, override or (), out, say)
     raise typer.Exit(platform.status(record))
 
 
 @command(DURING, "logs run.yaml --follow")
 def logs(run: Run, override: Overrides = None, follow: Follow = False, out: JobDir = None) -> None:
     """Show the output of a submitted run's nodes."""
-    from windlass.launch.submit import submitted
+    from windlass.launch.submit import find_submission
 
-    platform, record = submitted(run, override or (), out, say)
+    platform, record = find_submission(run, override or (), out, say)
     raise typer.Exit(platform.logs(record, follow=follow))
 
 
 @command(DURING, "stop run.yaml", "submit run.yaml    # resumes it")
 def stop(run: Run, override: Overrides = None, out: JobDir = None) -> None:
     """Stop a submitted run after it has saved a checkpoint."""
-    from windlass.launch.submit import submitted
+    from windlass.launch.submit import find_submission
 
-    platform, record = submitted(run, override or (), out, say)
+    platform, record = find_submission(run, override or (), out, say)
     raise typer.Exit(platform.stop(record))
 
 

@@ -14,7 +14,7 @@ def version(as_json: Json = False) -> None:
     """Print the versions that matter for a bug report: libraries, CUDA, driver, GPUs, system."""
     from windlass import support
 
-    (write_json if as_json else support.show)(support.versions())
+    (write_json if as_json else support.print_versions)(support.read_versions())
 
 
 @command(HELP, "bug-report run", "bug-report run.yaml --out bug-report.tar.gz")

@@ -126,10 +126,10 @@ def write_result(value: Any, as_json: bool, show: Callable[[Any], None]) -> None
 
 def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) -> AnyPlan:
     from windlass.plan.accelerate import read_accelerate
-    from windlass.plan.script import make_any
+    from windlass.plan.script import make_any_plan
     from windlass.runfile import read_any
 
-    return make_any(read_any(run, override or ()), read_accelerate(accelerate) if accelerate else None)
+    return make_any_plan(read_any(run, override or ()), read_accelerate(accelerate) if accelerate else None)
 
 
 Run = Annotated[Path, arg("RUN", "The run file (YAML).", callback=remember_run_file)]

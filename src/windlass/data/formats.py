@@ -19,7 +19,7 @@ from windlass.data.sources import Row, Where
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
 from windlass.runfile.fields import CHAT_KEYS
-from windlass.runfile.reference import as_yaml
+from windlass.runfile.reference import format_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,7 +89,7 @@ class Request:
         hint = f"did you mean {close[0]!r}?" if close else "name one of these: "
         hint += "" if close else f"data.columns: {{{key.rpartition('.')[2].removesuffix('_field')}: …}}"
         if key == "text_field" and (usual := guess_columns(self.columns)):
-            hint = f"if that is what they hold, write data.columns: {as_yaml(usual)}"
+            hint = f"if that is what they hold, write data.columns: {format_yaml(usual)}"
         has = ", ".join(map(repr, self.columns)) or "none"
         raise UserError(f"the data have no column {column!r}; they have {has}", self.where(f"data.{key}"), hint)
 
@@ -154,7 +154,7 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
         problem = f"the format {chosen.name} has no {odd[0]!r}"
         hint = f"it has {', '.join((*chosen.columns, *chosen.more))}; data.format chooses another"
         if data.format is None and (usual := guess_columns(columns)):
-            hint = f"name the format's column, then yours: data.columns: {as_yaml(usual)}"
+            hint = f"name the format's column, then yours: data.columns: {format_yaml(usual)}"
         raise UserError(problem, where(f"data.columns.{odd[0]}"), hint)
     for key in sorted(CHAT_KEYS & data.model_fields_set):
         if chosen.name in ("template", "input_ids", "text"):

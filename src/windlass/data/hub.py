@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.data.cache import hold_lock
 from windlass.data.sources import SUFFIXES, Source, get_config_name, list_card_files, read_card, resolve_source
 from windlass.errors import UserError
-from windlass.files import file_sample, read_json, write_json
+from windlass.files import read_json, sample_file, write_json
 from windlass.model.files import HEADERS, PUBLISHED
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def require_published(folder: Path, published: Mapping[str, str], say: Say) -> N
         (folder / name).resolve().unlink()  # otherwise it would count as fetched
         problem = f"has SHA-256 {found[name]}, the hub publishes {published[name]}: it was removed"
         raise UserError(problem, str(folder / name), "run it again: it is fetched anew")
-    samples = {name: hashlib.blake2b(file_sample(folder / name)).hexdigest() for name in published}
+    samples = {name: hashlib.blake2b(sample_file(folder / name)).hexdigest() for name in published}
     write_json(folder / PUBLISHED, samples)
 
 

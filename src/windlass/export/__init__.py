@@ -32,7 +32,7 @@ from windlass.export.source import (
 )
 from windlass.files import read_json, write_json
 from windlass.model import Base
-from windlass.plan.cost import published
+from windlass.plan.cost import published_dtype
 from windlass.run_folder import BASES
 from windlass.train.checkpoint import save_tensors
 from windlass.train.same_base import RECORD as RECORD_OF_BASE
@@ -294,7 +294,7 @@ def _merge(
 
 def _compare_base_losses(source: AdapterSource, base: Base) -> str:
     """Return held-out losses on the base as it was trained on, and as it is published."""
-    run, kinds = source.run_folder, published(base) or "bf16"
+    run, kinds = source.run_folder, published_dtype(base) or "bf16"
     found = read_json(run / BASES) if run else {}
     if not found:
         return f"hint      windlass best {run or 'RUN'} --base-dtype {kinds}: both bases' held-out losses"

@@ -20,7 +20,7 @@ from windlass.errors import Problem, UserError, raise_all
 from windlass.export.source import CONFIG, AdapterSource
 from windlass.model import Base, Parameter, Stored
 from windlass.model.family import FUSED
-from windlass.model.files import read_header, some
+from windlass.model.files import abbreviate, read_header
 from windlass.train.reading import DTYPES, Files, read_tensor
 from windlass.train.wrapped import KEY, PREFIX, inner_name, rename_config, rename_keys
 
@@ -147,7 +147,7 @@ def read_deltas(source: AdapterSource, base: Base) -> Deltas:
         raise UserError("the adapter holds no tensors", str(source.weights), hint)
     if misfits:
         hint = f"is {base.name} the model that it was trained on? Name the right one: --base DIR"
-        problem = f"the adapter does not fit this model ({len(misfits)}): {some(misfits)}"
+        problem = f"the adapter does not fit this model ({len(misfits)}): {abbreviate(misfits)}"
         raise UserError(problem, str(source.weights), hint)
     return Deltas(deltas)
 

@@ -16,7 +16,7 @@ from windlass.export.proof import GIB, read_free_memory
 from windlass.export.source import CONFIG, AdapterSource, choose_adapter, require_local_base
 from windlass.model import Base, read_base
 from windlass.model.files import CONFIG as MODEL_CONFIG
-from windlass.plan.cost import narrow, published
+from windlass.plan.cost import published_dtype, quantizable_names
 from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.train import experts
 from windlass.train.load import load_base
@@ -98,9 +98,9 @@ def choose_base_dtype(base: Base, folder: Path, trained_in: str = "") -> str:
     else as published, if that fits."""
     free = read_free_memory()
     stored = sum(piece.stored.end - piece.stored.start for each in base.parameters for piece in each.pieces)
-    ways = [("bf16", 2 * base.total), (published(base) or "bf16", stored)]
+    ways = [("bf16", 2 * base.total), (published_dtype(base) or "bf16", stored)]
     if trained_in:
-        names, size = narrow(base), FOUR_BITS[trained_in].bytes
+        names, size = quantizable_names(base), FOUR_BITS[trained_in].bytes
         ways = [(trained_in, int(sum(p.count * (size if p.name in names else 2) for p in base.parameters)))]
     for dtype, needed in ways:
         if needed <= SHARE_OF_MEMORY * free:

@@ -24,8 +24,8 @@ from torch import Tensor
 from windlass.errors import Problem, UserError, raise_all
 from windlass.export.deltas import Deltas
 from windlass.export.rounding import MergedTensor, round_to
-from windlass.files import flush, write_atomic
-from windlass.hardware import usable_cpus
+from windlass.files import flush_to_disk, write_atomic
+from windlass.hardware import count_usable_cpus
 from windlass.model import Base, Piece, Stored
 from windlass.model.family import ACTIVATIONS
 from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, SINGLE
@@ -207,7 +207,7 @@ def write_merge(
                     advance(len(block))
 
     # Writing more than a few files at a time only makes the disk seek.
-    workers = workers or max(1, min(len(plan.headers), usable_cpus(), 4))
+    workers = workers or max(1, min(len(plan.headers), count_usable_cpus(), 4))
     with files, deltas.files, ThreadPoolExecutor(workers) as pool:
         try:
             for _ in pool.map(write_file, plan.headers):
@@ -220,9 +220,9 @@ def write_merge(
         shutil.copyfile(path, to / path.name)
     if plan.index is not None:
         write_atomic(to / INDEX, plan.index)
-    flush(to)
+    flush_to_disk(to)
     write_atomic(to / CONFIG, plan.config)
-    flush(to / CONFIG)
+    flush_to_disk(to / CONFIG)
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:

@@ -88,7 +88,7 @@ class Job:
         return self.plan.loaded.where(key)
 
 
-def job_of(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Job:
+def build_job(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Job:
     """Convert a plan to a job. `overrides` and `accelerate` are those that the plan was made with."""
     run, layout, cluster, path = plan.loaded.run, plan.layout, plan.loaded.run.cluster, plan.loaded.path
     slug = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")
@@ -99,13 +99,13 @@ def job_of(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | N
     memory_gib = shm_gib if cluster.large_shm else 0
     files = {"run.yaml": read_text(path)}
     if not isinstance(plan, ScriptPlan):
-        files = {"accelerate.yaml": read_text(accelerate) if accelerate else accelerate_yaml(plan), **files}
+        files = {"accelerate.yaml": read_text(accelerate) if accelerate else render_accelerate_yaml(plan), **files}
         # Add half: libraries, the page cache (which a cgroup counts), growth of the allocator.
         memory_gib += math.ceil(plan.cost.host_gib * 1.5)
     arguments = [str(path), *(word for one in overrides for word in ("--override", one))]
     arguments += ["--accelerate", str(accelerate)] if accelerate else []
     request = cluster.memory_request or cluster.memory_limit or f"{memory_gib}Gi"
-    grace_seconds, grace_reason = grace(plan)
+    grace_seconds, grace_reason = estimate_grace(plan)
     table = variables()
     environment = [Variable(key, value, table[key].about) for key, value in DEFAULTS.items() if key not in cluster.env]
     for key, value in cluster.env.items():
@@ -137,7 +137,7 @@ def job_of(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | N
     )
 
 
-def grace(plan: AnyPlan) -> tuple[int, str]:
+def estimate_grace(plan: AnyPlan) -> tuple[int, str]:
     """Return the seconds needed to end a step and save after a stop signal, and what the figure is based on."""
     run = plan.loaded.run
     if run.cluster.grace_seconds:
@@ -156,7 +156,7 @@ def grace(plan: AnyPlan) -> tuple[int, str]:
     return max(GRACE_SECONDS, math.ceil(seconds / 30) * 30), reason
 
 
-def accelerate_yaml(plan: Plan) -> str:
+def render_accelerate_yaml(plan: Plan) -> str:
     """Return the configuration of `accelerate launch`. It doesn't configure sharding: the engine does."""
     layout = plan.layout
     precision = f"'{layout.precision}'" if layout.precision == "no" else layout.precision  # YAML 1.1: no is false
@@ -188,11 +188,11 @@ def quote(word: str) -> str:
     return f"'{word}'" if quoted == word and "," in word else quoted
 
 
-def words(items: Sequence[str]) -> str:
+def quote_words(items: Sequence[str]) -> str:
     return " ".join(map(quote, items))
 
 
-def one_line(text: str) -> str:
+def to_one_line(text: str) -> str:
     """Make text safe for a comment: after a line break it would be a command, and YAML allows no control characters."""
     return " ".join("".join(one if one.isprintable() else " " for one in text).split())
 
@@ -233,7 +233,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
         raise UserError(f"can't be written: {error.strerror}", str(folder), hint) from None
 
 
-def pod_problems(job: Job) -> Iterator[Problem]:
+def find_pod_problems(job: Job) -> Iterator[Problem]:
     """Yield the settings that would give pods that can't start, or that lose their work. Other errors are refused by
     the server, or earlier by the types of the run file's keys."""
     plan, cluster, run = job.plan, job.cluster, job.plan.loaded.run
@@ -267,25 +267,25 @@ def pod_problems(job: Job) -> Iterator[Problem]:
     elif not given:
         hint = f"set cluster.memory_limit, such as 64Gi; {what}"
         yield Problem("what a script needs of host memory can't be planned", job.where("cluster.memory_limit"), hint)
-    if cluster.cpu_limit and cores(job.cpu) > cores(cluster.cpu_limit):
+    if cluster.cpu_limit and parse_cores(job.cpu) > parse_cores(cluster.cpu_limit):
         yield Problem(f"less than the {job.cpu} of cluster.cpu", job.where("cluster.cpu_limit"), "raise it")
     for index, volume in enumerate(cluster.volumes):
         if volume.host:
             where, hint = job.where(f"cluster.volumes[{index}]"), "mount a claim; only Slurm's containers mount it"
             yield Problem("pods mount no folder of their node", where, hint)
     for key, amount in given:
-        if gib(amount) <= need:
+        if parse_gib(amount) <= need:
             least = f"set at least {job.memory_gib + job.is_script}Gi"
             yield Problem(f"{amount} of memory, and {what}", job.where(f"cluster.{key}"), least)
 
 
-def gib(amount: str) -> float:
+def parse_gib(amount: str) -> float:
     """Convert a Kubernetes memory quantity to GiB."""
     number = amount.rstrip("mkKMGTPEi")
     return float(number) * UNITS[amount[len(number) :]] / GIB
 
 
-def cores(amount: str) -> float:
+def parse_cores(amount: str) -> float:
     """Convert a Kubernetes CPU quantity to cores: 500m is 0.5."""
     return int(amount[:-1]) / 1000 if amount.endswith("m") else float(amount)
 
@@ -295,14 +295,14 @@ def escape_variables(value: str) -> str:
     return value.replace("$", "$$") if "$(" in value or "$$" in value else value
 
 
-def refused_keys(job: Job, refused: Mapping[str, str], platform: str) -> Iterator[Problem]:
+def list_refused_keys(job: Job, refused: Mapping[str, str], platform: str) -> Iterator[Problem]:
     """Yield a problem for each configured key that this platform doesn't support, with an alternative."""
     for key, hint in refused.items():
         if getattr(job.cluster, key) != Cluster.model_fields[key].default:
             yield Problem(f"{platform} can't set it", job.where(f"cluster.{key}"), hint)
 
 
-def ignored_keys(cluster: Cluster, ignored: Mapping[str, str], platform: str) -> Iterator[str]:
+def list_ignored_keys(cluster: Cluster, ignored: Mapping[str, str], platform: str) -> Iterator[str]:
     """Yield a note for each configured key that has no effect on this platform, so that none is dropped silently."""
     for key, why in ignored.items():
         if key in cluster.model_fields_set and getattr(cluster, key):

@@ -15,7 +15,7 @@ import yaml
 
 from windlass.errors import SAVED, Problem, RunError, UserError, raise_all
 from windlass.launch.job import NAME_LETTERS, Job
-from windlass.launch.pod import kueue
+from windlass.launch.pod import kueue_queue
 from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Cluster
 
 SECONDS = 60  # timeout of one call
@@ -51,7 +51,7 @@ EVENTS = {  # kind of object -> pattern of the run's names: its pods, its Kueue 
 }
 
 
-def find() -> str | None:
+def find_client() -> str | None:
     """Return the client's command, kubectl or OpenShift's oc, which takes the same commands; None without either."""
     return next((name for name in ("kubectl", "oc") if shutil.which(name)), None)
 
@@ -60,7 +60,7 @@ def run(
     *words: str, namespace: str | None = None, feed: str | None = None, check: bool = True, show: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run kubectl and capture its output, or show it here. `check`: raise with kubectl's own message if it fails."""
-    command = [find() or "kubectl", *(["--namespace", namespace] if namespace else []), *words]
+    command = [find_client() or "kubectl", *(["--namespace", namespace] if namespace else []), *words]
     try:
         if show:
             return subprocess.run(command, text=True, check=False)
@@ -76,7 +76,7 @@ def run(
     return done
 
 
-def installed_engine(cluster: Cluster, say: Callable[[str], None]) -> str:
+def find_engine(cluster: Cluster, say: Callable[[str], None]) -> str:
     """Return the first engine that is installed, that the user may use here, and that resumes a stopped run. Any
     logged-in user may query what is installed and what they may do."""
     done = run("api-resources", "--output", "name", check=False)  # also fails if only one API group doesn't answer
@@ -89,14 +89,14 @@ def installed_engine(cluster: Cluster, say: Callable[[str], None]) -> str:
                 explained = run("explain", JOBSET_FIELD, "--api-version=jobset.x-k8s.io/v1alpha2", check=False)
                 why = "it is older than 0.10" if "does not exist" in explained.stderr else ""
             if engine == "trainer" and not why:
-                why = runtime_problem(cluster.runtime)
+                why = find_runtime_problem(cluster.runtime)
             if not why:
                 return engine
             say(f"note: {resource} is installed and not used: {why}")
     return "job"
 
 
-def runtime_problem(name: str) -> str:
+def find_runtime_problem(name: str) -> str:
     """Return why a TrainJob would end after its nodes stopped with exit code 75; empty if it would resume."""
     done = run("get", RUNTIME, name, "--output", "json", check=False)
     if done.returncode:
@@ -152,14 +152,14 @@ class KubernetesJob:
         """Check everything, then create the job. An ended job is replaced, a running one is not. `trial`: the manifest
         under another name; `pod`: the pods' template."""
         problems = []
-        for kind, name, key, *where in references(job):
+        for kind, name, key, *where in list_references(job):
             done = self.run("get", kind, name, "--output", "name", *where, check=False)
             if done.returncode and ABSENT.search(done.stderr):
                 hint = f"kubectl get {kind} prints those that it has"
                 problems.append(Problem(f"the cluster has no {kind} {name}", job.where(f"cluster.{key}"), hint))
             elif done.returncode:
                 say(f"note: {kind} {name} could not be looked up: {done.stderr.strip()}")
-        for note in node_notes(job):
+        for note in list_node_notes(job):
             say(f"note: {note}")
         before = self.state()
         if before == "running":
@@ -274,7 +274,7 @@ class KubernetesJob:
             time.sleep(PAUSE_SECONDS)
 
 
-def node_notes(job: Job) -> Iterator[str]:
+def list_node_notes(job: Job) -> Iterator[str]:
     """Yield notes if nodes lack what the pods request. These are no errors: nodes may join when pods wait."""
     done = run("get", "nodes", "--output", "json", check=False)
     if done.returncode:
@@ -300,7 +300,7 @@ def node_notes(job: Job) -> Iterator[str]:
         yield f"{where}: planned for {'-'.join(words)}, but pods may get {', '.join(wrong)}; {hint}"
 
 
-def references(job: Job) -> Iterator[tuple[str, ...]]:
+def list_references(job: Job) -> Iterator[tuple[str, ...]]:
     """Yield the objects that must exist: kind, name, key of `cluster`, and the namespace if it isn't the job's."""
     cluster = job.cluster
     for index, volume in enumerate(cluster.volumes):
@@ -312,7 +312,7 @@ def references(job: Job) -> Iterator[tuple[str, ...]]:
         where = (f"--namespace={namespace}",) if namespace else ()
         yield "network-attachment-definitions.k8s.cni.cncf.io", name, f"networks[{index}]", *where
     if cluster.queue:
-        kind = "localqueue.kueue.x-k8s.io" if kueue(cluster) else "queue.scheduling.volcano.sh"
+        kind = "localqueue.kueue.x-k8s.io" if kueue_queue(cluster) else "queue.scheduling.volcano.sh"
         yield kind, cluster.queue, "queue"
     if job.engine == "trainer":
         yield RUNTIME, cluster.runtime, "runtime"

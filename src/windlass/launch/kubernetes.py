@@ -21,15 +21,15 @@ from windlass.launch.job import (
     Job,
     Record,
     escape_variables,
-    ignored_keys,
+    find_pod_problems,
     keep_record,
-    one_line,
-    pod_problems,
-    refused_keys,
+    list_ignored_keys,
+    list_refused_keys,
+    to_one_line,
 )
 from windlass.launch.kubectl import KubernetesJob
 from windlass.launch.rendezvous import PORT
-from windlass.launch.script import launch_sh
+from windlass.launch.script import render_launch_sh
 
 FILES = "/etc/windlass"  # where run.yaml, launch.sh and accelerate.yaml are mounted
 OLDEST_TRAINER = "2.3"  # the first Kubeflow Trainer whose TrainJob can set what a run needs
@@ -42,10 +42,10 @@ IGNORED = {
 }
 
 
-def job_yaml(job: Job, engine: str) -> str:
+def render_job_yaml(job: Job, engine: str) -> str:
     """Render all objects of the run, in the order in which they are created."""
     cluster = job.cluster
-    files = {**job.files, "launch.sh": launch_sh(job, exports=False)}
+    files = {**job.files, "launch.sh": render_launch_sh(job, exports=False)}
     # Named after its exact content: a ConfigMap that a running job uses is never changed.
     content = hashlib.sha256("\0".join(word for file in files.items() for word in file).encode()).hexdigest()
     watch = job.plan.loaded.run.watch
@@ -58,12 +58,12 @@ def job_yaml(job: Job, engine: str) -> str:
         folder=FILES,
         files=files,
         config_map=f"{job.name}-{content[:12]}",
-        marks={of: pod.marks(job, of, engine) for of in ("job", "pod", "other")},
-        fields=pod.fields(cluster),
+        marks={of: pod.labels_and_annotations(job, of, engine) for of in ("job", "pod", "other")},
+        fields=pod.pod_fields(cluster),
         resources=pod.resources(job),
         affinity=pod.affinity(job),
         volumes=[(f"volume-{index}", volume) for index, volume in enumerate(cluster.volumes)],
-        companions=pod.companions(job, engine),
+        companions=pod.companion_objects(job, engine),
         metrics_port=watch.prometheus_port if cluster.pod_monitor else None,
         port=str(PORT),
         exit_input=RANK_USER_INPUT,
@@ -83,7 +83,7 @@ def _template() -> Any:
         "yaml": to_yaml,
         "indent": indent,
         "nest": lambda text, columns: indent(text.removesuffix("\n"), columns),
-        "one_line": one_line,
+        "one_line": to_one_line,
         "escape_variables": escape_variables,
         "block": to_block,
         "source": pod.volume_source,
@@ -125,7 +125,7 @@ def indent(text: str, columns: int) -> str:
 
 
 def review(job: Job) -> Iterator[Problem | str]:
-    yield from findings(job)
+    yield from find_problems(job)
     if job.cluster.user is None:
         yield f"{job.where('cluster.user')}: not set: the image's own user, which must not be root (runAsNonRoot)"
     if job.engine == "pytorchjob" and job.nodes > 1:
@@ -133,13 +133,13 @@ def review(job: Job) -> Iterator[Problem | str]:
         yield f"{job.where('cluster.engine')}: {what}: a namespace with Pod Security `restricted` refuses it"
 
 
-def findings(job: Job) -> Iterator[Problem | str]:
+def find_problems(job: Job) -> Iterator[Problem | str]:
     """Yield the findings that apply to OpenShift too."""
     cluster = job.cluster
-    yield from pod_problems(job)
-    yield from refused_keys(job, pod.REFUSED.get(job.engine, {}), f"engine {job.engine}")
-    yield from ignored_keys(cluster, IGNORED, "Kubernetes")
-    if cluster.scheduler_name and not pod.gang(cluster) and not cluster.queue and job.nodes > 1:
+    yield from find_pod_problems(job)
+    yield from list_refused_keys(job, pod.REFUSED.get(job.engine, {}), f"engine {job.engine}")
+    yield from list_ignored_keys(cluster, IGNORED, "Kubernetes")
+    if cluster.scheduler_name and not pod.gang_scheduler(cluster) and not cluster.queue and job.nodes > 1:
         what = f"{cluster.scheduler_name} is given no PodGroup: nodes may start one by one, and wait for each other"
         yield f"{job.where('cluster.scheduler_name')}: {what}; cluster.gang or cluster.queue start them together"
     if job.engine == "trainer":
@@ -153,48 +153,48 @@ def findings(job: Job) -> Iterator[Problem | str]:
 
 def choose_engine(job: Job, *, ask: bool, say: Callable[[str], None] = lambda _: None) -> Job:
     """Choose the run file's engine, or the first that the cluster supports, if `ask` allows a query."""
-    ask, where = ask and kubectl.find() is not None, job.where("cluster.engine")
-    if job.cluster.engine == "trainer" and ask and (why := kubectl.runtime_problem(job.cluster.runtime)):
+    ask, where = ask and kubectl.find_client() is not None, job.where("cluster.engine")
+    if job.cluster.engine == "trainer" and ask and (why := kubectl.find_runtime_problem(job.cluster.runtime)):
         say(f"note: {where}: {why}; cluster.engine: jobset would")
     if job.cluster.engine != "auto":
         return job
     if ask:
-        return replace(job, engine=kubectl.installed_engine(job.cluster, say))
+        return replace(job, engine=kubectl.find_engine(job.cluster, say))
     say(f"note: {job.where('cluster.engine')}: auto, and no cluster was asked: an indexed Job, which all have")
     return job
 
 
 def files(job: Job) -> dict[str, str]:
-    return {"job.yaml": job_yaml(job, job.engine)}
+    return {"job.yaml": render_job_yaml(job, job.engine)}
 
 
-def kustomize(job: Job) -> dict[str, str]:
+def render_kustomize(job: Job) -> dict[str, str]:
     """Render the same objects as one file each, as a base for GitOps."""
-    parts = job_yaml(job, job.engine).removesuffix("\n").split("\n---\n")
+    parts = render_job_yaml(job, job.engine).removesuffix("\n").split("\n---\n")
     found = {f"{yaml.safe_load(part)['kind'].lower()}.yaml": f"{part}\n" for part in parts}
     base = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": list(found)}
     return {**found, "kustomization.yaml": to_block(base)}
 
 
 def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
-    if kubectl.find() is None:
+    if kubectl.find_client() is None:
         say(f"kubectl is not installed here; on a machine that has it: kubectl apply -f {folder / 'job.yaml'}")
         return False
     # The server would compare the manifest with the existing job of that name, so it validates another name.
     trial = replace(job, name=f"{job.name[: NAME_LETTERS - 7]}-{secrets.token_hex(3)}")
     target = KubernetesJob(job.name, job.engine, job.cluster.namespace)
-    pod = [*yaml.safe_load_all(job_yaml(job, "job"))][-1]["spec"]["template"]
-    target.create(job, job_yaml(job, job.engine), job_yaml(trial, job.engine), pod, say)
+    pod = [*yaml.safe_load_all(render_job_yaml(job, "job"))][-1]["spec"]["template"]
+    target.create(job, render_job_yaml(job, job.engine), render_job_yaml(trial, job.engine), pod, say)
     keep_record(job, "kubernetes", folder)
     return True
 
 
-def _target(record: Record) -> KubernetesJob:
+def _find_job(record: Record) -> KubernetesJob:
     return KubernetesJob(record.facts["name"], record.facts["engine"], record.facts["namespace"])
 
 
 def status(record: Record) -> int:
-    job = _target(record)
+    job = _find_job(record)
     pods = job.pods("wide").stdout.strip()
     print("\n".join(table for table in (job.get(), pods) if table) or f"{job.name}: it no longer exists")
     phases = job.pods(kubectl.PHASES).stdout.split()
@@ -213,13 +213,13 @@ def status(record: Record) -> int:
 
 
 def logs(record: Record, *, follow: bool) -> int:
-    job = _target(record)
+    job = _find_job(record)
     return job.follow(record.facts["nodes"], record.say) if follow else job.logs()
 
 
 def stop(record: Record) -> int:
     """Delete the job, then its files. Pods get their time to save; submitting again resumes from there."""
-    job, words = _target(record), ("--ignore-not-found", "--wait=false")
+    job, words = _find_job(record), ("--ignore-not-found", "--wait=false")
     done = [job.run("delete", kubectl.RESOURCES[job.engine], job.name, *words)]
     done += [job.run("delete", kind, "--selector", job.selector, *words) for kind in ("service", "configmap")]
     record.say("".join(one.stdout for one in done).strip())

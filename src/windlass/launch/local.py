@@ -16,7 +16,7 @@ from typing import Any
 from windlass import run_folder
 from windlass.errors import Problem, UserError, make_pasteable
 from windlass.files import read_json, read_json_lines
-from windlass.launch.job import RECORD, Job, Record, ignored_keys, keep_record
+from windlass.launch.job import RECORD, Job, Record, keep_record, list_ignored_keys
 from windlass.observe.watch.heartbeat import read_beats
 
 ALIVE_SECONDS = 30  # a rank writes a heartbeat every 5 s
@@ -39,15 +39,15 @@ IGNORED = {
 }
 
 
-def unscheduled(job: Job) -> Iterator[str]:
+def list_scheduler_keys(job: Job) -> Iterator[str]:
     """Yield the settings that need a scheduler: there is none here."""
     if keys := [key for key in SCHEDULED if key in job.cluster.model_fields_set]:
         yield f"no effect without a scheduler (--to kubernetes, runai or slurm): cluster's {', '.join(keys)}"
 
 
 def review(job: Job) -> Iterator[Problem | str]:
-    yield from unscheduled(job)
-    yield from ignored_keys(job.cluster, IGNORED, "this machine")
+    yield from list_scheduler_keys(job)
+    yield from list_ignored_keys(job.cluster, IGNORED, "this machine")
     if job.nodes > 1:
         hint = "--to script writes a script for each node; --to runai and --to kubernetes start them"
         yield Problem(f"{job.nodes} nodes, and this is one", job.where("cluster.nodes"), hint)
@@ -65,15 +65,15 @@ def start(job: Job, folder: Path, _: Callable[[str], None]) -> bool:
         what = f"it runs already, as process {facts['pid']}"
         hint = "`windlass status RUN`; `windlass stop RUN`; or another train.output_dir"
         raise UserError(what, str(folder / RECORD), hint)
-    keep_record(job, "local", folder, **this_process())
+    keep_record(job, "local", folder, **describe_process())
     sys.stdout.flush()
     sys.stderr.flush()
     # --resume starts from the beginning if there is nothing to resume.
     os.execv(sys.executable, [sys.executable, "-m", "windlass", "train", *job.arguments, "--resume"])
 
 
-def this_process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "began": start_time(os.getpid()), "host": socket.gethostname()}
+def describe_process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "began": read_start_time(os.getpid()), "host": socket.gethostname()}
 
 
 def is_running(facts: Mapping[str, Any]) -> bool:
@@ -84,10 +84,10 @@ def is_running(facts: Mapping[str, Any]) -> bool:
         return False
     except PermissionError:  # another user's process
         pass
-    return bool(start_time(facts["pid"]) == facts["began"])
+    return bool(read_start_time(facts["pid"]) == facts["began"])
 
 
-def start_time(pid: int) -> str | None:
+def read_start_time(pid: int) -> str | None:
     """Return a process's start time in the kernel's ticks; None if it is gone or the kernel doesn't report it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -107,7 +107,7 @@ def status(record: Record) -> int:
         age = max(0.0, time.time() - newest["time"]) if newest else math.inf
         running = age < ALIVE_SECONDS
         sign = f" (last heartbeat {age:.0f} s ago, from {newest['host']})" if newest else ""
-    steps = run_folder.step_files(run).get(0)
+    steps = run_folder.find_step_files(run).get(0)
     last = max((int(line.get("step", 0)) for line in read_json_lines(steps)), default=0) if steps else 0
     planned = (read_json(run / run_folder.PLAN).get("batch") or {}).get("steps")
     step = f"step {last:,} of {planned:,}" if planned else f"step {last:,}"

@@ -15,8 +15,8 @@ files, start, status, logs, stop = (
 
 
 def review(job: Job) -> Iterator[Problem | str]:
-    yield from kubernetes.findings(job)
-    yield from admission(job)
+    yield from kubernetes.find_problems(job)
+    yield from find_scc_problems(job)
     if job.cluster.user is None:
         yield f"{job.where('cluster.user')}: not set: the policy restricted-v2 gives the pods the namespace's own user"
     if job.cluster.fs_group is not None:
@@ -24,7 +24,7 @@ def review(job: Job) -> Iterator[Problem | str]:
         yield f"{job.where('cluster.fs_group')}: {what}: give the service account the SCC nonroot-v2, or remove it"
 
 
-def admission(job: Job) -> Iterator[str]:
+def find_scc_problems(job: Job) -> Iterator[str]:
     """Yield a warning if OpenShift's default policy would refuse the user, with the policy that allows it."""
     if user := job.cluster.user:
         remedy = "give the service account the SCC nonroot-v2"

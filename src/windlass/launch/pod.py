@@ -41,27 +41,27 @@ _OF_RUNTIME = (
 REFUSED = {"trainer": dict.fromkeys(_OF_RUNTIME, _RUNTIME)}  # by engine: keys without a field there
 
 
-def gang(cluster: Cluster) -> str | None:
+def gang_scheduler(cluster: Cluster) -> str | None:
     """Return the scheduler that needs a PodGroup."""
     names = {scheduler: name for name, (scheduler, *_) in GROUPS.items()}
     return cluster.gang or names.get(cluster.scheduler_name or "")
 
 
-def kueue(cluster: Cluster) -> str | None:
+def kueue_queue(cluster: Cluster) -> str | None:
     """Return the queue if it is Kueue's."""
-    return None if gang(cluster) == "volcano" else cluster.queue
+    return None if gang_scheduler(cluster) == "volcano" else cluster.queue
 
 
-def fields(cluster: Cluster) -> dict[str, str]:
+def pod_fields(cluster: Cluster) -> dict[str, str]:
     values = {key: getattr(cluster, key) for key in FIELDS}
-    if not values["scheduler_name"] and (group := gang(cluster)):
+    if not values["scheduler_name"] and (group := gang_scheduler(cluster)):
         values["scheduler_name"] = GROUPS[group][0]
     return {FIELDS[key]: value for key, value in values.items() if value}
 
 
-def marks(job: Job, of: str, engine: str = "") -> dict[str, dict[str, str]]:
+def labels_and_annotations(job: Job, of: str, engine: str = "") -> dict[str, dict[str, str]]:
     """Return labels and annotations for the job (`of` is "job"), its pods ("pod") or other objects ("other")."""
-    cluster, queue = job.cluster, kueue(job.cluster)
+    cluster, queue = job.cluster, kueue_queue(job.cluster)
     labels = {RUN_LABEL: job.name, MANAGED_BY: "windlass", **cluster.labels}
     annotations = dict(cluster.annotations) if of in ("job", "pod") else {}
     if of == "job" and queue:
@@ -74,7 +74,7 @@ def marks(job: Job, of: str, engine: str = "") -> dict[str, dict[str, str]]:
         if engine == "pytorchjob" and job.nodes > 1:  # one domain for master and workers; Kueue would use two
             annotations[f"{KUEUE}/podset-group-name"] = "nodes"
     found = {"labels": labels, "annotations": annotations}
-    if of == "pod" and (group := gang(cluster)):
+    if of == "pod" and (group := gang_scheduler(cluster)):
         _, _, kind, name = GROUPS[group]
         found[kind][name] = job.name
     return found
@@ -107,7 +107,7 @@ def volume_mount(volume: Volume, name: str) -> dict[str, Any]:
 def affinity(job: Job) -> dict[str, Any]:
     """Return the configured affinity; adds one topology domain if that is configured and no queue handles it."""
     cluster = job.cluster
-    if not cluster.topology_key or kueue(cluster):
+    if not cluster.topology_key or kueue_queue(cluster):
         return dict(cluster.affinity)
     domain: dict[str, Any] = {
         "labelSelector": {"matchLabels": {RUN_LABEL: job.name}},
@@ -120,14 +120,14 @@ def affinity(job: Job) -> dict[str, Any]:
     return {**cluster.affinity, "podAffinity": {**pods, key: [*(pods.get(key) or []), domain]}}
 
 
-def companions(job: Job, engine: str) -> dict[str, dict[str, Any]]:
+def companion_objects(job: Job, engine: str) -> dict[str, dict[str, Any]]:
     """Return the configured objects to create next to the job: reason -> object."""
     cluster, port = job.cluster, job.plan.loaded.run.watch.prometheus_port
     namespace = {"namespace": cluster.namespace} if cluster.namespace else {}
-    head = {"metadata": {"name": job.name, **namespace, "labels": marks(job, "other")["labels"]}}
+    head = {"metadata": {"name": job.name, **namespace, "labels": labels_and_annotations(job, "other")["labels"]}}
     ours = {"matchLabels": {RUN_LABEL: job.name, MANAGED_BY: "windlass"}}
     found: dict[str, dict[str, Any]] = {}
-    if group := gang(cluster):
+    if group := gang_scheduler(cluster):
         spec: dict[str, Any] = {"minMember": job.nodes}
         if group == "volcano":
             more = {"queue": cluster.queue, "priorityClassName": cluster.priority_class}

@@ -23,7 +23,7 @@ from typing import Any
 
 from windlass.errors import FAILED, RANK_USER_INPUT, SAVED, UserError
 from windlass.files import write_atomic
-from windlass.launch.interfaces import choices
+from windlass.launch.interfaces import list_choices
 
 PORT = 29500  # torch's default
 ANSWER_SECONDS = 60.0  # for one gather, once all nodes have joined; the slowest follows a measurement
@@ -52,7 +52,7 @@ class Node:
     port: int
 
 
-def this_node(environ: Mapping[str, str]) -> Node:
+def read_node(environ: Mapping[str, str]) -> Node:
     """Return this node by the first of VARIABLES that is set; without any, the only node."""
     names = next((names for names in VARIABLES if names[1] in environ), None)
     if names is None:
@@ -349,7 +349,7 @@ class Rendezvous:
                         lose(peer, f"{peer} has not been heard for {self.silence_seconds:.0f} s")
         code = int(leaving.read_text() or FAILED) if leaving.exists() else FAILED
         for peer in self.peers.values():
-            peer.send(bye=code, why=first_error(status_dir))
+            peer.send(bye=code, why=read_first_error(status_dir))
             with contextlib.suppress(OSError):
                 peer.end.shutdown(socket.SHUT_WR)
 
@@ -357,7 +357,7 @@ class Rendezvous:
         print(f"windlass: {self.name}: {text}", file=sys.stderr, flush=True)
 
 
-def first_error(status_dir: Path) -> str:
+def read_first_error(status_dir: Path) -> str:
     """Return the error that a rank of this node or its check has left; empty if there is none."""
     errors: list[dict[str, Any]] = []
     for path in status_dir.glob("error-*"):
@@ -373,7 +373,7 @@ def main() -> int:
     this node can't start."""
     node, nodes, master, port, seconds, fingerprint, status_dir, *fault = sys.argv[1:]
     began = time.monotonic()
-    problem = next(((one.problem, one.code) for one in choices(os.environ, int(nodes)) if one.problem), None)
+    problem = next(((one.problem, one.code) for one in list_choices(os.environ, int(nodes)) if one.problem), None)
     if fault:
         problem = (fault[1], int(fault[0]))
     rendezvous = Rendezvous(Node(int(node), int(nodes), master, int(port)), fingerprint, problem)

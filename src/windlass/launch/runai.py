@@ -16,17 +16,17 @@ from windlass.launch import openshift
 from windlass.launch.job import (
     Job,
     Record,
-    cores,
     escape_variables,
-    ignored_keys,
+    find_pod_problems,
     keep_record,
-    one_line,
-    pod_problems,
+    list_ignored_keys,
+    list_refused_keys,
+    parse_cores,
     quote,
-    refused_keys,
-    words,
+    quote_words,
+    to_one_line,
 )
-from windlass.launch.script import launch_sh
+from windlass.launch.script import render_launch_sh
 from windlass.runfile.machines import Secret
 
 # Keys that Run:ai's command line has no option for, and what replaces them there.
@@ -116,7 +116,7 @@ exec {command} "${{options[@]}}" \\
 """
 
 
-def options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+def list_options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Yield for each setting the reason, the option and value of the command line, and its part of the REST API's body;
     a dot in a key leads into a section."""
     cluster, workers = job.cluster, job.nodes - 1
@@ -134,7 +134,7 @@ def options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
         yield "of each node", "gpu-devices-request", str(count), {"compute.gpuDevicesRequest": count}
     for kind, amount in (("Request", job.cpu), ("Limit", cluster.cpu_limit)):
         if amount:
-            plain = cores(amount)
+            plain = parse_cores(amount)
             number = int(plain) if plain.is_integer() else plain
             yield "", f"cpu-core-{kind.lower()}", f"{plain:g}", {f"compute.cpuCore{kind}": number}
     why = "set by the run file" if job.is_script else f"the plan needs {job.memory_gib} GiB with /dev/shm"
@@ -205,53 +205,53 @@ def options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
             yield variable.reason, "e", f"{name}={text}", {"environmentVariables": [body]}
 
 
-def flags(job: Job) -> Iterator[tuple[str, list[str]]]:
+def list_flags(job: Job) -> Iterator[tuple[str, list[str]]]:
     """Yield each setting's reason and its words of the command line."""
-    for why, option, value, _ in options(job):
+    for why, option, value, _ in list_options(job):
         names = [option, f"master-{option}"] if job.nodes > 1 and option in MASTERS else [option]
         yield why, [word for name in names for word in (f"{'--' if name[1:] else '-'}{name}", value) if word]
 
 
-def client(name: str, nodes: int, project: str | None, verb: str, *more: str) -> list[str]:
+def client_command(name: str, nodes: int, project: str | None, verb: str, *more: str) -> list[str]:
     """Return a command of Run:ai's client. One node needs no operator: `--workers` 0 is not defined."""
     kind = "pytorch" if nodes > 1 else "standard"
     return ["runai", "training", kind, verb, name, *(["--project", project] if project else []), *more]
 
 
-def inner(job: Job) -> list[str]:
+def container_command(job: Job) -> list[str]:
     return ["bash", f"{job.folder}/launch.sh"]
 
 
-def command(job: Job) -> list[str]:
+def submit_command(job: Job) -> list[str]:
     """Return the words of the command that submits the run."""
-    words = [word for _, flag in flags(job) for word in flag]
-    return [*client(job.name, job.nodes, None, "submit"), *words, "--command", "--", *inner(job)]
+    words = [word for _, flag in list_flags(job) for word in flag]
+    return [*client_command(job.name, job.nodes, None, "submit"), *words, "--command", "--", *container_command(job)]
 
 
-def submit_sh(job: Job) -> str:
-    lines, used = [], {word for _, flag in flags(job) for word in flag}
-    for why, flag in flags(job):
-        lines += [f"  # {one_line(why)}"] if why else []
-        lines.append(f"  {words(flag)}")
+def render_submit_sh(job: Job) -> str:
+    lines, used = [], {word for _, flag in list_flags(job) for word in flag}
+    for why, flag in list_flags(job):
+        lines += [f"  # {to_one_line(why)}"] if why else []
+        lines.append(f"  {quote_words(flag)}")
     return SUBMIT.format(
         title=job.title,
         version=__version__,
-        source=one_line(job.source),
-        folder=one_line(job.folder),
+        source=to_one_line(job.source),
+        folder=to_one_line(job.folder),
         files=" and ".join(job.files),
         later=textwrap.fill(" ".join(f"--{name}" for name in LATER if f"--{name}" in used), 118, **_COMMENT),
-        delete=one_line(words(client(job.name, job.nodes, job.cluster.project, "delete"))),
+        delete=to_one_line(quote_words(client_command(job.name, job.nodes, job.cluster.project, "delete"))),
         options="\n".join(lines),
-        command=words(client(job.name, job.nodes, None, "submit")),
-        inner=words(inner(job)),
+        command=quote_words(client_command(job.name, job.nodes, None, "submit")),
+        inner=quote_words(container_command(job)),
     )
 
 
-def payload(job: Job) -> dict[str, Any]:
+def make_payload(job: Job) -> dict[str, Any]:
     """Return the body of POST /api/v1/workloads/distributed (…/trainings for one node), with placeholders for IDs."""
-    program, script = inner(job)
+    program, script = container_command(job)
     spec: dict[str, Any] = {"command": program, "args": quote(script)}
-    for *_, body in options(job):
+    for *_, body in list_options(job):
         for path, value in body.items():
             section, _, key = path.rpartition(".")
             into = spec.setdefault(section, {}) if section else spec
@@ -262,7 +262,7 @@ def payload(job: Job) -> dict[str, Any]:
 
 def review(job: Job) -> Iterator[Problem | str]:
     cluster = job.cluster
-    yield from pod_problems(job)
+    yield from find_pod_problems(job)
     if not cluster.project:
         hint = "set cluster.project: without it the job goes to whatever project was used last"
         yield Problem("no Run:ai project", job.where("cluster.project"), hint)
@@ -270,14 +270,14 @@ def review(job: Job) -> Iterator[Problem | str]:
         where, hint = job.where(f"cluster.volumes[{index}]"), "mount the whole volume, read and write"
         if volume.read_only or (volume.sub_path and not volume.config_map):
             yield Problem("Run:ai's command line mounts no part of a volume, and none read-only", where, hint)
-    yield from openshift.admission(job)
-    yield from refused_keys(job, REFUSED, "Run:ai")
-    yield from ignored_keys(cluster, IGNORED, "Run:ai")
+    yield from openshift.find_scc_problems(job)
+    yield from list_refused_keys(job, REFUSED, "Run:ai")
+    yield from list_ignored_keys(cluster, IGNORED, "Run:ai")
 
 
 def files(job: Job) -> dict[str, str]:
-    body = json.dumps(payload(job), indent=2, ensure_ascii=False) + "\n"
-    scripts = {"launch.sh": launch_sh(job, exports=False), "submit.sh": submit_sh(job)}
+    body = json.dumps(make_payload(job), indent=2, ensure_ascii=False) + "\n"
+    scripts = {"launch.sh": render_launch_sh(job, exports=False), "submit.sh": render_submit_sh(job)}
     return {**scripts, **job.files, "payload.json": body}
 
 
@@ -290,7 +290,7 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
     if shutil.which("runai") is None:
         say(f"runai is not installed here; on a machine that has it: {by_hand}")
         return False
-    if code := subprocess.run(command(job), check=False).returncode:
+    if code := subprocess.run(submit_command(job), check=False).returncode:
         hint = "not logged in: runai login; the name is taken: `windlass stop RUN`, or another name"
         raise RunError(f"runai ended with {code}: its own message is above", by_hand, hint)
     keep_record(job, "runai", folder)
@@ -312,7 +312,7 @@ def stop(record: Record) -> int:
 def _pass_on(record: Record, verb: str, *more: str) -> int:
     facts = record.facts
     try:
-        words = client(facts["name"], facts["nodes"], facts["project"], verb, *more)
+        words = client_command(facts["name"], facts["nodes"], facts["project"], verb, *more)
         return subprocess.run(words, check=False).returncode
     except OSError as error:
         raise UserError(f"runai can't be run: {error.strerror}", "PATH", "install it") from None

@@ -10,7 +10,7 @@ from pathlib import Path
 from windlass import __version__
 from windlass.errors import Problem, UserError
 from windlass.launch import local
-from windlass.launch.job import Job, Record, keep_record, one_line, quote, words
+from windlass.launch.job import Job, Record, keep_record, quote, quote_words, to_one_line
 from windlass.launch.rendezvous import PORT
 from windlass.runfile.machines import Secret
 
@@ -47,15 +47,15 @@ torchrun \\
 }
 
 
-def launch_sh(job: Job, *, exports: bool) -> str:
+def render_launch_sh(job: Job, *, exports: bool) -> str:
     """Render launch.sh. `exports`: set the environment too; Run:ai and Kubernetes set it visibly on the pod."""
     head = HEAD.format(
         title=job.title,
         version=__version__,
-        source=one_line(job.source),
+        source=to_one_line(job.source),
         nodes=job.nodes,
     )
-    options = "".join(f"\n  {words(('--override', override))}" for override in job.overrides)
+    options = "".join(f"\n  {quote_words(('--override', override))}" for override in job.overrides)
     settings = (
         ("title", quote(job.title), ""),
         ("nodes", str(job.nodes), ""),
@@ -68,7 +68,7 @@ def launch_sh(job: Job, *, exports: bool) -> str:
         ("name", quote(job.name), ""),
         ("log_format", job.cluster.log_format, ""),
         ("working_dir", quote(job.cluster.working_dir or ""), "empty: where this is started"),
-        ("install", f"({words(job.cluster.install)})", "what the image lacks"),
+        ("install", f"({quote_words(job.cluster.install)})", "what the image lacks"),
         ("options", f"({options}\n)" if options else "()", ""),
         ("here", '"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"', ""),
         ("run", "$here/run.yaml", ""),
@@ -77,7 +77,7 @@ def launch_sh(job: Job, *, exports: bool) -> str:
     exported = ["", "# --- the environment ".ljust(119, "-")] if exports else []
     for variable in job.environment if exports else ():
         name, value = variable.name, variable.value
-        exported.append(f"# {one_line(variable.reason)}")
+        exported.append(f"# {to_one_line(variable.reason)}")
         if isinstance(value, Secret):
             missing = f"{name} is a secret ({value.secret}, key {value.key}): export it before"
             exported.append(
@@ -98,12 +98,12 @@ def launch_sh(job: Job, *, exports: bool) -> str:
 
 
 def review(job: Job) -> Iterator[Problem | str]:
-    yield from local.unscheduled(job)
+    yield from local.list_scheduler_keys(job)
 
 
 def files(job: Job) -> dict[str, str]:
     """Return all files that a node needs, for one folder."""
-    return {"launch.sh": launch_sh(job, exports=True), **job.files}
+    return {"launch.sh": render_launch_sh(job, exports=True), **job.files}
 
 
 def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:

@@ -18,16 +18,16 @@ from windlass.launch.job import (
     RECORD,
     Job,
     Record,
-    cores,
-    gib,
-    ignored_keys,
     keep_record,
-    one_line,
+    list_ignored_keys,
+    list_refused_keys,
+    parse_cores,
+    parse_gib,
     quote,
-    refused_keys,
-    words,
+    quote_words,
+    to_one_line,
 )
-from windlass.launch.script import launch_sh
+from windlass.launch.script import render_launch_sh
 
 BATCH = "job.sbatch"
 SECONDS = 60  # timeout of one Slurm command
@@ -61,7 +61,7 @@ RELIED_ON = (
 )
 
 
-def options(job: Job) -> dict[str, str]:
+def list_options(job: Job) -> dict[str, str]:
     """Return sbatch's options by their long names; a switch has an empty value. The user's own come last."""
     cluster, seconds = job.cluster, job.cluster.deadline_seconds
     limit = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}" if seconds else None
@@ -74,8 +74,8 @@ def options(job: Job) -> dict[str, str]:
         "nodes": str(job.nodes),
         "ntasks-per-node": "1",
         "gpus-per-node": str(job.ranks_per_node) if job.gpu else None,
-        "cpus-per-task": str(math.ceil(cores(job.cpu))),
-        "mem": f"{math.ceil(gib(job.memory_limit) * 1024)}M" if known else None,
+        "cpus-per-task": str(math.ceil(parse_cores(job.cpu))),
+        "mem": f"{math.ceil(parse_gib(job.memory_limit) * 1024)}M" if known else None,
         "time": limit,
         # sent to all ranks, this long before the time limit
         "signal": f"USR1@{job.grace_seconds}",
@@ -88,7 +88,7 @@ def options(job: Job) -> dict[str, str]:
     return {key: value for key, value in rows.items() if value is not None} | cluster.sbatch
 
 
-def container(job: Job) -> tuple[list[str], list[str]]:
+def container_options(job: Job) -> tuple[list[str], list[str]]:
     """Return srun's options, and the words before `bash launch.sh`."""
     cluster, image = job.cluster, job.cluster.image or ""
     mounts = []
@@ -115,20 +115,21 @@ def container(job: Job) -> tuple[list[str], list[str]]:
     return [], []
 
 
-def batch(job: Job) -> str:
-    more, before = container(job)
+def render_batch_script(job: Job) -> str:
+    more, before = container_options(job)
     label = ["--label"] if job.cluster.log_format == "text" else []  # a JSON line names its node
     parts = {
         "title": job.title,
-        "source": one_line(job.source),
+        "source": to_one_line(job.source),
         "version": __version__,
         "options": "\n".join(
-            f"#SBATCH --{key}{f'={quote(one_line(value))}' if value else ''}" for key, value in options(job).items()
+            f"#SBATCH --{key}{f'={quote(to_one_line(value))}' if value else ''}"
+            for key, value in list_options(job).items()
         ),
         "folder": quote(str(Path(job.folder).absolute())),
         "restarts": str(job.cluster.max_restarts),
-        "srun": words(["srun", "--kill-on-bad-exit=0", *label, *more]),
-        "before": words(before) + " " * bool(before),
+        "srun": quote_words(["srun", "--kill-on-bad-exit=0", *label, *more]),
+        "before": quote_words(before) + " " * bool(before),
         "exit_input": str(RANK_USER_INPUT),
         "exit_saved": str(SAVED),
     }
@@ -170,12 +171,12 @@ def review(job: Job) -> Iterator[Problem | str]:
     for option in sorted({*RELIED_ON} & cluster.sbatch.keys()):
         hint = "remove it; nodes and time to save are cluster.nodes and cluster.grace_seconds"
         yield Problem("windlass sets it, and relies on it", job.where(f"cluster.sbatch.{option}"), hint)
-    yield from refused_keys(job, REFUSED, "Slurm")
-    yield from ignored_keys(cluster, IGNORED, "Slurm")
+    yield from list_refused_keys(job, REFUSED, "Slurm")
+    yield from list_ignored_keys(cluster, IGNORED, "Slurm")
 
 
 def files(job: Job) -> dict[str, str]:
-    return {BATCH: batch(job), "launch.sh": launch_sh(job, exports=True), **job.files}
+    return {BATCH: render_batch_script(job), "launch.sh": render_launch_sh(job, exports=True), **job.files}
 
 
 def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
@@ -187,10 +188,10 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
         say(f"sbatch is not installed here; on a machine that has it: {by_hand}")
         return False
     facts = read_json(folder / RECORD)
-    if facts.get("platform") == "slurm" and (state := squeue(facts["number"], "%T")):
+    if facts.get("platform") == "slurm" and (state := query_squeue(facts["number"], "%T")):
         hint = "`windlass status RUN`; `windlass stop RUN`; or another train.output_dir"
         raise UserError(f"Slurm has it already, as job {facts['number']} ({state})", str(folder / RECORD), hint)
-    done = call("sbatch", "--parsable", str(folder / BATCH))
+    done = run_command("sbatch", "--parsable", str(folder / BATCH))
     if done.returncode:
         hint = "the options come from `cluster` in the run file: `windlass explain cluster` prints its keys"
         raise RunError(done.stderr.strip() or f"sbatch ended with {done.returncode}", by_hand, hint)
@@ -200,7 +201,7 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
     return True
 
 
-def call(*command: str) -> subprocess.CompletedProcess[str]:
+def run_command(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -210,9 +211,9 @@ def call(*command: str) -> subprocess.CompletedProcess[str]:
         raise UserError(f"{command[0]} can't be run: {error.strerror}", "PATH", hint) from None
 
 
-def squeue(number: str, form: str) -> str:
+def query_squeue(number: str, form: str) -> str:
     """Query the state of a job; empty once it has ended."""
-    done = call("squeue", f"--jobs={number}", "--noheader", f"--format={form}")
+    done = run_command("squeue", f"--jobs={number}", "--noheader", f"--format={form}")
     if done.returncode and "Invalid job id" not in done.stderr:
         raise RunError(done.stderr.strip(), "squeue", "ask Slurm again later")
     return done.stdout.strip()
@@ -220,7 +221,7 @@ def squeue(number: str, form: str) -> str:
 
 def status(record: Record) -> int:
     number = record.facts["number"]
-    line = squeue(number, "%T, %M of %l, %D nodes %R")
+    line = query_squeue(number, "%T, %M of %l, %D nodes %R")
     ended = record.run / f"slurm-{number}.exit"
     code = f"ended with {ended.read_text().strip()}" if ended.is_file() else "not in the queue"
     print(f"job {number}: {line or code}")
@@ -233,7 +234,7 @@ def logs(record: Record, *, follow: bool) -> int:
     path, ended = (record.run / f"slurm-{number}.{end}" for end in ("log", "exit"))
     waiting, shown = "", 0
     while True:
-        state = squeue(number, "%T: %R") if follow else ""
+        state = query_squeue(number, "%T: %R") if follow else ""
         if path.is_file():
             with path.open(encoding="utf-8", errors="replace") as log:
                 log.seek(shown)
@@ -253,14 +254,14 @@ def logs(record: Record, *, follow: bool) -> int:
 def stop(record: Record) -> int:
     """Stop the job: its ranks save, and it is not requeued."""
     number = record.facts["number"]
-    state = squeue(number, "%T")
+    state = query_squeue(number, "%T")
     if not state:
         record.say(f"job {number} has ended already")
         return 0
     if state != "RUNNING":
-        done = call("scancel", number)
-    elif not (done := call("scontrol", "update", f"JobId={number}", "Requeue=0")).returncode:
-        done = call("scancel", "--signal=USR1", number)
+        done = run_command("scancel", number)
+    elif not (done := run_command("scontrol", "update", f"JobId={number}", "Requeue=0")).returncode:
+        done = run_command("scancel", "--signal=USR1", number)
     if done.returncode:
         raise RunError(done.stderr.strip(), f"job {number}", f"scancel --signal=USR1 {number}")
     saves = "is stopping: its ranks save, and `windlass submit RUN` resumes from there"

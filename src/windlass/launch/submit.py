@@ -10,7 +10,7 @@ from typing import Protocol
 from windlass import run_folder
 from windlass.errors import Problem, UserError, raise_all
 from windlass.launch import kubernetes, local, openshift, runai, script, slurm
-from windlass.launch.job import RECORD, Job, Record, job_of, words, write_files
+from windlass.launch.job import RECORD, Job, Record, build_job, quote_words, write_files
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan
 from windlass.runfile import Loaded, LoadedScript, read_any
@@ -55,7 +55,7 @@ def review(job: Job, to: str) -> list[str]:
 
 def render(plan: AnyPlan, to: str, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> dict[str, str]:
     """Render all files of one platform, or raise with everything that is wrong."""
-    job = job_of(plan, overrides=overrides, accelerate=accelerate)
+    job = build_job(plan, overrides=overrides, accelerate=accelerate)
     review(job, to)
     return PLATFORMS[to].files(job)
 
@@ -76,8 +76,8 @@ def submit(
     if kustomize and (to not in ("kubernetes", "openshift") or not dry_run or out):
         hint = "give it with --to kubernetes or --to openshift, with --dry-run, and without --out"
         raise UserError("writes a base for kustomize, and starts nothing", "--kustomize", hint)
-    platform, folder = PLATFORMS[to], kustomize or job_folder(plan.loaded, to, out, dry_run=dry_run)
-    job = job_of(plan, overrides=overrides, accelerate=accelerate)
+    platform, folder = PLATFORMS[to], kustomize or choose_job_folder(plan.loaded, to, out, dry_run=dry_run)
+    job = build_job(plan, overrides=overrides, accelerate=accelerate)
     notes = review(job, to)  # report what the run file alone shows before querying a cluster
     if to in ("kubernetes", "openshift"):
         job = kubernetes.choose_engine(job, ask=not dry_run, say=say)
@@ -85,13 +85,13 @@ def submit(
     remedy = plan.cost.remedy if isinstance(plan, Plan) and not plan.cost.fits else ""
     for note in [*notes, *([f"it does not fit: {remedy}"] if remedy else [])]:
         say(f"note: {note}")
-    files = kubernetes.kustomize(job) if kustomize else platform.files(job)
+    files = kubernetes.render_kustomize(job) if kustomize else platform.files(job)
     if files:
         write_files(folder, files)
         say(f"written to {folder}: {', '.join(files)}")
     if dry_run:
         if not files:
-            say(f"nothing is written; it would start: windlass train {words(job.arguments)} --resume")
+            say(f"nothing is written; it would start: windlass train {quote_words(job.arguments)} --resume")
         return 0
     if remedy:
         raise UserError("the plan says that it does not fit", str(plan.loaded.path), remedy)
@@ -101,7 +101,9 @@ def submit(
     return 0
 
 
-def job_folder(loaded: Loaded | LoadedScript, to: str, out: Path | None = None, *, dry_run: bool = False) -> Path:
+def choose_job_folder(
+    loaded: Loaded | LoadedScript, to: str, out: Path | None = None, *, dry_run: bool = False
+) -> Path:
     """Return the folder for the files: the run folder, unless it is on a volume that this machine doesn't have. A dry
     run doesn't write there: nodes of the run may be reading it."""
     run, folder = loaded.run, Path(loaded.run.folder)
@@ -115,20 +117,20 @@ def job_folder(loaded: Loaded | LoadedScript, to: str, out: Path | None = None, 
     return folder if to in ("script", "slurm") or folder.exists() or mounted else elsewhere
 
 
-def find(loaded: Loaded | LoadedScript, out: Path | None = None) -> Path:
+def find_record_folder(loaded: Loaded | LoadedScript, out: Path | None = None) -> Path:
     """Return the folder with this run's submission record."""
-    folders = [job_folder(loaded, to, out) for to in ("script", "runai")]
+    folders = [choose_job_folder(loaded, to, out) for to in ("script", "runai")]
     return next((folder for folder in folders if (folder / RECORD).exists()), folders[0])
 
 
-def submitted(
+def find_submission(
     run: Path, override: Sequence[str], out: Path | None, say: Callable[[str], None]
 ) -> tuple[Platform, Record]:
     """Return the platform that a run was submitted to, and its record. `run`: the run file or the run folder."""
     if run.is_dir():
         return open_record(out or run, run, say)
     loaded = read_any(run, override)
-    return open_record(find(loaded, out), Path(loaded.run.folder), say)
+    return open_record(find_record_folder(loaded, out), Path(loaded.run.folder), say)
 
 
 def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Platform, Record]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from windlass.model.base import find_base, published_base, read_base
+from windlass.model.base import find_base, find_published_base, read_base
 from windlass.model.family import PARTS
 from windlass.model.parameters import Base, Parameter, Piece, Stored
 
-__all__ = ["PARTS", "Base", "Parameter", "Piece", "Stored", "find_base", "published_base", "read_base"]
+__all__ = ["PARTS", "Base", "Parameter", "Piece", "Stored", "find_base", "find_published_base", "read_base"]

@@ -19,8 +19,8 @@ from windlass.errors import Problem, UserError, raise_all
 from windlass.files import read_json
 from windlass.model.config import describe
 from windlass.model.family import IGNORED, TIED, UNREAD, VISION
-from windlass.model.files import CONFIG, HEADERS, list_names, read_headers, read_table, read_tensors, some
-from windlass.model.packed import find_packed, packed_piece
+from windlass.model.files import CONFIG, HEADERS, abbreviate, list_names, read_headers, read_table, read_tensors
+from windlass.model.packed import find_packed, make_packed_piece
 from windlass.model.parameters import Base, Parameter, Piece, Spelling, Stored
 
 WEIGHT_DTYPES: Final = ("F64", "F32", "F16", "BF16")
@@ -52,14 +52,14 @@ def find_base(model_name_or_path: str, where: str) -> Base:
         path = Path(model_name_or_path).expanduser()
         if path.exists():
             return read_base(path)
-        if (fetched := fetched_folder(model_name_or_path)) is not None:
+        if (fetched := find_fetched_folder(model_name_or_path)) is not None:
             return read_base(fetched)
     except (OSError, RuntimeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{shown} can't be opened: {why}", where, "name a model folder") from None
-    base = published_base(path.name)
+    base = find_published_base(path.name)
     if base is None:
-        names = {key.lower(): key for key in published_configs()}
+        names = {key.lower(): key for key in read_published_configs()}
         close = [names[key] for key in difflib.get_close_matches(path.name.lower()[:120], names, 3, 0.4)]
         alike = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*/")], 3)
         known = f"{'nearest ' if close else ''}known: {', '.join(close or names.values())}"
@@ -76,7 +76,7 @@ def find_base(model_name_or_path: str, where: str) -> Base:
     return replace(base, notes=(note, *base.notes))
 
 
-def fetched_folder(name: str) -> Path | None:
+def find_fetched_folder(name: str) -> Path | None:
     """Return the model's newest snapshot in the hub's cache, from `windlass fetch`'s mark or other tools' refs/main."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
@@ -92,16 +92,16 @@ def fetched_folder(name: str) -> Path | None:
 
 
 @cache
-def published_configs() -> dict[str, dict[str, Any]]:
+def read_published_configs() -> dict[str, dict[str, Any]]:
     """Return config.json of well-known models, by name."""
     table = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
     return {name: config for names, config in table.items() for name in names.split()}
 
 
-def published_base(name: str) -> Base | None:
+def find_published_base(name: str) -> Base | None:
     """Return a known model without its weights, or None."""
-    known = next((key for key in published_configs() if key.lower() == name.lower()), None)
-    return describe(published_configs()[known], f"published config of {known}", known) if known else None
+    known = next((key for key in read_published_configs() if key.lower() == name.lower()), None)
+    return describe(read_published_configs()[known], f"published config of {known}", known) if known else None
 
 
 def read_base(path: Path) -> Base:
@@ -143,7 +143,7 @@ def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored],
         for name, shape, offset in _stored_parts(parameter, names):
             if name in packed:
                 used |= {each.key for each in packed[name]}
-                piece = packed_piece(packed[name], shape, offset, transposed=parameter.transposed)
+                piece = make_packed_piece(packed[name], shape, offset, transposed=parameter.transposed)
                 pieces += [piece] if piece else []
                 faults[ODD_PACKED] += [] if piece else [name]
                 continue
@@ -160,7 +160,7 @@ def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored],
             if in_fp8 and scale is None:
                 faults[NO_SCALE].append(tensor.key)
             if scale and not (
-                in_fp8 and scale.dtype in WEIGHT_DTYPES and _scale_fits(scale.shape, tensor.shape, base.block)
+                in_fp8 and scale.dtype in WEIGHT_DTYPES and _is_scale_shape_valid(scale.shape, tensor.shape, base.block)
             ):
                 kinds = f"{scale.dtype} {list(scale.shape)} for {tensor.dtype} {list(tensor.shape)}"
                 faults[ODD_SCALE].append(f"{scale.key} is {kinds}")
@@ -181,7 +181,9 @@ def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored],
         else:
             faults[UNKNOWN].append(key)
     found = [kind for kind in HINTS if faults[kind]]
-    raise_all([Problem(f"{kind} ({len(faults[kind])}): {some(faults[kind])}", where, HINTS[kind]) for kind in found])
+    raise_all(
+        [Problem(f"{kind} ({len(faults[kind])}): {abbreviate(faults[kind])}", where, HINTS[kind]) for kind in found]
+    )
     return replace(base, parameters=tuple(parameters), unread=unread, notes=tuple(notes))
 
 
@@ -202,7 +204,7 @@ def _stored_parts(
             yield name.replace("#", str(number)), shape, (number, *offset[1:]) if counted else offset
 
 
-def _scale_fits(scale: Sequence[int], shape: Sequence[int], block: Sequence[int]) -> bool:
+def _is_scale_shape_valid(scale: Sequence[int], shape: Sequence[int], block: Sequence[int]) -> bool:
     """Return whether there is one scale, or per dimension one or one per block (one element, but in the last two)."""
     if prod(scale) == 1:
         return True

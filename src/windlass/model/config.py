@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.files import write_json
-from windlass.model.family import FAMILIES, WRAPPERS, Family, Wrapper, compute
+from windlass.model.family import FAMILIES, WRAPPERS, Family, Wrapper, evaluate_expression
 from windlass.model.parameters import Base, Parameter, Spelling
 
 SHIPPED: Final = Path(__file__).with_name("descriptions")
@@ -32,7 +32,7 @@ ASIDE: Final = (
 )
 
 
-def digest(config: Mapping[str, Any]) -> str:
+def hash_config(config: Mapping[str, Any]) -> str:
     """Hash the entries that define the model, without those in ASIDE."""
 
     def bare(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def digest(config: Mapping[str, Any]) -> str:
 
 def find_description(config: Mapping[str, Any], where: str, folder: Path | None = None) -> dict[str, Any]:
     """Find the description of this config, or derive it in a separate process: torch takes seconds, and memory."""
-    key, code = digest(config), hashlib.sha256(b"".join(each.read_bytes() for each in CODE)).hexdigest()[:8]
+    key, code = hash_config(config), hashlib.sha256(b"".join(each.read_bytes() for each in CODE)).hexdigest()[:8]
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
@@ -127,7 +127,7 @@ def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path
     quantization, problems = _read_quantization(config, text, where)
     if family is None or not family.covers(text):
         raise_all(problems)
-        return _of_description(find_description(config, where, folder), config, name, quantization)
+        return _base_from_description(find_description(config, where, folder), config, name, quantization)
 
     # A classifier or a bare encoder has the same model_type but other weights.
     architecture = wrapper.architecture if wrapper else family.causal_lm
@@ -199,7 +199,7 @@ def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where
     return quantization, problems
 
 
-def _of_description(found: Mapping[str, Any], config: Mapping[str, Any], name: str, quantization: Any) -> Base:
+def _base_from_description(found: Mapping[str, Any], config: Mapping[str, Any], name: str, quantization: Any) -> Base:
     """Return the model that transformers would build, from a description by derive.py."""
     wrapped = found["wrapper"] is not None
     text = dict((config.get("text_config") or {}) if wrapped else config) | {"model_type": found["model_type"]}
@@ -263,7 +263,9 @@ def _list_parameters(
 
     def parameter(name: str, shape: tuple[int, ...], part: str) -> Parameter:
         linear = name.endswith(".weight") and part in ("attention", "mlp", "shared_experts", "head")
-        return Parameter(name, shape, part, linear=linear, spellings=tuple(_spell(family, wrapper, name, shape, part)))
+        return Parameter(
+            name, shape, part, linear=linear, spellings=tuple(_list_spellings(family, wrapper, name, shape, part))
+        )
 
     layer: dict[str, list[tuple[str, tuple[int, ...], str]]] = {"moe": [], "dense": []}
     for kind, listed in layer.items():
@@ -271,7 +273,7 @@ def _list_parameters(
             needed = (not weight.when or dims[weight.when]) and not (weight.unless and dims[weight.unless])
             if weight.layers not in ("all", kind) or not needed:
                 continue
-            shape = tuple(compute(size, dims) for size in weight.shape.split())
+            shape = tuple(evaluate_expression(size, dims) for size in weight.shape.split())
             listed.append((weight.name, shape, weight.part))
             if weight.bias and dims.get(weight.bias):
                 listed.append((f"{weight.name.removesuffix('weight')}bias", shape[:1], weight.part))
@@ -285,7 +287,7 @@ def _list_parameters(
         yield parameter("lm_head.weight", (dims["vocab"], dims["hidden"]), "head")
 
 
-def _spell(
+def _list_spellings(
     family: Family, wrapper: Wrapper | None, name: str, shape: tuple[int, ...], part: str
 ) -> Iterator[tuple[Spelling, ...]]:
     """Yield the ways in which files store a parameter of a family that has a row in families.toml."""
@@ -329,7 +331,7 @@ def _read_sizes(family: Family, text: Mapping[str, Any]) -> tuple[dict[str, int]
         elif not size.default or (size.keys and size.required and key is None):
             faults[f"{size.keys[0]} is {'null' if key else 'missing'}"] = FETCH
         elif not faults:  # a faulty size may be missing from `dims`
-            dims[name] = compute(size.default, dims)
+            dims[name] = evaluate_expression(size.default, dims)
     if not faults:
         if dims["heads"] % dims["kv_heads"]:
             problem = f"{dims['heads']} attention heads can't share {dims['kv_heads']} heads of keys and values"

@@ -31,7 +31,7 @@ Dims = Mapping[str, int]
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
 
 
-def compute(expression: str, dims: Dims) -> int:
+def evaluate_expression(expression: str, dims: Dims) -> int:
     """Evaluate an expression of families.toml, such as `heads*head_dim`."""
 
     def value(node: ast.expr) -> int:

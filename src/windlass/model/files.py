@@ -54,7 +54,7 @@ def read_table(file: Path) -> dict[str, Any]:
     text = b""
     try:
         text = file.read_bytes()
-        table = json.loads(text, object_pairs_hook=_unique)
+        table = json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
     except OSError as error:
         raise UserError(f"it can't be read: {error.strerror}", str(file), "check its owner and mode") from None
     except (ValueError, RecursionError) as error:
@@ -66,7 +66,7 @@ def read_table(file: Path) -> dict[str, Any]:
     return table
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -81,9 +81,11 @@ def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
         return read_header(folder / SINGLE)
     if INDEX not in names:
         if pickled := sorted(name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")):
-            problem = f"the weights are there only as a pickle, which can run code when it is opened ({some(pickled)})"
+            problem = (
+                f"the weights are there only as a pickle, which can run code when it is opened ({abbreviate(pickled)})"
+            )
             raise UserError(problem, str(folder), f"convert it: {CONVERT.format(folder=folder)}")
-        problem = f"the model folder has no {SINGLE} and no {INDEX}; it holds {some(sorted(names))}"
+        problem = f"the model folder has no {SINGLE} and no {INDEX}; it holds {abbreviate(sorted(names))}"
         hint = "fetch or convert the model's safetensors and their index; an adapter belongs in lora.adapter"
         raise UserError(problem, str(folder), hint)
     index = folder / INDEX
@@ -92,9 +94,9 @@ def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
         raise UserError("it has no weight_map", str(index), FETCH)
     files = dict.fromkeys(map(str, weight_map.values()))
     if foreign := [file[:80] for file in files if Path(file).name != file]:
-        raise UserError(f"weight_map names what is not a file of this folder: {some(foreign)}", str(index), FETCH)
+        raise UserError(f"weight_map names what is not a file of this folder: {abbreviate(foreign)}", str(index), FETCH)
     if missing := [file for file in files if file not in names]:
-        problem = f"it names {len(files)} files, {len(missing)} of them are missing: {some(missing)}"
+        problem = f"it names {len(files)} files, {len(missing)} of them are missing: {abbreviate(missing)}"
         raise UserError(problem, str(index), "the download or copy did not finish: fetch the missing files")
     tensors: list[Stored] = []
     problems: list[Problem] = []
@@ -106,7 +108,7 @@ def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
     raise_all(problems)
     if wrong := sorted({(tensor.key, tensor.file.name) for tensor in tensors} ^ {*weight_map.items()}):
         problem = f"it and the files disagree about which file holds a tensor ({len(wrong)})"
-        listed = some([f"{key} in {file}" for key, file in wrong])
+        listed = abbreviate([f"{key} in {file}" for key, file in wrong])
         hint = "index and files are of different versions: fetch the whole folder again"
         raise UserError(f"{problem}: {listed}", str(index), hint)
     return {tensor.key: tensor for tensor in tensors}
@@ -145,7 +147,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 def _parse_header(file: Path, text: bytes, begin: int, size: int) -> dict[str, Stored]:
     where = str(file)
     try:
-        header = json.loads(text, object_pairs_hook=_unique)
+        header = json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
         metadata = header.pop("__metadata__", None)
         if metadata is not None and {*map(type, metadata.values())} - {str}:
             raise TypeError("__metadata__ is no table of texts")
@@ -177,6 +179,6 @@ def _parse_header(file: Path, text: bytes, begin: int, size: int) -> dict[str, S
     return stored
 
 
-def some(names: Sequence[str], shown: int = 3) -> str:
+def abbreviate(names: Sequence[str], shown: int = 3) -> str:
     """List the first few of many names."""
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

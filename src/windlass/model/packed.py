@@ -34,7 +34,7 @@ def find_packed(stored: Mapping[str, Stored]) -> dict[str, tuple[Stored, ...]]:
     return found
 
 
-def packed_piece(
+def make_packed_piece(
     parts: tuple[Stored, ...], shape: tuple[int, ...], offset: tuple[int, ...], *, transposed: bool
 ) -> Piece | None:
     """Build a piece from these tensors, with one row of codes per row of values; None if they don't fit the shape."""

@@ -29,7 +29,7 @@ PARTS_OF_A_HEAD: Final = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim") 
 TOKENS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, vocab: int = 512) -> dict[str, Any]:
+def shrink_config(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, vocab: int = 512) -> dict[str, Any]:
     """Return `config` (of the text model, with all its keys) with small numbers under the same keys."""
     new = dict(config)
     for key, value in SMALL.items():
@@ -91,7 +91,7 @@ def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, voca
 
 def _shrink_layer(outer: Mapping[str, Any], own: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of one layer that replace `shared`, the small sizes of all layers; `outer`: their originals."""
-    small = shrink({**outer, **own})
+    small = shrink_config({**outer, **own})
     if "head_dim" in own and not any(outer.get(key) for key in PARTS_OF_A_HEAD):
         small["head_dim"] = min(own["head_dim"], 32)  # a head that is wider than the others stays wider
     kept = (*own, *(key for key in ("head_dim", *PARTS_OF_A_HEAD) if small.get(key) != shared.get(key)))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.family import FUSED, USUAL
-from windlass.model.files import some
+from windlass.model.files import abbreviate
 from windlass.model.parameters import Base, Parameter
 
 if TYPE_CHECKING:
@@ -59,18 +59,18 @@ class Adapter:
         return {module: target.r or self.r for target in self.targets for module in target.modules}
 
 
-def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
+def resolve_adapter(lora: Lora, base: Base, where: Where) -> Adapter:
     """Find the modules and expert parameters to adapt. Every pattern that matches nothing is an error."""
     lora = lora.stored
     linears = {  # modules that PEFT can adapt -> their weights
         p.name.removesuffix(".weight"): p
         for p in base.parameters
-        if p.linear and _leaf(p.name) not in base.family.peft_takes | base.family.idle
+        if p.linear and _last_component(p.name) not in base.family.peft_takes | base.family.idle
     }
     one = lora.target_modules if isinstance(lora.target_modules, str) else ""  # all, all-linear, a regular expression
     problems: list[Problem] = []
     targets: list[Target] = []
-    chosen = _chosen_layers(lora, base, where)
+    chosen = _choose_layers(lora, base, where)
     taken: dict[str, str] = {}  # module -> the pattern that came first
     for index, pattern in enumerate([one] if one else lora.target_modules):
         place = where("lora.target_modules" + ("" if one else f"[{index}]"))
@@ -83,7 +83,11 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
             # The fused loss multiplies by the head's weight, in chunks, and never calls the module.
             problem = f"{heads[0]} can't be adapted: the loss is computed from its weight, without its adapter"
             problems.append(Problem(problem, place, "leave it out, or write all-linear"))
-        if chosen is not None and modules and not (modules := [each for each in modules if _layer(each) in chosen]):
+        if (
+            chosen is not None
+            and modules
+            and not (modules := [each for each in modules if _layer_prefix(each) in chosen])
+        ):
             problem, place = f"{pattern!r} matches no module of these layers", where("lora.layers_to_transform")
             problems.append(Problem(problem, place, "name layers that have it, or take it out of lora.target_modules"))
             continue
@@ -96,7 +100,7 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
             targets.append(Target(pattern, names, part, (), 0, note, lora.r))
         groups: dict[tuple[str, int], list[str]] = defaultdict(list)
         for module in new:
-            groups[linears[module].part, _own(lora.rank_pattern, module, lora.r)].append(module)
+            groups[linears[module].part, _match_first(lora.rank_pattern, module, lora.r)].append(module)
         for (part, r), own in groups.items():
             # A is r x in, B is out x r; DoRA adds a magnitude per output
             count = sum(r * sum(linears[module].shape) for module in own)
@@ -109,7 +113,7 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
     for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:
             if not any(_pattern_matches(pattern, module) for module in taken):
-                problem, hint = f"{pattern!r} matches no adapted module", f"adapted: {some([*taken])}"
+                problem, hint = f"{pattern!r} matches no adapted module", f"adapted: {abbreviate([*taken])}"
                 problems.append(Problem(problem, where(f"lora.{key}"), hint))
     if lora.bias == "all" and any(p.part == "head" and p.name.endswith(".bias") for p in base.parameters):
         problem, hint = "the head's bias can't be trained: the loss takes it as it is", "set lora.bias: lora_only"
@@ -120,7 +124,7 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
         problems += error.problems
     raise_all(problems)
     targets += experts
-    reached = {module: linears[module] for module in linears if chosen is None or _layer(module) in chosen}
+    reached = {module: linears[module] for module in linears if chosen is None or _layer_prefix(module) in chosen}
 
     biased = [p for p in base.parameters if p.name.endswith(".bias") and lora.bias != "none"]
     biases = sum(p.count for p in biased if lora.bias == "all" or p.name.removesuffix(".bias") in taken)
@@ -132,10 +136,10 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
         target_parameters=tuple(name for target in experts for name in target.modules),
         trainable=sum(target.parameters for target in targets) + biases + sum(in_full.values()),
         dtype_bytes=DTYPE_BYTES[lora.dtype],
-        alphas={module: a for module in taken if (a := _own(lora.alpha_pattern, module, None)) is not None},
+        alphas={module: a for module in taken if (a := _match_first(lora.alpha_pattern, module, None)) is not None},
         in_full=in_full,
         notes=tuple(_list_notes(lora, base, targets, biases)),
-        warnings=tuple(_warn_of_rest(one, taken, reached)) if one not in ("", ALL, ALL_LINEAR) else (),
+        warnings=tuple(_warn_of_missed_modules(one, taken, reached)) if one not in ("", ALL, ALL_LINEAR) else (),
     )
 
 
@@ -149,7 +153,10 @@ def _match_in_full(lora: Lora, base: Base, where: Where) -> dict[str, int]:
         if all(p.part == "embedding" for p in can.values()):
             problem = "the head is the embedding, and PEFT would train and save a copy of it apart"
         elif not own:
-            problem, hint = "only the embedding and the head can be", f"choose of {', '.join(map(_leaf, can))}"
+            problem, hint = (
+                "only the embedding and the head can be",
+                f"choose of {', '.join(map(_last_component, can))}",
+            )
         elif any(f"{each}.bias" in names for each in own):
             problem = "it has a bias, which would stay as it is"
         if problem:
@@ -169,8 +176,8 @@ def _match(
         """Return matches by PEFT's rule for a list: the full name, or its last components."""
         return [module for module in linears if module == name or module.endswith(f".{name}")]
 
-    leaves = tuple(dict.fromkeys(map(_leaf, linears)))
-    taken = {_leaf(p.name) for p in base.parameters if p.linear} & base.family.peft_takes
+    leaves = tuple(dict.fromkeys(map(_last_component, linears)))
+    taken = {_last_component(p.name) for p in base.parameters if p.linear} & base.family.peft_takes
     everything = pattern in (ALL, ALL_LINEAR)
     if isinstance(lora.target_modules, str):
         if everything:
@@ -179,7 +186,7 @@ def _match(
             body = [module for module, parameter in linears.items() if parameter.part != "head"]
             return (pattern,), f"every linear layer but the head{left}", body
         if found := [module for module in linears if re.fullmatch(pattern, module)]:
-            return tuple(dict.fromkeys(map(_leaf, found))), "", found
+            return tuple(dict.fromkeys(map(_last_component, found))), "", found
         problem = f"the regular expression {pattern!r} matches no module"
         problem += f"; as a list, [{pattern}], it would" if named(pattern) else ""
         example = next(iter(linears), "model.layers.0.self_attn.q_proj")
@@ -188,17 +195,17 @@ def _match(
 
     routed = "experts" in base.dims
     found = named(pattern)
-    own = {_layer(module) for module in found}
+    own = {_layer_prefix(module) for module in found}
     names: tuple[str, ...] = (pattern,) if found else ()
     notes = list[str]()
     for others, reason in USUAL.get(pattern, ()):  # in layers that have no module of that name
-        more = [module for name in others for module in named(name) if _layer(module) not in own]
+        more = [module for name in others for module in named(name) if _layer_prefix(module) not in own]
         if more:
-            where = f" of {len({_layer(module) for module in more})} layers" if found else ""
+            where = f" of {len({_layer_prefix(module) for module in more})} layers" if found else ""
             notes.append(f"{pattern} -> {', '.join(others)}{where}: {reason}")
             names += others
             found += more
-            own |= {_layer(module) for module in more}
+            own |= {_layer_prefix(module) for module in more}
     if found:
         if routed and pattern in FUSED and {linears[module].part for module in found} == {"shared_experts"}:
             notes.append(f"{pattern} -> shared_experts.{pattern}: routed experts are set by lora.experts")
@@ -231,18 +238,18 @@ _IDLE: Final = "PEFT refuses it, or no gradient comes back to it"
 _PEFT_TAKES: Final = "PEFT takes it for the routed experts, which lora.experts adapts, and could not open the adapter"
 
 
-def _leaf(name: str) -> str:
+def _last_component(name: str) -> str:
     """Return the last component of a module's name, or of its weight's."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
-def _layer(name: str) -> str:
+def _layer_prefix(name: str) -> str:
     """Return the part of a name that identifies its layer: `.layers.3.`."""
     found = LAYER.search(name)
     return found[0] if found else ""
 
 
-def _chosen_layers(lora: Lora, base: Base, where: Where) -> set[str] | None:
+def _choose_layers(lora: Lora, base: Base, where: Where) -> set[str] | None:
     """Return the layers of `lora.layers_to_transform` as spelled in modules' names; None: all."""
     if lora.layers_to_transform is None:
         return None
@@ -254,7 +261,7 @@ def _chosen_layers(lora: Lora, base: Base, where: Where) -> set[str] | None:
     return {layers[number] for number in numbers}
 
 
-def _own(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+def _match_first(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
     """Return the value of the first pattern that matches, or `otherwise`."""
     return next((value for pattern, value in patterns.items() if _pattern_matches(pattern, module)), otherwise)
 
@@ -290,7 +297,7 @@ def _match_experts(lora: Lora, base: Base, where: Where, chosen: set[str] | None
     targets: dict[str, Target] = {}
     for index, name in enumerate(lora.experts.targets if lora.experts else leaves):
         leaf = name if name in leaves else FUSED.get(name, name)
-        own = [p for p in fused if p.name.endswith(f".{leaf}") and (chosen is None or _layer(p.name) in chosen)]
+        own = [p for p in fused if p.name.endswith(f".{leaf}") and (chosen is None or _layer_prefix(p.name) in chosen)]
         if not own:
             problem, place = f"{name!r} is no parameter of the routed experts", where(f"lora.experts.targets[{index}]")
             problems.append(Problem(problem, place, f"known: {', '.join(leaves)}"))
@@ -301,7 +308,7 @@ def _match_experts(lora: Lora, base: Base, where: Where, chosen: set[str] | None
     return list(targets.values())
 
 
-def _warn_of_rest(pattern: str, found: Mapping[str, str], linears: Mapping[str, Parameter]) -> list[str]:
+def _warn_of_missed_modules(pattern: str, found: Mapping[str, str], linears: Mapping[str, Parameter]) -> list[str]:
     """Warn of modules that a regular expression misses although its words suggest them."""
     group = re.compile(r"\((?:\?:)?((?!\?)[^()]*\|[^()]*)\)")  # a group of alternatives without inner groups
     text, idle, texts = f"({pattern})", [], []
@@ -358,7 +365,9 @@ class ExpertShard:
 
     def own(self, name: str, matrix: Any) -> Any:
         """Return this shard of a matrix (a tensor) of all experts, packed in the same way."""
-        return pack_experts(name, by_expert(name, matrix, self.total)[self.first : self.first + self.count]).clone()
+        return pack_experts(
+            name, view_by_expert(name, matrix, self.total)[self.first : self.first + self.count]
+        ).clone()
 
 
 class ExpertShards:
@@ -380,7 +389,7 @@ class ExpertShards:
         return shard.own(name, matrix) if shard else matrix
 
 
-def by_expert(name: str, matrix: Any, experts: int) -> Any:
+def view_by_expert(name: str, matrix: Any, experts: int) -> Any:
     """View an expert adapter's matrix as [experts, r, features]: in PEFT, experts vary slowest in A, fastest in B."""
     if ".lora_A." in name:
         return matrix.view(experts, -1, matrix.shape[1])

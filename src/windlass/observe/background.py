@@ -41,7 +41,7 @@ class BackgroundReport:
     def finish(self) -> None:
         """Write the report at the end of the run, however it ended. A run without a step has no report."""
         atexit.unregister(self.finish)
-        if not run_folder.step_files(self.folder):
+        if not run_folder.find_step_files(self.folder):
             return
         try:
             if self.process is not None:

@@ -29,7 +29,7 @@ def find_concerns(
     found = []
     if steps >= MIN_STEPS and clipped_share >= CLIPPED_SHARE:
         found.append(f"{clipped_share:.0%} of the gradients were clipped to max_grad_norm {max_grad_norm:g}")
-    layer, before, after = _expert_drift(busiest)
+    layer, before, after = _find_expert_drift(busiest)
     if after >= DRIFT * before:
         text = f"the busiest expert of layer {layer} takes {after:.1f} times an even share of the tokens"
         found.append(f"{text}, {before:.1f} times at the start")
@@ -41,7 +41,7 @@ def find_concerns(
     return found
 
 
-def _expert_drift(busiest: Sequence[Sequence[float]]) -> tuple[int, float, float]:
+def _find_expert_drift(busiest: Sequence[Sequence[float]]) -> tuple[int, float, float]:
     """Return the layer whose busiest expert gained most, and the medians of the first and last quarter of samples."""
     quarter = len(busiest) // 4
     if not quarter:

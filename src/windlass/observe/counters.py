@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from windlass.hardware import GIB, Nvml, read_gpus, this_machine
-from windlass.run_folder import versions
+from windlass.hardware import GIB, Nvml, read_gpus, read_this_machine
+from windlass.run_folder import read_versions
 
 PACKAGES: Final = ("torch", "transformers", "peft", "accelerate", "datasets")
 INFINIBAND: Final = Path("/sys/class/infiniband")
@@ -27,7 +27,7 @@ class Counters:
         self.device = device
         self.unmeasured: dict[str, str] = {}
         self.peak_gib = 0.0  # highest GPU peak of all samples
-        self.ports = infiniband_ports(infiniband)
+        self.ports = list_infiniband_ports(infiniband)
         if not self.ports:
             self.unmeasured["infiniband_*"] = "no active InfiniBand port in /sys/class/infiniband"
         self.nvml = Nvml() if device.type == "cuda" else None
@@ -45,7 +45,7 @@ class Counters:
         change = {name: now[name] - self.before[name] for name in now}
         self.before = now
         fields = {
-            "rss_gib": rss_gib(),
+            "rss_gib": read_rss_gib(),
             "page_faults": int(change.pop("page_faults")),
             "cpu_cores": change.pop("cpu_seconds") / max(change.pop("seconds"), 1e-9),
         }
@@ -99,7 +99,7 @@ def nvml_gpu_stats() -> list[dict[str, Any]]:
     return found
 
 
-def rss_gib() -> float:
+def read_rss_gib() -> float:
     """Return the resident memory of this process; without /proc, its peak."""
     try:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
@@ -107,7 +107,7 @@ def rss_gib() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / GIB  # bytes on macOS
 
 
-def infiniband_ports(root: Path = INFINIBAND) -> list[Path]:
+def list_infiniband_ports(root: Path = INFINIBAND) -> list[Path]:
     """Return the counter folders of the ports that are up."""
     return [
         port / "counters"
@@ -123,9 +123,9 @@ def _read(path: Path) -> str:
         return ""
 
 
-def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
+def describe_machine(device: torch.device | None = None) -> dict[str, Any]:
     """Return the facts that the report shows under "Hardware"."""
-    here, found = this_machine(), read_gpus(health=False)
+    here, found = read_this_machine(), read_gpus(health=False)
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")
     return {
@@ -140,15 +140,15 @@ def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
         "no_gpu_because": found.error,
         "driver": found.driver,
         "cuda": torch.version.cuda,
-        "infiniband": [str(port.parent.relative_to(INFINIBAND)) for port in infiniband_ports()],
+        "infiniband": [str(port.parent.relative_to(INFINIBAND)) for port in list_infiniband_ports()],
         "python": platform.python_version(),
-        "versions": versions(PACKAGES),
+        "versions": read_versions(PACKAGES),
     }
 
 
 def print_hw_summary() -> None:
     """Print one line per fact about this machine, including that it has no GPU."""
-    facts = machine_facts()
+    facts = describe_machine()
     gpus = "; ".join(f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB" for gpu in facts["gpus"])
     rows = {
         "host": f"{facts['host']}, {facts['system']}",

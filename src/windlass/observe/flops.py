@@ -13,7 +13,7 @@ from windlass import hardware
 from windlass.errors import UserError
 
 
-def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
+def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
     """Return every module that chooses experts, in the order of the layers, with the number of experts.
 
     transformers' routers all return (logits, weights, indices) and have `num_experts` and `top_k`.
@@ -43,7 +43,7 @@ class Flops:
         return self.recompute_weights + self.recompute_attention * length
 
 
-def count(model: nn.Module, *, recomputes: bool) -> Flops:
+def count_flops(model: nn.Module, *, recomputes: bool) -> Flops:
     """Count 2 per weight in forward, 2 for the gradient of the input, 2 more only for trainable weights.
 
     A token passes through top_k of its layer's experts; an embedding lookup multiplies nothing; causal attention
@@ -52,7 +52,7 @@ def count(model: nn.Module, *, recomputes: bool) -> Flops:
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     get_head = getattr(model, "get_output_embeddings", None)
     head = getattr(get_head() if callable(get_head) else None, "weight", None)  # counts even if tied to the embedding
-    chosen: list[tuple[int, int]] = [(router.top_k, experts) for router, experts in routers(model)]  # type: ignore[misc]
+    chosen: list[tuple[int, int]] = [(router.top_k, experts) for router, experts in find_routers(model)]  # type: ignore[misc]
     active = trainable = 0.0
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or (id(parameter) in embeddings and parameter is not head):
@@ -104,11 +104,14 @@ class Rates:
         self.seq_len, self.peak_tflops, self.why_no_peak = seq_len, None, f"no peak is known for {device.type}"
         if device.type == "cuda":
             try:
-                self.peak_tflops, self.why_no_peak = hardware.gpu(torch.cuda.get_device_name(device)).bf16_tflops, ""
+                self.peak_tflops, self.why_no_peak = (
+                    hardware.find_gpu(torch.cuda.get_device_name(device)).bf16_tflops,
+                    "",
+                )
             except UserError as error:
                 self.why_no_peak = error.problems[0].problem
         if flops_per_token is None and model is not None:
-            self.flops = count(model, recomputes=recomputes)
+            self.flops = count_flops(model, recomputes=recomputes)
         else:
             self.flops = Flops(flops_per_token or 0.0, recompute_weights=recompute_flops_per_token or 0.0)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from windlass.observe.reader import number
+from windlass.observe.reader import as_number
 
 NONE: Final = "–"
 SPACE: Final = "\N{NO-BREAK SPACE}"
 
 
 def _is_number(value: Any) -> bool:
-    return number(value) == number(value)
+    return as_number(value) == as_number(value)
 
 
-def figure(value: Any, unit: str = "", digits: int = 3) -> str:
+def format_figure(value: Any, unit: str = "", digits: int = 3) -> str:
     """Format as 12,345 or 1.23 or 4.2e-05."""
     if not _is_number(value):
         return NONE
@@ -28,11 +28,11 @@ def figure(value: Any, unit: str = "", digits: int = 3) -> str:
     return f"{shown}{SPACE}{unit}" if unit else shown
 
 
-def percent(share: Any, digits: int = 0) -> str:
+def format_percent(share: Any, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f}{SPACE}%" if _is_number(share) else NONE
 
 
-def count(value: Any) -> str:
+def format_count(value: Any) -> str:
     """Shorten millions and more: 27.5 M."""
     if not _is_number(value):
         return NONE
@@ -42,7 +42,7 @@ def count(value: Any) -> str:
     return f"{value:,.0f}"
 
 
-def duration(seconds: Any) -> str:
+def format_duration(seconds: Any) -> str:
     if not _is_number(seconds) or seconds < 0:
         return NONE
     if seconds < 1:
@@ -55,5 +55,5 @@ def duration(seconds: Any) -> str:
     return f"{int(minutes // 60):,}{SPACE}h {int(minutes % 60):02d}"
 
 
-def count_of(how_many: int, noun: str) -> str:
+def format_plural(how_many: int, noun: str) -> str:
     return f"{how_many:,} {noun}{'' if how_many == 1 else 's'}"

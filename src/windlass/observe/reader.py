@@ -51,7 +51,7 @@ class Tail:
                 if complete is not lines:
                     return
 
-    def sampled(self, places: int) -> list[bytes]:
+    def sample_lines(self, places: int) -> list[bytes]:
         """Return some complete lines at each of `places` places, from the first to the last line of the file."""
         lines: list[bytes] = []
         with suppress(OSError), self.path.open("rb") as file:
@@ -96,7 +96,7 @@ class JoinedSteps:
         self.waiting: dict[int, dict[int, Record]] = {}
         self.latest: dict[int, Record] = {}  # by rank; fields of earlier steps are kept
 
-    def new(self) -> list[tuple[int, dict[int, Record]]]:
+    def read_new(self) -> list[tuple[int, dict[int, Record]]]:
         for rank, tail in self.tails.items():
             for record in tail.objects():
                 if isinstance(step := record.get("step"), int):
@@ -122,11 +122,11 @@ class Columns:
 
     def add(self, records: list[Record]) -> None:
         """Add records. A step that is already present was trained again: it replaces that step and all later ones."""
-        numbered = [record for record in records if number(record.get("step")) >= 0]
+        numbered = [record for record in records if as_number(record.get("step")) >= 0]
         if not self.length and numbered:
-            self.unit = steps.unit(numbered[0])
-            self.names = [*dict.fromkeys((*self.names, *steps.counted(self.unit)))]
-        at = [number(record["step"]) for record in numbered]
+            self.unit = steps.read_unit(numbered[0])
+            self.names = [*dict.fromkeys((*self.names, *steps.unit_fields(self.unit)))]
+        at = [as_number(record["step"]) for record in numbered]
         ends = [i for i in range(1, len(at)) if at[i] <= at[i - 1]]
         for start, end in itertools.pairwise([0, *ends, len(at)] if at else []):
             if self.length and at[start] <= self.fields["step"][-1]:
@@ -150,7 +150,7 @@ class Columns:
             try:
                 self.fields[name].extend(array("d", values))
             except (TypeError, OverflowError):  # null, text, or an integer too large
-                self.fields[name].extend(map(number, values))
+                self.fields[name].extend(map(as_number, values))
         for name in there & self.objects.keys():
             found = {row: record[name] for row, record in enumerate(records, self.length) if record.get(name)}
             self.objects[name] |= found
@@ -160,18 +160,18 @@ class Columns:
 # --- values of any type ---
 
 
-def ask(value: Any, *path: str) -> Any:
+def get_path(value: Any, *path: str) -> Any:
     """Return value[a][b]…, or None if a key is missing."""
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
-def listed(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def number(value: Any) -> float:
+def as_number(value: Any) -> float:
     """Return a float; NaN for anything but a finite number."""
     if type(value) is float and value - value == 0:
         return value
@@ -184,15 +184,15 @@ def number(value: Any) -> float:
     return value if math.isfinite(value) else NAN
 
 
-def known(values: Iterable[float]) -> list[float]:
+def drop_nan(values: Iterable[float]) -> list[float]:
     return [value for value in values if value == value]
 
 
 def mean(values: Iterable[float]) -> float:
-    found = known(values)
+    found = drop_nan(values)
     return math.fsum(found) / len(found) if found else NAN
 
 
 def median(values: Iterable[float]) -> float:
-    found = sorted(known(values))
+    found = sorted(drop_nan(values))
     return found[len(found) // 2] if found else NAN

@@ -18,10 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from windlass import run_folder
 from windlass.errors import UserError
-from windlass.files import Table, Unwritten, write_json
+from windlass.files import Table, WriteGuard, write_json
 from windlass.observe import steps
-from windlass.observe.counters import Counters, machine_facts
-from windlass.observe.flops import Rates, routers
+from windlass.observe.counters import Counters, describe_machine
+from windlass.observe.flops import Rates, find_routers
 from windlass.observe.watch.heartbeat import Position
 
 BUDGET: Final = 0.005  # share of the run's time that sampling counters may take
@@ -83,7 +83,7 @@ class Recorder:
     ) -> None:
         self.folder, self.rank, self.device, self.unit = folder, rank, torch.device(device), unit
         self.sample_every = sample_every
-        self.unwritten = Unwritten(lambda text: print(f"rank {rank}: {text}", file=sys.stderr, flush=True))
+        self.unwritten = WriteGuard(lambda text: print(f"rank {rank}: {text}", file=sys.stderr, flush=True))
         self.latest: dict[str, Any] = {}  # the last record written
         self.sampled = False  # whether the running step is sampled
         self.step = 0  # steps done
@@ -97,7 +97,7 @@ class Recorder:
         self._balance = ExpertBalance(model) if model is not None else None
         self._rates = rates
         self._fields = (*steps.FIELDS, unit)
-        self._table = Table(steps.derived(unit))
+        self._table = Table(steps.derived_fields(unit))
         folder.mkdir(parents=True, exist_ok=True)
         self.counters = Counters(self.device)
         self.about = {
@@ -107,7 +107,7 @@ class Recorder:
             "unit": unit,
             "rank": rank,
             "ranks": ranks,
-            "hardware": machine_facts(self.device),
+            "hardware": describe_machine(self.device),
             **({"arithmetic": rates.as_dict()} if rates else {}),
             "unmeasured": self.counters.unmeasured,
         }
@@ -149,7 +149,7 @@ class Recorder:
     def count_tokens(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Add one micro-batch to the step's counts. Return its tokens, padding and supervised tokens."""
         began = time.perf_counter()
-        counted = batch["counts"] if "counts" in batch else token_counts(batch)
+        counted = batch["counts"] if "counts" in batch else count_tokens_in(batch)
         if counted is not None:
             ids = batch["input_ids"]
             self._counts.append(counted)
@@ -275,7 +275,7 @@ class Recorder:
         if self._rates is not None:
             record |= self._rates.of(record.get(self.unit) or 0, step_seconds, record.get("longest", 0))
         places = 4 - math.floor(math.log10(max(step_seconds, 1e-6)))
-        short = {n: shorten(n, record[n], places) for n in self._fields if record.get(n) is not None}
+        short = {n: drop_noise_digits(n, record[n], places) for n in self._fields if record.get(n) is not None}
         self.latest = self._table.derive(short)
         non_finite = [name for name in ("loss", "grad_norm") if not math.isfinite(record.get(name) or 0.0)]
         if non_finite:  # JSON has no NaN
@@ -294,7 +294,7 @@ class ExpertBalance:
     """Counts on the device, between `start` and `stop`, how often each expert of each layer is chosen."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.routers = routers(model)
+        self.routers = find_routers(model)
         self.counts: dict[int, Tensor] = {}
         self.hooks: list[RemovableHandle] = []
 
@@ -331,7 +331,7 @@ class ExpertBalance:
         }
 
 
-def token_counts(batch: Mapping[str, Any]) -> Tensor | None:
+def count_tokens_in(batch: Mapping[str, Any]) -> Tensor | None:
     """Count tokens, padding and supervised tokens of a micro-batch, on its device; None if it has no token ids."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor):
@@ -362,7 +362,7 @@ def mean_loss(losses: Sequence[Tensor], counts: Sequence[Tensor], *, summed: boo
     return (each * weights).sum() / weights.sum().clamp(min=1)
 
 
-def shorten(name: str, value: Any, places: int) -> Any:
+def drop_noise_digits(name: str, value: Any, places: int) -> Any:
     """Drop digits of floats that are noise: they would be half of the file. Dates need theirs."""
     if not isinstance(value, float) or abs(value) >= 1e6:
         return value

@@ -17,12 +17,12 @@ PHASES: Final = ("data", "forward", "backward", "optimizer", "communication", "o
 FIELDS: Final[dict[str, list[str]]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def counted(unit: str) -> tuple[str, str]:
+def unit_fields(unit: str) -> tuple[str, str]:
     """Return the fields that replace those for tokens if a loop counts another unit: images, images_per_second."""
     return unit, f"{unit}{RATE}"
 
 
-def derived(unit: str) -> dict[str, tuple[str, ...]]:
+def derived_fields(unit: str) -> dict[str, tuple[str, ...]]:
     """Return the fields that the step files omit, and the fields they are computed from."""
     return {
         "step_seconds": ("+", *(f"{phase}_seconds" for phase in PHASES)),
@@ -31,13 +31,13 @@ def derived(unit: str) -> dict[str, tuple[str, ...]]:
     }
 
 
-def unit(names: Iterable[str]) -> str:
+def read_unit(names: Iterable[str]) -> str:
     """Return the unit that a line with these fields counts."""
     found = set(names)
     return next((name.removesuffix(RATE) for name in found if name.removesuffix(RATE) in found - {name}), TOKENS)
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Format a duration for display next to a step."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

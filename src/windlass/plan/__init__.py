@@ -23,9 +23,18 @@ from windlass.model import Base
 from windlass.model import targets as adapters
 from windlass.model.targets import Adapter
 from windlass.plan.accelerate import AccelerateFile
-from windlass.plan.choose import Advice, Contender, advise, candidates, choose, compare, micro_batches, named
-from windlass.plan.cost import Batch, Cost, Work, cost, narrow, published, read_shape
-from windlass.plan.inputs import absent_data, absent_files, expected_here
+from windlass.plan.choose import (
+    Advice,
+    Candidate,
+    advise_faster_layout,
+    choose_layout,
+    compare_layouts,
+    list_layouts,
+    list_micro_batches,
+    list_named_layouts,
+)
+from windlass.plan.cost import Batch, Cost, Work, estimate_cost, published_dtype, quantizable_names, read_shape
+from windlass.plan.inputs import find_absent_data, find_absent_files, is_expected_here
 from windlass.plan.layout import (
     AUTO,
     CHECKPOINTING,
@@ -35,10 +44,10 @@ from windlass.plan.layout import (
     read_request,
     why_not_codes,
 )
-from windlass.plan.machine import own_file, read_machine
-from windlass.plan.unset import BYTES_PER_TOKEN, FEW_STEPS, fill_in, row_tokens
+from windlass.plan.machine import own_machine_file, read_machine
+from windlass.plan.unset import BYTES_PER_TOKEN, FEW_STEPS, estimate_row_tokens, fill_in_unset
 from windlass.plan.work import Shape
-from windlass.runfile import Cluster, Data, Loaded, RunFile, Train, accumulation
+from windlass.runfile import Cluster, Data, Loaded, RunFile, Train, resolve_accumulation
 from windlass.runfile.names import ATTENTION
 
 SHORT = 0.5  # fraction of max_length: shorter rows are mostly padding, or make small matrix products
@@ -86,7 +95,7 @@ class Plan:
     layout: Layout
     schedule: Schedule
     cost: Cost
-    contenders: tuple[Contender, ...]
+    contenders: tuple[Candidate, ...]
     impossible: dict[str, str]  # impossible layouts, and why
     evaluated: int | None  # sequences of an evaluation; None: unknown
     tried: tuple[Cost, ...]  # the cost of each micro-batch, if the plan chooses one
@@ -111,7 +120,7 @@ class Plan:
         return sum(self.by_part.values())
 
     @property
-    def without_weights(self) -> list[Problem]:
+    def missing_weights(self) -> list[Problem]:
         """Return a problem if there are no weights: a published config is enough for a plan, but not for a run."""
         if self.base.path and self.disk_bytes is not None:
             return []
@@ -150,10 +159,10 @@ class Plan:
     def gpu_hours(self) -> float | None:
         return None if self.hours is None else self.hours * self.layout.ranks
 
-    def gpu_hours_of(self, other: Contender) -> float | None:
+    def estimate_gpu_hours(self, other: Candidate) -> float | None:
         """Return the GPU-hours of the same run under another layout."""
         s, ranks = self.schedule, other.layout.ranks
-        length = schedule(self.loaded.run.train, other.cost.batch, ranks, self.adapter, s.rows, s.rows_reason)
+        length = make_schedule(self.loaded.run.train, other.cost.batch, ranks, self.adapter, s.rows, s.rows_reason)
         seconds = self._seconds(other.cost, ranks, length)
         return None if seconds is None else sum(seconds.values()) * ranks / 3600
 
@@ -166,7 +175,7 @@ class Plan:
         layouts: list[dict[str, Any]] = [
             {"name": c.name, "ranks": c.layout.ranks, "possible": not c.why_not, "why_not": c.why_not}
             | {"base_dtype": c.layout.base_dtype, **_pick(c.cost.batch, "micro accumulation"), **_pick(c.cost, figures)}
-            | {"gpu_hours": self.gpu_hours_of(c)}
+            | {"gpu_hours": self.estimate_gpu_hours(c)}
             for c in self.contenders
         ]
         for name, why in self.impossible.items():
@@ -229,7 +238,7 @@ def _pick(source: Any, names: str) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names.split()}
 
 
-def write(plan: Any, out: Path | None) -> Path | None:
+def write_plan(plan: Any, out: Path | None) -> Path | None:
     """Write plan.json into `out`, or into the run folder if that already exists."""
     folder = out or Path(plan.loaded.run.folder)
     try:
@@ -244,22 +253,22 @@ def write(plan: Any, out: Path | None) -> Path | None:
     return folder / "plan.json"
 
 
-def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
+def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     """Plan a run; raise an error with everything in the run file that does not fit the model or the machine.
 
     If no setting says whether to recompute activations, they are recomputed only if the run does not fit otherwise.
     """
-    plan = _make(loaded, accelerate)
-    is_set = any(map(loaded.given, CHECKPOINTING)) or bool(
+    plan = _make_plan(loaded, accelerate)
+    is_set = any(map(loaded.is_set, CHECKPOINTING)) or bool(
         accelerate and accelerate.wishes.get("activation_checkpointing")
     )
-    if not is_set and not plan.cost.fits and (other := _make(loaded, accelerate, recompute=True)).cost.fits:
+    if not is_set and not plan.cost.fits and (other := _make_plan(loaded, accelerate, recompute=True)).cost.fits:
         reason = f"{other.layout.reason}; activations are recomputed, it doesn't fit without"
         return replace(other, layout=replace(other.layout, reason=reason))
     return plan
 
 
-def _refuse_of_experts(loaded: Loaded, base: Base) -> Iterator[Problem]:
+def _check_expert_settings(loaded: Loaded, base: Base) -> Iterator[Problem]:
     """Yield a problem for each setting of routed experts that the model lacks or that is not supported."""
     train, where = loaded.run.train, loaded.where("train.gradient_checkpointing")
     if train.keeps_products and "experts" not in base.dims:
@@ -271,21 +280,21 @@ def _refuse_of_experts(loaded: Loaded, base: Base) -> Iterator[Problem]:
         yield Problem(what, loaded.where("train.router_aux_loss_coef"), "leave it out")
 
 
-def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool = False) -> Plan:
+def _make_plan(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool = False) -> Plan:
     run, where = loaded.run, loaded.where
 
     # 1. The inputs: the model, the adapter, the requested layout, the machine.
     base = weights.find_base(run.model.model_name_or_path, where("model.model_name_or_path"))
-    adapter = adapters.resolve(run.lora, base, where)
+    adapter = adapters.resolve_adapter(run.lora, base, where)
     request = read_request(loaded, base.family, accelerate, experts_adapted=bool(adapter.target_parameters))
     request = replace(request, activation_checkpointing=True) if recompute else request
-    raise_all([*_refuse_of_experts(loaded, base)])
-    loaded, chosen = fill_in(loaded, base, request.ranks)
+    raise_all([*_check_expert_settings(loaded, base)])
+    loaded, chosen = fill_in_unset(loaded, base, request.ranks)
     run = loaded.run
     raise_all(check_family(loaded, base))
     sizes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}  # an Accelerate file may set them too
-    machine = machine_of(run.cluster.model_copy(update=sizes), where)
-    kept, why_not_kept, why_not_narrow = _codes(run, base)
+    machine = find_machine(run.cluster.model_copy(update=sizes), where)
+    kept, why_not_kept, why_not_narrow = _check_base_dtypes(run, base)
     wishes, on_cpu = accelerate.wishes if accelerate else {}, machine.gpu.name == "cpu"
     cpu, offload = wishes.get("cpu"), wishes.get("offload")
     if request.precision == "fp16":
@@ -318,13 +327,13 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
 
     # 2. How many sequences the rows make, and the ways to cut them into micro-batches.
     rows = mix.count_all(run.data, where)
-    sequences, length, row_notes = rows_as_sequences(rows, run.data.max_length, packing=run.data.packing)
+    sequences, length, row_notes = count_sequences(rows, run.data.max_length, packing=run.data.packing)
 
-    count = accumulation(run.train, request.ranks, where)
+    count = resolve_accumulation(run.train, request.ranks, where)
 
     def batches(ranks: int) -> tuple[Batch, ...]:
         """Return the batches for a number of ranks: the nearest global batch that divides evenly over them."""
-        return micro_batches(run.train, max(1, round(count * request.ranks / ranks)), run.data.max_length)
+        return list_micro_batches(run.train, max(1, round(count * request.ranks / ranks)), run.data.max_length)
 
     ways = batches(request.ranks)
     work = Work(
@@ -339,7 +348,7 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
         masked=run.masked,
         keeps_products=run.train.keeps_products,
         scores=(run.model.attn_implementation or base.family.usual_attention) == "eager",
-        document=_usual_tokens(rows, run.data.max_length) if run.data.packing else None,
+        document=_median_tokens(rows, run.data.max_length) if run.data.packing else None,
         four_bits=not why_not_narrow,
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
     )
@@ -347,14 +356,14 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
     # 3. The layout: as set, or the best one.
     experts = base.dims.get("experts", 0) if base.family.expert_parallel else 0
     kept, is_set = "" if why_not_kept else kept, request.name != AUTO
-    set_layouts = named(request, experts, kept) if is_set else []
-    layouts, impossible = candidates(request, experts, kept)
+    set_layouts = list_named_layouts(request, experts, kept) if is_set else []
+    layouts, impossible = list_layouts(request, experts, kept)
     if not base.family.shards:
         set_layouts, layouts = ([row for row in kind if row[1].shard == 1] for kind in (set_layouts, layouts))
     if run.cluster.network is None:  # more nodes would need one
         layouts = [row for row in layouts if row[1].nodes <= request.nodes]
-    contenders = compare(work, length, layouts, batches, request.barred)
-    best = choose(compare(work, length, set_layouts, batches) if is_set else contenders)
+    contenders = compare_layouts(work, length, layouts, batches, request.barred)
+    best = choose_layout(compare_layouts(work, length, set_layouts, batches) if is_set else contenders)
     if best is None:
         what, hint = (
             "no layout is possible",
@@ -376,13 +385,13 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
         adapter=adapter,
         machine=machine,
         layout=layout,
-        schedule=schedule(run.train, work.batch, layout.ranks, adapter, sequences, rows.how),
-        cost=cost(work, length),
+        schedule=make_schedule(run.train, work.batch, layout.ranks, adapter, sequences, rows.how),
+        cost=estimate_cost(work, length),
         contenders=contenders,
         impossible=impossible,
         evaluated=_count_evaluated(run.data, where) if work.evaluated else 0,
         tried=best.tried if len(ways) > 1 else (),
-        advice=advise(work, length, contenders, run, batch_is_set=len(ways) == 1, layout_is_set=is_set),
+        advice=advise_faster_layout(work, length, contenders, run, batch_is_set=len(ways) == 1, layout_is_set=is_set),
         warnings=(),
         notes=(),
         chosen=chosen,
@@ -403,21 +412,21 @@ def _notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
         yield f"{some} have no formula (linear attention or the like): their memory is measured by tracing"
 
 
-def with_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None) -> Loaded:
+def fill_in_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None) -> Loaded:
     """Return the run file with its open settings filled in; `say` is called with each choice."""
     base = weights.find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
-    filled, chosen = fill_in(loaded, base, loaded.run.ranks)
+    filled, chosen = fill_in_unset(loaded, base, loaded.run.ranks)
     for each in chosen:
         say(f"not set, chosen: {each}")
     return filled
 
 
-def _codes(run: RunFile, base: Base) -> tuple[str, str, str]:
+def _check_base_dtypes(run: RunFile, base: Base) -> tuple[str, str, str]:
     """Return the checkpoint's published dtype, why the base can't keep it, and why it can't be quantised to 4 bits."""
     form = f"the experts of {base.family.causal_lm} are of a form that windlass can't compute with in codes"
-    kept, why_not_kept = published(base), why_not_codes(run.lora) or ("" if base.family.expert_adapters else form)
+    kept, why_not_kept = published_dtype(base), why_not_codes(run.lora) or ("" if base.family.expert_adapters else form)
     why_not_narrow = why_not_kept
-    if not narrow(base):
+    if not quantizable_names(base):
         why_not_narrow = f"{base.name} has neither linears nor experts that windlass could quantise"
     elif kept in FOUR_BITS:
         why_not_narrow = f"{base.name} is published in {kept.upper()}"
@@ -455,16 +464,16 @@ def _count_evaluated(data: Data, where: Where) -> int | None:
         split = getattr(each.data, key)
         if split is not None:
             rows = count_rows(each.data, split, each.where, f"data.{key}")
-            count = rows_as_sequences(rows, data.max_length, packing=data.packing)[0]
+            count = count_sequences(rows, data.max_length, packing=data.packing)[0]
             if count is None:
                 return None
             total += count
     return total
 
 
-def rows_as_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | None, int, tuple[str, ...]]:
+def count_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | None, int, tuple[str, ...]]:
     """Return the number of sequences that the rows make, their usual length, and notes. Blank rows make none."""
-    mean = _usual_tokens(rows, limit)
+    mean = _median_tokens(rows, limit)
     if not rows.count or mean is None:
         return rows.count, limit, ()
     filled = max(1, rows.count - rows.blank)
@@ -479,13 +488,13 @@ def rows_as_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | N
     return filled, mean, tuple(notes)
 
 
-def _usual_tokens(rows: Rows, limit: int) -> int | None:
+def _median_tokens(rows: Rows, limit: int) -> int | None:
     """Return the tokens of a usual row, truncated to `limit`; None if unknown."""
-    tokens = row_tokens(rows)
+    tokens = estimate_row_tokens(rows)
     return None if tokens is None else min(limit, tokens)
 
 
-def machine_of(cluster: Cluster, where: Where) -> Machine:
+def find_machine(cluster: Cluster, where: Where) -> Machine:
     """Look up the run file's hardware in the hardware table; settings left out are taken from this machine."""
 
     def given(value: str | BaseModel | None) -> Any:
@@ -494,30 +503,30 @@ def machine_of(cluster: Cluster, where: Where) -> Machine:
     if cluster.nodes > 1 and cluster.network is None:
         hint = f"give cluster.network: one of {', '.join(hardware.FABRICS)}, or {{name, gb_per_second}}"
         raise UserError(f"{cluster.nodes} nodes, but no cluster.network between them", where("cluster.nodes"), hint)
-    gpu = hardware.gpu(given(cluster.gpu) or hardware.this_gpu(), where("cluster.gpu"))
+    gpu = hardware.find_gpu(given(cluster.gpu) or hardware.read_gpu_name(), where("cluster.gpu"))
     host_memory_gib = cluster.host_memory_gib
     if gpu.name == "cpu":  # its ranks share the memory of their machine
         if not isinstance(cluster.gpu, BaseModel):
-            host_memory_gib = host_memory_gib or hardware.this_machine().memory_gib
+            host_memory_gib = host_memory_gib or hardware.read_this_machine().memory_gib
             gpu = replace(gpu, memory_gib=host_memory_gib / cluster.gpus_per_node)
         host_memory_gib = host_memory_gib or gpu.memory_gib * cluster.gpus_per_node
     named, ranks, measured = cluster.machine, cluster.gpus_per_node, None
     if named:
         measured = read_machine(Path(named), gpu, ranks, where("cluster.machine"))
-    elif cluster.nodes == 1 and (own := own_file(gpu.name, ranks)).is_file():  # several nodes might disagree
+    elif cluster.nodes == 1 and (own := own_machine_file(gpu.name, ranks)).is_file():  # several nodes might disagree
         measured = read_machine(own, gpu, ranks, str(own))
     return Machine(
         gpu=gpu,
         measured=measured,
-        link=hardware.fabric(given(cluster.link) or gpu.link, where("cluster.link")),
-        network=hardware.fabric(given(cluster.network) or gpu.link, where("cluster.network")),
-        host_link=hardware.fabric(gpu.host_link, where("cluster.gpu")),
+        link=hardware.find_fabric(given(cluster.link) or gpu.link, where("cluster.link")),
+        network=hardware.find_fabric(given(cluster.network) or gpu.link, where("cluster.network")),
+        host_link=hardware.find_fabric(gpu.host_link, where("cluster.gpu")),
         nics_per_node=cluster.nics_per_node,
         host_memory_gib=host_memory_gib,
     )
 
 
-def schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows: int | None, reason: str) -> Schedule:
+def make_schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows: int | None, reason: str) -> Schedule:
     """Compute the schedule, rounded as in the Trainer: ceil(rows / ranks) rows per rank, a last short step counts."""
     global_sequences = batch.micro * ranks * batch.accumulation
     per_epoch = None
@@ -559,14 +568,14 @@ def schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows: int
 
 def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
     """Yield warnings, the most serious first."""
-    for path, absent in (*absent_data(plan.loaded), *absent_files(plan.loaded)):
-        if expected_here(plan.loaded, path, weights=plan.base.path is not None):
+    for path, absent in (*find_absent_data(plan.loaded), *find_absent_files(plan.loaded)):
+        if is_expected_here(plan.loaded, path, weights=plan.base.path is not None):
             yield Warning(f"{absent.where}: {absent.problem} ({absent.hint})")
     yield from (Warning(f"lora.target_modules {text}") for text in plan.adapter.warnings)
     if (count := shape.base.family.without_formula) and not shape.base.family.traced:
         text = f"{count} of {len(shape.layers)} layers are linear attention or the like, which no formula is known for:"
         yield Warning(f"{text} memory and time are estimated as attention of the same widths")
-    run, schedule, limit, tokens = plan.loaded.run, plan.schedule, plan.batch.length, row_tokens(rows)
+    run, schedule, limit, tokens = plan.loaded.run, plan.schedule, plan.batch.length, estimate_row_tokens(rows)
     gains = {advice.change.replace(": ", "="): advice.gain for advice in plan.advice}
     steps, train = schedule.steps, run.train
     if steps is not None and steps < FEW_STEPS and train.max_steps <= 0:
@@ -576,7 +585,7 @@ def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
         if train.global_batch_size is not None:
             key = f"train.global_batch_size={fewer * at_once}"
         each = f"{steps} optimizer step{'s' * (steps != 1)}, each on {schedule.global_sequences} sequences"
-        is_set = train.global_batch_size and plan.loaded.given("train.gradient_accumulation_steps")
+        is_set = train.global_batch_size and plan.loaded.is_set("train.gradient_accumulation_steps")
         yield Warning(f"only {each}, is hardly any training", key if fewer and not is_set else "")
     if shape.base.positions and limit > shape.base.positions:
         text = f"data.max_length {limit:,} is beyond the {shape.base.positions:,} positions that the model was made for"
@@ -597,10 +606,10 @@ def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
             f"micro-batches of {plan.batch.micro} are too small for the GPU; larger ones are {gains[key]:.1f} x as fast"
         )
         yield Warning(text, key)
-    yield from _large_adapter(plan, shape, tokens)
+    yield from _warn_of_large_adapter(plan, shape, tokens)
 
 
-def _large_adapter(plan: Plan, shape: Shape, tokens: int | None) -> Iterator[Warning]:
+def _warn_of_large_adapter(plan: Plan, shape: Shape, tokens: int | None) -> Iterator[Warning]:
     modules = [
         lora for layer, _ in shape.kinds for lora in (*layer.plain_lora, *layer.expert_lora) if lora.part != "router"
     ]

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.runfile.document import load
+from windlass.runfile.document import load_document
 
 HONOURED, TRANSLATED, NO_EFFECT, REFUSED = "honoured", "translated", "no effect", "refused"
 ANY = "*"  # in Key.fates: every value without its own row; in Fate.sets: the value as read
@@ -52,7 +52,7 @@ class Keys(NamedTuple):
 
 
 @lru_cache
-def accelerate_keys() -> Keys:
+def load_key_table() -> Keys:
     """Read accelerate_keys.toml, which documents its own format."""
     found = Keys([], {}, {})
     table = tomllib.loads(Path(__file__).with_name("accelerate_keys.toml").read_text(encoding="utf-8"))
@@ -80,31 +80,31 @@ def accelerate_keys() -> Keys:
     return found
 
 
-def find(section: str, name: str) -> Key | None:
+def find_key(section: str, name: str) -> Key | None:
     """Return the key with this name in this section, or None."""
     alike = (
         k
-        for k in accelerate_keys().every
+        for k in load_key_table().every
         if k.section == section and k.name.endswith("*") and name.startswith(k.name[:-1])
     )
-    return accelerate_keys().spelled.get(section, {}).get(name) or next(alike, None)
+    return load_key_table().spelled.get(section, {}).get(name) or next(alike, None)
 
 
-def launcher_settings(environ: Mapping[str, str]) -> Iterator[tuple[Key, str, str]]:
+def read_launcher_settings(environ: Mapping[str, str]) -> Iterator[tuple[Key, str, str]]:
     """Yield key, value and variable of each setting of `accelerate launch` (1.15), if it started this process."""
     if "ACCELERATE_MIXED_PRECISION" not in environ:
         return
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if environ.get(f"ACCELERATE_USE_{engine}", "").lower() == "true":
-            yield accelerate_keys().spelled[""]["distributed_type"], engine, f"ACCELERATE_USE_{engine}"
-    for variable, (key, default) in accelerate_keys().launcher.items():
+            yield load_key_table().spelled[""]["distributed_type"], engine, f"ACCELERATE_USE_{engine}"
+    for variable, (key, default) in load_key_table().launcher.items():
         value = environ.get(variable, "")
         if value and value.lower() != default.lower():
             yield key, value, variable
     world, local = environ.get("WORLD_SIZE", ""), environ.get("LOCAL_WORLD_SIZE", "")
     if world.isdigit() and local.isdigit() and int(local):
-        yield accelerate_keys().spelled[""]["num_machines"], str(max(1, int(world) // int(local))), "WORLD_SIZE"
-        yield accelerate_keys().spelled[""]["num_processes"], world, "WORLD_SIZE"
+        yield load_key_table().spelled[""]["num_machines"], str(max(1, int(world) // int(local))), "WORLD_SIZE"
+        yield load_key_table().spelled[""]["num_processes"], world, "WORLD_SIZE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +136,12 @@ class AccelerateFile:
     notes: tuple[str, ...] = ()
 
 
-def accelerate_file(path: Path | None, environ: Mapping[str, str]) -> AccelerateFile | None:
+def load_accelerate(path: Path | None, environ: Mapping[str, str]) -> AccelerateFile | None:
     """Return this run's Accelerate settings, from `--accelerate`'s file, the launcher's environment, both or neither.
 
     `accelerate launch` passes no file to its ranks, only variables: its file, overridden by its command line.
     """
-    return read_accelerate(path, environ) if path or any(launcher_settings(environ)) else None
+    return read_accelerate(path, environ) if path or any(read_launcher_settings(environ)) else None
 
 
 def read_accelerate(
@@ -152,7 +152,7 @@ def read_accelerate(
     entries = _read_file(path, problems) if path else []
     launched = [
         entry
-        for key, text, variable in launcher_settings(environ)
+        for key, text, variable in read_launcher_settings(environ)
         if (entry := _read_value(key, text, f"accelerate launch: {variable}", variable, problems))
     ]
     problems += [
@@ -160,7 +160,7 @@ def read_accelerate(
         for entry in (*entries, *launched)
         if refuse and entry.fate.verdict == REFUSED
     ]
-    wishes, overriding = _wishes(entries, problems), _wishes(launched, problems)
+    wishes, overriding = _read_wishes(entries, problems), _read_wishes(launched, problems)
     raise_all(problems)
     notes = [
         f"{wishes[name].where}: {wishes[name].value} is overridden by {wish.where}={wish.value}: its flags win"
@@ -177,7 +177,7 @@ def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
     """Return every key of the file and of its sections; Accelerate has no deeper levels."""
     hint = "give an Accelerate YAML, as `accelerate config` writes it"
     try:
-        document = load(path)
+        document = load_document(path)
     except UserError as error:
         raise UserError(error.problems[0].problem, error.problems[0].where, hint) from None
     problems += document.problems
@@ -189,9 +189,9 @@ def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
         steps, value = rows.pop(0)
         where = document.place(document.lines[steps], steps)
         section, name = "".join(steps[:-1]), steps[-1]
-        key = find(section, name)
+        key = find_key(section, name)
         if key is None:
-            problems.append(_unknown(name, section, where))
+            problems.append(_explain_unknown(name, section, where))
         elif key.kind != "section":
             entry = _read_value(key, value, where, ".".join(steps), problems)
             entries += [entry] if entry else []
@@ -240,24 +240,24 @@ def _read_value(key: Key, raw: object, where: str, path: str, problems: list[Pro
     return Entry(key, value, where, path, fate)
 
 
-def _unknown(name: str, section: str, where: str) -> Problem:
+def _explain_unknown(name: str, section: str, where: str) -> Problem:
     """Return the problem of an unknown key: misspelt, or in the wrong place."""
-    homes = [home for home, names in accelerate_keys().spelled.items() if name in names and home != section]
-    if homes or (not section and f"fsdp_{name}" in accelerate_keys().spelled["fsdp_config"]):
+    homes = [home for home, names in load_key_table().spelled.items() if name in names and home != section]
+    if homes or (not section and f"fsdp_{name}" in load_key_table().spelled["fsdp_config"]):
         home = homes[0] if homes else "fsdp_config"
         place = f"below {home}:, indented" if home else "at the top, not indented"
         return Problem("is in the wrong place", where, f"write it {place}")
-    everywhere = [spelling for names in accelerate_keys().spelled.values() for spelling in names]
+    everywhere = [spelling for names in load_key_table().spelled.values() for spelling in names]
     near = [
         difflib.get_close_matches(name, names, 1, 0.7)
-        for names in (accelerate_keys().spelled.get(section, {}), everywhere)
+        for names in (load_key_table().spelled.get(section, {}), everywhere)
     ]
     hint = f"`windlass explain` knows the keys of {section or 'such a file'}"
     hint = next((f"did you mean {close[0]}?" for close in near if close), hint)
     return Problem("no such key: Accelerate would ignore it silently" if section else "no such key", where, hint)
 
 
-def _wishes(entries: Sequence[Entry], problems: list[Problem]) -> dict[str, Wish]:
+def _read_wishes(entries: Sequence[Entry], problems: list[Problem]) -> dict[str, Wish]:
     """Collect the value of each field; two keys that disagree are a problem."""
     wishes: dict[str, Wish] = {}
     for entry in entries:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from windlass.plan.cost import HEADROOM, Batch, Cost, Work, cost
+from windlass.plan.cost import HEADROOM, Batch, Cost, Work, estimate_cost
 from windlass.plan.layout import (
     AUTO,
     FOUR_BITS,
@@ -13,8 +13,8 @@ from windlass.plan.layout import (
     PUBLISHED,
     Layout,
     LayoutRequest,
-    divisors,
-    resolve,
+    list_divisors,
+    resolve_layout,
     why_not_expert_parallel,
 )
 from windlass.runfile import Loaded, RunFile, Train
@@ -33,7 +33,7 @@ OF_ALL = "all of these"
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class Candidate:
     """A layout that the run could have, with its best micro-batch and its cost."""
 
     name: str
@@ -61,7 +61,7 @@ class Advice:
 # --- candidate layouts ------------------
 
 
-def candidates(request: LayoutRequest, experts: int, kept: str = "") -> tuple[list[Named], dict[str, str]]:
+def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[list[Named], dict[str, str]]:
     """Return every layout on the run's nodes, then sensible ones on a quarter to twice as many; and why others are
     impossible here.
 
@@ -86,7 +86,7 @@ def candidates(request: LayoutRequest, experts: int, kept: str = "") -> tuple[li
                 if count != nodes and (name == "no-reshard" or "offload" in sizes):
                     continue
                 settings = replace(free, nodes=count, name=name, base_dtype=dtype, **sizes)  # type: ignore[arg-type]
-                layout = replace(resolve(settings, experts), reason="compared")
+                layout = replace(resolve_layout(settings, experts), reason="compared")
                 found.append((title + suffix, layout))
                 if name in MAY_GATHER_ONCE:
                     once = replace(layout, reshard_after_forward=False)
@@ -95,9 +95,9 @@ def candidates(request: LayoutRequest, experts: int, kept: str = "") -> tuple[li
     return [row for row in found if all(getattr(row[1], key) == value for key, value in wanted.items())], impossible
 
 
-def named(request: LayoutRequest, experts: int, kept: str = "") -> list[Named]:
+def list_named_layouts(request: LayoutRequest, experts: int, kept: str = "") -> list[Named]:
     """Return the layout that a request names, once for each dtype that the base may be stored in."""
-    layouts = [resolve(replace(request, base_dtype=dtype), experts) for dtype in _dtypes(request, kept)]
+    layouts = [resolve_layout(replace(request, base_dtype=dtype), experts) for dtype in _dtypes(request, kept)]
     return [(request.name + IN_NAMES.get(layout.base_dtype, ""), layout) for layout in layouts]
 
 
@@ -124,7 +124,7 @@ def _variants(
     elif gpus == 1:
         no_hybrid = "one GPU per node: there is nothing to shard over inside a node, it would be resident"
     yield "hybrid", "hybrid", no_hybrid, {}
-    splits = [size for size in divisors(ranks) if 1 < size <= experts]
+    splits = [size for size in list_divisors(ranks) if 1 < size <= experts]
     if not splits:
         yield "expert-parallel", "expert-parallel", why_not_expert_parallel(experts, ranks, ranks), {}
     for size in splits:
@@ -139,7 +139,7 @@ def _variants(
 # --- candidate micro-batches ------------------
 
 
-def micro_batches(train: Train, accumulation: int, length: int) -> tuple[Batch, ...]:
+def list_micro_batches(train: Train, accumulation: int, length: int) -> tuple[Batch, ...]:
     """Return the micro-batch that the run file sets, or every way to split an optimizer step, smallest first.
 
     `accumulation`: micro-batches of an optimizer step with the smallest micro-batch. Every rank makes the same choice,
@@ -147,7 +147,7 @@ def micro_batches(train: Train, accumulation: int, length: int) -> tuple[Batch, 
     """
     if train.per_device_train_batch_size != "auto":
         return (Batch(train.per_device_train_batch_size, accumulation, length),)
-    return tuple(Batch(size, accumulation // size, length) for size in divisors(accumulation))
+    return tuple(Batch(size, accumulation // size, length) for size in list_divisors(accumulation))
 
 
 def try_batches(work: Work, layout: Layout, usual: int, batches: Sequence[Batch]) -> tuple[Cost, tuple[Cost, ...]]:
@@ -155,7 +155,7 @@ def try_batches(work: Work, layout: Layout, usual: int, batches: Sequence[Batch]
     that were tried, up to the first without headroom: no later one would leave it."""
     tried: list[Cost] = []
     for batch in batches:
-        tried.append(cost(replace(work, batch=batch, layout=layout), usual, advise=False))
+        tried.append(estimate_cost(replace(work, batch=batch, layout=layout), usual, advise=False))
         if not tried[-1].has_headroom:
             break
     fitting = [each for each in tried if each.has_headroom]
@@ -167,9 +167,9 @@ def try_batches(work: Work, layout: Layout, usual: int, batches: Sequence[Batch]
 # --- the best layout ------------------
 
 
-def compare(
+def compare_layouts(
     work: Work, usual: int, layouts: Iterable[Named], batches: BatchesOf, barred: Mapping[str, str] | None = None
-) -> tuple[Contender, ...]:
+) -> tuple[Candidate, ...]:
     """Return every layout with its best micro-batch, best first. `usual`: the tokens of a usual row. `barred`: layouts
     that training cannot use on several ranks, and why.
     """
@@ -178,16 +178,16 @@ def compare(
         here, why_not = layout.nodes == work.layout.nodes, (barred or {}).get(layout.name, "") * (layout.ranks > 1)
         if here or not why_not:
             best, tried = try_batches(work, layout, usual, batches(layout.ranks))
-            found.append(Contender(name, layout, best, tried, here, why_not))
+            found.append(Candidate(name, layout, best, tried, here, why_not))
 
-    def rank(c: Contender) -> tuple[bool, bool, float]:
+    def rank(c: Candidate) -> tuple[bool, bool, float]:
         """Return a sort key: possible and fitting first, then by GPU-hours per token: more nodes must pay off."""
         return bool(c.why_not), not c.cost.fits, c.layout.ranks / c.cost.tokens_per_second
 
     return tuple(sorted(found, key=rank))
 
 
-def choose(contenders: Sequence[Contender]) -> Contender | None:
+def choose_layout(contenders: Sequence[Candidate]) -> Candidate | None:
     """Return the fastest contender that training can use on these nodes and that fits, with headroom if any has it; if
     none fits, the smallest; None if none is possible. Its layout's reason explains the choice."""
     able = [c for c in contenders if c.here and not c.why_not]
@@ -223,28 +223,28 @@ def choose(contenders: Sequence[Contender]) -> Contender | None:
     return replace(best, layout=replace(layout, reason=f"chosen{base}{once}: {reason}"))
 
 
-def same(one: Layout, other: Layout) -> bool:
+def is_same_layout(one: Layout, other: Layout) -> bool:
     """Return whether two layouts are equal, ignoring their reasons."""
     return replace(one, reason="") == replace(other, reason="")
 
 
-def undominated(contenders: Sequence[Contender], planned: Layout) -> list[Contender]:
+def drop_dominated(contenders: Sequence[Candidate], planned: Layout) -> list[Candidate]:
     """Return the contenders worth showing, all of which `plan` accepts. On the run's own nodes, variants of a layout
     that another variant beats in both memory and time are dropped; other numbers of nodes keep only their best."""
-    rows: list[Contender] = []
+    rows: list[Candidate] = []
     able = [c for c in contenders if not c.why_not]
     for c in able:
         if c.here:
             figures = c.cost.gpu_gib, c.seconds
             rivals = [(o.cost.gpu_gib, o.seconds) for o in able if o.here and o.layout.name == c.layout.name]
             beaten = any(o != figures and o[0] <= figures[0] and o[1] <= figures[1] for o in rivals)
-            rows += [c] if same(c.layout, planned) or not beaten else []
+            rows += [c] if is_same_layout(c.layout, planned) or not beaten else []
         elif c.layout.nodes not in {o.layout.nodes for o in rows if not o.here}:
             rows.append(c)
     return rows
 
 
-def overrides(c: Contender, loaded: Loaded, kept: str) -> list[str]:
+def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
     """Return the overrides with which `windlass plan RUN` takes this row. `kept`: the checkpoint's quantised dtype."""
     layout, train, cluster = c.layout, loaded.run.train, loaded.run.cluster
     keys: dict[str, object] = {}
@@ -263,7 +263,7 @@ def overrides(c: Contender, loaded: Loaded, kept: str) -> list[str]:
     accumulation = c.cost.batch.micro * c.cost.batch.accumulation // train.least_batch
     if not c.here and train.global_batch_size is not None:
         found.append(f"train.global_batch_size={accumulation * train.least_batch * layout.ranks}")
-    is_set = train.global_batch_size is None or loaded.given("train.gradient_accumulation_steps")
+    is_set = train.global_batch_size is None or loaded.is_set("train.gradient_accumulation_steps")
     if is_set and accumulation != train.gradient_accumulation_steps:
         found.append(f"train.gradient_accumulation_steps={accumulation}")
     return found
@@ -272,19 +272,19 @@ def overrides(c: Contender, loaded: Loaded, kept: str) -> list[str]:
 # --- suggestions for more speed ------------------
 
 
-def advise(
-    work: Work, usual: int, contenders: Sequence[Contender], run: RunFile, *, batch_is_set: bool, layout_is_set: bool
+def advise_faster_layout(
+    work: Work, usual: int, contenders: Sequence[Candidate], run: RunFile, *, batch_is_set: bool, layout_is_set: bool
 ) -> tuple[Advice, ...]:
     """Return the gain of each change alone and of all together, the best first."""
     sequences, full = work.batch.micro * work.batch.accumulation, work.batch.length
-    ways = micro_batches(run.train.model_copy(update={"per_device_train_batch_size": "auto"}), sequences, full)
+    ways = list_micro_batches(run.train.model_copy(update={"per_device_train_batch_size": "auto"}), sequences, full)
     found: list[tuple[str, Cost, str]] = []
     packed = work
     if not run.data.packing and usual < full and work.shape.base.family.isolates:
         masked = run.model_copy(update={"data": run.data.model_copy(update={"packing": True})}).masked
         packed = replace(work, masked=masked, document=usual)
         remark = f"a sequence then holds {full / usual:.1f} rows; a step trains on as many times the tokens"
-        found.append(("data.packing: true", cost(packed, full, advise=False), remark))
+        found.append(("data.packing: true", estimate_cost(packed, full, advise=False), remark))
     if batch_is_set and len(ways) > 1:
         best, _ = try_batches(work, work.layout, usual, ways)
         found.append(("train.per_device_train_batch_size: auto", best, f"micro-batches of {best.batch.micro}"))
@@ -293,7 +293,7 @@ def advise(
         best, _ = try_batches(work, recomputed, usual, [work.batch] if batch_is_set else ways)
         remark = f"{best.gpu_gib:,.1f} GiB a GPU, micro-batches of {best.batch.micro}"
         found.append(("train.gradient_checkpointing: true", best, remark))
-    if layout_is_set and (other := choose(contenders)):
+    if layout_is_set and (other := choose_layout(contenders)):
         found.append(("layout: auto", other.cost, f"takes {other.name}"))
     if len(found) > 1:
         here = [
@@ -302,11 +302,11 @@ def advise(
             for recompute in (False, True)
             if c.here and not c.why_not
         ]
-        if other := choose(compare(packed, full, here, lambda _: ways)):
+        if other := choose_layout(compare_layouts(packed, full, here, lambda _: ways)):
             recompute = "checkpointing" if other.layout.activation_checkpointing else "no checkpointing"
             remark = f"{other.name}, micro-batches of {other.cost.batch.micro}, {recompute}"
             found.append((OF_ALL, other.cost, remark))
-    now = cost(work, usual, advise=False).tokens_per_second
+    now = estimate_cost(work, usual, advise=False).tokens_per_second
     made = [
         Advice(change, best.tokens_per_second, best.tokens_per_second / now, remark)
         for change, best, remark in found

@@ -7,11 +7,21 @@ from dataclasses import dataclass, replace
 
 from windlass.hardware import GIB
 from windlass.plan.layout import FOUR_BITS, why_not_expert_parallel
-from windlass.plan.memory import Row, estimate_memory, total
+from windlass.plan.memory import Row, estimate_memory, total_bytes
 from windlass.plan.time import Flow, Time, estimate_time
-from windlass.plan.work import Batch, Work, narrow, published, read_shape
+from windlass.plan.work import Batch, Work, published_dtype, quantizable_names, read_shape
 
-__all__ = ["Batch", "Cost", "Flow", "Row", "Work", "cost", "narrow", "published", "read_shape"]
+__all__ = [
+    "Batch",
+    "Cost",
+    "Flow",
+    "Row",
+    "Work",
+    "estimate_cost",
+    "published_dtype",
+    "quantizable_names",
+    "read_shape",
+]
 
 MOST_NODES = 64  # where the search for enough nodes ends
 # Fraction of a GPU's memory that a micro-batch or layout chosen by the plan leaves free: the memory model agreed with
@@ -33,12 +43,12 @@ class Cost(Time):
     peak: str  # the moment of the step with the highest GPU memory use
 
 
-def cost(work: Work, usual: int | None = None, *, advise: bool = True) -> Cost:
+def estimate_cost(work: Work, usual: int | None = None, *, advise: bool = True) -> Cost:
     """Return memory, traffic and time of this run. Pure: the same work always has the same cost.
 
     `usual`: tokens of a usual row. `advise`: if the run does not fit, search for a change that makes it fit.
     """
-    gpu_gib, host_gib, rows, peak = _sizes(work)
+    gpu_gib, host_gib, rows, peak = _estimate_sizes(work)
     fits = _fits(work, gpu_gib, host_gib)
     time = estimate_time(work if usual is None else replace(work, batch=replace(work.batch, length=usual)))
     return Cost(
@@ -54,9 +64,9 @@ def cost(work: Work, usual: int | None = None, *, advise: bool = True) -> Cost:
     )
 
 
-def _sizes(work: Work) -> tuple[float, float, tuple[Row, ...], str]:
+def _estimate_sizes(work: Work) -> tuple[float, float, tuple[Row, ...], str]:
     rows, peak = estimate_memory(work)
-    return total(rows, "gpu") / GIB, total(rows, "host") / GIB, rows, peak
+    return total_bytes(rows, "gpu") / GIB, total_bytes(rows, "host") / GIB, rows, peak
 
 
 def _fits(work: Work, gpu_gib: float, host_gib: float) -> bool:
@@ -71,8 +81,8 @@ def _find_remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
     if host is not None and host_gib > host and gpu_gib <= have:
         short = f"{host_gib:.1f} GiB of {host:.1f} a host"
     tried: list[str] = []
-    for changes, changed in _changes(work):
-        gpu_gib, host_gib, *_ = _sizes(changed)
+    for changes, changed in _list_changes(work):
+        gpu_gib, host_gib, *_ = _estimate_sizes(changed)
         if _fits(changed, gpu_gib, host_gib):
             remark = ""
             if "nf4" in changes[-1]:
@@ -87,7 +97,7 @@ def _find_remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
         layout = replace(work.layout, nodes=nodes, shard=nodes * per_node, replicate=1, expert_parallel=1)
         layout = replace(layout, name="full-shard", reshard_after_forward=True, activation_checkpointing=True)
         smallest = replace(work, layout=layout, batch=replace(work.batch, micro=1), evaluated=min(work.evaluated, 1))
-        gpu_gib, host_gib, *_ = _sizes(smallest)
+        gpu_gib, host_gib, *_ = _estimate_sizes(smallest)
         if _fits(smallest, gpu_gib, host_gib):
             enough = f"{nodes} nodes ({nodes * per_node} GPUs) fit"
             return f"needs {short}: {enough}, full-shard with checkpointing, one sequence at a time"
@@ -95,7 +105,7 @@ def _find_remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
     return f"needs {short}: {failed}no number of such nodes up to {MOST_NODES} is enough, take GPUs with more memory"
 
 
-def _changes(work: Work) -> Iterator[tuple[list[str], Work]]:
+def _list_changes(work: Work) -> Iterator[tuple[list[str], Work]]:
     """Yield what a user could change, mildest first: cumulative keys, then all of them with each possible layout."""
     layout, batch, ranks = work.layout, work.batch, work.layout.ranks
     recompute = replace(layout, activation_checkpointing=True)

@@ -13,7 +13,7 @@ from windlass.runfile.fields import SampleSection
 TEMPLATES = (".jinja", ".jinja2", ".json")
 
 
-def absent_data(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
+def find_absent_data(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
     """Yield each data set whose files can't be found, and why."""
     for each in mix.list_all_sets(loaded.run.data, loaded.where):
         try:
@@ -22,7 +22,7 @@ def absent_data(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
             yield each.data.dataset_name_or_path, error.problems[0]
 
 
-def absent_files(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
+def find_absent_files(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
     """Yield other absent inputs of the first step: chat templates, an adapter to continue from, prompts."""
     run, where = loaded.run, loaded.where
     for each in mix.list_all_sets(run.data, where):
@@ -43,7 +43,7 @@ def absent_files(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
             yield run.train.sample.file, error.problems[0]
 
 
-def expected_here(loaded: Loaded, path: str, *, weights: bool) -> bool:
+def is_expected_here(loaded: Loaded, path: str, *, weights: bool) -> bool:
     """Return whether a path should be on this machine, not another: its folder is, or the run is local with weights."""
     return (weights and loaded.run.cluster.platform == "local") or Path(path).expanduser().parent.is_dir()
 

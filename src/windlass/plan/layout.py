@@ -117,9 +117,9 @@ def read_request(
         """Return the run file's value if the user wrote one; layer classes are joined as Accelerate writes them."""
         section, _, key = path.partition(".")
         value = getattr(getattr(run, section), key)
-        if path == "layout.name" and not loaded.given(path):
+        if path == "layout.name" and not loaded.is_set(path):
             path = "layout"  # the short form, `layout: hybrid`
-        if value is None or value == AUTO or not loaded.given(path):
+        if value is None or value == AUTO or not loaded.is_set(path):
             return None
         return Wish(",".join(value) if isinstance(value, list) else value, loaded.where(path))
 
@@ -223,7 +223,7 @@ def _name_by_reshard(reshard: Wish | None) -> Wish | None:
     return Wish("full-shard" if reshard.value else "no-reshard", reshard.where) if reshard else None
 
 
-def needs_weights(lora: Any) -> str:
+def why_weights_needed(lora: Any) -> str:
     """Return why the adapter needs base weights, and so works with neither shards nor codes; empty if it doesn't."""
     return "lora.use_dora needs the norm of base weights" if lora.use_dora else ""
 
@@ -232,12 +232,12 @@ def why_not_codes(lora: Any) -> str:
     """Return why the adapter doesn't work with a base in fewer bits; empty if it does."""
     if lora.starts_from_weights:
         return f"lora.init_lora_weights: {lora.init_lora_weights} takes adapters from base weights"
-    return needs_weights(lora)
+    return why_weights_needed(lora)
 
 
 def _rule_out(run: Any, experts_adapted: bool) -> dict[str, str]:
     """Return layouts that don't work with the adapter, and why. Remove each once the engine supports it."""
-    if why := needs_weights(run.lora):
+    if why := why_weights_needed(run.lora):
         return {name: f"{why}, and a rank would hold a shard of them" for name in LAYOUTS if name != "resident"}
     if experts_adapted and run.train.optim not in ELEMENTWISE:
         why = f"train.optim: {run.train.optim} looks at a full tensor, and experts' adapters would be split"
@@ -245,7 +245,7 @@ def _rule_out(run: Any, experts_adapted: bool) -> dict[str, str]:
     return {}
 
 
-def resolve(request: LayoutRequest, experts: int) -> Layout:
+def resolve_layout(request: LayoutRequest, experts: int) -> Layout:
     """Build the Layout that a request names; derive and check its sizes. `experts`: routed experts per layer."""
     name, ranks, reshard = request.name, request.ranks, request.reshard_after_forward
     # Sizes that aren't set are derived so that their product is the number of ranks.
@@ -257,7 +257,7 @@ def resolve(request: LayoutRequest, experts: int) -> Layout:
     equal = CONTRADICTIONS.get((name, reshard)) if reshard is not None else None
     same = "resident" if shard == 1 else "full-shard"
     why = why_not_expert_parallel(experts, parallel, shard) if name == "expert-parallel" else ""
-    fitting = [n for n in divisors(shard) if not why_not_expert_parallel(experts, n, shard)]
+    fitting = [n for n in list_divisors(shard) if not why_not_expert_parallel(experts, n, shard)]
     possible = f"expert_parallel may be {', '.join(map(str, fitting))}" if fitting else "take another layout"
     problems: list[Problem] = []
 
@@ -301,7 +301,7 @@ def resolve(request: LayoutRequest, experts: int) -> Layout:
     )
 
 
-def divisors(number: int) -> list[int]:
+def list_divisors(number: int) -> list[int]:
     """Return the divisors, smallest first. Run files may have any number: pairs above 2**16 each are left out."""
     small = [n for n in range(1, min(isqrt(number), 2**16) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

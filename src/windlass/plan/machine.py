@@ -19,7 +19,7 @@ AGAIN = "measure again: `windlass calibrate --out FILE`"
 FOLDER = Path("~/.cache/windlass/machines")
 
 
-def own_file(kind: str, ranks: int) -> Path:
+def own_machine_file(kind: str, ranks: int) -> Path:
     """Return the path of this host's machine file, which exists if the host was calibrated."""
     return FOLDER.expanduser() / f"{platform.node()}-{ranks}-{kind}.json"
 

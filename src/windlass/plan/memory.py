@@ -71,10 +71,10 @@ class Row:
 def estimate_memory(work: Work) -> tuple[tuple[Row, ...], str]:
     """Return the memory table at the peak, and the moment of the step that has the peak."""
     weights, formula = base_bytes(work)
-    if full := in_full_share(work):
+    if full := full_weights_share(work):
         weights, formula = weights - full * work.base_bytes, f"{formula}; without {full} that are trained"
     mine, words = adapter_share(work)
-    size, (states, fixed, kind) = work.shape.adapter.dtype_bytes, optimizer_states(work.optim)
+    size, (states, fixed, kind) = work.shape.adapter.dtype_bytes, find_optimizer_states(work.optim)
     base = Row("base weights", 0.0 if work.layout.offload else weights, formula)
     adapter = Row("adapter", mine * size, f"{words}, x {size}")
     gradients = Row("adapter gradients", mine * size, f"{mine} x {size}")
@@ -89,8 +89,8 @@ def estimate_memory(work: Work) -> tuple[tuple[Row, ...], str]:
     prepared = Row("prepared products", prepared_bytes, "oneDNN's, one for each number of tokens in a batch")
     permanent = [base, adapter, optimizer, reserve, prepared]
     training = [base, adapter, gradients, optimizer, reserve, prepared]
-    moments = {name: [*training, *rows] for name, rows in training_moments(work).items()}
-    moments |= {name: [*permanent, *rows] for name, rows in _evaluation(work).items()}
+    moments = {name: [*training, *rows] for name, rows in list_training_moments(work).items()}
+    moments |= {name: [*permanent, *rows] for name, rows in _list_evaluation_moments(work).items()}
     peak = max(moments, key=lambda name: sum(row.bytes for row in moments[name]))
     moving = sum(row.bytes for row in moments[peak] if row not in permanent)
     slack = Row("fragmentation", FRAGMENTATION * moving, f"{FRAGMENTATION:.0%} of what comes and goes, assumed")
@@ -98,11 +98,11 @@ def estimate_memory(work: Work) -> tuple[tuple[Row, ...], str]:
     chunks = Row("chunks being read", THREADS * AT_ONCE * (2 + FLOAT + FLOAT), words)
     gpu = {"load": [base, reserve, chunks], "step": [*moments[peak], slack], "save": training}
     table = [replace(row, phase=phase) for phase, rows in gpu.items() for row in rows]
-    table += _host(work, {phase: sum(row.bytes for row in rows) for phase, rows in gpu.items()})
+    table += _host_rows(work, {phase: sum(row.bytes for row in rows) for phase, rows in gpu.items()})
     return tuple(row for row in table if row.bytes > 0), peak
 
 
-def total(table: Iterable[Row], place: str) -> float:
+def total_bytes(table: Iterable[Row], place: str) -> float:
     """Return the bytes of a place in its fullest phase."""
     sums: dict[str, float] = defaultdict(float)
     for row in table:
@@ -114,7 +114,7 @@ def total(table: Iterable[Row], place: str) -> float:
 # --- memory that stays from step to step ------------------
 
 
-def optimizer_states(name: str) -> tuple[float, float, str]:
+def find_optimizer_states(name: str) -> tuple[float, float, str]:
     """Return the states of the longest known prefix of transformers' name; unknown optimizers are treated as Adam."""
     known = max((key for key in OPTIMIZERS if name.startswith(key)), key=len, default="adamw")
     return OPTIMIZERS["adamw_8bit" if "8bit" in name else known]
@@ -176,7 +176,7 @@ def adapter_share(work: Work) -> tuple[int, str]:
     """Count the trained parameters on one rank. Experts' adapters stay with their expert; all others are replicated."""
     ranks, experts = work.layout.expert_parallel, work.shape.expert_adapter_parameters
     trainable = work.shape.adapter.trainable
-    trainable, full = trainable - sum(work.shape.adapter.in_full.values()), in_full_share(work)
+    trainable, full = trainable - sum(work.shape.adapter.in_full.values()), full_weights_share(work)
     words = f" + {full} of the base" if full else ""
     if ranks == 1 or not experts:
         return trainable + full, f"{trainable} parameters, all on every rank{words}"
@@ -184,7 +184,7 @@ def adapter_share(work: Work) -> tuple[int, str]:
     return plain + experts // ranks + full, f"{plain} replicated + {experts} of the experts / {ranks}{words}"
 
 
-def in_full_share(work: Work) -> int:
+def full_weights_share(work: Work) -> int:
     """Count the parameters of the base itself that are trained on one rank: they are sharded like the base."""
     return ceil(sum(work.shape.adapter.in_full.values()) / work.layout.shard)
 
@@ -192,11 +192,11 @@ def in_full_share(work: Work) -> int:
 # --- temporary memory of a step ------------------
 
 
-def training_moments(work: Work) -> dict[str, list[Row]]:
+def list_training_moments(work: Work) -> dict[str, list[Row]]:
     """Return the rows of each moment of training that can be the peak."""
-    shape, t, g = work.shape, Tokens.of(work), _gathered(work)
+    shape, t, g = work.shape, Tokens.of(work), _gathered_rows(work)
     layers = len(shape.layers)
-    kept, words = _kept(work, t)
+    kept, words = _kept_bytes(work, t)
     saved = Row("activations", kept, words)
     early = Row("activations", kept * (layers - 1) / layers, words)
     first = Row("activations", kept / layers, words)
@@ -209,10 +209,10 @@ def training_moments(work: Work) -> dict[str, list[Row]]:
     worst = max(
         backward_bytes(layer, shape.hidden, t) + (layer_bytes(layer, t) if recompute else 0) for layer, _ in shape.kinds
     )
-    backward = [Row("backward of a layer", worst, words), *_dequantised(work, t)]
+    backward = [Row("backward of a layer", worst, words), *_dequantized_rows(work, t)]
     again = max(layer_bytes(layer, t) for layer, _ in shape.kinds) if recompute else 0.0
     forward = (
-        {"norms of a layer": [saved, *g["always"], *g["layers"], *norms_of_dora(work, t, again)]} if t.dora else {}
+        {"norms of a layer": [saved, *g["always"], *g["layers"], *dora_norm_rows(work, t, again)]} if t.dora else {}
     )
     temporaries = Row("optimizer's temporaries", adapter_share(work)[0] * 4.0, "one float32 copy of the adapter")
     if in_full := sum(shape.adapter.in_full.values()):
@@ -232,15 +232,15 @@ def training_moments(work: Work) -> dict[str, list[Row]]:
     }
 
 
-def _evaluation(work: Work) -> dict[str, list[Row]]:
+def _list_evaluation_moments(work: Work) -> dict[str, list[Row]]:
     """Return the rows of an evaluation's fullest moments: no backward, but perhaps larger batches than in training."""
     if not work.evaluated:
         return {}
-    shape, g = work.shape, _gathered(work)
+    shape, g = work.shape, _gathered_rows(work)
     t = Tokens.of(replace(work, batch=replace(work.batch, micro=work.evaluated)))
     worst = max(forward_bytes(layer, shape.hidden, t) for layer, _ in shape.kinds)
     words = f"an evaluation batch of {t.count} tokens, within the widest layer"
-    forward = [Row("forward of a layer", worst, words), *_dequantised(work, t), *norms_of_dora(work, t)]
+    forward = [Row("forward of a layer", worst, words), *_dequantized_rows(work, t), *dora_norm_rows(work, t)]
     words = f"2 x {t.count} x {shape.hidden} x {t.width}"
     hidden = Row("hidden states", 2.0 * t.count * shape.hidden * t.width, words)
     loss, words = loss_bytes(shape, t, work.full_logits)
@@ -253,7 +253,7 @@ def _evaluation(work: Work) -> dict[str, list[Row]]:
     }
 
 
-def _kept(work: Work, t: Tokens) -> tuple[float, str]:
+def _kept_bytes(work: Work, t: Tokens) -> tuple[float, str]:
     """Return the bytes of all layers' saved tensors, or with checkpointing of each layer's input."""
     shape = work.shape
     count = len(shape.layers)
@@ -279,7 +279,7 @@ def _kept(work: Work, t: Tokens) -> tuple[float, str]:
     return stream + layers + final, words
 
 
-def _gathered(work: Work) -> dict[str, list[Row]]:
+def _gathered_rows(work: Work) -> dict[str, list[Row]]:
     """Return the weights that FSDP2 has gathered: always, in the middle of a pass, and at its other moments."""
     layout, shape, size = work.layout, work.shape, gathered_bytes(work)
     found: dict[str, list[Row]] = defaultdict(list)
@@ -318,13 +318,13 @@ def _gathered(work: Work) -> dict[str, list[Row]]:
     return found
 
 
-def norms_of_dora(work: Work, t: Tokens, kept: float = 0.0) -> list[Row]:
+def dora_norm_rows(work: Work, t: Tokens, kept: float = 0.0) -> list[Row]:
     """Return the memory for DoRA's norm of the widest adapted weight, plus `kept`, the bytes that its layer keeps."""
     widest = max((dora_bytes(lora, t) for layer, _ in work.shape.kinds for lora in layer.plain_lora), default=0.0)
     return [Row("norms for DoRA", widest + kept, "the widest adapted weight, built in full")] if work.dora else []
 
 
-def _dequantised(work: Work, t: Tokens) -> list[Row]:
+def _dequantized_rows(work: Work, t: Tokens) -> list[Row]:
     """Return the dequantized values of the widest quantised parameter, as far as they exist at once."""
     if work.layout.base_dtype == "bf16":
         return []
@@ -334,11 +334,11 @@ def _dequantised(work: Work, t: Tokens) -> list[Row]:
         widest = max((prod(p.shape[-2:]) for p in narrow), default=0)
         each = FLOAT + (t.width if t.width < FLOAT else 0)
         return [Row("dequantised weights", widest * each, f"the widest matrix: {widest} x {each}")]
-    most = max((dequantised_bytes(p.shape, work.layout.expert_parallel, t.width) for p in narrow), default=0)
+    most = max((dequantized_bytes(p.shape, work.layout.expert_parallel, t.width) for p in narrow), default=0)
     return [Row("dequantised weights", most, f"of the widest stack at most {DEQUANTISED} bytes at once")]
 
 
-def dequantised_bytes(shape: Sequence[int], expert_parallel: int, width: int) -> int:
+def dequantized_bytes(shape: Sequence[int], expert_parallel: int, width: int) -> int:
     """Return the most bytes of one parameter's dequantized values: all of a matrix, some columns of a stack."""
     if len(shape) < 3:
         return prod(shape) * width
@@ -381,7 +381,7 @@ class Tokens:
             top_k=work.shape.top_k,
             routed=work.width if work.shape.base.family.narrow_routing else FLOAT,
             surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
-            masked=work.batch.length if work.masked and work.attended == work.batch.length else 0,
+            masked=work.batch.length if work.masked and work.attention_length == work.batch.length else 0,
             scores=work.batch.length if work.scores else 0,
             length=work.batch.length,
         )
@@ -403,7 +403,7 @@ def layer_bytes(layer: Layer, t: Tokens) -> float:
     if layer.traced:
         per_token = t.traced(layer.traced, "kept")
     # Inputs of the adapted modules, and their low-rank results.
-    per_token += _adapter_inputs(layer.plain_lora, t) + sum(lora.r * t.width for lora in layer.plain_lora)
+    per_token += _adapter_input_bytes(layer.plain_lora, t) + sum(lora.r * t.width for lora in layer.plain_lora)
     # Experts' adapters keep their low-rank rows, and input rows after dropout; other input rows are recomputed from
     # gate and up (kept anyway) or from each token's hidden state.
     for lora in layer.expert_lora:
@@ -457,7 +457,7 @@ def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
         # gradient of the weighted rows, its product with the weights, and with the rows (for the router); by then the
         # shared expert, which ran last, has finished, and tensors kept by it and its adapters are freed
         shared = [lora for lora in layer.plain_lora if lora.part == "shared_experts"]
-        freed = t.count * (3 * layer.mlp * t.width + _adapter_inputs(shared, t))
+        freed = t.count * (3 * layer.mlp * t.width + _adapter_input_bytes(shared, t))
         options.append(t.count * t.rows * hidden * 3 * t.routed - freed)
     return stream + max(options)
 
@@ -484,7 +484,7 @@ def _attention_bytes(layer: Layer, t: Tokens) -> float:
     return kept + t.scores * t.heads * (FLOAT + t.width)  # the softmax of every pair in float32, and as it is used
 
 
-def _adapter_inputs(adapted: Sequence[Lora], t: Tokens) -> float:
+def _adapter_input_bytes(adapted: Sequence[Lora], t: Tokens) -> float:
     """Return the bytes per token of adapted modules' inputs. Cast or dropout gives each module its own copy; else
     modules with the same input keep it once, and o_proj's input is the attention's result, which is kept anyway."""
     if t.cast or t.mask:
@@ -495,11 +495,11 @@ def _adapter_inputs(adapted: Sequence[Lora], t: Tokens) -> float:
 # --- the host ------------------
 
 
-def _host(work: Work, own: Mapping[str, float]) -> list[Row]:
+def _host_rows(work: Work, own: Mapping[str, float]) -> list[Row]:
     """Return the rows of one node's host memory. `own`: bytes that a rank on a CPU needs in each phase."""
     ranks, count, size = work.layout.gpus_per_node, work.shape.adapter.trainable, work.shape.adapter.dtype_bytes
     # Rank 0 alone writes the full adapter, even if other ranks train parts of it.
-    states, fixed, _ = optimizer_states(work.optim)
+    states, fixed, _ = find_optimizer_states(work.optim)
     moments = states * size + fixed
     words = f"rank 0: {count} x ({size} + optimizer {moments:g}), and the optimizer's file of {moments:g} more"
     written = Row("adapter being written", count * (size + 2 * moments), words, "save", "host")

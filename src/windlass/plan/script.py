@@ -9,7 +9,7 @@ from typing import Any
 from windlass import __version__
 from windlass.errors import UserError
 from windlass.hardware import Machine
-from windlass.plan import Plan, machine_of, make
+from windlass.plan import Plan, find_machine, make_plan
 from windlass.plan.accelerate import AccelerateFile
 from windlass.runfile import Loaded, LoadedScript
 
@@ -17,7 +17,7 @@ UNKNOWN = "a script's memory and time are not known before it runs: `windlass re
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class RankGrid:
     """The ranks on each node; the script decides how they work together."""
 
     nodes: int
@@ -35,7 +35,7 @@ class ScriptPlan:
 
     loaded: LoadedScript
     machine: Machine
-    layout: Spread
+    layout: RankGrid
     notes: tuple[str, ...]
 
     @property
@@ -59,12 +59,12 @@ class ScriptPlan:
 AnyPlan = Plan | ScriptPlan
 
 
-def make_any(loaded: Loaded | LoadedScript, accelerate: AccelerateFile | None = None) -> AnyPlan:
+def make_any_plan(loaded: Loaded | LoadedScript, accelerate: AccelerateFile | None = None) -> AnyPlan:
     """Plan a run file of any kind."""
     if isinstance(loaded, Loaded):
-        return make(loaded, accelerate)
+        return make_plan(loaded, accelerate)
     refuse_accelerate(accelerate.path if accelerate else None)
-    return make_script(loaded)
+    return make_script_plan(loaded)
 
 
 def refuse_accelerate(file: Path | None) -> None:
@@ -73,13 +73,13 @@ def refuse_accelerate(file: Path | None) -> None:
         raise UserError(what, str(file), "leave --accelerate out: a script shards by itself")
 
 
-def make_script(loaded: LoadedScript) -> ScriptPlan:
+def make_script_plan(loaded: LoadedScript) -> ScriptPlan:
     """Plan cluster.nodes x cluster.gpus_per_node ranks; if neither is set, layout.ranks on one machine."""
     cluster, ranks, path = loaded.run.cluster, loaded.run.layout.ranks, loaded.run.script.path
-    layout = Spread(cluster.nodes, cluster.gpus_per_node)
-    if ranks is not None and not loaded.given("cluster.nodes") and not loaded.given("cluster.gpus_per_node"):
-        layout = Spread(1, ranks)
-    machine = machine_of(cluster.model_copy(update={"gpus_per_node": layout.gpus_per_node}), loaded.where)
+    layout = RankGrid(cluster.nodes, cluster.gpus_per_node)
+    if ranks is not None and not loaded.is_set("cluster.nodes") and not loaded.is_set("cluster.gpus_per_node"):
+        layout = RankGrid(1, ranks)
+    machine = find_machine(cluster.model_copy(update={"gpus_per_node": layout.gpus_per_node}), loaded.where)
     notes = [*loaded.notes, UNKNOWN]
     if path is not None and not Path(path).is_file():  # it may exist on the platform that runs it
         what = f"{path} is a folder" if Path(path).is_dir() else f"there is no {path} here"

@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.hardware import GIB, Machine
-from windlass.observe.format import count, duration
+from windlass.observe.format import format_count, format_duration
 from windlass.plan import Plan
-from windlass.plan.choose import OF_ALL, Contender, overrides, same, undominated
-from windlass.plan.cost import HEADROOM, Cost, published
+from windlass.plan.choose import OF_ALL, Candidate, drop_dominated, is_same_layout, list_overrides
+from windlass.plan.cost import HEADROOM, Cost, published_dtype
 from windlass.plan.layout import Layout
-from windlass.plan.script import AnyPlan, ScriptPlan, Spread
+from windlass.plan.script import AnyPlan, RankGrid, ScriptPlan
 
 LINES = 15  # of the plan without options, at 80 columns
 LABEL = 9  # columns of the names on the left
@@ -27,7 +27,7 @@ Row = tuple[list[str], bool]  # cells, and whether they are bold
 Named = tuple[str, str]  # a paragraph's label and text
 
 
-def show(plan: AnyPlan, *, details: bool = False, formulas: bool = False, compare: bool = False) -> None:
+def print_plan(plan: AnyPlan, *, details: bool = False, formulas: bool = False, compare: bool = False) -> None:
     """Print a plan to stdout. `details`: tables; `formulas`: all rows with their formula; `compare`: other layouts."""
     console = Console(highlight=False, emoji=False, markup=False)
     if not isinstance(plan, Plan):
@@ -52,7 +52,7 @@ def _summary(plan: Plan, width: int, most: int) -> list[Text]:
     """Return the summary, verdict first. Warnings include their override, in full if the others keep a line each."""
     lines = [*_paragraphs([_verdict(plan), *_lines(plan)], width)]
     texts = [w.text + (f": --override {w.override}" if w.override else "") for w in plan.warnings]
-    named = [*(("warning", text) for text in texts), *(("faster", _faster(plan)) for _ in plan.advice[:1])]
+    named = [*(("warning", text) for text in texts), *(("faster", _describe_faster(plan)) for _ in plan.advice[:1])]
     cut = False
     for number, (name, text) in enumerate(named, 1):
         more = [*_paragraphs([(name, text)], width)]
@@ -61,11 +61,11 @@ def _summary(plan: Plan, width: int, most: int) -> list[Text]:
         elif name == "warning":
             lines += [*_paragraphs([(name, textwrap.shorten(text, width - LABEL, placeholder=" …"))], width)]
             cut = True
-    rest = ["warnings in full"] * cut + [_count(len(plan.notes), "note"), "tables"]
+    rest = ["warnings in full"] * cut + [_format_count(len(plan.notes), "note"), "tables"]
     return [*lines, *_paragraphs([("more", f"--details: {', '.join(rest)}; --compare: other layouts")], width)]
 
 
-def _faster(plan: Plan) -> str:
+def _describe_faster(plan: Plan) -> str:
     best = plan.advice[0]
     return f"{best.gain:,.1f} x with " + (best.remark if best.change == OF_ALL else best.change.replace(": ", "="))
 
@@ -102,19 +102,19 @@ def _lines(plan: Plan) -> Iterator[Named]:
     cost, layout, batch, length, gpu = plan.cost, plan.layout, plan.batch, plan.schedule, plan.machine.gpu
     if not cost.fits:
         yield "hint:", cost.remedy
-    low, high = duration(cost.step_seconds_low), duration(cost.step_seconds_high)
-    rate = f"{rough(cost.tokens_per_second_low)} to {rough(cost.tokens_per_second_high)} tokens/s"
+    low, high = format_duration(cost.step_seconds_low), format_duration(cost.step_seconds_high)
+    rate = f"{format_rough(cost.tokens_per_second_low)} to {format_rough(cost.tokens_per_second_high)} tokens/s"
     yield "speed", f"{rate}, {low} to {high} a step (estimated, {cost.basis})"
-    yield "time", _length(plan)
+    yield "time", _describe_length(plan)
     yield "layout", f"{layout.name}: {layout.reason}"
     yield "limit", LIMITS[cost.bound]
-    yield "machine", machines(layout, plan.machine)
+    yield "machine", describe_machines(layout, plan.machine)
     base = "" if plan.base.path else "; no weights here"
-    yield "model", f"{plan.base.name}, {count(plan.total)}, trained: {plan.adapter.trainable:,}{base}"
-    ranks = _count(layout.ranks, "rank" if gpu.name == "cpu" else "GPU")
+    yield "model", f"{plan.base.name}, {format_count(plan.total)}, trained: {plan.adapter.trainable:,}{base}"
+    ranks = _format_count(layout.ranks, "rank" if gpu.name == "cpu" else "GPU")
     text = f"{length.global_sequences:,} rows a step of up to {batch.length:,} tokens: "
     text += f"{batch.micro} x {batch.accumulation} micro-batches x {ranks}"
-    yield "batch", f"{text}; {_batch_reason(plan)}" if plan.tried else text
+    yield "batch", f"{text}; {_explain_batch(plan)}" if plan.tried else text
     if plan.chosen:  # each begins with its key and value
         unset = (" ".join(each.split()[:2]).strip(",:").partition(".")[2] for each in plan.chosen)
         yield "not set", f"chosen: {', '.join(unset)}"
@@ -129,7 +129,7 @@ LIMITS = {
 }
 
 
-def _batch_reason(plan: Plan) -> str:
+def _explain_batch(plan: Plan) -> str:
     """Return why the plan chose this micro-batch."""
     last, free = plan.tried[-1], f"{HEADROOM:.0%} of the GPU free"
     if not plan.tried[0].has_headroom:
@@ -141,22 +141,22 @@ def _batch_reason(plan: Plan) -> str:
     return f"{text}; {last.batch.micro} would need {last.gpu_gib:,.1f} of {limit:,.1f} GiB"
 
 
-def _length(plan: Plan) -> str:
+def _describe_length(plan: Plan) -> str:
     s = plan.schedule
     if s.steps is None:
         return f"unknown ({s.rows_reason}): train.max_steps sets it"
-    text = f"{duration((plan.hours or 0) * 3600)}: {_count(s.steps, 'step')}, {_count(s.evaluations, 'evaluation')}"
-    text += f", {_count(s.checkpoints, 'checkpoint')}"
+    text = f"{format_duration((plan.hours or 0) * 3600)}: {_format_count(s.steps, 'step')}, "
+    text += f"{_format_count(s.evaluations, 'evaluation')}, {_format_count(s.checkpoints, 'checkpoint')}"
     return text + (f"; {plan.gpu_hours:,.2f} GPU-hours" if plan.machine.gpu.name != "cpu" else "")
 
 
-def _count(number: int | None, noun: str) -> str:
+def _format_count(number: int | None, noun: str) -> str:
     return f"an unknown number of {noun}s" if number is None else f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def machines(layout: Layout | Spread, machine: Machine) -> str:
+def describe_machines(layout: Layout | RankGrid, machine: Machine) -> str:
     """Describe nodes, GPUs and, if there are several, the links between them."""
-    text = f"{_count(layout.nodes, 'node')} x {layout.gpus_per_node} {machine.gpu.name}"
+    text = f"{_format_count(layout.nodes, 'node')} x {layout.gpus_per_node} {machine.gpu.name}"
     text += f"; {machine.network.name} between nodes" if layout.nodes > 1 else ""
     return f"{text}; {machine.link.name} inside" if layout.gpus_per_node > 1 else text
 
@@ -165,7 +165,7 @@ def _script_lines(plan: ScriptPlan) -> Iterator[Named]:
     script = plan.loaded.run.script
     yield "script", script.path or f"module {script.module}"
     yield "arguments", shlex.join(script.args) or "none"
-    yield "machine", machines(plan.layout, plan.machine)
+    yield "machine", describe_machines(plan.layout, plan.machine)
     yield "ranks", f"{plan.layout.ranks}, each with torchrun's environment"
     yield "folder", plan.loaded.run.folder
 
@@ -183,9 +183,10 @@ expert-parallel N: each of N GPUs stores its part of the experts"""
 
 def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
     """Yield layouts on the run's own nodes, then the best on other numbers of nodes, then impossible layouts."""
-    shown = sorted(undominated(plan.contenders, plan.layout), key=lambda c: -c.cost.tokens_per_second)
+    shown = sorted(drop_dominated(plan.contenders, plan.layout), key=lambda c: -c.cost.tokens_per_second)
     fitting = [c for c in shown if c.cost.fits]
-    here = f"{_count(plan.layout.nodes, 'node')}, {_count(plan.schedule.global_sequences, 'sequence')} a step"
+    nodes, sequences = plan.layout.nodes, plan.schedule.global_sequences
+    here = f"{_format_count(nodes, 'node')}, {_format_count(sequences, 'sequence')} a step"
     rows = [c for c in (*fitting, *(c for c in shown if not c.cost.fits)) if c.here]
     columns = "layout >batch fits >GiB/GPU >GB/step >s/step >tok/s"
     yield _table(f"Layouts of this run ({here})", columns, [_cells(plan, c) for c in rows])
@@ -198,9 +199,11 @@ def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
     yield Text(f"{TERMS}\n")
     yield Text("What makes plan take a row:", style="bold")
     for c in (*rows, *others):
-        words = " ".join(f"--override {shlex.quote(word)}" for word in overrides(c, plan.loaded, published(plan.base)))
+        words = " ".join(
+            f"--override {shlex.quote(word)}" for word in list_overrides(c, plan.loaded, published_dtype(plan.base))
+        )
         lines = textwrap.wrap(words.replace("--override ", "--override="), width - 6, break_on_hyphens=False)
-        name = c.name if c.here else f"{_count(c.layout.nodes, 'node')}: {c.name.rpartition(', on ')[0]}"
+        name = c.name if c.here else f"{_format_count(c.layout.nodes, 'node')}: {c.name.rpartition(', on ')[0]}"
         yield Text(f" {name}\n   " + " \\\n   ".join(lines))
     yield Text()
     reasons = {why: name for name, why in reversed(plan.impossible.items())}
@@ -209,12 +212,12 @@ def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
         yield _table("Not possible", "layout why", [([name, why], False) for why, name in reasons.items()])
 
 
-def _cells(plan: Plan, c: Contender) -> Row:
+def _cells(plan: Plan, c: Candidate) -> Row:
     batch, (gib, wire, seconds, rate) = c.cost.batch, _figures(c.cost)
     ways, fits = f"{batch.micro}x{batch.accumulation}", "yes" if c.cost.fits else "no"
     if c.here:
-        return [c.name, ways, fits, gib, wire, seconds, rate], same(c.layout, plan.layout)
-    hours, rows = plan.gpu_hours_of(c), batch.micro * batch.accumulation * c.layout.ranks
+        return [c.name, ways, fits, gib, wire, seconds, rate], is_same_layout(c.layout, plan.layout)
+    hours, rows = plan.estimate_gpu_hours(c), batch.micro * batch.accumulation * c.layout.ranks
     gpu_hours = "" if hours is None else f"{hours:,.1f}"
     return [str(c.layout.nodes), c.name.rpartition(", on ")[0], ways, f"{rows:,}", fits, gib, rate, gpu_hours], False
 
@@ -249,7 +252,7 @@ def _tables(plan: Plan, formulas: bool) -> Iterator[Table]:
     yield _table("Time (estimate)", "what >value formula", _time(plan), hide)
     if plan.cost.flows:
         rows = [
-            ([f.kind, f.fabric, size(f.bytes), f"{f.per_step:,}", size(f.bytes * f.per_step)], False)
+            ([f.kind, f.fabric, format_bytes(f.bytes), f"{f.per_step:,}", format_bytes(f.bytes * f.per_step)], False)
             for f in plan.cost.flows
         ]
         for (cells, _), f in zip(rows, plan.cost.flows, strict=True):
@@ -265,7 +268,7 @@ def _tables(plan: Plan, formulas: bool) -> Iterator[Table]:
     yield _table("Adapter", "pattern matches part >modules >trainable", rows)
     parts = sorted(plan.by_part.items(), key=lambda item: -item[1])
     rows = [([part, f"{count:,}", f"{count / plan.total:.2%}"], False) for part, count in parts]
-    disk = "" if plan.disk_bytes is None else f"{size(plan.disk_bytes)} on disk"
+    disk = "" if plan.disk_bytes is None else f"{format_bytes(plan.disk_bytes)} on disk"
     rows.append((["total", f"{plan.total:,}", disk], True))
     yield _table("Parameters", "part >parameters >share", rows)
 
@@ -312,16 +315,18 @@ def _time(plan: Plan) -> Iterator[Row]:
     rate = f"{cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.2%}"
     yield ["throughput", rate, f"of {gpu.bf16_tflops:,.0f} TFLOP/s peak a GPU"], False
     if plan.seconds is not None:
-        how = ", ".join(f"{name.replace('_', ' ')} {duration(part)}" for name, part in plan.seconds.items() if part)
+        how = ", ".join(
+            f"{name.replace('_', ' ')} {format_duration(part)}" for name, part in plan.seconds.items() if part
+        )
         yield ["the run", f"{plan.hours:,.2f} h, {plan.gpu_hours:,.2f} GPU-hours", how], False
 
 
-def rough(value: float) -> str:
+def format_rough(value: float) -> str:
     """Format with two significant digits, which is all that an estimate has."""
     return f"{float(f'{value:.2g}'):,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format bytes in the most readable unit, decimal as for networks and disks."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from windlass.hardware import NARROW, Fabric, interpolate, product_rate
+from windlass.hardware import NARROW, Fabric, get_product_rate, interpolate
 from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes
 from windlass.plan.work import Layer, Lora, Shape, Work
 
@@ -97,18 +97,27 @@ class Passes:
 
 def estimate_time(work: Work) -> Time:
     rates, accumulation, ranks = work.machine.rates, work.batch.accumulation, work.layout.ranks
-    gathers, dispatch, reduces, transfers = _gathers(work), _dispatch(work), _reduces(work), _offload(work)
+    gathers, dispatch, reduces, transfers = (
+        _gather_flows(work),
+        _dispatch_flows(work),
+        _reduce_flows(work),
+        _offload_flows(work),
+    )
     flops, recomputed = count_flops(work)
-    forward, backward, outside = _pass(work, "forward"), _pass(work, "backward"), _outside(work)
+    forward, backward, outside = (
+        _estimate_pass(work, "forward"),
+        _estimate_pass(work, "backward"),
+        _estimate_outside_layers(work),
+    )
     passes = forward + backward + outside
     if work.layout.activation_checkpointing:
-        passes += _pass(work, "forward", products=not work.keeps_products)
+        passes += _estimate_pass(work, "forward", products=not work.keeps_products)
     memory = passes.memory + _weights_seconds(work)
     exchanged, gathered, transferred = (
         sum(f.seconds * f.per_step for f in flows) / accumulation for flows in (dispatch, gathers, transfers)
     )
     overlapped = _exchange_overlap(work, exchanged)
-    waits = _syncs(work) * rates.sync_seconds
+    waits = _count_syncs(work) * rates.sync_seconds
     once = sum(f.seconds for f in reduces) + _optimizer_seconds(work)
     # The expert exchange sits between two dependent products and overlaps only with shared experts; weights are sent
     # while earlier layers compute, except the first layer's.
@@ -164,67 +173,67 @@ def count_flops(work: Work) -> tuple[float, float]:
     for layer, times in shape.kinds:
         adapter += times * sum(lora.parameters for lora in layer.plain_lora)
         adapter += times * sum(lora.parameters * shape.top_k / lora.experts for lora in layer.expert_lora)
-    length = work.attended
+    length = work.attention_length
     # Kernels skip the upper half of the square only if nothing else is masked.
     square = 2 if work.masked and length == work.batch.length else 1
-    attention, back = (causal_attention(shape, length, phase) * square for phase in PHASES)
+    attention, back = (causal_attention_flops(shape, length, phase) * square for phase in PHASES)
     recomputed = 0.0 if work.full_logits else 2.0 * shape.head  # the fused head projects again in its backward
     if work.layout.activation_checkpointing:
         recomputed += 2 * (shape.active - shape.head) + 2 * adapter + attention
     return 4 * shape.active + 6 * adapter + attention + back, recomputed
 
 
-def causal_attention(shape: Shape, length: int, phase: str = "forward") -> float:
+def causal_attention_flops(shape: Shape, length: int, phase: str = "forward") -> float:
     """Return the FLOPs per token of attention in one forward or backward: scores and their product with the values,
     over the unmasked half of the square; for layers without a formula also all other products between tokens."""
     total = 0.0
     for layer, times in shape.kinds:
         products = layer.traced.at(f"{phase}_products", length) / length if layer.traced else 0.0
-        total += times * (_attention(layer, length) * (2 if phase == "backward" else 1) + products)
+        total += times * (_attention_flops(layer, length) * (2 if phase == "backward" else 1) + products)
     return total
 
 
-def _attention(layer: Layer, length: int) -> float:
+def _attention_flops(layer: Layer, length: int) -> float:
     """Return the FLOPs per token of one layer's attention in the forward."""
     if layer.traced:
         return layer.traced.at("attention", length) / length
     return float((layer.query + layer.attended) * length)
 
 
-def _product(
+def _product_seconds(
     work: Work, rows: float, inputs: float, outputs: float, *, experts: float = 0, wide: bool = False
 ) -> float:
     """Return the seconds of one matrix product, or of a grouped product of all experts with `rows` rows each."""
     dtype = "bfloat16" if work.width == 2 and not wide else "float32"
     kind = "grouped" if experts else dtype
-    rate = product_rate(work.machine.rates, kind, max(rows, 1e-3), (inputs * outputs) ** 0.5)
+    rate = get_product_rate(work.machine.rates, kind, max(rows, 1e-3), (inputs * outputs) ** 0.5)
     return 2 * max(experts, 1) * rows * inputs * outputs / rate / 1e12
 
 
-def _narrow(work: Work, rows: float, width: int, r: int, *, wide: bool) -> float:
+def _narrow_product_seconds(work: Work, rows: float, width: int, r: int, *, wide: bool) -> float:
     """Return the seconds of an adapter's product: a narrow one takes longer than a square one with the same FLOPs."""
     points = work.machine.rates.narrow.get("bfloat16" if work.width == 2 and not wide else "float32")
     least = 2 * rows * width * NARROW / interpolate(points, rows, width) / 1e12 if points else 0.0
-    return max(least, _product(work, rows, width, r, wide=wide))
+    return max(least, _product_seconds(work, rows, width, r, wide=wide))
 
 
-def _pass(work: Work, phase: str, *, products: bool = True) -> Passes:
+def _estimate_pass(work: Work, phase: str, *, products: bool = True) -> Passes:
     """Return the time of all layers' forward or backward. `products`: include those of the routed experts."""
     found = Passes()
     for layer, times in work.shape.kinds:
-        found += _layer(work, layer, phase, products=products) * times
+        found += _estimate_layer(work, layer, phase, products=products) * times
     return found
 
 
-def _layer(work: Work, layer: Layer, phase: str, *, products: bool) -> Passes:
+def _estimate_layer(work: Work, layer: Layer, phase: str, *, products: bool) -> Passes:
     rates, shape, tokens, back = work.machine.rates, work.shape, work.batch.tokens, phase == "backward"
     compute, used = 0.0, 0.0
     for p in layer.parameters:
         if len(p.shape) == 2 and p.part != "experts":
-            compute += _product(work, tokens, p.shape[1], p.shape[0])
+            compute += _product_seconds(work, tokens, p.shape[1], p.shape[0])
     wide = work.layout.precision != "bf16" and shape.adapter.dtype_bytes > work.width
     for lora in layer.plain_lora:  # its backward also makes the gradients of A and B
-        once = _narrow(work, tokens, lora.inputs, lora.r, wide=wide) + _narrow(
+        once = _narrow_product_seconds(work, tokens, lora.inputs, lora.r, wide=wide) + _narrow_product_seconds(
             work, tokens, lora.outputs, lora.r, wide=wide
         )
         compute += once * (2 if back else 1)
@@ -235,26 +244,28 @@ def _layer(work: Work, layer: Layer, phase: str, *, products: bool) -> Passes:
         rows = tokens * shape.top_k / used
         for p in layer.parameters if products else ():
             if len(p.shape) == 3:
-                compute += _product(work, rows, p.shape[2], p.shape[1], experts=used)
+                compute += _product_seconds(work, rows, p.shape[2], p.shape[1], experts=used)
         for lora in layer.expert_lora if products else ():
-            once = _product(work, rows, lora.inputs, lora.r, experts=used)
-            once += _product(work, rows, lora.r, lora.outputs, experts=used)
+            once = _product_seconds(work, rows, lora.inputs, lora.r, experts=used)
+            once += _product_seconds(work, rows, lora.r, lora.outputs, experts=used)
             compute += once * (2 if back else 1)
-    length = work.attended
+    length = work.attention_length
     # A CPU's kernel computes in tiles as wide as short rows, so masking saves nothing.
-    square = _attention(layer, length) * tokens * work.filled * (2 if work.masked and not work.on_cpu else 1)
+    square = (
+        _attention_flops(layer, length) * tokens * work.padding_ratio * (2 if work.masked and not work.on_cpu else 1)
+    )
     head = layer.query / max(shape.heads, 1)
     if layer.traced:
         others = layer.traced.at(f"{phase}_products", length) / length * tokens
-        rate = product_rate(rates, "bfloat16" if work.width == 2 else "float32", length, (head * length) ** 0.5)
+        rate = get_product_rate(rates, "bfloat16" if work.width == 2 else "float32", length, (head * length) ** 0.5)
         compute += others / rate / 1e12
     compute += square / interpolate(rates.attention_backward if back else rates.attention, length, head) / 1e12
-    did = dispatched(shape, layer, phase, length, separate=work.on_cpu or work.separate, dora=work.dora)
+    did = count_dispatch(shape, layer, phase, length, separate=work.on_cpu or work.separate, dora=work.dora)
     moved = did.bytes * work.width / 2  # counted in 16 bits
     memory = moved * tokens / rates.memory_gb_per_second / 1e9
     operators = did.operators + GATHER_OPERATORS * (work.layout.shard > 1)
     operators += EXCHANGE_OPERATORS * (work.layout.expert_parallel > 1 and layer.experts > 0)
-    operators += _apart(work, layer, phase) * layer.experts / work.layout.expert_parallel
+    operators += _count_unfused_products(work, layer, phase) * layer.experts / work.layout.expert_parallel
     if work.on_cpu and work.layout.base_dtype != "bf16":
         stored = [len(p.shape) for p in layer.parameters if p.name in shape.narrow]
         operators += DECODE_OPERATORS * sum(used if dimensions > 2 else 1 for dimensions in stored)
@@ -277,27 +288,27 @@ def _adapter_options(work: Work, layer: Layer, phase: str, *, wide: bool) -> Pas
         found += _linear_option(work, f"dropout, {way}", every, phase)
     for lora, rows in every if work.dora else ():
         if phase == "forward":  # an identity matrix through A and B
-            compute += _narrow(work, lora.inputs, lora.inputs, lora.r, wide=False)
-            compute += _narrow(work, lora.inputs, lora.outputs, lora.r, wide=False)
+            compute += _narrow_product_seconds(work, lora.inputs, lora.inputs, lora.r, wide=False)
+            compute += _narrow_product_seconds(work, lora.inputs, lora.outputs, lora.r, wide=False)
         if work.dropout:  # the frozen weight's product with the input after dropout
-            compute += _product(work, rows, lora.inputs, lora.outputs)
+            compute += _product_seconds(work, rows, lora.inputs, lora.outputs)
     return found + Passes(compute)
 
 
 def _linear_option(work: Work, name: str, adapted: Sequence[tuple[Lora, int]], phase: str) -> Passes:
     """Return the time of an option for the adapted layers, each with its number of rows, from counts of one linear."""
-    rates, row, moved = work.machine.rates, table()["linear"][name][phase], 0.0
+    rates, row, moved = work.machine.rates, load_operators()["linear"][name][phase], 0.0
     for lora, rows in adapted:
-        size = dict(zip(OF_LINEAR, of_linear(lora.inputs, lora.outputs, rows), strict=True))
+        size = dict(zip(OF_LINEAR, linear_features(lora.inputs, lora.outputs, rows), strict=True))
         moved += sum(size[what] * value for what, value in row["bytes"].items())
     host = (row["operators"] + VIEW * row["views"]) * rates.operator_seconds + row["modules"] * rates.module_seconds
     return Passes(0.0, moved * work.width / 2 / rates.memory_gb_per_second / 1e9, host * len(adapted))
 
 
-def _outside(work: Work) -> Passes:
+def _estimate_outside_layers(work: Work) -> Passes:
     """Return the time of head and loss, forward and backward, and of a micro-batch's host work outside its layers."""
     rates, shape, tokens = work.machine.rates, work.shape, work.batch.tokens
-    head = _product(work, tokens, shape.hidden, shape.vocab)
+    head = _product_seconds(work, tokens, shape.hidden, shape.vocab)
     logits = LOGIT_BYTES * tokens * shape.vocab / rates.memory_gb_per_second / 1e9
     return Passes(2 * head, logits, MICRO_BATCH_OPERATORS * rates.operator_seconds)
 
@@ -311,19 +322,21 @@ def _optimizer_seconds(work: Work) -> float:
     return OPTIMIZER_BYTES * mine / rates.memory_gb_per_second / 1e9 + operators * rates.operator_seconds
 
 
-def _apart(work: Work, layer: Layer, phase: str) -> int:
+def _count_unfused_products(work: Work, layer: Layer, phase: str) -> int:
     """Return the number of products that are computed one expert at a time."""
     if not layer.experts or not work.machine.gpu.name.startswith(ONE_BY_ONE):
         return 0
     return 2 + len(layer.expert_lora) * (4 if phase == "backward" else 2)  # gate with up, and down; A and B of each
 
 
-def _syncs(work: Work) -> float:
+def _count_syncs(work: Work) -> float:
     """Count a micro-batch's synchronizations, where the host reads the number of tokens per rank or per expert."""
     total = 0.0
     for layer, times in work.shape.kinds:
         exchanged = work.layout.expert_parallel > 1 and layer.experts > 0  # recomputation already knows it
-        apart = (work.expert_passes - 1) * _apart(work, layer, "forward") + _apart(work, layer, "backward")
+        apart = (work.expert_passes - 1) * _count_unfused_products(work, layer, "forward") + _count_unfused_products(
+            work, layer, "backward"
+        )
         total += times * (exchanged + apart)
     return total
 
@@ -360,7 +373,7 @@ def _evaluation_seconds(work: Work) -> float:
     if not work.evaluated:
         return 0.0
     batch = replace(work, batch=replace(work.batch, micro=work.evaluated), dropout=0.0)
-    passes = _pass(batch, "forward") + _outside(batch) * 0.5
+    passes = _estimate_pass(batch, "forward") + _estimate_outside_layers(batch) * 0.5
     gpu = passes.compute + passes.memory
     return (gpu + passes.host if work.on_cpu else max(gpu, passes.host)) / work.evaluated
 
@@ -368,7 +381,7 @@ def _evaluation_seconds(work: Work) -> float:
 # --- traffic ------------------
 
 
-def _ring(
+def _ring_seconds(
     work: Work, kind: str, size: float, ranks: int, groups: int = 1, calls: int = 1
 ) -> tuple[Fabric, float, float]:
     """Return the slowest link of a ring over consecutive ranks, its rate, and its seconds for `size` bytes per GPU.
@@ -388,7 +401,7 @@ def _ring(
     return machine.link, near.gb_per_second, inside + calls * far.latency_seconds
 
 
-def _gathers(work: Work) -> list[Flow]:
+def _gather_flows(work: Work) -> list[Flow]:
     """Return the all-gathers of the sharded weights: in the forward, and again in the backward if resharded."""
     layout, shape, size = work.layout, work.shape, gathered_bytes(work)
     if layout.shard == 1:
@@ -397,7 +410,9 @@ def _gathers(work: Work) -> list[Flow]:
 
     def flow(kind: str, size: float, ranks: int, what: str, outside: int = 0) -> Flow:
         rings = max(1, layout.gpus_per_node // layout.shard)
-        fabric, rate, seconds = _ring(work, "all-gather", size, layout.shard, rings, len(shape.layers) + outside)
+        fabric, rate, seconds = _ring_seconds(
+            work, "all-gather", size, layout.shard, rings, len(shape.layers) + outside
+        )
         words = f"{what}: {size / 1e9:.3g} GB in a ring of {ranks} ranks at {rate:g} GB/s"
         return Flow(kind, fabric.name, size, times, seconds, words)
 
@@ -416,7 +431,7 @@ def _gathers(work: Work) -> list[Flow]:
     return found
 
 
-def _dispatch(work: Work) -> list[Flow]:
+def _dispatch_flows(work: Work) -> list[Flow]:
     """Return the traffic of tokens to their experts' rank and back, in forward, recomputation and backward."""
     layout, machine, shape, ranks = work.layout, work.machine, work.shape, work.layout.expert_parallel
     if ranks == 1:
@@ -448,12 +463,12 @@ def _exchange_overlap(work: Work, seconds: float) -> float:
     one_way, hidden = seconds / max(2 * passes * sum(times for _, times in layers), 1), 0.0
     for layer, times in layers if seconds and not work.on_cpu else ():
         matrices = [p.shape for p in layer.parameters if p.part == "shared_experts" and len(p.shape) == 2]
-        shared = sum(_product(work, work.batch.tokens, inputs, outputs) for outputs, inputs in matrices)
+        shared = sum(_product_seconds(work, work.batch.tokens, inputs, outputs) for outputs, inputs in matrices)
         hidden += passes * times * min(one_way, shared)
     return hidden
 
 
-def _reduces(work: Work) -> list[Flow]:
+def _reduce_flows(work: Work) -> list[Flow]:
     """Return the all-reduce of the adapter's gradients, one per optimizer step, in float32 for any adapter dtype.
 
     Adapters of experts that are split over ranks are reduced only among ranks with the same experts.
@@ -464,7 +479,7 @@ def _reduces(work: Work) -> list[Flow]:
 
     def flow(kind: str, count: int, ranks: int, groups: int) -> Flow:
         size = 2 * (ranks - 1) / ranks * count * FLOAT
-        fabric, _, seconds = _ring(work, "all-reduce", size, layout.ranks, groups)
+        fabric, _, seconds = _ring_seconds(work, "all-reduce", size, layout.ranks, groups)
         return Flow(kind, fabric.name, size, 1, seconds, f"2 x ({ranks} - 1) / {ranks} x {count} parameters x {FLOAT}")
 
     mine, _ = adapter_share(work)
@@ -478,7 +493,7 @@ def _reduces(work: Work) -> list[Flow]:
     return found
 
 
-def _offload(work: Work) -> list[Flow]:
+def _offload_flows(work: Work) -> list[Flow]:
     """Return the host transfers of offloading: each gather first copies the rank's shard from the host."""
     if not work.layout.offload:
         return []
@@ -508,7 +523,7 @@ OF_FUSED = ("inputs", "apart")  # no effect on layers that are not fused
 OF_LINEAR = ("inputs", "outputs", "weight", "square", "rows", "columns")  # the bytes of options are linear in these
 
 
-def features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
+def layer_features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
     """Return the features of one layer that its operators and bytes are linear in."""
     plain, stacks = layer.plain_lora, layer.expert_lora
     shared = apart = 0
@@ -544,13 +559,13 @@ def features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
     }
 
 
-def of_linear(inputs: int, outputs: int, tokens: int) -> tuple[int, ...]:
+def linear_features(inputs: int, outputs: int, tokens: int) -> tuple[int, ...]:
     """Return the features of one adapted linear layer for a pass over `tokens` tokens, in the order of OF_LINEAR."""
     return tokens * inputs, tokens * outputs, inputs * outputs, inputs * inputs, outputs, inputs
 
 
 @dataclass(frozen=True, slots=True)
-class Dispatched:
+class DispatchCounts:
     """The work of one pass through one layer."""
 
     operators: float  # including views, at their fraction of a launch
@@ -559,35 +574,35 @@ class Dispatched:
 
 
 @cache
-def table() -> dict[str, Any]:
+def load_operators() -> dict[str, Any]:
     return dict(json.loads(Path(__file__).with_name("operators.json").read_text()))
 
 
-def dispatched(
+def count_dispatch(
     shape: Shape, layer: Layer, phase: str, length: int, *, separate: bool, dora: bool = False
-) -> Dispatched:
+) -> DispatchCounts:
     """Return the work of a forward or backward, with separate operators or fused as on GPUs (DoRA is never fused).
 
     A family without counts uses those of the most similar one.
     """
     if layer.traced:  # plus what the trace leaves out: adapters and routed experts
-        rest = dispatched(shape, replace(layer, traced=None), phase, length, separate=separate, dora=dora)
+        rest = count_dispatch(shape, replace(layer, traced=None), phase, length, separate=separate, dora=dora)
         bare = replace(layer, traced=None, plain_lora=(), expert_lora=(), expert=0, experts=0)
-        without = dispatched(shape, bare, phase, length, separate=separate)
+        without = count_dispatch(shape, bare, phase, length, separate=separate)
         count = {what: layer.traced.at(f"{phase}_{what}", length) for what in ("operators", "views", "bytes")}
         operators = count["operators"] + VIEW * count["views"] + rest.operators - without.operators
         moved = count["bytes"] / length + rest.bytes - without.bytes
-        return Dispatched(operators, rest.modules, moved)
+        return DispatchCounts(operators, rest.modules, moved)
     way, name = "separate" if separate else "fused", shape.base.family.model_type
-    rows = table()[way]
+    rows = load_operators()[way]
     if not layer.experts and f"{name}, dense" in rows:
         name = f"{name}, dense"
     name = name if name in rows else "mixtral" if layer.experts else "qwen3"
-    row, of_adapters = rows[name][phase], table()["separate" if dora else way][name][phase]
-    size = features(layer, shape.hidden, shape.top_k)
+    row, of_adapters = rows[name][phase], load_operators()["separate" if dora else way][name][phase]
+    size = layer_features(layer, shape.hidden, shape.top_k)
 
     def of(what: str, names: Collection[str] = size) -> float:
         every = row[what] | {name: of_adapters[what].get(name, 0.0) for name in OF_ADAPTERS}
         return float(sum(size[name] * value for name, value in every.items() if name in names))
 
-    return Dispatched(of("operators") + VIEW * of("views"), of("modules"), of("bytes"))
+    return DispatchCounts(of("operators") + VIEW * of("views"), of("modules"), of("bytes"))

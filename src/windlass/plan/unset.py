@@ -24,7 +24,7 @@ MOST_EPOCHS: Final = 3
 OF_A_STEP: Final = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
 
 
-def fill_in(loaded: Loaded, base: Base, ranks: int) -> tuple[Loaded, tuple[str, ...]]:
+def fill_in_unset(loaded: Loaded, base: Base, ranks: int) -> tuple[Loaded, tuple[str, ...]]:
     """Return the run with open settings filled in, and a description of each choice.
 
     A step trains on the sequences that the user set: packing and epochs are chosen only if no key sets the sequences
@@ -33,13 +33,13 @@ def fill_in(loaded: Loaded, base: Base, ranks: int) -> tuple[Loaded, tuple[str, 
     run, words = loaded.run, list[str]()
 
     def is_set(section: str, *keys: str) -> bool:
-        return any(loaded.given(f"{section}.{key}") for key in keys)
+        return any(loaded.is_set(f"{section}.{key}") for key in keys)
 
     data: dict[str, Any] = {}
     train: dict[str, Any] = {}
     if not is_set("data", "max_length"):
         longest, why = run.data.max_length, list[str]()
-        if lengths := sorted(_lengths(run.data, loaded.where)):
+        if lengths := sorted(_sample_lengths(run.data, loaded.where)):
             covered = lengths[math.ceil(len(lengths) * COVERED / 100) - 1] * MARGIN
             longest = -(-int(min(LONGEST, max(SHORTEST, covered))) // 256) * 256
         if base.positions and base.positions < longest:
@@ -59,7 +59,7 @@ def fill_in(loaded: Loaded, base: Base, ranks: int) -> tuple[Loaded, tuple[str, 
         rows = mix.count_all(run.data, loaded.where)
         if not is_set("train", "num_train_epochs", "max_steps") and rows.count and not run.data.streaming:
             length = data.get("max_length", run.data.max_length)
-            mean = min(length, row_tokens(rows) or length)
+            mean = min(length, estimate_row_tokens(rows) or length)
             sequences = rows.count * mean / length if data.get("packing", run.data.packing) else rows.count
             wanted = math.ceil(FEW_STEPS * run.train.gradient_accumulation_steps * ranks / max(1, sequences))
             if (epochs := min(MOST_EPOCHS, wanted)) > 1:
@@ -69,29 +69,29 @@ def fill_in(loaded: Loaded, base: Base, ranks: int) -> tuple[Loaded, tuple[str, 
     return Loaded(loaded.path, loaded.notes, loaded.places, run.model_copy(update=sections)), tuple(words)
 
 
-def _lengths(data: Data, where: Where) -> Iterator[int]:
+def _sample_lengths(data: Data, where: Where) -> Iterator[int]:
     """Yield about how many tokens the first rows of each set have; stop at a set that can't be read."""
     sets = mix.list_training_sets(data, where)
     for each in sets:
         try:
             parts = parse_split(each.data.train_split, resolve_source(each.data, where), where("data.train_split"))
-            yield from map(_tokens, islice(read_rows(parts), SAMPLED // len(sets)))
+            yield from map(_estimate_tokens, islice(read_rows(parts), SAMPLED // len(sets)))
         except (UserError, ImportError, OSError):  # reported when the data are prepared
             return
 
 
-def _tokens(value: Any) -> int:
+def _estimate_tokens(value: Any) -> int:
     """Estimate the tokens of a row from the bytes of its texts, or from its longest list of token ids."""
     if isinstance(value, str):
         return math.ceil(len(value.encode(errors="replace")) / BYTES_PER_TOKEN)
     if isinstance(value, list) and value and isinstance(value[0], int):
         return math.ceil(len(value) / MARGIN)
     inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-    ids = [_tokens(each) for each in inner if isinstance(each, list) and each and isinstance(each[0], int)]
-    return max(ids) if ids else sum(map(_tokens, inner))
+    ids = [_estimate_tokens(each) for each in inner if isinstance(each, list) and each and isinstance(each[0], int)]
+    return max(ids) if ids else sum(map(_estimate_tokens, inner))
 
 
-def row_tokens(rows: Rows) -> int | None:
+def estimate_row_tokens(rows: Rows) -> int | None:
     """Return the tokens of a usual row before truncation; None if unknown."""
     if not rows.count or not rows.text_bytes:
         return None

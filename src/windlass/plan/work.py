@@ -66,22 +66,22 @@ class Work:
         return self.machine.gpu.name == "cpu"
 
     @property
-    def alone(self) -> bool:
+    def attends_by_document(self) -> bool:
         """Return whether a CPU computes attention one document at a time."""
         large = self.shape.layers[-1].query * self.batch.length >= BY_DOCUMENT
         return self.masked and self.on_cpu and self.document is not None and large and not self.scores
 
     @property
-    def attended(self) -> int:
+    def attention_length(self) -> int:
         """Return the tokens that attention covers: a document's or a row's. Under a mask, GPUs compute the row's."""
-        if self.document is None or (self.masked and not self.alone):
+        if self.document is None or (self.masked and not self.attends_by_document):
             return self.batch.length
-        return self.document + self.alone * DOCUMENT_TOKENS // 2  # padded by half of it on average
+        return self.document + self.attends_by_document * DOCUMENT_TOKENS // 2  # padded by half of it on average
 
     @property
-    def filled(self) -> float:
+    def padding_ratio(self) -> float:
         """Return the ratio of the tokens that attention is computed for, with padding, to the document's tokens."""
-        return self.attended / self.document if self.alone and self.document else 1.0
+        return self.attention_length / self.document if self.attends_by_document and self.document else 1.0
 
     @property
     def passes(self) -> int:
@@ -206,13 +206,16 @@ class Shape:
 
     def sharded(self, ranks: int, *, experts: bool) -> Count:
         """Count the elements on the fullest rank, with or without the routed experts."""
-        found = count(self.outside, self.narrow, ranks)
+        found = count_elements(self.outside, self.narrow, ranks)
         for layer, times in self.kinds:
-            found += count((p for p in layer.parameters if experts or p.part != "experts"), self.narrow, ranks) * times
+            found += (
+                count_elements((p for p in layer.parameters if experts or p.part != "experts"), self.narrow, ranks)
+                * times
+            )
         return found
 
 
-def count(parameters: Iterable[Parameter], names: frozenset[str], ranks: int = 1) -> Count:
+def count_elements(parameters: Iterable[Parameter], names: frozenset[str], ranks: int = 1) -> Count:
     """Count the elements on the fullest rank: the first dimension is split evenly over the ranks, rounded up."""
     total = own = 0
     for p in parameters:
@@ -223,13 +226,13 @@ def count(parameters: Iterable[Parameter], names: frozenset[str], ranks: int = 1
     return Count(total, own)
 
 
-def published(base: Base) -> str:
+def published_dtype(base: Base) -> str:
     """Return the checkpoint's quantised dtype, as layout.base_dtype names it; empty if it is not quantised."""
     method = (base.quantization or {}).get("quant_method", "nf4") if base.quantization is not None else ""
-    return {"bitsandbytes": "nf4"}.get(method, method) if _as_published(base) else ""
+    return {"bitsandbytes": "nf4"}.get(method, method) if _quantized_names(base) else ""
 
 
-def _as_published(base: Base) -> frozenset[str]:
+def _quantized_names(base: Base) -> frozenset[str]:
     """Return the names of parameters that are stored quantised; without weights, those that publishers usually do."""
     if base.quantization is None:
         return frozenset()
@@ -244,10 +247,10 @@ def _as_published(base: Base) -> frozenset[str]:
     return frozenset(p.name for p in base.parameters if is_quantised(p))
 
 
-def narrow(base: Base) -> frozenset[str]:
+def quantizable_names(base: Base) -> frozenset[str]:
     """Return the names of the parameters that `layout.base_dtype` applies to: those that the checkpoint stores
     quantised; if it is in 16 bits, the linears and experts of its layers."""
-    return _as_published(base) or frozenset(
+    return _quantized_names(base) or frozenset(
         p.name
         for p in base.parameters
         if p.part in _FP8_PARTS and (p.linear or (p.part == "experts" and len(p.shape) == 3))
@@ -256,7 +259,7 @@ def narrow(base: Base) -> frozenset[str]:
 
 def read_shape(base: Base, adapter: Adapter) -> Shape:
     """Read the shape of a model with an adapter."""
-    names, top_k = narrow(base), base.dims.get("top_k", 0)
+    names, top_k = quantizable_names(base), base.dims.get("top_k", 0)
     by_layer: dict[int, dict[str, Parameter]] = {}
     outside = []
     for parameter in base.parameters:
@@ -289,12 +292,12 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
         matrices = sum(p.count for p in layer.parameters if p.part != "experts" and len(p.shape) > 1)
         active += times * (matrices + (layer.routed.all * top_k / layer.experts if layer.experts else 0))
         routed += layer.routed * times
-    rest = count(outside, names)
+    rest = count_elements(outside, names)
     return Shape(
         base=base,
         adapter=adapter,
         narrow=names,
-        published=published(base),
+        published=published_dtype(base),
         outside=tuple(outside),
         layers=tuple(layers),
         kinds=kinds,
@@ -302,8 +305,8 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
         vocab=vocab,
         heads=base.dims.get("heads", 1),
         top_k=top_k,
-        embedding=count([embedding], names),
-        tail=count(tail, names),
+        embedding=count_elements([embedding], names),
+        tail=count_elements(tail, names),
         rest=rest,
         all=sum((layer.all * times for layer, times in kinds), rest),
         routed=routed,
@@ -346,8 +349,8 @@ def _read_layer(own: dict[str, Parameter], ranks: dict[str, int], names: frozens
     stacks_of = [p for p in experts.values() if len(p.shape) == 3]
     return Layer(
         parameters=tuple(own.values()),
-        dense=count((p for p in own.values() if p.part != "experts"), names),
-        routed=count(experts.values(), names),
+        dense=count_elements((p for p in own.values() if p.part != "experts"), names),
+        routed=count_elements(experts.values(), names),
         norms=norms,
         query=query,
         key=key,

@@ -14,7 +14,7 @@ from windlass.rehearse.process import exit_on_sigterm, make_environment
 from windlass.rehearse.record import RECORD, Failed, Record, print_record
 from windlass.rehearse.stages import SCRIPT_STAGES, SELF_EXPLAINED, STAGES, Rehearsal
 from windlass.run_folder import is_finished
-from windlass.runfile import kind, read_any
+from windlass.runfile import read_any, read_kind
 
 __all__ = ["Record", "print_record", "rehearse"]
 
@@ -46,7 +46,7 @@ def rehearse(
             (folder / "logs").mkdir()
             environment = make_environment(environ, Path(scratch))
             rehearsal = Rehearsal(run, options, folder, environment, record, say, processes)
-            script = kind(run, overrides) == "script"
+            script = read_kind(run, overrides) == "script"
             for name, doing, prove in STAGES:
                 if name in SCRIPT_STAGES or not script:
                     rehearsal.stage(name, doing, prove)

@@ -29,7 +29,7 @@ from windlass.errors import UserError, raise_all
 from windlass.files import read_json
 from windlass.model import Base, find_base, read_base
 from windlass.rehearse.scale import STAND_IN_VOCAB, scale_config
-from windlass.runfile import Data, Loaded, read
+from windlass.runfile import Data, Loaded, read_run_file
 
 MOST_ROWS, MOST_BYTES = 2000, 8 << 20  # most rows and bytes that are read
 LEAST_ROWS, VALIDATION_ROWS = 32, 16
@@ -47,7 +47,7 @@ TOKENIZER = (  # every file that may belong to a tokenizer, and those that say w
 
 def main(request: Path) -> None:
     asked = json.loads(request.read_text())
-    loaded, folder = read(Path(asked["run"]), asked["overrides"]), Path(asked["folder"])
+    loaded, folder = read_run_file(Path(asked["run"]), asked["overrides"]), Path(asked["folder"])
     base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
     tokenizer = copy_tokenizer(base, loaded, folder / "model")
     rows = take_rows(loaded, base, tokenizer, folder / "data", asked["sequences"])

@@ -14,7 +14,7 @@ import yaml
 from windlass.hardware import LocalMachine
 from windlass.model import Base
 from windlass.model.family import FAMILIES
-from windlass.model.shrink import shrink
+from windlass.model.shrink import shrink_config
 from windlass.runfile import LayoutSection, RunFile, Secret
 from windlass.runfile.fields import EvalSet, MixedSet
 
@@ -85,7 +85,7 @@ def scale_config(base: Base, *, experts_over: int, vocab: int | None) -> dict[st
     unit = math.lcm(experts_over, 4 if own.get("n_group") else 1)
     # Usual families have one or two kinds of layers; for others, every kind that fits in four layers is kept.
     layers = min(2 if base.family.model_type in FAMILIES else 4, base.dims["layers"])
-    config = shrink(own, layers=layers, experts=unit * math.ceil(8 / unit), vocab=vocab or STAND_IN_VOCAB)
+    config = shrink_config(own, layers=layers, experts=unit * math.ceil(8 / unit), vocab=vocab or STAND_IN_VOCAB)
     if (base.quantization or {}).get("weight_block_size"):  # two blocks in each direction
         config |= {key: min(width, own[key]) for key, width in WIDTH_OF_BLOCKS.items() if key in own}
     hidden = int(config.get("hidden_size") or config["n_embd"])

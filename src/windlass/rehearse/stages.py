@@ -19,8 +19,8 @@ from typing import Any
 
 from windlass.errors import SAVED, USER_INPUT, Problem
 from windlass.files import read_json, read_json_lines, write_json
-from windlass.hardware import this_machine
-from windlass.plan import with_choices
+from windlass.hardware import read_this_machine
+from windlass.plan import fill_in_choices
 from windlass.rehearse.process import ERROR, Command, node_variables
 from windlass.rehearse.record import Failed, Phase, Record
 from windlass.rehearse.scale import EVERY, STEPS, STOP_AT, Material, RankGrid, limit_batch, scale_ranks, scale_run
@@ -163,7 +163,7 @@ def plan(r: Rehearsal) -> Iterator[str]:
     yield f"{layout['name']} on {layout['ranks']} ranks takes {fits}"
     if model["path"]:
         yield "every weight of the checkpoint is there, with its scale"
-    r.spread, nodes, why = scale_ranks(layout, this_machine())
+    r.spread, nodes, why = scale_ranks(layout, read_this_machine())
     ranks = {"yours": layout["ranks"], "here": r.spread.ranks, "nodes": nodes}
     r.record.ranks = {**ranks, "layout": layout["name"], "why": why}
 
@@ -177,7 +177,7 @@ def check(r: Rehearsal) -> Iterator[str]:
         problem = Problem(f"{folder} holds a finished run", loaded.where("train.output_dir"), hint)
         raise Failed(format_errors([problem]), USER_INPUT)
     # `local` would expect the folders and libraries of other machines on this one.
-    missing = cluster.gpu != "cpu" and len(this_machine().gpus) < r.plan["layout"]["gpus_per_node"]
+    missing = cluster.gpu != "cpu" and len(read_this_machine().gpus) < r.plan["layout"]["gpus_per_node"]
     elsewhere = cluster.platform == "local" and (cluster.nodes > 1 or missing)
     more = ["--override", "cluster.platform=script"] if elsewhere else []
     ended = r.start("check", command_line("check", str(r.run), *r.options, *more, "--json")).finish(0, 1)
@@ -237,7 +237,7 @@ def replica(r: Rehearsal) -> Iterator[str]:
     material = Material(r.folder / "model", r.folder / "data", rows["validation"], rows["length"], rows["rows"], layers)
     loaded = r.load()
     assert isinstance(loaded, Loaded)
-    run = with_choices(loaded).run
+    run = fill_in_choices(loaded).run
     text, r.record.changes = scale_run(run, r.plan, r.spread, material, r.run_folder, r.record.ranks["nodes"])
     (r.folder / "rehearsal.yaml").write_text(text, encoding="utf-8")
 

@@ -2,9 +2,9 @@
 
 from windlass.runfile.fields import Data, ExpertLora, Lora, Model, RunFile, ScriptRun, Train, Watch
 from windlass.runfile.machines import Cluster, LayoutSection, Secret
-from windlass.runfile.read import Loaded, LoadedFile, LoadedScript, kind, read, read_any
-from windlass.runfile.reference import init, keys, presets, schema
-from windlass.runfile.rules import accumulation, contradictions
+from windlass.runfile.read import Loaded, LoadedFile, LoadedScript, read_any, read_kind, read_run_file
+from windlass.runfile.reference import list_keys, make_schema, read_preset, read_presets
+from windlass.runfile.rules import find_contradictions, resolve_accumulation
 
 __all__ = [
     "Cluster",
@@ -21,13 +21,13 @@ __all__ = [
     "Secret",
     "Train",
     "Watch",
-    "accumulation",
-    "contradictions",
-    "init",
-    "keys",
-    "kind",
-    "presets",
-    "read",
+    "find_contradictions",
+    "list_keys",
+    "make_schema",
     "read_any",
-    "schema",
+    "read_kind",
+    "read_preset",
+    "read_presets",
+    "read_run_file",
+    "resolve_accumulation",
 ]

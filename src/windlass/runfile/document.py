@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from windlass.errors import Problem, UserError
-from windlass.runfile.names import close_names
+from windlass.runfile.names import find_close_names
 
 MAX_BYTES = 128 * 1024
 MAX_VALUES = 20_000  # with aliases written out
@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
     DEFAULT_SCALAR_TAG = ""  # type: ignore[misc]
 
 
-def scalar(text: str) -> Any:
+def parse_scalar(text: str) -> Any:
     """Return the value of plain, unquoted text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -48,13 +48,13 @@ def scalar(text: str) -> Any:
     return float(text.replace("_", "")) if _FLOAT.fullmatch(text) else text
 
 
-def unprintable(text: str) -> str:
+def find_unprintable(text: str) -> str:
     """Return the first character that no setting may contain, as an escape; empty if there is none."""
     found = _UNPRINTABLE.search(text)
     return ascii(found.group())[1:-1] if found else ""
 
 
-def dotted(steps: Steps) -> str:
+def join_steps(steps: Steps) -> str:
     """('lora', 'target_modules', 1) -> lora.target_modules[1]"""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
 
@@ -70,7 +70,7 @@ class Document:
     count: int = 0
 
     def place(self, line: int, steps: Steps = ()) -> str:
-        return f"{self.file}:{line}: {dotted(steps)}" if steps else f"{self.file}:{line}"
+        return f"{self.file}:{line}: {join_steps(steps)}" if steps else f"{self.file}:{line}"
 
     def build(self, node: yaml.Node, steps: Steps) -> Any:
         """Return the value of a node. MAX_DEPTH bounds recursion, MAX_VALUES bounds work."""
@@ -88,15 +88,15 @@ class Document:
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*steps, index)) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
-            if bad := unprintable(node.value):
+            if bad := find_unprintable(node.value):
                 what = f"contains the character {bad}, which can't be printed"
                 self.problems.append(Problem(what, self.place(line, steps), "remove it"))
                 return ""
-            return scalar(node.value) if node.style is None and not node.tag else node.value
+            return parse_scalar(node.value) if node.style is None and not node.tag else node.value
         items: dict[str, Any] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode) or unprintable(key.value):
+            if not isinstance(key, yaml.ScalarNode) or find_unprintable(key.value):
                 raise UserError("a key must be plain text", self.place(line, steps), "write `key: value`")
             path = (*steps, key.value)
             if key.value in items:
@@ -107,7 +107,7 @@ class Document:
         return items
 
 
-def parse(text: str, file: str) -> Document:
+def parse_document(text: str, file: str) -> Document:
     """Parse the text; raise if it isn't YAML. Duplicate keys and similar errors are collected in the document."""
     document = Document(file)
     try:
@@ -129,7 +129,7 @@ def parse(text: str, file: str) -> Document:
     return document
 
 
-def load(path: Path) -> Document:
+def load_document(path: Path) -> Document:
     """Read a run file."""
     file = str(path)
     try:
@@ -142,7 +142,7 @@ def load(path: Path) -> Document:
         text = raw.decode("utf-8-sig")
     except FileNotFoundError:
         there = [other.name for other in path.parent.glob("*.y*ml")]
-        close = close_names(path.name, there) or sorted(there)[:3]
+        close = find_close_names(path.name, there) or sorted(there)[:3]
         hint = f"did you mean {', '.join(close)}?" if close else "`windlass init > run.yaml` writes one to start from"
         raise UserError("no such file", file, hint) from None
     except UnicodeDecodeError as error:
@@ -152,4 +152,4 @@ def load(path: Path) -> Document:
     except (OSError, ValueError) as error:
         what = f"can't be read: {getattr(error, 'strerror', None) or error}"
         raise UserError(what, ascii(file)[1:-1], "check the path and its permissions") from error
-    return parse(text, file)
+    return parse_document(text, file)

@@ -11,13 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from windlass.runfile.machines import Cluster, LayoutSection, Ranks
-from windlass.runfile.values import Count, LooseText, Natural, Number, Positive, Section, Share, Text, matching
+from windlass.runfile.values import Count, LooseText, Natural, Number, Positive, Section, Share, Text, match_pattern
 
 # The name of a run becomes the name of a job, and a JobSet's pods append `-node-0-99-abcde` to that: 63 - 16.
 RUN_NAME_LETTERS = 47
 RunName = Annotated[
     str,
-    matching(
+    match_pattern(
         rf"[a-z]([-a-z0-9]{{0,{RUN_NAME_LETTERS - 2}}}[a-z0-9])?",
         f"at most {RUN_NAME_LETTERS} lower-case letters, digits and dashes, starting with a letter, no dash last",
     ),

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.runfile.document import dotted, load, scalar
+from windlass.runfile.document import join_steps, load_document, parse_scalar
 from windlass.runfile.fields import Train
 from windlass.runfile.names import IMPORTING as TABLES
-from windlass.runfile.names import ROLES, TOOLS, by_name
-from windlass.runfile.read import read
-from windlass.runfile.reference import shown, text_of
+from windlass.runfile.names import ROLES, TOOLS, group_by_name
+from windlass.runfile.read import read_run_file
+from windlass.runfile.reference import format_value, render_settings
 
 # What starts each tool on a command line; the options follow.
 COMMANDS: Final = {
@@ -70,7 +70,7 @@ class Import:
             return
         before = self.settings.get(key)
         if before not in (None, value):
-            problem = f"makes {key} {shown(value)}, and {self.remarks[key]} makes it {shown(before)}"
+            problem = f"makes {key} {format_value(value)}, and {self.remarks[key]} makes it {format_value(before)}"
             self.refuse(remark, problem, "keep one of them, then import again")
         self.settings[key], self.remarks[key] = value, remark
 
@@ -85,7 +85,7 @@ class Import:
         table, common, place = TABLES[self.tool], TABLES["common"], place or key
         same = table.get("same", {})
         no_effect, refused = (
-            {**by_name(common[kind]), **by_name(table.get(kind, {}))} for kind in ("no_effect", "refused")
+            {**group_by_name(common[kind]), **group_by_name(table.get(kind, {}))} for kind in ("no_effect", "refused")
         )
         if key in no_effect:
             self.no_effect[place] = no_effect[key]
@@ -109,7 +109,7 @@ class Import:
         """Require usual role names: the run file can't set them."""
         for role, names in roles.items():
             known = ROLES.get(str(role), ())
-            if unusual := [name for name in _listed(names) if str(name) not in known]:
+            if unusual := [name for name in _as_list(names) if str(name) not in known]:
                 hint = f"rename it in the rows; windlass reads {', '.join(known or ROLES)}"
                 self.refuse(place, f"windlass doesn't read {unusual[0]!r} as {role}", hint)
 
@@ -142,10 +142,10 @@ def import_file(path: Path, tool: str = "") -> Import:
         for name, value in ours.items() if made.take(key) else ():
             made.set(name, value, key)
     if experts := made.take(table.get("experts", "")):
-        names = [str(name).rpartition(".")[2] for name in _listed(experts)]
+        names = [str(name).rpartition(".")[2] for name in _as_list(experts)]
         made.set("lora.experts", {"targets": names}, table["experts"])
     if held_out := table.get("held_out"):
-        _held_out(made, made.take(held_out, kind=int | float) or 0, held_out)
+        _set_held_out(made, made.take(held_out, kind=int | float) or 0, held_out)
     SPECIAL[tool](made)
     for key, value in made.theirs.items():
         ours = table["keys"].get(key) or (f"train.{key}" if key in Train.model_fields and key not in OWN else "")
@@ -156,7 +156,7 @@ def import_file(path: Path, tool: str = "") -> Import:
     for key, value in table["defaults"].items():
         if key not in made.settings:
             made.settings[key], made.remarks[key] = (None if value == "null" else value), f"{TOOLS[tool]}'s default"
-    _settle(made)
+    _resolve_conflicts(made)
     _validate(made)
     return made
 
@@ -168,11 +168,11 @@ def _read_theirs(path: Path) -> tuple[str, dict[str, Any], dict[str, int]]:
     """Return the tool if the file names it, its settings, and their lines."""
     if path.suffix in (".sh", ".bash") and path.is_file():
         return _read_script(path, path.read_text(encoding="utf-8", errors="replace"))
-    document = load(path)
+    document = load_document(path)
     if not isinstance(document.value, dict):
         raise UserError("holds no `key: value` settings", str(path), "give another tool's YAML, JSON or shell script")
     raise_all(document.problems)
-    return "", document.value, {dotted(steps): line for steps, line in document.lines.items()}
+    return "", document.value, {join_steps(steps): line for steps, line in document.lines.items()}
 
 
 def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, int]]:
@@ -187,32 +187,32 @@ def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, 
             try:
                 words = shlex.split(line[found.end() :], comments=True)
             except ValueError as error:
-                where = f"{path}:{_line_of(text, found[0])}"
+                where = f"{path}:{_find_line(text, found[0])}"
                 raise UserError(f"is no shell command: {error}", where, "close the quotes") from None
             for word in words:
                 if word.startswith("--"):
                     key, equals, value = word[2:].partition("=")
-                    options[key] = scalar(value) if equals else True
+                    options[key] = parse_scalar(value) if equals else True
                 elif not key:
                     hint = f"import that file: `windlass import {word} --from {tool}`"
                     raise UserError(f"takes its settings from {word}", str(path), hint)
                 else:
                     before = options[key]
-                    options[key] = scalar(word) if before is True else [*_listed(before), scalar(word)]
-            lines = {key: _line_of(text, f"--{key}") for key in options}
+                    options[key] = parse_scalar(word) if before is True else [*_as_list(before), parse_scalar(word)]
+            lines = {key: _find_line(text, f"--{key}") for key in options}
             for key, value in options.items():
-                if any("$" in str(item) for item in _listed(value)):
+                if any("$" in str(item) for item in _as_list(value)):
                     raise UserError("is a shell expression", f"{path}:{lines[key]}: {key}", "write its value instead")
             return tool, options, lines
     hint = "windlass reads `swift sft`, `llamafactory-cli train` and `trl sft` with their options"
     raise UserError("starts no training tool that windlass knows", str(path), hint)
 
 
-def _line_of(text: str, key: str) -> int:
+def _find_line(text: str, key: str) -> int:
     return next((n for n, line in enumerate(text.splitlines(), 1) if key in line), 1)
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
@@ -281,7 +281,7 @@ def _translate_four_bits(made: Import) -> None:
     made.set("layout.base_dtype", "nf4", asked[0])
 
 
-def _axolotl(made: Import) -> None:
+def _translate_axolotl(made: Import) -> None:
     if "lora.target_modules" in made.settings and made.take("lora_target_modules"):
         made.no_effect["lora_target_modules"] = "lora_target_linear adapts all linear layers"
     if isinstance(ratio := made.take("cosine_min_lr_ratio"), float):
@@ -295,9 +295,9 @@ def _axolotl(made: Import) -> None:
     elif special:
         made.no_effect["special_tokens"] = "padding never counts in the loss"
     tests = made.take("test_datasets", kind=list)
-    tests = [_axolotl_data(made, entry, f"test_datasets[{i}]") for i, entry in enumerate(tests or [])]
-    _evaluated_on(made, "test_datasets", tests)
-    plugins = _listed(made.take("plugins"))
+    tests = [_translate_axolotl_data(made, entry, f"test_datasets[{i}]") for i, entry in enumerate(tests or [])]
+    _set_eval_sets(made, "test_datasets", tests)
+    plugins = _as_list(made.take("plugins"))
     if others := [each for each in plugins if not re.search(r"\b(liger|cut_cross_entropy|kernels)\b", str(each))]:
         hint = "remove it if you can train without it, then import again"
         made.refuse("plugins", f"windlass has nothing like {others[0]}", hint)
@@ -309,13 +309,17 @@ def _axolotl(made: Import) -> None:
     elif template not in (None, "tokenizer_default"):
         made.no_effect["chat_template"] = TOKENIZERS_OWN
     on_prompt = made.take("train_on_inputs")
-    entries = made.take("datasets", kind=list) or _listed(made.take("pretraining_dataset"))
+    entries = made.take("datasets", kind=list) or _as_list(made.take("pretraining_dataset"))
     for entry in entries:
         kind = entry.get("type") if isinstance(entry, dict) else None
         if kind != "completion":
             made.set("data.completion_only_loss", not on_prompt, "train_on_inputs")
-    sets = [_axolotl_data(made, each, f"datasets[{i}]") for i, each in enumerate(entries) if isinstance(each, dict)]
-    _data_sets(made, "datasets", sets)
+    sets = [
+        _translate_axolotl_data(made, each, f"datasets[{i}]")
+        for i, each in enumerate(entries)
+        if isinstance(each, dict)
+    ]
+    _set_data_sets(made, "datasets", sets)
 
 
 AXOLOTL_DATA: Final = (
@@ -324,7 +328,7 @@ AXOLOTL_DATA: Final = (
 )
 
 
-def _axolotl_data(made: Import, entry: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _translate_axolotl_data(made: Import, entry: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return keys of our `data` for one of its data sets."""
     kind = entry.get("type", "completion")
     found: dict[str, Any] = {
@@ -343,7 +347,7 @@ def _axolotl_data(made: Import, entry: Mapping[str, Any], place: str) -> dict[st
         columns = {name: entry[f"message_field_{name}"] for name in FIELDS if entry.get(f"message_field_{name}")}
         columns |= mapped if isinstance(mapped, dict) else {}
         columns |= {name: entry[f"field_{name}"] for name in ("tools", "system") if entry.get(f"field_{name}")}
-        found |= _columns(made, f"{place}.message_property_mappings", columns)
+        found |= _translate_columns(made, f"{place}.message_property_mappings", columns)
         made.require_roles(f"{place}.roles", entry["roles"] if isinstance(entry.get("roles"), dict) else {})
         template, text = entry.get("chat_template"), entry.get("chat_template_jinja")
         if template in TEMPLATES or (template == "jinja" and text):
@@ -364,7 +368,7 @@ def _axolotl_data(made: Import, entry: Mapping[str, Any], place: str) -> dict[st
 FIELDS: Final = ("role", "content", "training")  # of a message, as Axolotl names them
 
 
-def _columns(made: Import, place: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_columns(made: Import, place: str, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the messages' names of fields, if they aren't usual ones."""
     own = {"role": ("role", "from"), "content": ("content", "value"), "training": ("train", "weight")}
     renamed = {name: column for name, column in columns.items() if column not in own.get(name, (name,))}
@@ -375,7 +379,7 @@ def _columns(made: Import, place: str, columns: Mapping[str, Any]) -> dict[str, 
     return {"columns": {"train" if name == "training" else name: str(column) for name, column in renamed.items()}}
 
 
-def _llamafactory(made: Import) -> None:
+def _translate_llamafactory(made: Import) -> None:
     if (stage := made.take("stage", "sft")) not in ("sft", "pt"):
         made.refuse("stage", f"is {stage}: windlass trains supervised on text", "write stage: sft")
     rank = made.theirs.get("lora_rank", 8)
@@ -397,15 +401,15 @@ def _llamafactory(made: Import) -> None:
         made.set("data.template_kwargs", {"enable_thinking": False}, "enable_thinking")
     folder, rows = Path(str(made.take("dataset_dir", "data"))), made.take("max_samples")
     names = [name.strip() for name in str(made.take("dataset") or "").split(",") if name.strip()]
-    known = _llamafactory_names(Path(made.file).parent, folder)
-    entries = [_llamafactory_data(made, name, known.get(name), folder, rows) for name in names]
+    known = _read_dataset_info(Path(made.file).parent, folder)
+    entries = [_translate_llamafactory_data(made, name, known.get(name), folder, rows) for name in names]
     evaluated = [name.strip() for name in str(made.take("eval_dataset") or "").split(",") if name.strip()]
-    tests = [_llamafactory_data(made, name, known.get(name), folder, rows) for name in evaluated]
-    _evaluated_on(made, "eval_dataset", tests)
-    _data_sets(made, "dataset", entries)
+    tests = [_translate_llamafactory_data(made, name, known.get(name), folder, rows) for name in evaluated]
+    _set_eval_sets(made, "eval_dataset", tests)
+    _set_data_sets(made, "dataset", entries)
 
 
-def _llamafactory_names(beside: Path, folder: Path) -> dict[str, Any]:
+def _read_dataset_info(beside: Path, folder: Path) -> dict[str, Any]:
     for parent in (Path(), beside):
         file = parent / folder / "dataset_info.json"
         if file.is_file():
@@ -422,7 +426,7 @@ LLAMAFACTORY_DATA: Final = (
 TAGS: Final = {"user": "user", "assistant": "assistant", "observation": "tool", "function": "call", "system": "system"}
 
 
-def _llamafactory_data(made: Import, name: str, known: Any, folder: Path, rows: Any) -> dict[str, Any]:
+def _translate_llamafactory_data(made: Import, name: str, known: Any, folder: Path, rows: Any) -> dict[str, Any]:
     """Return a data set by its entry in dataset_info.json, else by its path."""
     entry = known if isinstance(known, dict) else {}
     split, counts = entry.get("split") or "train", [n for n in (rows, entry.get("num_samples")) if isinstance(n, int)]
@@ -440,7 +444,7 @@ def _llamafactory_data(made: Import, name: str, known: Any, folder: Path, rows: 
             f"dataset_info.json: {name}.tags", {TAGS[t]: tags[f"{t}_tag"] for t in TAGS if f"{t}_tag" in tags}
         )
         columns |= {field: tags[f"{field}_tag"] for field in ("role", "content") if f"{field}_tag" in tags}
-        return {**found, **_columns(made, place, columns), "messages_field": field}
+        return {**found, **_translate_columns(made, place, columns), "messages_field": field}
     own = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
     for column in columns.keys() - own.keys():
         made.refuse(place, f"windlass has no {column!r} of such rows", "remove it if you can train without it")
@@ -448,7 +452,7 @@ def _llamafactory_data(made: Import, name: str, known: Any, folder: Path, rows: 
     return {**found, "format": "alpaca", **({"columns": renamed} if renamed else {})}
 
 
-def _trl(made: Import) -> None:
+def _translate_trl(made: Import) -> None:
     split = made.take("dataset_test_split")
     if made.settings.get("train.eval_strategy", "no") != "no":
         made.set("data.val_split", split or "test", "dataset_test_split")
@@ -474,12 +478,12 @@ def _trl(made: Import) -> None:
             }
             for entry in entries
         ]
-        _data_sets(made, "datasets", found)
+        _set_data_sets(made, "datasets", found)
 
 
-def _swift(made: Import) -> None:
+def _translate_swift(made: Import) -> None:
     if (targets := made.take("target_modules")) is not None:
-        names = _listed(targets)
+        names = _as_list(targets)
         made.set("lora.target_modules", "all-linear" if "all-linear" in names else names, "target_modules")
     if system := made.take("system"):
         made.refuse("system", "windlass adds no system message to rows", f"put {str(system)!r:.40} into the data")
@@ -488,28 +492,28 @@ def _swift(made: Import) -> None:
     trained, evaluated = (
         [
             {"dataset_name_or_path": path, "train_split": f"train[:{rows}]" if rows else "train"}
-            for path, _, rows in (str(name).partition("#") for name in _listed(made.take(key)))
+            for path, _, rows in (str(name).partition("#") for name in _as_list(made.take(key)))
         ]
         for key in ("dataset", "val_dataset")
     )
-    _evaluated_on(made, "val_dataset", evaluated)
+    _set_eval_sets(made, "val_dataset", evaluated)
     if (scale := made.take("loss_scale", "default")) == "last_round":
         made.set("data.turns", "last", "loss_scale")
     elif scale not in ("default", "all"):
         made.refuse("loss_scale", f"is {scale}: windlass has no such weights", "write default, last_round or all")
     made.set("data.completion_only_loss", scale != "all", f"loss_scale: {scale}")
-    _data_sets(made, "dataset", trained)
+    _set_data_sets(made, "dataset", trained)
 
 
 SPECIAL: Final[dict[str, Callable[[Import], None]]] = {
-    "axolotl": _axolotl,
-    "llamafactory": _llamafactory,
-    "trl": _trl,
-    "swift": _swift,
+    "axolotl": _translate_axolotl,
+    "llamafactory": _translate_llamafactory,
+    "trl": _translate_trl,
+    "swift": _translate_swift,
 }
 
 
-def _held_out(made: Import, share: Any, key: str) -> None:
+def _set_held_out(made: Import, share: Any, key: str) -> None:
     if not share:
         made.set("data.val_split", None, f"{key}: 0")
     elif share < 1:
@@ -518,14 +522,14 @@ def _held_out(made: Import, share: Any, key: str) -> None:
         made.refuse(key, f"{share} rows: windlass holds out a share of the rows", f"write {key}: 0.01 or the like")
 
 
-def _evaluated_on(made: Import, key: str, found: list[dict[str, Any]]) -> None:
+def _set_eval_sets(made: Import, key: str, found: list[dict[str, Any]]) -> None:
     """Add data sets that are only evaluated on, named by the last part of their path."""
     if found:
-        sets = {Path(str(each["dataset_name_or_path"])).stem: _as_part(each) for each in found}
+        sets = {Path(str(each["dataset_name_or_path"])).stem: _to_mixed_set(each) for each in found}
         made.set("data.eval", sets, key)
 
 
-def _data_sets(made: Import, key: str, found: list[dict[str, Any]]) -> None:
+def _set_data_sets(made: Import, key: str, found: list[dict[str, Any]]) -> None:
     if not found:
         made.refuse(key, "names no data set", "set data.dataset_name_or_path in the run file")
     made.set("data.dataset_config_name", None, key)
@@ -534,20 +538,20 @@ def _data_sets(made: Import, key: str, found: list[dict[str, Any]]) -> None:
         for i, path in enumerate(paths):  # twice the same file: each needs a name
             if path in paths[:i]:
                 found[i]["name"] = f"{Path(path).stem}-{paths[:i].count(path) + 1}"
-        made.set("data.mix", [_as_part(each) for each in found], key)
+        made.set("data.mix", [_to_mixed_set(each) for each in found], key)
     for name, value in (found[0] if len(found) == 1 else {}).items():
         if value is not None:
             made.settings.pop(f"data.{name}", None)  # a set's own comes before the one of all sets
             made.set(f"data.{name}", value, key)
 
 
-def _as_part(found: Mapping[str, Any]) -> dict[str, Any]:
+def _to_mixed_set(found: Mapping[str, Any]) -> dict[str, Any]:
     """Convert keys of `data` to those of one of several sets."""
     short = {"dataset_name_or_path": "path", "train_split": "split"}
     return {short.get(name, name): value for name, value in found.items() if value is not None}
 
 
-def _settle(made: Import) -> None:
+def _resolve_conflicts(made: Import) -> None:
     """Resolve settings that rule each other out."""
     if made.settings.get("train.global_batch_size"):
         made.drop("train.gradient_accumulation_steps", "the whole batch is set as well")
@@ -575,7 +579,7 @@ def _settle(made: Import) -> None:
 # --- writing ------------------
 
 
-def run_file(made: Import) -> str:
+def render_run_file(made: Import) -> str:
     """Return the run file's text, each line with the key it comes from."""
     head = f"From {Path(made.file).name} of {TOOLS[made.tool]}. Next step: windlass plan run.yaml"
     if made.problems:
@@ -584,7 +588,7 @@ def run_file(made: Import) -> str:
         {**made.settings, "layout.name": "auto"},
         {**made.remarks, "layout.name": "the fastest that fits"},
     )
-    return text_of(settings, remarks, head)
+    return render_settings(settings, remarks, head)
 
 
 def list_no_effect(made: Import) -> str:
@@ -601,9 +605,9 @@ def _validate(made: Import) -> None:
     """Check the values with the run file's own rules."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
-        path.write_text(run_file(made), encoding="utf-8")
+        path.write_text(render_run_file(made), encoding="utf-8")
         try:
-            read(path)
+            read_run_file(path)
         except UserError as error:
             for problem in error.problems:
                 key = problem.where.rpartition(": ")[2]

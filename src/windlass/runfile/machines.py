@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from windlass.runfile.values import Count, LooseText, Natural, Positive, Section, Text, matching
+from windlass.runfile.values import Count, LooseText, Natural, Positive, Section, Text, match_pattern
 
 RUN_LABEL: Final = "app.kubernetes.io/instance"  # by these two a run's objects are found again
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
@@ -18,25 +18,31 @@ _SUBDOMAIN = rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*"
 _QUALIFIED = r"([a-z0-9][-a-z0-9.]{0,251}[a-z0-9]/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 
-Label = Annotated[str, matching(_LABEL, "at most 63 lower-case letters, digits and dashes, no dash first or last")]
-Subdomain = Annotated[str, matching(_SUBDOMAIN, "lower-case letters, digits, dashes and dots (RFC 1123)")]
-Qualified = Annotated[str, matching(_QUALIFIED, "a name such as `rdma/nic`, with at most 63 letters after the slash")]
-LabelValue = Annotated[str, matching(_LABEL_VALUE, "at most 63 letters, digits, dashes, dots and underscores")]
-Device = Annotated[Qualified, matching(r"[^/]+/[^/]+", "a device as domain/name, such as nvidia.com/gpu")]
-_MOUNTED = "an absolute path without a colon or comma, and none that windlass mounts itself (/dev/shm, /etc/windlass)"
-MountPath = Annotated[str, matching(r"(?!/dev/shm/*$|/etc/windlass(/|$))/[^\n:,]*", _MOUNTED)]
-AbsolutePath = Annotated[str, matching(r"/[^\n]*", "an absolute path, starting with /")]
-RelativePath = Annotated[str, matching(r"(?!(.*/)?\.\.(/|$))[^/\n:,][^\n:,]*", "a path inside the volume, without ..")]
-Quantity = Annotated[
-    str, matching(r"\d{1,15}(\.\d{1,9})?(m|k|[MGTPE]|[KMGTPE]i)", "an amount with its unit, such as 64G or 500Gi")
+Label = Annotated[str, match_pattern(_LABEL, "at most 63 lower-case letters, digits and dashes, no dash first or last")]
+Subdomain = Annotated[str, match_pattern(_SUBDOMAIN, "lower-case letters, digits, dashes and dots (RFC 1123)")]
+Qualified = Annotated[
+    str, match_pattern(_QUALIFIED, "a name such as `rdma/nic`, with at most 63 letters after the slash")
 ]
-Cpus = Annotated[LooseText, matching(r"\d{1,6}(\.\d{1,3}|m)?", "a number of CPUs such as 8, 0.5 or 500m")]
-Variable = Annotated[str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name: letters, digits and underscores")]
-Image = Annotated[str, matching(r"[!-~]{1,1024}", "an image's name, without spaces")]
-Release = Annotated[str, matching(r"\d{1,4}\.\d{1,4}", 'a version such as "2.3", in quotes')]
-HugePage = Annotated[str, matching(r"2Mi|1Gi", "2Mi or 1Gi")]
-OptionName = Annotated[str, matching(r"[a-z][a-z-]+", "an option's long name, such as reservation")]
-SecretKey = Annotated[str, matching(r"[-._a-zA-Z0-9]{1,253}", "letters, digits, dashes, dots and underscores")]
+LabelValue = Annotated[str, match_pattern(_LABEL_VALUE, "at most 63 letters, digits, dashes, dots and underscores")]
+Device = Annotated[Qualified, match_pattern(r"[^/]+/[^/]+", "a device as domain/name, such as nvidia.com/gpu")]
+_MOUNTED = "an absolute path without a colon or comma, and none that windlass mounts itself (/dev/shm, /etc/windlass)"
+MountPath = Annotated[str, match_pattern(r"(?!/dev/shm/*$|/etc/windlass(/|$))/[^\n:,]*", _MOUNTED)]
+AbsolutePath = Annotated[str, match_pattern(r"/[^\n]*", "an absolute path, starting with /")]
+RelativePath = Annotated[
+    str, match_pattern(r"(?!(.*/)?\.\.(/|$))[^/\n:,][^\n:,]*", "a path inside the volume, without ..")
+]
+Quantity = Annotated[
+    str, match_pattern(r"\d{1,15}(\.\d{1,9})?(m|k|[MGTPE]|[KMGTPE]i)", "an amount with its unit, such as 64G or 500Gi")
+]
+Cpus = Annotated[LooseText, match_pattern(r"\d{1,6}(\.\d{1,3}|m)?", "a number of CPUs such as 8, 0.5 or 500m")]
+Variable = Annotated[
+    str, match_pattern(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name: letters, digits and underscores")
+]
+Image = Annotated[str, match_pattern(r"[!-~]{1,1024}", "an image's name, without spaces")]
+Release = Annotated[str, match_pattern(r"\d{1,4}\.\d{1,4}", 'a version such as "2.3", in quotes')]
+HugePage = Annotated[str, match_pattern(r"2Mi|1Gi", "2Mi or 1Gi")]
+OptionName = Annotated[str, match_pattern(r"[a-z][a-z-]+", "an option's long name, such as reservation")]
+SecretKey = Annotated[str, match_pattern(r"[-._a-zA-Z0-9]{1,253}", "letters, digits, dashes, dots and underscores")]
 
 
 class Ranks(Section):

@@ -15,7 +15,7 @@ _TABLES, IMPORTING = (
 TOOLS = {"axolotl": "Axolotl", "llamafactory": "LLaMA-Factory", "trl": "TRL", "swift": "ms-swift"}
 
 
-def by_name(table: dict[str, str]) -> dict[str, str]:
+def group_by_name(table: dict[str, str]) -> dict[str, str]:
     return {name: key for key, names in table.items() for name in names.split()}
 
 
@@ -23,17 +23,17 @@ RENAMED: dict[str, str] = _TABLES["renamed"]  # accepted spelling -> key
 # Name in other tools -> our key, and key of other tools -> what to do instead: what `windlass import` goes by too.
 OTHER_NAMES = {
     name: key for tool in TOOLS for name, key in IMPORTING[tool]["keys"].items() if name != key.rpartition(".")[2]
-} | by_name(_TABLES["other_names"])
+} | group_by_name(_TABLES["other_names"])
 NOT_TAKEN: dict[str, str] = {
-    **{name: f"remove it: {why}" for name, why in by_name(IMPORTING["common"]["no_effect"]).items()},
-    **{name: f"remove it: {why}" for name, why in by_name(IMPORTING["common"]["refused"]).items()},
+    **{name: f"remove it: {why}" for name, why in group_by_name(IMPORTING["common"]["no_effect"]).items()},
+    **{name: f"remove it: {why}" for name, why in group_by_name(IMPORTING["common"]["refused"]).items()},
     **_TABLES["not_taken"],
-    **by_name(_TABLES["not_taken_alike"]),
+    **group_by_name(_TABLES["not_taken_alike"]),
 }
 NOT_VALUES = {(key, value): hint for key, hints in _TABLES["not_values"].items() for value, hint in hints.items()}
-OPTIMIZERS = by_name(_TABLES["optimizers"])  # name -> package it needs
-OPTIMIZERS_REFUSED = by_name(_TABLES["optimizers_refused"])  # name -> why
-SCHEDULES = {name: tuple(needs.split()) for name, needs in by_name(_TABLES["schedules"]).items()}
+OPTIMIZERS = group_by_name(_TABLES["optimizers"])  # name -> package it needs
+OPTIMIZERS_REFUSED = group_by_name(_TABLES["optimizers_refused"])  # name -> why
+SCHEDULES = {name: tuple(needs.split()) for name, needs in group_by_name(_TABLES["schedules"]).items()}
 EVALUATED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # that go by the evaluation loss
 ROLES = {role: tuple(names.split()) for role, names in _TABLES["roles"].items()}
 TRACKERS = {name: tuple(modules.split()) for name, modules in _TABLES["trackers"].items()}
@@ -42,14 +42,14 @@ TRACKERS = {name: tuple(modules.split()) for name, modules in _TABLES["trackers"
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
 
-def close_names(word: str, among: Iterable[str], count: int = 3) -> list[str]:
+def find_close_names(word: str, among: Iterable[str], count: int = 3) -> list[str]:
     """Return the names that a misspelt one may have meant, nearest first."""
     by_fold = {name.lower().replace("-", "_"): name for name in among}
     found = difflib.get_close_matches(word[:100].lower().replace("-", "_"), list(by_fold), n=count, cutoff=0.6)
     return [by_fold[name] for name in found]
 
 
-def absent_trackers(report_to: str | list[str]) -> dict[str, str]:
+def find_absent_trackers(report_to: str | list[str]) -> dict[str, str]:
     """Return trackers of `train.report_to` that are not installed here, and how to install each."""
     names = [report_to] if isinstance(report_to, str) else report_to
     absent = [n for n in names if TRACKERS[n] and not any(map(importlib.util.find_spec, TRACKERS[n]))]

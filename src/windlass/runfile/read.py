@@ -12,11 +12,20 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.runfile.document import Steps, dotted, load, parse, scalar, unprintable
+from windlass.runfile.document import Steps, find_unprintable, join_steps, load_document, parse_document, parse_scalar
 from windlass.runfile.fields import RunFile, ScriptRun
-from windlass.runfile.names import NOT_TAKEN, NOT_VALUES, OTHER_NAMES, RENAMED, close_names
-from windlass.runfile.reference import SECTIONS, Root, annotation_at, items, keys, owners, section, shown
-from windlass.runfile.rules import contradictions, remarks
+from windlass.runfile.names import NOT_TAKEN, NOT_VALUES, OTHER_NAMES, RENAMED, find_close_names
+from windlass.runfile.reference import (
+    SECTIONS,
+    Root,
+    find_annotation,
+    find_item_annotation,
+    find_owners,
+    find_section,
+    format_value,
+    list_keys,
+)
+from windlass.runfile.rules import find_contradictions, list_remarks
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,7 @@ class LoadedFile:
         default = overridden_list if overridden_list.startswith("--override") else f"default: {path}"
         return self.places.get(path, default)
 
-    def given(self, path: str) -> bool:
+    def is_set(self, path: str) -> bool:
         """Return whether the file or an override sets it."""
         return not self.where(path).startswith("default: ")
 
@@ -52,7 +61,7 @@ class LoadedScript(LoadedFile):
     run: ScriptRun
 
 
-def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+def read_run_file(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a run file that trains a language model."""
     loaded = read_any(path, overrides)
     if isinstance(loaded, LoadedScript):
@@ -61,10 +70,10 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     return loaded
 
 
-def kind(path: Path, overrides: Sequence[str] = ()) -> str:
+def read_kind(path: Path, overrides: Sequence[str] = ()) -> str:
     """Return `lora` or `script`, without checking anything else in the file."""
     try:
-        value = load(Path(path)).value
+        value = load_document(Path(path)).value
     except UserError:
         return "lora"  # `read` reports what is wrong
     return "script" if isinstance(value, dict) and _root(value, overrides) is ScriptRun else "lora"
@@ -77,17 +86,17 @@ def _root(tree: dict[str, Any], overrides: Sequence[str]) -> type[RunFile | Scri
 
 def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript:
     """Read a run file of either kind. Raises a UserError with every problem, each with its place and a hint."""
-    document = load(Path(path))
+    document = load_document(Path(path))
     tree, problems = document.value, document.problems
     if not isinstance(tree, dict) or not tree:
         hint = "it needs sections such as `model:`, `data:`, `train:`; `windlass init > run.yaml` writes one"
         raise_all([*problems, Problem("contains no sections", document.file, hint)])
-    places = {dotted(steps): document.place(line, steps) for steps, line in document.lines.items() if steps}
+    places = {join_steps(steps): document.place(line, steps) for steps, line in document.lines.items() if steps}
     root = _root(tree, overrides)
     notes = _rename(tree, places, problems) if root is RunFile else []
     for text in overrides:
         try:
-            _override(tree, places, text, root)
+            _apply_override(tree, places, text, root)
         except UserError as error:
             problems += error.problems
     if isinstance(tree.get("layout"), str):
@@ -103,7 +112,7 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
         except ValidationError as error:
             found = _problems_of(error, tree, lambda steps: _nearest_place(places, steps, document.file), root)
         problems += found.values()
-        wrong += map(dotted, found)
+        wrong += map(join_steps, found)
         for steps in found:  # a list or free mapping goes as a whole
             top = tree.get(str(steps[0])) if len(steps) > 1 else None
             if isinstance(top, dict):
@@ -117,10 +126,10 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
         return not any(path == bad or path.startswith((f"{bad}.", f"{bad}[")) for bad in wrong)
 
     where = LoadedFile(Path(path), (), places).where
-    problems += contradictions(run, where, is_valid=is_valid)
+    problems += find_contradictions(run, where, is_valid=is_valid)
     line = re.compile(re.escape(document.file) + r":(\d+)")
     raise_all(sorted(problems, key=lambda each: int(at[1]) if (at := line.match(each.where)) else 0))
-    notes += remarks(run, where)
+    notes += list_remarks(run, where)
     if isinstance(run, ScriptRun):
         return LoadedScript(Path(path), tuple(notes), places, run)
     return Loaded(Path(path), tuple(notes), places, run)
@@ -146,10 +155,10 @@ def _rename(tree: dict[str, Any], places: dict[str, str], problems: list[Problem
     return notes
 
 
-def _override(tree: dict[str, Any], places: dict[str, str], text: str, root: Root) -> None:
+def _apply_override(tree: dict[str, Any], places: dict[str, str], text: str, root: Root) -> None:
     """Put the value of `a.b=value` into the tree."""
     place = f"--override {text}"
-    if unprintable(text):
+    if find_unprintable(text):
         raise UserError("contains a character that can't be printed", ascii(place)[1:-1], "remove it")
     path, equals, value_text = text.partition("=")
     path = path.strip()
@@ -157,15 +166,17 @@ def _override(tree: dict[str, Any], places: dict[str, str], text: str, root: Roo
         raise UserError("is not of the form a.b=value", place, "such as --override train.learning_rate=1e-4")
     steps: tuple[str, ...] = tuple((RENAMED.get(path, path) if root is RunFile else path).split("."))
     for depth in range(1, len(steps)):
-        if items(annotation_at(steps[:depth], root), dict) is not None:  # keys of a free mapping may contain dots
+        if (
+            find_item_annotation(find_annotation(steps[:depth], root), dict) is not None
+        ):  # keys of a free mapping may contain dots
             steps = (*steps[:depth], ".".join(steps[depth:]))
             break
-    annotation = annotation_at(steps, root)
+    annotation = find_annotation(steps, root)
     if annotation is None:
         hint = "give the whole list: KEY=[a, b]" if "[" in path else _explain_unknown(steps, root)[1]
         raise UserError(f"the run file has no {path}", place, hint)
     try:
-        value = _typed(value_text, annotation)
+        value = _convert_value(value_text, annotation)
     except UserError as error:
         raise UserError(error.problems[0].problem, place, error.problems[0].hint) from None
     current = tree
@@ -175,19 +186,19 @@ def _override(tree: dict[str, Any], places: dict[str, str], text: str, root: Roo
             inner = {"name": inner} if step == "layout" and isinstance(inner, str) else {}
         current[step] = current = inner
     current[steps[-1]] = value
-    path = dotted(steps)
+    path = join_steps(steps)
     for known in [known for known in places if known.startswith((f"{path}.", f"{path}["))]:
         del places[known]
     _set_places(places, path, value, place)
 
 
-def _typed(text: str, annotation: Any) -> Any:
+def _convert_value(text: str, annotation: Any) -> Any:
     """Convert the value to the key's type: parsed as YAML if that is valid, else as text."""
     failure: UserError | None = None
-    value = scalar(text)
+    value = parse_scalar(text)
     if text.startswith(("[", "{", '"', "'")):
         try:
-            document = parse(text, "--override")
+            document = parse_document(text, "--override")
             raise_all(document.problems)
             value = document.value
             text = value if isinstance(value, str) else text  # quotes are no part of the value
@@ -229,8 +240,8 @@ WORDS = {
 
 def _nearest_place(places: dict[str, str], steps: Steps, file: str) -> str:
     """Return where a path, or what contains it, is set."""
-    path = dotted(steps)
-    for outer in (dotted(steps[:length]) for length in range(len(steps), 0, -1)):
+    path = join_steps(steps)
+    for outer in (join_steps(steps[:length]) for length in range(len(steps), 0, -1)):
         if place := places.get(outer):
             return place if outer == path or place.startswith("--") else place.removesuffix(outer) + path
     return f"{file}: {path}" if path else file
@@ -268,7 +279,7 @@ def _documented_key(steps: Steps, root: Root) -> str:
     key = ""
     for step in steps:
         inner = f"{key}.{step}".lstrip(".")
-        key = inner if inner in keys(root) else key
+        key = inner if inner in list_keys(root) else key
     return key
 
 
@@ -295,31 +306,31 @@ def _explain_wrong(steps: Steps, found: list[Any], root: Root) -> tuple[str, str
         hint = NOT_VALUES[named]
     elif value is None:
         hint = "write a value, or remove the line"
-    elif isinstance(value, str) and (near := close_names(value, re.findall(r"'([^']+)'", wanted), 1)):
+    elif isinstance(value, str) and (near := find_close_names(value, re.findall(r"'([^']+)'", wanted), 1)):
         hint = f"did you mean {near[0]}?"
-    elif (inner := section(annotation_at(steps, root))) and "'" not in wanted:
+    elif (inner := find_section(find_annotation(steps, root))) and "'" not in wanted:
         hint = f"indent its keys below it: {', '.join(list(inner.model_fields)[:6])} …"
     elif isinstance(value, str) and "bool_type" in types and value.lower() in ("true", "false"):
         hint = f"write {value.lower()} without quotes"
     elif isinstance(value, str) and types & {"int_type", "float_type"} and re.fullmatch(r"[-+0-9._eE]+", value):
         hint = "write the number without quotes and without leading zeros"
     elif "string_type" in types and not isinstance(value, str | dict | list):
-        hint = f'write it in quotes: "{shown(value)}"'
-    return f"must be {wanted}, not {_cut(value)}", hint
+        hint = f'write it in quotes: "{format_value(value)}"'
+    return f"must be {wanted}, not {_shorten(value)}", hint
 
 
 def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = None) -> tuple[str, str]:
     """Return what is wrong with a key that doesn't exist, and which key may have been meant."""
-    key, path, parent = str(steps[-1]), dotted(steps), dotted(steps[:-1])
+    key, path, parent = str(steps[-1]), join_steps(steps), join_steps(steps[:-1])
     what = f"`{parent}` has no such key" if parent else "a run file has no such section"
-    there = section(annotation_at(steps[:-1], root))
+    there = find_section(find_annotation(steps[:-1], root))
     own = list(there.model_fields) if there else []
     own += [old.rpartition(".")[2] for old in RENAMED if old.rpartition(".")[0] == parent]
-    near, elsewhere = close_names(key, own), owners(key, root)
-    other = next((name for name in [OTHER_NAMES.get(key.lower())] if name in keys(root)), "")
+    near, elsewhere = find_close_names(key, own), find_owners(key, root)
+    other = next((name for name in [OTHER_NAMES.get(key.lower())] if name in list_keys(root)), "")
     if root is RunFile and path == "script":
         return "is a section of `kind: script` runs", "write `kind: script` above it"
-    if root is ScriptRun and path in keys(RunFile):
+    if root is ScriptRun and path in list_keys(RunFile):
         return "is not for `kind: script` runs", "remove it: the script has its own settings"
     if key in NOT_TAKEN:
         return what, NOT_TAKEN[key]
@@ -327,7 +338,7 @@ def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = Non
         header = elsewhere[0].partition(".")[0]
         missing = "" if header in tree else f"; the line `{header}:` is missing"
         return f"belongs to `{header}`", f"indent it under `{header}:`{missing}"
-    if "." in key and key in keys(root):
+    if "." in key and key in list_keys(root):
         header, _, inner = key.partition(".")
         return what, f"write `{inner}:` indented below `{header}:`, or give --override {key}=VALUE"
     if other and (other.rpartition(".")[0] == parent or not (elsewhere or (near and parent))):
@@ -336,16 +347,16 @@ def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = Non
         return f"{what}; it belongs to `{elsewhere[0].rpartition('.')[0] or 'the top'}`", f"write {elsewhere[0]}"
     if near:
         return what, f"did you mean {', '.join(near)}?"
-    if far := close_names(key, [path.rpartition(".")[2] for path in keys(root)], 1):
-        return what, f"did you mean {owners(far[0], root)[0]}?"
+    if far := find_close_names(key, [path.rpartition(".")[2] for path in list_keys(root)], 1):
+        return what, f"did you mean {find_owners(far[0], root)[0]}?"
     if len(own) > 12:
         return what, f"see `windlass explain {_documented_key(steps[:-1], root)}`"
     return what, f"its keys are {', '.join(own)}" if own else "remove it"
 
 
-def _cut(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Return a value as the user wrote it, shortened."""
     if isinstance(value, dict | list):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
-    text = repr(value) if isinstance(value, str) else shown(value)
+    text = repr(value) if isinstance(value, str) else format_value(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

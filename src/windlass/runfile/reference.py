@@ -21,9 +21,9 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from windlass.errors import UserError
-from windlass.runfile.document import Steps, scalar
+from windlass.runfile.document import Steps, parse_scalar
 from windlass.runfile.fields import RunFile, ScriptRun
-from windlass.runfile.names import OTHER_NAMES, RENAMED, close_names
+from windlass.runfile.names import OTHER_NAMES, RENAMED, find_close_names
 from windlass.runfile.values import Section
 
 Root = type[BaseModel]
@@ -40,67 +40,74 @@ UPSTREAM = {
 }
 
 
-def options(annotation: Any) -> list[Any]:
+def list_alternatives(annotation: Any) -> list[Any]:
     """Return the alternatives of an annotation, without constraints: list[X], dict[X, Y], sections and plain types."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return options(get_args(annotation)[0])
+        return list_alternatives(get_args(annotation)[0])
     if origin in (Union, types.UnionType):
-        return [option for part in get_args(annotation) for option in options(part)]
+        return [option for part in get_args(annotation) for option in list_alternatives(part)]
     return [annotation]
 
 
-def section(annotation: Any) -> Root | None:
+def find_section(annotation: Any) -> Root | None:
     """Return the section that an annotation stands for, if any."""
-    found = (o for o in options(annotation) if isinstance(o, type) and issubclass(o, BaseModel))
+    found = (o for o in list_alternatives(annotation) if isinstance(o, type) and issubclass(o, BaseModel))
     return next(found, None)
 
 
-def items(annotation: Any, kind: type) -> Any:
+def find_item_annotation(annotation: Any, kind: type) -> Any:
     """Return the annotation of a list's items or a mapping's values."""
-    return next((get_args(option)[-1] for option in options(annotation) if get_origin(option) is kind), None)
+    return next((get_args(option)[-1] for option in list_alternatives(annotation) if get_origin(option) is kind), None)
 
 
-def annotation_at(steps: Steps, root: Root = RunFile) -> Any:
+def find_annotation(steps: Steps, root: Root = RunFile) -> Any:
     """Return the annotation of the value at this path; None if run files have no such path."""
     current: Any = root
     for step in steps:
-        inner = section(current)
+        inner = find_section(current)
         if inner is not None and step in inner.model_fields:
             current = inner.model_fields[str(step)].rebuild_annotation()
         else:
-            current = items(current, list if isinstance(step, int) else dict)
+            current = find_item_annotation(current, list if isinstance(step, int) else dict)
     return current
 
 
 @cache
-def fields(root: Root = RunFile) -> dict[str, Key]:
+def list_fields(root: Root = RunFile) -> dict[str, Key]:
     """Return every path of a run file, in order. Contents of lists and mappings are listed once, without index or
     key."""
 
     def walk(model: Root, prefix: str) -> Iterator[tuple[str, Key]]:
         for name, field in model.model_fields.items():
             yield prefix + name, (model, field)
-            kinds = (field.annotation, items(field.annotation, list), items(field.annotation, dict))
-            if inner := next(filter(None, map(section, kinds)), None):
+            kinds = (
+                field.annotation,
+                find_item_annotation(field.annotation, list),
+                find_item_annotation(field.annotation, dict),
+            )
+            if inner := next(filter(None, map(find_section, kinds)), None):
                 yield from walk(inner, f"{prefix}{name}.")
 
     return dict(walk(root, ""))
 
 
-def keys(root: Root = RunFile) -> tuple[str, ...]:
-    return tuple(fields(root))
+def list_keys(root: Root = RunFile) -> tuple[str, ...]:
+    return tuple(list_fields(root))
 
 
-def owners(key: str, root: Root = RunFile) -> list[str]:
+def find_owners(key: str, root: Root = RunFile) -> list[str]:
     """Return paths that end in this key."""
-    return [path for path in fields(root) if path.rpartition(".")[2] == key]
+    return [path for path in list_fields(root) if path.rpartition(".")[2] == key]
 
 
 @cache
-def documented() -> dict[str, Key]:
+def list_documented() -> dict[str, Key]:
     """Return the paths of both kinds of run file."""
-    return {**fields(RunFile), **{path: key for path, key in fields(ScriptRun).items() if path.startswith("script")}}
+    return {
+        **list_fields(RunFile),
+        **{path: key for path, key in list_fields(ScriptRun).items() if path.startswith("script")},
+    }
 
 
 @cache
@@ -119,23 +126,24 @@ def _docstrings(model: Root) -> dict[str, str]:
 
 def describe(path: str) -> list[str]:
     """Return a key's meaning, type, default and other names, a line each."""
-    model, field = documented()[path]
+    model, field = list_documented()[path]
     top, _, name = path.rpartition(".")
     lines = [_docstrings(model)[name]]
     effects = tomllib.loads(Path(__file__).with_name("effects.toml").read_text(encoding="utf-8"))
     common = f"data.{name}" if top in ("data.mix", "data.eval") else ""  # where a set has keys of all sets
-    if section(field.annotation) and field.default_factory:
-        inside = [name for above, _, name in (key.rpartition(".") for key in documented()) if above == path]
+    if find_section(field.annotation) and field.default_factory:
+        inside = [name for above, _, name in (key.rpartition(".") for key in list_documented()) if above == path]
         lines.append(f"keys: {', '.join(inside)}")
     else:
-        lines.append(f"type: {_words(TypeAdapter(field.rebuild_annotation()).json_schema())}")
+        lines.append(f"type: {_describe_rule(TypeAdapter(field.rebuild_annotation()).json_schema())}")
         if not field.is_required():
-            lines.append(f"default: {shown(field.default)}")
+            lines.append(f"default: {format_value(field.default)}")
         elif "Default:" not in lines[0]:
             lines.append("required")
         # Keys of a list's items have no override of their own.
         in_list = any(
-            path.startswith(f"{key}.") and not section(found.annotation) for key, (_, found) in documented().items()
+            path.startswith(f"{key}.") and not find_section(found.annotation)
+            for key, (_, found) in list_documented().items()
         )
         if example := effects["examples"].get(path) or effects["examples"].get(common) or _example(field):
             whole = example if example.startswith("--") else "--override " + quote(f"{path}={example}")
@@ -159,37 +167,37 @@ def _example(field: FieldInfo) -> str:
     if isinstance(field.default, bool):
         other = not field.default
     value = field.default if other is None else other
-    return "" if field.is_required() or value is None or field.default_factory else shown(value).replace(" ", "")
+    return "" if field.is_required() or value is None or field.default_factory else format_value(value).replace(" ", "")
 
 
-def _words(rule: dict[str, Any]) -> str:
+def _describe_rule(rule: dict[str, Any]) -> str:
     """Describe a JSON Schema rule in words."""
     if "anyOf" in rule:
-        return " or ".join(dict.fromkeys(map(_words, rule["anyOf"])))
+        return " or ".join(dict.fromkeys(map(_describe_rule, rule["anyOf"])))
     if "enum" in rule or "const" in rule:
-        return ", ".join(map(shown, rule.get("enum", [rule.get("const")])))
+        return ", ".join(map(format_value, rule.get("enum", [rule.get("const")])))
     names = {"integer": "whole number", "boolean": "true or false", "string": "text", "object": "mapping"}
     name = "a section" if "$ref" in rule else names.get(kind := rule.get("type", "anything"), kind)
     if name == "array":
-        return f"list of {_words(rule.get('items', {}))}"
+        return f"list of {_describe_rule(rule.get('items', {}))}"
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {rule[key]:g}" for key, sign in signs.items() if key in rule]
     return f"{name} {' and '.join(bounds)}".strip()
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as YAML writes it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
-def schema() -> dict[str, Any]:
+def make_schema() -> dict[str, Any]:
     """Return the JSON Schema of both kinds of run file: `kind: script` chooses the second."""
     roots = {}
     for root in (ScriptRun, RunFile):
         roots[root] = found = root.model_json_schema()
-        for path, (model, _) in fields(root).items():
+        for path, (model, _) in list_fields(root).items():
             properties = found["$defs"].get(model.__name__, found)["properties"]
             properties[path.rpartition(".")[2]]["description"] = _docstrings(model)[path.rpartition(".")[2]]
         for name in SECTIONS:  # a header may have nothing under it
@@ -216,41 +224,41 @@ def schema() -> dict[str, Any]:
     }
 
 
-def presets() -> dict[str, str]:
+def read_presets() -> dict[str, str]:
     """Return every run file that `windlass init` can print, by name; its first line is a summary."""
     found = (entry for entry in (files("windlass.runfile") / "presets").iterdir() if entry.name.endswith(".yaml"))
     return dict(sorted((entry.name.removesuffix(".yaml"), entry.read_text(encoding="utf-8")) for entry in found))
 
 
-def init(preset: str = "mistral-small-4") -> str:
+def read_preset(preset: str = "mistral-small-4") -> str:
     """Return the text of a preset."""
-    texts = presets()
+    texts = read_presets()
     if preset not in texts:
-        near = close_names(preset, texts) or texts
+        near = find_close_names(preset, texts) or texts
         raise UserError(f"there is no preset {preset!r}", "windlass init", f"choose {', '.join(near)}")
     return texts[preset]
 
 
-def text_of(settings: Mapping[str, Any], remarks: Mapping[str, str], head: str) -> str:
+def render_settings(settings: Mapping[str, Any], remarks: Mapping[str, str], head: str) -> str:
     """Return a run file's text. `settings`: key -> value; `remarks`: key -> comment behind the line."""
     lines, section = [f"# {head}"], ""
-    ordered = [key for key in keys(RunFile) if key in settings]
+    ordered = [key for key in list_keys(RunFile) if key in settings]
     for key in sorted(ordered, key=lambda key: SECTIONS.index(key.partition(".")[0])):
         top, _, name = key.partition(".")
         lines += ["", f"{top}:"] if top != section else []
         section = top
-        text, remark = f"  {name}: {as_yaml(settings[key])}", remarks.get(key, "")
+        text, remark = f"  {name}: {format_yaml(settings[key])}", remarks.get(key, "")
         lines.append(text if remark in ("", name) else f"{text}  # {remark}")
     return "\n".join([*lines, ""])
 
 
-def as_yaml(value: Any) -> str:
-    """Return a value on one line, as `document.scalar` reads it."""
+def format_yaml(value: Any) -> str:
+    """Return a value on one line, as `document.parse_scalar` reads it."""
     if isinstance(value, list):
-        return f"[{', '.join(map(as_yaml, value))}]"
+        return f"[{', '.join(map(format_yaml, value))}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {as_yaml(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {format_yaml(inner)}" for key, inner in value.items()) + "}"
     if value is None or isinstance(value, bool | int | float):
         return json.dumps(value)
-    plain = re.fullmatch(r"[A-Za-z0-9_./~][-A-Za-z0-9_./~+ ]*", value) and scalar(value) == value
+    plain = re.fullmatch(r"[A-Za-z0-9_./~][-A-Za-z0-9_./~+ ]*", value) and parse_scalar(value) == value
     return str(value) if plain else json.dumps(value, ensure_ascii=False)

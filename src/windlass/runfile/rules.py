@@ -8,7 +8,7 @@ from windlass.errors import Problem, UserError
 from windlass.runfile import names
 from windlass.runfile.fields import Data, Run, RunFile, ScriptRun, Train, Watch
 from windlass.runfile.machines import MANAGED_BY, RUN_LABEL
-from windlass.variables import started, unread
+from windlass.variables import find_unread, is_set_by_launcher
 
 Where = Callable[[str], str]
 Clash = tuple[str, str, str]  # keys, separated by spaces; what is wrong; a hint
@@ -16,14 +16,18 @@ Clash = tuple[str, str, str]  # keys, separated by spaces; what is wrong; a hint
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
 
 
-def contradictions(
+def find_contradictions(
     run: Run, where: Where, *, ranks: int | None = None, is_valid: Callable[[str], bool] = lambda _: True
 ) -> list[Problem]:
     """Return all contradictions among the valid keys of a run with this many ranks (default: the run file's own)."""
     ranks = ranks or run.ranks
-    clashes = list(_machines(run))
-    clashes += _script(run) if isinstance(run, ScriptRun) else ()
-    clashes += [*_training(run, ranks), *_evaluation(run), *_model(run, ranks)] if isinstance(run, RunFile) else ()
+    clashes = list(_check_machines(run))
+    clashes += _check_script(run) if isinstance(run, ScriptRun) else ()
+    clashes += (
+        [*_check_training(run, ranks), *_check_evaluation(run), *_check_model(run, ranks)]
+        if isinstance(run, RunFile)
+        else ()
+    )
     problems = []
     for keys, what, hint in clashes:
         if all(map(is_valid, keys.split())):
@@ -33,13 +37,13 @@ def contradictions(
     batch = ("per_device_train_batch_size", "global_batch_size", "gradient_accumulation_steps")
     if isinstance(run, RunFile) and all(map(is_valid, ("train", "cluster", *(f"train.{key}" for key in batch)))):
         try:
-            accumulation(run.train, ranks, where)
+            resolve_accumulation(run.train, ranks, where)
         except UserError as error:
             problems += error.problems
     return problems
 
 
-def accumulation(train: Train, ranks: int, where: Where) -> int:
+def resolve_accumulation(train: Train, ranks: int, where: Where) -> int:
     """Return micro-batches per optimizer step: as set, or computed from global_batch_size; an error if that isn't
     whole.
 
@@ -65,10 +69,10 @@ def accumulation(train: Train, ranks: int, where: Where) -> int:
 
 
 def _unknown(key: str, noun: str, name: str, known: list[str]) -> Clash:
-    return key, f"there is no {noun} {name!r}", f"choose {', '.join(names.close_names(name, known) or known)}"
+    return key, f"there is no {noun} {name!r}", f"choose {', '.join(names.find_close_names(name, known) or known)}"
 
 
-def _training(run: RunFile, ranks: int) -> Iterator[Clash]:
+def _check_training(run: RunFile, ranks: int) -> Iterator[Clash]:
     train = run.train
     if train.bf16 and train.fp16:
         yield "train.fp16 train.bf16", "bf16 and fp16 are both on", "set train.fp16: false"
@@ -104,7 +108,7 @@ def _training(run: RunFile, ranks: int) -> Iterator[Clash]:
         yield "watch.stall_seconds train.ddp_timeout", what, f"set it to {timeout // 2} or less"
 
 
-def _evaluation(run: RunFile) -> Iterator[Clash]:
+def _check_evaluation(run: RunFile) -> Iterator[Clash]:
     train, data = run.train, run.data
     if train.sample is not None:
         if sum(way is not None for way in (train.sample.prompts, train.sample.file, train.sample.from_eval)) != 1:
@@ -118,7 +122,7 @@ def _evaluation(run: RunFile) -> Iterator[Clash]:
     if data.val_split is not None and data.val_fraction is not None:
         what = "both a validation split and a held-out share are set"
         yield "data.val_fraction data.val_split", what, "keep one, and set the other to null"
-    yield from _mix(data)
+    yield from _check_mix(data)
     best, strategies = "train.load_best_model_at_end", (train.eval_strategy, train.save_strategy)
     if train.load_best_model_at_end and ("no" in strategies or len(set(strategies)) > 1):
         what = "the best checkpoint is wanted, but evaluation is {} and saving is {}"
@@ -132,7 +136,7 @@ def _evaluation(run: RunFile) -> Iterator[Clash]:
         yield f"train.save_steps train.eval_steps {best}", what, hint
 
 
-def _mix(data: Data) -> Iterator[Clash]:
+def _check_mix(data: Data) -> Iterator[Clash]:
     parts = [(f"data.mix[{i}]", part) for i, part in enumerate(data.mix)]
     taken = dict.fromkeys(data.eval, "data.eval")
     if parts and "dataset_name_or_path" in data.model_fields_set:
@@ -154,7 +158,7 @@ def _mix(data: Data) -> Iterator[Clash]:
         yield place, "has no weight, and others have one", "give every set a weight, or none"
 
 
-def _model(run: RunFile, ranks: int) -> Iterator[Clash]:
+def _check_model(run: RunFile, ranks: int) -> Iterator[Clash]:
     model, data, layout = run.model, run.data, run.layout
     for given, missing in (("prompt", "completion"), ("completion", "prompt")):
         if getattr(data, f"{given}_field") is not None and getattr(data, f"{missing}_field") is None:
@@ -190,7 +194,7 @@ def _model(run: RunFile, ranks: int) -> Iterator[Clash]:
         yield "layout.expert_parallel layout.shard", what, "choose a divisor"
 
 
-def _machines(run: Run) -> Iterator[Clash]:
+def _check_machines(run: Run) -> Iterator[Clash]:
     cluster, ranks = run.cluster, run.layout.ranks
     gpus = cluster.nodes * cluster.gpus_per_node
     if ranks is not None and {"nodes", "gpus_per_node"} & cluster.model_fields_set and ranks != gpus:
@@ -225,14 +229,14 @@ def _machines(run: Run) -> Iterator[Clash]:
         if name in getattr(cluster, key):
             yield f"cluster.{key}.{name}", f"cluster.{other} sets it", f"set cluster.{other} instead"
     for name, value in cluster.env.items():
-        if started(name):
+        if is_set_by_launcher(name):
             yield f"cluster.env.{name}", "is set by the launcher", "remove it"
         elif isinstance(value, str) and value and name.upper().endswith(_SECRET):
             hint = f"keep it in a secret: {name}: {{secret: NAME, key: KEY}}"
             yield f"cluster.env.{name}", "looks like a secret, but a run file is copied into the run folder", hint
 
 
-def _script(run: ScriptRun) -> Iterator[Clash]:
+def _check_script(run: ScriptRun) -> Iterator[Clash]:
     if bool(run.script.path) == bool(run.script.module):
         what = "both a file and a module are set" if run.script.path else "no script is set"
         yield "script.path script.module kind", what, "write script.path: train.py, or script.module: package.train"
@@ -244,13 +248,13 @@ def _script(run: ScriptRun) -> Iterator[Clash]:
         yield "watch.non_finite", "only the script itself can skip a step", "use stop"
 
 
-def remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
+def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
     """Return settings that have no effect, or another effect than expected."""
 
     def given(key: str) -> bool:
         return not where(key).startswith("default: ")
 
-    notes = [f"{where(f'cluster.env.{name}')}: {problem}" for name, problem in unread(run.cluster.env).items()]
+    notes = [f"{where(f'cluster.env.{name}')}: {problem}" for name, problem in find_unread(run.cluster.env).items()]
     if isinstance(run, ScriptRun):
         ignored = ("watch.min_supervised_fraction", "watch.dead_experts", "watch.dead_adapter")
         return [*notes, *(f"{where(key)}: no effect on a script" for key in ignored if given(key))]
@@ -277,7 +281,7 @@ def remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
     notes += [f"{where(key)}: {text}" for key, (applies, text) in table.items() if applies and given(key)]
     fixed = train.per_device_train_batch_size != "auto"  # otherwise the plan prints it
     if fixed and train.global_batch_size and not given("train.gradient_accumulation_steps"):
-        steps = accumulation(train, run.ranks, where)
+        steps = resolve_accumulation(train, run.ranks, where)
         product = f"{train.least_batch} per GPU x {run.ranks} GPUs x {steps} micro-batch{'es' if steps > 1 else ''}"
         notes.append(f"{where('train.global_batch_size')}: {train.global_batch_size} = {product}")
     return notes

@@ -16,7 +16,7 @@ class Section(BaseModel):
     )
 
 
-def matching(pattern: str, what: str) -> AfterValidator:
+def match_pattern(pattern: str, what: str) -> AfterValidator:
     """Return a validator: the text must match the whole pattern, which `what` describes in words."""
 
     def check(value: str) -> str:
@@ -27,7 +27,7 @@ def matching(pattern: str, what: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _whole(value: Any) -> Any:
+def _to_whole_number(value: Any) -> Any:
     """1e3 is a whole number although YAML reads it as 1000.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -37,8 +37,8 @@ def _number_as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-Natural = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_to_whole_number)]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(_to_whole_number)]
 Positive = Annotated[float, Field(gt=0)]
 Number = Annotated[int | float, Field()]  # stays whole if it is written whole
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -34,7 +34,7 @@ from windlass.errors import SAVED, Problem, UserError, raise_all
 from windlass.run_folder import MANIFEST, read_manifest
 from windlass.runfile import Data, Loaded, RunFile
 from windlass.runfile.machines import GRACE_SECONDS
-from windlass.runfile.names import absent_trackers
+from windlass.runfile.names import find_absent_trackers
 from windlass.train import ranks
 from windlass.train.rank import Rank, read_rank, run_rank, translate_srun
 
@@ -61,13 +61,13 @@ def train(
             signal.signal(number, lambda *_: sys.exit(SAVED))
 
     def checked() -> Plan:
-        from windlass.plan.inputs import absent_data, absent_files
+        from windlass.plan.inputs import find_absent_data, find_absent_files
 
         plan = make_plan()
         # Checked before loading: opening them would fail only once the model is there.
-        where, absent = plan.loaded.where("train.report_to"), absent_trackers(plan.loaded.run.train.report_to)
+        where, absent = plan.loaded.where("train.report_to"), find_absent_trackers(plan.loaded.run.train.report_to)
         hints = ((name, f"{how}, or take it out") for name, how in absent.items())
-        files = [problem for _, problem in (*absent_data(plan.loaded), *absent_files(plan.loaded))]
+        files = [problem for _, problem in (*find_absent_data(plan.loaded), *find_absent_files(plan.loaded))]
         raise_all([*(Problem(f"{name} is not installed", where, hint) for name, hint in hints), *files])
         return plan
 
@@ -118,7 +118,7 @@ def run_in_ranks(
     here = read_rank(environ)
     if here is None:
         plan = make_plan()  # here first: input errors show in one process, before torch is imported
-        raise_all(plan.without_weights)
+        raise_all(plan.missing_weights)
         ranks.require_all_nodes(plan.layout.nodes, plan.loaded.where, environ)
         command, grace = [sys.executable, "-m", "windlass", *arguments], plan.loaded.run.cluster.grace_seconds
         return ranks.start_ranks(command, plan.layout.gpus_per_node, environ, grace_seconds=grace or GRACE_SECONDS)
@@ -138,14 +138,14 @@ def plan_finished_run(
     run_folder: Path, *, eval_data: Path | None, ranks: int | None, base_dtypes: Sequence[str]
 ) -> Plan:
     """Plan the evaluation of a finished run, after checking that its model can be stored in each of these dtypes."""
-    from windlass.plan import make
+    from windlass.plan import make_plan
     from windlass.plan.layout import IN_NAMES
 
     known = ("bf16", *IN_NAMES)
     if unknown := [kind for kind in base_dtypes if kind not in known]:
         raise UserError(f"no such dtype: {', '.join(unknown)}", "--base-dtype", f"known: {', '.join(known)}")
     plans = [
-        make(load_finished_run(run_folder, eval_data=eval_data, ranks=ranks, base_dtype=kind), None)
+        make_plan(load_finished_run(run_folder, eval_data=eval_data, ranks=ranks, base_dtype=kind), None)
         for kind in (*base_dtypes, None)
     ]
     return plans[-1]

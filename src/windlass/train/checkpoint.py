@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from windlass.errors import RunError
 from windlass.files import discard_dir, read_json
-from windlass.model.targets import ExpertShard, ExpertShards, by_expert
+from windlass.model.targets import ExpertShard, ExpertShards, view_by_expert
 from windlass.train.group import all_gather, get_rank
 from windlass.train.parallel import reshard, shard_like
 
@@ -256,7 +256,9 @@ class ExpertGatherer:
             piece = torch.empty((rows, columns), dtype=own.dtype) if holder else own
             if holder:
                 dist.recv(piece, holder)
-            by_expert(name, full, part.total)[first : first + part.count] = by_expert(name, piece, part.count).cpu()
+            view_by_expert(name, full, part.total)[first : first + part.count] = view_by_expert(
+                name, piece, part.count
+            ).cpu()
         return full
 
 

@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from windlass.observe.counters import machine_facts
-from windlass.observe.steps import clock
-from windlass.run_folder import versions
+from windlass.observe.counters import describe_machine
+from windlass.observe.steps import format_clock
+from windlass.run_folder import read_versions
 from windlass.train.rank import Rank
 from windlass.train.resume import LIBRARIES
-from windlass.variables import unread
+from windlass.variables import find_unread
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
@@ -56,7 +56,7 @@ def make_console(here: Rank) -> Console:
 
 def print_header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
     """Print model, adapter, layout, batch, machine, versions and folder."""
-    layout, adapter, batch, found = plan.layout, plan.adapter, plan.batch, machine_facts()
+    layout, adapter, batch, found = plan.layout, plan.adapter, plan.batch, describe_machine()
     total = sum(math.prod(parameter.shape) for parameter in plan.base.parameters)
     targets = []
     # Keys and values of latent attention share a module: `k_proj and v_proj`.
@@ -82,7 +82,7 @@ def print_header(console: Console, plan: Plan, environ: Mapping[str, str]) -> No
         * (plan.loaded.run.train.per_device_train_batch_size == "auto"),
         **({"chosen": "; ".join(plan.chosen)} if plan.chosen else {}),
         "machine": machine,
-        "versions": ", ".join(f"{name} {version}" for name, version in versions(LIBRARIES).items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in read_versions(LIBRARIES).items()),
         "folder": plan.loaded.run.train.output_dir,
     }
     width = console.width if console.is_terminal else LOG_WIDTH
@@ -93,7 +93,7 @@ def print_header(console: Console, plan: Plan, environ: Mapping[str, str]) -> No
             console.print(f"{'':{LABEL}}{line}")
     for warning in adapter.warnings:
         console.print(Text(f"warning: lora.target_modules {warning}", style="yellow"))
-    for name, problem in unread(environ).items():
+    for name, problem in find_unread(environ).items():
         console.print(Text(f"warning: {name} in the environment: {problem}", style="yellow"))
 
 
@@ -124,7 +124,7 @@ class Progress:
             return
         self.window.append((time.monotonic() - self.began, step.job_tokens))
         seconds, tokens = map(sum, zip(*self.window, strict=True))
-        left = clock((self.total - step.step) * seconds / len(self.window))
+        left = format_clock((self.total - step.step) * seconds / len(self.window))
         line = Text(f"step {step.step:>5}/{self.total}  loss {step.loss:.4f}  norm {step.grad_norm:.3f}")
         line += Text(f"  lr {step.learning_rate:.2e}  {tokens / seconds:,.0f} tokens/s")
         for more in (f"  {left} left", f"  {self.peak_gib():.1f} GiB"):

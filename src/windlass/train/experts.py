@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from windlass.model.targets import by_expert, pack_experts
+from windlass.model.targets import pack_experts, view_by_expert
 from windlass.train import kept
 from windlass.train.quantised import get_expert_shard, get_formats, grouped_linear
 
@@ -197,7 +197,7 @@ class _LowRank(torch.autograd.Function):
         for_a = pack_experts(".lora_A.", for_a[:, :r]).to(a.dtype)
         if computes_as_on_gpu(b):
             packed = torch.empty_like(b)
-            torch.mul(for_b[:, :r], ctx.scaling, out=by_expert(".lora_B.", packed, experts))
+            torch.mul(for_b[:, :r], ctx.scaling, out=view_by_expert(".lora_B.", packed, experts))
         else:  # in two steps that copy full rows and transpose one matrix: see `stack_by_expert`
             rows = b.new_empty(r, experts, b.shape[0])
             torch.mul(for_b[:, :r].transpose(0, 1), ctx.scaling, out=rows)
@@ -207,16 +207,16 @@ class _LowRank(torch.autograd.Function):
 
 def stack_by_expert(a: Tensor, b: Tensor, experts: int, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return A as [experts, r, in] and s B as [experts, r, out], with r zero-padded to what grouped kernels take."""
-    down = by_expert(".lora_A.", a, experts).to(dtype)
+    down = view_by_expert(".lora_A.", a, experts).to(dtype)
     if not computes_as_on_gpu(a):
         # B's innermost dimension is the expert. Transposed as one matrix it can be read by expert without moving each
         # number. It is scaled afterwards, because copying transposes in blocks and multiplying does not.
         turned = b.t().contiguous().to(dtype).mul_(scaling)
-        return down, by_expert(".lora_B.", turned.t(), experts)
+        return down, view_by_expert(".lora_B.", turned.t(), experts)
     r = down.shape[1]
     missing = -r % ALIGN
     up = b.new_empty(experts, r + missing, b.shape[0], dtype=dtype)
-    torch.mul(by_expert(".lora_B.", b, experts), scaling, out=up[:, :r])
+    torch.mul(view_by_expert(".lora_B.", b, experts), scaling, out=up[:, :r])
     if missing:
         down = nn.functional.pad(down, (0, 0, 0, missing))
         up[:, r:] = 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from windlass.errors import RunError
-from windlass.model.targets import ExpertShard, ExpertShards, by_expert
+from windlass.model.targets import ExpertShard, ExpertShards, view_by_expert
 from windlass.observe.watch.detectors import AlarmError
 from windlass.train import group
 from windlass.train.sync import ReplicaGroups, compute_fingerprints, local
@@ -171,7 +171,7 @@ class ExpertTokens:
                 if name.startswith(f"{place}.") and gradient is not None:
                     part = self.parts.of(name) or ExpertShard(0, len(counts), len(counts))
                     graded = torch.zeros_like(counts)  # filled on the ranks that have the expert
-                    own = by_expert(name, gradient, part.count).ne(0).flatten(1).any(dim=1)
+                    own = view_by_expert(name, gradient, part.count).ne(0).flatten(1).any(dim=1)
                     graded[part.first : part.first + part.count] = own.long()
                     dead = due & self.replicas.all_reduce_max(graded).eq(0)
                     found += [f"{name}[{i}]" for i in dead.nonzero().flatten().tolist()]

@@ -34,7 +34,7 @@ from windlass.model import Base
 from windlass.model.targets import ExpertShard
 from windlass.plan import memory
 from windlass.plan.layout import FOUR_BITS, PUBLISHED
-from windlass.plan.work import narrow, published
+from windlass.plan.work import published_dtype, quantizable_names
 from windlass.train import four_bits, kept
 from windlass.train.reading import DTYPES, NEEDS_SCALE, scale_block, to_float32
 
@@ -270,8 +270,8 @@ def convert_model(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dt
     """Convert a model on the meta device: parameters that are stored in codes, or are to be quantized to 4 bits,
     become codes."""
     problems = []
-    kept = base_dtype == published(base)
-    names = narrow(base) if kept or base_dtype not in PUBLISHED else frozenset()
+    kept = base_dtype == published_dtype(base)
+    names = quantizable_names(base) if kept or base_dtype not in PUBLISHED else frozenset()
     for parameter in base.parameters:
         kinds = {p.packed.kind if p.packed else p.stored.dtype: p.stored.key for p in parameter.pieces}
         in_part = kept and kinds.keys() & {*NEEDS_SCALE, base_dtype}
@@ -435,7 +435,7 @@ def multiply_all(
     """Multiply all experts together, some columns of the product at a time.
 
     Nothing waits for the host, nothing is summed over chunks (each column is one product), and weights never exist in
-    more bytes than planned (`memory.dequantised_bytes`). Experts without tokens are dequantized in vain, but with
+    more bytes than planned (`memory.dequantized_bytes`). Experts without tokens are dequantized in vain, but with
     thousands of tokens per micro-batch there are none.
     """
     experts, rows, columns = codes.shape[0], codes.shape[1], codes.shape[2] * coding.per_byte

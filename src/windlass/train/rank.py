@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Final
 
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
-from windlass.files import FULL, unwritable, write_atomic
+from windlass.files import FULL, explain_write_error, write_atomic
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # Directory on this machine where ranks write their phase, error and exit code.
@@ -157,7 +157,7 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
             if error.errno not in FULL:
                 raise
             path = Path(error.filename or ".")
-            raise RunError(unwritable(path, error), hint="make room, then start again") from error
+            raise RunError(explain_write_error(path, error), hint="make room, then start again") from error
     except UserError as error:
         code = 1 if isinstance(error, RunError) else RANK_USER_INPUT
         problems = [problem.as_dict() for problem in error.problems]

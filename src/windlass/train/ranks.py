@@ -254,7 +254,7 @@ def default_overrides(loaded: LoadedFile, environ: Mapping[str, str], gpus: int)
 
     CUDA_VISIBLE_DEVICES limits the GPUs that a process started here may use.
     """
-    if loaded.given("cluster.nodes") or loaded.given("cluster.gpus_per_node") or loaded.given("layout.ranks"):
+    if loaded.is_set("cluster.nodes") or loaded.is_set("cluster.gpus_per_node") or loaded.is_set("layout.ranks"):
         return []
     world, local = environ.get("WORLD_SIZE", ""), environ.get("LOCAL_WORLD_SIZE", "")
     if "RANK" in environ and world.isdigit() and local.isdigit() and int(local):

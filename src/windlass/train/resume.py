@@ -17,11 +17,11 @@ from windlass import run_folder
 from windlass.errors import Problem, RunError, UserError, raise_all
 from windlass.files import (
     FULL,
-    Unwritten,
-    file_sample,
+    WriteGuard,
+    explain_write_error,
     read_json,
-    table_lines,
-    unwritable,
+    read_table_lines,
+    sample_file,
     write_atomic,
     write_json,
 )
@@ -51,7 +51,7 @@ _lock: IO[str] | None = None  # held until rank 0's process ends, when the syste
 
 
 def claim_run_folder(
-    folder: Path, plan: Plan, identity: str, unwritten: Unwritten, *, resume: bool, allow_other_base: bool = False
+    folder: Path, plan: Plan, identity: str, unwritten: WriteGuard, *, resume: bool, allow_other_base: bool = False
 ) -> Path | None:
     """Claim the folder for this run, on rank 0. Returns the checkpoint to continue from, if any."""
     global _lock
@@ -66,7 +66,7 @@ def claim_run_folder(
     if state == run_folder.FINISHED:
         hint = "name another train.output_dir, or remove the folder to train anew"
         raise UserError(f"{folder} holds a finished run", where, hint)
-    has_steps = any(path.stat().st_size for path in run_folder.step_files(folder).values())
+    has_steps = any(path.stat().st_size for path in run_folder.find_step_files(folder).values())
     begun = bool(checkpoint.list_checkpoints(checkpoints)) or (bool(state) and has_steps)
     if begun and not resume:
         hint = "add --resume to continue it, name another train.output_dir, or remove the folder to train anew"
@@ -113,8 +113,8 @@ def find_newest_intact(checkpoints: Path, where: str) -> Path | None:
 def drop_steps_after(folder: Path, step: int) -> None:
     """Drop what an interrupted run logged about steps that will be run again."""
     events = folder / run_folder.EVENTS
-    for path in (*run_folder.step_files(folder).values(), *([events] if events.exists() else [])):
-        kept = (line.rstrip() + b"\n" for line, value in table_lines(path) if value.get("step", 0) <= step)
+    for path in (*run_folder.find_step_files(folder).values(), *([events] if events.exists() else [])):
+        kept = (line.rstrip() + b"\n" for line, value in read_table_lines(path) if value.get("step", 0) <= step)
         write_atomic(path, b"".join(kept))
 
 
@@ -182,7 +182,7 @@ def fingerprint_base(base: Base) -> str:
     digest, fetched = hashlib.blake2b(digest_size=16), read_json(base.path / PUBLISHED) if base.path else {}
     stored = (one for parameter in base.parameters for piece in parameter.pieces for one in piece.tensors)
     for path in sorted({one.file for one in stored}, key=lambda path: path.name):
-        digest.update(sample := file_sample(path))
+        digest.update(sample := sample_file(path))
         if path.name in fetched and fetched[path.name] != hashlib.blake2b(sample).hexdigest():
             problem = "is not the file whose SHA-256 was compared with the hub's when it was fetched"
             raise UserError(problem, str(path), FETCH_AGAIN.format(folder=base.path))
@@ -196,12 +196,12 @@ def describe_run(plan: Plan, identity: str) -> dict[str, Any]:
     return {
         "run": resolve_run(plan),
         "base": identity,
-        "versions": run_folder.versions(LIBRARIES),
+        "versions": run_folder.read_versions(LIBRARIES),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "ranks": plan.layout.ranks,
         "layout": plan.as_dict()["layout"],
         "sequences": plan.schedule.global_sequences,  # per optimizer step
-        "git": run_folder.git_state(),
+        "git": run_folder.read_git_state(),
     }
 
 
@@ -225,10 +225,10 @@ def record_failure(folder: Path) -> Iterator[None]:
             try:
                 run_folder.update_manifest(folder, state=run_folder.FAILED)
             except OSError as other:
-                print(unwritable(folder / run_folder.MANIFEST, other), file=sys.stderr, flush=True)
+                print(explain_write_error(folder / run_folder.MANIFEST, other), file=sys.stderr, flush=True)
         if not isinstance(error, OSError) or error.errno not in FULL:
             raise
         kept = checkpoint.list_checkpoints(folder / run_folder.CHECKPOINTS)
         newest = f"it continues from {kept[-1].name}" if kept else "no checkpoint was saved"
         hint = f"make room, then run again with --resume: {newest}"
-        raise RunError(unwritable(Path(error.filename or folder), error), str(folder), hint) from error
+        raise RunError(explain_write_error(Path(error.filename or folder), error), str(folder), hint) from error

@@ -24,14 +24,24 @@ from transformers import PreTrainedTokenizerBase
 
 from windlass.data.prepare import PreparedData, open_tokenizer, prepare_data
 from windlass.errors import SAVED, Problem, UserError
-from windlass.files import Unwritten, commit_dir, write_json
+from windlass.files import WriteGuard, commit_dir, write_json
 from windlass.hardware import read_gpus
 from windlass.observe.background import BackgroundReport
 from windlass.observe.flops import Rates
 from windlass.observe.recorder import Recorder
 from windlass.observe.watch import patrol
 from windlass.observe.watch.run import RunWatch
-from windlass.run_folder import CHECKPOINTS, DATA, FINAL, FINISHED, LOAD, MANIFEST, STOPPED, update_manifest, versions
+from windlass.run_folder import (
+    CHECKPOINTS,
+    DATA,
+    FINAL,
+    FINISHED,
+    LOAD,
+    MANIFEST,
+    STOPPED,
+    read_versions,
+    update_manifest,
+)
 from windlass.train import checkpoint, group
 from windlass.train.attention import patch_attention
 from windlass.train.batches import Batches, Collate
@@ -84,9 +94,9 @@ def train_rank(
 
     # 1. Connect to the other ranks; only rank 0 prints. All must be about to run the same.
     console, stop_signal = make_console(here), StopSignal()
-    unwritten = Unwritten(console.print)
+    unwritten = WriteGuard(console.print)
     require_device(plan)
-    create_process_group(here, job.train.ddp_timeout, patrol.environment(os.environ, job, folder))
+    create_process_group(here, job.train.ddp_timeout, patrol.make_environment(os.environ, job, folder))
     group.check_links(get_device())
     group.set_timeout(max(LOADING_SECONDS, job.train.ddp_timeout))
     identity = fingerprint_base(plan.base)
@@ -279,7 +289,7 @@ def require_same_plan(plan: Plan, identity: str) -> None:
     of_files = {
         f"{name}.{key}": run[name][key] for name in ("model", "lora", "data", "train", "watch") for key in run[name]
     }
-    libraries = {f"{name}'s version": one for name, one in versions(LIBRARIES).items() if name != "python"}
+    libraries = {f"{name}'s version": one for name, one in read_versions(LIBRARIES).items() if name != "python"}
     config = {f"config.json's {key}": value for key, value in read_forward_config(plan.base).items()}
     plans = group.all_gather({**of_files, **of_node, "the base model's fingerprint": identity} | config | libraries)
     if differing := find_differences(plans):
@@ -321,7 +331,7 @@ def open_base_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
 
 
 def prepare_on_all_ranks(
-    plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console, unwritten: Unwritten
+    plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console, unwritten: WriteGuard
 ) -> PreparedData:
     """Tokenize once and write the audit before it is judged; check that all ranks have the same rows."""
     job = plan.loaded.run

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from windlass.errors import RunError, UserError
-from windlass.files import Unwritten, commit_dir
+from windlass.files import WriteGuard, commit_dir
 from windlass.run_folder import CHECKPOINTS, log_event
 from windlass.train import checkpoint, group
 
@@ -33,9 +33,9 @@ class Saver:
         facts: dict[str, Any],
         say: Callable[[str], None],
         saved: Callable[[], None] = lambda: None,
-        unwritten: Unwritten | None = None,
+        unwritten: WriteGuard | None = None,
     ) -> None:
-        self.unwritten = unwritten or Unwritten(lambda _: None)
+        self.unwritten = unwritten or WriteGuard(lambda _: None)
         self.folder, self.checkpoints, self.limit = folder, folder / CHECKPOINTS, limit
         self.facts = facts  # for the manifest of every checkpoint
         self.say = say

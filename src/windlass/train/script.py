@@ -75,7 +75,10 @@ def run_script(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resum
     # Under a launcher another rank may come before rank 0.
     run_folder.ensure_dir(folder, plan.loaded.where("script.output_dir"))
     # Where the recorder writes, and what the watch needs.
-    more = {run_folder.OUTPUT_DIR: str(folder.absolute()), **patrol.environment(environs[0], job, folder.absolute())}
+    more = {
+        run_folder.OUTPUT_DIR: str(folder.absolute()),
+        **patrol.make_environment(environs[0], job, folder.absolute()),
+    }
     with contextlib.ExitStack() as stack:
         if is_leader:
             stack.enter_context(_claim_and_watch(plan, folder, resume=resume))
@@ -140,10 +143,10 @@ def _claim_and_watch(plan: ScriptPlan, folder: Path, *, resume: bool) -> Iterato
             "kind": "script",
             "run": plan.loaded.run.model_dump(mode="json"),
             "command": plan.command,
-            "versions": run_folder.versions(LIBRARIES),
+            "versions": run_folder.read_versions(LIBRARIES),
             "ranks": plan.layout.ranks,
             "layout": plan.as_dict()["layout"],
-            "git": run_folder.git_state(),
+            "git": run_folder.read_git_state(),
         }
         run_folder.begin_manifest(folder, facts)
         try:

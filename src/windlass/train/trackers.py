@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass import run_folder
-from windlass.files import Unwritten
+from windlass.files import WriteGuard
 from windlass.observe.reader import Tail
 
 Values = Mapping[str, float]
@@ -97,10 +97,10 @@ class Trackers:
         folder: Path,
         run_name: str | None,
         config: dict[str, Any],
-        unwritten: Unwritten | None = None,
+        unwritten: WriteGuard | None = None,
     ) -> None:
         listed = [names] if isinstance(names, str) else names
-        self.folder, self.unwritten = folder, unwritten or Unwritten(lambda _: None)
+        self.folder, self.unwritten = folder, unwritten or WriteGuard(lambda _: None)
         self.opened: dict[str, tuple[Log, Callable[[], None]]] = {}
         for name in listed:
             with self.unwritten(self.folder / name):

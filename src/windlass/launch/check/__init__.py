@@ -20,18 +20,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.launch.check import inputs, machine, speed
-from windlass.launch.check.results import ALONE, HERE, IN_POD, Context, Report, Result, leave_error, show, skipped
+from windlass.launch.check.results import (
+    ALONE,
+    HERE,
+    IN_POD,
+    Context,
+    Report,
+    Result,
+    print_report,
+    skipped,
+    write_error,
+)
 from windlass.runfile import Loaded, LoadedScript
 
 if TYPE_CHECKING:
     from windlass.plan.accelerate import AccelerateFile
 
-__all__ = ["ALONE", "HERE", "IN_POD", "Report", "Result", "leave_error", "run", "show"]
+__all__ = ["ALONE", "HERE", "IN_POD", "Report", "Result", "print_report", "run_checks", "write_error"]
 
 JOIN_SECONDS = 300.0  # how long a node waits for the others: image pulls differ by minutes
 
 
-def run(
+def run_checks(
     loaded: Loaded | LoadedScript,
     accelerate: Callable[[], AccelerateFile | None] = lambda: None,
     *,
@@ -45,7 +55,7 @@ def run(
     began, is_leader = time.monotonic(), True
     environ = dict(os.environ if environ is None else environ)  # a copy: importing torch adds to it
     plan, results = inputs.check_plan(loaded, accelerate)
-    c = Context(loaded, plan, inputs.installed(), environ, root, depth == ALONE)
+    c = Context(loaded, plan, inputs.list_distributions(), environ, root, depth == ALONE)
     results += [*inputs.check_inputs(c), machine.check_run_folder(c), machine.check_disk_space(c)]
     results += machine.check_run_variables(c)
     if depth == ALONE:

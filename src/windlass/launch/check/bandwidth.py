@@ -34,7 +34,7 @@ NETWORK = re.compile(r"NCCL INFO (?:Using network|NET/)\s*(\w+)")
 
 
 @dataclass(slots=True)
-class Measured:
+class BandwidthResult:
     """GB/s by pair of ranks; None if the pair failed."""
 
     backend: str
@@ -45,7 +45,7 @@ class Measured:
     left_out: int = 0  # pairs that were not measured: too many rounds
 
 
-def rounds(world: int) -> list[list[tuple[int, int]]]:
+def pair_in_rounds(world: int) -> list[list[tuple[int, int]]]:
     """Return every pair once, in rounds in which each rank has at most one pair: the circle method of tournaments."""
     ring: list[int] = list(range(world + world % 2))
     found = []
@@ -57,7 +57,7 @@ def rounds(world: int) -> list[list[tuple[int, int]]]:
     return found
 
 
-def measure(rendezvous: Rendezvous, local_rank: int = 0) -> Measured:
+def measure_bandwidth(rendezvous: Rendezvous, local_rank: int = 0) -> BandwidthResult:
     """Measure the bandwidth. Every node calls it and gets all figures. Failures are reported, not raised."""
     import torch
     import torch.distributed as dist
@@ -69,7 +69,7 @@ def measure(rendezvous: Rendezvous, local_rank: int = 0) -> Measured:
         torch.cuda.set_device(local_rank)
     backends = rendezvous.gather(backend)
     if len(set(backends)) > 1:
-        return Measured(backend, error=f"nodes have different backends: {', '.join(map(str, backends))}")
+        return BandwidthResult(backend, error=f"nodes have different backends: {', '.join(map(str, backends))}")
 
     def speed(ranks: list[int]) -> float | None:
         """Return GB/s per direction of an all-reduce: 2 (n - 1) / n of the bytes leave each rank. None: wrong sum."""
@@ -94,8 +94,8 @@ def measure(rendezvous: Rendezvous, local_rank: int = 0) -> Measured:
         known = [each for each in speeds if each is not None]
         return min(known) if len(known) == len(speeds) else None
 
-    found, error, store = Measured(backend), "", None
-    with nccl_log(backend) as log:
+    found, error, store = BandwidthResult(backend), "", None
+    with capture_nccl_log(backend) as log:
         try:  # torch's store on a free port of node 0: the launcher's own port is taken by the rendezvous
             if rank == 0:
                 store = TCPStore("localhost", 0, world, True, timeout, wait_for_workers=False)
@@ -111,8 +111,8 @@ def measure(rendezvous: Rendezvous, local_rank: int = 0) -> Measured:
         opened = rendezvous.gather(error, 3 * GROUP_SECONDS)
         if any(opened) or None in opened:
             wrong = "; ".join(f"node {i}: {word or 'gone'}" for i, word in enumerate(opened) if word != "")
-            return Measured(backend, error=wrong)
-        all_rounds = rounds(world)
+            return BandwidthResult(backend, error=wrong)
+        all_rounds = pair_in_rounds(world)
         found.left_out = sum(map(len, all_rounds[MAX_ROUNDS:]))
         for pairs in all_rounds[:MAX_ROUNDS]:  # the pairs of a round at once
             mine = next((pair for pair in pairs if rank in pair), None)
@@ -130,7 +130,7 @@ def first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def nccl_log(backend: str) -> Iterator[Callable[[], str]]:
+def capture_nccl_log(backend: str) -> Iterator[Callable[[], str]]:
     """Let NCCL log its choices to a separate file; it reads its settings when a group is created.
 
     Waits block the host, so that a hanging collective raises here after GROUP_SECONDS. Otherwise the GPU would wait,
@@ -156,7 +156,7 @@ def nccl_log(backend: str) -> Iterator[Callable[[], str]]:
             os.environ |= before
 
 
-def check_speed(plan: AnyPlan, measured: Measured, names: Sequence[str]) -> list[Result]:
+def check_speed(plan: AnyPlan, measured: BandwidthResult, names: Sequence[str]) -> list[Result]:
     """Compare the pairs with each other and the fabric's rate, and all nodes with that rate. A slow network only gives
     a warning: it may just be busy."""
     backend, overall, fabric = measured.backend, measured.overall, plan.machine.network

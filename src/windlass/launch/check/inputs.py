@@ -14,11 +14,21 @@ from windlass.data import sources
 from windlass.data.mix import list_all_sets
 from windlass.errors import UserError
 from windlass.hardware import GIB, Gpus
-from windlass.launch.check.results import NO_PLAN, Context, Result, failed, not_here, passed, refused, skipped, warned
-from windlass.plan.inputs import absent_files
-from windlass.plan.script import AnyPlan, ScriptPlan, make_any
+from windlass.launch.check.results import (
+    NO_PLAN,
+    Context,
+    Result,
+    failed,
+    passed,
+    problems_to_results,
+    skipped,
+    skipped_elsewhere,
+    warned,
+)
+from windlass.plan.inputs import find_absent_files
+from windlass.plan.script import AnyPlan, ScriptPlan, make_any_plan
 from windlass.runfile import Loaded, LoadedScript
-from windlass.runfile.names import absent_trackers
+from windlass.runfile.names import find_absent_trackers
 
 if TYPE_CHECKING:
     from packaging.version import Version
@@ -58,9 +68,9 @@ def check_plan(
 ) -> tuple[AnyPlan | None, list[Result]]:
     """Make the plan, which checks targets, layout, classes and batch, and check its estimate of memory."""
     try:
-        plan = make_any(loaded, accelerate())
+        plan = make_any_plan(loaded, accelerate())
     except UserError as error:
-        return None, refused("plan", error.problems)
+        return None, problems_to_results("plan", error.problems)
     layout = plan.layout
     if isinstance(plan, ScriptPlan):
         seen = f"{layout.ranks} ranks, {layout.gpus_per_node} on each of {layout.nodes} nodes"
@@ -94,17 +104,21 @@ def check_inputs(c: Context) -> list[Result]:
 
 def check_files(c: Context, loaded: Loaded) -> list[Result]:
     """Check the other files in the run file that a run reads before its first step."""
-    found = list(absent_files(loaded))
+    found = list(find_absent_files(loaded))
     if c.elsewhere:
-        return [not_here("file", path) for path, _ in found]
-    return refused("file", [problem for _, problem in found])
+        return [skipped_elsewhere("file", path) for path, _ in found]
+    return problems_to_results("file", [problem for _, problem in found])
 
 
 def check_weights(c: Context, plan: Plan) -> Result:
-    if missing := plan.without_weights:
+    if missing := plan.missing_weights:
         here = not c.elsewhere
-        return refused("weights", missing)[0] if here else not_here("weights", plan.loaded.run.model.model_name_or_path)
-    return passed("weights", f"{size(plan.disk_bytes or 0)} in {plan.base.path}")
+        return (
+            problems_to_results("weights", missing)[0]
+            if here
+            else skipped_elsewhere("weights", plan.loaded.run.model.model_name_or_path)
+        )
+    return passed("weights", f"{format_size(plan.disk_bytes or 0)} in {plan.base.path}")
 
 
 def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
@@ -119,7 +133,7 @@ def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
     except ImportError as error:
         return None, skipped("tokenizer", f"transformers can't be imported: {error}")
     except UserError as error:
-        return None, refused("tokenizer", error.problems)[0]
+        return None, problems_to_results("tokenizer", error.problems)[0]
     if len(tokenizer) > rows:
         hint = "these files belong to another model: copy the tokenizer that was published with this one"
         return tokenizer, failed("tokenizer", f"{len(tokenizer):,} tokens, and the embedding has {rows:,} rows", hint)
@@ -136,7 +150,7 @@ def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
         for each in sets:
             name = each.data.dataset_name_or_path
             if c.elsewhere and not Path(name).expanduser().exists():
-                return not_here("data", name)
+                return skipped_elsewhere("data", name)
             if sources.resolve_source(each.data, each.where).format == "hub":
                 hint = "download it before with `windlass fetch RUN`"
                 return skipped("data", f"{name} is downloaded from the Hub", hint)
@@ -147,11 +161,11 @@ def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
             return skipped("data", f"{', '.join(columns)}: rendering chats needs the tokenizer")
         forms = [choose_format(each.of.data, each.columns, tokenizer, each.of.where) for each in selections]
     except UserError as error:
-        return refused("data", error.problems)[0]
+        return problems_to_results("data", error.problems)[0]
     except ImportError as error:
         return skipped("data", f"{error.name} is not installed")
     if problems := check_selection(run, selections, loaded.where):
-        return refused("data", problems)[0]
+        return problems_to_results("data", problems)[0]
     validation = f", validation {run.data.val_split}" if selections[0].validation else ", no validation rows"
     seen = f"{selections[0].source.how}: {forms[0].description}; train {run.data.train_split}{validation}"
     if len(sets) > 1:
@@ -163,7 +177,7 @@ def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
     return passed("data", seen)
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
@@ -173,7 +187,7 @@ def check_script(c: Context, loaded: LoadedScript) -> Result:
     if script.module:
         return skipped("script", f"module {script.module}: importing it would run the packages around it")
     if c.elsewhere and not path.is_file():
-        return not_here("script", str(path))
+        return skipped_elsewhere("script", str(path))
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
@@ -185,7 +199,7 @@ def check_script(c: Context, loaded: LoadedScript) -> Result:
     return passed("script", f"{path}, {len(tree.body)} statements")
 
 
-def installed() -> dict[str, str]:
+def list_distributions() -> dict[str, str]:
     """Return every distribution that Python would import, by its normalised name; the first on the path counts."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
@@ -194,7 +208,7 @@ def installed() -> dict[str, str]:
     return found
 
 
-def release(version: str) -> Version | None:
+def parse_release(version: str) -> Version | None:
     """Parse a version for comparison: prereleases and local builds count as their release; None if invalid."""
     from packaging.version import InvalidVersion, Version  # installed with torch; a login node may lack both
 
@@ -204,20 +218,20 @@ def release(version: str) -> Version | None:
         return None
 
 
-def older(version: str, than: str) -> bool:
-    mine, other = release(version), release(than)
+def is_older(version: str, than: str) -> bool:
+    mine, other = parse_release(version), parse_release(than)
     return mine is not None and other is not None and mine < other
 
 
 def check_libraries(c: Context, loaded: Loaded) -> list[Result]:
     """Check library versions. On a machine that only plans, missing libraries are not an error."""
     if c.elsewhere:
-        return [not_here("libraries", "the image's Python")]
+        return [skipped_elsewhere("libraries", "the image's Python")]
     if c.alone and "torch" not in c.have:
         return [skipped("libraries", "torch is not installed on this machine", "`--here`, on a node of the run")]
     results = [*(check_library(name, c.have.get(name)) for name in TESTED), *check_trackers(loaded)]
     torchao = c.have.get("torchao", TORCHAO_LEAST)
-    if older(torchao, TORCHAO_LEAST):
+    if is_older(torchao, TORCHAO_LEAST):
         seen = f"{torchao}: PEFT refuses versions before {TORCHAO_LEAST} and would not attach the adapter"
         hint = f"pip uninstall torchao, or pip install 'torchao>={TORCHAO_LEAST}'"
         results.append(failed("library torchao", seen, hint))
@@ -233,7 +247,7 @@ def check_library(name: str, version: str | None) -> Result:
     title, (supported, ran) = f"library {name}", TESTED[name]
     if version is None:
         return failed(title, "not installed", INSTALL)
-    mine, tested = release(version), release(ran)
+    mine, tested = parse_release(version), parse_release(ran)
     if mine is None or tested is None:
         return skipped(title, f"{version!r} is no version that can be compared")
     if mine not in SpecifierSet(supported):
@@ -245,7 +259,7 @@ def check_library(name: str, version: str | None) -> Result:
 
 def check_trackers(loaded: Loaded) -> list[Result]:
     where, names = loaded.where("train.report_to"), loaded.run.train.report_to
-    absent = absent_trackers(names)
+    absent = find_absent_trackers(names)
     present = [name for name in ([names] if isinstance(names, str) else names) if name not in ("none", *absent)]
     return [
         *(failed(f"tracker {name}", "not installed", f"{fix}, or take it out", where) for name, fix in absent.items()),
@@ -269,7 +283,7 @@ def check_cuda(c: Context, gpus: Gpus) -> Result:
     seen, least, driver = f"torch is built for CUDA {built_for}", DRIVERS.get(int(built_for.split(".")[0])), gpus.driver
     if driver is None or least is None:
         return skipped("CUDA", f"{seen}; {'its oldest driver is not known' if driver else 'there is no driver here'}")
-    if not older(driver, least):
+    if not is_older(driver, least):
         return passed("CUDA", f"{seen}, driver {driver}")
     if torch.cuda.is_available():  # NVIDIA's images have libraries that make it work with an older driver
         return passed("CUDA", f"{seen}; it starts on driver {driver}, older than {least}")
@@ -288,7 +302,7 @@ def check_model_class(c: Context, family: Family) -> tuple[Any, Result]:
         return getattr(transformers, name), passed("model class", f"{name} of transformers {version}")
     except (AttributeError, ImportError, RuntimeError, OSError) as error:
         seen = f"{name} can't be imported from transformers {version}: {str(error).splitlines()[0]}"
-        if older(version, family.since):
+        if is_older(version, family.since):
             seen = f"transformers {version} has no {name}: {family.since} is the first that has"
         hint = f"pip install transformers=={TESTED['transformers'][1]}, which the tests ran with"
         return None, failed("model class", seen, hint, c.loaded.where("model.model_name_or_path"))

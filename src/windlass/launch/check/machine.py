@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 from windlass import hardware
 from windlass.errors import UserError
 from windlass.hardware import GIB, GpuReading, Gpus, LocalMachine, read_text
-from windlass.launch.check.inputs import check_cuda, size
-from windlass.launch.check.results import NO_PLAN, Context, Result, failed, not_here, passed, skipped, warned
-from windlass.launch.interfaces import choices
+from windlass.launch.check.inputs import check_cuda, format_size
+from windlass.launch.check.results import NO_PLAN, Context, Result, failed, passed, skipped, skipped_elsewhere, warned
+from windlass.launch.interfaces import list_choices
 from windlass.plan.script import AnyPlan, ScriptPlan
-from windlass.variables import unread
+from windlass.variables import find_unread
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
@@ -62,12 +62,12 @@ def check_machine(c: Context) -> list[Result]:
     """Check this machine, without a plan as far as possible."""
     gpus = hardware.read_gpus()
     results = [
-        *check_limits(c, hardware.this_machine()),
+        *check_limits(c, hardware.read_this_machine()),
         check_account(c, os.getuid()),
         *check_caches(c),
         *check_variables(c),
         *check_interfaces(c),
-        *check_hostname(c, addresses_of(socket.gethostname())),
+        *check_hostname(c, list_addresses(socket.gethostname())),
         check_cuda(c, gpus),
     ]
     if c.plan is None:
@@ -143,12 +143,12 @@ def wants_rdma(plan: AnyPlan) -> bool:
 def check_variables(c: Context) -> list[Result]:
     """Warn about NCCL variables that nothing reads: NCCL ignores a misspelt one without a message."""
     hint = "correct it where it is set: the image, the pod or the shell"
-    return [warned(f"variable {name}", problem, hint) for name, problem in unread(c.environ).items()]
+    return [warned(f"variable {name}", problem, hint) for name, problem in find_unread(c.environ).items()]
 
 
 def check_run_variables(c: Context) -> list[Result]:
     """Do the same for the variables in the run file, which needs no machine."""
-    found, where = unread(c.loaded.run.cluster.env), c.loaded.where
+    found, where = find_unread(c.loaded.run.cluster.env), c.loaded.where
     hint = "correct it there, or remove it"
     return [warned(f"variable {name}", problem, hint, where(f"cluster.env.{name}")) for name, problem in found.items()]
 
@@ -156,7 +156,7 @@ def check_run_variables(c: Context) -> list[Result]:
 def check_interfaces(c: Context) -> list[Result]:
     """Check that each interface chosen by the environment exists, is up and has an address."""
     hint, results = "set it to one that has an address, or cluster.networks so that the pod gets it", []
-    for choice in choices(c.environ, c.plan.layout.nodes if c.plan else 1, c.root):
+    for choice in list_choices(c.environ, c.plan.layout.nodes if c.plan else 1, c.root):
         title = f"interface {choice.variable}"
         shown = ", ".join(f"{name} {address}" for name, address in choice.addresses)
         problem, seen = choice.problem, f"{choice.pattern}: {shown}"
@@ -164,7 +164,7 @@ def check_interfaces(c: Context) -> list[Result]:
     return results
 
 
-def addresses_of(name: str) -> list[str]:
+def list_addresses(name: str) -> list[str]:
     try:
         return [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except OSError:
@@ -260,7 +260,7 @@ def check_gpu_kind(c: Context, plan: AnyPlan, gpus: tuple[GpuReading, ...]) -> R
     planned, others = plan.machine.gpu, []
     for gpu in gpus:
         try:
-            same = hardware.gpu(gpu.name).name == planned.name
+            same = hardware.find_gpu(gpu.name).name == planned.name
         except UserError:  # not in the table: compare its memory
             same = abs(gpu.memory_gib - planned.memory_gib) < 0.03 * planned.memory_gib
         if not same:
@@ -315,14 +315,14 @@ def check_kernel_log(c: Context) -> Result:
     return passed(title, f"none of the GPU's own in the kernel's log, {len(events)} of applications")
 
 
-def existing(path: Path) -> Path:
+def deepest_existing_dir(path: Path) -> Path:
     """Return the deepest folder of a path that exists: a missing one would be created there."""
     return next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
 
 
 def try_folder(folder: Path) -> str:
     """Return why files can't be written, locked and renamed in a folder (or where it would be); empty if they can."""
-    place = existing(folder)
+    place = deepest_existing_dir(folder)
     if not place.is_dir():
         return f"{place} is a file"
     try:
@@ -345,12 +345,12 @@ def check_run_folder(c: Context) -> Result:
     """Check the run folder, which all nodes share."""
     folder, where = Path(c.loaded.run.folder), c.loaded.where(c.loaded.run.folder_key)
     if c.elsewhere and not folder.is_dir():
-        return not_here("run folder", str(folder))
+        return skipped_elsewhere("run folder", str(folder))
     if wrong := try_folder(folder):
         hint = "mount the volume writable, or name another folder; a read-only file system is so for root too"
         return failed("run folder", f"files can't be written, locked and renamed: {wrong}", hint, where)
     made = "" if folder.is_dir() else ", where it will be created"
-    return passed("run folder", f"written, locked and renamed in {existing(folder)}{made}")
+    return passed("run folder", f"written, locked and renamed in {deepest_existing_dir(folder)}{made}")
 
 
 def check_disk_space(c: Context, free: float | None = None) -> Result:
@@ -359,19 +359,25 @@ def check_disk_space(c: Context, free: float | None = None) -> Result:
         return skipped("disk space", NO_PLAN if c.plan is None else "what a script writes is not known")
     folder, where = Path(c.loaded.run.folder), c.loaded.where(c.loaded.run.folder_key)
     if c.elsewhere and not folder.is_dir():
-        return not_here("disk space", str(folder))
-    run, merged, words = space_needed(c.plan)
-    free = shutil.disk_usage(existing(folder)).free if free is None else free
+        return skipped_elsewhere("disk space", str(folder))
+    run, merged, words = estimate_space(c.plan)
+    free = shutil.disk_usage(deepest_existing_dir(folder)).free if free is None else free
     if free < run:
         hint = "free some space, lower train.save_total_limit, or name a larger volume in train.output_dir"
-        return failed("disk space", f"{size(free)} free in {folder}; the run needs {size(run)} ({words})", hint, where)
+        return failed(
+            "disk space",
+            f"{format_size(free)} free in {folder}; the run needs {format_size(run)} ({words})",
+            hint,
+            where,
+        )
     if free < run + merged:
-        seen = f"{size(free)} free in {folder}: enough for the run ({words}), not for a merged model of {size(merged)}"
+        seen = f"{format_size(free)} free in {folder}: enough for the run ({words}), "
+        seen += f"not for a merged model of {format_size(merged)}"
         return warned("disk space", seen, "export the adapter alone, or the merged model to another volume", where)
-    return passed("disk space", f"{size(free)} free in {folder}: {words}, merged model {size(merged)}")
+    return passed("disk space", f"{format_size(free)} free in {folder}: {words}, merged model {format_size(merged)}")
 
 
-def space_needed(plan: Plan) -> tuple[float, float, str]:
+def estimate_space(plan: Plan) -> tuple[float, float, str]:
     """Return the bytes still to be written, the bytes of a merged model, and the former in words."""
     schedule, adapter, run = plan.schedule, plan.adapter, plan.loaded.run
     kept = schedule.checkpoints_kept
@@ -381,7 +387,7 @@ def space_needed(plan: Plan) -> tuple[float, float, str]:
     checkpoints = (kept + 1 if kept else 0) * schedule.checkpoint_bytes
     final = adapter.trainable * adapter.dtype_bytes
     tokens = (schedule.steps_per_epoch or 0) * schedule.tokens_per_step * TOKEN_BYTES
-    words = f"checkpoints {size(checkpoints)}, final adapter {size(final)}, tokens {size(tokens)}"
+    words = f"checkpoints {format_size(checkpoints)}, final adapter {format_size(final)}, tokens {format_size(tokens)}"
     there = 0.0  # written by this run before it was interrupted
     for folder, most in (("checkpoints", checkpoints), ("tokens", tokens)):
         used = 0
@@ -389,7 +395,7 @@ def space_needed(plan: Plan) -> tuple[float, float, str]:
             with suppress(OSError):  # a checkpoint that is being removed
                 used += path.lstat().st_blocks * 512  # man inode: units of 512 bytes
         there += min(most, used)
-    words += f", of which {size(there)} are there" if there else ""
+    words += f", of which {format_size(there)} are there" if there else ""
     return checkpoints + final + tokens - there, plan.total * BYTES[run.model.torch_dtype], words
 
 

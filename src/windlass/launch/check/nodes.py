@@ -20,7 +20,7 @@ from windlass.errors import UserError
 from windlass.files import write_atomic
 from windlass.hardware import read_text
 from windlass.launch.check import bandwidth, speed
-from windlass.launch.check.machine import existing
+from windlass.launch.check.machine import deepest_existing_dir
 from windlass.launch.check.results import (
     FAIL,
     NO_PLAN,
@@ -29,12 +29,12 @@ from windlass.launch.check.results import (
     Result,
     failed,
     passed,
-    refused,
+    problems_to_results,
     skipped,
     warned,
 )
-from windlass.launch.interfaces import EXACT, choices
-from windlass.launch.rendezvous import Rendezvous, RendezvousError, this_node
+from windlass.launch.interfaces import EXACT, list_choices
+from windlass.launch.rendezvous import Rendezvous, RendezvousError, read_node
 from windlass.plan.script import ScriptPlan
 from windlass.runfile import LoadedScript
 
@@ -64,9 +64,9 @@ def check_nodes(
     """Return all nodes' results, the same on each node, and whether this node prints them. `mine`: this node's own
     results; it joins whatever they are."""
     try:
-        node = this_node(c.environ)
+        node = read_node(c.environ)
     except UserError as error:
-        return [*mine, *refused(COUNT, error.problems)], True
+        return [*mine, *problems_to_results(COUNT, error.problems)], True
     name, results = f"node {node.rank} ({socket.gethostname()})", list[Result]()
     # This process is a node, or a rank if torchrun started it.
     if node.world not in (c.loaded.run.cluster.nodes, c.loaded.run.ranks):
@@ -93,7 +93,7 @@ def compare_nodes(
 ) -> list[Result]:
     """Run the rounds of checks, in an order in which each explains failures of later ones."""
     # The others reach this node on the interface configured for the libraries, else where it joined.
-    chosen = (address for choice in choices(c.environ, 1, c.root) for _, address in choice.addresses)
+    chosen = (address for choice in list_choices(c.environ, 1, c.root) for _, address in choice.addresses)
     folder, where = Path(c.loaded.run.folder), c.loaded.where(c.loaded.run.folder_key)
     with serve_time() as port:
         word = {
@@ -101,16 +101,16 @@ def compare_nodes(
             "address": next(chosen, rendezvous.address),
             "port": port,
             "results": [asdict(result) for result in mine],
-            "facts": facts(c),
+            "facts": collect_facts(c),
         }
         present = rendezvous.gather(word, seconds)
         names = [node["name"] if node else f"node {rank}" for rank, node in enumerate(present)]
-        results = merge([node and node["results"] for node in present], names)
-        results += compare({node["name"]: node["facts"] for node in present if node})
+        results = merge_results([node and node["results"] for node in present], names)
+        results += compare_facts({node["name"]: node["facts"] for node in present if node})
         others = {rank: node for rank, node in enumerate(present) if node and rank != rendezvous.node.rank}
         answers = {str(rank): read_time(node["address"], node["port"]) for rank, node in others.items()}
         reports = rendezvous.gather(answers)
-        volumes = rendezvous.gather(share_volume(rendezvous, folder))
+        volumes = rendezvous.gather(check_shared_volume(rendezvous, folder))
 
     absent = [names[rank] for rank, node in enumerate(present) if node is None]
     left = [names[rank] for rank, row in enumerate(volumes) if row is None and names[rank] not in absent]
@@ -132,7 +132,7 @@ def compare_nodes(
     return [*results, *measure_speed(rendezvous, c, hanging, names)]
 
 
-def merge(by_rank: Sequence[Sequence[dict[str, Any]] | None], names: Sequence[str]) -> list[Result]:
+def merge_results(by_rank: Sequence[Sequence[dict[str, Any]] | None], names: Sequence[str]) -> list[Result]:
     """Merge the nodes' own results under their names; a result that all share appears once."""
     rows: dict[Result, list[str]] = {}
     for results, name in zip(by_rank, names, strict=True):
@@ -211,7 +211,7 @@ def check_clocks(reports: Sequence[Mapping[str, Any] | None], names: Sequence[st
     return (failed if abs(offset) > SKEW_FAIL_SECONDS else warned)(CLOCKS, seen, "run chrony or ntpd on that node")
 
 
-def facts(c: Context) -> dict[str, Any]:
+def collect_facts(c: Context) -> dict[str, Any]:
     """Return by the keys of SAME a text to compare, or several by name; None for what can't be read."""
     model = data = None
     if c.plan is not None and not isinstance(c.plan, ScriptPlan) and c.plan.base.path:
@@ -254,7 +254,7 @@ def file_digest(paths: Iterable[Path]) -> str | None:
     return found.hexdigest()
 
 
-def compare(by_node: Mapping[str, Mapping[str, Any]]) -> list[Result]:
+def compare_facts(by_node: Mapping[str, Mapping[str, Any]]) -> list[Result]:
     """Return one result for each fact. Nodes in the minority are named; in a tie, the first node's side is usual."""
     results = []
     for key, hint in SAME.items():
@@ -280,9 +280,9 @@ def compare(by_node: Mapping[str, Mapping[str, Any]]) -> list[Result]:
     return results
 
 
-def share_volume(rendezvous: Rendezvous, folder: Path) -> str:
+def check_shared_volume(rendezvous: Rendezvous, folder: Path) -> str:
     """Check that every node sees a file that node 0 writes and renames. Return what went wrong here."""
-    place, token, wrong = existing(folder), secrets.token_hex(8), ""
+    place, token, wrong = deepest_existing_dir(folder), secrets.token_hex(8), ""
     path = place / f".windlass-{token}"
     if rendezvous.node.rank == 0:
         try:
@@ -313,9 +313,9 @@ def measure_speed(rendezvous: Rendezvous, c: Context, hanging: Sequence[str], na
     local_rank = c.environ.get("LOCAL_RANK", "0")
     speeds = rendezvous.gather(speed.measure_gpus(c.environ.get("LOCAL_RANK")), bandwidth.GROUP_SECONDS * 2)
     gpus = speed.check_gpu_speed(c.plan, speeds, names)
-    measured = bandwidth.measure(rendezvous, int(local_rank) if local_rank.isdigit() else 0)
+    measured = bandwidth.measure_bandwidth(rendezvous, int(local_rank) if local_rank.isdigit() else 0)
     transports = rendezvous.gather([asdict(bandwidth.check_transport(c.plan, measured.log))])
     # If a node has left, the measurements show only that.
     if gone := [names[rank] for rank, row in enumerate(transports) if row is None]:
         return [failed(NODES, f"{', '.join(gone)} left while speed was measured", "see its log and events")]
-    return [gpus, *bandwidth.check_speed(c.plan, measured, names), *merge(transports, names)]
+    return [gpus, *bandwidth.check_speed(c.plan, measured, names), *merge_results(transports, names)]

@@ -75,12 +75,12 @@ def skipped(name: str, why: str, hint: str = "") -> Result:
     return Result(name, SKIPPED, why, hint)
 
 
-def not_here(name: str, what: str) -> Result:
+def skipped_elsewhere(name: str, what: str) -> Result:
     hint = "`windlass check RUN --in-pod` checks it where the run starts"
     return Result(name, SKIPPED, f"{what} is not on this machine", hint, elsewhere=True)
 
 
-def refused(name: str, problems: Iterable[Problem]) -> list[Result]:
+def problems_to_results(name: str, problems: Iterable[Problem]) -> list[Result]:
     """Convert errors from other parts of windlass to failed checks."""
     return [failed(name, problem.problem, problem.hint, problem.where) for problem in problems]
 
@@ -124,7 +124,7 @@ class Report:
         return None
 
 
-def leave_error(report: Report, environ: Mapping[str, str]) -> None:
+def write_error(report: Report, environ: Mapping[str, str]) -> None:
     """Leave the error, as ranks do, for the process next to this one that sends it to the other nodes."""
     status_dir = environ.get("WINDLASS_STATUS_DIR")
     if status_dir and (seen := "; ".join(f"{result.title}: {result.seen}" for result in report.failures)):
@@ -133,7 +133,7 @@ def leave_error(report: Report, environ: Mapping[str, str]) -> None:
             write_atomic(Path(status_dir) / "error-check", text)
 
 
-def show(report: Report) -> None:
+def print_report(report: Report) -> None:
     """Print each check with its finding and a hint, then the verdict. Long words such as paths are not cut."""
     from rich.console import Console
     from rich.text import Text

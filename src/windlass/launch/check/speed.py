@@ -31,8 +31,8 @@ def measure_gpus(local_rank: str | None = None) -> Speeds:
     found, own = {}, [int(local_rank)] if local_rank and local_rank.isdigit() else range(torch.cuda.device_count())
     for index in own:
         device = torch.device("cuda", index)
-        ((*_, products),) = measure.product_rates(device, torch.bfloat16, [(SIDE, SIDE)])
-        memory, copied = measure.memory_rate(device, ELEMENTS), measure.copy_rate(device, COPIED)
+        ((*_, products),) = measure.measure_products(device, torch.bfloat16, [(SIDE, SIDE)])
+        memory, copied = measure.measure_memory(device, ELEMENTS), measure.measure_copy(device, COPIED)
         found[f"GPU {index}"] = {"products": products, "memory": memory, "host link": copied}
         torch.cuda.empty_cache()
     return found

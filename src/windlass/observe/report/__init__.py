@@ -28,12 +28,20 @@ from windlass import __version__
 from windlass.errors import UserError
 from windlass.files import write_atomic
 from windlass.observe import format as formats
-from windlass.observe.format import duration, figure, percent
-from windlass.observe.reader import ask, listed
-from windlass.observe.report.charts import PHASES, axes, charts, compared, comparison, differences, points
-from windlass.observe.report.facts import Facts, facts, peak_gib
-from windlass.observe.report.read import read
-from windlass.observe.watch.detectors import hint_for
+from windlass.observe.format import format_duration, format_figure, format_percent
+from windlass.observe.reader import as_list, get_path
+from windlass.observe.report.charts import (
+    PHASES,
+    choose_points,
+    compare_figures,
+    compare_run_files,
+    make_axes,
+    make_charts,
+    make_comparison_charts,
+)
+from windlass.observe.report.facts import Facts, collect_facts, highest_peak_gib
+from windlass.observe.report.read import read_run
+from windlass.observe.watch.detectors import make_hint
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -47,9 +55,13 @@ HIDDEN: Final = re.compile(
 )
 IN_SCRIPT: Final = re.compile(f"[<>&\u2028\u2029]|{HIDDEN.pattern}")
 FILTERS: Final[dict[str, Any]] = {
-    **{name: vars(formats)[name] for name in ("figure", "percent", "count", "duration", "count_of")},
-    "ask": ask,
-    "listed": listed,
+    "figure": formats.format_figure,
+    "percent": formats.format_percent,
+    "count": formats.format_count,
+    "duration": formats.format_duration,
+    "plural": formats.format_plural,
+    "get_path": get_path,
+    "as_list": as_list,
     "fields": lambda value: list(value.items()) if isinstance(value, dict) else [],
     "yaml": lambda value: str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)),
 }
@@ -67,12 +79,12 @@ class Report:
         return {"schema": SCHEMA, "windlass": __version__, "made": made, "runs": self.runs}
 
 
-def make(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
+def make_report(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
     """Write the report of one run to its folder, of several to `out` or the current directory."""
     made: list[Facts] = []
     for folder in run_dirs:
-        run = read(Path(folder), points(len(run_dirs)))
-        made.append(plain(facts(run) | {"charts": charts(run), "axes": axes(run)}))
+        run = read_run(Path(folder), choose_points(len(run_dirs)))
+        made.append(to_strict_json(collect_facts(run) | {"charts": make_charts(run), "axes": make_axes(run)}))
     names = [run["name"] for run in made]
     for number, entry in enumerate(made, 1):
         if names.count(entry["name"]) > 1:
@@ -82,18 +94,18 @@ def make(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(report.json, json.dumps(report.as_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-        write_atomic(report.html, page(made))
+        write_atomic(report.html, render_page(made))
     except OSError as error:
         raise UserError(f"can't write there: {error.strerror}", str(folder), "name another folder with --out") from None
     return report
 
 
-def plain(value: Any) -> Any:
+def to_strict_json(value: Any) -> Any:
     """Convert to strict JSON: NaN and infinity become null, lone surrogates become visible."""
     if isinstance(value, dict):
-        return {plain(str(key)): plain(inner) for key, inner in value.items()}
+        return {to_strict_json(str(key)): to_strict_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [to_strict_json(inner) for inner in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
@@ -123,9 +135,9 @@ def _template() -> Template:
     return environment.get_template("page.html.j2")
 
 
-def page(runs: Sequence[Facts]) -> str:
+def render_page(runs: Sequence[Facts]) -> str:
     """Render the page for one run, or for several with a comparison on top."""
-    overlays = compared(runs) if len(runs) > 1 else []
+    overlays = make_comparison_charts(runs) if len(runs) > 1 else []
     data: dict[str, Any] = {"charts": {f"all-{chart['id']}": chart for chart in overlays}, "marks": {}, "axes": {}}
     for i, run in enumerate(runs):
         data["charts"] |= {f"r{i}-{chart['id']}": chart for chart in run["charts"]}
@@ -136,35 +148,35 @@ def page(runs: Sequence[Facts]) -> str:
     # JSON that is safe inside <script>: no tag can begin in it, and nothing hides in it.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     island = IN_SCRIPT.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-    scripts = [_asset("uplot.min.js"), _asset("page.js")]
+    scripts = [_read_asset("uplot.min.js"), _read_asset("page.js")]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     return _template().render(
         runs=runs,
         overlays=overlays,
-        figures=comparison(runs),
-        differences=differences(runs) if len(runs) > 1 else [],
+        figures=compare_figures(runs),
+        compare_run_files=compare_run_files(runs) if len(runs) > 1 else [],
         data=Markup(island),
-        style=Markup(_asset("uplot.min.css") + _asset("page.css")),
+        style=Markup(_read_asset("uplot.min.css") + _read_asset("page.css")),
         scripts=[Markup(script) for script in scripts],
         # Only these two scripts may run, whatever the data says; nothing may be fetched at all.
         allowed=" ".join(f"'sha256-{digest}'" for digest in digests),
         version=__version__,
         written=time.strftime("%Y-%m-%d %H:%M"),
         phases=PHASES,
-        hint_for=lambda kind, folder: hint_for(kind, Path(folder)),
-        peak_gib=peak_gib,
+        make_hint=lambda kind, folder: make_hint(kind, Path(folder)),
+        highest_peak_gib=highest_peak_gib,
         NONE=formats.NONE,
     )
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8").strip()
 
 
 STYLES = {"good": "green", "warn": "yellow", "bad": "bold red"}
 
 
-def show(report: Report, console: Console | None = None) -> None:
+def print_report(report: Report, console: Console | None = None) -> None:
     """Print the figures, one column per run."""
     console = console or Console(highlight=False)
     table = Table(box=None, pad_edge=False, show_header=len(report.runs) > 1)
@@ -176,10 +188,12 @@ def show(report: Report, console: Console | None = None) -> None:
             console.print(Text(f"  {reason}", style=style))
         table.add_column(Text(run["name"]), justify="right")
     times = [run["step_time"] for run in report.runs]
-    rows = comparison(report.runs)
+    rows = compare_figures(report.runs)
     for phase, label in PHASES.items():
         if any(time["shares"].get(phase) for time in times):
-            cells = [f"{duration(t['seconds'].get(phase))} {percent(t['shares'].get(phase)):>6}" for t in times]
+            cells = [
+                f"{format_duration(t['seconds'].get(phase))} {format_percent(t['shares'].get(phase)):>6}" for t in times
+            ]
             rows.append((f"  {label}", cells))
     for name, values in rows:
         table.add_row(Text(name), *map(Text, values))
@@ -188,7 +202,7 @@ def show(report: Report, console: Console | None = None) -> None:
         head = f"{run['name']}: " if len(report.runs) > 1 else ""
         for row in run["planned"]:
             if row["ratio"] is not None:
-                ratio = f"{row['ratio']:.2f} x the planned {figure(row['planned'])}"
-                ratio += f" ({' to '.join(map(figure, row['range']))})" if row["range"] else ""
-                console.print(Text(f"{head}{row['what']}: {figure(row['measured'])}, {ratio}"))
+                ratio = f"{row['ratio']:.2f} x the planned {format_figure(row['planned'])}"
+                ratio += f" ({' to '.join(map(format_figure, row['range']))})" if row["range"] else ""
+                console.print(Text(f"{head}{row['what']}: {format_figure(row['measured'])}, {ratio}"))
     console.print(Text(f"{report.html}\n{report.json}"), soft_wrap=True)

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from windlass import run_folder
 from windlass.observe import steps
-from windlass.observe.format import NONE, duration, figure, percent
-from windlass.observe.reader import NAN, ask, listed, number
-from windlass.observe.report.facts import Facts, peak_gib
-from windlass.observe.report.read import Run, Series, every, short, thin
+from windlass.observe.format import NONE, format_duration, format_figure, format_percent
+from windlass.observe.reader import NAN, as_list, as_number, get_path
+from windlass.observe.report.facts import Facts, highest_peak_gib
+from windlass.observe.report.read import Run, Series, finite_numbers, round_value, thin
 
 POINTS: Final = 480  # of one curve: every second pixel of a wide chart; a band shows the rest
 BUDGET: Final = 60_000  # points of all curves on a page, to keep it under a megabyte
@@ -25,17 +25,17 @@ Chart = dict[str, Any]
 Curve = dict[str, Any]
 
 
-def points(runs: int) -> int:
+def choose_points(runs: int) -> int:
     """Return the points of each curve if that many runs share a page."""
     return max(100, min(POINTS, BUDGET // max(1, runs * CURVES)))
 
 
-def charts(run: Run) -> list[Chart]:
+def make_charts(run: Run) -> list[Chart]:
     """Chart = {id, title, unit, x, stacked, series: [{label, values, least?, most?}]}; those without data are left out.
 
     A chart with a unit counts something, and begins at zero.
     """
-    first, x = run.first, axes(run)["step"]
+    first, x = run.first, make_axes(run)["step"]
 
     def curve(label: str, values: Sequence[float], *, band: bool = True) -> list[Curve]:
         return _curve(label, thin(values, run.cuts), band=band) if len(values) else []
@@ -46,7 +46,7 @@ def charts(run: Run) -> list[Chart]:
 
         def combined(part: int, way: Callable[[list[float]], float]) -> list[float | None]:
             stretches = [[v for v in each if v is not None] for each in zip(*(s[part] for s in series), strict=True)]
-            return [short(scale * way(values)) if values else None for values in stretches]
+            return [round_value(scale * way(values)) if values else None for values in stretches]
 
         return _curve(label, (combined(0, fmean), combined(1, min), combined(2, max)))
 
@@ -82,17 +82,21 @@ def charts(run: Run) -> list[Chart]:
     ]
 
 
-def axes(run: Run) -> dict[str, list[Any]]:
+def make_axes(run: Run) -> dict[str, list[Any]]:
     """Return the available x axes of the curves: steps, counted items, hours."""
     first, ends = run.first, [end - 1 for end in run.cuts[1:] if run.first.length]
     counted = list(accumulate(each if each == each else 0.0 for each in run.items))
     times = list(accumulate(first["time"], max))
     found: dict[str, list[Any]] = {
         "step": [int(first["step"][end]) for end in ends],
-        first.unit: [short(counted[end]) for end in ends] if counted and counted[-1] else [],
-        "hours": [short((times[end] - times[0]) / 3600) for end in ends] if times else [],
+        first.unit: [round_value(counted[end]) for end in ends] if counted and counted[-1] else [],
+        "hours": [round_value((times[end] - times[0]) / 3600) for end in ends] if times else [],
     }
-    return {name: points for name, points in found.items() if len(points) == len(ends) and None not in points}
+    return {
+        name: choose_points
+        for name, choose_points in found.items()
+        if len(choose_points) == len(ends) and None not in choose_points
+    }
 
 
 def _curve(label: str, series: Series, *, band: bool = True) -> list[Curve]:
@@ -104,10 +108,10 @@ def _curve(label: str, series: Series, *, band: bool = True) -> list[Curve]:
 def _planned_rate(run: Run, length: int) -> list[Curve]:
     """Return the plan's range, drawn behind the measured curve."""
     names = ("tokens_per_second", "tokens_per_second_low", "tokens_per_second_high")
-    found = [number(run.ask(run_folder.PLAN, "estimate", name)) for name in names]
-    if run.first.unit != steps.TOKENS or len(every(found)) < len(names):
+    found = [as_number(run.get(run_folder.PLAN, "estimate", name)) for name in names]
+    if run.first.unit != steps.TOKENS or len(finite_numbers(found)) < len(names):
         return []
-    middle, low, high = ([short(value)] * length for value in found)
+    middle, low, high = ([round_value(value)] * length for value in found)
     return [{**each, "faint": True} for each in _curve("planned", (middle, low, high))]
 
 
@@ -115,12 +119,12 @@ def _evaluations(run: Run, x: list[int]) -> list[Curve]:
     """Return curves for all evaluated rows and for each named set."""
     curves: dict[str, list[float | None]] = {"evaluation": [None] * len(x)}
     for event in run.events if x else ():
-        step = number(event.get("step"))
+        step = as_number(event.get("step"))
         at = next((i for i, last in enumerate(x) if last >= step), len(x) - 1)
         for name in event if event.get("kind") == "eval" and step == step else ():
-            if name.startswith("eval_") and name.endswith("loss") and (value := number(event[name])) == value:
+            if name.startswith("eval_") and name.endswith("loss") and (value := as_number(event[name])) == value:
                 label = f"evaluation {name[5:-5]}".strip()
-                curves.setdefault(label, [None] * len(x))[at] = short(value)
+                curves.setdefault(label, [None] * len(x))[at] = round_value(value)
     return [{"label": label, "values": values, "dots": True} for label, values in curves.items()]
 
 
@@ -133,7 +137,7 @@ def _sources(run: Run) -> list[str]:
 def _by(run: Run, source: str) -> Sequence[float]:
     column = array("d", [NAN]) * run.first.length
     for row, losses in run.first.objects["source_loss"].items():
-        column[row] = number(ask(losses, source))
+        column[row] = as_number(get_path(losses, source))
     return column
 
 
@@ -141,7 +145,7 @@ def _experts(run: Run, which: str) -> Sequence[float]:
     """Return the load of the busiest or the idlest expert of all layers, in the steps that were sampled."""
     column = array("d", [NAN]) * (run.first.length if run.first.objects["experts"] else 0)
     for row, balance in run.first.objects["experts"].items():
-        if found := every(listed(ask(balance, which))):
+        if found := finite_numbers(as_list(get_path(balance, which))):
             column[row] = max(found) if which == "busiest" else min(found)
     return column
 
@@ -149,22 +153,22 @@ def _experts(run: Run, which: str) -> Sequence[float]:
 # --- several runs ---
 
 
-def compared(runs: Sequence[Facts]) -> list[Chart]:
+def make_comparison_charts(runs: Sequence[Facts]) -> list[Chart]:
     """Return each main chart and each evaluation set, with one curve per run on the steps of all runs."""
     drawn = [(i, chart) for i, facts in enumerate(runs) for chart in facts["charts"]]
     made = []
     for name in COMPARED:
         if found := [(i, chart, chart["series"][0]) for i, chart in drawn if chart["id"] == name]:
-            made.append(_together(runs, found))
+            made.append(_combine_charts(runs, found))
         if name == "loss":
             evaluated = [(i, chart, each) for i, chart, _ in found for each in chart["series"] if each.get("dots")]
             for number, label in enumerate(dict.fromkeys(each["label"] for _, _, each in evaluated)):
-                of_set = _together(runs, [one for one in evaluated if one[2]["label"] == label])
+                of_set = _combine_charts(runs, [one for one in evaluated if one[2]["label"] == label])
                 made.append({**of_set, "id": f"evaluation-{number}", "title": f"Loss, {label}"})
     return [chart for chart in made if chart]
 
 
-def _together(runs: Sequence[Facts], found: Sequence[tuple[int, Chart, Curve]]) -> Chart:
+def _combine_charts(runs: Sequence[Facts], found: Sequence[tuple[int, Chart, Curve]]) -> Chart:
     if len({chart["unit"] for _, chart, _ in found}) > 1:
         return {}
     x = sorted({step for _, chart, _ in found for step in chart["x"]})
@@ -176,41 +180,41 @@ def _together(runs: Sequence[Facts], found: Sequence[tuple[int, Chart, Curve]]) 
     return {**found[0][1], "x": x, "series": series, "stacked": False}
 
 
-def comparison(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
+def compare_figures(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
     """Return the same figures of every run, for the page and for the terminal."""
     heads = [facts["headline"] for facts in runs]
     rows = [
         ("state", [facts["state"] for facts in runs]),
-        ("steps", [figure(head["steps"]) for head in heads]),
-        ("ranks", [figure(head["ranks"]) for head in heads]),
-        ("final loss", [figure(head["final_loss"], digits=4) for head in heads]),
-        ("lowest evaluation loss", [figure(head["least_eval_loss"], digits=4) for head in heads]),
-        ("clipped steps", [percent(head["clipped_share"]) for head in heads]),
-        ("seconds per step", [duration(head["step_seconds"]) for head in heads]),
+        ("steps", [format_figure(head["steps"]) for head in heads]),
+        ("ranks", [format_figure(head["ranks"]) for head in heads]),
+        ("final loss", [format_figure(head["final_loss"], digits=4) for head in heads]),
+        ("lowest evaluation loss", [format_figure(head["least_eval_loss"], digits=4) for head in heads]),
+        ("clipped steps", [format_percent(head["clipped_share"]) for head in heads]),
+        ("seconds per step", [format_duration(head["step_seconds"]) for head in heads]),
         *(
-            (f"{unit} per second", [figure(h["per_second"] if h["unit"] == unit else None) for h in heads])
+            (f"{unit} per second", [format_figure(h["per_second"] if h["unit"] == unit else None) for h in heads])
             for unit in dict.fromkeys(head["unit"] for head in heads)
         ),
-        ("model FLOPs used", [percent(head["mfu"], 1) for head in heads]),
-        ("peak memory", [figure(peak_gib(facts), "GiB") for facts in runs]),
-        ("waiting for ranks", [percent(facts["step_time"]["shares"].get("communication"), 1) for facts in runs]),
-        ("time", [duration(head["seconds"]) for head in heads]),
-        ("alarms", [figure(facts["alarm_count"]) for facts in runs]),
+        ("model FLOPs used", [format_percent(head["mfu"], 1) for head in heads]),
+        ("peak memory", [format_figure(highest_peak_gib(facts), "GiB") for facts in runs]),
+        ("waiting for ranks", [format_percent(facts["step_time"]["shares"].get("communication"), 1) for facts in runs]),
+        ("time", [format_duration(head["seconds"]) for head in heads]),
+        ("alarms", [format_figure(facts["alarm_count"]) for facts in runs]),
     ]
     return [(name, values) for name, values in rows if any(value != NONE for value in values)]
 
 
-def differences(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
+def compare_run_files(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
     """Return the keys of the run file that differ between the runs, each with its value in every run."""
-    flat = [dict(_leaves(facts["run"] or {})) for facts in runs]
+    flat = [dict(_iter_leaves(facts["run"] or {})) for facts in runs]
     keys = sorted({key for each in flat for key in each})
     rows = [(key, [str(each.get(key, NONE))[:80] for each in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def _iter_leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}".lstrip("."))
+            yield from _iter_leaves(inner, f"{key}.{name}".lstrip("."))
     else:
         yield key, value

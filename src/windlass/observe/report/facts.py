@@ -14,9 +14,9 @@ from typing import Any, Final
 from windlass import run_folder
 from windlass.observe import steps
 from windlass.observe.concerns import find_concerns
-from windlass.observe.format import count_of, duration
-from windlass.observe.reader import NAN, ask, known, listed, mean, median, number
-from windlass.observe.report.read import Run, every
+from windlass.observe.format import format_duration, format_plural
+from windlass.observe.reader import NAN, as_list, as_number, drop_nan, get_path, mean, median
+from windlass.observe.report.read import Run, finite_numbers
 
 Facts = dict[str, Any]
 PLAN: Final = run_folder.PLAN
@@ -30,28 +30,28 @@ MAX_PROMPTS, MAX_TEXTS, MAX_LETTERS = 16, 6, 1200
 MAX_LISTED: Final = 200  # alarms and targets; the counts say how many there are
 
 
-def facts(run: Run) -> Facts:
+def collect_facts(run: Run) -> Facts:
     """Return one run's entry in report.json."""
     meter = run.meters[min(run.meters)] if run.meters else {}
     events = {kind: [e for e in run.events if e.get("kind") == kind] for kind in ("start", "eval", "save")}
     times = run.first["time"]
-    began = next(iter(every(event.get("time") for event in events["start"])), times[0] if len(times) else NAN)
+    began = next(iter(finite_numbers(event.get("time") for event in events["start"])), times[0] if len(times) else NAN)
     in_range = 0 <= began < 1e11  # false for NaN
     good = [event for event in events["save"] if event.get("ok") is not False]
     failed = [event for event in events["save"] if event.get("ok") is False]
-    save_seconds = every(event.get("seconds") for event in good)
-    adapter, load = run.ask(PLAN, "adapter"), run.files.get(run_folder.LOAD)
-    targets = [target for target in listed(ask(adapter, "targets"))[:MAX_LISTED] if isinstance(target, dict)]
+    save_seconds = finite_numbers(event.get("seconds") for event in good)
+    adapter, load = run.get(PLAN, "adapter"), run.files.get(run_folder.LOAD)
+    targets = [target for target in as_list(get_path(adapter, "targets"))[:MAX_LISTED] if isinstance(target, dict)]
     made: Facts = {
         "name": run.name,
         "folder": str(run.folder),
-        "state": state(run),
-        "model": _last_part(run.ask(MANIFEST, "run", "model", "model_name_or_path") or run.ask(PLAN, "checkpoint")),
+        "state": read_state(run),
+        "model": _last_part(run.get(MANIFEST, "run", "model", "model_name_or_path") or run.get(PLAN, "checkpoint")),
         "data_set": _last_part(
-            run.ask(run_folder.DATA, "source", "name") or run.ask(MANIFEST, "run", "data", "dataset_name_or_path")
+            run.get(run_folder.DATA, "source", "name") or run.get(MANIFEST, "run", "data", "dataset_name_or_path")
         ),
         "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if in_range else None,
-        "headline": headline(run, began, every(event.get("eval_loss") for event in events["eval"])),
+        "headline": headline(run, began, finite_numbers(event.get("eval_loss") for event in events["eval"])),
         "step_time": step_time(run),
         "tokens": tokens(run) if run.first.unit == steps.TOKENS else None,
         "memory": memory(run),
@@ -63,7 +63,7 @@ def facts(run: Run) -> Facts:
         },
         "experts": experts(run),
         "evaluations": events["eval"],
-        "samples": samples(run),
+        "samples": read_samples(run),
         "alarms": run.alarms[:MAX_LISTED],
         "alarm_count": len(run.alarms),
         "watched": run.watched,
@@ -77,13 +77,13 @@ def facts(run: Run) -> Facts:
         },
         "ranks": ranks(run),
         "hardware": [
-            {**(ask(each, "hardware") if isinstance(ask(each, "hardware"), dict) else {}), "rank": rank}
+            {**(get_path(each, "hardware") if isinstance(get_path(each, "hardware"), dict) else {}), "rank": rank}
             for rank, each in run.meters.items()
         ],
-        "unmeasured": ask(meter, "unmeasured") or {},
-        "script_name": ask(meter, "script_name") or "",
-        "report_meta": ask(meter, "report_meta") or {},
-        "arithmetic": ask(meter, "arithmetic") or {},
+        "unmeasured": get_path(meter, "unmeasured") or {},
+        "script_name": get_path(meter, "script_name") or "",
+        "report_meta": get_path(meter, "report_meta") or {},
+        "arithmetic": get_path(meter, "arithmetic") or {},
         "data": run.files.get(run_folder.DATA),
         # Without the names of thousands of modules, and with counts of as many tensors.
         "adapter": {**adapter, "targets": [{k: t[k] for k in t if k != "matched"} for t in targets]}
@@ -92,18 +92,18 @@ def facts(run: Run) -> Facts:
         "certificate": {k: len(load[k]) if isinstance(load.get(k), list) else load.get(k) for k in CERTIFICATE}
         if load
         else None,
-        "run": run.ask(MANIFEST, "run"),
-        "versions": run.ask(MANIFEST, "versions") or ask(meter, "hardware", "versions") or {},
-        "git": run.ask(MANIFEST, "git"),
-        "layout": run.ask(PLAN, "layout"),
+        "run": run.get(MANIFEST, "run"),
+        "versions": run.get(MANIFEST, "versions") or get_path(meter, "hardware", "versions") or {},
+        "git": run.get(MANIFEST, "git"),
+        "layout": run.get(PLAN, "layout"),
         "absent": run.absent,
     }
-    made["planned"] = planned(run, made)
-    made["verdict"] = verdict(run, made)
+    made["planned"] = compare_with_plan(run, made)
+    made["verdict"] = judge_run(run, made)
     return made
 
 
-def samples(run: Run) -> list[Facts]:
+def read_samples(run: Run) -> list[Facts]:
     """Return the model's output for each prompt, at a few steps from the first to the last."""
     by_prompt: dict[str, list[Facts]] = {}
     for line in run.samples:
@@ -118,16 +118,16 @@ def samples(run: Run) -> list[Facts]:
     return shown
 
 
-def state(run: Run) -> str:
+def read_state(run: Run) -> str:
     """Return the manifest's state; while that is `running`, the last event may be newer: the run writes the report."""
-    recorded = run.ask(MANIFEST, "state")
+    recorded = run.get(MANIFEST, "state")
     if isinstance(recorded, str) and recorded not in ("", run_folder.RUNNING):
         return recorded
     last: dict[str, Any] = next((e for e in reversed(run.events) if e.get("kind") in ("start", "end")), {})
     if last.get("kind") == "end":
-        return "ended early" if number(last.get("step")) < number(run.ask(PLAN, "batch", "steps")) else "finished"
-    began = number(last.get("time"))
-    if any(alarm.get("level") == "stop" and number(alarm.get("time")) >= began for alarm in run.alarms):
+        return "ended early" if as_number(last.get("step")) < as_number(run.get(PLAN, "batch", "steps")) else "finished"
+    began = as_number(last.get("time"))
+    if any(alarm.get("level") == "stop" and as_number(alarm.get("time")) >= began for alarm in run.alarms):
         return STOPPED_BY_ALARM
     if run.silent_seconds > SILENT_SECONDS:
         return KILLED
@@ -138,12 +138,14 @@ def headline(run: Run, began: float, evaluations: list[float]) -> Facts:
     first, of_tokens = run.first, run.first.unit == steps.TOKENS
     few = max(1, first.length // 20)  # a twentieth of the run: a single step's loss is mostly noise
     seconds = first["time"][-1] - began if len(first["time"]) else NAN
-    recorded = every([ask(meter, "ranks") for meter in run.meters.values()] + [run.ask(MANIFEST, "ranks")])
+    recorded = finite_numbers(
+        [get_path(meter, "ranks") for meter in run.meters.values()] + [run.get(MANIFEST, "ranks")]
+    )
     world, rate = int(max([len(run.ranks), *recorded])), median(run.job_rate)  # some ranks may have left no file
-    norms, limit = known(first["grad_norm"]), number(run.ask(MANIFEST, "run", "train", "max_grad_norm"))
+    norms, limit = drop_nan(first["grad_norm"]), as_number(run.get(MANIFEST, "run", "train", "max_grad_norm"))
     return {
         "steps": int(first["step"][-1]) if first.length else 0,
-        "steps_planned": _whole(run.ask(PLAN, "batch", "steps")),
+        "steps_planned": _whole(run.get(PLAN, "batch", "steps")),
         "ranks": world,
         "first_loss": mean(first["loss"][:few]),
         "final_loss": mean(first["loss"][-few:]),
@@ -168,15 +170,15 @@ def step_time(run: Run) -> Facts:
         phase: run.stats(f"{phase}_seconds").mean for phase in steps.PHASES if run.stats(f"{phase}_seconds").count
     }
     total = math.fsum(seconds.values())
-    spent = math.fsum(known(run.first["step_seconds"]))
-    cost = known(run.first["meter_seconds"])
+    spent = math.fsum(drop_nan(run.first["step_seconds"]))
+    cost = drop_nan(run.first["meter_seconds"])
     medians = {rank: each.step_seconds for rank, each in run.ranks.items()}
     return {
         "seconds": seconds,
         "shares": {phase: value / total for phase, value in seconds.items()} if total else {},
         "median": medians[min(medians)],
         "slowest_rank": max(medians, key=lambda rank: (medians[rank] if medians[rank] > 0 else 0.0, rank)),
-        "pause_seconds": math.fsum(known(run.first["pause_seconds"])),
+        "pause_seconds": math.fsum(drop_nan(run.first["pause_seconds"])),
         "meter_share": math.fsum(cost) / spent if spent and cost else NAN,
     }
 
@@ -196,15 +198,15 @@ def tokens(run: Run) -> Facts:
 
 def memory(run: Run) -> Facts:
     on_gpu = run.stats("gpu_peak_gib").count > 0
-    device, host = number(run.ask(PLAN, "memory", "gpu_gib")), number(run.ask(PLAN, "memory", "host_gib"))
+    device, host = as_number(run.get(PLAN, "memory", "gpu_gib")), as_number(run.get(PLAN, "memory", "host_gib"))
     # Without a GPU a rank's device is the host: use its share of the plan's host memory.
-    share = host / (number(run.ask(PLAN, "layout", "gpus_per_node")) or NAN)
+    share = host / (as_number(run.get(PLAN, "layout", "gpus_per_node")) or NAN)
     field = "gpu_peak_gib" if on_gpu else "rss_gib"
     return {
         "place": "gpu" if on_gpu else "host",
         "per_rank": [{"rank": at, "peak_gib": rank.stats[field].most} for at, rank in run.ranks.items()],
         "planned_gib": device if on_gpu else share,
-        "capacity_gib": number(run.ask(PLAN, "memory", "gpu_memory_gib")) if on_gpu else NAN,
+        "capacity_gib": as_number(run.get(PLAN, "memory", "gpu_memory_gib")) if on_gpu else NAN,
     }
 
 
@@ -212,14 +214,14 @@ def experts(run: Run) -> Facts | None:
     """Return the last expert balance."""
     balances = {row: each for row, each in run.first.objects["experts"].items() if isinstance(each, dict)}
     last = max(balances, default=-1)
-    lists = {name: listed(ask(balances.get(last), name)) for name in ("busiest", "idlest", "unused")}
+    lists = {name: as_list(get_path(balances.get(last), name)) for name in ("busiest", "idlest", "unused")}
     layers = min(map(len, lists.values()))
     if not layers:
         return None
     return {
         "step": int(run.first["step"][last]),
         "experts": _whole(balances[last].get("experts")),
-        **{name: list(map(number, values[:layers])) for name, values in lists.items()},
+        **{name: list(map(as_number, values[:layers])) for name, values in lists.items()},
     }
 
 
@@ -230,7 +232,7 @@ def ranks(run: Run) -> list[Facts]:
         rows.append(
             {
                 "rank": at,
-                "host": ask(run.meters.get(at), "hardware", "host"),
+                "host": get_path(run.meters.get(at), "hardware", "host"),
                 "steps": rank.length,
                 "step_seconds": rank.step_seconds,
                 "communication_share": waiting.total / seconds if seconds and waiting.count else NAN,
@@ -244,51 +246,53 @@ def ranks(run: Run) -> list[Facts]:
     return rows
 
 
-def planned(run: Run, made: Facts) -> list[Facts]:
+def compare_with_plan(run: Run, made: Facts) -> list[Facts]:
     """Return each figure of the plan that was also measured."""
     head = made["headline"]
 
     def estimate(name: str) -> float:
-        return number(run.ask(PLAN, "estimate", name))
+        return as_number(run.get(PLAN, "estimate", name))
 
     rows = (
         ("seconds per step", "step_seconds", head["step_seconds"]),
         ("tokens per second", "tokens_per_second", head["tokens_per_second"]),
         ("MFU", "mfu", head["mfu"]),
-        ("peak memory, GiB", made["memory"]["planned_gib"], peak_gib(made)),
-        ("steps", run.ask(PLAN, "batch", "steps"), float(head["steps"])),
+        ("peak memory, GiB", made["memory"]["planned_gib"], highest_peak_gib(made)),
+        ("steps", run.get(PLAN, "batch", "steps"), float(head["steps"])),
         ("hours", "hours", head["seconds"] / 3600),
     )
     table = []
     for what, source, measured in rows:
-        expected = estimate(source) if isinstance(source, str) else number(source)
-        if known([expected, measured]):
+        expected = estimate(source) if isinstance(source, str) else as_number(source)
+        if drop_nan([expected, measured]):
             ends = [estimate(f"{source}_{end}") for end in ("low", "high")]
             row = {"what": what, "planned": expected, "measured": measured, "ratio": measured / (expected or NAN)}
-            table.append({**row, "range": ends if known(ends) else None})
-    return table if every(row["planned"] for row in table) else []
+            table.append({**row, "range": ends if drop_nan(ends) else None})
+    return table if finite_numbers(row["planned"] for row in table) else []
 
 
-def peak_gib(made: Facts) -> float:
+def highest_peak_gib(made: Facts) -> float:
     """Return the peak of the rank with the highest one."""
-    return max(every(row["peak_gib"] for row in made["memory"]["per_rank"]), default=NAN)
+    return max(finite_numbers(row["peak_gib"] for row in made["memory"]["per_rank"]), default=NAN)
 
 
-def verdict(run: Run, made: Facts) -> Facts:
+def judge_run(run: Run, made: Facts) -> Facts:
     """Return good, warn or bad, a sentence, and the concerns about the run."""
     head, saved, throttled = made["headline"], made["saves"], made["gpu"]["throttled_samples"]
     first, last = head["first_loss"], head["final_loss"]
     least, final = head["least_eval_loss"], head["final_eval_loss"]
     waiting = made["step_time"]["shares"].get("data", 0.0)
     odd = [int(run.first["step"][row]) for row in run.first.objects["non_finite"]]
-    skipped = f"{count_of(head['skipped_steps'], 'step')} {'was' if head['skipped_steps'] == 1 else 'were'} skipped"
-    limit = number(run.ask(MANIFEST, "run", "train", "max_grad_norm"))
+    skipped = (
+        f"{format_plural(head['skipped_steps'], 'step')} {'was' if head['skipped_steps'] == 1 else 'were'} skipped"
+    )
+    limit = as_number(run.get(MANIFEST, "run", "train", "max_grad_norm"))
     kinds = list(dict.fromkeys(str(alarm.get("kind", "?")) for alarm in run.alarms))[:6]
     stopped = any(alarm.get("level") in ("stop", "error", "bad") for alarm in run.alarms)
-    silence = f"no sign of life from any rank for {duration(run.silent_seconds)}, and no end recorded"
+    silence = f"no sign of life from any rank for {format_duration(run.silent_seconds)}, and no end recorded"
     lost = head["ranks"] - len(run.ranks)
     # Comparisons with an unknown number (NaN) are false.
-    other_base = run.ask(MANIFEST, "other_base")
+    other_base = run.get(MANIFEST, "other_base")
     against = [
         (made["state"] == KILLED, silence),
         (odd, f"loss or gradient is not a finite number at step {odd[0] if odd else 0}"),
@@ -296,7 +300,7 @@ def verdict(run: Run, made: Facts) -> Facts:
         (last > first * 1.02 and head["steps"] >= 20, "the loss is higher at the end than at the start"),
         (final > least * 1.05, f"the evaluation loss has risen from {least:.3f} to {final:.3f}: overfitting"),
         (other_base, f"trained on another base model than before: {other_base}"),
-        (run.alarms, f"{count_of(len(run.alarms), 'alarm')}: {', '.join(kinds)}"),
+        (run.alarms, f"{format_plural(len(run.alarms), 'alarm')}: {', '.join(kinds)}"),
         (saved["failed"], f"{saved['failed']} of {saved['count']} saves failed: {saved['error']}"),
         (waiting > DATA_SHARE, f"{waiting:.0%} of the step time is waiting for data: loading is the bottleneck"),
         (throttled, f"GPU clocks were lowered: {', '.join(throttled)}"),
@@ -308,9 +312,9 @@ def verdict(run: Run, made: Facts) -> Facts:
         head["steps"],
         head["clipped_share"],
         limit,
-        [list(map(number, listed(ask(each, "busiest")))) for each in balances],
-        step_seconds=(number(run.ask(PLAN, "estimate", "step_seconds")) if on_gpu else NAN, head["step_seconds"]),
-        peak_gib=(made["memory"]["planned_gib"] if on_gpu else NAN, peak_gib(made)),
+        [list(map(as_number, as_list(get_path(each, "busiest")))) for each in balances],
+        step_seconds=(as_number(run.get(PLAN, "estimate", "step_seconds")) if on_gpu else NAN, head["step_seconds"]),
+        peak_gib=(made["memory"]["planned_gib"] if on_gpu else NAN, highest_peak_gib(made)),
     )
     reasons = [reason for applies, reason in against if applies] + odd_figures
     bad = odd or stopped or made["state"] in BAD_STATES
@@ -323,14 +327,14 @@ def _sentence(made: Facts) -> str:
         return "No step has been made yet."
     planned = f" of {head['steps_planned']:,} steps" if head["steps_planned"] else ""
     text = f"{made['state'][:1].upper()}{made['state'][1:]} after "
-    text += f"{head['steps']:,}{planned}" if planned else count_of(head["steps"], "step")
-    if known([head["first_loss"] + head["final_loss"]]):
+    text += f"{head['steps']:,}{planned}" if planned else format_plural(head["steps"], "step")
+    if drop_nan([head["first_loss"] + head["final_loss"]]):
         text += f"; the loss went from {head['first_loss']:.3f} to {head['final_loss']:.3f}"
     return text + "."
 
 
 def _whole(value: Any) -> int | None:
-    return int(number(value)) if known([number(value)]) else None
+    return int(as_number(value)) if drop_nan([as_number(value)]) else None
 
 
 def _last_part(value: Any) -> str | None:

@@ -20,7 +20,7 @@ from windlass import run_folder
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe import steps
-from windlass.observe.reader import NAN, OBJECTS, Columns, Tail, ask, known, median, number
+from windlass.observe.reader import NAN, OBJECTS, Columns, Tail, as_number, drop_nan, get_path, median
 from windlass.observe.watch.heartbeat import read_beats
 
 OPTIONAL: Final = (run_folder.MANIFEST, run_folder.PLAN, run_folder.LOAD, run_folder.DATA)
@@ -81,19 +81,19 @@ class Run:
     watched: bool  # if true, no logged alarm means that there was none
     silent_seconds: float  # since the last heartbeat of any rank
 
-    def ask(self, file: str, *path: str) -> Any:
-        return ask(self.files.get(file), *path)
+    def get(self, file: str, *path: str) -> Any:
+        return get_path(self.files.get(file), *path)
 
     def stats(self, name: str) -> Stats:
         """Return a field's statistics over all ranks."""
         found = [rank.stats[name] for rank in self.ranks.values()]
-        most = max(known(each.most for each in found), default=NAN)
+        most = max(drop_nan(each.most for each in found), default=NAN)
         return Stats(sum(each.count for each in found), math.fsum(each.total for each in found), most)
 
 
-def read(folder: Path, points: int = 480) -> Run:
+def read_run(folder: Path, points: int = 480) -> Run:
     """Read everything the report needs, with curves of at most `points`. Refuse a folder without any step file."""
-    paths = run_folder.step_files(folder) if folder.is_dir() else {}
+    paths = run_folder.find_step_files(folder) if folder.is_dir() else {}
     if not paths:
         problem = "holds no steps-rank*.jsonl" if folder.is_dir() else "is not a folder"
         hint = "give a run folder: the output_dir of a run that has begun"
@@ -108,7 +108,7 @@ def read(folder: Path, points: int = 480) -> Run:
     for rank, path in paths.items():
         tail, columns = Tail(path), Columns(ALL if lead is None else ("step", *SUMS))
         sparse = lead is not None and path.stat().st_size > LONG
-        for records in tail.chunks([tail.sampled(points)] if sparse else None):
+        for records in tail.chunks([tail.sample_lines(points)] if sparse else None):
             columns.add(records)
         # Scale a sampled rank's counts to the number of steps in its last line.
         scale = columns["step"][-1] / columns.length if sparse and columns.length else 1.0
@@ -117,11 +117,11 @@ def read(folder: Path, points: int = 480) -> Run:
             count = "a line" if len(tail.damaged) == 1 else f"{len(tail.damaged)} lines"
             absent.append(f"{count} of {path.name} can't be read, the first is line {tail.damaged[0]}")
         if lead is None:
-            lead, cuts = columns, edges(columns.length, points)
+            lead, cuts = columns, choose_cuts(columns.length, points)
         ends = [*(lead["step"][cut] for cut in cuts[:-1]), math.inf]
         own_cuts = [bisect_left(columns["step"], end) for end in ends]  # a killed or sampled rank has fewer steps
-        unit, per_second = steps.counted(columns.unit)
-        found = {name: known(columns[name]) for name in (*SUMS, unit)}
+        unit, per_second = steps.unit_fields(columns.unit)
+        found = {name: drop_nan(columns[name]) for name in (*SUMS, unit)}
         ranks[rank] = Rank(
             round(columns.length * scale),
             {n: Stats(round(len(v) * scale), math.fsum(v) * scale, max(v, default=NAN)) for n, v in found.items()},
@@ -131,7 +131,7 @@ def read(folder: Path, points: int = 480) -> Run:
             [reason for each in columns.objects["gpu_throttle"].values() if isinstance(each, list) for reason in each],
         )
         if not len(lead["job_tokens"]):
-            own = aligned(columns, lead.unit, lead["step"])
+            own = align_column(columns, lead.unit, lead["step"])
             items = [a + b for a, b in zip(items, own, strict=True)] if items else list(own)
     assert lead is not None
     if sampled:
@@ -145,7 +145,7 @@ def read(folder: Path, points: int = 480) -> Run:
     for name in OPTIONAL:
         if value := read_json(folder / name):
             files[name] = value
-        elif not (name in NOT_OF_SCRIPTS and ask(files.get(run_folder.MANIFEST), "kind") == "script"):
+        elif not (name in NOT_OF_SCRIPTS and get_path(files.get(run_folder.MANIFEST), "kind") == "script"):
             absent.append(f"{name} is {'damaged' if (folder / name).exists() else 'absent'}")
     meters = {rank: read_json(folder / run_folder.METER.format(rank=rank)) for rank in paths}
     newest = max((beat["time"] for beat in read_beats(folder).values()), default=NAN)
@@ -174,7 +174,7 @@ def read(folder: Path, points: int = 480) -> Run:
     )
 
 
-def aligned(columns: Columns, name: str, by: Sequence[float]) -> Sequence[float]:
+def align_column(columns: Columns, name: str, by: Sequence[float]) -> Sequence[float]:
     """Return a rank's field at the first rank's steps: a killed rank may have fewer."""
     values, own = columns[name], columns["step"]
     if not len(values):
@@ -185,7 +185,7 @@ def aligned(columns: Columns, name: str, by: Sequence[float]) -> Sequence[float]
     return [at.get(step, NAN) for step in by]
 
 
-def edges(length: int, points: int) -> list[int]:
+def choose_cuts(length: int, points: int) -> list[int]:
     """Return where the stretches of a thinned curve begin; the last entry is the end."""
     count = min(length, points)
     return [length * i // count for i in range(count)] + [length] if count else [0]
@@ -193,13 +193,13 @@ def edges(length: int, points: int) -> list[int]:
 
 def thin(values: Sequence[float], cuts: Sequence[int]) -> Series:
     """Reduce a curve to few points that still show every spike: each stretch's mean, minimum and maximum."""
-    stretches = [known(values[start:end]) for start, end in itertools.pairwise(cuts)]
+    stretches = [drop_nan(values[start:end]) for start, end in itertools.pairwise(cuts)]
     ways: tuple[Any, ...] = (fmean, min, max)
-    middle, least, most = ([short(way(stretch)) if stretch else None for stretch in stretches] for way in ways)
+    middle, least, most = ([round_value(way(stretch)) if stretch else None for stretch in stretches] for way in ways)
     return middle, least, most
 
 
-def short(value: float) -> float | None:
+def round_value(value: float) -> float | None:
     """Round to five digits: more than a screen shows."""
     if not math.isfinite(value):
         return None
@@ -207,6 +207,6 @@ def short(value: float) -> float | None:
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
-def every(values: Iterable[Any]) -> list[float]:
+def finite_numbers(values: Iterable[Any]) -> list[float]:
     """Return the finite numbers among arbitrary values."""
-    return known(map(number, values))
+    return drop_nan(map(as_number, values))

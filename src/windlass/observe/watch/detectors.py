@@ -125,9 +125,9 @@ class History:
             self.first_norms += self.values("grad_norm", 1)
         before = self.values("loss", WINDOW + RECENT)[:-RECENT]
         if len(before) >= MIN_STEPS:
-            now = center(before)
+            now = median_and_deviation(before)
             self.lowest_loss = min(self.lowest_loss or now, now)
-        if self.seen > WARM_UP and (seconds := slowest(records)):
+        if self.seen > WARM_UP and (seconds := slowest_step(records)):
             self.step_seconds.append(seconds)
 
     def values(self, name: str, last: int) -> list[float]:
@@ -137,24 +137,24 @@ class History:
         return [value for value in found if value is not None]
 
 
-def center(numbers: Sequence[float]) -> tuple[float, float]:
+def median_and_deviation(numbers: Sequence[float]) -> tuple[float, float]:
     """Return the median, and the standard deviation estimated from the median absolute deviation."""
     middle = median(numbers)
     return middle, SIGMA * median(abs(number - middle) for number in numbers)
 
 
-def slowest(records: Records) -> float:
+def slowest_step(records: Records) -> float:
     """Return the step time of the slowest rank, which all others wait for."""
     return max((record.get("step_seconds") or 0.0 for record in records.values()), default=0.0)
 
 
-def worst_rank(by_rank: Mapping[int, float]) -> tuple[int, float, float]:
+def find_worst_rank(by_rank: Mapping[int, float]) -> tuple[int, float, float]:
     """Return the rank with the largest value, that value, and the median of the others."""
     worst = max(by_rank, key=lambda rank: by_rank[rank])
     return worst, by_rank[worst], median(value for rank, value in by_rank.items() if rank != worst)
 
 
-def dataset_rows(records: Records) -> str:
+def describe_rows(records: Records) -> str:
     """Return the step's rows of the data set, rank by rank."""
     listed = []
     for rank, record in sorted(records.items()):
@@ -182,10 +182,10 @@ def gradient_spike(history: History) -> Findings:
     *before, now = history.values("grad_norm", WINDOW + 1) or [0.0]
     if len(before) < MIN_STEPS or now not in history.values("grad_norm", 1):
         return
-    middle, deviation = center(before)
+    middle, deviation = median_and_deviation(before)
     limit = max(history.limits.gradient_factor * middle, middle + history.limits.deviations * deviation)
     if now > limit:
-        rows = dataset_rows(history.joined[-1])
+        rows = describe_rows(history.joined[-1])
         yield f"norm {now:.4g}, the median before was {middle:.4g}, the limit is {limit:.4g}; {rows}", None
 
 
@@ -195,7 +195,7 @@ def non_finite(history: History) -> Findings:
     skipped = any(record.get("skipped") for record in records.values())
     if names or skipped:
         what = f"{', '.join(names) or 'gradient'}{', update skipped' if skipped else ''}"
-        yield f"{what}; {dataset_rows(records)}", None
+        yield f"{what}; {describe_rows(records)}", None
 
 
 def dead_adapter(history: History) -> Findings:
@@ -233,7 +233,7 @@ def straggler(history: History) -> Findings:
     ranks = sorted(recent[-1])
     if len(recent) < MIN_STEPS or len(ranks) < 2:
         return
-    step_seconds = median(map(slowest, recent))
+    step_seconds = median(map(slowest_step, recent))
     for phase in ("data", "forward", "backward", "optimizer", "other"):
         name, waiting = f"{phase}_seconds", "wait_seconds" if phase == "forward" else ""
 
@@ -241,7 +241,7 @@ def straggler(history: History) -> Findings:
             return (record.get(name) or 0.0) - (record.get(waiting) or 0.0)
 
         taken = {rank: median(own(records[rank]) for records in recent) for rank in ranks}
-        worst, seconds, others = worst_rank(taken)
+        worst, seconds, others = find_worst_rank(taken)
         if seconds - others > max(history.limits.straggler_share * step_seconds, MIN_DELAY):
             times = f"{seconds:.3g} s, the others {others:.3g} s of a step of {step_seconds:.3g} s"
             yield f"slow in {phase}: {times}", worst
@@ -252,7 +252,7 @@ def memory_growth(history: History) -> Findings:
     for rank, memory in history.memory.items():
         limit = history.limits.memory_fraction * memory.capacity_gib
         for points in (list(memory.recent), memory.whole_run):
-            slope = steady_growth(points, MIN_GROWTH * memory.capacity_gib)
+            slope = fit_growth(points, MIN_GROWTH * memory.capacity_gib)
             if slope is None:
                 continue
             step, used = points[-1]
@@ -264,7 +264,7 @@ def memory_growth(history: History) -> Findings:
                 break
 
 
-def steady_growth(points: Points, at_least: float) -> float | None:
+def fit_growth(points: Points, at_least: float) -> float | None:
     """Return GiB per step if memory grew by `at_least` and no slower at the end: caches level off, leaks don't."""
     if len(points) < SAMPLES // 2:
         return None
@@ -282,14 +282,14 @@ def memory_imbalance(history: History) -> Findings:
     used = {r: median(v for _, v in memory.recent) for r, memory in history.memory.items() if len(memory.recent) >= 5}
     if len(used) < 2 or len(used) < len(history.memory):
         return
-    worst, gib, others = worst_rank(used)
+    worst, gib, others = find_worst_rank(used)
     enough = gib - others > MIN_IMBALANCE * history.memory[worst].capacity_gib
     if gib > history.limits.memory_ratio * others and enough:
         yield f"{gib:.2f} GiB, the others {others:.2f} GiB", worst
 
 
 def throughput(history: History) -> Findings:
-    recent = [seconds for records in list(history.joined)[-RECENT_TIMES:] if (seconds := slowest(records))]
+    recent = [seconds for records in list(history.joined)[-RECENT_TIMES:] if (seconds := slowest_step(records))]
     if len(history.step_seconds) < WINDOW or len(recent) < RECENT_TIMES:
         return
     usual, now = median(history.step_seconds), median(recent)
@@ -385,7 +385,7 @@ DETECTORS: Final = (
 BY_KIND: Final = {detector.kind: detector for detector in DETECTORS}
 
 
-def hint_for(kind: str, folder: Path) -> str:
+def make_hint(kind: str, folder: Path) -> str:
     """Return a hint for an alarm, with commands that name this run."""
     hint = BY_KIND[kind].hint if kind in BY_KIND else ""
     run = folder / "run.yaml"  # `windlass submit` puts it there

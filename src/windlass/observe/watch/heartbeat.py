@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from windlass.files import Unwritten, write_atomic
+from windlass.files import WriteGuard, write_atomic
 from windlass.observe.watch.detectors import Alarm
 
 BEAT: Final = "heartbeat-rank{rank}.json"
@@ -54,12 +54,12 @@ class Heartbeat(threading.Thread):
         stalled: Callable[[Alarm], None],
         leave: Callable[[str], None] | None,
         flight_recorder: Callable[[], Mapping[str, Any]] = dict,
-        unwritten: Unwritten | None = None,
+        unwritten: WriteGuard | None = None,
     ) -> None:
         super().__init__(name="windlass heartbeat", daemon=True)
         self.folder, self.rank, self.ranks, self.stall_seconds = folder, rank, ranks, stall_seconds
         self.position, self.stalled, self.leave, self.flight_recorder = position, stalled, leave, flight_recorder
-        self.unwritten = unwritten or Unwritten(lambda _: None)
+        self.unwritten = unwritten or WriteGuard(lambda _: None)
         self.period = min(SLOWEST_BEAT, (stall_seconds or 60.0) / 4)
         self.over = threading.Event()
         self.stacks = self.unwritten.open(folder / STACKS.format(rank=rank), "w")
@@ -113,16 +113,18 @@ class Heartbeat(threading.Thread):
         alive = [rank for rank, beat in beats.items() if time.time() - beat["time"] < 4 * self.period]
         silent = [rank for rank in range(self.ranks) if rank not in alive]
         give_up = time.monotonic() + 2 * self.period  # a rank that is dead, or on a node that is, writes no stacks
-        while any(not _stacks(self.folder, rank) for rank in silent) and time.monotonic() < give_up:
+        while any(not _read_stacks(self.folder, rank) for rank in silent) and time.monotonic() < give_up:
             if self.over.wait(self.period / 4):
                 break
         parts = [f"no progress for {quiet:.0f} s"]
         if silent:
             where = ", ".join(f"pid {beats[r]['pid']} on {beats[r]['host']}" for r in silent if r in beats)
-            parts.append(f"no sign of life from {named(silent)}{f' ({where})' if where else ''}")
-        holders = ((rank, gil_holder(self.folder, rank)) for rank in range(self.ranks))
+            parts.append(f"no sign of life from {format_ranks(silent)}{f' ({where})' if where else ''}")
+        holders = ((rank, find_gil_holder(self.folder, rank)) for rank in range(self.ranks))
         parts += [f"rank {rank} holds Python's lock: {where}" for rank, where in holders if where]
-        parts += absent_ranks({rank: beats[rank].get("collectives") or {} for rank in alive if beats[rank]["stalled"]})
+        parts += find_absent_ranks(
+            {rank: beats[rank].get("collectives") or {} for rank in alive if beats[rank]["stalled"]}
+        )
         parts += [f"rank {rank} in {beat['phase']} of step {beat['step']}" for rank, beat in beats.items()][:8]
         message = "; ".join([*parts, f"stacks in {STACKS.format(rank='*')}"])
         if min(alive, default=self.rank) == self.rank:
@@ -131,16 +133,16 @@ class Heartbeat(threading.Thread):
             self.leave(message)
 
 
-def _stacks(folder: Path, rank: int) -> str:
+def _read_stacks(folder: Path, rank: int) -> str:
     try:
         return (folder / STACKS.format(rank=rank)).read_text(errors="replace")
     except OSError:
         return ""
 
 
-def gil_holder(folder: Path, rank: int) -> str:
+def find_gil_holder(folder: Path, rank: int) -> str:
     """Return where a rank is if only faulthandler's timer could write its stacks; empty for every other rank."""
-    text = _stacks(folder, rank)
+    text = _read_stacks(folder, rank)
     lines = text.splitlines()
     threads = [at for at, line in enumerate(lines) if line.startswith("Thread ")]  # the main thread comes last
     by_timer = text.startswith("Timeout ") and threads and threads[-1] + 1 < len(lines)
@@ -164,7 +166,7 @@ def read_beats(folder: Path) -> dict[int, dict[str, Any]]:
 Calls = Mapping[str, Mapping[str, Any]]
 
 
-def recent_calls(trace: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def read_recent_calls(trace: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return this rank's last collectives by process group, from the dump of torch's flight recorder."""
     groups: dict[str, dict[str, Any]] = {}
     for entry in trace.get("entries") or ():
@@ -180,7 +182,7 @@ def recent_calls(trace: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def absent_ranks(by_rank: Mapping[int, Calls]) -> list[str]:
+def find_absent_ranks(by_rank: Mapping[int, Calls]) -> list[str]:
     """Name for each group the ranks that lack the call for which others wait. A rank without any record lacks all."""
     found = []
     for name in sorted({name for groups in by_rank.values() for name in groups}):
@@ -192,9 +194,12 @@ def absent_ranks(by_rank: Mapping[int, Calls]) -> list[str]:
         behind += [rank for rank, groups in sorted(by_rank.items()) if not groups]
         if behind:
             call = by_rank[waiting[0]][name]["recent"].get(str(first), "a collective")
-            found.append(f"{named(behind)} absent from {call} (number {first} of group {name}), {named(waiting)} in it")
+            found.append(
+                f"{format_ranks(behind)} absent from {call} (number {first} of group {name}), "
+                f"{format_ranks(waiting)} in it"
+            )
     return found
 
 
-def named(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

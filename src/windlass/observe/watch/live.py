@@ -19,8 +19,8 @@ from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe import steps
 from windlass.observe.concerns import find_concerns
-from windlass.observe.reader import NAN, JoinedSteps, Tail, ask, known, listed, median, number
-from windlass.observe.watch.detectors import hint_for
+from windlass.observe.reader import NAN, JoinedSteps, Tail, as_list, as_number, drop_nan, get_path, median
+from windlass.observe.watch.detectors import make_hint
 from windlass.observe.watch.heartbeat import read_beats
 
 BARS: Final = "▁▂▃▄▅▆▇█"
@@ -41,7 +41,7 @@ class View:
     """The state of one run folder as read so far; `round` reads what is new."""
 
     def __init__(self, folder: Path) -> None:
-        found = run_folder.step_files(folder) if folder.is_dir() else {}
+        found = run_folder.find_step_files(folder) if folder.is_dir() else {}
         if not found and not (folder / run_folder.MANIFEST).is_file():
             what = "holds no run" if folder.is_dir() else "is not a folder" if folder.exists() else "is not there"
             raise UserError(what, str(folder), "give a run folder: the output_dir of a run")
@@ -59,40 +59,40 @@ class View:
         self.beats: dict[int, dict[str, Any]] = {}
         self.state = ""
 
-    def round(self) -> None:
+    def read_new(self) -> None:
         if not self.joined.latest:  # the first rank logs the number of ranks; no job has more than a machine room
             ranks = read_json(self.folder / run_folder.METER.format(rank=0)).get("ranks")
             if not isinstance(ranks, int) or not 0 < ranks <= 1 << 20:
-                ranks = len(run_folder.step_files(self.folder))
+                ranks = len(run_folder.find_step_files(self.folder))
             self.joined = JoinedSteps(self.folder, ranks)
         manifest = run_folder.read_manifest(self.folder)
         self.state = str(manifest.get("state") or "unknown")
-        self.max_grad_norm = number(ask(manifest, "run", "train", "max_grad_norm"))
-        for _, records in self.joined.new():
+        self.max_grad_norm = as_number(get_path(manifest, "run", "train", "max_grad_norm"))
+        for _, records in self.joined.read_new():
             for name, curve in self.curves.items():
-                if abs(found := number(records[0].get(name))) < HUGE:
+                if abs(found := as_number(records[0].get(name))) < HUGE:
                     curve.append(found)
                 if len(curve) > MAX_POINTS:
                     curve[:] = curve[1::2]
-            norm = number(records[0].get("grad_norm"))
+            norm = as_number(records[0].get("grad_norm"))
             self.norms, self.clipped = self.norms + (norm == norm), self.clipped + (norm > self.max_grad_norm > 0)
-            if shares := listed(ask(records[0].get("experts"), "busiest")):
-                self.busiest.append(list(map(number, shares)))
+            if shares := as_list(get_path(records[0].get("experts"), "busiest")):
+                self.busiest.append(list(map(as_number, shares)))
                 if len(self.busiest) > MAX_BALANCES:
                     self.busiest[:] = self.busiest[::2]
-            peaks = [number(record.get("gpu_peak_gib")) for record in records.values()]
-            self.peak_gib = max(known([self.peak_gib, *peaks]), default=NAN)
-            self.seconds.append(max(value(record, "step_seconds") for record in records.values()))
+            peaks = [as_number(record.get("gpu_peak_gib")) for record in records.values()]
+            self.peak_gib = max(drop_nan([self.peak_gib, *peaks]), default=NAN)
+            self.seconds.append(max(get_number(record, "step_seconds") for record in records.values()))
         for alarm in self.alarm_lines.objects():
             self.alarms.append(alarm)
             self.alarm_count += 1
         for event in self.event_lines.objects():
-            if event.get("kind") == "eval" and known([number(event.get("eval_loss"))]):
-                self.evaluation = f"evaluation {event['eval_loss']:.4f} at step {value(event, 'step'):.0f}"
+            if event.get("kind") == "eval" and drop_nan([as_number(event.get("eval_loss"))]):
+                self.evaluation = f"evaluation {event['eval_loss']:.4f} at step {get_number(event, 'step'):.0f}"
         self.beats = read_beats(self.folder)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.state != run_folder.RUNNING
 
     def draw(self, now: float) -> Group:
@@ -100,44 +100,44 @@ class View:
         latest = self.joined.latest
         first = latest.get(0, {})
         plan = read_json(self.folder / run_folder.PLAN)
-        planned = int(value(ask(plan, "batch"), "steps"))
-        step = int(value(first, "step"))
+        planned = int(get_number(get_path(plan, "batch"), "steps"))
+        step = int(get_number(first, "step"))
         line = Text(f"{self.folder}  ", style="bold") + Text(self.state, style=STATES.get(self.state, "yellow"))
         line += Text(f"  step {step:,}" + (f" of {planned:,}" if planned else ""))
-        if planned and self.seconds and not self.over:
-            line += Text(f"  {steps.clock(max(planned - step, 0) * sum(self.seconds) / len(self.seconds))} left")
+        if planned and self.seconds and not self.is_over:
+            line += Text(f"  {steps.format_clock(max(planned - step, 0) * sum(self.seconds) / len(self.seconds))} left")
         lines: list[Text | Table] = [line]
         newest = max((float(beat["time"]) for beat in self.beats.values()), default=now)
-        if not self.over and now - newest > SILENT_SECONDS:
-            ago = steps.clock(now - newest)
+        if not self.is_over and now - newest > SILENT_SECONDS:
+            ago = steps.format_clock(now - newest)
             lines.append(Text(f"no sign of life from any rank for {ago}: killed?", style="bold red"))
         for name, curve in self.curves.items():
             if curve:
-                lines.append(Text(f"{name.replace('_', ' '):10} {curve[-1]:>10.4g}  {sparkline(curve)}"))
-        if known([number(first.get("learning_rate"))]):
-            unit, rate = steps.counted(steps.unit(first))
-            total = sum(value(record, rate) for record in latest.values())
+                lines.append(Text(f"{name.replace('_', ' '):10} {curve[-1]:>10.4g}  {draw_sparkline(curve)}"))
+        if drop_nan([as_number(first.get("learning_rate"))]):
+            unit, rate = steps.unit_fields(steps.read_unit(first))
+            total = sum(get_number(record, rate) for record in latest.values())
             lines.append(Text(f"{'rate':10} {first['learning_rate']:>10.3g}  {total:,.0f} {unit}/s  {self.evaluation}"))
 
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         for name in ("rank", "step", "in", "s/step", *(HEADS.get(p, p) for p in steps.PHASES), "GiB", "GPU", "alive"):
             table.add_column(name, justify="left" if name == "in" else "right", no_wrap=True)
-        slowest = sorted(latest, key=lambda rank: -value(latest[rank], "step_seconds"))
+        slowest = sorted(latest, key=lambda rank: -get_number(latest[rank], "step_seconds"))
         for rank in sorted(slowest[:MAX_RANKS]):
-            record, beat = latest[rank], self.beats.get(rank) if not self.over else None
-            seconds = value(record, "step_seconds")
-            shares = [f"{value(record, f'{p}_seconds') / seconds:.0%}" if seconds else "" for p in steps.PHASES]
-            memory = number(record.get("gpu_peak_gib", record.get("rss_gib")))
-            busy = number(record.get("gpu_utilization"))
+            record, beat = latest[rank], self.beats.get(rank) if not self.is_over else None
+            seconds = get_number(record, "step_seconds")
+            shares = [f"{get_number(record, f'{p}_seconds') / seconds:.0%}" if seconds else "" for p in steps.PHASES]
+            memory = as_number(record.get("gpu_peak_gib", record.get("rss_gib")))
+            busy = as_number(record.get("gpu_utilization"))
             cells = (
                 str(rank),
-                f"{value(record, 'step'):.0f}",
+                f"{get_number(record, 'step'):.0f}",
                 HEADS.get(phase := str(beat.get("phase", "")), phase) if beat else "",
                 f"{seconds:.3g}",
                 *shares,
                 f"{memory:.1f}" if memory == memory else "",
                 f"{busy:.0%}" if busy == busy else "",
-                f"{steps.clock(max(now - beat['time'], 0))} ago" if beat else "",
+                f"{steps.format_clock(max(now - beat['time'], 0))} ago" if beat else "",
             )
             table.add_row(*map(Text, cells))
         lines.append(table)
@@ -148,8 +148,11 @@ class View:
             self.clipped / self.norms if self.norms else NAN,
             self.max_grad_norm,
             self.busiest,
-            step_seconds=(number(ask(plan, "estimate", "step_seconds")) if on_gpu else NAN, median(self.seconds)),
-            peak_gib=(number(ask(plan, "memory", "gpu_gib")), self.peak_gib),
+            step_seconds=(
+                as_number(get_path(plan, "estimate", "step_seconds")) if on_gpu else NAN,
+                median(self.seconds),
+            ),
+            peak_gib=(as_number(get_path(plan, "memory", "gpu_gib")), self.peak_gib),
         )
         lines += [Text(f"note: {concern}", style="yellow") for concern in concerns]
         if not self.alarm_count:
@@ -160,7 +163,7 @@ class View:
             head = f"  step {alarm.get('step', '?')}{of_rank} {str(alarm.get('kind', '?')).replace('_', ' ')}: "
             message = "".join(letter for letter in str(alarm.get("message", "")) if letter.isprintable())
             lines.append(Text(head, style=LEVELS.get(str(alarm.get("level")), "yellow")) + Text(message))
-        if hint := hint_for(str(self.alarms[-1].get("kind")), self.folder):
+        if hint := make_hint(str(self.alarms[-1].get("kind")), self.folder):
             lines.append(Text(f"  hint: {hint}", style="dim"))
         return Group(*lines)
 
@@ -168,8 +171,8 @@ class View:
 def watch(folder: Path, *, once: bool, console: Console, every_seconds: float = 1.0) -> None:
     """Show the run until it is over, or once. Ctrl-C stops watching, not the run."""
     view = View(folder)
-    view.round()
-    if once or view.over or not console.is_terminal:
+    view.read_new()
+    if once or view.is_over or not console.is_terminal:
         if not console.is_terminal:
             console.width = max(console.width, PIPE_WIDTH)
         console.print(view.draw(time.time()))
@@ -182,19 +185,19 @@ def watch(folder: Path, *, once: bool, console: Console, every_seconds: float = 
 
 
 def follow(view: View, show: Callable[[], None], every_seconds: float) -> None:
-    while not view.over:
+    while not view.is_over:
         time.sleep(every_seconds)
-        view.round()
+        view.read_new()
         show()
 
 
-def value(record: Any, name: str) -> float:
+def get_number(record: Any, name: str) -> float:
     """Return a field as a number; 0 if it has none."""
-    found = number(ask(record, name))
+    found = as_number(get_path(record, name))
     return found if abs(found) < HUGE else 0.0  # false for NaN
 
 
-def sparkline(values: Sequence[float]) -> str:
+def draw_sparkline(values: Sequence[float]) -> str:
     """Draw a curve in one line: each character is the mean of its part."""
     parts = min(WIDTH, len(values))
     edges = [i * len(values) // parts for i in range(parts + 1)]

@@ -16,7 +16,7 @@ from windlass.errors import UserError
 from windlass.files import append_json_line, read_json
 from windlass.observe import steps
 from windlass.observe.reader import JoinedSteps, Tail
-from windlass.observe.watch.detectors import BY_KIND, DETECTORS, EVALUATIONS, STEPS, Alarm, History, Memory, hint_for
+from windlass.observe.watch.detectors import BY_KIND, DETECTORS, EVALUATIONS, STEPS, Alarm, History, Memory, make_hint
 from windlass.runfile import RunFile, ScriptRun, Watch
 
 # Fields of the whole job: all ranks have the first rank's value.
@@ -24,9 +24,9 @@ OF_THE_JOB: Final = ("step", "epoch", "loss", "grad_norm", "learning_rate", "job
 ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
-def exposition(run: str, latest: Mapping[int, Mapping[str, Any]], alarms: Mapping[str, int]) -> str:
+def format_prometheus(run: str, latest: Mapping[int, Mapping[str, Any]], alarms: Mapping[str, int]) -> str:
     """Format `windlass_FIELD{run,rank}` for every numeric field of the step files, and `windlass_alarms_total`."""
-    counted = {name for record in latest.values() for name in steps.counted(steps.unit(record))}
+    counted = {name for record in latest.values() for name in steps.unit_fields(steps.read_unit(record))}
     own = {name: ["", "as the script's meter counts"] for name in sorted(counted - steps.FIELDS.keys())}
     named = f'run="{run.translate(ESCAPES)}"'
     lines = []
@@ -45,7 +45,7 @@ def exposition(run: str, latest: Mapping[int, Mapping[str, Any]], alarms: Mappin
     return "".join(f"{line}\n" for line in lines)
 
 
-class Page:
+class MetricsServer:
     """Serves `/metrics` from its own thread."""
 
     def __init__(self, address: str, port: int, text: Callable[[], str]) -> None:
@@ -85,7 +85,7 @@ NCCL_LOG: Final = "nccl-%h-%p.log"  # NCCL fills in the host and the process
 CHANNEL: Final = re.compile(rb"via NET/([A-Za-z]+)/\d+")
 
 
-def environment(environ: Mapping[str, str], job: RunFile | ScriptRun, folder: Path) -> dict[str, str]:
+def make_environment(environ: Mapping[str, str], job: RunFile | ScriptRun, folder: Path) -> dict[str, str]:
     """Return variables that make torch and NCCL record for the watch, unless set by the user; read at connection."""
     wanted = {}
     if job.watch.stall != OFF and not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & environ.keys():
@@ -120,17 +120,17 @@ class Patrol:
         self.lock = threading.Lock()
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="windlass watch", daemon=True)
-        self.page: Page | None = None
+        self.page: MetricsServer | None = None
 
     def serve(self, name: str) -> None:
         """Serve the page for Prometheus if one is configured."""
 
         def metrics() -> str:
             with self.lock:
-                return exposition(name, self.joined.latest, self.counts)
+                return format_prometheus(name, self.joined.latest, self.counts)
 
         if self.limits.prometheus_port is not None:
-            self.page = Page(self.limits.prometheus_address, self.limits.prometheus_port, metrics)
+            self.page = MetricsServer(self.limits.prometheus_address, self.limits.prometheus_port, metrics)
 
     def start(self) -> None:
         self.thread.start()
@@ -151,10 +151,10 @@ class Patrol:
 
     def round(self) -> None:
         with self.lock:
-            for step, records in self.joined.new():
+            for step, records in self.joined.read_new():
                 if step > self.from_step:
                     if not self.history.memory:
-                        self.history.memory = memory_of(self.folder, list(records))
+                        self.history.memory = read_memory_limits(self.folder, list(records))
                     self.history.add(step, records)
                     self._judge(STEPS, step)
             for event in self.events.objects():
@@ -166,7 +166,7 @@ class Patrol:
             if self.network and self.limits.sockets != OFF:
                 self._read_nccl_logs()
 
-    def tell(self, alarm: Alarm) -> None:
+    def raise_alarm(self, alarm: Alarm) -> None:
         """Raise an alarm with the action of its kind, unless that is off or it was raised a short while ago."""
         action = alarm.level if alarm.kind in ("non_finite", "failed") else getattr(self.limits, alarm.kind)
         before = self.last.get((alarm.kind, alarm.rank))
@@ -181,7 +181,7 @@ class Patrol:
         for detector in DETECTORS:
             if detector.reads == reads and detector.rule and getattr(self.limits, detector.kind) != OFF:
                 for message, rank in detector.rule(self.history):
-                    self.tell(Alarm(detector.kind, step, message, rank))
+                    self.raise_alarm(Alarm(detector.kind, step, message, rank))
 
     def _read_nccl_logs(self) -> None:
         for path in self.folder.glob("nccl-*.log"):
@@ -190,10 +190,12 @@ class Patrol:
         if (sockets := self.channels["Socket"]) and ("sockets", None) not in self.last:
             count = f"{sockets} of {self.channels.total()}"
             message = f"NCCL sends {count} channels between nodes over sockets, and there is {self.network}"
-            self.tell(Alarm("sockets", max((r["step"] for r in self.joined.latest.values()), default=0), message))
+            self.raise_alarm(
+                Alarm("sockets", max((r["step"] for r in self.joined.latest.values()), default=0), message)
+            )
 
 
-def memory_of(folder: Path, ranks: list[int]) -> dict[int, Memory]:
+def read_memory_limits(folder: Path, ranks: list[int]) -> dict[int, Memory]:
     """Return the memory that each rank may use: its GPU's, or its share of its host's."""
     about = {rank: read_json(folder / run_folder.METER.format(rank=rank)).get("hardware", {}) for rank in ranks}
     hosts = [facts.get("host") for facts in about.values()]
@@ -208,7 +210,7 @@ def memory_of(folder: Path, ranks: list[int]) -> dict[int, Memory]:
 
 def report_alarm(folder: Path, alarm: Alarm, say: Callable[[str], None]) -> None:
     """Log and print an alarm."""
-    hint, unwritten = hint_for(alarm.kind, folder), ""
+    hint, unwritten = make_hint(alarm.kind, folder), ""
     try:
         append_json_line(folder / run_folder.ALARMS, dataclasses.asdict(alarm))
     except OSError as error:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from windlass import run_folder
 from windlass.errors import Problem, RunError
-from windlass.files import Unwritten, read_json
+from windlass.files import WriteGuard, read_json
 from windlass.observe.watch.detectors import Alarm, AlarmError
-from windlass.observe.watch.heartbeat import Heartbeat, Position, recent_calls
+from windlass.observe.watch.heartbeat import Heartbeat, Position, read_recent_calls
 from windlass.observe.watch.patrol import CHECKPOINT, OFF, STOP, Patrol, report_alarm
 from windlass.runfile import ScriptRun, Watch
 
@@ -52,20 +52,20 @@ class RunWatch:
         say: Callable[[str], None],
         on_stall: Callable[[Problem], None] = lambda _: None,
         report: Callable[[], None] = lambda: None,
-        unwritten: Unwritten | None = None,
+        unwritten: WriteGuard | None = None,
     ) -> None:
         self.folder, self.rank, self.ranks, self.limits, self.recorder = folder, rank, ranks, limits, recorder
         self.name, self.say, self.on_stall, self.report = name, say, on_stall, report
         self.request = 0  # rank 0's request to all ranks; 0 on the others
         self.stopped_by = ""
-        self.patrol = Patrol(folder, limits, ranks, network=network, raised=self._raised)
+        self.patrol = Patrol(folder, limits, ranks, network=network, raised=self._on_alarm)
         self.patrol.history.vocabulary = vocabulary
         stall = None if limits.stall == OFF else stall_seconds
         leave = self._leave if limits.stall == STOP else None
         if unwritten is not None:
-            unwritten.say = self._unwritten
+            unwritten.say = self._on_write_error
         self.heartbeat = Heartbeat(
-            folder, rank, ranks, stall, recorder.position, self._stalled, leave, flight_recorder, unwritten
+            folder, rank, ranks, stall, recorder.position, self._on_stall, leave, read_flight_recorder, unwritten
         )
 
     def __enter__(self) -> Self:
@@ -109,25 +109,27 @@ class RunWatch:
             self.patrol.close()
             if isinstance(error, RunError) and not (isinstance(error, AlarmError) and error.logged):
                 kind = error.kind if isinstance(error, AlarmError) else "failed"
-                self.patrol.tell(Alarm(kind, self.recorder.position().step, error.problems[0].problem, level=STOP))
+                self.patrol.raise_alarm(
+                    Alarm(kind, self.recorder.position().step, error.problems[0].problem, level=STOP)
+                )
             self.report()
 
-    def _raised(self, alarm: Alarm) -> None:
+    def _on_alarm(self, alarm: Alarm) -> None:
         """Handle an alarm on rank 0, in the patrol's thread or the heartbeat's."""
         report_alarm(self.folder, alarm, self.say)
         if alarm.kind not in ("stall", "non_finite", "failed") and alarm.level in REQUESTS:
             self.stopped_by = self.stopped_by if self.request >= REQUESTS[STOP] else str(alarm)
             self.request = max(self.request, REQUESTS[alarm.level])
 
-    def _unwritten(self, message: str) -> None:
+    def _on_write_error(self, message: str) -> None:
         """Report a failed write on its own rank, whose console may be quiet."""
         alarm = Alarm("disk", self.recorder.position().step, message, self.rank)
         self.patrol.counts[alarm.kind] += 1
         report_alarm(self.folder, alarm, self.say if self.rank == 0 else _print)
 
-    def _stalled(self, alarm: Alarm) -> None:
+    def _on_stall(self, alarm: Alarm) -> None:
         """Report a stall on the lowest live rank, which need not be rank 0."""
-        self.patrol.tell(alarm)
+        self.patrol.raise_alarm(alarm)
         if self.limits.stall == STOP:
             self.report()
 
@@ -158,16 +160,16 @@ def script_heartbeat(folder: Path, rank: int, ranks: int, position: Callable[[],
 
     seconds = None if limits.stall == OFF else float(limits.stall_seconds or SCRIPT_STALL_SECONDS)
     exit_ = leave if limits.stall == STOP else None
-    heartbeat = Heartbeat(folder, rank, ranks, seconds, position, stalled, exit_, flight_recorder)
+    heartbeat = Heartbeat(folder, rank, ranks, seconds, position, stalled, exit_, read_flight_recorder)
     heartbeat.start()
     return heartbeat
 
 
-def flight_recorder() -> dict[str, Any]:
+def read_flight_recorder() -> dict[str, Any]:
     """Return this rank's last collectives. NCCL has its own recorder, which numbers its calls separately."""
     found: dict[str, Any] = {}
     for prefix, dump in (("", "_dump_fr_trace_json"), ("NCCL ", "_dump_nccl_trace_json")):
         with suppress(AttributeError, ValueError, RuntimeError):  # this torch has no recorder
-            calls = recent_calls(json.loads(getattr(c10d, dump)()))
+            calls = read_recent_calls(json.loads(getattr(c10d, dump)()))
             found |= {f"{prefix}{group}": about for group, about in calls.items()}
     return found
