@@ -1,4 +1,4 @@
-"""Tokenising and packing, tokens a second: windlass, `datasets.map` and TRL on the same file, in one run.
+"""Tokenizing and packing, tokens a second: windlass, `datasets.map` and TRL on the same file, in one run.
 
     python benchmarks/data.py                       text that every Python carries, as JSON lines
     python benchmarks/data.py --formats             the same in every format, not packed: some 6 minutes
@@ -121,7 +121,7 @@ def map_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[fl
             return [[{"role": roles[m["from"]], "content": m["value"]} for m in c] for c in batch["conversations"]]
         return batch["messages"]
 
-    def tokenised(batch: dict[str, list[Any]]) -> dict[str, Any]:
+    def tokenized(batch: dict[str, list[Any]]) -> dict[str, Any]:
         if "input_ids" in batch:
             return {"input_ids": [one[:MAX_LENGTH] for one in batch["input_ids"]]}
         options: dict[str, Any] = {"return_attention_mask": False}
@@ -146,7 +146,7 @@ def map_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[fl
             "labels": [one[:MAX_LENGTH] for one in labels],
         }
 
-    found = found.map(tokenised, batched=True, remove_columns=[c for c in found.column_names if c != "input_ids"])
+    found = found.map(tokenized, batched=True, remove_columns=[c for c in found.column_names if c != "input_ids"])
     if packing:
         found = pack_dataset(found, MAX_LENGTH, "bfd")
     return time.perf_counter() - start, found

@@ -42,7 +42,7 @@ from windlass.plan.layout import Layout
 from windlass.plan.time import COUNTED, OF_FUSED, OF_LINEAR, layer_features, linear_features
 from windlass.runfile import Lora
 from windlass.tiny import EXTRA
-from windlass.train import experts, parallel, quantised
+from windlass.train import experts, parallel, quantized
 from windlass.train.fused import FusedAdapters, fuse_layers
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import patch_forward
@@ -158,7 +158,7 @@ def count_step(base: Base, count: int, tokens: int, way: str) -> dict[str, dict[
     for module in causal_lm.modules():
         module.register_forward_pre_hook(called)
     ids = torch.randint(1, 64, (1, tokens))
-    grouped = patch.object(quantised, "ALIGN", 1)  # experts one after the other are a CPU's way alone
+    grouped = patch.object(quantized, "ALIGN", 1)  # experts one after the other are a CPU's way alone
     with grouped, patch.object(experts, "AS_ON_GPU", way == "fused"), fused.unchanged(), Counting() as counting:
         with torch.autocast("cpu", torch.bfloat16):
             loss = causal_lm(ids, torch.arange(tokens - 1), ids[0, 1:])

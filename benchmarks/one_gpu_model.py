@@ -20,7 +20,7 @@ from windlass.model.parameters import Piece, Stored
 from windlass.plan.cost import Batch, Work, quantizable_names, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
-from windlass.train import parallel, quantised
+from windlass.train import parallel, quantized
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import patch_forward
 
@@ -118,7 +118,7 @@ def lora_of(sizes: Sizes, routed: bool) -> Lora:
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
     """Random weights, made where they lie. A stack of experts one expert at a time: no second stack."""
-    eight = quantised.list_quantized_params(model)
+    eight = quantized.list_quantized_params(model)
     for name, tensor in model.named_parameters():
         if name in eight:
             codes = tensor.view(eight[name].format.codes)

@@ -43,7 +43,7 @@ from windlass.model import Base
 from windlass.model import targets as adapters
 from windlass.plan.cost import Batch, Cost, estimate_cost
 from windlass.train import experts as unmerged
-from windlass.train import parallel, quantised
+from windlass.train import parallel, quantized
 from windlass.train.lora import attach_adapter
 
 OURS, PEFTS = "ours", "PEFT's"  # ways to compute the adapters of experts
@@ -193,13 +193,13 @@ def eight_bits(sizes: Sizes) -> Iterator[Row]:
     counts = torch.arange(experts, device=device) * 5  # the first expert has no tokens
     offsets = counts.cumsum(0).to(torch.int32)
     for words, (high, across) in (("one scale an expert", (wide, narrow)), ("blocks", (block, block))):
-        coding = quantised.Format(torch.float8_e4m3fn, (high, across), torch.bfloat16)
+        coding = quantized.Format(torch.float8_e4m3fn, (high, across), torch.bfloat16)
         scale = torch.rand(experts, wide // high, narrow // across, device=device) / 1000 + 0.0005
         yield from by_kernel(codes, scale, coding, words)
         for transposed, width in ((True, narrow), (False, wide)):
             x = torch.randn(int(offsets[-1]), width, device=device).to(torch.bfloat16)
-            at_once = partial(quantised.multiply_all, x, codes, scale, offsets, coding, transposed=transposed)
-            one_by_one = quantised.multiply_one_by_one(x, codes, scale, offsets, coding, transposed=transposed)
+            at_once = partial(quantized.multiply_all, x, codes, scale, offsets, coding, transposed=transposed)
+            one_by_one = quantized.multiply_one_by_one(x, codes, scale, offsets, coding, transposed=transposed)
             direction = "x W^T" if transposed else "dy W"
             yield {"what": f"FP8 grouped product {direction}, {words}: error", "value": error(at_once(), one_by_one),
                    "unit": "relative", "expected": "below 0.01"}  # fmt: skip
@@ -208,16 +208,16 @@ def eight_bits(sizes: Sizes) -> Iterator[Row]:
                    "expected": "-"}  # fmt: skip
 
 
-def by_kernel(codes: Tensor, scale: Tensor, coding: quantised.Format, words: str) -> Iterator[Row]:
+def by_kernel(codes: Tensor, scale: Tensor, coding: quantized.Format, words: str) -> Iterator[Row]:
     """All of a stack, and a stretch of its columns: how many values differ from torch's, and both ways' rates."""
-    if not GPU or not quantised.kernel_is_exact(codes.device, coding.codes, coding.dtype):
+    if not GPU or not quantized.kernel_is_exact(codes.device, coding.codes, coding.dtype):
         yield {"note": f"{words}: no kernel is used here, torch's two passes are"}
         return
     half = codes.shape[2] // 2
     for part, first in ((codes, 0), (codes[:, :, half:], half)):
         given = coding.codes, coding.kind, *coding.block, coding.dtype, 0, first
         one, other = (
-            way(part, scale, *given) for way in (quantised.dequantize_by_kernel, quantised.dequantize_by_torch)
+            way(part, scale, *given) for way in (quantized.dequantize_by_kernel, quantized.dequantize_by_torch)
         )
         differing = sum(
             int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in zip(one, other, strict=True)
@@ -226,7 +226,7 @@ def by_kernel(codes: Tensor, scale: Tensor, coding: quantised.Format, words: str
                "unit": f"of {part.numel():.3g}", "expected": "0"}  # fmt: skip
         del one, other
     most = card().memory_gb_per_second / 3
-    for name, way in (("kernel", quantised.dequantize_by_kernel), ("torch", quantised.dequantize_by_torch)):
+    for name, way in (("kernel", quantized.dequantize_by_kernel), ("torch", quantized.dequantize_by_torch)):
         given = coding.codes, coding.kind, *coding.block, coding.dtype, 0, 0
         seconds = min(seconds_of(partial(way, codes, scale, *given)) for _ in range(3))
         yield {"what": f"FP8 by {name}, {words}", "value": codes.numel() / seconds / 1e9, "unit": "G values/s",

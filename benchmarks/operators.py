@@ -132,15 +132,15 @@ def rank(folder: Path) -> None:
     """Both numbers of layers, one after the other in the same ranks."""
     import torch
 
-    from windlass.train import quantised
+    from windlass.train import quantized
     from windlass.train.rank import Rank
     from windlass.train.run import create_process_group
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     # One product of all experts, as on a GPU; a CPU takes one after the other.
-    quantised.ALIGN = 1
-    vars(quantised)["products"] = quantised.multiply_all
+    quantized.ALIGN = 1
+    vars(quantized)["products"] = quantized.multiply_all
     create_process_group(
         Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])), 600
     )

@@ -170,7 +170,7 @@ class Engine:
         words = re.sub(r"\b(no|not|without) (torch[. ]?)?(compile|offload\w*)", "", words)
         dtype, qlora = row["base_dtype"].strip().lower(), "qlora" in row["method"].lower()
         if re.search("8[- ]?bit|int8|fp8|mxfp4|nvfp4|hqq only", dtype):
-            raise SkipError("a base in 8 bits, or multiplied as it is quantised")
+            raise SkipError("a base in 8 bits, or multiplied as it is quantized")
         narrow = qlora or bool(re.search("int4|nf4|fp4|4[- ]?bit|gptq|awq", dtype))
         gptq = narrow and bool(re.search("gptq|int4|awq", dtype))
         config = re.search(r"framework_config=([^;\s]+)", words)
@@ -421,7 +421,7 @@ def memory_of(work: Work, planned: Cost, engine: Engine, row: dict[str, str]) ->
         stream = (len(work.shape.layers) - 1) * work.batch.tokens * work.shape.hidden * work.width
         moments["backward of a layer"]["gradients"] = stream
     for each in moments.values() if engine.torch_decodes else ():
-        each["dequantised weights"] = each.get("dequantised weights", 0) * TORCH_BYTES / 2
+        each["dequantized weights"] = each.get("dequantized weights", 0) * TORCH_BYTES / 2
         each["loss"] = each.get("loss", 0) * 2 / 3  # logits, their shifted copy, softmax and gradient, in 16 bits
     return (always + max(sum(each.values()) for each in moments.values())) / GIB
 
@@ -633,7 +633,7 @@ So much is added to a row's plan, and nothing of it to a plan of windlass:
 
 - **FSDP1**: {unit:g} ms for each adapter matrix and gather, since PEFT makes each a unit of its own; with
   checkpointing, each layer's gradient stays until the backward is over.
-- **PEFT's preparation of a base in 4 bits**, on one GPU: all that isn't quantised is in float32, and so is what layers
+- **PEFT's preparation of a base in 4 bits**, on one GPU: all that isn't quantized is in float32, and so is what layers
   hand on.
 - **AutoGPTQ of 2023** under DeepSpeed: weights are decoded by {operators} of torch's operators, which move {decode:g}
   bytes for each; copies of {copies} bytes for each weight of a matrix; the loss in 16 bits.

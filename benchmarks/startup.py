@@ -53,12 +53,12 @@ def write_base(folder: Path) -> int:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {"vision_tower.patch_conv.weight": ("BF16", (1024, 3, 14, 14))}
     for parameter in model.parameters:
         key = f"language_model.{parameter.name}"
-        quantised = parameter.part in ("attention", "shared_experts", "experts") and len(parameter.shape) > 1
-        tensors[key] = ("F8_E4M3" if quantised else "BF16", parameter.shape)
-        if quantised and parameter.part == "experts":
+        quantized = parameter.part in ("attention", "shared_experts", "experts") and len(parameter.shape) > 1
+        tensors[key] = ("F8_E4M3" if quantized else "BF16", parameter.shape)
+        if quantized and parameter.part == "experts":
             tensors[f"{key}_scale_inv"] = ("BF16", (parameter.shape[0], 1, 1))
             tensors[f"{key}_activation_scale"] = ("BF16", (parameter.shape[0],))
-        elif quantised:
+        elif quantized:
             tensors[f"{key}_scale_inv"] = ("BF16", ())
             tensors[f"{key.removesuffix('weight')}activation_scale"] = ("BF16", ())
     config = {

@@ -122,7 +122,8 @@ def pace() -> list[tuple[str, str]]:
         (
             "“the memory stack” makes three H200 enough",
             f"they are, at {first.cost.step_seconds:,.0f} s a step: "
-            f"{format_bytes(first.cost.wire_gb_per_step * 1e9)} sent by each GPU per step, {first.cost.compute_seconds * first.batch.accumulation:,.1f} s of computing",
+            f"{format_bytes(first.cost.wire_gb_per_step * 1e9)} sent by each GPU per step, "
+            f"{first.cost.compute_seconds * first.batch.accumulation:,.1f} s of computing",
         ),
         (
             "`packing=False`",

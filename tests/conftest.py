@@ -17,10 +17,10 @@ LONG: Final = (
     "test_fetch.py::test_headers_alone_are_enough_for_the_plan",
     "test_importing.py::test_a_value_of_another_kind_is_refused_or_taken",
     "test_launch_hosts.py::test_nodes_that_never_meet",
-    "test_quantised.py::test_the_kernel_computes_torchs_bits",
+    "test_quantized.py::test_kernel_equals_torch_bit_for_bit",
     "test_rehearse.py::test_every_data_format_is_rehearsed",
     "test_train_loop.py::test_without_a_compiler",
-    "test_train.py::test_a_disk_that_is_full_costs_no_training",
+    "test_train.py::test_full_disk_does_not_stop_training",
 )
 
 

@@ -30,7 +30,7 @@ from windlass.model.family import FAMILIES
 from windlass.model.targets import resolve_adapter
 from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.runfile import Lora
-from windlass.train import certificate, parallel, quantised
+from windlass.train import certificate, parallel, quantized
 from windlass.train.four_bits import TABLES
 from windlass.train.group import all_gather, raise_together
 from windlass.train.liveness import Liveness
@@ -106,7 +106,7 @@ def layouts(experts: bool = True) -> dict[str, Layout]:
 # --- the truth ---
 
 
-def dequantise(directory: Path, target: Path, dtype: torch.dtype) -> None:
+def dequantize(directory: Path, target: Path, dtype: torch.dtype) -> None:
     """The same checkpoint without FP8, by arithmetic of this file's own: what the true weights are."""
     stored: dict[str, Tensor] = {}
     for file in directory.glob("model*.safetensors"):
@@ -142,7 +142,7 @@ def write_decoded(directory: Path, target: Path, kind: str) -> None:
     alone = Layout("resident", "test", 1, 1, shard=1, base_dtype=kind, precision="no")
     model, _ = load_base(base, alone, dtype=torch.float32)
     stored, true = list_unique_tensors(model), {}
-    for name, weight in quantised.list_quantized_params(model).items():
+    for name, weight in quantized.list_quantized_params(model).items():
         columns, block = weight.format.columns, weight.format.block[1]
         numbers = torch.tensor(TABLES[kind])
         rows = stored.pop(name).detach().flatten(0, -2)
@@ -224,7 +224,7 @@ def equal(root: Path, name: str, reference: Any, outcome: list[Tensor], wires: d
     true, mine, in_fp8 = (
         dict(reference.named_parameters()),
         dict(model.named_parameters()),
-        quantised.list_quantized_params(model),
+        quantized.list_quantized_params(model),
     )
     assert mine.keys() == true.keys()
     assert not any(tensor.requires_grad for tensor in mine.values())
@@ -247,7 +247,7 @@ def equal(root: Path, name: str, reference: Any, outcome: list[Tensor], wires: d
                 scale = in_fp8[key].scale
                 if part.ndim == 3:
                     scale = scale[offset[0] - in_fp8[key].first :][: len(part)]
-                part = quantised.dequantize(part, scale, in_fp8[key].format, reference.dtype, (offset[-2], offset[-1]))
+                part = quantized.dequantize(part, scale, in_fp8[key].format, reference.dtype, (offset[-2], offset[-1]))
             else:
                 tensor = mine[key]
                 part = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -296,7 +296,7 @@ def spoilt(root: Path, what: str, base_dtype: str, layout: str, named: str) -> N
     """The certificate's finding on every rank: of parts that ranks have swapped, or one rank's wrong by a little."""
     base, number = read_base(root / "published"), dist.get_rank()
     model, _ = load_base(base, replace(layouts()[layout], base_dtype=base_dtype))
-    targets, in_fp8 = list_unique_tensors(model), quantised.list_quantized_params(model)
+    targets, in_fp8 = list_unique_tensors(model), quantized.list_quantized_params(model)
     mine = in_fp8[VICTIM].scale if "scales" in what else view_own_part(targets[VICTIM])[0]
     if "swapped" in what:
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -431,7 +431,7 @@ def same_bytes(root: Path, name: str, kind: str) -> None:
     base, wanted = read_base(root / name), dict[str, Tensor]()
     for which, layout in layouts("experts" in base.dims).items():
         model, made = load_base(base, replace(layout, base_dtype=kind))
-        weights = quantised.list_quantized_params(model)
+        weights = quantized.list_quantized_params(model)
         parts = {key: view_own_part(tensor) for key, tensor in list_unique_tensors(model).items() if key in weights}
         if not wanted:
             whole, _ = load_base(base, replace(layouts()["resident"], base_dtype=kind))

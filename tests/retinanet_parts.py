@@ -75,7 +75,7 @@ def box(image: str, *place: object, label: str = "/m/disc", group: int = 0) -> l
 # The data set.
 
 
-def test_faults_are_counted_and_left_out(drawn: Path) -> None:
+def test_bad_images_are_counted_and_skipped(drawn: Path) -> None:
     files, table = sorted((drawn / "images" / "train").iterdir()), drawn / "train-annotations-bbox.csv"
     names = [path.stem for path in files]
     before = openimages.check(origin(drawn))
@@ -135,7 +135,7 @@ def test_too_many_bad_images_are_an_error(drawn: Path) -> None:
         (["x", "test"], "2 columns where the header has 9"),
     ],
 )
-def test_a_row_that_means_nothing_is_an_error_with_its_line(drawn: Path, row: list[str], problem: str) -> None:
+def test_meaningless_rows_are_errors_with_their_line(drawn: Path, row: list[str], problem: str) -> None:
     table = drawn / "train-annotations-bbox.csv"
     line = len(rows(table)) + 1
     add_rows(table, row)
@@ -235,7 +235,7 @@ def stop_after(step: int, folder: Path) -> threading.Thread:
     return thread
 
 
-def test_a_resumed_run_ends_as_one_that_was_never_stopped(
+def test_resumed_run_ends_like_an_uninterrupted_one(
     here: Place, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"

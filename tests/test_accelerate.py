@@ -67,7 +67,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_every_key_of_a_published_file_has_a_fate_and_its_line(name: str) -> None:
+def test_every_key_of_an_accelerate_file_is_explained(name: str) -> None:
     text = (EXAMPLES / name).read_text()
     plain, lines = yaml.safe_load(text), text.splitlines()
     file = read_accelerate(EXAMPLES / name)
@@ -139,7 +139,7 @@ def test_misspelt_and_misplaced_keys_and_values_are_reported_at_once_with_what_w
     assert found == {number: hint for number, hint in enumerate(lines.values(), 1) if hint}
 
 
-def test_values_are_read_as_accelerate_reads_them(tmp_path: Path) -> None:
+def test_values_are_parsed_as_in_accelerate(tmp_path: Path) -> None:
     text = FSDP + "mixed_precision: no\nfsdp_config:\n  offload_params: 'yes'\n  sharding_strategy: 4\n"
     text += "  fsdp_transformer_layer_cls_to_wrap: [A, B]\n"
     expected = {"precision": "no", "offload": True, "name": "hybrid", "wrap": "A,B"}
@@ -264,7 +264,7 @@ open(sys.argv[1], "w").write(json.dumps(answer))
 """
 
 
-def test_the_table_has_all_that_accelerate_knows_and_the_real_launchers_rank_gets_its_settings(tmp_path: Path) -> None:
+def test_key_table_covers_accelerate_and_its_launcher(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(SCRIPT)
     (tmp_path / "fsdp.yaml").write_text(
         FSDP + "num_processes: 3\nnum_machines: 1\nmixed_precision: bf16\n"

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from windlass.plan import memory
-from windlass.train import experts, quantised
-from windlass.train.quantised import Format
+from windlass.train import experts, quantized
+from windlass.train.quantized import Format
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch that is built with CUDA; a GPU it needs not"),
@@ -35,7 +35,7 @@ def on_a_gpu(stack: nn.Module, sides: tuple[int, int] | None) -> None:
             if sides and parameter.ndim == 3:
                 del module._parameters[name]
                 weight = torch.empty(parameter.shape, device="cuda")
-                quantised.to_quantized_param(module, name, weight, Format(E4M3, sides, torch.bfloat16))
+                quantized.to_quantized_param(module, name, weight, Format(E4M3, sides, torch.bfloat16))
             else:
                 moved = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
                 module._parameters[name] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
@@ -50,7 +50,7 @@ def test_experts_and_their_adapters(
     """Forward, r=3 filled up, in several chunks; offsets go to the host where they must."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
     monkeypatch.setattr(memory, "COLUMNS", 8)
-    monkeypatch.setattr(memory, "DEQUANTISED", 6 * HIDDEN * 2 * 16)
+    monkeypatch.setattr(memory, "DEQUANTIZED", 6 * HIDDEN * 2 * 16)
     ways: list[str] = []
 
     def by_expert(
@@ -59,7 +59,7 @@ def test_experts_and_their_adapters(
         ways.append("by expert")
         return x.new_empty(x.shape[0], codes.shape[1] if transposed else codes.shape[2])
 
-    monkeypatch.setattr(quantised, "multiply_one_by_one", by_expert)
+    monkeypatch.setattr(quantized, "multiply_one_by_one", by_expert)
     stack = stack_of(ours_of(base(dtype=torch.bfloat16), *BOTH))
     with FakeTensorMode():
         on_a_gpu(stack, sides)
@@ -98,18 +98,18 @@ def test_the_backward_of_an_adapter() -> None:
 def test_the_backward_of_products_in_chunks(sides: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(memory, "COLUMNS", 8)
-    monkeypatch.setattr(memory, "DEQUANTISED", 6 * 48 * 2 * 16)  # two chunks of 32 columns
+    monkeypatch.setattr(memory, "DEQUANTIZED", 6 * 48 * 2 * 16)  # two chunks of 32 columns
     with FakeTensorMode():
         module = nn.Module()
         coding = Format(E4M3, sides, torch.bfloat16)
-        quantised.to_quantized_param(module, "weight", torch.empty(6, 48, HIDDEN, device="cuda"), coding)
+        quantized.to_quantized_param(module, "weight", torch.empty(6, 48, HIDDEN, device="cuda"), coding)
         dy, ends = torch.empty(12, 48, device="cuda", dtype=torch.bfloat16), torch.empty(6, device="cuda").int()
         codes, scale = module.get_parameter("weight"), module.get_buffer("weight_scale")
-        dx = quantised.multiply_all(dy, codes, scale, ends, coding, transposed=False)
+        dx = quantized.multiply_all(dy, codes, scale, ends, coding, transposed=False)
     assert (dx.shape, dx.dtype, dx.device.type) == ((12, HIDDEN), torch.bfloat16, "cuda")
 
 
-def test_a_stride_that_a_grouped_kernel_refuses_is_seen() -> None:
+def test_unsupported_grouped_stride_is_detected() -> None:
     """The guard: r that is not filled up."""
     with FakeTensorMode():
         x, offsets = torch.empty(12, 32, device="cuda", dtype=torch.bfloat16), torch.empty(6, device="cuda").int()

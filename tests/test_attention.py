@@ -45,7 +45,7 @@ def step(function: Any, given: list[Tensor], mask: Tensor) -> list[Tensor]:
 
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=3))
 @settings(max_examples=40, deadline=None)
-def test_documents_are_computed_as_under_their_mask(rows: list[list[int]]) -> None:
+def test_attention_by_document_equals_masked_attention(rows: list[list[int]]) -> None:
     """Outputs and gradients, with padding: documents of one token each."""
     longest = max(map(sum, rows))
     padded = [row + [1] * (longest - sum(row)) for row in rows]
@@ -57,7 +57,7 @@ def test_documents_are_computed_as_under_their_mask(rows: list[list[int]]) -> No
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_mask_that_says_anything_else_is_left_to_the_kernel() -> None:
+def test_other_masks_are_left_to_the_kernel() -> None:
     documents = mask_of([[3, 5]])
     window = documents & (torch.arange(8)[:, None] - torch.arange(8) < 4)
     holed, later, wide = documents.clone(), documents.clone(), documents.expand(1, 2, 8, 8)

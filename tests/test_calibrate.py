@@ -46,7 +46,7 @@ def written(path: Path, kind: str = "cpu", ranks: int = 2) -> dict[str, Any]:
     return write_machine(path, kind, ranks, {}, replace(rates, basis=f"calibrated on {ranks} x {kind}"))
 
 
-def test_two_ranks_measure_and_the_plan_takes_it(run: Path, tmp_path: Path) -> None:
+def test_plan_uses_the_calibration_of_two_ranks(run: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     command = [warm.python(), "-m", "windlass", "calibrate", "--ranks", "2", "--json"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
@@ -85,7 +85,7 @@ def test_two_ranks_measure_and_the_plan_takes_it(run: Path, tmp_path: Path) -> N
     assert planned(run, f"cluster.machine={moved}").machine.measured == rates
 
 
-def test_a_rank_that_fails_ends_the_others_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rank_ends_the_others_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", warm.python())
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "nowhere0"}
     with pytest.raises(UserError, match=r"rank \d failed: .*nowhere0"):

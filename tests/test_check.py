@@ -49,7 +49,7 @@ ABSENT = {  # a key that names a file or folder that is not here, and what is sa
 
 
 @pytest.mark.parametrize(("override", "says"), ABSENT.items(), ids=[key.partition("=")[0] for key in ABSENT])
-def test_a_file_that_is_not_here_is_named_by_plan_and_check(sound: Path, override: str, says: str) -> None:
+def test_missing_input_files_are_named_by_plan_and_check(sound: Path, override: str, says: str) -> None:
     loaded = read_run_file(sound, [override])
     plan = make_plan(loaded)
     (warning,) = (each.text for each in plan.warnings if says in each.text)
@@ -81,7 +81,7 @@ def checked_data(loaded: Loaded, tokenizer: Any = None) -> Result:
     return inputs.check_data(context(loaded), loaded, tokenizer)
 
 
-def test_the_gravest_verdict_counts_and_decides_the_exit_code() -> None:
+def test_worst_result_decides_the_exit_code() -> None:
     good, bad, blind = passed("a", ""), failed("b", "", ""), skipped("c", "")
     for results, verdict in (((good, bad, blind), FAIL), ((good, blind), PASS), ((blind,), SKIPPED), ((), SKIPPED)):
         assert check.Report(check.ALONE, results).verdict == verdict
@@ -100,7 +100,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_sound_run_passes_here_and_leaves_check_json(sound: Path, tmp_path: Path) -> None:
+def test_valid_run_passes_and_writes_check_json(sound: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     done = command(str(sound), "--here", "--json", "--override", f"train.output_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -217,7 +217,7 @@ def test_a_run_for_a_cluster_is_not_compared_with_the_machine_that_plans_it() ->
     assert inputs.check_weights(context(loaded), make_plan(loaded)).verdict == FAIL  # a published config is no model
 
 
-def test_a_tokenizer_that_is_damaged_absent_or_anothers_fails(sound: Path, tmp_path: Path) -> None:
+def test_damaged_absent_or_foreign_tokenizer_fails(sound: Path, tmp_path: Path) -> None:
     model = shutil.copytree(sound.parent / "model", tmp_path / "model")
     plan = make_plan(read_run_file(sound, [f"model.model_name_or_path={model}"]))
     assert inputs.check_tokenizer(plan)[1].verdict == PASS
@@ -270,7 +270,7 @@ def test_data_that_cannot_be_read_fails(sound: Path, tmp_path: Path) -> None:
 # --- libraries
 
 
-def test_the_table_is_pyprojects_and_the_tests_run_with_what_it_says() -> None:
+def test_version_table_matches_pyproject_and_the_environment() -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
     assert {f"{name}{supported}" for name, (supported, _) in inputs.TESTED.items()} <= set(wanted)
     have = inputs.list_distributions()
@@ -379,7 +379,7 @@ def test_missing_tracker_fails_the_check(sound: Path) -> None:
     assert inputs.check_trackers(read_run_file(sound, ["train.report_to=none"])) == []
 
 
-def test_a_scripts_own_faults_fail(tmp_path: Path) -> None:
+def test_script_errors_fail_the_check(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(f"kind: script\nscript: {{path: {tmp_path}/a.py, output_dir: {tmp_path}/run}}\n")
     for text, printed in ((None, "can't be read"), ("def f(:\n", "a.py:1 is not Python"), ("\0", "not Python")):

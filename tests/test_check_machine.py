@@ -285,7 +285,7 @@ def test_missing_gpus_and_faults_in_the_kernels_log(plans: dict[str, Plan], tmp_
 # --- folders
 
 
-def test_a_folder_that_cannot_be_written_fails(plans: dict[str, Plan], tmp_path: Path) -> None:
+def test_unwritable_folder_fails_the_check(plans: dict[str, Plan], tmp_path: Path) -> None:
     assert machine.try_folder(tmp_path / "not" / "yet") == ""
     assert not list(tmp_path.iterdir())  # the trial leaves nothing
     (tmp_path / "file").touch()

@@ -195,7 +195,7 @@ def test_shared_volume_is_visible_to_all_nodes(tmp_path: Path, monkeypatch: pyte
 # --- bandwidth
 
 
-def test_rounds_hold_every_pair_once_and_no_rank_twice() -> None:
+def test_rounds_contain_every_pair_once() -> None:
     for world in (2, 3, 4, 5, 8, 17):
         rounds = bandwidth.pair_in_rounds(world)
         every = sorted(pair for pairs in rounds for pair in pairs)
@@ -250,7 +250,7 @@ pod:1:2 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
 """
 
 
-def test_sockets_although_infiniband_is_planned_fail(plan: Plan, wired: Plan) -> None:
+def test_sockets_instead_of_infiniband_fail_the_check(plan: Plan, wired: Plan) -> None:
     assert bandwidth.check_transport(plan, INFINIBAND).seen == "2 x NET/IB/GDRDMA, 1 x P2P"
     for made, log, verdict in (
         (plan, INFINIBAND, PASS),
@@ -308,7 +308,7 @@ def spread(sound: Path, world: int, *overrides: str) -> Loaded:
     )
 
 
-def test_each_nodes_fault_is_every_nodes_verdict_with_its_name(sound: Path) -> None:
+def test_every_node_reports_each_nodes_faults(sound: Path) -> None:
     mine = [[passed("open files", "many")]] * 2 + [[failed("open files", "few", "more")]]
     loaded = [spread(sound, 3), spread(sound, 3, "train.learning_rate=0.5"), spread(sound, 3)]
     found = check_all(loaded, mine, [{"numpy": "2.4"}, {"numpy": "2.4"}, {"numpy": "2.3"}])
@@ -343,7 +343,7 @@ def joined(rank: int, world: int, port: int) -> Rendezvous:
     return made
 
 
-def test_nodes_that_leave_while_checking_are_all_that_fails(sound: Path) -> None:
+def test_nodes_that_leave_fail_only_their_own_checks(sound: Path) -> None:
     found = check_all([spread(sound, 2)] * 2, instead={0: lambda port: joined(0, 2, port).disconnect()})[1][0]
     assert "node 1" in named(found, "nodes").seen
     assert "lost the others while checking" in named(found, "nodes").seen

@@ -183,9 +183,7 @@ def test_full_disk_leaves_older_checkpoints_intact(tmp_path: Path, trained: Trai
 
 
 @pytest.mark.fault("storage that changes bits of a checkpoint", "`windlass train`", "are not what was written: ")
-def test_storage_that_is_slow_or_no_folder_or_changes_bits(
-    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faulty_storage_is_detected(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.train.saver.PATIENCE_SECONDS", 0.05)
     made = trained.snapshot(1)
     object.__setattr__(made, "write", lambda partial: time.sleep(0.3))
@@ -251,7 +249,7 @@ def test_a_writer_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path: P
 # --- which ones there are ---
 
 
-def test_the_newest_are_kept_and_the_best_besides(tmp_path: Path, trained: Trained) -> None:
+def test_newest_and_best_checkpoints_are_kept(tmp_path: Path, trained: Trained) -> None:
     losses = {1: 5.0, 2: 3.0, 3: 4.0, 10: math.nan, 20: 3.0}
     for step, best in ((1, "step-1"), (2, "step-2"), (3, "step-2"), (10, "step-2"), (20, "step-2")):
         written(tmp_path, trained, step, losses=losses)  # of equal ones the earliest
@@ -263,7 +261,7 @@ def test_the_newest_are_kept_and_the_best_besides(tmp_path: Path, trained: Train
     assert names(tmp_path) == ["step-2", "step-10", "step-20"]
 
 
-def test_a_damaged_one_is_renamed_and_none_intact_is_an_error(tmp_path: Path, trained: Trained) -> None:
+def test_damaged_checkpoints_are_renamed_and_none_intact_is_an_error(tmp_path: Path, trained: Trained) -> None:
     written(tmp_path, trained, 1, 2)
     assert not (tmp_path / "best").exists(), "none was evaluated"
     newest = tmp_path / "checkpoints" / "step-2"
@@ -279,7 +277,7 @@ def test_a_damaged_one_is_renamed_and_none_intact_is_an_error(tmp_path: Path, tr
 @pytest.mark.fault(
     "a checkpoint with another run's adapter", "`windlass train --resume`", "holds another adapter than this run's: "
 )
-def test_another_adapter_is_refused(tmp_path: Path, trained: Trained) -> None:
+def test_resume_with_another_adapter_is_refused(tmp_path: Path, trained: Trained) -> None:
     checkpoint.save_adapter(trained.model, tmp_path)
     with pytest.raises(RunError, match=r"holds another adapter than this run's: .*2\.lora_"):
         checkpoint.load_adapter(adapted(3), tmp_path)

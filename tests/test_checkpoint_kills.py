@@ -106,14 +106,14 @@ def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  
     shutil.rmtree(folder)
 
 
-def test_three_shots_at_one_run(material: Path, whole: Path) -> None:  # noqa: F811
+def test_three_kills_of_one_run(material: Path, whole: Path) -> None:  # noqa: F811
     survive(material, whole, 1, ["kill", "term", "launcher"])
 
 
 @pytest.mark.prove
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(100, 110))
-def test_thirty_shots(material: Path, whole: Path, seed: int) -> None:  # noqa: F811
+def test_thirty_kills(material: Path, whole: Path, seed: int) -> None:  # noqa: F811
     chance = random.Random(seed)
     survive(material, whole, seed, chance.choices(["kill", "term", "launcher"], k=3))
 

@@ -201,12 +201,12 @@ def evaluations(run: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("name", ["plain", "packed stream", "evaluation", "save", "last step", "experts"])
-def test_resumed_equals_never_stopped(two: Two, material: Path, name: str) -> None:
+def test_resumed_equals_uninterrupted(two: Two, material: Path, name: str) -> None:
     assert_resumed(two[0], material, name)
 
 
 @pytest.mark.prove
-def test_resumed_equals_never_stopped_in_more_ways(material: Path, two: Two) -> None:
+def test_resumed_equals_uninterrupted_in_more_cases(material: Path, two: Two) -> None:
     outcomes, _ = launched(material, 2, MORE)
     for name in ("packed", "stream"):
         assert_resumed(outcomes, material, name)
@@ -249,7 +249,7 @@ def one(material: Path, two: object) -> Outcomes:
         ("experts, on one rank", "experts for one"),
     ],
 )
-def test_another_number_of_ranks_or_layout_goes_on_with_the_same_batches(
+def test_resume_on_other_ranks_or_layout_keeps_the_batches(
     two: Two, one: Outcomes, material: Path, name: str, folder: str
 ) -> None:
     assert_same_batches(two[0] if name in two[0] else one, material, name, folder)

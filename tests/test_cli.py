@@ -45,7 +45,7 @@ def windlass(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     return Windlass(capsys)
 
 
-def test_a_hint_names_the_run_that_was_given(windlass: Windlass, tmp_path: Path) -> None:
+def test_hints_name_the_users_run_file(windlass: Windlass, tmp_path: Path) -> None:
     """So that it works when it is pasted; a RUN in anything else that is printed stays."""
     mine = tmp_path / "my run.yaml"
     mine.write_text(f"model: {{model_name_or_path: org/none}}\ntrain: {{output_dir: {tmp_path}/RUN}}\n")

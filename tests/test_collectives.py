@@ -111,7 +111,7 @@ CHEAP = {("full-shard", 16), ("no-reshard", 64), ("hybrid", 16), ("expert-parall
 @pytest.mark.parametrize(
     ("name", "world"), [pytest.param(*case, marks=[] if case in CHEAP else pytest.mark.prove) for case in CASES]
 )
-def test_collectives_are_the_plans_and_the_same_on_all_ranks(
+def test_collectives_equal_the_plan_on_all_ranks(
     name: str, world: int, base: Base, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exchange = dist.all_to_all_single
@@ -154,7 +154,7 @@ def test_collectives_are_the_plans_and_the_same_on_all_ranks(
         assert sent == pytest.approx(planned, rel=0.03, abs=4500 * world), (phase, flows)
 
 
-def test_tokens_have_a_communicator_of_their_own(base: Base) -> None:
+def test_expert_tokens_use_their_own_communicator(base: Base) -> None:
     with one_of(8, 0):
         model = parallel.build_model(base, layout_of("expert-parallel", 8), torch.bfloat16)
         meshes = {parameter.device_mesh for parameter in model.parameters()}
@@ -216,7 +216,7 @@ def test_shared_experts_are_computed_while_tokens_are_exchanged(
 
 @pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("rerouted", [False, True])
-def test_another_routing_when_computed_again_leaves_no_gradient(
+def test_different_routing_in_recomputation_gives_no_gradient(
     rerouted: bool, products: bool, base: Base, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are sent by the forward's sizes: chosen otherwise, they would reach other experts."""

@@ -127,7 +127,7 @@ def flow(answer: Cost, kind: str) -> float:
 # --- memory ------------------
 
 
-def test_the_base_is_divided_by_its_shards() -> None:
+def test_base_memory_is_divided_by_shards() -> None:
     assert (lora().trainable, lora(experts=True).trainable) == (PLAIN, ALL)
     assert item(estimate_cost(work(1, 1, shard=1)), "base weights") == 2 * TOTAL
     for ranks in (2, 4, 8):
@@ -216,7 +216,7 @@ def test_tokens_checkpointing_logits_and_dropout_are_counted() -> None:
 # --- traffic and time ------------------
 
 
-def test_experts_are_232_gb_and_stay_on_their_rank() -> None:
+def test_experts_of_119b_are_planned_on_their_rank() -> None:
     experts = 2 * EXPERTS
     assert experts == pytest.approx(232e9, rel=0.001)
     split = estimate_cost(work(2, 1, expert_parallel=2, name="expert-parallel"))
@@ -337,7 +337,7 @@ def test_operations_per_token() -> None:
     assert answer.flops_per_token == pytest.approx(2 * 12.2e9, rel=0.05)
 
 
-def test_every_gpu_of_the_table_can_be_planned_for_and_on_a_cpu_nothing_overlaps() -> None:
+def test_every_gpu_can_be_planned_and_cpu_has_no_overlap() -> None:
     for name in GPUS:
         answer = estimate_cost(real(replace(work(2, 8), machine=machine(name))))
         assert answer.step_seconds_low < answer.step_seconds < answer.step_seconds_high
@@ -431,7 +431,7 @@ def test_counts_are_those_of_a_fresh_trace(name: str, way: str) -> None:
     assert set(FAMILIES) <= set(operators.load_operators()[way])
 
 
-def test_a_cpu_fills_packed_documents_up() -> None:
+def test_cpu_pads_packed_documents() -> None:
     given = replace(work(1, 1, shard=1), document=100, masked=True)
     here = replace(given, machine=replace(given.machine, gpu=find_gpu("cpu")))
     documents = torch.randint(60, 140, (4000,), generator=torch.manual_seed(0))
@@ -461,7 +461,7 @@ def test_options_are_priced_as_a_linear_layer_dispatches_them(name: str) -> None
 
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_memory_of_dora_is_what_a_linear_layer_takes(mixed: bool, dropout: float) -> None:
+def test_planned_dora_memory_equals_a_measured_layer(mixed: bool, dropout: float) -> None:
     """At its fullest moment, and what it keeps: of PEFT's own layer, as torch's profiler has it."""
     dtype, (inputs, outputs, tokens, r) = torch.bfloat16 if mixed else torch.float32, (768, 512, 64, 4)
     found = []

@@ -48,7 +48,7 @@ def test_predicted_peaks_are_within_a_tenth_of_what_torch_tracks() -> None:
         assert min(rest) < 0.9, part
 
 
-def test_predicted_operations_are_those_that_torch_counts() -> None:
+def test_predicted_operators_equal_torchs_count() -> None:
     rows = table("flops_model.py")
     assert {row["case"].split()[0] for row in rows} >= {"llama", "mistral4", "mixtral"}
     assert all(row["ratio"] == pytest.approx(1, abs=0.005) for row in rows), rows
@@ -56,7 +56,7 @@ def test_predicted_operations_are_those_that_torch_counts() -> None:
 
 @pytest.mark.prove
 @pytest.mark.timeout(700)
-def test_the_whole_memory_table() -> None:
+def test_memory_table_rows() -> None:
     rows = table("memory_model.py")
     assert len(rows) >= 25
     assert not off_by_more_than_a_tenth(rows)

@@ -75,7 +75,7 @@ def supervised(prepared: PreparedData, row: int = 0) -> list[int]:
     return [token for token in found.get("labels", found["input_ids"]) if token != -100]
 
 
-def test_rows_are_tokenized_as_trl_does(prepared: Prepare, tokenizer: Any, tmp_path: Path) -> None:
+def test_tokens_equal_trls(prepared: Prepare, tokenizer: Any, tmp_path: Path) -> None:
     """SFTTrainer's own preparation is the oracle."""
     settings = SFTConfig(
         output_dir=str(tmp_path), max_length=128, use_cpu=True, bf16=False, report_to=[], activation_checkpointing=False
@@ -130,7 +130,7 @@ def test_loss_is_on_the_completion(prepared: Prepare, tokenizer: Any) -> None:
     assert any("spans the edge" in note for note in edge.audit["notes"])
 
 
-def test_loss_is_on_what_a_template_marks(prepared: Prepare, tokenizer: Any) -> None:
+def test_loss_is_on_spans_marked_by_the_template(prepared: Prepare, tokenizer: Any) -> None:
     rows = [{"q": "six times seven", "a": {"text": ["42"]}}, {"q": "who", "a": {"text": [""]}}]
     done = prepared(rows, prompt_template=r"\[[Q\]] {q}? {{}} A:[[ {a[text][0]}]]")
     assert tokenizer.decode(done.train["input_ids"][0].as_py()) == "<s>[[Q]] six times seven? {} A: 42</s>"
@@ -165,7 +165,7 @@ CHAT = [
 ]
 
 
-def test_loss_is_on_the_assistants_turns(prepared: Prepare, tokenizer: Any) -> None:
+def test_loss_is_on_assistant_turns(prepared: Prepare, tokenizer: Any) -> None:
     bare = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     bare.chat_template = None
     for kind in (tokenizer, bare):
@@ -347,7 +347,7 @@ def test_a_broken_file_is_named(tmp_path: Path, tokenizer: Any, name: str, conte
     assert caught.value.problems[0].hint
 
 
-def test_a_tokenizer_without_offsets_keeps_the_edge(prepared: Prepare, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokenizer_without_offsets_keeps_span_edges(prepared: Prepare, tokenizer: PreTrainedTokenizerFast) -> None:
     class Slow:
         """As a Python tokenizer: ids, no offsets."""
 

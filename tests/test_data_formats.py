@@ -131,7 +131,7 @@ def parts(done: PreparedData, tokenizer: Any) -> list[str]:
         ({**IDS, "labels": [-100, -100, 41, 42, 2, -100]}, {}, "input_ids", None),
     ],
 )  # fmt: skip
-def test_published_rows_are_trained_on_where_they_should_be(
+def test_published_rows_have_loss_on_the_right_tokens(
     prepared: Prepare, tokenizer: Any, row: Any, section: dict[str, Any], kind: str, expected: list[str] | None
 ) -> None:
     if row is OPENAI and section:

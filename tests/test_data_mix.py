@@ -24,7 +24,7 @@ from windlass.runfile.fields import MixedSet
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(0, 5))
-def test_no_row_comes_again_before_all_have_been_seen(count: int, wanted: int, seed: int) -> None:
+def test_no_row_repeats_before_all_were_used(count: int, wanted: int, seed: int) -> None:
     epochs = [choose_epoch_rows(count, wanted, seed, epoch) for epoch in range(4)]
     assert all(len(rows) == wanted for rows in epochs)
     seen = np.concatenate(epochs)
@@ -37,7 +37,7 @@ def counts(*parts: dict[str, Any], rows: list[int], sequences: list[int]) -> lis
     return count_per_epoch(sets, rows, sequences)
 
 
-def test_how_many_sequences_of_each_set_are_in_an_epoch() -> None:
+def test_sequences_per_epoch_of_each_set() -> None:
     assert counts({}, {"epochs": 0.25}, {"epochs": 3}, rows=[9, 8, 2], sequences=[9, 8, 2]) == [9, 2, 6]
     assert counts({"rows": 30}, {"rows": 30}, rows=[10, 100], sequences=[10, 25]) == [30, 8]  # packed by four
     # By weight, until the scarcest has been seen once: here the second.
@@ -93,7 +93,7 @@ def test_mix_errors_are_named(tmp_path: Path, section: dict[str, Any], words: st
         ({"path": "{folder}/chat.jsonl", "columns": {"form": "a"}}, r"columns.form: the format sharegpt has no"),
     ],
 )  # fmt: skip
-def test_a_fault_of_one_set_has_its_place(tmp_path: Path, part: dict[str, Any], words: str) -> None:
+def test_error_in_one_set_names_its_key(tmp_path: Path, part: dict[str, Any], words: str) -> None:
     part = {**part, "path": part["path"].format(folder=tmp_path)}
     loaded = read_run_file(write(tmp_path, mix=[part, {"path": f"{tmp_path}/b.jsonl"}], turns="all"), [])
     tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=600))
@@ -101,7 +101,7 @@ def test_a_fault_of_one_set_has_its_place(tmp_path: Path, part: dict[str, Any], 
         prepare_data(loaded.run, tokenizer, where=loaded.where)
 
 
-def test_a_set_takes_from_the_section_what_it_does_not_set(tmp_path: Path) -> None:
+def test_sets_inherit_unset_keys_from_the_section(tmp_path: Path) -> None:
     tree = {"mix": [{"path": "x", "turns": "last"}, {"path": "y", "format": "text"}], "format": "sharegpt"}
     data = RunFile.model_validate({"data": {**tree, "dataset_config_name": None, "val_fraction": 0.1}}).data
     first, second = map(data.of, data.mix)

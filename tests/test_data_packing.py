@@ -71,7 +71,7 @@ def packed(rows: Path, tokenizer: PreTrainedTokenizerFast) -> PreparedData:
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 50), max_size=200))
-def test_packing_loses_nothing_and_fills_rows_as_trl_does(lengths: list[int]) -> None:
+def test_packing_keeps_all_tokens_and_fills_like_trl(lengths: list[int]) -> None:
     rows = pack_rows(lengths, 50)
     assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
     fills = sorted(sum(lengths[i] for i in row) for row in rows)
@@ -85,7 +85,7 @@ def test_packing_loses_nothing_and_fills_rows_as_trl_does(lengths: list[int]) ->
         assert sorted(map(len, theirs)) == fills
 
 
-def test_packing_takes_the_tightest_fit() -> None:
+def test_packing_is_best_fit() -> None:
     assert pack_rows([6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
     assert pack_rows([7, 8, 2, 3], 10) == [[0, 3], [1, 2]]
     with pytest.raises(ValueError, match="document 1 has 11 tokens"):
@@ -109,7 +109,7 @@ def test_documents_are_complete_in_packed_rows(
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4), st.booleans())
-def test_batches_are_those_of_trl(documents: list[list[int]], labelled: bool) -> None:
+def test_batches_equal_trls(documents: list[list[int]], labelled: bool) -> None:
     """TRL's collator is the oracle, on rows with and without packed documents and labels."""
     packed = [{"input_ids": [*range(10, 10 + sum(lengths))], "seq_lengths": lengths} for lengths in documents]
     plain = [{"input_ids": row["input_ids"]} for row in packed]
@@ -197,7 +197,7 @@ def test_stacked_rows_equal_rows_end_to_end(packed: PreparedData) -> None:
     ]
 
 
-def test_the_order_is_by_seed_and_epoch_alone() -> None:
+def test_order_depends_only_on_seed_and_epoch() -> None:
     """Exactly these: a resumed run of an older windlass would train on other rows."""
     lengths = np.array([5, 3, 8, 1, 9, 2, 7, 6])
     assert shuffle(8, 3, 0).tolist() == [6, 7, 2, 1, 4, 5, 3, 0]

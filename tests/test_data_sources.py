@@ -124,7 +124,7 @@ def test_the_card_says_where_a_configs_files_are_and_how_many_rows_it_has(
             resolve_source(data(cache, dataset_config_name=config))
 
 
-def test_a_path_that_is_not_there_and_names_on_the_hub(tmp_path: Path) -> None:
+def test_missing_paths_and_hub_names_are_reported(tmp_path: Path) -> None:
     lines(tmp_path / "wikitext" / "train.txt", ["a"])
     lines(tmp_path / "wikitext" / "train.jsonl", ["{}"])
     (tmp_path / "empty").mkdir()
@@ -160,7 +160,7 @@ def test_slices_are_parsed(tmp_path: Path) -> None:
 
 
 @given(rows=st.integers(1, 10_000), start=st.integers(-100, 100), stop=st.integers(-100, 100), percent=st.booleans())
-def test_slices_are_those_of_datasets(rows: int, start: int, stop: int, percent: bool) -> None:
+def test_slices_equal_those_of_datasets(rows: int, start: int, stop: int, percent: bool) -> None:
     unit = "%" if percent else ""
     if not percent and max(abs(start), abs(stop)) > rows:
         return  # refused by datasets
@@ -204,7 +204,7 @@ def test_rows_are_counted_without_reading_more_than_needed(tmp_path: Path, monke
     assert count_rows(data(tmp_path / "h.parquet"), "train").count == 12345  # a footer costs nothing
 
 
-def test_a_count_that_is_unknown_says_why(tmp_path: Path) -> None:
+def test_unknown_row_count_has_a_reason(tmp_path: Path) -> None:
     (tmp_path / "pointer.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     for name, words in (
         (str(tmp_path / "pointer.parquet"), "can't be counted"),
@@ -216,7 +216,7 @@ def test_a_count_that_is_unknown_says_why(tmp_path: Path) -> None:
         assert words in found.how
 
 
-def test_wikitext_is_known_where_it_is_not_mounted() -> None:
+def test_wikitext_is_resolved_without_its_files() -> None:
     section = data("/data/input/Datasets/Salesforce/wikitext", dataset_config_name="wikitext-2-raw-v1")
     train, held_out = count_rows(section, "train"), count_rows(section, "validation")
     assert (train.count, count_rows(section, "train[:50%]").count) == (36_718, 18_359)

@@ -27,7 +27,7 @@ def test_generated_pages_are_up_to_date(pages: dict[Path, str]) -> None:
     assert set(generate.COMMANDS.glob("*.md")) <= set(pages), "a command's page is left, the command is gone"
 
 
-def test_every_command_teaches_by_example(pages: dict[Path, str]) -> None:
+def test_every_command_has_examples(pages: dict[Path, str]) -> None:
     without = [path.stem for path in pages if path.parent == generate.COMMANDS and "windlass" not in path.read_text()]
     assert not without
     for name in generate.commands():

@@ -31,7 +31,7 @@ from transformers import (
 from windlass.errors import UserError
 from windlass.model.targets import Adapter, ExpertShard, Target, pack_experts, view_by_expert
 from windlass.runfile import Lora
-from windlass.train import checkpoint, experts, kept, lora, quantised
+from windlass.train import checkpoint, experts, kept, lora, quantized
 from windlass.train.exchange import sort_received
 
 # PEFT and TRL still use names of transformers that its next major version drops.
@@ -140,7 +140,7 @@ def same(found: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dict[str
 
 @pytest.mark.parametrize(("rows", "checkpointing"), [(2, False), (2, True), (64, False)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_and_gradients_are_those_of_peft(family: str, rows: int, checkpointing: bool) -> None:
+def test_values_and_gradients_equal_pefts(family: str, rows: int, checkpointing: bool) -> None:
     """With few tokens for each expert, and with many."""
     found = step(ours_of(base(family), *BOTH), checkpointing=checkpointing, rows=rows)
     assert sum(".experts." in name for name in found[1]) == 2 * 2 * 2
@@ -148,7 +148,7 @@ def test_values_and_gradients_are_those_of_peft(family: str, rows: int, checkpoi
 
 
 @pytest.mark.parametrize("leaf", BOTH)
-def test_one_adapted_parameter_alone_and_another_scale(leaf: str) -> None:
+def test_merge_of_a_single_parameter_and_another_scale(leaf: str) -> None:
     ours = ours_of(base(), leaf, experts={"targets": [leaf]}, use_rslora=True)
     same(step(ours), step(peft_of(base(), leaf, use_rslora=True)))
 
@@ -170,7 +170,7 @@ def one_stack(model: PeftModel, dtype: torch.dtype = torch.float32) -> list[Tens
     return [y, *torch.autograd.grad(y, [x, weights, *own], torch.randn(y.shape, generator=dice).to(dtype))]
 
 
-def test_in_bfloat16_it_is_as_near_to_float32_as_peft_is() -> None:
+def test_bfloat16_error_is_no_larger_than_pefts() -> None:
     true = one_stack(peft_of(base(), *BOTH))
     theirs = one_stack(peft_of(base(dtype=torch.bfloat16), *BOTH), torch.bfloat16)
     found = one_stack(ours_of(base(dtype=torch.bfloat16), *BOTH), torch.bfloat16)
@@ -229,7 +229,7 @@ def test_an_expert_without_a_token_has_a_gradient_of_zero(monkeypatch: pytest.Mo
         assert none.tolist() == [False, False, True, False, False, True], name
 
 
-def test_the_orders_of_packing_swapped_are_another_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_expert_packing_changes_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the comparison with PEFT has to notice."""
 
     def swapped(name: str, matrix: Tensor, count: int) -> Any:
@@ -242,7 +242,7 @@ def test_the_orders_of_packing_swapped_are_another_adapter(monkeypatch: pytest.M
     assert apart(step(ours_of(base(), *BOTH))[0], expected) > 1e-3
 
 
-def test_experts_of_another_form_are_refused() -> None:
+def test_unsupported_experts_are_refused() -> None:
     model = ours_of(base(), *BOTH)
     stack_of(model).get_base_layer().has_post_expert_norm = True
     with pytest.raises(AssertionError, match="the plan adapts Mistral4Experts"):
@@ -267,7 +267,7 @@ def saved_bytes(model: PeftModel) -> int:
     return sum(found.values())
 
 
-def test_what_is_kept_for_the_backward_is_low_rank() -> None:
+def test_backward_keeps_only_low_rank_products() -> None:
     without = get_peft_model(base(), LoraConfig(r=R, lora_alpha=2 * R, target_modules=["o_proj"]))
     tokens, layers = 2 * 20, 2
     narrow = layers * 2 * tokens * 2 * 4 * 4  # x A: two stacks, top-2, r 3 filled up to 16 bytes
@@ -283,13 +283,13 @@ def test_kept_products_are_computed_once_and_gradients_are_the_same(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    compute = quantised.multiply_frozen
+    compute = quantized.multiply_frozen
 
     def counted(*given: Any, **options: Any) -> Tensor:
         calls.append(options["transposed"])
         return compute(*given, **options)
 
-    monkeypatch.setattr(quantised, "multiply_frozen", counted)
+    monkeypatch.setattr(quantized, "multiply_frozen", counted)
     found = {}
     for products, forwards in ((None, 1), (False, 2), (True, 1)):
         model = ours_of(base(family, dtype), *BOTH)
@@ -314,7 +314,7 @@ def test_other_products_are_not_reported_as_kept() -> None:
     rows, edges = torch.randn(4, 32, dtype=torch.float64), torch.tensor([4] * E, dtype=torch.int32)
     forward, _ = kept.checkpoint_contexts(products=True)()
     with forward, pytest.raises(UserError, match=r"in float32, what they are given in float64: .* can't be kept"):
-        quantised.grouped_linear(rows, layer, "gate_up_proj", edges)
+        quantized.grouped_linear(rows, layer, "gate_up_proj", edges)
     layer.has_post_expert_norm = True
     forward, _ = kept.checkpoint_contexts(products=True)()
     with forward, pytest.raises(UserError, match="the products of Mistral4Experts can't be kept"):
@@ -332,7 +332,7 @@ class Every(nn.Module):
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_dropout_is_before_the_adapter_alone(name: str) -> None:
+def test_dropout_applies_only_to_the_adapter(name: str) -> None:
     """One product against the definition, expert by expert: y = x W + s (drop(x) A) B."""
     stack = stack_of(ours_of(base(), *BOTH, lora_dropout=0.25)).get_base_layer()
     wrapper = stack.adapters[name]

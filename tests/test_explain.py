@@ -80,7 +80,7 @@ UNKNOWN = {
 }
 
 
-def test_an_unknown_name_gets_the_nearest() -> None:
+def test_unknown_name_suggests_the_nearest() -> None:
     for name, near in UNKNOWN.items():
         with pytest.raises(UserError, match=re.escape(repr(name.strip()))) as caught:
             explain.explain_topic(name)
@@ -113,7 +113,7 @@ def test_a_file_is_explained_row_by_row(tmp_path: Path, capsys: pytest.CaptureFi
         explain.explain_file(path)
 
 
-def test_one_setting_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explanation_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for columns in (40, 80, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
         explain.print_rows(explain.explain_topic("gradient_accumulation_steps"))
@@ -179,7 +179,7 @@ def test_the_table_of_variables() -> None:
     assert not any(table[name].status for name in DEFAULTS)
 
 
-def test_torchs_variables_are_torchs() -> None:
+def test_torch_variables_exist_in_torch() -> None:
     """Those that the installed torch names in its headers; a rename upstream shows here."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None

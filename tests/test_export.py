@@ -139,7 +139,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_merged_in_16_bits_is_what_peft_merges(name: str, cases: dict[str, Case]) -> None:
+def test_merge_in_16_bits_equals_pefts(name: str, cases: dict[str, Case]) -> None:
     case = cases[name]
     folder = case.merged("bf16")
     record = case.records["bf16"]
@@ -157,7 +157,7 @@ def test_merged_in_16_bits_is_what_peft_merges(name: str, cases: dict[str, Case]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_merged_in_its_own_dtype_keeps_every_byte_that_it_can(name: str, cases: dict[str, Case]) -> None:
+def test_merge_keeps_untouched_bytes(name: str, cases: dict[str, Case]) -> None:
     case = cases[name]
     folder = case.merged(None)
     assert case.records["None"]["deviations"] == []
@@ -182,7 +182,7 @@ def test_merged_in_its_own_dtype_keeps_every_byte_that_it_can(name: str, cases: 
 
 
 @pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
-def test_a_base_published_in_4_bits_is_merged_into_16(kind: str, tmp_path: Path) -> None:
+def test_4_bit_base_is_merged_into_16_bits(kind: str, tmp_path: Path) -> None:
     """Against PEFT's merge into what bitsandbytes and transformers decode; what is not adapted, bit by bit."""
     base, adapter, wide, out = (tmp_path / name for name in ("base", "adapter", "wide", "out"))
     if kind == "nf4":
@@ -269,7 +269,7 @@ def test_dithering_preserves_small_changes_on_average() -> None:
     assert float((rows - 2 / 50).abs().max()) < 2 / 50
 
 
-def test_the_adapter_alone(cases: dict[str, Case], tmp_path: Path) -> None:
+def test_export_of_the_adapter_only(cases: dict[str, Case], tmp_path: Path) -> None:
     case = cases["published"]
     options: dict[str, Any] = {"called": "org/published", "model_class": "Mistral4ForCausalLM", "say": silent}
     assert export(case.adapter, tmp_path, **options).record["deviations"] == []
@@ -373,7 +373,7 @@ def run(cases: dict[str, Case], tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_best_checkpoint_is_chosen_and_a_damaged_one_is_not(run: Path) -> None:
+def test_best_undamaged_checkpoint_is_chosen(run: Path) -> None:
     """Its checkpoints know how they evaluated. The log may have lost lines, or have those of steps that were undone."""
     (run / "events.jsonl").write_text('{"kind": "eval", "step": 30, "eval_loss": 0.1}\n{"kind": "ev')
     assert (
@@ -538,7 +538,7 @@ FAULTS: list[tuple[str, Callable[[Path, Path, str], None], str]] = [
 
 
 @pytest.mark.parametrize(("dtype", "fault", "message"), FAULTS)
-def test_a_damaged_merge_is_not_proven(
+def test_damaged_merge_is_detected(
     made: Path, tmp_path: Path, dtype: str, fault: Callable[[Path, Path, str], None], message: str
 ) -> None:
     copy = tmp_path / "copy"
@@ -595,7 +595,7 @@ def test_a_block_of_zeros_stays_one(tmp_path: Path) -> None:
     assert tensor(root / "merged", f"{key}_scale_inv")[0, 0] == 0
 
 
-def test_an_adapter_on_another_base_of_the_same_shapes(
+def test_adapter_on_another_base_is_refused(
     cases: dict[str, Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One bit of its weights is another. An adapter without a digest is taken, and that is printed."""
@@ -669,7 +669,7 @@ def add_embedding(factors: dict[str, Tensor]) -> None:
         ({}, lose_half, "not a pair of matrices"),
     ],
 )
-def test_what_would_merge_wrongly_is_refused(
+def test_adapters_that_cannot_be_merged_are_refused(
     made: Path,
     tmp_path: Path,
     config: dict[str, Any],
@@ -692,7 +692,7 @@ def test_what_would_merge_wrongly_is_refused(
 def test_impossible_dtypes_and_folders_are_refused(made: Path, tmp_path: Path) -> None:
     adapter, out = made / "adapter", tmp_path / "out"
     plain = str(tiny.write_model(tmp_path / "plain", "mistral4", quantization="none", tokenizer=False))
-    with pytest.raises(UserError, match="is not quantised"):
+    with pytest.raises(UserError, match="is not quantized"):
         export(adapter, out, merge=True, dtype="fp8", base=plain, say=silent)
     shutil.copytree(made / "own", tmp_path / "copy")
     with pytest.raises(UserError, match="holds a merged model"):

@@ -77,7 +77,7 @@ def lora(**given: Any) -> Lora:
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 @pytest.mark.parametrize("name", ALL)
-def test_counts_and_targets_are_transformers_and_pefts(root: Path, name: str) -> None:
+def test_counts_and_targets_equal_transformers_and_pefts(root: Path, name: str) -> None:
     base = read_base(written(root, name))
     text = transformers.CONFIG_MAPPING[base.family.model_type].from_dict(dict(base.config))
     text.tie_word_embeddings = not any(p.part == "head" for p in base.parameters)
@@ -169,7 +169,7 @@ def test_a_plan_warns_of_layers_without_a_formula_and_suggests_nothing_refused(r
         assert any("data.packing" in each for each in suggested) is packs
 
 
-def test_a_traced_layer_keeps_what_a_real_one_keeps() -> None:
+def test_traced_layer_keeps_the_same_bytes_as_a_real_one() -> None:
     config = transformers.CONFIG_MAPPING["qwen3_next"].from_dict(
         shrink_config(transformers.CONFIG_MAPPING["qwen3_next"]().to_dict(), layers=1)
     )
@@ -214,7 +214,7 @@ def test_what_a_traced_layer_computes_without_gradient_is_not_in_its_backward() 
     assert traced["backward_products"][1] == 2 * 2 * 512**2 * width
 
 
-def test_usual_names_mean_the_familys_own_modules(root: Path) -> None:
+def test_common_target_names_are_translated(root: Path) -> None:
     seven = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     for name, expected in {
         "phi3": "q_proj -> qkv_proj: queries, keys and values are one matrix",
@@ -244,13 +244,13 @@ def test_refused_families_have_a_reason(root: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="code that comes with the checkpoint"):
         describe({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}, "config.json")
     eight = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    for quantised, named in (({"quant_method": "awq"}, "'awq'"), (eight, "'bitsandbytes int8'"), ("gptq", "'gptq'")):
-        config = transformers.LlamaConfig().to_dict() | {"quantization_config": quantised}
-        with pytest.raises(UserError, match=rf"unsupported quantisation {named}(.|\n)*layout.base_dtype: nf4"):
+    for quantized, named in (({"quant_method": "awq"}, "'awq'"), (eight, "'bitsandbytes int8'"), ("gptq", "'gptq'")):
+        config = transformers.LlamaConfig().to_dict() | {"quantization_config": quantized}
+        with pytest.raises(UserError, match=rf"unsupported quantization {named}(.|\n)*layout.base_dtype: nf4"):
             describe(config, "config.json")
 
 
-def test_a_config_alone_says_what_is_stored_in_mxfp4() -> None:
+def test_mxfp4_weights_are_found_from_config_alone() -> None:
     config = transformers.GptOssConfig(num_hidden_layers=2, num_local_experts=4, hidden_size=64, intermediate_size=64)
     base = describe(config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}, "config.json")
     assert published_dtype(base) == "mxfp4"
@@ -365,7 +365,7 @@ def trained(root: Path) -> Callable[[tuple[str, ...]], tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_two_ranks_train_as_plain_trl_does_in_one_process(
+def test_two_ranks_equal_plain_trl_in_one_process(
     trained: Callable[[tuple[str, ...]], tuple[Any, Any]], name: str
 ) -> None:
     one, two = trained(next(group for group in GROUPS if name in group))

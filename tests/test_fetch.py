@@ -189,7 +189,7 @@ def test_several_processes_fetch_once_and_only_what_the_run_reads(hub: Hub, tmp_
     assert offline == folders, printed
 
 
-def test_a_cut_transfer_goes_on_where_it_stopped(hub: Hub, tmp_path: Path) -> None:
+def test_interrupted_transfer_resumes(hub: Hub, tmp_path: Path) -> None:
     hub.cut = "model.safetensors"
     folders, printed = result(fetch(hub, tmp_path))
     if not folders:  # the client gave up: the next run goes on
@@ -216,7 +216,7 @@ def test_a_file_without_its_published_hash_is_removed_and_fetched_again(hub: Hub
 
 
 @pytest.mark.parametrize("how", ["offline", "unreachable"])
-def test_without_a_network_the_next_step_is_named(hub: Hub, tmp_path: Path, how: str) -> None:
+def test_offline_error_names_the_next_step(hub: Hub, tmp_path: Path, how: str) -> None:
     more = {"HF_HUB_OFFLINE": "1"} if how == "offline" else {"HF_ENDPOINT": "http://127.0.0.1:9"}
     folders, printed = result(fetch(hub, tmp_path, **more))
     assert not folders
@@ -295,7 +295,7 @@ def test_a_model_whose_name_begins_alike_is_not_taken_from_the_cache(
 
 
 @pytest.mark.fault("a volume that is too small for the model", "`windlass fetch`", "takes 8796093022208.0 GiB")
-def test_a_volume_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_too_small_volume_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from windlass.data.hub import require_room
     from windlass.errors import UserError
 

@@ -25,11 +25,11 @@ from windlass.train.run import choose_gpu, create_process_group, require_own_gpu
 
 
 @pytest.mark.parametrize(("local_rank", "seen", "wanted"), [(0, 1, 0), (3, 1, 0), (0, 8, 0), (7, 8, 7)])
-def test_a_rank_takes_the_gpu_that_it_is_shown(local_rank: int, seen: int, wanted: int) -> None:
+def test_rank_uses_the_gpu_visible_to_it(local_rank: int, seen: int, wanted: int) -> None:
     assert choose_gpu(local_rank, seen) == wanted
 
 
-def test_a_rank_that_sees_its_own_gpu_alone_shards_on_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_with_one_visible_gpu_uses_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers binds a rank to the GPU of its LOCAL_RANK, which is not there: number 0 is."""
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -116,7 +116,7 @@ def test_a_collective_that_hangs_raises_and_the_users_settings_come_back(monkeyp
 
 
 @pytest.mark.parametrize(("version", "refused"), [("2.12.0", True), ("2.13.0+cpu", False), ("2.14.0", False)])
-def test_quantised_base_needs_a_torch_that_shards_bytes(
+def test_quantized_base_needs_a_torch_that_shards_bytes(
     version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
@@ -128,7 +128,7 @@ def test_quantised_base_needs_a_torch_that_shards_bytes(
         parallel.build_model(base, layout, torch.bfloat16)
 
 
-def test_a_model_that_is_built_takes_no_attention_of_cudnns(tmp_path: Any) -> None:
+def test_built_model_disables_cudnn_attention(tmp_path: Any) -> None:
     checkpoint = read_base(tiny.write_model(tmp_path / "tiny", experts=4, tokenizer=False))
     torch.backends.cuda.enable_cudnn_sdp(True)
     parallel.build_model(checkpoint, Layout("resident", "test", 1, 1, shard=1), torch.bfloat16)
@@ -136,7 +136,7 @@ def test_a_model_that_is_built_takes_no_attention_of_cudnns(tmp_path: Any) -> No
     assert torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
-def test_every_start_allocates_by_segments_unless_the_user_has_a_setting() -> None:
+def test_allocator_uses_segments_unless_the_user_sets_it() -> None:
     environ: dict[str, str] = {}
     set_allocator(environ)
     assert set(environ.values()) == {"expandable_segments:True"}
@@ -146,9 +146,7 @@ def test_every_start_allocates_by_segments_unless_the_user_has_a_setting() -> No
         assert own == {name: "max_split_size_mb:64"}
 
 
-def test_links_are_tried_and_time_is_given_before_the_weights_are_loaded(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_are_tested_before_weights_are_loaded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     group.check_links(torch.device("cpu"))
     group.set_timeout(99)  # a single process: nothing to wait for
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -424,7 +424,7 @@ def test_a_configuration_becomes_a_run_file(case: str, tmp_path: Path) -> None:
             assert run[section][field] == value
 
 
-def test_llamafactorys_names_of_data_sets_are_looked_up(tmp_path: Path) -> None:
+def test_llamafactory_data_set_names_are_resolved(tmp_path: Path) -> None:
     info = {
         "own": {"file_name": "a.jsonl", "columns": {"prompt": "question", "response": "output"}, "num_samples": 50},
         "chats": {
@@ -466,7 +466,7 @@ def test_every_key_of_the_tables_is_known_once() -> None:
     assert not common[0] & common[1]
 
 
-def test_a_shell_script_is_read_word_by_word(tmp_path: Path) -> None:
+def test_shell_scripts_are_parsed(tmp_path: Path) -> None:
     file = tmp_path / "s.sh"
     file.write_text(SWIFT.replace("accumulation_steps 16", "accumulation_steps $(expr 16 / 2)"))
     with pytest.raises(UserError, match=r"s\.sh:14: gradient_accumulation_steps: is a shell expression"):
@@ -525,7 +525,7 @@ def test_a_value_of_another_kind_is_refused_or_taken_and_never_a_traceback(text:
                 render_run_file(import_file(file, tool))
 
 
-def test_a_wrong_kind_and_an_open_quote_are_named(tmp_path: Path) -> None:
+def test_wrong_types_and_unclosed_quotes_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "a.yml"
     file.write_text(edited(AXOLOTL, special_tokens=True))
     (problem,) = import_file(file).problems

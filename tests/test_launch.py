@@ -74,7 +74,7 @@ def test_rendering_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "job.yaml").exists()
 
 
-def test_a_run_of_several_nodes_is_not_for_this_machine() -> None:
+def test_multi_node_run_is_refused_on_one_machine() -> None:
     plan, _, _ = example("train")
     with pytest.raises(UserError, match="3 nodes, and this is one"):
         render(plan, "local")
@@ -98,7 +98,7 @@ def test_every_key_has_an_effect_or_is_reported(to: str) -> None:
     assert silent == []
 
 
-def test_what_has_no_effect_there_is_reported() -> None:
+def test_keys_without_effect_on_the_platform_are_reported() -> None:
     def notes(to: str, *overrides: str) -> str:
         return "\n".join(submitting.review(build_job(example("train", overrides)[0]), to))
 
@@ -146,7 +146,7 @@ def test_what_has_no_effect_there_is_reported() -> None:
     assert "must not be root (runAsNonRoot)" in plain
 
 
-def test_time_to_save_follows_from_the_plan_then_from_what_saving_took(here: Path) -> None:
+def test_grace_uses_the_plan_then_measured_saves(here: Path) -> None:
     overrides = volume(here)
     plan = plan_of(EXAMPLES / "train.yaml", overrides)
     before = build_job(plan)
@@ -270,7 +270,7 @@ def cluster(here: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(here, monkeypatch)
 
 
-def test_the_cluster_is_asked_first_and_then_given_the_very_file(cluster: Cluster) -> None:
+def test_submit_dry_runs_then_creates_the_same_file(cluster: Cluster) -> None:
     warning = 'Warning: would violate PodSecurity "restricted:latest": runAsNonRoot != true'
     cluster.answer(WARNS=warning)
     assert cluster.submit() == 0
@@ -286,9 +286,7 @@ def test_the_cluster_is_asked_first_and_then_given_the_very_file(cluster: Cluste
     assert warning in cluster.printed
 
 
-def test_what_the_cluster_lacks_or_refuses_is_found_before_anything_is_created(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cluster_problems_are_found_before_creation(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     mount = f"cluster.volumes=[{{claim: a, path: {cluster.folder}}}, {{config_map: ca, path: /etc/ssl/ca}}]"
     for more, missing in (
         ("cluster.engine=auto", "persistentvolumeclaim project-001"),
@@ -331,9 +329,7 @@ def test_what_the_cluster_lacks_or_refuses_is_found_before_anything_is_created(
     assert kubectl.find_client() == "oc", "OpenShift's own"
 
 
-def test_what_a_pod_would_be_refused_for_is_found_before_anything_is_created(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pod_refusals_are_found_before_creation(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers of JobSet, PyTorchJob and TrainJob take any pod template."""
     invalid = 'The Pod "run-" is invalid: spec.tolerations[0].effect: Invalid value: "NoSchedule"'
     forbidden = 'pods is forbidden: User "ann" cannot create resource "pods" in API group "" in the namespace "ml"'
@@ -390,7 +386,7 @@ def rights(asked: str, others: set[str], workload: str) -> set[tuple[str, str]]:
     return found
 
 
-def test_the_role_in_the_docs_is_what_it_takes(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+def test_documented_role_is_sufficient(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
     """Enough for all that is done, and nothing else."""
     text = (ROOT / "docs" / "submit.md").read_text()
     role = next(block for block in text.split("```yaml\n") if "kind: Role\n" in block).partition("```")[0]
@@ -446,7 +442,7 @@ def test_nodes_without_the_gpus_are_a_note(cluster: Cluster) -> None:
     assert "could not be looked up: Error: nodes is forbidden" in "\n".join(cluster.printed)
 
 
-def test_what_belongs_to_the_job_goes_with_it(cluster: Cluster) -> None:
+def test_companion_objects_are_deleted_with_the_job(cluster: Cluster) -> None:
     """Deleted by hand, by its time to live or by windlass stop."""
     assert cluster.submit("cluster.network_policy=ingress") == 0
     owned = {
@@ -488,7 +484,7 @@ def test_a_running_job_is_left_alone_and_an_ended_one_replaced(
     assert kept[1:] == ["run", "run"]
 
 
-def test_pods_of_the_job_before_are_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_waits_for_the_previous_jobs_pods(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """`stop` deletes the job at once, and its pods have minutes to save."""
     cluster.has(pods="Running Running\nRunning\nFailed Succeeded\n")
     assert cluster.submit() == 0
@@ -514,7 +510,7 @@ ON_13 = {"onExitCodes": {"operator": "In", "values": [13]}, "action": "FailJob"}
 STOCK = runtime()  # what Kubeflow Trainer ships as torch-distributed
 
 
-def test_the_engine_is_the_first_that_serves_the_run(cluster: Cluster) -> None:
+def test_first_suitable_engine_is_chosen(cluster: Cluster) -> None:
     every = "pytorchjobs.kubeflow.org trainjobs.trainer.kubeflow.org jobs.batch jobsets.jobset.x-k8s.io"
     several = every.replace(" jobsets.jobset.x-k8s.io", "")
     fine = runtime(podFailurePolicy={"rules": [ON_13, {**ON_75, "action": "Ignore"}]})
@@ -609,7 +605,7 @@ def test_events_say_why_there_is_no_pod(cluster: Cluster, capfd: pytest.CaptureF
     assert "events" not in capfd.readouterr().out, "what was is over"
 
 
-def test_what_the_run_file_shows_is_reported_before_a_cluster_is_asked(cluster: Cluster) -> None:
+def test_run_file_errors_are_reported_before_asking_the_cluster(cluster: Cluster) -> None:
     with pytest.raises(UserError, match="is a path of this machine's working folder"):
         cluster.submit("train.output_dir=out")
     with pytest.raises(UserError, match="does not fit"):
@@ -643,7 +639,7 @@ def test_status_logs_and_stop_of_kubernetes(cluster: Cluster, capfd: pytest.Capt
 
 
 @pytest.mark.parametrize(("how", "code"), [("Complete", 0), ("Failed", 1)])
-def test_submit_follows_all_pods_through_restarts_and_ends_as_the_job_does(
+def test_submit_follow_survives_restarts_and_returns_the_jobs_code(
     cluster: Cluster, capfd: pytest.CaptureFixture[str], how: str, code: int
 ) -> None:
     phases = ("", "", "Running Pending Running", "Running Running Running", "Failed Pending Failed")
@@ -810,7 +806,7 @@ def test_a_local_run_is_started_observed_and_stopped(tmp_path: Path) -> None:
     assert list((tmp_path / "a" / "run" / "checkpoints").iterdir())
 
 
-def test_the_image_is_for_any_user_and_holds_what_was_tested() -> None:
+def test_image_runs_as_any_user_with_tested_versions() -> None:
     text = (ROOT / "Containerfile").read_text()
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert [line for line in lines if line.startswith("USER")][-1] == "USER 1001:0"

@@ -73,7 +73,7 @@ def test_golden_manifests(run: str, engine: str) -> None:
 
 @pytest.mark.parametrize("site", [SITE, FULL, EVERY], ids=["site", "full", "every"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_kubernetes_and_the_operators_take_all_of_it(engine: str, site: tuple[str, ...]) -> None:
+def test_servers_dry_run_accepts_all_manifests(engine: str, site: tuple[str, ...]) -> None:
     """And what no schema knows: names of mounted files, of the Service, of containers in rules."""
     documents = manifests(engine, every(engine) if site is EVERY else site)
     workload = documents[-1]
@@ -183,7 +183,7 @@ def test_a_gang_scheduler_gets_a_group_of_all_nodes(engine: str) -> None:
         assert ("kueue.x-k8s.io/queue-name" in documents[-1]["metadata"]["labels"]) is not volcano
 
 
-def test_the_validators_would_object() -> None:
+def test_validators_reject_bad_manifests() -> None:
     document = manifests("job")[-1]
     document["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
     with pytest.raises(kubernetes_validate.ValidationError, match="volumeMount"):
@@ -238,7 +238,7 @@ def test_exit_codes_and_restarts() -> None:
         assert runai.make_payload(job)["spec"]["backoffLimit"] == limit
 
 
-def test_openshift_admits_it_unless_the_run_file_sets_more() -> None:
+def test_openshifts_default_policy_admits_the_pod() -> None:
     """restricted-v2: no user of our own, no privilege, all capabilities dropped, the default seccomp profile."""
     default = {"seccompProfile": {"type": "RuntimeDefault"}}
     locked = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -270,7 +270,7 @@ def test_kueue_places_all_pods_of_a_run_in_one_domain() -> None:
         assert topology == {"topology.kubernetes.io/zone"}
 
 
-def test_what_pods_cannot_have_is_refused_with_its_place() -> None:
+def test_settings_invalid_for_pods_are_refused() -> None:
     def refused(*more: str) -> dict[str, str]:
         with pytest.raises(UserError) as caught:
             render(example("train", (*SITE, *more))[0], "kubernetes")

@@ -30,7 +30,7 @@ def read_back(model: str, body: dict[str, Any]) -> list[str]:
     return lost(body, json.loads(made.to_json()))
 
 
-def test_the_rest_body_is_what_runais_own_models_take() -> None:
+def test_rest_body_is_accepted_by_runais_models() -> None:
     for site in (SITE, FULL):
         body = runai.make_payload(build_job(example("train", site)[0]))
         assert read_back(DISTRIBUTED, body) == []
@@ -104,7 +104,7 @@ def test_the_script_runs_the_very_command(tmp_path: Path) -> None:
     assert subprocess.run(shellcheck, capture_output=True, text=True, check=False, timeout=60).stdout == ""
 
 
-def test_what_runai_cannot_take_is_refused() -> None:
+def test_unsupported_runai_settings_are_refused() -> None:
     """All at once."""
     plan = example("train", (*SITE, "cluster.project=null", "cluster.image=null"))[0]
     with pytest.raises(UserError) as caught:
@@ -114,7 +114,7 @@ def test_what_runai_cannot_take_is_refused() -> None:
     assert all(problem.hint for problem in caught.value.problems)
 
 
-def test_the_client_is_called_if_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_client_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fakes, run, printed = tmp_path / "bin", tmp_path / "run", list[str]()
     monkeypatch.setenv("PATH", f"{fakes}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)

@@ -201,7 +201,7 @@ def test_ranks_start_with_any_user_text(tmp_path: Path) -> None:
     ],
     ids=["kubeflow", "kubeflow-range", "operator", "indexed-job", "slurm"],
 )
-def test_a_node_learns_its_place_from_whatever_the_platform_sets(
+def test_node_number_comes_from_any_platforms_variables(
     launch: Callable[..., Launch], tmp_path: Path, two: Path, set_by: dict[str, str], port: int
 ) -> None:
     joins = 'if [[ "$2" == windlass.launch.rendezvous ]]; then touch "${@: -1}/ready"; exit; fi'
@@ -232,7 +232,7 @@ def test_a_platform_that_disagrees_with_the_plan_is_not_tried_again(launch: Call
         assert (run.code, text in run.log, run.words) == (13, True, []), run.log
 
 
-def test_the_ranks_own_exit_code_comes_through(launch: Callable[..., Launch], one: Path) -> None:
+def test_exit_code_of_the_rank_is_kept(launch: Callable[..., Launch], one: Path) -> None:
     first = 'echo {} >"$WINDLASS_STATUS_DIR/code-1"; sleep 0.05; echo {} >"$WINDLASS_STATUS_DIR/code-0"; exit 1'
     killed = """for rank in 0 3; do echo 999999 >"$WINDLASS_STATUS_DIR/pid-$rank"; done
     echo 0 >"$WINDLASS_STATUS_DIR/code-0"; echo "loading the model" >"$WINDLASS_STATUS_DIR/phase-3"; exit 1"""
@@ -255,9 +255,7 @@ def test_the_ranks_own_exit_code_comes_through(launch: Callable[..., Launch], on
         assert "rank 0 was killed" not in run.log
 
 
-def test_a_stop_signal_reaches_the_ranks_and_they_save(
-    launch: Callable[..., Launch], tmp_path: Path, one: Path
-) -> None:
+def test_stop_signal_makes_ranks_save(launch: Callable[..., Launch], tmp_path: Path, one: Path) -> None:
     """Ranks that listen, and one that is still starting; to the script, or to all of its group as Slurm sends it."""
     (tmp_path / "saver.py").write_text(SAVER)
     cases = ((signal.SIGTERM, 0, os.kill), (signal.SIGUSR1, 1, os.kill), (signal.SIGINT, 0, os.kill))
@@ -272,7 +270,7 @@ def test_a_stop_signal_reaches_the_ranks_and_they_save(
         assert (run.code, run.has("saved")) == (75, True), run.log
 
 
-def test_ranks_that_do_not_save_in_time_are_ended(launch: Callable[..., Launch], tmp_path: Path) -> None:
+def test_ranks_that_exceed_the_grace_are_killed(launch: Callable[..., Launch], tmp_path: Path) -> None:
     script = written(tmp_path / "run", (*CPU, "cluster.grace_seconds=1"))
     body = 'trap "" TERM; echo $$ >"$WINDLASS_STATUS_DIR/pid-0"; touch FOLDER/ready; while :; do sleep 0.1; done'
     runs = [launch(script, other + body) for other in ("", 'echo 75 >"$WINDLASS_STATUS_DIR/code-1"; ')]
@@ -291,7 +289,7 @@ def test_ranks_that_do_not_save_in_time_are_ended(launch: Callable[..., Launch],
 
 
 @pytest.mark.parametrize("name", ["train", "two-gpus"])
-def test_shellcheck_has_nothing_to_say(name: str, tmp_path: Path) -> None:
+def test_scripts_pass_shellcheck(name: str, tmp_path: Path) -> None:
     plan, overrides, _ = example(name)
     (tmp_path / "launch.sh").write_text(render(plan, "script", overrides=overrides)["launch.sh"])
     assert clean(tmp_path / "launch.sh") == ""
@@ -330,9 +328,7 @@ def test_gpus_are_counted_before_anything_is_started(launch: Callable[..., Launc
         assert (run.code, text in run.log, bool(run.words)) == (code, True, code == 0), run.log
 
 
-def test_failed_checks_end_the_node_and_only_their_own_word_keeps_it_from_another_try(
-    launch: Callable[..., Launch], one: Path
-) -> None:
+def test_only_invalid_input_prevents_a_retry_after_failed_checks(launch: Callable[..., Launch], one: Path) -> None:
     """A traceback, a kill for memory, a lost node: the next try may do. A stop signal ends the checks at once."""
     body = 'if [[ "$3" == check ]]; then echo "$PET_NODE_RANK $PET_NNODES" "$@" >FOLDER/check; {}; fi'
     stopped = launch(one, python=body.format("echo $$ >FOLDER/pid; exec sleep 60"), WINDLASS_CHECK="yes")
@@ -398,9 +394,7 @@ def test_a_node_that_is_stopped_before_all_have_come_ends_at_once(
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_node_that_is_stopped_before_its_ranks_is_not_waited_for(
-    two_nodes: Callable[..., list[Launch]], node: int
-) -> None:
+def test_node_stopped_before_its_ranks_is_not_awaited(two_nodes: Callable[..., list[Launch]], node: int) -> None:
     """It ends with 75 as one does that has saved, and the others' ranks would wait for it."""
     body = 'if [[ "$3" == check ]]; then {}; fi'
     python = [body.format("exit 0")] * 2
@@ -416,9 +410,7 @@ def test_a_node_that_is_stopped_before_its_ranks_is_not_waited_for(
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_what_keeps_one_node_from_starting_is_in_the_others_logs(
-    two_nodes: Callable[..., list[Launch]], two: Path, node: int
-) -> None:
+def test_all_nodes_log_why_one_cannot_start(two_nodes: Callable[..., list[Launch]], two: Path, node: int) -> None:
     """Before they have met, and while they check."""
     hasty = two.with_name(f"hasty-{node}.sh")  # it waits a second for a check whose node is gone
     assert two.read_text().count(" + 30))") == 1

@@ -181,7 +181,7 @@ def test_the_exit_code_decides_whether_it_is_queued_again(cluster: Slurm, code: 
     assert words[3:5] == ["bash", f"{folder}/launch.sh"]
 
 
-def test_what_slurm_refuses_and_jobs_that_wait(cluster: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_refusals_and_pending_jobs(cluster: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("train.output_dir=run",)
     plan = plan_of(EXAMPLES / "train.yaml", overrides)
     text = render(plan, "slurm", overrides=overrides)["job.sbatch"]
@@ -242,7 +242,7 @@ def test_the_batch_script_has_every_option_that_slurm_has() -> None:
     assert done.stdout == ""
 
 
-def test_containers_are_started_as_their_programs_want() -> None:
+def test_containers_use_the_runtimes_own_options() -> None:
     mounts = "cluster.volumes=[{host: /data, path: /data}, {host: /fast, path: /cache, sub_path: me, read_only: true}]"
     for image, pyxis, apptainer in (
         ("registry.example/a/b:1", "registry.example#a/b:1", "docker://registry.example/a/b:1"),
@@ -261,7 +261,7 @@ def test_containers_are_started_as_their_programs_want() -> None:
         assert f'apptainer exec --nv {binds} {apptainer} bash "$folder/launch.sh"' in made["apptainer"]["job.sbatch"]
 
 
-def test_what_slurm_cannot_do_is_refused_by_name() -> None:
+def test_unsupported_slurm_settings_are_refused() -> None:
     with pytest.raises(UserError) as caught:
         render(example("train", (*EVERY, "cluster.gang=volcano"))[0], "slurm")
     text = str(caught.value)

@@ -47,7 +47,7 @@ def problems(folder: Path, *overrides: str, accelerate: str = "") -> list[str]:
 # --- run file and Accelerate file ------------------
 
 
-def test_published_files_and_none(tmp_path: Path) -> None:
+def test_published_files_and_unknown_names(tmp_path: Path) -> None:
     assert request(tmp_path) == LayoutRequest("auto", "", 1, 1)
     layout = resolve_layout(request(tmp_path, accelerate=EXAMPLES / "fsdp.yaml", family=MISTRAL4), 128)
     assert (layout.name, layout.nodes, layout.gpus_per_node, layout.shard) == ("full-shard", 3, 1, 3)
@@ -71,7 +71,7 @@ def test_published_files_and_none(tmp_path: Path) -> None:
         ("parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n", ("hybrid", True)),
     ],
 )
-def test_what_a_file_sets_is_one_of_the_layouts(text: str, expected: tuple[str, bool], tmp_path: Path) -> None:
+def test_accelerate_files_map_to_a_layout(text: str, expected: tuple[str, bool], tmp_path: Path) -> None:
     layout = resolve_layout(request(tmp_path, accelerate=FSDP + "num_machines: 2\nnum_processes: 8\n" + text), 128)
     assert (layout.name, layout.reshard_after_forward) == expected
     assert (layout.shard, layout.replicate) == {"hybrid": (4, 2), "resident": (1, 8)}.get(layout.name, (8, 1))
@@ -188,7 +188,7 @@ def test_a_layer_class_that_the_model_lacks_is_an_error_that_names_its_own(tmp_p
         (("lora.use_dora=true",), False, set(LAYOUTS) - {"resident"}),
     ],
 )
-def test_what_an_adapter_rules_out(
+def test_adapter_rules_out_layouts(
     keys: tuple[str, ...], experts_adapted: bool, barred: set[str], tmp_path: Path
 ) -> None:
     found = request(tmp_path, NODES, *keys, experts_adapted=experts_adapted)
@@ -241,7 +241,7 @@ IMPOSSIBLE: dict[str, tuple[LayoutRequest, int]] = {
 }
 
 
-def test_a_layout_that_is_impossible_says_why() -> None:
+def test_impossible_layouts_have_a_reason() -> None:
     for message, (wanted, experts) in IMPOSSIBLE.items():
         with pytest.raises(UserError, match=message) as caught:
             resolve_layout(wanted, experts)
@@ -297,7 +297,7 @@ def test_no_layout_contradicts_the_runs_keys(gpus: int) -> None:
             assert len(rows) < len(free)
 
 
-def test_the_keys_of_a_named_layout_are_about_that_one_alone() -> None:
+def test_keys_of_a_named_layout_apply_only_to_it() -> None:
     rows, _ = list_layouts(want("full-shard", 2, 8, shard=16, offload=False), 128)
     assert {layout.name for _, layout in rows} == set(LAYOUTS)
     assert not [layout for _, layout in rows if layout.offload]
@@ -318,7 +318,7 @@ def test_the_keys_of_a_named_layout_are_about_that_one_alone() -> None:
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([0, 4, 8, 60, 128]), st.sampled_from(["", "fp8"]))
-def test_every_row_is_possible(nodes: int, gpus: int, experts: int, kept: str) -> None:
+def test_every_listed_layout_is_possible(nodes: int, gpus: int, experts: int, kept: str) -> None:
     rows, impossible = list_layouts(want("auto", nodes, gpus), experts, kept)
     assert len({name for name, _ in rows}) == len(rows)
     assert all(impossible.values())

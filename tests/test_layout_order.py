@@ -26,7 +26,7 @@ def outcomes(*times: tuple[float, float]) -> list[Any]:
     return [Outcome(str(i), predicted, measured, 0.0, 0.0) for i, (predicted, measured) in enumerate(times)]
 
 
-def test_the_rule_sees_a_wrong_order_and_lets_ties_be() -> None:
+def test_order_check_finds_wrong_pairs_and_ignores_ties() -> None:
     assert wrong_pairs(outcomes((1.0, 5.0), (2.0, 9.0), (4.0, 9.5))) == (3, [])
     assert wrong_pairs(outcomes((1.0, 5.0), (1.0 + TIE - 0.01, 4.0))) == (0, [])
     pairs, wrong = wrong_pairs(outcomes((1.0, 5.0), (2.0, 4.0), (4.0, 9.5)))
@@ -36,7 +36,7 @@ def test_the_rule_sees_a_wrong_order_and_lets_ties_be() -> None:
 @pytest.mark.prove
 @pytest.mark.timeout(1600)
 @pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")
-def test_layouts_are_as_fast_as_each_other_in_the_order_that_the_plan_says() -> None:
+def test_measured_layout_order_equals_the_plans() -> None:
     command = [sys.executable, str(BENCHMARK), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.stdout, done.stderr[-3000:]

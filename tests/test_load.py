@@ -30,7 +30,7 @@ from windlass.plan.layout import Layout
 from windlass.train import certificate, parallel
 from windlass.train.digest import MODULUS, digest_box
 from windlass.train.load import list_unique_tensors, load_base, read_all
-from windlass.train.quantised import dequantize, list_quantized_params
+from windlass.train.quantized import dequantize, list_quantized_params
 from windlass.train.reading import byte_ranges, intersect, split_box, to_float32
 from windlass.train.same_base import digest_files
 
@@ -48,7 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
     for name, options in load_ranks.CHECKPOINTS.items():
         tiny.write_model(directory / name, tokenizer=False, **options)
-        load_ranks.dequantise(directory / name, directory / f"{name}-true", load_ranks.DTYPE.get(name, torch.bfloat16))
+        load_ranks.dequantize(directory / name, directory / f"{name}-true", load_ranks.DTYPE.get(name, torch.bfloat16))
     for name, kind in load_ranks.IN_FOUR_BITS:
         load_ranks.write_decoded(directory / name, directory / f"{name}-{kind}", kind)
     tiny.write_model(
@@ -93,7 +93,7 @@ def damaged(root: Path, to: Path, change: Callable[[dict[str, Tensor]], None], n
 
 
 @pytest.mark.parametrize(("name", "kind"), [*load_ranks.IN_FOUR_BITS, *load_ranks.PUBLISHED])
-def test_4_bits_on_one_rank_are_the_model_that_they_stand_for(root: Path, name: str, kind: str) -> None:
+def test_4_bit_model_equals_its_dequantized_weights(root: Path, name: str, kind: str) -> None:
     """Loss and gradient in float32; several ranks: load_ranks.py."""
     found = []
     for folder, base_dtype in ((name, kind), (f"{name}-{kind}", "bf16")):
@@ -106,7 +106,7 @@ def test_4_bits_on_one_rank_are_the_model_that_they_stand_for(root: Path, name: 
 
 
 @pytest.mark.parametrize(("name", "kind"), load_ranks.PUBLISHED)
-def test_4_bits_as_published_are_read_exactly(root: Path, name: str, kind: str) -> None:
+def test_published_4_bit_weights_are_read_exactly(root: Path, name: str, kind: str) -> None:
     base, true = read_base(root / name), read_base(root / f"{name}-{kind}")
     for dtype in (torch.float32, torch.bfloat16):
         wanted = list_unique_tensors(load_base(true, ALONE, dtype=dtype)[0])
@@ -180,7 +180,7 @@ def test_weights_that_are_no_finite_numbers_stop_the_run_by_name(
         load_base(read_base(damaged(root, tmp_path, change)), layout)
 
 
-def test_the_digest_of_a_base_is_of_every_byte_at_its_place(root: Path, tmp_path: Path) -> None:
+def test_base_digest_covers_every_byte_and_its_place(root: Path, tmp_path: Path) -> None:
     """The same from files alone, in 16 bits and in FP8; another one for any change. Layouts: load_ranks.py."""
     base = read_base(damaged(root, tmp_path, lambda _: None))
     expected = digest_files(base)
@@ -330,7 +330,7 @@ def test_each_scale_is_compared(root: Path) -> None:
             scale[place] = kept
 
 
-def test_only_what_is_stored_in_fp8_is_kept_in_it(root: Path, tmp_path: Path) -> None:
+def test_only_weights_stored_in_fp8_stay_in_fp8(root: Path, tmp_path: Path) -> None:
     """One expert of a stack in 16 bits: loaded in 16 bits it is right, kept in FP8 it can't be expressed."""
     with pytest.raises(UserError, match=r"layout\.base_dtype: llama is not stored in FP8.*\n.*\n.*base_dtype: bf16"):
         load_base(read_base(root / "llama"), FP8)
@@ -348,13 +348,13 @@ def test_only_what_is_stored_in_fp8_is_kept_in_it(root: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_every_code_is_decoded_as_torch_does(dtype: torch.dtype) -> None:
+def test_every_code_decodes_as_in_torch(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).reshape(4, 64)
     assert torch.equal(to_float32(codes).nan_to_num(-1.5), codes.float().nan_to_num(-1.5))
 
 
 @given(data=st.data())
-def test_any_box_is_read_by_its_runs_and_cut_into_chunks(data: st.DataObject) -> None:
+def test_any_box_is_read_in_byte_ranges_and_chunks(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
     ends = [sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape]
     box = tuple((start, stop) for start, stop in ends)
@@ -394,7 +394,7 @@ def test_the_certificate_accounts_for_everything(root: Path) -> None:
     assert not used & unread
     assert {each["why"] for each in written["unread"]} == {
         "vision part",
-        "scale of activations: weights are converted, activations are not quantised",
+        "scale of activations: weights are converted, activations are not quantized",
     }
     (rank,) = written["ranks"]
     assert rank["bytes_read"] == sum(stored[key].nbytes for key in used)

@@ -61,7 +61,7 @@ def test_only_the_adapter_is_trainable_in_its_own_dtype() -> None:
         assert model(**batch()).loss.isfinite()
 
 
-def test_the_seed_alone_decides_the_values() -> None:
+def test_values_depend_only_on_the_seed() -> None:
     torch.manual_seed(99)
     one, other, third = adapted(), adapted(), adapted(seed=2)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
@@ -92,7 +92,7 @@ def test_an_adapter_that_is_not_the_plans_is_refused() -> None:
         assert all("a bug in windlass" in problem.hint for problem in caught.value.problems)
 
 
-def test_what_peft_cannot_do_here_is_refused_before_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_peft_rejects_are_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
     model = base()
     plan, with_experts = plan_of(model, ()), plan_of(model, stacks(model, *BOTH))
     with monkeypatch.context() as patched:
@@ -121,9 +121,7 @@ def test_dora_works_where_weights_are_unsharded() -> None:
         (2, {"modules_to_save": ["embed_tokens", "lm_head"]}),
     ],
 )
-def test_the_saved_adapter_opens_in_plain_peft_and_goes_on_here(
-    tmp_path: Path, experts: int, keys: dict[str, Any]
-) -> None:
+def test_saved_adapter_opens_in_peft_and_continues_here(tmp_path: Path, experts: int, keys: dict[str, Any]) -> None:
     model = live(adapted(experts=experts, **keys))
     checkpoint.save_adapter(model, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
@@ -151,7 +149,7 @@ def test_the_saved_adapter_opens_in_plain_peft_and_goes_on_here(
 
 @pytest.mark.filterwarnings("ignore:(PiSSA|OLoRA) changes the base weights:UserWarning")
 @pytest.mark.parametrize(("how", "keys"), [("pissa", {"use_rslora": True}), ("olora", {})])
-def test_adapters_that_start_as_part_of_their_weights_are_pefts(how: str, keys: dict[str, Any], tmp_path: Path) -> None:
+def test_weight_initialised_adapters_equal_pefts(how: str, keys: dict[str, Any], tmp_path: Path) -> None:
     """PEFT takes the part out of the base; here a fixed half of the adapter does. Same losses, same saved adapter."""
     keys = {"r": R, "lora_alpha": 2 * R, "target_modules": list(PATTERNS), "init_lora_weights": how, **keys}
     ours, theirs = started(**keys), get_peft_model(base(), LoraConfig(**keys))
@@ -229,7 +227,7 @@ class Steps:
         self.liveness.after_update()
 
 
-def test_a_new_adapter_is_proven_in_two_steps_after_the_warm_up_and_a_continued_one_in_one() -> None:
+def test_liveness_proof_takes_two_steps_or_one_when_continued() -> None:
     steps = Steps(adapted())
     phases = []
     for rate in (0.0, 0.0, 1e-3, 0.0, 1e-3):  # nothing moves at rate 0: nothing is proven
@@ -371,7 +369,7 @@ def test_fingerprints_see_every_bit_and_every_place() -> None:
     assert len(seen) == 64
 
 
-def test_one_rank_has_nothing_to_average_and_takes_the_norm_as_torch_does() -> None:
+def test_single_rank_norm_equals_torchs() -> None:
     model = adapted()
     model(**batch()).loss.backward()
     replicas, gradients = ReplicaGroups(model), [p.grad for p in trained(model).values() if p.grad is not None]
@@ -382,7 +380,7 @@ def test_one_rank_has_nothing_to_average_and_takes_the_norm_as_torch_does() -> N
     assert replicas.norm() == torch.nn.utils.get_total_norm(before)
 
 
-def test_the_norm_of_no_gradients_is_where_the_others_are() -> None:
+def test_norm_of_no_gradients_is_on_the_right_device() -> None:
     """Adapters on split experts alone: beside a GPU's norms, one on the CPU can't be stacked."""
     assert sync._norm([], torch.device("meta")).device.type == "meta"
     assert float(sync._norm([nn.Parameter(torch.ones(3))], torch.device("cpu"))) == 0  # without a gradient
@@ -458,7 +456,7 @@ def test_fused_layers_have_pefts_values_and_gradients(family: str, keys: dict[st
     assert not any(group.waiting for group in adapters.groups)
 
 
-def test_adapters_cast_once_a_step_are_never_those_of_an_older_one() -> None:
+def test_cached_casts_of_adapters_are_never_stale() -> None:
     model = peft_alone("llama").to(torch.bfloat16)
     for parameter in trained(model).values():
         parameter.data = parameter.data.float()
@@ -478,7 +476,7 @@ def test_adapters_cast_once_a_step_are_never_those_of_an_older_one() -> None:
         assert apart(logits(), cast_once) > 0.01
 
 
-def test_a_norm_or_a_rotation_of_another_kind_is_left_alone() -> None:
+def test_unsupported_norms_and_rotations_are_not_fused() -> None:
     class OnePlus(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -495,7 +493,7 @@ def test_a_norm_or_a_rotation_of_another_kind_is_left_alone() -> None:
 
 @pytest.mark.parametrize("graded", [True, False])
 @pytest.mark.parametrize("length", [4, 5, 9])
-def test_positions_that_are_not_scaled_are_not_multiplied(length: int, *, graded: bool) -> None:
+def test_unscaled_positions_skip_the_multiplication(length: int, *, graded: bool) -> None:
     asked, query = fused.cache_last(get_llama_4_attn_scale), torch.randn(1, 2, length, 3, requires_grad=True)
     positions = torch.arange(length)[None]
     with torch.set_grad_enabled(graded):
@@ -506,7 +504,7 @@ def test_positions_that_are_not_scaled_are_not_multiplied(length: int, *, graded
         assert asked(positions, 0.1, 4) is scale or scaled is query
 
 
-def test_a_device_with_other_gradients_is_not_trained_on_in_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_layers_are_disabled_on_a_device_with_other_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     original = fused.LoraLinears.backward
 
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -74,7 +74,7 @@ def recorder(tmp_path: Path) -> Iterator[Recorder]:
 # --- the recorder ---
 
 
-def test_steps_and_pauses_tile_the_time(recorder: Recorder, tmp_path: Path) -> None:
+def test_steps_and_pauses_sum_to_the_elapsed_time(recorder: Recorder, tmp_path: Path) -> None:
     for step in range(1, 5):
         time.sleep(0.01)
         record_step(recorder, step, 2, loss=2.0, grad_norm=torch.tensor(0.5), rows=[3, 4])

@@ -71,7 +71,7 @@ def shapes(config: Any, causal_lm: str) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("model_type", "more"), VARIANTS, ids=lambda value: str(value)[:30])
-def test_names_and_shapes_are_those_of_transformers(model_type: str, more: dict[str, Any]) -> None:
+def test_names_and_shapes_equal_those_of_transformers(model_type: str, more: dict[str, Any]) -> None:
     config = config_of(model_type, **more)
     base = describe(config.to_dict(), "config.json", "small")
     assert (base.name, base.path, base.family) == ("small", None, FAMILIES[model_type])
@@ -183,7 +183,7 @@ def value(piece: Piece) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama-tied", "plain"])
-def test_pieces_have_the_values_that_transformers_loads(folders: dict[str, Path], name: str) -> None:
+def test_pieces_equal_values_loaded_by_transformers(folders: dict[str, Path], name: str) -> None:
     """Offsets of experts and halves, against the library's own loading."""
     base = read_base(folders[name])
     model = getattr(transformers, base.family.causal_lm).from_pretrained(folders[name], dtype=torch.bfloat16)
@@ -323,7 +323,7 @@ print(min(took), mib, base.total, int("torch" in sys.modules or "pydantic" in sy
 """
 
 
-def test_119_billion_parameters_are_read_in_no_time_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_119b_headers_are_read_quickly_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
     startup: Any = importlib.import_module("benchmarks.startup")
     assert startup.write_base(tmp_path) > 119e9

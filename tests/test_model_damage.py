@@ -169,7 +169,7 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "positions without factor": (text(rope_parameters={"type": "yarn"}), "factor is missing, which yarn needs"),
     "positions of a word": (text(rope_scaling={"type": "linear", "factor": "2"}), "rope_scaling.factor is '2', which"),
     "experts": (text(num_experts_per_tok=9), "each token visits 9 of 8 experts"),
-    "other quantisation": (outer(quantization_config={"quant_method": "gptq"}), "unsupported quantisation 'gptq'"),
+    "other quantization": (outer(quantization_config={"quant_method": "gptq"}), "unsupported quantization 'gptq'"),
     "codes without scales": (
         outer(torch_dtype="float8_e4m3fn", quantization_config=None),
         "torch_dtype is 'float8_e4m3fn' without a quantization_config(.|\n)*hint: fetch config.json again",
@@ -256,7 +256,7 @@ def test_damage_is_reported(originals: dict[str, Path], tmp_path: Path, layout: 
     assert len(str(error.value)) < 4000
 
 
-def test_all_faults_of_a_config_at_once(originals: dict[str, Path], tmp_path: Path) -> None:
+def test_all_config_errors_are_reported_at_once(originals: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(originals["single"], tmp_path / "model")
     text(hidden_size=0, vocab_size="many", kv_lora_rank=..., tie_word_embeddings=3)(folder)
     with pytest.raises(UserError) as error:
@@ -277,7 +277,7 @@ QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(Hea
 
 @QUICK
 @given(data=st.data())
-def test_any_config_is_an_error_or_a_model(originals: dict[str, Path], data: st.DataObject) -> None:
+def test_random_configs_are_refused_or_described(originals: dict[str, Path], data: st.DataObject) -> None:
     config = json.loads((originals["single"] / CONFIG).read_text())
     table = data.draw(st.sampled_from([config, config["text_config"]]))
     for key in data.draw(st.lists(st.sampled_from(sorted(table)), max_size=3)):
@@ -292,7 +292,7 @@ def test_any_config_is_an_error_or_a_model(originals: dict[str, Path], data: st.
 
 @QUICK
 @given(data=st.data(), entries=st.dictionaries(st.text(max_size=6), JSON, max_size=4), body=st.binary(max_size=40))
-def test_any_bytes_are_an_error_or_tensors(
+def test_random_headers_are_refused_or_read(
     originals: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
     data: st.DataObject,
@@ -314,7 +314,7 @@ def test_any_bytes_are_an_error_or_tensors(
         assert place == str(file)
 
 
-def test_a_folder_with_config_json_alone_is_planned_from_it(originals: dict[str, Path], tmp_path: Path) -> None:
+def test_folder_with_only_config_json_is_planned(originals: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     shutil.copy(originals["single"] / CONFIG, folder)

@@ -31,7 +31,7 @@ from windlass import runfile, tiny
 from windlass.data.prepare import prepare_data
 from windlass.model.family import FAMILIES
 from windlass.observe.background import BackgroundReport
-from windlass.train import fused, parallel, quantised
+from windlass.train import fused, parallel, quantized
 from windlass.train.liveness import Liveness
 from windlass.train.loop import Loop
 from windlass.train.lora import attach_adapter
@@ -188,7 +188,7 @@ def steps_of(family: str, layout: str, dtype: str, folder: Path, monkeypatch: py
         monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: gpu.listed(tensor))
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, gpu:
             parallel.allocate(model, plan.layout)
-            quantised.list_quantized_params(model)  # as the loader does: scales of this rank's experts
+            quantized.list_quantized_params(model)  # as the loader does: scales of this rank's experts
             model.requires_grad_(False)
             peft = attach_adapter(model, plan.loaded.run.lora, plan.adapter, 0)
             parallel.assert_sharded(peft, plan.layout)

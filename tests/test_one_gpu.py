@@ -36,7 +36,7 @@ def rows(model: Any, name: str) -> list[dict[str, Any]]:
     return [json.loads(json.dumps(row)) for row in found if "note" not in row]
 
 
-def test_the_paths_of_a_gpu_compute_what_they_should(model: Any) -> None:
+def test_gpu_code_paths_compute_the_same_values(model: Any) -> None:
     """On a CPU too: the grouped products over codes, and unmerged adapters against PEFT's."""
     errors = [row["value"] for row in rows(model, "ground") if row["unit"] == "relative"]
     assert len(errors) == 7
@@ -57,7 +57,7 @@ def test_steps_learn_from_a_model_without_files(model: Any, name: str, layers: i
     assert {row["base"] for row in found} == ({"bf16", "fp8"} if name == "layers" else {"fp8"})
 
 
-def test_experts_ways_and_the_profile(model: Any) -> None:
+def test_profile_and_expert_implementations(model: Any) -> None:
     assert [row["per_expert"] for row in rows(model, "peft")] == [2, 16]
     profile = rows(model, "profile")
     assert len(profile) == 15
@@ -69,7 +69,7 @@ def test_experts_ways_and_the_profile(model: Any) -> None:
     assert (codes + 2 * (found.total - codes)) / 2**30 == pytest.approx(111.9, abs=0.2)
 
 
-def test_no_document_predicts_the_next(model: Any) -> None:
+def test_no_token_predicts_across_documents(model: Any) -> None:
     trainee: Any = type("Trainee", (), {"vocabulary": 512, "device": "cpu"})
     batch = model.Trainee.batch(trainee, model.Cell(64, 32, masked=True), 12)
     assert batch["position_ids"][1].tolist() == [*range(12), *range(12), *range(8)]
@@ -86,7 +86,7 @@ def ended(tmp_path: Path, *more: str, **environ: str) -> tuple[list[dict[str, An
     return [json.loads(line) for line in out.read_text().splitlines()], done
 
 
-def test_what_cannot_be_imported_fails_or_runs_out_of_time_is_named(tmp_path: Path) -> None:
+def test_failing_imports_and_timeouts_are_named(tmp_path: Path) -> None:
     (tmp_path / "pydantic.py").write_text("raise ImportError('no such thing here')\n")
     own, done = ended(tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
@@ -104,7 +104,7 @@ def test_what_cannot_be_imported_fails_or_runs_out_of_time_is_named(tmp_path: Pa
     assert done.returncode == 1
 
 
-def test_what_was_measured_is_shown_of_a_run_that_was_killed(tmp_path: Path) -> None:
+def test_killed_run_shows_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     row = {"part": "profile", "name": "a|b", "calls": 3, "ms": 1.5, "share": 0.25}
     file.write_text(json.dumps(row) + "\n" + '{"part": "whole", "tok')

@@ -121,7 +121,7 @@ def test_a_chosen_micro_batch_is_the_fastest_that_leaves_headroom_and_keeps_the_
     assert small.schedule.global_sequences == large.schedule.global_sequences
 
 
-def test_a_layout_that_barely_fits_is_passed_over_and_named() -> None:
+def test_layout_without_headroom_is_skipped_and_named() -> None:
     tight = of_train("lora.experts=true", "lora.lora_dropout=0", "lora.r=15")
     resident = next(c for c in tight.contenders if c.name == "resident, FP8")
     assert resident.cost.fits
@@ -141,7 +141,7 @@ def test_auto_divides_a_given_global_batch_also_on_other_numbers_of_nodes() -> N
         of_train(*AUTO, "train.global_batch_size=70")
 
 
-def test_what_the_advice_gains_is_what_the_changed_plan_says() -> None:
+def test_advised_gain_equals_the_changed_plan() -> None:
     plain, packed = of_train(), of_train("data.packing=true")
     advice = {advice.change: advice for advice in plain.advice}["data.packing: true"]
     assert advice.gain == pytest.approx(packed.cost.tokens_per_second / plain.cost.tokens_per_second)
@@ -178,7 +178,7 @@ def test_no_key_of_layout_is_without_effect(key: str) -> None:
 # --- what the run file rules out or changes ------------------
 
 
-def test_what_the_model_or_the_adapter_rules_out() -> None:
+def test_model_and_adapter_rule_out_settings() -> None:
     refusals: dict[str, tuple[str, ...]] = {
         "not published in FP8": (
             "model.model_name_or_path=Mixtral-8x7B-v0.1",
@@ -232,7 +232,7 @@ def test_a_rank_on_a_cpu_is_compared_with_its_share_of_the_memory(
     assert (small.machine.gpu.memory_gib, small.machine.host_memory_gib, small.cost.fits) == (4, 8, False)
 
 
-def test_what_is_for_gpus_is_refused_on_a_cpu_and_the_other_way_round(tmp_path: Path) -> None:
+def test_gpu_runs_are_refused_on_a_cpu_and_vice_versa(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="offload on a CPU") as caught:
         of_train(*ON_CPU, "cluster.gpus_per_node=2", "layout.offload=true")
     assert caught.value.problems[0].where.endswith("layout.offload=true")
@@ -271,7 +271,7 @@ def test_a_base_in_float32_is_sent_in_the_dtype_of_compute() -> None:
     assert full.cost.wire_gb_per_step > 1.9 * wide.cost.wire_gb_per_step
 
 
-def test_an_evaluation_counts_if_there_is_one() -> None:
+def test_evaluation_is_included_in_the_plan() -> None:
     asked = ("layout=full-shard", "cluster.nodes=4")
     plain, wide = of_train(*asked), of_train(*asked, "train.per_device_eval_batch_size=512")
     off = of_train(*asked, "train.per_device_eval_batch_size=512", "train.eval_strategy=no")
@@ -308,7 +308,7 @@ def pasted(text: str) -> dict[str, list[str]]:
     ("batch", "overrides"),
     [("  #", ()), ("  global_batch_size: 48 #", ()), ("  gradient_accumulation_steps:", TWO_BY_EIGHT)],
 )
-def test_every_row_that_is_shown_is_what_plan_says_with_its_overrides(
+def test_every_compared_layout_equals_its_own_plan(
     batch: str, overrides: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (EXAMPLES / "train.yaml").read_text()
@@ -397,7 +397,7 @@ REFUSED_IN_4_BITS: dict[tuple[str, ...], str] = {
 
 
 @pytest.mark.parametrize("overrides", REFUSED_IN_4_BITS)
-def test_what_4_bits_do_not_go_with_is_refused_with_its_place(overrides: tuple[str, ...]) -> None:
+def test_settings_incompatible_with_4_bits_are_refused(overrides: tuple[str, ...]) -> None:
     with pytest.raises(UserError, match=REFUSED_IN_4_BITS[overrides]) as caught:
         of_train(*overrides)
     (problem,) = caught.value.problems
@@ -406,7 +406,7 @@ def test_what_4_bits_do_not_go_with_is_refused_with_its_place(overrides: tuple[s
 
 
 @pytest.mark.parametrize("case", [*CASES, "too small"])
-def test_fifteen_lines_with_the_verdict_first(
+def test_plan_prints_the_verdict_first_in_fifteen_lines(
     case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ("cluster.gpu=l4", "lora.experts=true", "lora.lora_dropout=0", AUTO[0])

@@ -22,9 +22,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
     return capsys.readouterr()
 
 
-def test_the_plan_is_near_what_others_published(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_agrees_with_published_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     answer = json.loads(run(monkeypatch, capsys, "--json")[0])
     assert {"rows", "skipped", "memory", "speed", "by_source", "bounds"} <= answer.keys()
     assert answer["rows"] + sum(answer["skipped"].values()) == len(published.ROWS.read_text().splitlines()) - 1
@@ -40,7 +38,7 @@ def test_the_plan_is_near_what_others_published(
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_a_row_that_cannot_be_read_is_skipped_with_its_line(
+def test_unreadable_published_rows_are_skipped_with_their_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with published.ROWS.open() as file:

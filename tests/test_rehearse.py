@@ -208,7 +208,7 @@ def some_material(**more: Any) -> Material:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_run_scaled_down_is_planned_as_the_run_is(name: str, tmp_path: Path) -> None:
+def test_scaled_down_run_has_the_same_plan(name: str, tmp_path: Path) -> None:
     """Without being run: the same layout, targets and schedule, on the ranks and the replica that it would have."""
     run, overrides, _, count = EXAMPLES[name]
     loaded = read_run_file(run, overrides)
@@ -364,7 +364,7 @@ PLAN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_what_the_replica_or_this_machine_lacks_is_changed_and_listed() -> None:
+def test_rehearsal_lists_every_changed_key() -> None:
     modules = ["model.layers.30.self_attn.q_proj", "model.layers.31.self_attn.q_proj"]
     targets = [{"pattern": "31.self_attn.q_proj", "matched": modules[1:], "part": "attention"},
                {"pattern": "o_proj", "matched": ["model.layers.0.self_attn.o_proj"], "part": "attention"}]  # fmt: skip
@@ -453,7 +453,7 @@ def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
         yield Rehearsal(tmp_path / "run.yaml", [], tmp_path, environ, record, lambda _: None, processes)
 
 
-def test_a_command_that_fails_is_quoted_from_its_error_on(rehearsal: Rehearsal) -> None:
+def test_failed_command_is_quoted_from_its_error(rehearsal: Rehearsal) -> None:
     script = "echo noise >&2; echo 'error: run.yaml:3: it is wrong' >&2; echo >&2; echo 'hint: mend it' >&2; exit 13"
 
     def prove(r: Rehearsal) -> Iterator[str]:
@@ -504,7 +504,7 @@ def test_stop_without_checkpoint_is_detected(rehearsal: Rehearsal) -> None:
             list(stages.stop(rehearsal))
 
 
-def test_the_node_that_says_why_is_quoted(tmp_path: Path) -> None:
+def test_error_quotes_the_node_with_the_cause(tmp_path: Path) -> None:
     script = 'if [[ $PET_NODE_RANK == 1 ]]; then echo "error: here" >&2; exit 13; fi; echo "node 1 is gone" >&2; exit 1'
     command = Command("launch", ["bash", "-c", script], tmp_path, {"PATH": "/usr/bin:/bin"}, node_variables(3))
     with pytest.raises(Failed, match=r"^error: here$") as caught:
@@ -531,7 +531,7 @@ def test_nothing_is_left_running(rehearsal: Rehearsal, monkeypatch: pytest.Monke
     assert (made["HOME"], made["OMP_NUM_THREADS"], made["CUDA_VISIBLE_DEVICES"]) == ("/h", "7", "")
 
 
-def test_a_folder_with_other_files_is_not_kept_in(user: Path, tmp_path: Path) -> None:
+def test_rehearsal_refuses_a_folder_with_other_files(user: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     for name in ("thesis.tex", "rehearsal.json", "logs/plan.log"):  # also where an earlier one left its files
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -541,7 +541,7 @@ def test_a_folder_with_other_files_is_not_kept_in(user: Path, tmp_path: Path) ->
         assert (tmp_path / "thesis.tex").exists()
 
 
-def test_its_page_has_every_key_and_its_ci_files_call_what_there_is() -> None:
+def test_recipe_page_lists_every_key_and_ci_files_are_valid() -> None:
     page = (ROOT / "docs" / "rehearse.md").read_text(encoding="utf-8")
     rows = [row for row in page.split("## rehearsal.json")[1].split("##")[0].splitlines() if row.startswith("| `")]
     assert {name for row in rows for name in re.findall("`(\\w+)`", row.split("|")[1])} == Record("").as_dict().keys()

@@ -89,9 +89,7 @@ def test_figures_are_computed_from_the_steps(folder: Path, made: dict[str, Any])
     assert figures == pytest.approx((min(at_7), sum(at_7) / 3, max(at_7)), rel=1e-4)
 
 
-def test_what_other_stages_wrote_is_on_the_page_and_in_the_terminal(
-    folder: Path, made: dict[str, Any], tmp_path: Path
-) -> None:
+def test_report_shows_the_records_of_other_stages(folder: Path, made: dict[str, Any], tmp_path: Path) -> None:
     rows = {row["what"]: row for row in made["planned"]}
     assert rows["seconds per step"]["planned"] == 3.1
     assert rows["seconds per step"]["ratio"] == pytest.approx(made["headline"]["step_seconds"] / 3.1)
@@ -113,7 +111,7 @@ def test_what_other_stages_wrote_is_on_the_page_and_in_the_terminal(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json"], "nothing half written"
 
 
-def test_files_may_be_absent_and_are_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", ranks=1, count=30)
     files = ("plan.json", "load.json", "data.json", "manifest.json", "events.jsonl", "alarms.jsonl", "meter-rank0.json")
     for absent in files:
@@ -159,7 +157,7 @@ def test_lines_that_are_cut_damaged_or_trained_again(tmp_path: Path) -> None:
     "every gradient clipped", "`windlass report`", "100% of the gradients were clipped to max_grad_norm 0.5"
 )
 @pytest.mark.fault("steps slower than planned", "`windlass report`", "a step takes 4.7 s, 1.5 times the planned 3.1 s")
-def test_the_verdict_sees_what_went_wrong(tmp_path: Path) -> None:
+def test_report_verdict_reflects_failures(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", ranks=1, count=30)
     (folder / "alarms.jsonl").unlink()
     assert only(folder)["verdict"]["level"] == "good"
@@ -221,7 +219,7 @@ def test_the_verdict_sees_what_went_wrong(tmp_path: Path) -> None:
     assert "the evaluation loss has risen from 1.008 to 2.000: overfitting" in made["verdict"]["against"]
 
 
-def test_a_run_that_was_killed_is_not_called_running(tmp_path: Path) -> None:
+def test_killed_run_is_not_shown_as_running(tmp_path: Path) -> None:
     """Its manifest says running for ever; its heartbeats have stopped."""
     folder = write(tmp_path / "run", ranks=1, count=30)
     alarms, beat = folder / "alarms.jsonl", folder / "heartbeat-rank0.json"

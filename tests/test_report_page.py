@@ -107,7 +107,7 @@ def test_nothing_moves_or_is_cut(width: int, chromium: Chromium, pages: dict[str
         assert chromium.run(CUT) == [], name
 
 
-def test_series_are_switched_off_and_on(opened: Chromium) -> None:
+def test_curves_can_be_toggled(opened: Chromium) -> None:
     key = f"{LOSS}.querySelectorAll('.keys button')[1]"
     before = ink(opened, LOSS)
     opened.run(f"{key}.click()")

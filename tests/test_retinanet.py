@@ -33,7 +33,7 @@ def run(*command: str, seconds: float = 280) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_the_parts(tmp_path: Path) -> None:
+def test_one_gpu_parts_run_on_a_cpu(tmp_path: Path) -> None:
     """Every test of tests/retinanet_parts.py."""
     inner = ("-m", "pytest", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "inner"))
     done = run(*inner, str(ROOT / "tests" / "retinanet_parts.py"))
@@ -47,7 +47,7 @@ def words(options: dict[str, Any]) -> list[str]:
 
 @pytest.mark.prove
 @pytest.mark.timeout(900)
-def test_two_ranks_learn_the_shapes(tmp_path: Path) -> None:
+def test_two_ranks_train_the_detector(tmp_path: Path) -> None:
     """Eight epochs under torchrun, as a user starts it: the profiler in a training script that isn't windlass's."""
     folder, options = tmp_path / "run", words({"--make-synthetic": tmp_path, "--image-size": 64})
     done = run(str(SCRIPT), *options, "--max-train", "96", "--max-val", "24")

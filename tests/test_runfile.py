@@ -101,7 +101,7 @@ def test_defaults_and_examples_are_the_recipes() -> None:
     assert any("model.device_map" in note and "windlass places" in note for note in loaded.notes)
 
 
-def test_an_old_spelling_is_read_and_noted(load: Read) -> None:
+def test_old_spellings_are_accepted_with_a_note(load: Read) -> None:
     special = {"torch_dtype": "float32", "text_field": "body", "eval_strategy": "epoch", "resume": "auto"}
     for old, new in RENAMED.items():
         section, _, key = old.partition(".")
@@ -182,7 +182,7 @@ OVERRIDES: list[tuple[str, str, Any]] = [
 ]
 
 
-def test_values_are_read_as_meant(load: Read) -> None:
+def test_values_are_parsed_as_intended(load: Read) -> None:
     for text, path, value in VALUES:
         found = value_at(load(text).run, path)
         assert (found, type(found)) == (value, type(value)), text
@@ -191,7 +191,7 @@ def test_values_are_read_as_meant(load: Read) -> None:
         assert (found, type(found)) == (value, type(value)), override
 
 
-def test_overrides_add_up(load: Read) -> None:
+def test_overrides_are_combined(load: Read) -> None:
     text = "layout: hybrid\nlora: {experts: true, r: 4, target_modules: [a, b]}\n"
     overrides = ["lora.r=8", "lora.r=2", "layout.shard=1", "lora.experts.targets=[down_proj]"]
     loaded = load(text, *overrides, "cluster.volumes=[{claim: c, path: /c}]")
@@ -224,7 +224,7 @@ def test_batches_and_warm_up(load: Read) -> None:
     assert "2 ranks" in found.problem
 
 
-def test_presets_read_without_a_remark(tmp_path: Path) -> None:
+def test_presets_have_no_remarks(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     for name, text in read_presets().items():
         assert text == read_preset(name)

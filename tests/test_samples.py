@@ -102,7 +102,7 @@ def test_prompts_are_continued_by_all_ranks_and_training_goes_on_bit_for_bit(tmp
 @pytest.mark.prove
 @pytest.mark.parametrize("layout", ["name: full-shard", "name: expert-parallel, expert_parallel: 2"])
 @pytest.mark.parametrize("dtype", ["fp8", "nf4"])
-def test_a_base_in_few_bits_continues_prompts_and_trains_bit_for_bit(tmp_path: Path, layout: str, dtype: str) -> None:
+def test_quantized_base_generates_without_changing_training(tmp_path: Path, layout: str, dtype: str) -> None:
     tiny.write_model(tmp_path / "model", "mistral4", quantization="tensor" if dtype == "fp8" else "none")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"hull keel mast {n}"}) + "\n" for n in range(40)))
     for name, sample in (("without", ""), ("stated", STATED)):
@@ -119,7 +119,7 @@ def test_a_base_in_few_bits_continues_prompts_and_trains_bit_for_bit(tmp_path: P
     assert all(line["text"] for line in samples(tmp_path / "stated"))
 
 
-def test_noise_is_that_of_transformers_and_none_in_evaluations() -> None:
+def test_embedding_noise_equals_transformers_and_skips_evaluations() -> None:
     embeddings, ids = nn.Embedding(16, 8), torch.arange(12).view(2, 6)
     plain = embeddings(ids)
     add_embedding_noise(embeddings, 5.0)

@@ -108,7 +108,7 @@ def loaded(text: str, tmp_path: Path, *overrides: str) -> LoadedScript:
     return found
 
 
-def test_arguments_are_words_and_numbers_their_text(tmp_path: Path) -> None:
+def test_script_arguments_are_passed_as_text(tmp_path: Path) -> None:
     assert loaded(read_preset("script"), tmp_path).run.script.args[:2] == ["--epochs", "2"]
     assert "word by word" in explain.explain_topic("script.args")[0].text
     text = "kind: script\nscript: {module: a.b, args: [--lr, 0.5, --n, 16, '007', 'x y']}\n"
@@ -140,7 +140,7 @@ def test_bad_input_is_reported_with_its_place(tmp_path: Path, text: str, printed
     assert hint in str(caught.value)
 
 
-def test_what_is_for_language_models_says_so(tmp_path: Path) -> None:
+def test_language_model_commands_refuse_scripts(tmp_path: Path) -> None:
     path = run_file(tmp_path, "pass")
     with pytest.raises(UserError, match="is for language models"):
         read_run_file(path)
@@ -153,7 +153,7 @@ def test_what_is_for_language_models_says_so(tmp_path: Path) -> None:
 # --- plan and check -------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_says_what_it_knows_and_what_it_can_not(tmp_path: Path) -> None:
+def test_plan_of_a_script_marks_unknown_values(tmp_path: Path) -> None:
     path = run_file(tmp_path, "pass", ["a b"])
     plan = json.loads(windlass("plan", path, "--json").stdout)
     assert plan["kind"] == "script"
@@ -171,7 +171,7 @@ def test_the_plan_says_what_it_knows_and_what_it_can_not(tmp_path: Path) -> None
         ("", ["script.path=nix.py"], "fail", "nix.py can't be read"),
     ],
 )
-def test_check_reads_the_script_and_skips_what_is_its_own(
+def test_check_compiles_the_script_and_skips_the_rest(
     tmp_path: Path, script: str, override: list[str], verdict: str, printed: str
 ) -> None:
     made = check.run_checks(read_any(run_file(tmp_path, script), override), depth=check.HERE)
@@ -185,7 +185,7 @@ def test_check_reads_the_script_and_skips_what_is_its_own(
 # --- train ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_rank_gets_its_words_and_torchruns_environment(trained: Path, tmp_path: Path) -> None:
+def test_every_rank_gets_torchruns_environment_and_arguments(trained: Path, tmp_path: Path) -> None:
     output = [json.loads((trained / f"run/told-{rank}.json").read_text()) for rank in range(2)]
     assert [each["argv"] for each in output] == [NASTY, NASTY]
     assert [each["name"] for each in output] == ["__main__", "__main__"]
@@ -290,7 +290,7 @@ def test_a_stop_signal_reaches_the_script(tmp_path: Path, script: str, exits: in
     assert len(list((tmp_path / "run").glob("saved-*"))) == (2 if exits == 75 else 0)
 
 
-def test_a_save_that_its_grace_cut_off_is_none(tmp_path: Path) -> None:
+def test_interrupted_save_does_not_count(tmp_path: Path) -> None:
     """Though another rank has saved in time, and first."""
     once = SLOW.replace("def save(*_):", "def save(*_):\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)")
     path = run_file(tmp_path, once, cluster={"gpu": "cpu", "grace_seconds": 1})
@@ -302,7 +302,7 @@ def test_a_save_that_its_grace_cut_off_is_none(tmp_path: Path) -> None:
     assert state(tmp_path) == "failed"
 
 
-def test_below_a_launcher_it_neither_hurries_nor_leaves_the_others(tmp_path: Path) -> None:
+def test_under_a_launcher_ranks_wait_for_each_other(tmp_path: Path) -> None:
     """A launcher signals all ranks when one of them has ended, and kills them, whatever they are saving."""
     slow = SAVES.replace("def save(*_):", "def save(*_):\n    time.sleep(1.6)")
     status_dir = tmp_path / "status_dir"
@@ -327,9 +327,7 @@ def test_below_a_launcher_it_neither_hurries_nor_leaves_the_others(tmp_path: Pat
     assert process.returncode == 75, words
 
 
-def test_ranks_that_an_alarm_stops_have_their_grace(
-    plan: Callable[..., ScriptPlan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alarm_stops_ranks_with_their_grace(plan: Callable[..., ScriptPlan], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what is left to them once another rank has failed."""
     monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0.2)
     made = plan(script=DIVERGES_SAVES)
@@ -354,7 +352,7 @@ def test_a_script_that_stalls_is_ended_with_its_stacks_written(tmp_path: Path) -
     assert (alarm["kind"], alarm["level"]) == ("stall", "stop")
 
 
-def test_what_ends_before_the_script_begins(tmp_path: Path) -> None:
+def test_failures_before_the_script_starts_are_reported(tmp_path: Path) -> None:
     done = windlass("train", run_file(tmp_path, ""), "--override", "script.path=nix.py")
     assert done.returncode == 2
     assert "--override script.path=nix.py: there is no file nix.py" in done.stderr
@@ -412,7 +410,7 @@ def test_launch_sh_starts_torchrun_and_needs_no_accelerate(plan: Callable[..., S
 @pytest.mark.parametrize(
     ("script", "code"), [(FAILS.replace("sys.argv[1]", "3"), 1), (SLOW, 75)], ids=["fails", "saves"]
 )
-def test_under_a_launcher_codes_and_signals_come_through(
+def test_exit_codes_and_signals_pass_through_a_launcher(
     plan: Callable[..., ScriptPlan], tmp_path: Path, script: str, code: int
 ) -> None:
     for name, text in render(plan(script=script), "script").items():
@@ -465,7 +463,7 @@ def meter(tmp_path: Path) -> Iterator[StepProfiler]:
         yield made
 
 
-def test_marks_become_phases_and_what_lies_between_loops_a_pause(meter: StepProfiler, tmp_path: Path) -> None:
+def test_marks_become_phases_and_gaps_between_loops_pauses(meter: StepProfiler, tmp_path: Path) -> None:
     def slow() -> Iterator[int]:
         for number in range(2):
             time.sleep(0.05)
@@ -486,7 +484,7 @@ def test_marks_become_phases_and_what_lies_between_loops_a_pause(meter: StepProf
     assert line["step_seconds"] < 0.1 + line["data_seconds"]
 
 
-def test_misuse_of_the_meter_is_reported(meter: StepProfiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meter_misuse_is_an_error(meter: StepProfiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="'froward' is no phase"):
         meter.mark("froward")
     with pytest.raises(UserError, match="can't name what is counted"):

@@ -21,7 +21,7 @@ from torch.nn import functional
 from windlass import self_test
 from windlass.files import append_json_line
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, failed, passed
-from windlass.train import experts, fused, loss, quantised
+from windlass.train import experts, fused, loss, quantized
 from windlass.train.rank import Rank
 
 CPU = torch.device("cpu")
@@ -50,17 +50,17 @@ def off_by_one(codes: Tensor, *rest: Any) -> Tensor:
     return values
 
 
-WAY = quantised.dequantize_by_torch
+WAY = quantized.dequantize_by_torch
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "test"),
     [
-        (quantised, "dequantize_by_torch", off_by_one, "FP8 decoding"),
-        (quantised, "dequantize_by_torch", off_by_one, "4 bits decoding, nf4"),
-        (quantised, "dequantize_by_torch", off_by_one, "4 bits decoding, published nf4"),
-        (quantised, "grouped_linear", doubled(quantised.grouped_linear), "grouped products, bf16"),
-        (quantised, "expert_products", doubled(quantised.expert_products), "grouped products, nf4"),
+        (quantized, "dequantize_by_torch", off_by_one, "FP8 decoding"),
+        (quantized, "dequantize_by_torch", off_by_one, "4 bits decoding, nf4"),
+        (quantized, "dequantize_by_torch", off_by_one, "4 bits decoding, published nf4"),
+        (quantized, "grouped_linear", doubled(quantized.grouped_linear), "grouped products, bf16"),
+        (quantized, "expert_products", doubled(quantized.expert_products), "grouped products, nf4"),
         (experts, "stack_by_expert", lambda a, b, n, *_: (a.view(n, -1, 64), b.view(n, -1, 48)), "experts with"),
         (fused, "expand_kv", lambda _, kv_nope, k_rot: (kv_nope, k_rot), "fused layers"),
         (torch.ops.windlass, "rms_norm_backward", doubled(torch.ops.windlass.rms_norm_backward), "norm"),
@@ -147,9 +147,7 @@ def test_training_is_compared_with_the_cpu_and_the_plan(
     assert words in result.seen
 
 
-def test_experts_adapters_that_learn_one_and_a_half_times_as_much_are_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expert_adapters_with_scaled_gradients_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are a small part of the gradient: its norm doesn't show it."""
     monkeypatch.setattr(self_test, "is_finished", lambda _: True)
     learned = {f"layers.{i}.{part}.lora_B.weight": torch.ones(50) for i in range(2) for part in ("q_proj", "experts")}
@@ -169,7 +167,7 @@ def test_experts_adapters_that_learn_one_and_a_half_times_as_much_are_seen(
         ([], "give a run file"),
     ],
 )
-def test_what_is_not_used_is_refused(arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_unused_keys_are_refused(arguments: list[str], words: str, tmp_path: Path) -> None:
     command = [warm.python(), "-m", "windlass", "check", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2

@@ -121,7 +121,7 @@ AGREE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("model_type", "case"), [(family, case) for case in AGREE for family in AGREE[case][0]])
-def test_targets_and_counts_are_those_of_peft(model_type: str, case: str) -> None:
+def test_targets_and_counts_equal_pefts(model_type: str, case: str) -> None:
     _, ours, peft = AGREE[case]
     adapter = agree(model_type, ours, peft)
     if case == "experts of their own rank":
@@ -148,7 +148,7 @@ def test_patterns_give_pefts_values_and_scales() -> None:
 
 
 @pytest.mark.parametrize("model_type", SIZES)
-def test_all_linear_is_every_linear_layer_but_the_head(model_type: str) -> None:
+def test_all_linear_excludes_only_the_head(model_type: str) -> None:
     config, base = small_base(model_type)
     with torch.device("meta"):
         model = getattr(transformers, base.family.causal_lm)(config)
@@ -221,16 +221,14 @@ MEANT: list[tuple[str, str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("model_type", "pattern", "expected"), MEANT)
-def test_an_expression_that_leaves_out_what_its_words_suggest(
-    model_type: str, pattern: str, expected: list[str]
-) -> None:
+def test_incomplete_target_pattern_is_warned_about(model_type: str, pattern: str, expected: list[str]) -> None:
     deep = {"model_type": "mistral", "num_hidden_layers": 12}
     _, base = small_base(**(deep if model_type == "deep" else {"model_type": model_type}))
     for warning, words in zip(own(base, target_modules=pattern).warnings, expected, strict=True):
         assert words in warning
 
 
-def test_names_of_experts() -> None:
+def test_experts_names_are_expanded() -> None:
     """A name that only routed experts have is satisfied by lora.experts; gate and up of experts are one parameter."""
     _, base = small_base("mixtral")
     adapter = own(base, target_modules=["q_proj", "gate_proj", "w2"], experts=True)
@@ -302,7 +300,7 @@ WRONG: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("model_type", "settings", "expected"), WRONG)
-def test_what_matches_nothing_is_an_error(
+def test_pattern_without_matches_is_an_error(
     model_type: str, settings: dict[str, Any], expected: list[tuple[str, str]]
 ) -> None:
     family, _, tied = model_type.partition(", ")

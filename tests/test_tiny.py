@@ -79,7 +79,7 @@ def test_plain_models_open_with_nothing_missing(tmp_path: Path, family: str) -> 
     assert torch.isfinite(model(torch.arange(12)[None]).logits).all()
 
 
-def test_a_replica_spells_names_as_its_model_does(tmp_path: Path) -> None:
+def test_replica_uses_the_models_tensor_names(tmp_path: Path) -> None:
     """Converters write a wrapper's names in two ways."""
     tensors: dict[str, Any] = load_file(tiny.write_model(tmp_path / "one", tokenizer=False) / "model.safetensors")
     for ours, theirs in tiny.NESTED:

@@ -422,7 +422,7 @@ def test_more_ways_equal_plain_trl(more: Callable[[int], Outcomes], world: int, 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_layers_of_two_ranks_train_as_eager_ones_do(material: Path, name: str) -> None:
+def test_compiled_layers_equal_eager_on_two_ranks(material: Path, name: str) -> None:
     ways = {"eager": False, "compiled": True}
     cases = {way: case(2, **{**BRIEF, **COMPILED[name]}, train__compile=compiled) for way, compiled in ways.items()}
     found = launched(material, 2, cases, f"{name} ")
@@ -434,19 +434,19 @@ def test_compiled_layers_of_two_ranks_train_as_eager_ones_do(material: Path, nam
 
 
 @pytest.mark.prove
-def test_four_ranks_train_on_the_rows_of_a_mix_as_one_does(more: Callable[[int], Outcomes]) -> None:
+def test_mix_is_equal_on_one_and_four_ranks(more: Callable[[int], Outcomes]) -> None:
     assert rows_of_steps(more(4), "mix") == rows_of_steps(more(1), "mix")
     for step, other in zip(more(4).steps("mix"), more(1).steps("mix"), strict=True):
         assert step["source_loss"] == pytest.approx(other["source_loss"], rel=TOLERANCE)
 
 
-def test_the_references_differ_from_one_another(alone: Outcomes) -> None:
+def test_reference_runs_differ_from_each_other(alone: Outcomes) -> None:
     losses = {name: alone.steps(name)[-1]["loss"] for name in ("plain", "plain packed", "plain experts", "plain pissa")}
     assert len({f"{loss:.4f}" for loss in losses.values()}) == 4
     assert losses["plain"] < alone.steps("plain")[0]["loss"] - 0.03
 
 
-def test_sharded_is_sharded_and_the_adapter_is_whole(alone: Outcomes, two: Outcomes) -> None:
+def test_base_is_sharded_and_the_adapter_replicated(alone: Outcomes, two: Outcomes) -> None:
     for name in ("full-shard", "kept for all passes", "expert-parallel"):
         found = two[name]["placements"]
         assert (found["whole"], found["adapter sharded"]) == (0, 0), name
@@ -454,13 +454,13 @@ def test_sharded_is_sharded_and_the_adapter_is_whole(alone: Outcomes, two: Outco
     assert two["resident"]["placements"]["sharded"] == 0
 
 
-def test_a_step_is_one_collective_and_one_wait_whatever_its_micro_batches(two: Outcomes) -> None:
+def test_step_has_one_collective_and_one_synchronization(two: Outcomes) -> None:
     assert two["counted"]["collectives"] == ["allreduce_"]
     assert two["counted"]["waits"] == ["train_step: tolist"]
     assert two["a wait for each"]["waits"] == ["forward: __float__"] * 4 + ["train_step: tolist"]  # the fault
 
 
-def test_what_is_kept_gathered_is_sent_once_a_step_whatever_its_micro_batches(two: Outcomes) -> None:
+def test_gathered_weights_are_sent_once_per_step(two: Outcomes) -> None:
     for kept, once in (("kept for all passes", "one pass"), ("kept for all passes, split", "one pass, split")):
         assert two[once]["gathered"]
         assert two[kept]["gathered"] == two[once]["gathered"], kept  # bytes of each gather
@@ -511,7 +511,7 @@ def test_a_mix_is_the_same_on_any_number_of_ranks_and_when_resumed(alone: Outcom
         assert two["mix"]["collectives"] == ["allreduce_"]  # the losses by source are in the one that there is
 
 
-def test_an_epoch_of_a_mix_has_of_each_set_what_the_run_file_says(alone: Outcomes, two: Outcomes) -> None:
+def test_mix_epoch_has_the_configured_shares(alone: Outcomes, two: Outcomes) -> None:
     audit = read_json(alone.folder / "mix" / "data.json")
     sets = audit["sources"]
     firsts = np.cumsum([0, *(each["sequences"] for each in sets.values())])
@@ -527,7 +527,7 @@ def test_an_epoch_of_a_mix_has_of_each_set_what_the_run_file_says(alone: Outcome
 
 
 @pytest.mark.prove
-def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(more: Callable[[int], Outcomes]) -> None:
+def test_resumed_run_draws_the_same_dropout_masks(more: Callable[[int], Outcomes]) -> None:
     """Of every rank, for its own experts' adapters and for those that all have."""
     found = more(2)
     assert (found["dropout stopped"]["code"], found["dropout resumed"]["code"]) == (SAVED, 0)
@@ -537,7 +537,7 @@ def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(more: Callable[[
     assert losses[0] == losses[1]
 
 
-def test_ranks_in_bfloat16_train_as_plain_trl_does(alone: Outcomes, two: Outcomes) -> None:
+def test_bfloat16_training_equals_plain_trl(alone: Outcomes, two: Outcomes) -> None:
     """A bfloat16 has 8 bits: sums over other batches round otherwise."""
     steps, expected = two.steps("narrow"), alone.steps("plain narrow")
     assert [step["loss"] for step in steps] == pytest.approx([step["loss"] for step in expected], rel=2**-9)
@@ -547,7 +547,7 @@ def test_ranks_in_bfloat16_train_as_plain_trl_does(alone: Outcomes, two: Outcome
     assert steps[0]["loss"] != pytest.approx(exact, rel=TOLERANCE)  # it was in bfloat16
 
 
-def test_an_evaluation_is_the_same_in_every_layout_and_disturbs_no_step(alone: Outcomes, two: Outcomes) -> None:
+def test_evaluation_is_equal_in_every_layout_and_changes_no_step(alone: Outcomes, two: Outcomes) -> None:
     def evaluations(of: Outcomes) -> list[float]:
         events = (of.folder / "evaluated" / "events.jsonl").read_text().splitlines()
         return [line["eval_loss"] for line in map(json.loads, events) if "eval_loss" in line]
@@ -564,7 +564,7 @@ def test_an_evaluation_is_the_same_in_every_layout_and_disturbs_no_step(alone: O
     "added only where config.json or the run file asks for it",
 )
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
-def test_loss_and_gradients_of_a_micro_batch_are_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batch_loss_and_gradients_equal_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a router's balancing loss, in chunks of a few tokens or at once, masked prompts and padding among them."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = MixtralConfig(vocab_size=300, num_key_value_heads=2, num_local_experts=4, **sizes)
@@ -628,7 +628,7 @@ def adapter(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "final" / checkpoint.ADAPTER)
 
 
-def test_the_run_folder_holds_what_the_run_was(two: Outcomes) -> None:
+def test_run_folder_records_the_run(two: Outcomes) -> None:
     folder, steps = two.folder / "whole", two.steps("full-shard")
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     promised = {"step", "loss", "grad_norm", "learning_rate", "step_seconds", "tokens"}
@@ -659,7 +659,7 @@ def test_other_ranks_are_silent_and_rank_0_prints_plain_lines(two: Outcomes) -> 
     assert not [word for word in ("Traceback", "Warning", "\x1b") if word in printed]
 
 
-def test_a_saved_adapter_goes_on_whole_and_in_parts(two: Outcomes) -> None:
+def test_saved_adapter_continues_sharded_and_unsharded(two: Outcomes) -> None:
     whole, parts = two.steps("experts go on"), two.steps("experts go on, split")
     assert len(whole) == len(parts) == 3
     assert whole[0]["loss"] < two.steps("experts split")[0]["loss"] - 0.01  # it has been trained before
@@ -683,7 +683,7 @@ def test_every_rank_has_its_own_experts_adapter_and_files_hold_the_whole(two: Ou
 
 
 @pytest.mark.parametrize("name", ["experts one rank's twice", "experts averaged over all"])
-def test_what_is_wrong_with_parts_shows_against_plain_peft(alone: Outcomes, two: Outcomes, name: str) -> None:
+def test_wrong_expert_parts_differ_from_plain_peft(alone: Outcomes, two: Outcomes, name: str) -> None:
     """No rank can know: what it stores nobody else stores."""
     # Of two steps: the first one's learning rate is 0, so that both begin with the same adapter.
     pairs = zip(two.steps(name)[:2], alone.steps("plain experts")[:2], strict=True)
@@ -705,7 +705,7 @@ def test_a_nan_stops_the_run_and_names_step_rank_and_rows(two: Outcomes) -> None
     assert [step["step"] for step in two.steps("nan")] == [1, 2]
 
 
-def test_a_nan_can_be_left_out_and_the_rest_goes_on(two: Outcomes) -> None:
+def test_non_finite_step_can_be_skipped(two: Outcomes) -> None:
     steps = two.steps("nan left out")
     assert [step["step"] for step in steps if step.get("skipped")] == [3]
     assert steps[2].get("loss") is None
@@ -715,7 +715,7 @@ def test_a_nan_can_be_left_out_and_the_rest_goes_on(two: Outcomes) -> None:
 
 
 @pytest.mark.parametrize("name", ["slow", "slow, split"])
-def test_a_slow_rank_is_told_from_those_that_wait_for_it(two: Outcomes, name: str) -> None:
+def test_slow_rank_is_distinguished_from_waiting_ranks(two: Outcomes, name: str) -> None:
     own, forward = [], []
     for rank in range(2):
         lines = list(read_json_lines(two.folder / name / f"steps-rank{rank}.jsonl"))
@@ -783,7 +783,7 @@ def test_a_fault_stops_every_rank(two: Outcomes, name: str, kind: str, messages:
 @pytest.mark.fault(
     "gradients of split experts that are not averaged", "`windlass train`", "differ between ranks after a step"
 )
-def test_what_a_fault_leaves(two: Outcomes, four: Outcomes) -> None:
+def test_failed_stage_keeps_its_files(two: Outcomes, four: Outcomes) -> None:
     assert [path.name for path in checkpoint.list_checkpoints(two.folder / "drift" / "checkpoints")] == ["step-3"]
     assert two.steps("dead") == []
     assert read_json(two.folder / "unlike rows" / "manifest.json")["state"] == "failed", "and not running"
@@ -864,7 +864,7 @@ cli.main(sys.argv[5:])
     "`windlass train`",
     "/checkpoints can't be written: No space left on device (0 bytes are free there)",
 )
-def test_a_disk_that_is_full_costs_no_training(
+def test_full_disk_does_not_stop_training(
     material: Path, tmp_path: Path, full_from: int, emptied_at: int, ranks: int
 ) -> None:
     """Steps, events, heartbeat, checkpoint, final: each is reported once, and what was saved stays."""

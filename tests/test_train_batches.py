@@ -69,7 +69,7 @@ def test_every_number_of_ranks_has_the_same_steps_also_after_a_resume(
         assert of_step == sorted(expected.tolist())
 
 
-def test_a_run_that_resumes_within_an_epoch_has_all_rows_of_the_next_ones() -> None:
+def test_resume_within_an_epoch_keeps_all_rows_of_the_next() -> None:
     """11 rows, 3 steps an epoch: from the third step on, two epochs and a bit without a new start."""
     rows = [row for batch in taken(batches(11, 4, 1, 0, 4), 2, 1, 3, 7) for row in batch.rows]
     order = [np.random.default_rng(epoch).permutation(11).tolist() for epoch in range(3)]
@@ -77,7 +77,7 @@ def test_a_run_that_resumes_within_an_epoch_has_all_rows_of_the_next_ones() -> N
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_goes_on_at_its_place_whoever_prepares_it(workers: int) -> None:
+def test_stream_resumes_at_its_position(workers: int) -> None:
     expected = [[0, 1], [4, 5], [8, 9], [12, 13], [16, 17]]
     found = taken(batches(6, 2, 2, 0, 4, stream=True, workers=workers), 0, 1, None, 5)
     assert [batch.rows for batch in found] == expected
@@ -92,7 +92,7 @@ def test_batches_draw_no_random_numbers_from_training() -> None:
 
 
 @pytest.mark.parametrize("batching", [PACKED, "padded in batches of like length"])
-def test_each_epoch_has_an_order_of_its_own(batching: str) -> None:
+def test_each_epoch_has_its_own_order(batching: str) -> None:
     """The fault that is guarded against: a shuffle by the seed alone."""
     lengths = np.arange(5, 105)
     data = PreparedData(pa.table({}), None, {}, "", lengths=lengths, batching=batching)
@@ -149,9 +149,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("libraries")
 @pytest.mark.parametrize("name", NAMES)
-def test_an_optimizer_is_what_its_name_means_to_transformers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optimizers_equal_transformers_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {"a.weight": nn.Parameter(torch.ones(2, 2)), "a.bias": nn.Parameter(torch.ones(2))}
     frozen = nn.Parameter(torch.ones(1), requires_grad=False)
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], optim=name, **TRAIN)
@@ -176,7 +174,7 @@ def test_an_optimizer_is_what_its_name_means_to_transformers(
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_has_its_warm_up_in_the_words_of_the_run_file(name: str) -> None:
+def test_every_schedule_honours_the_configured_warm_up(name: str) -> None:
     needed = {"min_lr": {"min_lr": 1e-6}, "num_decay_steps": {"num_decay_steps": 5}}
     more = needed[SCHEDULES[name][0]] if SCHEDULES[name] else None
     for keys, steps in (({"warmup_ratio": 0.05}, 5), ({"warmup_ratio": 1.0}, 100), ({"warmup_steps": 1}, 1)):
@@ -202,7 +200,7 @@ def test_every_key_of_train_is_read_somewhere() -> None:
 
 @pytest.mark.parametrize("collator", [PaddedCollator(0), PaddedPackingCollator(0), PaddingFreeCollator()])
 @pytest.mark.parametrize("lengths", [[9], [4, 5]])
-def test_a_forward_asks_the_device_for_no_value(collator: Any, lengths: list[int]) -> None:
+def test_forward_needs_no_device_synchronization(collator: Any, lengths: list[int]) -> None:
     """Whether a row has several documents is known from the batch; the loss is as if transformers found it out."""
 
     class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -119,7 +119,7 @@ class Halved(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_with_two_sets_of_weights_trains_with_one_and_saves_the_other(
+def test_schedule_free_optimizers_save_their_evaluation_weights(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def create(train: Any, named: Any, _steps: int) -> Halved:
@@ -147,7 +147,7 @@ def test_an_optimizer_with_two_sets_of_weights_trains_with_one_and_saves_the_oth
     assert all(torch.equal(last[name], tensor) for name, tensor in checkpoint.adapter_state(resumed.model).items())
 
 
-def test_a_checkpoint_on_slow_storage_has_the_log_of_its_own_step(
+def test_slow_checkpoint_has_the_log_of_its_own_step(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, write = make(), Snapshot.write
@@ -167,7 +167,7 @@ def test_a_checkpoint_on_slow_storage_has_the_log_of_its_own_step(
     assert sorted({line["step"] for line in loop.log_history}) == [1, 2, 3, 4]
 
 
-def test_an_evaluation_that_was_left_out_is_not_made_up_for_if_it_is_switched_off(make: Make, tmp_path: Path) -> None:
+def test_skipped_evaluation_is_not_repeated_when_disabled(make: Make, tmp_path: Path) -> None:
     loop = make()
     loop.stop_signal.received = True
     loop.run()
@@ -180,9 +180,7 @@ def test_an_evaluation_that_was_left_out_is_not_made_up_for_if_it_is_switched_of
     assert not checkpoint.read_manifest(folder.with_name("step-2"))["evaluation_due"]
 
 
-def test_a_balancing_loss_is_trained_on_if_asked_for_and_is_no_part_of_the_evaluation(
-    make: Make, tmp_path: Path
-) -> None:
+def test_balancing_loss_is_optional_and_not_evaluated(make: Make, tmp_path: Path) -> None:
     """The mean over tokens of rows of different lengths: the same in every batch size."""
     lines = [json.dumps({"text": " ".join(WORDS.split()[:count])}) + "\n" for count in (3, 5, 8)]
     (tmp_path / "data" / "validation.jsonl").write_text("".join(lines))
@@ -205,7 +203,7 @@ def test_a_balancing_loss_is_trained_on_if_asked_for_and_is_no_part_of_the_evalu
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
 
 
-def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planned_for(
+def test_resume_keeps_files_and_machine_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, model = tmp_path / "run", tmp_path / "model"
@@ -273,7 +271,7 @@ def test_a_signal_before_the_ranks_are_started_ends_the_command() -> None:
 
 
 @pytest.mark.fault("50 starts at once on one machine", "`windlass train`", "each has a port of its own")
-def test_starts_at_once_meet_at_ports_of_their_own() -> None:
+def test_simultaneous_starts_use_separate_ports() -> None:
     """Until rank 0 listens, nobody else is given the port; and then it can."""
 
     def start(stores: list[Any]) -> None:
@@ -292,7 +290,7 @@ def test_starts_at_once_meet_at_ports_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.001, 1000.0])
-def test_an_update_is_that_of_the_clipped_gradient(make: Make, tmp_path: Path, limit: float) -> None:
+def test_update_uses_the_clipped_gradient(make: Make, tmp_path: Path, limit: float) -> None:
     """By its length: without momentum an update is the learning rate times the gradient."""
     plain = {"optim": "sgd", "weight_decay": "0", "lr_scheduler_type": "constant"}
     loop = make(max_grad_norm=str(limit), max_steps="1", **plain)
@@ -338,7 +336,7 @@ def test_without_a_compiler_layers_run_eagerly_and_the_reason_is_printed(
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, within its compiler
 @pytest.mark.prove
-def test_compiled_layers_train_as_eager_ones_do_and_resume_exactly(
+def test_compiled_layers_equal_eager_and_resume_exactly(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))

@@ -207,7 +207,7 @@ def work():
 
 
 @pytest.mark.fault("a rank that fails, and others that lose it", "`windlass train`", "rank 1, rows 3, 9")
-def test_the_root_is_reported_and_not_what_followed_from_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_root_cause_is_reported_before_consequences(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     error = '    raise RunError("non-finite loss at step 7: rank 1, rows 3, 9", "watch.non_finite", "look at them")'
     with pytest.raises(RunError, match="rank 1, rows 3, 9"):
         crew(tmp_path, LATER + error)
@@ -240,9 +240,7 @@ def work():
 
 
 @pytest.mark.fault("a native library that ends a rank", "`windlass train`", "native library: out of luck")
-def test_a_rank_that_ends_without_a_word_shows_its_last_output(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_silently_failed_rank_shows_its_last_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = """
     if here.rank == 1:
         print("native library: out of luck", flush=True)
@@ -252,7 +250,7 @@ def test_a_rank_that_ends_without_a_word_shows_its_last_output(
     assert "native library: out of luck" in capfd.readouterr().err
 
 
-def test_others_that_never_end_are_ended_and_a_failure_is_no_stop(tmp_path: Path) -> None:
+def test_hanging_ranks_are_killed_and_failure_is_not_a_stop(tmp_path: Path) -> None:
     body = """
     def work():
         if here.rank == 0:
@@ -327,7 +325,7 @@ def test_a_signal_to_the_launcher_reaches_the_ranks_and_they_save(
     ("signals", "grace", "expected"),
     [(1, 0.3, "had not saved 0.3 s after the signal"), (2, 20, "a second signal ended the ranks")],
 )
-def test_ended_before_they_had_saved_is_said(tmp_path: Path, signals: int, grace: float, expected: str) -> None:
+def test_ranks_killed_before_saving_are_reported(tmp_path: Path, signals: int, grace: float, expected: str) -> None:
     process = launched(tmp_path, STUBBORN, grace)
     for number in range(signals):
         time.sleep(1.1 if number else 0)
@@ -339,7 +337,7 @@ def test_ended_before_they_had_saved_is_said(tmp_path: Path, signals: int, grace
     assert not list(tmp_path.glob("saved-*"))
 
 
-def test_a_rank_that_has_nothing_to_save_yet_stops_at_once(tmp_path: Path) -> None:
+def test_rank_without_progress_stops_at_once(tmp_path: Path) -> None:
     process = launched(tmp_path, SAVES.replace("stop_signal.training = True", "").replace("0.02", "60"))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=200)
@@ -358,7 +356,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path) -> None:
     assert wait_for(tmp_path, "saved-*") == ["saved-0", "saved-1"]
 
 
-def test_a_rank_that_had_not_begun_when_the_signal_came_lost_nothing(tmp_path: Path) -> None:
+def test_signal_before_the_first_step_loses_nothing(tmp_path: Path) -> None:
     body = """
     if here.rank == 1:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -390,7 +388,7 @@ def test_a_signal_while_loading_ends_at_once_and_says_that_nothing_is_lost(
     )
 
 
-def test_the_signalled_rank_explains_those_that_lost_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failure_names_the_signalled_rank_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = """
     def work():
         if here.rank == 1:
@@ -402,7 +400,7 @@ def test_the_signalled_rank_explains_those_that_lost_it(tmp_path: Path, capfd: p
     assert "peer is gone" not in capfd.readouterr().err
 
 
-def test_another_signal_to_a_rank_that_saves_cuts_nothing_short(tmp_path: Path) -> None:
+def test_second_signal_does_not_interrupt_saving(tmp_path: Path) -> None:
     """As torchrun sends it to all the others once one has saved and ended."""
     body = SAVES.replace("TMP", str(tmp_path)).replace("while not", "os.kill(os.getpid(), signal.SIGTERM)\nwhile not")
     again = "time.sleep(1.2)\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.1)"
@@ -410,7 +408,7 @@ def test_another_signal_to_a_rank_that_saves_cuts_nothing_short(tmp_path: Path) 
     assert wait_for(tmp_path, "saved-*") == ["saved-0", "saved-1"]
 
 
-def test_who_saved_first_awaits_the_others_but_neither_the_dead_nor_for_ever(tmp_path: Path) -> None:
+def test_first_saver_waits_for_living_ranks_up_to_a_limit(tmp_path: Path) -> None:
     script = """
     from pathlib import Path
     status_dir, waited = Path(sys.argv[1]), []

@@ -80,7 +80,7 @@ def texts(module: Path) -> Iterator[str]:
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in node.values)
 
 
-def test_what_hints_name_is_there() -> None:
+def test_hints_name_existing_keys_and_commands() -> None:
     """Each command in a message parses as it is printed, and each key of the run file in it is one."""
     source, checked, seen = ROOT / "src" / "windlass", 0, 0
     known = {*list_keys(), *list_keys(ScriptRun), *RENAMED}
@@ -99,7 +99,7 @@ def test_what_hints_name_is_there() -> None:
     assert seen > 70
 
 
-def test_the_sites_menu_has_every_page() -> None:
+def test_site_menu_lists_every_page() -> None:
     """And each page of the menu is there."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     menu = re.findall(r": ([\w/.-]+\.md)$", text, re.MULTILINE)
@@ -114,7 +114,7 @@ def test_the_sites_menu_has_every_page() -> None:
     "page", [page if page.name in PLANS_ONLY else pytest.param(page, marks=pytest.mark.prove) for page in TUTORIALS],
     ids=lambda page: page.stem,
 )  # fmt: skip
-def test_a_tutorial_works_as_it_is_written(page: Path, tmp_path: Path) -> None:
+def test_tutorials_run_as_written(page: Path, tmp_path: Path) -> None:
     """Its blocks, one after the other, in an empty folder with the repository's examples."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "bin").mkdir()

@@ -304,7 +304,7 @@ def test_every_detector_is_a_setting_and_documented(tmp_path: Path) -> None:
 # --- stalls ---
 
 
-def test_ranks_absent_from_collectives() -> None:
+def test_ranks_missing_from_collectives_are_named() -> None:
     def calls(last: int) -> dict[str, Any]:
         recent = {str(number): f"nccl:all_reduce of {number}" for number in range(5, last + 1)}
         return {"0 default_pg": {"last": last, "recent": recent}}

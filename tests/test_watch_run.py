@@ -215,7 +215,7 @@ def test_an_adapter_that_dies_after_the_first_steps_stops_the_run(runs: Outcomes
     assert (runs.folder / "clean" / "final").exists()
 
 
-def test_what_is_not_finite_is_an_alarm_too(runs: Outcomes) -> None:
+def test_non_finite_values_raise_an_alarm(runs: Outcomes) -> None:
     assert runs["nan"]["where"] == "watch.non_finite"
     stopped, skipped = runs.alarm("nan", "non_finite"), runs.alarm("nan skipped", "non_finite")
     assert stopped["level"] == "stop"

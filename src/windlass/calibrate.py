@@ -163,7 +163,7 @@ def measure_on_rank(storage: Path) -> dict[str, Any] | None:
 
     from windlass import measure
     from windlass.observe.counters import describe_machine
-    from windlass.train import lora, quantised
+    from windlass.train import lora, quantized
 
     measure_host = partial(
         measure_host_rates, attach=lora.attach_adapter
@@ -185,15 +185,15 @@ def measure_on_rank(storage: Path) -> dict[str, Any] | None:
         return measure.measure_products(device, dtype, [(rows[3], widths[3])])[0][2]
 
     def one_by_one(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return quantised.multiply_one_by_one(x, weights, None, ends, None, transposed=True)
+        return quantized.multiply_one_by_one(x, weights, None, ends, None, transposed=True)
 
     def decode() -> float:
         side = 512 if cpu else 8192
         codes = torch.randint(0, 120, (side, side), dtype=torch.uint8, device=device)
-        format = quantised.Format(torch.float8_e4m3fn, (side, side), dtype)
+        format = quantized.Format(torch.float8_e4m3fn, (side, side), dtype)
         scale = torch.ones(1, 1, device=device)
         return (
-            codes.numel() / measure.time_call(lambda: quantised.dequantize(codes, scale, format, dtype), device) / 1e9
+            codes.numel() / measure.time_call(lambda: quantized.dequantize(codes, scale, format, dtype), device) / 1e9
         )
 
     if cpu:  # once one as large was freed, as in training, glibc no longer pages every smaller tensor in anew

@@ -43,7 +43,7 @@ from windlass.model.targets import view_by_expert
 from windlass.observe.counters import describe_machine
 from windlass.plan.layout import FOUR_BITS
 from windlass.run_folder import FINAL, is_finished
-from windlass.train import experts, four_bits, fused, loss, parallel, quantised, ranks
+from windlass.train import experts, four_bits, fused, loss, parallel, quantized, ranks
 from windlass.train import run as training
 from windlass.train.rank import Rank, read_rank
 
@@ -308,18 +308,18 @@ def check_fused_layers(device: torch.device) -> str:
     return f"{', '.join(same)} equal plain operations to {fused.CLOSE:g}"
 
 
-def make_codes(kind: str, device: torch.device) -> tuple[quantised.Format, Tensor, Tensor, Tensor]:
+def make_codes(kind: str, device: torch.device) -> tuple[quantized.Format, Tensor, Tensor, Tensor]:
     """Return a stack of weights in FP8 or 4 bits on the device, as a module has it, and its values in float32 on the
     CPU."""
     cpu, (count, rows, columns) = torch.device("cpu"), (5, 48, 320)
     values = fused.make_numbers(cpu, count, rows, columns).bfloat16().float()
     if kind:
         block, dtype = PACKED.get(kind) or (FOUR_BITS[kind].block, torch.bfloat16)
-        coding = quantised.Format(torch.uint8, (1, block), torch.bfloat16, kind.split()[-1], columns, dtype)
+        coding = quantized.Format(torch.uint8, (1, block), torch.bfloat16, kind.split()[-1], columns, dtype)
         codes = torch.empty(count, rows, four_bits.row_bytes(columns, block, dtype), dtype=torch.uint8)
         bytes_of, scales = four_bits.split_rows(codes, columns, dtype)
         if kind in FOUR_BITS:
-            four_bits.quantise(values, kind, codes)
+            four_bits.quantize(values, kind, codes)
         else:  # read, and never made
             bytes_of.copy_(torch.arange(bytes_of.numel()).view_as(bytes_of) % 251)
             scales.copy_(values[..., ::block].abs() if dtype == torch.float32 else values[..., ::block].round().exp2())
@@ -328,7 +328,7 @@ def make_codes(kind: str, device: torch.device) -> tuple[quantised.Format, Tenso
         ]
         wanted = units * scales.float().repeat_interleave(block, -1)[..., :columns]
         return coding, codes.to(device), torch.empty(0), wanted
-    coding = quantised.Format(torch.float8_e4m3fn, (16, 128), torch.bfloat16)
+    coding = quantized.Format(torch.float8_e4m3fn, (16, 128), torch.bfloat16)
     codes, scale = values.to(coding.codes), fused.make_numbers(cpu, count, 3, 3).abs() + 0.1
     wanted = codes.float() * scale.repeat_interleave(16, 1).repeat_interleave(128, 2)[..., :columns]
     return coding, codes.view(torch.uint8).to(device), scale.to(device), wanted
@@ -339,9 +339,9 @@ def check_decoding(device: torch.device, kind: str) -> str:
     coding, codes, scale, wanted = make_codes(kind, device)
     with warnings.catch_warnings(record=True) as doubts:
         warnings.simplefilter("always")
-        quantised.kernel_is_exact.cache_clear()
+        quantized.kernel_is_exact.cache_clear()
         codes, scale = coding.parts(codes, scale)
-        found = quantised.dequantize(codes, scale, coding, torch.bfloat16).cpu()
+        found = quantized.dequantize(codes, scale, coding, torch.bfloat16).cpu()
     if differing := int((found != wanted.bfloat16()).sum()):
         raise ArithmeticError(f"{differing} of {wanted.numel()} values differ from torch's on the CPU")
     if device.type == "cuda" and doubts:
@@ -362,7 +362,7 @@ def check_grouped(device: torch.device, dtype: str) -> str:
         module.weight, module.weight_scale, module.formats = codes, scale, {"weight": coding}
 
     def ours(x: Tensor) -> Tensor:
-        return quantised.grouped_linear(x, module, "weight", ends.to(device, torch.int32))
+        return quantized.grouped_linear(x, module, "weight", ends.to(device, torch.int32))
 
     def plain(x: Tensor) -> Tensor:
         rows = torch.tensor_split(x, ends[:-1])

@@ -92,7 +92,7 @@ def write_model(
 
     wrapper: inside the multimodal Mistral3ForConditionalGeneration (default: for mistral4, as published).
     quantization: "none", "tensor" (FP8, a scale for each linear and expert), "block128" (a scale for each 128 x 128
-    block) or "nf4" (bitsandbytes', twice quantised); default: "tensor" for mistral4, as published, else "none".
+    block) or "nf4" (bitsandbytes', twice quantized); default: "tensor" for mistral4, as published, else "none".
     files: more than 1 is a sharded index.
     decoys: the publisher's own format next to it. config: further entries of the text model's config.
     """

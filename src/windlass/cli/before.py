@@ -68,7 +68,7 @@ def init(
 def import_(
     file: Annotated[Path, arg("FILE", "Configuration (YAML, JSON), or shell script that starts the tool.")],
     tool: Annotated[
-        str | None, opt("--from", "TOOL", "axolotl, llamafactory, trl or swift. Default: recognised.")
+        str | None, opt("--from", "TOOL", "axolotl, llamafactory, trl or swift. Default: recognized.")
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print one JSON object instead of a run file.")] = False,
 ) -> None:

@@ -100,7 +100,7 @@ def download(
 
 
 def require_published(folder: Path, published: Mapping[str, str], say: Say) -> None:
-    """Compare the fetched files with the hub's checksums, and record next to them how training recognises them."""
+    """Compare the fetched files with the hub's checksums, and record next to them how training recognizes them."""
     if not published:
         return
     say(f"comparing {len(published)} files with their published SHA-256")

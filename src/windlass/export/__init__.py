@@ -39,7 +39,7 @@ from windlass.train.same_base import RECORD as RECORD_OF_BASE
 from windlass.train.same_base import (
     bytes_to_digest,
     describe_files,
-    describe_quantisation,
+    describe_quantization,
     digest_files,
     read_recorded_base,
     require_intact,
@@ -184,7 +184,7 @@ def _export_adapter(
     recorded = read_recorded_base(source.folder)
     if recorded:
         write_json(to / RECORD_OF_BASE, recorded | describe_files(to))
-    other, trained_on = recorded.get("other_base", ""), describe_quantisation(recorded.get("base_quantisation", {}))
+    other, trained_on = recorded.get("other_base", ""), describe_quantization(recorded.get("base_quantisation", {}))
     if trained_on:
         say(f"trained   on the base in {trained_on}")
     place = found.wrapper.place if found and found.wrapper else ""
@@ -239,8 +239,8 @@ def _merge(
     if not any(bool(torch.any(deltas.factors(name).b)) for name in deltas.by_name):
         say("note      every lora_B is zero: the adapter was never trained, and the merged model is the base")
     say(f"base      {base.name}: {len(deltas.by_name)} parameters are adapted")
-    quantisation = read_recorded_base(source.folder).get("base_quantisation", {})
-    if trained_on := describe_quantisation(quantisation):
+    quantization = read_recorded_base(source.folder).get("base_quantisation", {})
+    if trained_on := describe_quantization(quantization):
         say(f"note      trained on the base in {trained_on}")
         say("note      merged into the published weights, which are nearer to the original")
         say(_compare_base_losses(source, base))
@@ -288,7 +288,7 @@ def _merge(
             f"          difference at most {logits['max_difference']:.3g}, of the median token "
             f"{logits['median_difference']:.3g} (bound on the {logits['judged']}: {logits['bound_difference']:.3g})"
         )
-    digests = {"base_digest": digest or None, "other_base": other_base, "base_quantisation": quantisation or None}
+    digests = {"base_digest": digest or None, "other_base": other_base, "base_quantisation": quantization or None}
     return {"dtype": plan.dtype, **digests, **asdict(proof)}
 
 

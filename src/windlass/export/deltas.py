@@ -39,7 +39,7 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "velora_config": (None,),
     "monteclora_config": (None,),
 }
-# Initialisations that leave the base unchanged. The others (pissa, olora, corda, loftq, lora_ga) move a part of the
+# Initializations that leave the base unchanged. The others (pissa, olora, corda, loftq, lora_ga) move a part of the
 # base into the adapter: unless it was converted when saved, it belongs to a base that is stored nowhere.
 KEEPS_BASE: Final = (True, False, "gaussian", "eva", "orthogonal", "default")
 

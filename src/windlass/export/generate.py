@@ -61,8 +61,8 @@ def generate(
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat)
     if encoded["input_ids"].shape[-1] == 0:
         raise UserError("the prompt is empty", "--prompt", "give a text to continue")
-    quantisation = read_recorded_base(source.folder).get("base_quantisation", {}) if source else {}
-    base_dtype = choose_base_dtype(model_base, folder, quantisation.get("format", ""))
+    quantization = read_recorded_base(source.folder).get("base_quantisation", {}) if source else {}
+    base_dtype = choose_base_dtype(model_base, folder, quantization.get("format", ""))
     kept = f" in {base_dtype.upper()}" * (base_dtype != "bf16")
     say(f"loading {model_base.name}{kept}" + (f" with {source.folder}" if source else ""))
     where = "--base" if base else str(source.folder / CONFIG) if source else ""

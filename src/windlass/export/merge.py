@@ -142,11 +142,11 @@ def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iter
         problem = f"{base.name} is stored in 4 bits ({packed.stored.key}): what an adapter adds would be rounded away"
         yield Problem(problem, "--merge", "add --dtype bf16: the merged model has 16 bits; or leave --merge out")
     elif dtype == FP8 and not any(stored.dtype in NEEDS_SCALE for stored in sources):
-        problem = f"{base.name} is not quantised, and --dtype fp8 re-applies the base's own quantisation"
-        yield Problem(problem, "--dtype", "leave --dtype out, and quantise it afterwards with a server's own tool")
+        problem = f"{base.name} is not quantized, and --dtype fp8 re-applies the base's own quantization"
+        yield Problem(problem, "--dtype", "leave --dtype out, and quantize it afterwards with a server's own tool")
     vision = [stored.key for stored in base.unread if stored.dtype in NEEDS_SCALE]
     if dtype == BF16 and vision:
-        problem = f"quantised tensors outside of the language model ({len(vision)}): {vision[0]}"
+        problem = f"quantized tensors outside of the language model ({len(vision)}): {vision[0]}"
         yield Problem(problem, "--dtype", "leave --dtype out, and they are kept as they are")
 
 

@@ -183,7 +183,7 @@ def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where
             four_bits = settings.get("bnb_4bit_quant_type") or "fp4"
             method = f"bitsandbytes {four_bits if settings.get('load_in_4bit') else 'int8'}"
         if method not in ("fp8", "mxfp4", "bitsandbytes nf4"):
-            problems.append(Problem(f"unsupported quantisation {reprlib.repr(method)}", spot, READS))
+            problems.append(Problem(f"unsupported quantization {reprlib.repr(method)}", spot, READS))
         elif (block := settings.get("weight_block_size")) is not None and not (
             isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)
         ):

@@ -167,7 +167,7 @@ USUAL: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
 }
 
 # Stored tensors that no causal language model needs, whatever its family, and why they are not read
-ACTIVATIONS = "scale of activations: weights are converted, activations are not quantised"
+ACTIVATIONS = "scale of activations: weights are converted, activations are not quantized"
 UNREAD: dict[str, str] = {
     r".+[._]activation_scale": ACTIVATIONS,
     r".+\.input_scale": ACTIVATIONS,

@@ -1,7 +1,7 @@
 """Weights that a publisher stored in 4 bits: find the tensors that store each one and interpret them.
 
 nf4 is bitsandbytes' format: a matrix as a row of bytes, with the first code in a byte's upper half; a scale per block,
-itself in 8 bits if quantised twice. mxfp4 is gpt_oss's format: experts with one row per output, the first code in the
+itself in 8 bits if quantized twice. mxfp4 is gpt_oss's format: experts with one row per output, the first code in the
 lower half; a power of two per 32 columns.
 """
 
@@ -16,7 +16,7 @@ from windlass.model.parameters import Packed, Piece, Stored
 
 BLOCKS, SCALES = "_blocks", "_scales"
 STATE: Final = ".quant_state.bitsandbytes__nf4"
-NESTED: Final = (".nested_absmax", ".nested_quant_map")  # present if the scales are quantised themselves
+NESTED: Final = (".nested_absmax", ".nested_quant_map")  # present if the scales are quantized themselves
 
 
 def find_packed(stored: Mapping[str, Stored]) -> dict[str, tuple[Stored, ...]]:

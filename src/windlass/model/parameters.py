@@ -32,7 +32,7 @@ class Packed:
     kind: str  # nf4, mxfp4: a name of plan.layout.FOUR_BITS
     block: int  # columns that share a scale
     transposed: bool  # the file's rows are the parameter's columns
-    more: tuple[Stored, ...] = ()  # for nf4: state, table, and the tensors that decode quantised scales
+    more: tuple[Stored, ...] = ()  # for nf4: state, table, and the tensors that decode quantized scales
 
 
 @dataclass(frozen=True, slots=True)

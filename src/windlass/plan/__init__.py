@@ -314,7 +314,7 @@ def _make_plan(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: 
     if why_not:
         hint = "leave it out, or write bf16"
         hint += f", or {kept}, as published" if kept and not why_not_kept else ""
-        hint += ", or nf4 or int4, which windlass quantises to as it loads" if not why_not_narrow else ""
+        hint += ", or nf4 or int4, which windlass quantizes to as it loads" if not why_not_narrow else ""
         hint += "; or set lora.use_dora: false" * run.lora.use_dora
         raise UserError(f"base_dtype: {asked}, but {why_not}", where("layout.base_dtype"), hint)
     if request.base_dtype in FOUR_BITS and request.offload:
@@ -422,12 +422,12 @@ def fill_in_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None)
 
 
 def _check_base_dtypes(run: RunFile, base: Base) -> tuple[str, str, str]:
-    """Return the checkpoint's published dtype, why the base can't keep it, and why it can't be quantised to 4 bits."""
+    """Return the checkpoint's published dtype, why the base can't keep it, and why it can't be quantized to 4 bits."""
     form = f"the experts of {base.family.causal_lm} are of a form that windlass can't compute with in codes"
     kept, why_not_kept = published_dtype(base), why_not_codes(run.lora) or ("" if base.family.expert_adapters else form)
     why_not_narrow = why_not_kept
     if not quantizable_names(base):
-        why_not_narrow = f"{base.name} has neither linears nor experts that windlass could quantise"
+        why_not_narrow = f"{base.name} has neither linears nor experts that windlass could quantize"
     elif kept in FOUR_BITS:
         why_not_narrow = f"{base.name} is published in {kept.upper()}"
     elif any(p.transposed for p in base.parameters):

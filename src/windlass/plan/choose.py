@@ -65,7 +65,7 @@ def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[
     """Return every layout on the run's nodes, then sensible ones on a quarter to twice as many; and why others are
     impossible here.
 
-    `experts`: routed experts per layer, 0 for a dense model. `kept`: the checkpoint's quantised dtype; each layout is
+    `experts`: routed experts per layer, 0 for a dense model. `kept`: the checkpoint's quantized dtype; each layout is
     then also listed with the base as published, unless the run sets its dtype.
     """
     # The run's keys apply to the layout that they name, but `offload: false` applies to all layouts.
@@ -245,7 +245,7 @@ def drop_dominated(contenders: Sequence[Candidate], planned: Layout) -> list[Can
 
 
 def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
-    """Return the overrides with which `windlass plan RUN` takes this row. `kept`: the checkpoint's quantised dtype."""
+    """Return the overrides with which `windlass plan RUN` takes this row. `kept`: the checkpoint's quantized dtype."""
     layout, train, cluster = c.layout, loaded.run.train, loaded.run.cluster
     keys: dict[str, object] = {}
     if layout.name == "expert-parallel":

@@ -29,8 +29,8 @@ RESERVE_CPU = 0.46 * GIB  # a process that has imported torch, transformers and 
 PREPARED_CPU, PREPARED_ROUTED, PREPARED_BY_LENGTH = 0.05 * GIB, 0.12 * GIB, 0.17 * GIB
 # Memory that the caching allocator cannot use, as a fraction of all temporary tensors; an assumption.
 FRAGMENTATION = 0.05
-# Most bytes of a quantised stack of experts that are dequantised at once, but at least COLUMNS columns of each expert.
-DEQUANTISED, COLUMNS = 2**30, 128
+# Most bytes of a quantized stack of experts that are dequantized at once, but at least COLUMNS columns of each expert.
+DEQUANTIZED, COLUMNS = 2**30, 128
 # Resident memory of one training process on the host: interpreter, libraries, CUDA's and NCCL's host side, pinned
 # batches; a generous assumption, because a pod that runs out of memory is killed without a message.
 HOST_PROCESS = 8.0 * GIB
@@ -325,7 +325,7 @@ def dora_norm_rows(work: Work, t: Tokens, kept: float = 0.0) -> list[Row]:
 
 
 def _dequantized_rows(work: Work, t: Tokens) -> list[Row]:
-    """Return the dequantized values of the widest quantised parameter, as far as they exist at once."""
+    """Return the dequantized values of the widest quantized parameter, as far as they exist at once."""
     if work.layout.base_dtype == "bf16":
         return []
     shape = work.shape
@@ -333,9 +333,9 @@ def _dequantized_rows(work: Work, t: Tokens) -> list[Row]:
     if work.on_cpu:  # one expert at a time, in float32 and then in the products' dtype
         widest = max((prod(p.shape[-2:]) for p in narrow), default=0)
         each = FLOAT + (t.width if t.width < FLOAT else 0)
-        return [Row("dequantised weights", widest * each, f"the widest matrix: {widest} x {each}")]
+        return [Row("dequantized weights", widest * each, f"the widest matrix: {widest} x {each}")]
     most = max((dequantized_bytes(p.shape, work.layout.expert_parallel, t.width) for p in narrow), default=0)
-    return [Row("dequantised weights", most, f"of the widest stack at most {DEQUANTISED} bytes at once")]
+    return [Row("dequantized weights", most, f"of the widest stack at most {DEQUANTIZED} bytes at once")]
 
 
 def dequantized_bytes(shape: Sequence[int], expert_parallel: int, width: int) -> int:
@@ -344,7 +344,7 @@ def dequantized_bytes(shape: Sequence[int], expert_parallel: int, width: int) ->
         return prod(shape) * width
     experts, rows, columns = shape[0] // expert_parallel, *shape[1:]
     return max(
-        experts * other * width * min(side, max(COLUMNS, DEQUANTISED // (experts * other * width) // COLUMNS * COLUMNS))
+        experts * other * width * min(side, max(COLUMNS, DEQUANTIZED // (experts * other * width) // COLUMNS * COLUMNS))
         for side, other in ((rows, columns), (columns, rows))
     )
 

@@ -59,7 +59,7 @@ class Time:
     flops_per_token: float  # model FLOPs: forward + backward, without recomputation
     recompute_flops_per_token: float
     compute_seconds: float  # matrix products and attention
-    memory_seconds: float  # elementwise operators, dequantisation, copies of gathered weights
+    memory_seconds: float  # elementwise operators, dequantization, copies of gathered weights
     wire_seconds: float
     transfer_seconds: float  # between host and GPU memory
     host_seconds: float  # host dispatch of operators

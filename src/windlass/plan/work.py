@@ -182,7 +182,7 @@ class Shape:
     base: Base = field(repr=False)
     adapter: Adapter = field(repr=False)
     narrow: frozenset[str] = field(repr=False)  # names of the parameters that `layout.base_dtype` applies to
-    published: str  # the checkpoint's quantised dtype, as layout.base_dtype names it; empty if not quantised
+    published: str  # the checkpoint's quantized dtype, as layout.base_dtype names it; empty if not quantized
     outside: tuple[Parameter, ...] = field(repr=False)  # embedding, final norm, head
     layers: tuple[Layer, ...]
     kinds: tuple[tuple[Layer, int], ...]  # one layer of each kind, and their number
@@ -227,29 +227,29 @@ def count_elements(parameters: Iterable[Parameter], names: frozenset[str], ranks
 
 
 def published_dtype(base: Base) -> str:
-    """Return the checkpoint's quantised dtype, as layout.base_dtype names it; empty if it is not quantised."""
+    """Return the checkpoint's quantized dtype, as layout.base_dtype names it; empty if it is not quantized."""
     method = (base.quantization or {}).get("quant_method", "nf4") if base.quantization is not None else ""
     return {"bitsandbytes": "nf4"}.get(method, method) if _quantized_names(base) else ""
 
 
 def _quantized_names(base: Base) -> frozenset[str]:
-    """Return the names of parameters that are stored quantised; without weights, those that publishers usually do."""
+    """Return the names of parameters that are stored quantized; without weights, those that publishers usually do."""
     if base.quantization is None:
         return frozenset()
     mxfp4 = base.quantization.get("quant_method") == "mxfp4"
     parts, least = (("experts",), 3) if mxfp4 else (_FP8_PARTS, 2)
 
-    def is_quantised(parameter: Parameter) -> bool:
+    def is_quantized(parameter: Parameter) -> bool:
         if parameter.pieces:
             return all(piece.packed or piece.stored.dtype.startswith("F8") for piece in parameter.pieces)
         return parameter.part in parts and len(parameter.shape) >= least
 
-    return frozenset(p.name for p in base.parameters if is_quantised(p))
+    return frozenset(p.name for p in base.parameters if is_quantized(p))
 
 
 def quantizable_names(base: Base) -> frozenset[str]:
     """Return the names of the parameters that `layout.base_dtype` applies to: those that the checkpoint stores
-    quantised; if it is in 16 bits, the linears and experts of its layers."""
+    quantized; if it is in 16 bits, the linears and experts of its layers."""
     return _quantized_names(base) or frozenset(
         p.name
         for p in base.parameters

@@ -107,8 +107,8 @@ class Lora(Section):
     """Train magnitude and direction separately (DoRA). Not for routed experts."""
     init_lora_weights: bool | Literal["gaussian", "pissa", "pissa_niter_4", "pissa_niter_16", "olora"] = True
     """true: A random, B zero; gaussian: A normal; pissa: the weight's largest singular values, found much faster with
-    _niter_4 or _niter_16; olora: its QR decomposition. All begin at the base model; after pissa and olora the saved
-    adapter has twice the rank, and opens on the base as it is. false: both random (for tests)."""
+    _niter_4 or _niter_16; olora: its QR decomposition. All begin as the base model. With pissa and olora the saved
+    adapter has twice the rank and works on the unchanged base. false: both random (for tests)."""
     modules_to_save: list[Text] | None = None
     """Also train these in full and save them with the adapter: the embedding and the head, [embed_tokens, lm_head]."""
     adapter: Text | None = None
@@ -116,7 +116,7 @@ class Lora(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the adapter's weights and of the optimizer's state."""
     experts: ExpertLora | None = None
-    """Adapt the routed experts too: true for the same rank, or their own r, lora_alpha and targets."""
+    """Also adapt the routed experts: true for the same rank, or a section with r, lora_alpha and targets."""
 
     @property
     def starts_from_weights(self) -> bool:
@@ -169,7 +169,7 @@ class RowFormat(Section):
     format: Literal["messages", "sharegpt", "alpaca", "prompt-completion", "input_ids", "text"] | None = None
     """What the columns hold; null: inferred from their names."""
     columns: dict[Text, Text] = Field(default={})
-    """What the data call a name of the format: {messages: dialog, role: speaker} or {instruction: question}."""
+    """Your names for the format's columns: {messages: dialog, role: speaker} or {instruction: question}."""
     text_field: Text = "text"
     """Column with plain text."""
     prompt_template: Text | None = None
@@ -238,12 +238,12 @@ class Data(RowFormat):
     val_split: Text | None = "validation"
     """Split to evaluate on; null for none."""
     max_length: Count = 1024
-    """Longest sequence in tokens. Longer ones are cut, and `windlass data` counts them. Not set: what nearly all of the
-    first rows fit in, from 512 to 4096, and no more than the model's positions."""
+    """Longest sequence in tokens. Longer ones are cut, and `windlass data` counts them. Not set: a length from 512 to
+    4096 that nearly all of the first rows fit in, within the model's positions."""
     packing: bool = False
-    """Fill each sequence with several documents that don't see each other: several times faster on short texts. Not
-    set: true if the model's family keeps documents apart, and neither per_device_train_batch_size nor
-    gradient_accumulation_steps nor global_batch_size is set: whoever counts rows of a step gets as many."""
+    """Fill each sequence with several documents that can't attend to each other: several times faster on short texts.
+    Not set: true if the model's family isolates documents and no batch size is set (per_device_train_batch_size,
+    gradient_accumulation_steps or global_batch_size), so that a batch size you set still counts rows."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the training split to hold out for evaluation, if there is no validation split."""
     streaming: bool = False
@@ -287,11 +287,11 @@ class SampleSection(Section):
     file: Text | None = None
     """File with a prompt per line: text, or JSON with a `prompt`."""
     from_eval: Count | None = None
-    """So many validation rows, up to where the loss begins, or their first half."""
+    """Number of validation rows to use as prompts, up to where the loss begins, or their first half."""
     chat: bool = False
     """Write each prompt as a user's turn, by the chat template."""
     every: Count = 1
-    """At every Nth evaluation."""
+    """Continue the prompts at every Nth evaluation."""
     max_new_tokens: Count = 64
     """Longest continuation in tokens."""
     max_seconds: Positive = 60.0
@@ -304,13 +304,13 @@ class Train(Section):
     output_dir: Text = "/data/output/Models/mistral4small-lora-fsdp"
     """The run folder: everything that the run writes goes there."""
     num_train_epochs: Positive = 1
-    """Passes over the training data; may be a fraction. Not set, as max_steps and a step's sequences aren't:
-    up to 3 where one makes fewer than 50 optimizer steps."""
+    """Passes over the training data; may be a fraction. If neither this nor max_steps nor a batch size is set: up to 3
+    when one epoch has fewer than 50 optimizer steps."""
     max_steps: Count | Literal[-1] = -1
     """Optimizer steps to train for, overriding num_train_epochs; -1: by epochs."""
     per_device_train_batch_size: Count | Literal["auto"] = 1
-    """Sequences per GPU in one micro-batch. auto: the plan picks the fastest that fits, and keeps the sequences per
-    optimizer step; so too if neither this nor gradient_accumulation_steps is set."""
+    """Sequences per GPU in one micro-batch. auto: the plan picks the fastest that fits and keeps the sequences per
+    optimizer step. Also the default if gradient_accumulation_steps isn't set either."""
     per_device_eval_batch_size: Count = 1
     """Sequences per GPU in one evaluation batch."""
     gradient_accumulation_steps: Count = 16
@@ -319,11 +319,12 @@ class Train(Section):
     """Sequences per optimizer step over all GPUs; gradient_accumulation_steps is computed from it."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """Recompute activations in backward instead of storing them: far less memory, about a third more compute.
-    selective: but for the products of routed experts, and the tokens sent to them. Not set: only if the run doesn't
-    fit without."""
+    selective: keep the products of routed experts and the tokens sent to them. Not set: only if the run doesn't fit
+    otherwise."""
     compile: bool = False
-    """Compile the layers with torch.compile: fewer, larger kernels after minutes of compiling. Proven on the first
-    micro-batch; where that fails layers run eagerly, with the reason. No plan knows how much faster it is."""
+    """Compile the layers with torch.compile: fewer, larger kernels after minutes of compiling. Checked on the first
+    micro-batch: layers that fail the check run eagerly, and the reason is printed. The plan doesn't estimate the
+    gain."""
     optim: Text = "adamw_torch"
     """Optimizer, by transformers' name."""
     learning_rate: Positive = 1e-4
@@ -347,8 +348,8 @@ class Train(Section):
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Clip gradients to this norm; 0: never."""
     router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the router's balancing loss in a mixture of experts, 0: none. null: as the model's config.json has it,
-    if that sets output_router_logits, else none."""
+    """Weight of the router's balancing loss in a mixture of experts; 0: none. null: from config.json if that sets
+    output_router_logits, else none."""
     bf16: bool = True
     """Compute in bfloat16."""
     fp16: bool = False
@@ -378,7 +379,7 @@ class Train(Section):
     run_name: Text | None = None
     """Name of the run in those trackers."""
     seed: Natural = 42
-    """Seed of the adapter's initialisation, dropout and the order of the data."""
+    """Seed of the adapter's initialization, dropout and the order of the data."""
     data_seed: Natural | None = None
     """Seed of the order of the data alone; null: `seed`."""
     dataloader_num_workers: Natural = 0

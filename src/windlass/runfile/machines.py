@@ -62,14 +62,14 @@ class LayoutSection(Ranks):
     shard: Count | None = None
     """GPUs that the weights are sharded over."""
     replicate: Count | None = None
-    """Groups that each hold all shards; shard x replicate = ranks."""
+    """Groups that each store all shards; shard x replicate = ranks."""
     expert_parallel: Count | None = None
     """GPUs that the routed experts are split over; must divide the number of experts, and `shard`."""
     reshard_after_forward: bool | None = None
     """Free a gathered layer after its forward pass and gather it again in backward."""
     base_dtype: Literal["bf16", "fp8", "nf4", "int4", "mxfp4"] | None = None
     """How the frozen base model is stored: bf16; as published: fp8, mxfp4, or bitsandbytes' nf4; else nf4 or int4,
-    quantised to 4 bits as it is loaded. Dequantised on use. null: the plan chooses bf16 or as published."""
+    quantized to 4 bits as it is loaded. Dequantized on use. null: the plan chooses bf16 or as published."""
     offload: bool = False
     """Store the frozen base model in host memory. The adapter, its gradients and its optimizer stay on the GPU. Slow:
     every micro-batch copies each layer over PCIe."""
@@ -173,8 +173,8 @@ class Cluster(Section):
     gpu: Text | GpuFigures | None = None
     """Name in the hardware table such as h200, `cpu`, or the figures of another GPU; null: this machine's GPU."""
     machine: Text | None = None
-    """File of `windlass calibrate`, with what such machines were measured to do; null: on one node the one found for
-    this host, else data sheets."""
+    """Measurements of this kind of machine, a file of `windlass calibrate`; null: on one node the file for this host if
+    there is one, else data sheets."""
     link: Text | FabricFigures | None = None
     """Between the GPUs of a node: nvlink, pcie …; null: what the GPU usually has."""
     network: Text | FabricFigures | None = None
@@ -206,7 +206,7 @@ class Cluster(Section):
     queue: LabelValue | None = None
     """Kueue queue, which starts all pods of the run together or none; a Volcano queue, or a Slurm partition."""
     queue_priority: LabelValue | None = None
-    """Kueue's WorkloadPriorityClass: the run's place in the queue."""
+    """Kueue's WorkloadPriorityClass, which decides the run's place in the queue."""
     gang: Literal["volcano", "coscheduling"] | None = None
     """Scheduler that starts all pods together by a PodGroup, where that isn't Kueue; null: as scheduler_name says."""
     scheduler_name: Subdomain | None = None
@@ -281,7 +281,7 @@ class Cluster(Section):
     ttl_seconds: Natural | None = None
     """Delete the job this long after its end, with its pods and their logs; null: keep it."""
     container: Literal["pyxis", "apptainer"] | None = None
-    """What runs `image` on Slurm: pyxis with enroot, or apptainer; null: the nodes' own software."""
+    """What runs `image` on Slurm: pyxis with enroot, or apptainer; null: run without a container."""
     sbatch: dict[OptionName, LooseText] = Field(default={})
     """Further options of Slurm's sbatch without dashes, such as `reservation: gpus`; empty text for a switch."""
     log_format: Literal["text", "json"] = "text"

@@ -15,7 +15,7 @@ resume      the run folder claimed for a new run or an unfinished one
 console     what is seen of a run; trackers: TensorBoard, W&B, MLflow, trackio
 load, reading, certificate      the base model, each weight proven against the files
 parallel, lora, experts     layouts, adapters, and what is special about experts
-quantised   the base in 8 or 4 bits; dequantise_kernel: a GPU reads it in one pass
+quantized   the base in 8 or 4 bits; dequantize_kernel: a GPU reads it in one pass
 best        the saved adapters of a run, evaluated and ranked
 script      a run of kind: script
 """

@@ -27,7 +27,7 @@ from windlass.model import Base, Parameter, Piece
 from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.train.four_bits import TABLES
 from windlass.train.group import all_gather
-from windlass.train.quantised import Format, QuantizedParam
+from windlass.train.quantized import Format, QuantizedParam
 from windlass.train.reading import Box, intersect, locate_piece, to_stored_box
 
 ROW = 4096  # elements compared per sampled row
@@ -101,7 +101,7 @@ def summarize_quantization(
 
 
 def check_parameters(
-    targets: Mapping[str, Tensor], base: Base, rank: int, quantised: Mapping[str, QuantizedParam]
+    targets: Mapping[str, Tensor], base: Base, rank: int, quantized: Mapping[str, QuantizedParam]
 ) -> tuple[list[str], dict[str, int]]:
     """Compare sampled rows of every parameter with the files. Returns the differences, and how much was compared.
 
@@ -114,7 +114,7 @@ def check_parameters(
     counts = {"parameters": len(base.parameters), "slices": 0, "elements": 0}
     wrong: list[str] = []
     for parameter in base.parameters:
-        disk, weight = Disk(where, base.block), quantised.get(parameter.name)
+        disk, weight = Disk(where, base.block), quantized.get(parameter.name)
         rows = _check_four_bits if weight and weight.format.kind else _check_rows
         differs = rows(parameter, targets[parameter.name], disk, rank, weight, counts)
         if weight and not weight.format.kind and not differs:

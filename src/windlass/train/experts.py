@@ -5,7 +5,7 @@ Here W stays as it is. An adapter costs two narrow products and keeps one narrow
 ParamWrapper remains the container, so files are PEFT's; only its forward is bypassed.
 
 Registered as an experts implementation of transformers (`config._experts_implementation`), for every family with fused
-experts. Products with the base go through quantised.grouped_linear, so the base may be quantized.
+experts. Products with the base go through quantized.grouped_linear, so the base may be quantized.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from windlass.model.targets import pack_experts, view_by_expert
 from windlass.train import kept
-from windlass.train.quantised import get_expert_shard, get_formats, grouped_linear
+from windlass.train.quantized import get_expert_shard, get_formats, grouped_linear
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
 AS_ON_GPU = False  # benchmarks set it to count a GPU's operators on a CPU
@@ -189,7 +189,7 @@ class _LowRank(torch.autograd.Function):
         for_x = grouped_mm(through, down, offs=ends).to(ctx.dtype) if ctx.needs_input_grad[1] else None
         for_b = grouped_mm(narrow.t(), sent, offs=ends)
         for_a = grouped_mm(through.t(), ctx.rows_of(source).to(narrow.dtype), offs=ends)
-        # For an expert without tokens a kernel may write nothing (pytorch#172439) and leave uninitialised memory.
+        # For an expert without tokens a kernel may write nothing (pytorch#172439) and leave uninitialized memory.
         without = (ends == edges[:-1])[:, None, None]
         for_a.masked_fill_(without, 0)
         for_b.masked_fill_(without, 0)

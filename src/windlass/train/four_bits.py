@@ -67,7 +67,7 @@ def encode_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2)[..., :columns], scale.squeeze(-1)
 
 
-def quantise(values: Tensor, kind: str, rows: Tensor) -> Tensor:
+def quantize(values: Tensor, kind: str, rows: Tensor) -> Tensor:
     """Write the quantized values into `rows`. Returns in float64 the sums of squares of the errors and of the
     values."""
     codes, scale = encode_rows(values, kind)

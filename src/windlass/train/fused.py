@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from windlass.plan.time import SHARING
-from windlass.train.quantised import QuantizedLinear
+from windlass.train.quantized import QuantizedLinear
 
 CLOSE: Final = 1e-5
 
@@ -389,7 +389,7 @@ def fuse_router(module: nn.Module, device: torch.device) -> Callable[..., Any] |
 
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = nn.functional.linear(hidden_states.view(-1, self.hidden_dim), self.weight)
-        if self.norm_topk_prob:  # normalised over the chosen experts: a softmax of their logits alone
+        if self.norm_topk_prob:  # normalized over the chosen experts: a softmax of their logits alone
             chosen, indices = torch.topk(logits, k=self.top_k, dim=-1, sorted=False)
             weights = chosen.softmax(-1)
         else:

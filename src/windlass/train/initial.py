@@ -1,4 +1,4 @@
-"""PiSSA and OLoRA: adapters initialised from the base's weights, with a fixed half that subtracts the initial value.
+"""PiSSA and OLoRA: adapters initialized from the base's weights, with a fixed half that subtracts the initial value.
 
 PEFT subtracts that part from the base. Here the base stays as stored: an adapter has twice the rank, A = [A; A0] and B
 = [B, -B0], where A0 and B0 never change. PEFT itself saves such an adapter in this form, as a LoRA of the original
@@ -20,7 +20,7 @@ NAME = "default"  # PEFT's name of the only adapter
 
 
 def init_from_weights(model: nn.Module, how: str) -> None:
-    """Initialise every adapter from its weight, and its fixed half with the negative.
+    """Initialize every adapter from its weight, and its fixed half with the negative.
 
     Sharded weights are gathered one at a time: a collective. All ranks get rank 0's values.
     """

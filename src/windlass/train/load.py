@@ -42,7 +42,7 @@ from windlass.plan.memory import THREADS
 from windlass.train import four_bits, parallel
 from windlass.train.certificate import check_parameters, make_certificate
 from windlass.train.group import all_gather, get_rank, raise_together
-from windlass.train.quantised import QuantizedParam, list_quantized_params
+from windlass.train.quantized import QuantizedParam, list_quantized_params
 from windlass.train.reading import NEEDS_SCALE, DamagedError, Files, fill_parameter, fill_scale
 from windlass.train.same_base import FETCH_AGAIN, Part, combine_digests, find_fetch_differences
 
@@ -70,23 +70,23 @@ def load_base(
     model = parallel.build_model(base, layout, dtype, attn_implementation or base.family.usual_attention, dtypes)
     parallel.assert_sharded(model, layout)
     parallel.allocate(model, layout)
-    targets, quantised = list_unique_tensors(model), list_quantized_params(model)
+    targets, quantized = list_unique_tensors(model), list_quantized_params(model)
 
     stored = {parameter.name: parameter for parameter in base.parameters}
     unlike = [f"{name} is missing from the checkpoint" for name in targets if name not in stored]
     for name, parameter in stored.items():
         if name not in targets:
             unlike.append(f"{name} is no parameter of {base.family.causal_lm}")
-        elif unquantized_shape(name, targets[name].shape, quantised) != tuple(parameter.shape):
+        elif unquantized_shape(name, targets[name].shape, quantized) != tuple(parameter.shape):
             unlike.append(f"{name} is {list(targets[name].shape)} in the model, {list(parameter.shape)} on disk")
     raise_together(unlike, where, ANOTHER)
     errors: dict[str, list[float]] = {}
-    problems, bytes_read, parts = read_all(targets, base, quantised, errors)
+    problems, bytes_read, parts = read_all(targets, base, quantized, errors)
     raise_together(problems, where, DAMAGED)
     digest, problems = combine_digests(all_gather(parts))
     raise_together(problems, where, UNEQUAL)
     raise_together(find_fetch_differences(base, digest), where, FETCH_AGAIN.format(folder=where))
-    wrong, checked = check_parameters(targets, base, get_rank(), quantised)
+    wrong, checked = check_parameters(targets, base, get_rank(), quantized)
     raise_together(wrong, where, FAULTY, RunError)
     model.requires_grad_(False)
     measured = {
@@ -98,7 +98,7 @@ def load_base(
         "seconds": round(time.perf_counter() - started, 3),
     }
     found: dict[str, torch.dtype | str] = {name: each.dtype for name, each in targets.items()}
-    found |= {name: each.format.kind or each.format.codes for name, each in quantised.items()}
+    found |= {name: each.format.kind or each.format.codes for name, each in quantized.items()}
     return model, make_certificate(base, layout, found, digest, checked, measured, errors)
 
 
@@ -125,7 +125,7 @@ def view_own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def read_all(
     targets: Mapping[str, Tensor],
     base: Base,
-    quantised: Mapping[str, QuantizedParam] = NOTHING,
+    quantized: Mapping[str, QuantizedParam] = NOTHING,
     errors: dict[str, list[float]] | None = None,
 ) -> tuple[list[str], int, dict[str, Part]]:
     """Fill this rank's part of every parameter. Returns problems, the bytes read from files, and each part's digest.
@@ -142,8 +142,8 @@ def read_all(
     with Files() as files, ThreadPoolExecutor(THREADS) as pool:
         for parameter in base.parameters:
             part, offset = view_own_part(targets[parameter.name])
-            weight = quantised.get(parameter.name)
-            shape, put, sums = unquantized_shape(parameter.name, part.shape, quantised), None, list[Tensor]()
+            weight = quantized.get(parameter.name)
+            shape, put, sums = unquantized_shape(parameter.name, part.shape, quantized), None, list[Tensor]()
             bare = [p.stored.key for p in parameter.pieces if p.stored.dtype in NEEDS_SCALE and p.scale is None]
             problems += [f"{key!r} is FP8 and has no scale" for key in bare]
             try:
@@ -167,14 +167,14 @@ def read_all(
         return [*problems, *(f"{name} was not read" for name in unread)], files.bytes_read, parts
 
 
-def unquantized_shape(name: str, stored: Sequence[int], quantised: Mapping[str, QuantizedParam]) -> tuple[int, ...]:
+def unquantized_shape(name: str, stored: Sequence[int], quantized: Mapping[str, QuantizedParam]) -> tuple[int, ...]:
     """Return the shape of a parameter's values (or of a part's): stored rows of 4-bit weights are bytes."""
-    return quantised[name].format.shape(stored) if name in quantised else tuple(stored)
+    return quantized[name].format.shape(stored) if name in quantized else tuple(stored)
 
 
 def quantize_chunk(kind: str, sums: list[Tensor], rows: Tensor, values: Tensor) -> None:
     """Quantize one chunk. Called by several threads at once: appending is atomic."""
-    sums.append(four_bits.quantise(values, kind, rows))
+    sums.append(four_bits.quantize(values, kind, rows))
 
 
 def reset_peak_rss() -> int:

@@ -70,7 +70,7 @@ class Loop:
     progress: Progress  # the terminal
     trackers: Trackers  # TensorBoard, W&B …
     samples: Samples | None = None  # prompts continued at evaluations
-    halves: FixedHalves | None = None  # fixed halves of adapters initialised from weights
+    halves: FixedHalves | None = None  # fixed halves of adapters initialized from weights
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens trained on by all ranks since the run began

@@ -22,7 +22,7 @@ from windlass.model.targets import Adapter, ExpertShards
 from windlass.train import experts
 from windlass.train.initial import NAME, init_from_weights
 from windlass.train.parallel import get_device, shard_like
-from windlass.train.quantised import get_expert_shard, get_formats
+from windlass.train.quantized import get_expert_shard, get_formats
 from windlass.train.wrapped import read_inner_config
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
     """
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     if lora.use_dora and (sharded or any(get_formats(module) for module in model.modules())):
-        raise AssertionError("DoRA was planned with base weights that this rank has only in part, or quantised")
+        raise AssertionError("DoRA was planned with base weights that this rank has only in part, or quantized")
     stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
     if adapter.target_parameters and lora.bias != "none" and any(get_expert_shard(stack) for stack in stacks):
         problem = "biases of the base can't be trained with adapters of experts that are split over ranks"

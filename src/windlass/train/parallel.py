@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 from windlass.errors import UserError
 from windlass.model import Base
 from windlass.plan.layout import Layout
-from windlass.train import exchange, experts, group, quantised
+from windlass.train import exchange, experts, group, quantized
 
 FIRST_LAYER: Final = re.compile(r"\blayers\.0(\.|$)")
 
@@ -64,7 +64,7 @@ def build_model(
     # Tried: 2.12 briefly gives every sharded parameter a gradient, which bytes can't have; 2.13 does not.
     if is_sharded(layout) and layout.base_dtype != "bf16" and torch.__version__ < "2.13":
         what = f"torch {torch.__version__} can't shard a base that is stored in {layout.base_dtype.upper()}: 2.13 can"
-        raise UserError(what, quantised.WHERE, f"{quantised.HINT}, set layout.name: resident, or install a newer torch")
+        raise UserError(what, quantized.WHERE, f"{quantized.HINT}, set layout.name: resident, or install a newer torch")
     # The text model's config without quantization: FP8 weights are loaded as `dtype` or converted by windlass.
     described = {key: value for key, value in base.config.items() if key not in ("quantization_config", "torch_dtype")}
     tied = all(parameter.name != "lm_head.weight" for parameter in base.parameters)  # a wrapper's config may decide it
@@ -95,7 +95,7 @@ def build_model(
     for name, own in dtypes.items():
         model.get_parameter(name).data = model.get_parameter(name).data.to(own)
     if layout.base_dtype != "bf16":
-        quantised.convert_model(model, base, layout.base_dtype, dtype)
+        quantized.convert_model(model, base, layout.base_dtype, dtype)
     model = model_class.maybe_distribute_model(model, distributed, mesh)
     # In the backward, FSDP2 prefetches the module that the forward used before: for the first layer that is the
     # embedding, which the backward never uses. A module set to prefetch itself prefetches nothing.
@@ -136,7 +136,7 @@ def restore_float32(model: transformers.PreTrainedModel, dtype: torch.dtype) -> 
 def allocate(model: transformers.PreTrainedModel, layout: Layout) -> None:
     """Allocate this rank's part of every parameter, and compute buffers.
 
-    Parameters then hold uninitialised memory: the caller fills every one of them.
+    Parameters then hold uninitialized memory: the caller fills every one of them.
     """
     offloaded = is_sharded(layout) and layout.offload
     model.to_empty(device=torch.device("cpu") if offloaded else get_device())

@@ -68,7 +68,7 @@ from windlass.train.same_base import (
     RECORD,
     describe_base,
     describe_files,
-    describe_quantisation,
+    describe_quantization,
     read_forward_config,
 )
 from windlass.train.samples import Samples, read_prompts
@@ -129,7 +129,7 @@ def train_rank(
         digest = certificate["base_digest"]
         other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
         base = describe_base(plan.base, digest, other, certificate["quantisation"])
-        if line := describe_quantisation(certificate["quantisation"] or {}):
+        if line := describe_quantization(certificate["quantisation"] or {}):
             console.print(f"base      {line}; the files hold other weights than the adapter is trained on")
         if here.rank == 0:
             with unwritten(folder / MANIFEST):

@@ -102,17 +102,17 @@ def read_forward_config(base: Base) -> dict[str, Any]:
 
 
 def describe_base(
-    base: Base, digest: str, other_base: str = "", quantisation: Mapping[str, Any] | None = None
+    base: Base, digest: str, other_base: str = "", quantization: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the base's facts for manifests. `other_base`: what the user accepted with --allow-other-base;
-    `quantisation`: load.json's."""
+    `quantization`: load.json's."""
     found = {"base_name": base.name, "base_digest": digest, "base_config": read_forward_config(base)}
-    more = {"other_base": other_base, "base_quantisation": quantisation}
+    more = {"other_base": other_base, "base_quantisation": quantization}
     return found | {key: value for key, value in more.items() if value}
 
 
-def describe_quantisation(found: Mapping[str, Any]) -> str:
-    """Summarise load.json's quantization in a line; empty if windlass did not quantize the base."""
+def describe_quantization(found: Mapping[str, Any]) -> str:
+    """Summarize load.json's quantization in a line; empty if windlass did not quantize the base."""
     if not found:
         return ""
     own, worst = f"{found['format'].upper()} in blocks of {found['block']}", found["worst"]

@@ -200,7 +200,7 @@ def check_script(c: Context, loaded: LoadedScript) -> Result:
 
 
 def list_distributions() -> dict[str, str]:
-    """Return every distribution that Python would import, by its normalised name; the first on the path counts."""
+    """Return every distribution that Python would import, by its normalized name; the first on the path counts."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         if name := distribution.metadata["Name"]:

@@ -87,7 +87,7 @@ def dequantize(
 ) -> Tensor:
     """Return the true values of codes [..., rows, columns], the part of a parameter that begins at row and column
     `origin`."""
-    values: Tensor = _DEQUANTISE(codes, scale, coding.codes, coding.kind, *coding.block, dtype, *origin)
+    values: Tensor = _DEQUANTIZE(codes, scale, coding.codes, coding.kind, *coding.block, dtype, *origin)
     return values
 
 
@@ -104,12 +104,12 @@ def dequantize_by_kernel(
     codes: Tensor, scale: Tensor, read: torch.dtype, kind: str, down: int, across: int, dtype: torch.dtype, *origin: int
 ) -> Tensor:
     """Dequantize in one pass over memory."""
-    from windlass.train import dequantise_kernel  # needs Triton
+    from windlass.train import dequantize_kernel  # needs Triton
 
     if kind:
         table = four_bits.code_table(kind, codes.device)
-        return dequantise_kernel.dequantize_four_bits(codes, scale, table, across, dtype, origin)
-    return dequantise_kernel.dequantize_fp8(codes, scale, read, (down, across), dtype, origin)
+        return dequantize_kernel.dequantize_four_bits(codes, scale, table, across, dtype, origin)
+    return dequantize_kernel.dequantize_fp8(codes, scale, read, (down, across), dtype, origin)
 
 
 @functools.cache
@@ -170,17 +170,17 @@ def empty_result(codes: Tensor, *given: Any) -> Tensor:
 # times as long.
 _LIBRARY: Final[Any] = torch.library.Library("windlass", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "dequantise(Tensor codes, Tensor scale, ScalarType read, str kind, int down, int across, ScalarType dtype, "
+    "dequantize(Tensor codes, Tensor scale, ScalarType read, str kind, int down, int across, ScalarType dtype, "
     "SymInt first_row, SymInt first_column) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
-_LIBRARY.impl("dequantise", lambda *given: dequantize_by_torch(*given), "CPU")
-_LIBRARY.impl("dequantise", dequantize_on_gpu, "CUDA")
-torch.library.register_fake("windlass::dequantise", empty_result, lib=_LIBRARY)
-_DEQUANTISE: Final[Any] = torch.ops.windlass.dequantise.default
+_LIBRARY.impl("dequantize", lambda *given: dequantize_by_torch(*given), "CPU")
+_LIBRARY.impl("dequantize", dequantize_on_gpu, "CUDA")
+torch.library.register_fake("windlass::dequantize", empty_result, lib=_LIBRARY)
+_DEQUANTIZE: Final[Any] = torch.ops.windlass.dequantize.default
 
 
-# --- a model whose parameters are quantised ---
+# --- a model whose parameters are quantized ---
 
 
 class QuantizedLinear(nn.Linear):
@@ -304,7 +304,7 @@ def convert_model(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dt
             problems.append(Problem(f"{what}{base_dtype.upper()} weights", WHERE, HINT))
     if not names:
         what = f"is not stored in {base_dtype.upper()}, so it can't be kept in it"
-        what = what if base_dtype in PUBLISHED else "has nothing to quantise"
+        what = what if base_dtype in PUBLISHED else "has nothing to quantize"
         problems.append(Problem(f"{base.name} {what}", WHERE, HINT))
     raise_all(problems)
 
@@ -440,7 +440,7 @@ def multiply_all(
     """
     experts, rows, columns = codes.shape[0], codes.shape[1], codes.shape[2] * coding.per_byte
     width, other = (rows, columns) if transposed else (columns, rows)
-    in_chunk = memory.DEQUANTISED // (experts * other * x.element_size())
+    in_chunk = memory.DEQUANTIZED // (experts * other * x.element_size())
     step = max(memory.COLUMNS, in_chunk // memory.COLUMNS * memory.COLUMNS)  # full tiles, and 16-byte strides
     product = x.new_empty(x.shape[0], width)
     for first in range(0, width, step):

@@ -25,10 +25,10 @@ from windlass.model.targets import resolve_adapter
 from windlass.plan import memory
 from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.runfile import Lora
-from windlass.train import certificate, four_bits, fused, quantised
+from windlass.train import certificate, four_bits, fused, quantized
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
-from windlass.train.quantised import Format, QuantizedLinear, dequantize, grouped_linear
+from windlass.train.quantized import Format, QuantizedLinear, dequantize, grouped_linear
 
 # PEFT asks for an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -57,7 +57,7 @@ def truth(codes: Tensor, scale: Tensor, sides: tuple[int, int], dtype: torch.dty
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_part_of_any_parameter_is_the_truth(data: st.DataObject) -> None:
+def test_any_part_of_any_parameter_is_exact(data: st.DataObject) -> None:
     draw = data.draw
     rows, columns = draw(st.integers(1, 40)), draw(st.integers(1, 40))
     sides = (draw(st.integers(1, 45)), draw(st.integers(1, 45)))
@@ -73,12 +73,12 @@ def test_any_part_of_any_parameter_is_the_truth(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "nf4"])
-def test_dequantise_is_one_operator_for_compilers_and_fake_tensors(kind: str) -> None:
+def test_dequantize_is_one_operator_for_compilers_and_fake_tensors(kind: str) -> None:
     codes, block = random_codes(2, 6, 48)[:, 2:, 16:], (1, 64) if kind else (5, 7)
     scale = random_scale(2, 6, 2).bfloat16() if kind else random_scale(2, 2, 7)
     for dtype in DTYPES:
         given = codes, scale, torch.uint8 if kind else E4M3, kind, *block, dtype, 2, 32 if kind else 16
-        torch.library.opcheck(torch.ops.windlass.dequantise.default, given)
+        torch.library.opcheck(torch.ops.windlass.dequantize.default, given)
 
 
 def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[QuantizedLinear, nn.Linear]:
@@ -95,7 +95,7 @@ def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[QuantizedLinear, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
-def test_quantised_linear_equals_the_16_bit_layer(dtype: torch.dtype, bias: bool) -> None:
+def test_quantized_linear_equals_the_16_bit_layer(dtype: torch.dtype, bias: bool) -> None:
     found = []
     for layer in linear(dtype, bias=bias):
         x = torch.randn(2, 5, 40, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -128,7 +128,7 @@ def experts(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     """Five experts with ragged blocks twice: in FP8, and in `dtype`."""
     form = Format(E4M3, (16, 32), dtype)
     in_fp8, plain = nn.Module(), nn.Module()
-    quantised.to_quantized_param(in_fp8, "gate_up_proj", torch.empty(SHAPE), form)
+    quantized.to_quantized_param(in_fp8, "gate_up_proj", torch.empty(SHAPE), form)
     codes, scale = random_codes(*SHAPE), random_scale(5, 3, 2)
     in_fp8.get_parameter("gate_up_proj").copy_(codes)
     in_fp8.get_buffer("gate_up_proj_scale").copy_(scale)
@@ -140,7 +140,7 @@ def experts(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 columns of 40 at a time in 16 bits: also a ragged chunk."""
     monkeypatch.setattr(memory, "COLUMNS", 8)
-    monkeypatch.setattr(memory, "DEQUANTISED", 5 * 48 * 2 * 16)
+    monkeypatch.setattr(memory, "DEQUANTIZED", 5 * 48 * 2 * 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -148,7 +148,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_grouped_products_equal_16_bit_ones(
     dtype: torch.dtype, way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantised, "expert_products", getattr(quantised, way))
+    monkeypatch.setattr(quantized, "expert_products", getattr(quantized, way))
     found = []
     for module in experts(dtype):
         x = torch.randn(12, 48, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -165,7 +165,7 @@ def test_grouped_products_equal_16_bit_ones(
 
 
 @pytest.mark.parametrize("way", ["multiply_one_by_one", "multiply_all"])
-def test_dequantised_bytes_match_the_plan(way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dequantized_bytes_match_the_plan(way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     alive: list[weakref.ref[torch.UntypedStorage]] = []
 
@@ -176,12 +176,12 @@ def test_dequantised_bytes_match_the_plan(way: str, small_chunks: None, monkeypa
         alive.append(weakref.ref(values.untyped_storage()))
         return values
 
-    monkeypatch.setattr(quantised, "dequantize", counted)
-    monkeypatch.setattr(quantised, "expert_products", getattr(quantised, way))
+    monkeypatch.setattr(quantized, "dequantize", counted)
+    monkeypatch.setattr(quantized, "expert_products", getattr(quantized, way))
     x = torch.randn(12, 48, dtype=torch.bfloat16, requires_grad=True)
     torch.autograd.grad(grouped_linear(x, experts(torch.bfloat16)[0], "gate_up_proj", OFFSETS).sum(), x)
     if way == "multiply_all":
-        assert max(sizes) == memory.dequantized_bytes(SHAPE, 1, 2) <= memory.DEQUANTISED
+        assert max(sizes) == memory.dequantized_bytes(SHAPE, 1, 2) <= memory.DEQUANTIZED
         assert sum(sizes) == 2 * 2 * math.prod(SHAPE)
     else:  # only experts with tokens, forward and backward
         assert sizes == [2 * 40 * 48] * 2 * 3
@@ -190,33 +190,33 @@ def test_dequantised_bytes_match_the_plan(way: str, small_chunks: None, monkeypa
 # --- as on a GPU ---
 
 
-def test_a_kernel_is_trusted_only_where_its_bits_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_used_only_if_equal_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def off_by_one(codes: Tensor, *rest: Any) -> Tensor:
-        values = quantised.dequantize_by_torch(codes, *rest)
+        values = quantized.dequantize_by_torch(codes, *rest)
         values.view(torch.int16)[1, 7, 100] += 1
         return values
 
     asked = torch.device("cpu"), E4M3, torch.bfloat16
-    quantised.kernel_is_exact.cache_clear()
+    quantized.kernel_is_exact.cache_clear()
     with pytest.warns(UserWarning, match="weights in FP8 take two passes to read instead of one: "):
-        assert not quantised.kernel_is_exact(*asked)  # there is no Triton, or no GPU for it
-    for way, right in ((quantised.dequantize_by_torch, True), (off_by_one, False)):
-        quantised.kernel_is_exact.cache_clear()
-        monkeypatch.setattr(quantised, "dequantize_by_kernel", way)
+        assert not quantized.kernel_is_exact(*asked)  # there is no Triton, or no GPU for it
+    for way, right in ((quantized.dequantize_by_torch, True), (off_by_one, False)):
+        quantized.kernel_is_exact.cache_clear()
+        monkeypatch.setattr(quantized, "dequantize_by_kernel", way)
         with contextlib.nullcontext() if right else pytest.warns(UserWarning, match="1 of 169344 values differ"):
-            assert quantised.kernel_is_exact(*asked) is right
-    quantised.kernel_is_exact.cache_clear()
+            assert quantized.kernel_is_exact(*asked) is right
+    quantized.kernel_is_exact.cache_clear()
 
 
 KERNEL = """
 import math, torch
-from windlass.train import dequantise_kernel
-from windlass.train.dequantise_kernel import dequantize_fp8
+from windlass.train import dequantize_kernel
+from windlass.train.dequantize_kernel import dequantize_fp8
 dice = torch.Generator().manual_seed(0)
 every = torch.arange(256, dtype=torch.uint8).view(1, 1, 256)
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for bits in (True, False):
-        dequantise_kernel.has_float8 = lambda device: not bits
+        dequantize_kernel.has_float8 = lambda device: not bits
         for kind in (torch.float8_e4m3fn, torch.float8_e5m2)[: 1 + bits]:  # all codes, with a GPU's float8 and without
             found, wanted = dequantize_fp8(every, torch.ones(1, 1, 1), kind, (1, 256), dtype, (0, 0)), every.view(kind)
             number = ~wanted.float().isnan()  # the interpreter's own float8 has other NaN
@@ -241,7 +241,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 """
 KERNEL += """
 from windlass.train import four_bits
-from windlass.train.dequantise_kernel import dequantize_four_bits
+from windlass.train.dequantize_kernel import dequantize_four_bits
 far = torch.empty(3 * 2**30 + 64, dtype=torch.uint8)  # four rows of it are touched: more than 2^31 elements apart
 table, scale = four_bits.code_table("nf4", far.device), torch.ones(4, 4, 1, dtype=torch.bfloat16)
 for shape, strides in (((4, 1, 16), (2**30, 16, 1)), ((1, 4, 16), (64, 2**30, 1))):
@@ -253,7 +253,7 @@ for shape, strides in (((4, 1, 16), (2**30, 16, 1)), ((1, 4, 16), (64, 2**30, 1)
 for kind, side in (("nf4", 64), ("int4", 32)):
     rows = torch.empty(3, 41, four_bits.row_bytes(2100, side), dtype=torch.uint8)
     values = torch.randn(3, 41, 2100, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-    four_bits.quantise(values, kind, rows)
+    four_bits.quantize(values, kind, rows)
     codes, scale = four_bits.split_rows(rows, 2100)
     table = four_bits.code_table(kind, codes.device)
     wanted = four_bits.decode_codes(codes, scale, side, kind)
@@ -280,7 +280,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from windlass.train import dequantise_kernel as kernel
+from windlass.train import dequantize_kernel as kernel
 tiles = {"high": kernel.ROWS, "wide": kernel.COLUMNS}
 pointers = {"codes": "*u8", "scale": "*fp32", "table": "*fp32", "values": "*bf16"}
 strides = ("expert_stride", "row_stride", "rows", "columns")
@@ -310,7 +310,7 @@ for architecture, exponents, side in ((80, (4, 5), 32), (90, (0, 0), 64), (100, 
 
 
 @pytest.mark.parametrize("script", [KERNEL, COMPILED], ids=["interpreted", "compiled"])
-def test_the_kernel_computes_torchs_bits(script: str, tmp_path: Path) -> None:
+def test_kernel_equals_torch_bit_for_bit(script: str, tmp_path: Path) -> None:
     """By Triton's interpreter, and as far as it can be compiled here. That a GPU's bits are these, no CPU can say."""
     if importlib.util.find_spec("triton") is None and not TRITON.exists():
         pytest.skip(
@@ -358,7 +358,7 @@ def test_adapter_equals_one_trained_on_16_bits(published: Base, monkeypatch: pyt
     rounded = adapted(published, "fp8", experts={"r": 2})
     assert any(not torch.equal(tensor, rounded[name]) for name, tensor in wide.items())
     for base_dtype in ("fp8", "nf4"):
-        with pytest.raises(AssertionError, match="or quantised"):
+        with pytest.raises(AssertionError, match="or quantized"):
             adapted(published, base_dtype, use_dora=True)
 
 
@@ -394,16 +394,16 @@ def patterned() -> Tensor:
     return (steps * torch.tensor([[0.02], [-0.031]])).bfloat16().float()
 
 
-def test_nf4_is_that_of_bitsandbytes() -> None:
+def test_nf4_equals_bitsandbytes() -> None:
     rows = torch.empty(2, four_bits.row_bytes(64, 64), dtype=torch.uint8)
-    four_bits.quantise(patterned(), "nf4", rows)
+    four_bits.quantize(patterned(), "nf4", rows)
     codes, scale = four_bits.split_rows(rows, 64)
     assert bytes(codes.flatten().tolist()).hex() == GOLDEN
     assert scale.flatten().tolist() == GOLDEN_SCALES
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_nf4_is_that_of_bitsandbytes_on_random_numbers(dtype: torch.dtype) -> None:
+def test_nf4_equals_bitsandbytes_on_random_numbers(dtype: torch.dtype) -> None:
     theirs = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed: pip install it")
     dice = torch.Generator().manual_seed(0)
     values = (torch.randn(40, 192, generator=dice) * torch.rand(40, 1, generator=dice)).to(dtype)
@@ -414,21 +414,21 @@ def test_nf4_is_that_of_bitsandbytes_on_random_numbers(dtype: torch.dtype) -> No
     assert torch.equal(scale.flatten(), state.absmax)
     if dtype == torch.bfloat16:  # whose scales 16 bits hold exactly: the numbers, too
         rows = torch.empty(40, four_bits.row_bytes(192, 64), dtype=torch.uint8)
-        four_bits.quantise(values.float(), "nf4", rows)
+        four_bits.quantize(values.float(), "nf4", rows)
         decoded = four_bits.decode_codes(*four_bits.split_rows(rows, 192), 64, "nf4")
         assert torch.equal(decoded.to(dtype), theirs.dequantize_4bit(packed, state))
 
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_4_bits_are_the_nearest_and_any_part_of_them_is_decoded_alike(data: st.DataObject) -> None:
+def test_4_bit_codes_are_nearest_and_any_part_decodes_equally(data: st.DataObject) -> None:
     draw = data.draw
     kind, columns = draw(st.sampled_from(["nf4", "int4"])), 4 * draw(st.integers(1, 40))
     coding = Format(torch.uint8, (1, FOUR_BITS[kind].block), torch.float32, kind, columns)
     values = torch.randn(2, 5, columns, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
     values *= draw(st.sampled_from([1e-30, 1.0, 0.0]))
     rows = torch.empty(2, 5, four_bits.row_bytes(columns, coding.block[1]), dtype=torch.uint8)
-    changed, size = four_bits.quantise(values, kind, rows).tolist()
+    changed, size = four_bits.quantize(values, kind, rows).tolist()
     codes, scale = coding.parts(rows, torch.empty(0))
     whole = dequantize(codes, scale, coding, torch.float32)
     assert changed == pytest.approx(float((whole - values).square().sum(dtype=torch.float64)), rel=1e-9)
@@ -444,25 +444,25 @@ def test_4_bits_are_the_nearest_and_any_part_of_them_is_decoded_alike(data: st.D
         assert not certificate.is_nearest(rows[1, 3], values[1, 3].double(), coding)
 
 
-def test_errors_of_normal_weights_are_those_that_the_plan_names() -> None:
+def test_4_bit_errors_equal_the_plans() -> None:
     values = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0))
     for kind, four in ((kind, four) for kind, four in FOUR_BITS.items() if four.error):  # mxfp4 is never made
         rows = torch.empty(256, four_bits.row_bytes(4096, four.block), dtype=torch.uint8)
-        changed, size = four_bits.quantise(values, kind, rows).tolist()
+        changed, size = four_bits.quantize(values, kind, rows).tolist()
         assert math.sqrt(changed / size) == pytest.approx(four.error, abs=5e-4)
         assert rows.numel() / values.numel() == four.bytes
 
 
 @pytest.mark.parametrize("way", ["multiply_one_by_one", "multiply_all"])
-def test_grouped_products_in_4_bits_are_those_of_the_dequantised(
+def test_grouped_products_in_4_bits_are_those_of_the_dequantized(
     way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantised, "expert_products", getattr(quantised, way))
+    monkeypatch.setattr(quantized, "expert_products", getattr(quantized, way))
     coding = Format(torch.uint8, (1, 64), torch.float32, "nf4", SHAPE[-1])
     module, plain = nn.Module(), nn.Module()
-    quantised.to_quantized_param(module, "gate_up_proj", torch.empty(SHAPE), coding)
+    quantized.to_quantized_param(module, "gate_up_proj", torch.empty(SHAPE), coding)
     weight = module.get_parameter("gate_up_proj")
-    four_bits.quantise(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)), "nf4", weight.data)
+    four_bits.quantize(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)), "nf4", weight.data)
     true = dequantize(*coding.parts(weight.data, torch.empty(0)), coding, torch.float32)
     plain.gate_up_proj = nn.Parameter(true, requires_grad=False)
     found = []
