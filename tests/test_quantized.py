@@ -454,7 +454,7 @@ def test_4_bit_errors_equal_the_plans() -> None:
 
 
 @pytest.mark.parametrize("way", ["multiply_one_by_one", "multiply_all"])
-def test_grouped_products_in_4_bits_are_those_of_the_dequantized(
+def test_grouped_4_bit_products_equal_dequantized_ones(
     way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantized, "expert_products", getattr(quantized, way))
