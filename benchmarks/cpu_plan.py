@@ -1,10 +1,10 @@
-"""The plan against real runs on this machine's processor: seconds of a step and memory, after calibrating it.
+"""Compare the plan with real runs on this machine's processor: seconds per step and memory, after calibrating.
 
     python benchmarks/cpu_plan.py [--steps 60] [--only TEXT ...] [--json]
 
-The demo, two dense models and two mixtures of experts with random weights, packed and not, on one rank and on two over
-gloo. Calibrations and runs take turns, since other work on the machine comes and goes: a case is planned with the
-calibrations before and after it, and its measured step is the median of its steps after the first quarter.
+Cases are the demo, two dense models and two mixtures of experts with random weights, packed and unpacked, on one rank
+and on two over gloo. Calibrations and runs alternate because other work on the machine comes and goes: each case is
+planned with the calibrations before and after it, and its measured step is the median after the first quarter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def windlass(*arguments: str) -> str:
 
 
 def cases(folder: Path) -> dict[str, tuple[Path, list[str], int]]:
-    """Name to run file, overrides and ranks."""
+    """Return name -> run file, overrides and ranks."""
     run = demo.make_demo(folder / "demo")
     found = {"demo, 2 ranks": (run, list[str](), 2)}
     for family, sizes in MODELS.items():
@@ -58,7 +58,7 @@ def cases(folder: Path) -> dict[str, tuple[Path, list[str], int]]:
 
 
 def measure(name: str, run: Path, keys: list[str], steps: int) -> dict[str, float]:
-    """Train, and read what the report reads."""
+    """Train, and return what the report measured."""
     out = run.parent / "runs" / name.replace(", ", "-").replace(" ", "")
     keys = [*keys, f"train.output_dir={out}", f"train.max_steps={steps}", "train.save_strategy=no"]
     windlass("train", str(run), *(word for key in keys for word in ("--override", key)))

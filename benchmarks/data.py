@@ -1,15 +1,15 @@
-"""Tokenizing and packing, tokens a second: windlass, `datasets.map` and TRL on the same file, in one run.
+"""Tokenizing and packing in tokens per second: windlass, `datasets.map` and TRL on the same file, in one run.
 
     python benchmarks/data.py                       text that every Python carries, as JSON lines
     python benchmarks/data.py --formats             the same in every format, not packed: some 6 minutes
     python benchmarks/data.py --file rows.txt       another file
     python benchmarks/data.py --json                one JSON object
 
-TRL is asked for what SFTTrainer does by itself: its own preparation of a dataset, from rows to packed labels. All start
-from the same file with nothing cached, in a process of its own, and every process is timed after its imports. With
-several rounds all ways alternate, and each one's fastest is shown.
-With `map`, chats and completions get the labels that a careful script would make: from the character offsets of what
-follows the prompt. TRL computes its loss on whole chats here, which is less work; it has no counterpart to alpaca rows.
+TRL runs SFTTrainer's own preparation, from rows to packed labels. Each way starts from the same file with nothing
+cached, in its own process, and is timed after its imports. With several rounds the ways alternate, and the fastest
+round of each is shown. With `map`, chats and completions get the labels that a careful script would make, from the
+character offsets of what follows the prompt. TRL computes its loss on whole chats here, which is less work; it has no
+counterpart to alpaca rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def chat(asked: str, answer: str) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, copies: int, kind: str = "text") -> None:
-    """Paragraphs of many lengths, each copy made different; as text, some empty."""
+    """Write paragraphs of many lengths, each copy made different; as text, some are empty."""
     from pydoc_data.topics import topics
 
     with path.open("w") as file:
@@ -79,7 +79,7 @@ def windlass_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tup
 
 
 def trl_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[float, Any]:
-    """SFTTrainer's preparation, without a model: the method reads nothing of the trainer but these names."""
+    """Run SFTTrainer's preparation without a model: the method reads only these attributes of the trainer."""
     from types import SimpleNamespace
 
     from datasets import load_dataset
@@ -103,7 +103,7 @@ def trl_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[fl
 
 
 def map_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[float, Any]:
-    """The batched `map` that a careful script would write; with TRL's packing."""
+    """Run the batched `map` that a careful script would write, with TRL's packing."""
     from datasets import load_dataset
     from trl import pack_dataset
 
@@ -160,7 +160,7 @@ WAYS: dict[str, Callable[[Path, Any, Path, bool], tuple[float, Any]]] = {
 
 
 def measure(way: str, rows: Path, tokenizer: Path, packing: bool) -> dict[str, Any]:
-    """One way, in this process, which does nothing else."""
+    """Measure one way in this process, which does nothing else."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -226,7 +226,7 @@ def main() -> None:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Measured on the same rows, packed or not."""
+    """Return whether both were measured on the same rows, packed or not."""
     return (one.get("format"), one["packing"]) == (other.get("format"), other["packing"])
 
 

@@ -1,13 +1,13 @@
-"""What a training step dispatches, counted from the real model: the table that the plan's time is made from.
+"""Count what a training step dispatches in the real model: the table from which the plan estimates host time.
 
     python benchmarks/dispatched.py            write src/windlass/plan/operators.json
     python benchmarks/dispatched.py --show     print it instead
 
-Tiny replicas of each family run one forward and backward under a dispatch mode, with the adapter, the loss and the
-experts that training has. Two numbers of layers, so that what belongs to no layer cancels. Of each layer: operators
-that launch work, views, module calls, and the bytes that operators other than matrix products read and write. Bytes a
-token are linear in the layer's widths; several sizes give the coefficients, and what they leave over is an error.
-"separate" is what a CPU and other engines dispatch, "fused" (train/fused.py) what a GPU does.
+Tiny replicas of each family run one forward and backward under a dispatch mode, with the adapter, loss and experts of
+training. Models with two numbers of layers are compared, so that everything outside the layers cancels. Counted per
+layer: operators that launch work, views, module calls, and bytes read and written by operators other than matrix
+products. Bytes per token are linear in the layer's widths; several sizes give the coefficients, and a remainder is an
+error. "separate" is what a CPU and other engines dispatch, "fused" (train/fused.py) what a GPU does.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ SIZES = [
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operators by phase: those that launch, views, and bytes of those that are no matrix product."""
+    """Counts operators by phase: those that launch work, views, and bytes of those that are not matrix products."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,7 +111,7 @@ def describe(family: Family, sizes: tuple[int, ...], layers: int, dense: bool = 
 
 
 def adapter_of(base: Base, count: int) -> tuple[Lora, adapters.Adapter]:
-    """On the first so many of a layer's linear modules; with the seventh, on all and on the routed experts."""
+    """Adapt the first `count` linear modules of a layer; with the seventh, all and the routed experts."""
     names = [p.name.split(".")[-2] for p in base.parameters if ".layers.0." in p.name and p.part in ADAPTED]
     plain = list(dict.fromkeys(names))[:count]
     routed = count > 6 and any(p.part == "experts" for p in base.parameters)
@@ -135,7 +135,7 @@ OPTIONS = {
 
 
 def count_step(base: Base, count: int, tokens: int, way: str) -> dict[str, dict[str, int]]:
-    """One forward and backward of a model with random weights."""
+    """Count one forward and backward of a model with random weights."""
     lora, adapter = adapter_of(base, count)
     layout = Layout("resident", "counted", 1, 1, shard=1)
     model = parallel.build_model(base, layout, torch.bfloat16)
@@ -172,7 +172,7 @@ def count_step(base: Base, count: int, tokens: int, way: str) -> dict[str, dict[
 def count_layer(
     family: Family, sizes: tuple[int, ...], dense: bool, way: str
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Features of the last layer of such a model; and what it dispatches, `forward operators` and so on."""
+    """Return the features of such a model's last layer, and what it dispatches, as `forward operators` and so on."""
     bases = [describe(family, sizes, layers, dense) for layers in (2, 3)]
     layer = work.read_shape(bases[1], adapter_of(bases[1], sizes[-1])[1]).layers[-1]
     few, many = ([count_step(base, sizes[-1], tokens, way) for base in bases] for tokens in TOKENS)
@@ -187,7 +187,7 @@ def count_layer(
 
 
 def count_family(family: Family, way: str, dense: bool = False) -> dict[str, Any]:
-    """Of one layer: by phase, what a layer and each adapter in it dispatch, and coefficients of bytes a token."""
+    """Return, by phase, what one layer and each adapter in it dispatch, and the coefficients of bytes per token."""
     counted = [count_layer(family, sizes, dense, way) for sizes in SIZES]
     every = tuple(name for name in counted[0][0] if way == "fused" or name not in OF_FUSED)
     matrix = np.array([[row[name] for name in every] for row, _ in counted])
@@ -199,14 +199,14 @@ def count_family(family: Family, way: str, dense: bool = False) -> dict[str, Any
 
 
 def on_gpu() -> Any:
-    """Dropout as a GPU has it: one operator."""
+    """Compute dropout as on a GPU: one operator."""
     return patch("torch.nn.functional.dropout", lambda x, p, training, _: torch.native_dropout(x, p, training)[0])
 
 
 def count_linear(
     sizes: tuple[int, ...], dora: bool, dropout: float, way: str, autocast: bool
 ) -> dict[str, dict[str, int]]:
-    """One adapted linear layer of `inputs, outputs, tokens`, beyond what plain LoRA under autocast dispatches."""
+    """Count what an adapted linear layer of `inputs, outputs, tokens` dispatches beyond plain LoRA under autocast."""
     inputs, outputs, tokens = sizes
     found = []
     for options, mixed in (({"use_dora": dora, "lora_dropout": dropout}, autocast), ({}, True)):
@@ -236,7 +236,7 @@ def count_linear(
 
 
 def linear_table(*options: Any) -> dict[str, Any]:
-    """Counts of one adapted linear layer; bytes of each token's input and output, and of a weight, once a pass."""
+    """Return counts of one adapted linear layer: bytes per token of input and output, and per weight, in one pass."""
     counted = [(sizes, count_linear(sizes, *options)) for sizes in LINEARS]
     matrix = np.array([linear_features(*sizes) for sizes, _ in counted], float)
     table: dict[str, Any] = {}
@@ -249,7 +249,7 @@ def linear_table(*options: Any) -> dict[str, Any]:
 
 
 def solve(matrix: Any, values: list[float], every: tuple[str, ...], names: tuple[str, ...]) -> dict[str, float]:
-    """Least squares without negative coefficients; what is not linear after all is an error."""
+    """Solve least squares without negative coefficients; a remainder that is not linear is an error."""
     used = [name for name in names if name in every and (names is COUNTED or name not in COUNTED)]
     matrix, target = matrix[:, [every.index(name) for name in used]], np.array(values)
     active = [True] * len(used)

@@ -4,11 +4,10 @@
     python benchmarks/experts.py --quick    8 to 32 tokens per expert, fewer rounds
     python benchmarks/experts.py --json     one JSON object
 
-Time is that of one layer's experts under gradient checkpointing: forward, recomputation, backward. All ways take
-turns in one process, and the medians of their rounds are compared: the ratio stands a busy machine, the times do not.
-Memory is what a process needs at its peak above weights, adapters and the adapters' gradients, of several layers under
-checkpointing, each way in a process of its own (the system's count of resident memory, the allocator set to give freed
-memory back).
+Measures one layer's experts under gradient checkpointing: forward, recomputation, backward. All ways alternate in one
+process, and the medians of their rounds are compared: ratios hold on a busy machine, absolute times don't. Memory is
+the process's peak above weights, adapters and the adapters' gradients, for several layers under checkpointing, each way
+in its own process (resident memory as counted by the system, with the allocator set to return freed memory).
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Layer(nn.Module):
 
 
 def layers(way: str, count: int, sizes: tuple[int, int], dtype: torch.dtype) -> list[Any]:
-    """Frozen layers with the adapters that `way` computes, the same values for every way."""
+    """Return frozen layers whose adapters `way` computes, with the same values for every way."""
     torch.manual_seed(0)
     hidden, width = sizes
     config = Mistral4Config(
@@ -83,7 +82,7 @@ def layers(way: str, count: int, sizes: tuple[int, int], dtype: torch.dtype) -> 
 
 
 def step_of(made: list[Any], per_expert: int, hidden: int, dtype: torch.dtype) -> Step:
-    """Forward, recomputation and backward on tokens that choose their experts by chance."""
+    """Run forward, recomputation and backward on tokens that choose their experts at random."""
     dice = torch.Generator().manual_seed(1)
     tokens = per_expert * EXPERTS // TOP_K
     x = torch.randn(tokens, hidden, generator=dice).to(dtype).requires_grad_()
@@ -101,7 +100,7 @@ def step_of(made: list[Any], per_expert: int, hidden: int, dtype: torch.dtype) -
 
 
 def timed(steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """Median seconds of each, taking turns."""
+    """Return the median seconds of each, taking turns."""
     found: dict[str, list[float]] = {way: [] for way in steps}
     for number in range(rounds + 1):
         for way, step in steps.items():
@@ -127,7 +126,7 @@ def sweep(tokens_per_expert: tuple[int, ...], rounds: int) -> list[dict[str, Any
 
 
 def weigh(way: str, dtype: torch.dtype) -> int:
-    """Bytes at the peak of a step above what is kept between steps, in a process of its own."""
+    """Return the bytes at the peak of a step above what is kept between steps, measured in its own process."""
     step = step_of(layers(way, LAYERS, WEIGHED, dtype), WEIGHED_TOKENS, WEIGHED[0], dtype)
     step()
     gc.collect()
@@ -150,7 +149,7 @@ def weighed() -> list[dict[str, Any]]:
 
 
 def verdicts(times: list[dict[str, Any]], memory: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The worst figure of each goal and dtype; for time also what no adapter at all would reach."""
+    """Return the worst figure per goal and dtype; for time also the ratio without any adapter."""
     found = []
     for weight in memory:
         few = [row for row in times if row["dtype"] == weight["dtype"] and 8 <= row["tokens_per_expert"] <= 32]

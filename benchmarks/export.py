@@ -2,10 +2,10 @@
 
     python benchmarks/export.py [--gib 2] [--repeat 1] [--workers 2]
 
-A synthetic dense model in BF16 shards, an adapter of rank 16 on all its linear layers, both written a tensor at a
-time. Each way runs in a fresh process on the same files, dropped from the page cache before. Memory is
-the process's peak of resident memory, what importing its libraries took before it in brackets. The proof reads
-everything a second time; PEFT's way has none. (Logits are left out: they need the model in memory.)
+Merges a synthetic dense model in BF16 shards with an adapter of rank 16 on all its linear layers, both written one
+tensor at a time. Each way runs in a fresh process on the same files, after they are dropped from the page cache. Memory
+is the process's peak of resident memory, with the peak after importing its libraries in brackets. windlass's proof
+reads everything a second time; PEFT's way has none. Logits are left out: they need the model in memory.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def write(folder: Path, gib: float, shard_gib: float) -> int:
-    """Base and adapter, a tensor at a time. Returns the bytes of the base."""
+    """Write base and adapter, one tensor at a time. Returns the bytes of the base."""
     layer = (4 * WIDTH + 3 * 4 * WIDTH) * WIDTH * 2
     config: dict[str, Any] = {
         "model_type": "mistral", "architectures": ["MistralForCausalLM"], "dtype": "bfloat16", "hidden_size": WIDTH,
@@ -137,7 +137,7 @@ def measure(way: str, folder: Path, workers: int, shard_gib: float) -> dict[str,
 
 
 def run(way: str, folder: Path, workers: int, shard_gib: float) -> None:
-    """One way, in this process."""
+    """Run one way in this process."""
     import peft  # noqa: F401, before the clock: both need it
     import transformers
 

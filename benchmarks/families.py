@@ -1,10 +1,10 @@
-"""What works for which family of models, tried on tiny random ones.
+"""Try every model family on tiny random models, and record what works.
 
 python benchmarks/families.py            every family, those without a row in docs/families.md first
 python benchmarks/families.py FAMILY …   these
 
-Each family has processes of its own, and its row is on the page as soon as it is there; one that fails costs its own
-row only. Rows of other versions of the libraries are dropped.
+Each family runs in its own processes, and its row is written as soon as it is known; a failure costs only its own row.
+Rows measured with other versions of the libraries are dropped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LIMIT = 900  # seconds of a family
 
 
 def try_family(folder: Path, name: str, tell: Callable[[str, str], None]) -> None:
-    """Tells what each column says as soon as it is known."""
+    """Report each column as soon as it is known."""
     path = tiny.write_family(folder / name, name, config=tests.FAMILIES[name], tokenizer=True)
     tests.write_fp8(path)  # whose true values the plain one has from here on
     base = read_base(path)
@@ -84,7 +84,7 @@ def in_fp8(name: str) -> str:
 
 
 def compare(trained: Any, name: str, reference: Sequence[dict[str, Any]]) -> str:
-    """The largest relative difference of loss and gradient norm."""
+    """Return the largest relative difference of loss and gradient norm."""
     if error := trained[name].get("error"):
         return f"failed: {error}"
     pairs = zip(trained.steps(name), reference, strict=True)
@@ -99,7 +99,7 @@ def export(run: Path, to: Path, *more: str) -> None:
 
 
 def opens(base: Base, adapter: Path) -> str:
-    """Whether plain transformers and PEFT have every tensor of the file in its place."""
+    """Return whether plain transformers and PEFT find a place for every tensor of the file."""
     name = base.wrapper.architecture if base.wrapper else base.family.causal_lm
     model = getattr(transformers, name).from_pretrained(base.path)
     with warnings.catch_warnings(record=True) as caught:
@@ -113,7 +113,7 @@ def opens(base: Base, adapter: Path) -> str:
 
 
 def try_alone(name: str, results: Path) -> None:
-    """In a process of its own: a line of `told` for each column."""
+    """Try it in its own process, which prints a line per column."""
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as place, results.open("a") as file:
         folder = Path(place)
@@ -126,7 +126,7 @@ def try_alone(name: str, results: Path) -> None:
 
 
 def row_of(name: str) -> str:
-    """The family's row; the first column that it did not reach says why."""
+    """Return the family's row; the first column that was not reached has the reason."""
     with tempfile.TemporaryDirectory() as place:
         results = Path(place, "results")
         results.touch()

@@ -1,10 +1,10 @@
-"""How long from `windlass train` to the end of the first optimizer step, and what of it is what.
+"""Measure the time from `windlass train` to the end of the first optimizer step, by phase.
 
     python benchmarks/first_step.py             one rank and two, tokens made anew and found in the cache
     python benchmarks/first_step.py --imports   what importing the training libraries takes, by package
 
-Ranks say what they are doing as in every run, for the message should one be killed; here the moments of that are kept.
-Looked for every 5 ms. The model is a tiny replica of a few MB, so "load" is what loading costs besides reading.
+Ranks record their current phase in every run, for the message if they are killed; this reads it every 5 ms. The model
+is a tiny replica of a few MB, so "load" is the cost of loading without reading.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OFTEN = 0.005
 
 
 def prepare(folder: Path) -> None:
-    """A small model and some text, made in a process of its own: this one imports nothing that it times."""
+    """Write a small model and some text in its own process: this one imports nothing that it times."""
     script = (
         "import sys; from pathlib import Path; from windlass import tiny; tiny.write_model(Path(sys.argv[1]) / 'model')"
     )
@@ -47,7 +47,7 @@ def prepare(folder: Path) -> None:
 
 
 def first_step(folder: Path, out: Path, ranks: int) -> dict[str, float]:
-    """Seconds of each part of one run, by what its rank 0 was doing."""
+    """Return the seconds of each phase of one run, as rank 0 recorded them."""
     folders = Path(tempfile.mkdtemp(dir=folder))
     environ = {**os.environ, "TMPDIR": str(folders), "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "windlass", "train", str(folder / "run.yaml"), "--ranks", str(ranks)]
@@ -90,7 +90,7 @@ def stepped(out: Path) -> bool:
 
 
 def imports() -> dict[str, float]:
-    """Seconds by package, each with what it runs itself, not what it imports of others."""
+    """Return the seconds by package, each without what it imports from others."""
     command = [sys.executable, "-X", "importtime", "-c", "import windlass.train.run"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     found: dict[str, float] = defaultdict(float)

@@ -1,10 +1,10 @@
-"""Predicted against counted operations: windlass.plan.cost and torch's FlopCounterMode, with PEFT adapters.
+"""Predicted against counted FLOPs: windlass.plan.cost and torch's FlopCounterMode, with PEFT adapters.
 
     python benchmarks/flops_model.py [--json]
 
-The models run on fake tensors. Attention is counted as torch does, over the whole square, where the plan counts the
-half that causal kernels compute: the table doubles the plan's attention to compare like with like. Not so for packed
-rows, whose documents a mask keeps apart: there the plan counts the whole square too.
+The models run on fake tensors. torch counts attention over the full square, and the plan counts the half that causal
+kernels compute: the table doubles the plan's attention to compare like with like. Packed rows are separated by a mask:
+for them the plan counts the full square too.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ CASES = [
 
 
 def grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Rows x inner x columns, twice; between two matrices (a weight's gradient) the rows are the inner dimension."""
+    """Count rows x inner x columns, twice; between two matrices (a weight's gradient) the rows are the inner
+    dimension."""
     return int(2 * a[0] * a[1] * b[-1])
 
 
 def count(case: Case) -> tuple[int, float, float]:
-    """Operations that torch counts in a forward and backward, the plan's, and its recomputation's."""
+    """Return the FLOPs that torch counts in forward and backward, the plan's, and its recomputation's."""
     model = build(case)
     model.set_attn_implementation("eager")
     found = checkpoint(model)

@@ -1,11 +1,11 @@
-"""The base kept in FP8 against the base in BF16: memory, wire, time, and the same losses. Prints its own table.
+"""An FP8 base against a BF16 base: memory, traffic, time, and equal losses. Prints its own table.
 
     python benchmarks/fp8.py [--rounds 3] [--hidden 512] [--layers 4] [--experts 16] [--tokens 512]
 
-Two ranks over gloo take turns within one run: BF16 resident, FP8 resident, BF16 full shard, FP8 full shard. A turn is
-one optimizer step's forward and backward through the model with adapters on attention and shared experts, gradients
-averaged over the ranks. Time is the median of the turns and its ratio to BF16 resident; it is a CPU's, where codes are
-turned into numbers by table: on a GPU that costs a pass over memory. Bytes are counted, not modelled.
+Two ranks over gloo alternate within one run: BF16 resident, FP8 resident, BF16 full shard, FP8 full shard. A turn is
+one optimizer step's forward and backward with adapters on attention and shared experts, and the gradients' reduction.
+Time is the median of the turns and its ratio to BF16 resident. It is a CPU's, which decodes by table: on a GPU decoding
+costs a pass over memory. Bytes are counted, not modelled.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TURNS = {
 
 
 class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes that all-gathers hand to this rank."""
+    """Counts the bytes that all-gathers give to this rank."""
 
     bytes = 0
 
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def run_rank(asked: argparse.Namespace) -> None:
-    """All four models in one rank, turn and turn about."""
+    """Run all four models in one rank, taking turns."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     checkpoint = read_base(asked.checkpoint)

@@ -1,16 +1,17 @@
-"""Is the plan's order of layouts the measured one? Two ranks in two network namespaces, a throttled link between them.
+"""Compare the plan's order of layouts with the measured one: two ranks in two network namespaces, over a throttled
+link.
 
     python benchmarks/layouts.py              the table; exits with 1 where the orders differ
     python benchmarks/layouts.py --json       one JSON object
 
-Needs root and iproute2. The rule, fixed before anything is measured: of every two ways whose predicted times differ by
-TIE or more, the one that is predicted to be faster is measured to be faster; and what `auto` takes is measured to be
-no slower than any other by TIE. The processor's rate is what one of the ways needs without a wire (CALIBRATED), its
-memory's rate what layers reach; the link's is what it is throttled to: with that, full-shard spends on the wire about
-fifty times what it computes, as the published recipe does on three nodes. Everything else is the plan's.
+Needs root and iproute2. The rule, fixed before anything is measured: of any two layouts whose predicted times differ by
+TIE or more, the one predicted to be faster is measured to be faster; and `auto`'s choice is measured to be no slower
+than any other by TIE. The processor's rate comes from one layout that needs no network (CALIBRATED), the memory's rate
+from measured layers, and the link's rate is its throttle: full-shard then spends about fifty times as long on the
+network as on compute, like the published recipe on three nodes. Everything else is the plan's.
 
-All ways train the same rows through the code of `windlass train`. Rounds are interleaved, and the quickest of each
-way's steps counts: what else the machine does only ever adds to a step.
+All layouts train the same rows through the code of `windlass train`. Rounds are interleaved, and each layout's fastest
+step counts: other work on the machine only ever adds to a step.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ cluster:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the plan knows of the machine. The first guess stands until the ranks have measured."""
+    """The machine's rates for the plan. The first guess is used until the ranks have measured."""
 
     tflops: float = 0.02
     memory: float = 5.0
@@ -112,7 +113,7 @@ class Outcome:
 
 
 def make(folder: Path) -> None:
-    """A model whose experts are most of it, in FP8 as published, and rows that are all full."""
+    """Write a model that consists mostly of experts, in FP8 as published, and rows that are all full."""
     sizes = {"hidden": 128, "layers": 3, "heads": 4, "experts": 16, "top_k": 2, "moe_intermediate": 128, "vocab": 1024}
     tiny.write_model(folder / "model", "mistral4", config={"initializer_range": 0.1}, **sizes)  # type: ignore[arg-type]
     words = ("anchor", "heavy", "crew", "small", "turn", "windlass", "slowly", "chain", "deck", "rope", "tide")
@@ -135,7 +136,7 @@ def plan_of(folder: Path, way: Sequence[str], rates: Rates, out: str = "run", na
 
 
 def rank(folder: Path) -> None:
-    """In each of the two processes: every way, round by round, through the run that `windlass train` makes."""
+    """Run every layout, round by round, in one of the two processes, as `windlass train` does."""
     import torch
 
     from windlass import measure
@@ -165,7 +166,7 @@ def rank(folder: Path) -> None:
 
 
 def measure(folder: Path, machines: Hosts) -> dict[str, Any]:
-    """Both ranks' findings; a step takes as long as its slower rank."""
+    """Return both ranks' results; a step takes as long as on its slower rank."""
     throttle(machines)
     started = [
         machines.start(node, command(folder), environ(node, machines), folder / f"log-{node}") for node in (0, 1)
@@ -189,7 +190,7 @@ def environ(node: int, machines: Hosts) -> dict[str, str]:
 
 
 def throttle(machines: Hosts) -> None:
-    """A token bucket on what each machine sends."""
+    """Add a token bucket to what each machine sends."""
     for node in range(machines.count):
         bucket = ["root", "tbf", "rate", f"{MEGABITS}mbit", "burst", "256kb", "limit", "64mb"]
         name = f"{machines.prefix}{node}"
@@ -200,7 +201,7 @@ def throttle(machines: Hosts) -> None:
 
 
 def calibrated(folder: Path, found: Mapping[str, Any]) -> Rates:
-    """One way's measured time says how fast the processor is: without a wire worth the name, it is all work."""
+    """Return the processor's rate, from the measured time of a layout with next to no traffic."""
     plan = plan_of(folder, WAYS[CALIBRATED], Rates(memory=found["memory"]))
     wire = plan.cost.step_seconds / CPU_SKEW - SEQUENCES * plan.cost.compute_seconds
     work = (found["seconds"][CALIBRATED] / CPU_SKEW - max(wire, 0.0)) / SEQUENCES
@@ -208,7 +209,7 @@ def calibrated(folder: Path, found: Mapping[str, Any]) -> Rates:
 
 
 def wrong_pairs(rows: Sequence[Outcome]) -> tuple[int, list[tuple[Outcome, Outcome]]]:
-    """How many pairs the prediction tells apart, and those that were measured the other way round."""
+    """Return how many pairs the prediction separates, and those measured in the other order."""
     output = [
         (one, other) for one, other in itertools.permutations(rows, 2) if one.predicted * (1 + TIE) <= other.predicted
     ]
@@ -216,7 +217,7 @@ def wrong_pairs(rows: Sequence[Outcome]) -> tuple[int, list[tuple[Outcome, Outco
 
 
 def proof() -> dict[str, Any]:
-    """Everything that the table is made of."""
+    """Return everything that the table is made of."""
     with tempfile.TemporaryDirectory(prefix="layouts-") as name:
         folder = Path(name)
         make(folder)
@@ -245,7 +246,7 @@ def proof() -> dict[str, Any]:
 
 
 def way_of(layout: Layout) -> str:
-    """What the table calls it."""
+    """Return the layout's name in the table."""
     once = layout.name in ("hybrid", "expert-parallel") and not layout.reshard_after_forward
     return layout.name + ", gathered once" * once + ", FP8" * (layout.base_dtype == "fp8")
 

@@ -1,12 +1,12 @@
-"""Loading: every rank its own part, against rank 0 loads everything and broadcasts it. Prints its own table.
+"""Loading: each rank reads its own part, against rank 0 loading everything and broadcasting. Prints its own table.
 
     python benchmarks/load.py [--gib 1] [--ranks 2] [--repeat 3] [--warm] [--digest]
 
-Both fill the same sharded model from the same FP8 checkpoint, in fresh processes, turn and turn about; files are
-dropped from the page cache before each turn unless --warm. Time is the slowest rank's, from the start of loading to
-a filled model; the certificate's second reading is in ours. Memory is what a rank grew by since before loading.
+Both fill the same sharded model from the same FP8 checkpoint, in fresh processes, taking turns; files are dropped from
+the page cache before each turn unless --warm. Time is the slowest rank's, from the start of loading to a filled model;
+ours includes the certificate's second reading. Memory is a rank's growth since before loading.
 
---digest: what the base's digest costs instead: loads with and without it take turns in one process, of a BF16 and of an
+--digest: the cost of the base's digest instead: loads with and without it alternate in one process, for a BF16 and an
 FP8 checkpoint, with the interval of the median ratio.
 """
 
@@ -68,7 +68,8 @@ def main() -> None:
 
 
 def digest_cost(asked: argparse.Namespace) -> None:
-    """Of one rank's load, in seconds and in processor seconds, which other work on the machine changes less."""
+    """Return one rank's loading times, in seconds and in processor seconds, which other work on the machine affects
+    less."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -99,7 +100,7 @@ def digest_cost(asked: argparse.Namespace) -> None:
 
 
 def write(directory: Path, gib: float, *, fp8: bool = True) -> Path:
-    """A mixture of experts in the published layout and with its widths: 4 experts of 3 x 4096 x 2048 a layer."""
+    """Write a mixture of experts in the published layout and widths: 4 experts of 3 x 4096 x 2048 per layer."""
     sizes: dict[str, Any] = {"hidden": 4096, "heads": 8, "experts": 4, "moe_intermediate": 2048}
     layers = max(1, round(gib * GIB / (5 * 3 * 4096 * 2048)))
     sizes |= {} if fp8 else {"quantization": "none"}
@@ -115,7 +116,7 @@ def forget(checkpoint: Path) -> None:
 
 
 def measure(way: str, checkpoint: Path, ranks: int) -> list[dict[str, Any]]:
-    """One turn in fresh processes: what each rank says of itself."""
+    """Run one turn in fresh processes; return each rank's figures."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [*command, __file__, "--way", way, "--checkpoint", str(checkpoint)],
@@ -130,7 +131,7 @@ def measure(way: str, checkpoint: Path, ranks: int) -> list[dict[str, Any]]:
 
 
 def run_rank(way: str, path: Path) -> None:
-    """One rank of one turn."""
+    """Run one rank of one turn."""
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     layout = Layout("full-shard", "benchmark", 1, ranks, shard=ranks, precision="no")
@@ -153,14 +154,14 @@ def run_rank(way: str, path: Path) -> None:
 
 
 def own(path: Path, layout: Layout) -> tuple[int, int]:
-    """The certified loader. Returns bytes read by this rank and received from others."""
+    """Load with the certified loader. Returns bytes read by this rank and received from others."""
     _, made = load_base(read_base(path), layout)
     return int(made["ranks"][dist.get_rank()]["bytes_read"]), 0
 
 
 @torch.no_grad()
 def broadcast(path: Path, layout: Layout) -> tuple[int, int]:
-    """What `fsdp_cpu_ram_efficient_loading` stands for: the whole model on rank 0, sent tensor by tensor."""
+    """Load the full model on rank 0 and send it tensor by tensor, as `fsdp_cpu_ram_efficient_loading` does."""
     checkpoint = read_base(path)
     model = parallel.build_model(checkpoint, layout, torch.bfloat16)
     parallel.allocate(model, layout)
@@ -186,7 +187,7 @@ def broadcast(path: Path, layout: Layout) -> tuple[int, int]:
 
 
 def show(turns: dict[str, list[list[dict[str, Any]]]], size: int, asked: argparse.Namespace) -> None:
-    """The table, and the ratios of medians with their range over the turns."""
+    """Print the table, and the ratios of medians with their range over the turns."""
     print(
         f"checkpoint {size / GIB:.2f} GiB FP8 ({2 * size / GIB:.2f} GiB in BF16), {asked.ranks} ranks over gloo, "
         f"{asked.repeat} turns each, page cache {'warm' if asked.warm else 'cold'}\n"

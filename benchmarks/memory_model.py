@@ -2,10 +2,10 @@
 
     python benchmarks/memory_model.py            the whole table
     python benchmarks/memory_model.py --quick    the rows that the tests check
-    python benchmarks/memory_model.py --json     one JSON object a line
+    python benchmarks/memory_model.py --json     one JSON object per line
 
 Nothing is allocated: the model, its PEFT adapter, FSDP2's gathers, autograd and AdamW run on fake tensors in a fake
-process group, at full width if asked; the loss is the training's own. Softmax under autocast gives float32, as on CUDA.
+process group, at full width if requested; the loss is training's own. Softmax under autocast gives float32, as on CUDA.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def part(name: str, shape: tuple[int, ...]) -> str:
 
 
 def checkpoint(model: Any) -> Base:
-    """What the headers would say of this model."""
+    """Return what the headers of this model's files would say."""
     config = model.config
     dims = {"heads": config.num_attention_heads, "top_k": getattr(config, "num_experts_per_tok", None) or 0}
     family = Family(config.model_type, type(model).__name__, "", narrow_routing=config.model_type == "qwen3_moe")
@@ -197,7 +197,7 @@ def checkpoint(model: Any) -> Base:
 
 
 def build(case: Case) -> Any:
-    """The causal language model, on the meta device."""
+    """Build the causal language model on the meta device."""
     prefix, sizes = FAMILIES[case.family]
     config = getattr(transformers, f"{prefix}Config")(**{**sizes, **case.sizes})
     config._attn_implementation = "sdpa"
@@ -226,7 +226,7 @@ def adapt(case: Case, model: Any) -> tuple[Any, Adapter]:
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """CUDA's autocast runs softmax in float32."""
+    """Run softmax in float32, as CUDA's autocast does."""
     softmax = torch.Tensor.softmax
     functional: Callable[..., Any] = torch.nn.functional.softmax
 
@@ -244,7 +244,8 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def shard(case: Case, model: Any, trained: set[torch.nn.Parameter], mesh: Any) -> None:
-    """As transformers' plan has it: embedding and layers one by one, final norm and head together and kept whole."""
+    """Shard as transformers' plan does: embedding and layers one by one, final norm and head together and kept
+    gathered."""
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": trained}
     for module in (model.model.embed_tokens, *model.model.layers):
         fully_shard(module, reshard_after_forward=case.reshard, **options)
@@ -253,7 +254,7 @@ def shard(case: Case, model: Any, trained: set[torch.nn.Parameter], mesh: Any) -
 
 
 def measure(case: Case, model: Any, peft: Any) -> float:
-    """Peak bytes on rank 0 of the second optimizer step's second micro-batch."""
+    """Return the peak bytes on rank 0 in the second micro-batch of the second optimizer step."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
     try:
         mesh = init_device_mesh("cpu", (case.ranks,))
@@ -305,7 +306,7 @@ def _pass(peft: Any, ids: torch.Tensor, **extra: torch.Tensor) -> None:
 
 
 def _forward(peft: Any, ids: torch.Tensor, **extra: torch.Tensor) -> Any:
-    """The loss of all tokens but each row's first, summed."""
+    """Return the summed loss of all tokens but each row's first."""
     rows, length = ids.shape
     supervised = (torch.arange(rows)[:, None] * length + torch.arange(length - 1)).flatten()
     with torch.autocast("cpu", torch.bfloat16):
@@ -313,7 +314,7 @@ def _forward(peft: Any, ids: torch.Tensor, **extra: torch.Tensor) -> Any:
 
 
 def documents(case: Case, rows: int) -> torch.Tensor:
-    """Positions in rows of documents of an eighth of a row each."""
+    """Return the positions of rows of documents, each an eighth of its row."""
     return (torch.arange(case.length) % (case.length // 8)).expand(rows, -1)
 
 

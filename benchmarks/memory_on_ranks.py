@@ -1,12 +1,11 @@
-"""Predicted against measured peaks of real ranks: what the tracker's fake tensors can't express, expert parallelism,
-adapters of experts and a base in FP8.
+"""Predicted against measured peaks of real ranks, for what fake tensors can't express: expert parallelism, adapters of
+experts and an FP8 base.
 
     python benchmarks/memory_on_ranks.py [--json] [--only WORDS]
 
-Two processes over gloo hold real tensors, loaded, sharded and adapted by the code that training uses, and torch's
-tracker counts what they allocate. Experts receive the tokens that a random router sends them, near enough the same
-number on both ranks, so the plan's assumed surplus of the fullest rank is left out. Offloading needs a GPU and is
-measured nowhere here.
+Two processes over gloo store real tensors, loaded, sharded and adapted by the code of training, and torch's tracker
+counts their allocations. A random router sends nearly equally many tokens to both ranks' experts, so the plan's assumed
+surplus of the fullest rank is left out. Offloading needs a GPU and is not measured here.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def layout_of(name: str) -> Layout:
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
-    """Runs in every rank: micro-batches of the second step, as in the other benchmark."""
+    """Run the second step's micro-batches in every rank, as in memory_model.py."""
     found = weights.find_base(str(folder), "benchmark")
     experts = ExpertLora(r=4, lora_alpha=8) if "expert adapters" in name else None
     lora = Lora(r=model_of.RANK, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS, experts=experts)
@@ -116,7 +115,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _peak(peft: Any, model: Any, ids: torch.Tensor, *, once: bool) -> float:
-    """The second step's. `once`: what its first micro-batch gathers is kept for the second, as training does."""
+    """Return the second step's peak. `once`: its first micro-batch's gathered weights are kept for the second, as in
+    training."""
     trained = [p for p in peft.parameters() if p.requires_grad]
     for parameter in trained:
         if parameter.device.type == "meta":

@@ -1,22 +1,22 @@
-"""One GPU, Mistral Small 4 at full width: does the whole model fit, how fast is a step, and where does its time go.
+"""One GPU and Mistral Small 4 at full width: does the model fit, how fast is a step, and where does its time go?
 
     python benchmarks/one_gpu.py                       every part, ten minutes at most
     python benchmarks/one_gpu.py --parts whole,profile
-    python benchmarks/one_gpu.py --tiny                the same code at toy size, on whatever is here
+    python benchmarks/one_gpu.py --tiny                the same code at toy size, on any machine
     python benchmarks/one_gpu.py --show one_gpu.jsonl  the tables of an earlier run, also of an interrupted one
 
-Each part runs in a process of its own, has a share of the time (and what earlier parts left of theirs), and writes
-each row to --out the moment it is there: what ends early loses nothing that was measured. Weights are random and made
-on the GPU: no files, no copy on the host. Everything else is what a run uses: the model as parallel.py builds it, the
-FP8 base, the adapters, checkpointing, autocast, the loss, AdamW. Rows of tokens are full, so none is padding; where
-"masked" stands they are documents that a mask keeps apart. "plan" is what the plan says of the same work, without what
-only a device has (the driver's context, fragmentation); "peak" is what torch has allocated.
+Each part runs in its own process with a share of the time (plus what earlier parts left unused), and appends each row
+to --out as soon as it is known: an interrupted run loses nothing that was measured. Weights are random and made on the
+GPU, without files or a copy on the host. Everything else is what a run uses: the model as parallel.py builds it, the
+FP8 base, adapters, checkpointing, autocast, the loss, AdamW. Rows are full, without padding; "masked" rows consist of
+documents separated by a mask. "plan" is the plan's figure for the same work, without the driver's context and
+fragmentation, which exist only on a device; "peak" is what torch has allocated.
 
-Needs the `train` extra of pyproject.toml, but runs from a checkout that is not installed. For a machine whose image has
-torch with CUDA and Triton but an older transformers, and that reaches no package index, carry in a folder that
-PYTHONPATH names, of that machine's Python version: transformers (5.23), huggingface_hub, tokenizers, peft, accelerate,
-pydantic, pydantic_core, annotated_types, typing_inspection, nvidia-ml-py; all but the compiled ones (tokenizers,
-pydantic_core) run on any version. What cannot be imported is reported before the clock starts.
+Needs the `train` extra of pyproject.toml, but runs from a checkout that is not installed. On a machine whose image has
+torch with CUDA and Triton but an older transformers, and no package index, set PYTHONPATH to a folder with these
+packages for that machine's Python: transformers (5.23), huggingface_hub, tokenizers, peft, accelerate, pydantic,
+pydantic_core, annotated_types, typing_inspection, nvidia-ml-py. Only tokenizers and pydantic_core are compiled. Missing
+packages are reported before the clock starts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def parse() -> argparse.Namespace:
 
 
 def facts() -> dict[str, Any]:
-    """The line that every file begins with. No torch: the process that only waits holds none of the GPU."""
+    """Return the first line of every file. Imports no torch: the waiting process must not use GPU memory."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         gpu = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
@@ -90,7 +90,7 @@ def facts() -> dict[str, Any]:
 
 
 def write(out: Path, row: dict[str, Any]) -> None:
-    """At once and whole: a process that is killed later has written this."""
+    """Write a row at once and in full, so that it survives if the process is killed."""
     with out.open("a") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
@@ -121,7 +121,7 @@ for name in (*sys.argv[1:], "one_gpu_parts"):
 
 
 def missing(environ: dict[str, str]) -> str:
-    """What keeps every part from running here: too old, or not to be imported, tried in a process of its own."""
+    """Return why no part can run here: packages too old or impossible to import, tried in their own process."""
     found = facts()["versions"]
     short = []
     for name, least in LEAST.items():
@@ -138,7 +138,7 @@ def missing(environ: dict[str, str]) -> str:
 
 
 def conduct(asked: argparse.Namespace) -> int:
-    """Every part after the other, each bounded. 1 where one failed or ran out of time."""
+    """Run one part after another, each with a time limit. Returns 1 if one failed or ran out of time."""
     out, here = asked.out, Path(__file__).resolve().parent
     environ = {
         **os.environ,
@@ -201,7 +201,7 @@ KIND = {"whole": "step", "whole-experts": "step", "layers": "step"}
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Markdown tables, as they are kept."""
+    """Print Markdown tables."""
     for row in rows:
         if "versions" in row:
             versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
@@ -231,7 +231,7 @@ def cell(value: Any, form: str) -> str:
 
 
 def measure(asked: argparse.Namespace) -> None:
-    """One part, in its own process."""
+    """Measure one part in its own process."""
     try:
         from one_gpu_model import Sizes
         from one_gpu_parts import PARTS

@@ -40,7 +40,7 @@ Step = Callable[[], Any]
 
 
 class Sizes:
-    """How large everything is."""
+    """The sizes of everything."""
 
     def __init__(self, tiny: bool) -> None:
         self.tiny = tiny
@@ -70,7 +70,7 @@ def free() -> None:
 
 
 def begin_peak() -> None:
-    """As `free`, but torch keeps the memory that it holds: giving it back would be paid for by the next step."""
+    """Restart the peak like `free`, but let torch keep its memory: the next step would have to allocate it again."""
     gc.collect()
     if GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -88,7 +88,7 @@ def seconds_of(step: Step) -> float:
 
 
 def headers(sizes: Sizes, layers: int) -> Base:
-    """What the headers of the published checkpoint say, cut to so many layers: enough to build it, and to plan it."""
+    """Return the headers of the published checkpoint, cut to `layers` layers: enough to build and plan it."""
     known = find_published_base(MODEL)
     assert known is not None
     text = {**known.config, **(TINY if sizes.tiny else {}), "num_hidden_layers": layers}
@@ -99,7 +99,7 @@ def headers(sizes: Sizes, layers: int) -> Base:
 
 
 def _stored(parameter: Parameter, eight: bool) -> Parameter:
-    """As the publisher stores it: FP8 with a scale for each matrix, or BF16. There is no file; nothing opens one."""
+    """Return the publisher's dtypes: FP8 with a scale per matrix, or BF16. There is no file, and none is opened."""
     nowhere, scales = Path("random"), (*parameter.shape[:-2], 1, 1) if len(parameter.shape) == 3 else ()
     stored = Stored(parameter.name, "F8_E4M3" if eight else "BF16", parameter.shape, nowhere, 0, 0)
     scale = Stored(f"{parameter.name}_scale_inv", "BF16", scales, nowhere, 0, 0) if eight else None
@@ -117,7 +117,7 @@ def lora_of(sizes: Sizes, routed: bool) -> Lora:
 
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
-    """Random weights, made where they lie. A stack of experts one expert at a time: no second stack."""
+    """Fill with random weights in place, a stack one expert at a time, so that no second stack is needed."""
     eight = quantized.list_quantized_params(model)
     for name, tensor in model.named_parameters():
         if name in eight:
@@ -133,7 +133,7 @@ def fill(model: nn.Module) -> None:
 
 
 def card() -> hardware.Gpu:
-    """The hardware table's row. torch knows the card's name where NVML's bindings are not installed."""
+    """Return the hardware table's row. torch knows the GPU's name where NVML's bindings are not installed."""
     name = hardware.read_gpu_name()
     return hardware.find_gpu(torch.cuda.get_device_name().removeprefix("NVIDIA ") if GPU and name == "cpu" else name)
 
@@ -146,7 +146,7 @@ class Built:
 
 
 def build(sizes: Sizes, layers: int, base: str, routed: bool) -> Built:
-    """The model with its adapter, ready to train, on the GPU if there is one."""
+    """Build the model with its adapter, ready to train, on the GPU if there is one."""
     found, layout, lora = headers(sizes, layers), layout_of(base), lora_of(sizes, routed)
     adapter = adapters.resolve_adapter(lora, found, str)
     model = parallel.build_model(found, layout, torch.bfloat16)
@@ -173,7 +173,7 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool) -> Built:
 
 @dataclass(frozen=True)
 class Cell:
-    """A micro-batch, and what its attention is over."""
+    """The size of a micro-batch, and what its attention covers."""
 
     tokens: int
     length: int  # of a row
@@ -186,7 +186,7 @@ class Cell:
 
 
 class Trainee:
-    """One micro-batch per optimizer step, each third of it timed."""
+    """Trains one micro-batch per optimizer step and times forward, backward and update."""
 
     def __init__(self, built: Built) -> None:
         self.model: Any = built.model.get_base_model()
@@ -196,7 +196,8 @@ class Trainee:
         self.vocabulary = built.work.shape.vocab
 
     def batch(self, cell: Cell, document: int) -> dict[str, Tensor]:
-        """As training's batches. Documents that a mask keeps apart begin at position 0, and none predicts the next."""
+        """Return a batch like training's. Documents separated by a mask begin at position 0, and none predicts the
+        next."""
         dice = torch.Generator().manual_seed(cell.tokens)
         shape = cell.tokens // cell.length, cell.length
         rows = torch.randint(self.vocabulary, shape, generator=dice).to(self.device)

@@ -1,4 +1,4 @@
-"""What benchmarks/one_gpu.py measures: a generator of rows for each part, run in a process of its own."""
+"""The parts of benchmarks/one_gpu.py: each yields rows, and runs in its own process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OURS, PEFTS = "ours", "PEFT's"  # ways to compute the adapters of experts
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """||found - wanted|| / ||wanted||."""
+    """Return ||found - wanted|| / ||wanted||."""
     difference = torch.linalg.vector_norm(found.float() - wanted.float())
     return float(difference / torch.linalg.vector_norm(wanted.float()))
 
@@ -60,14 +60,14 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 @contextmanager
 def cudnn(wanted: bool) -> Iterator[None]:
-    """cuDNN's attention, which parallel.py switches off."""
+    """Use cuDNN's attention, which parallel.py disables."""
     torch.backends.cuda.enable_cudnn_sdp(wanted)
     yield
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def measured(built: Built, trainee: Trainee, sizes: Sizes, cell: Cell, times: int) -> Row:
-    """A warm-up step, then the median of so many, and their peak."""
+    """Run a warm-up step, then return the median of some steps, and their peak."""
     free()
     batch, tokens = trainee.batch(cell, sizes.document), cell.tokens
     with cudnn(cell.cudnn):
@@ -97,13 +97,13 @@ def measured(built: Built, trainee: Trainee, sizes: Sizes, cell: Cell, times: in
 
 
 def plan_gib(planned: Cost) -> float:
-    """Without what only a device has: torch's count of what it has allocated knows of neither."""
+    """Return the planned GiB without what exists only on a device: torch's count of allocations excludes it."""
     rows = [r for r in planned.rows if (r.phase, r.place) == ("step", "gpu")]
     return float(sum(r.bytes for r in rows if r.item not in ("reserve", "fragmentation"))) / GIB
 
 
 def attempt(cell: Callable[[], Row], words: str) -> Row:
-    """A row, or why there is none: what does not fit is a result too."""
+    """Return a row, or one with the reason why there is none: not fitting is a result too."""
     try:
         return cell()
     except torch.OutOfMemoryError as full:
@@ -118,7 +118,7 @@ def unmeasured() -> Iterator[Row]:
 
 
 def whole(routed: bool, sizes: Sizes, until: float) -> Iterator[Row]:
-    """All layers, FP8-resident, optimizer steps; a second size if the first one fits and time is left."""
+    """All layers with an FP8 base, optimizer steps; a second size if the first one fits and time is left."""
     began = time.time()
     built = build(sizes, sizes.layers, "fp8", routed)
     sync()
@@ -135,7 +135,7 @@ def whole(routed: bool, sizes: Sizes, until: float) -> Iterator[Row]:
 
 
 def layers(sizes: Sizes, until: float) -> Iterator[Row]:
-    """A few full-width layers in 16 bits and in FP8, from few tokens to many; attention in other ways, in 16 bits."""
+    """A few full-width layers in 16 bits and FP8, from few tokens to many; in 16 bits with other attention kernels."""
     begins = time.time()
     yield from unmeasured()
     for number, base in enumerate(("bf16", "fp8")):
@@ -163,7 +163,7 @@ def layers(sizes: Sizes, until: float) -> Iterator[Row]:
 
 
 def ground(sizes: Sizes, until: float) -> Iterator[Row]:
-    """Rates to hold all else against, and whether the paths that only a GPU takes compute what they should."""
+    """Reference rates for everything else, and whether the code paths used only on GPUs compute the right values."""
     del until
     device, side = parallel.get_device(), sizes.square
     gpu = card()
@@ -184,7 +184,7 @@ def ground(sizes: Sizes, until: float) -> Iterator[Row]:
 
 
 def eight_bits(sizes: Sizes) -> Iterator[Row]:
-    """Codes into numbers by the kernel and by torch; grouped products over them, in chunks, against one by one."""
+    """Decode with the kernel and with torch; compare grouped products in chunks with those computed one by one."""
     device = parallel.get_device()
     experts, wide, narrow, block = (4, 48, 32, 16) if sizes.tiny else (128, 4096, 2048, 128)
     codes = torch.empty(experts, wide, narrow, dtype=torch.uint8, device=device)
@@ -209,7 +209,7 @@ def eight_bits(sizes: Sizes) -> Iterator[Row]:
 
 
 def by_kernel(codes: Tensor, scale: Tensor, coding: quantized.Format, words: str) -> Iterator[Row]:
-    """All of a stack, and a stretch of its columns: how many values differ from torch's, and both ways' rates."""
+    """Decode a full stack, and some of its columns: values that differ from torch's, and both rates."""
     if not GPU or not quantized.kernel_is_exact(codes.device, coding.codes, coding.dtype):
         yield {"note": f"{words}: no kernel is used here, torch's two passes are"}
         return
@@ -234,7 +234,7 @@ def by_kernel(codes: Tensor, scale: Tensor, coding: quantized.Format, words: str
 
 
 def unmerged_is_right(sizes: Sizes) -> Iterator[Row]:
-    """Outputs and gradients of experts with adapters: ours against PEFT's, on the same values."""
+    """Compare outputs and gradients of adapted experts with PEFT's, on the same values."""
     found = {}
     for way in (OURS, PEFTS):
         experts, trained, x, route = one_layer(sizes, way, 4)
@@ -256,7 +256,7 @@ def unmerged_is_right(sizes: Sizes) -> Iterator[Row]:
 
 
 def one_layer(sizes: Sizes, way: str, per_expert: int) -> tuple[nn.Module, list[Tensor], Tensor, tuple[Tensor, Tensor]]:
-    """One layer's experts in BF16 with their adapters, and tokens that choose them by chance."""
+    """Return one layer's experts in BF16 with their adapters, and tokens that choose them at random."""
     found, layout = headers(sizes, 1), layout_of("bf16")
     lora = lora_of(sizes, routed=True)
     model = parallel.build_model(found, layout, torch.bfloat16)
@@ -281,7 +281,7 @@ def tokens_of(found: Base, per_expert: int) -> tuple[Tensor, tuple[Tensor, Tenso
 
 
 def peft(sizes: Sizes, until: float) -> Iterator[Row]:
-    """Time of forward, recomputation and backward of one layer's experts, and memory above what was there."""
+    """Time forward, recomputation and backward of one layer's experts, and measure the memory on top."""
     yield from unmeasured()
     found = headers(sizes, 1)
     table: dict[int, dict[str, tuple[float, float]]] = {each: {} for each in sizes.per_expert}
@@ -310,7 +310,7 @@ def peft(sizes: Sizes, until: float) -> Iterator[Row]:
 
 @contextmanager
 def bare(experts: nn.Module) -> Iterator[None]:
-    """Within it, without adapters."""
+    """Disable the adapters."""
     innermost: Any = next(module for module in experts.modules() if "adapters" in vars(module))
     kept, innermost.adapters = innermost.adapters, {}
     yield
@@ -318,7 +318,7 @@ def bare(experts: nn.Module) -> Iterator[None]:
 
 
 def timed(experts: nn.Module, x: Tensor, route: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    """Median seconds, and GiB above what was there before."""
+    """Return median seconds, and the GiB on top of what was allocated before."""
 
     def step() -> None:
         y = checkpointed(experts, x, *route, use_reentrant=False)
@@ -337,7 +337,7 @@ def timed(experts: nn.Module, x: Tensor, route: tuple[Tensor, Tensor]) -> tuple[
 
 
 def profile(sizes: Sizes, until: float) -> Iterator[Row]:
-    """The operations that one step of FP8-resident layers spends most on."""
+    """Return the operators that take most of a step of FP8 layers."""
     del until
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recording

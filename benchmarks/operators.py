@@ -1,13 +1,13 @@
-"""Operators that one layer dispatches in windlass's own training step, and where a step makes the host wait.
+"""Count the operators that one layer dispatches in windlass's own training step, and find where the host waits.
 
     python benchmarks/operators.py [--json] [--only mistral4]
 
-Tiny models of each family, with two layers and with three: the difference is one layer's. The step is the training
-loop's own, in bfloat16 over gloo ranks, with adapters on all linear layers and on the routed experts, and nothing is
-recomputed. Counted as dispatched, views apart: an operator that windlass registers (torch.ops.windlass) is one kernel
-on a GPU and some of torch's on a CPU. "separate" is what a CPU trains with, "fused" (train/fused.py) what a GPU does;
-both are counted on this CPU, with the experts' products of a Hopper. The host waits where it asks the device for a
-value, or for how many there are; what the recorder reads is in the host's memory, and no wait.
+Tiny models of each family with two and with three layers: the difference is one layer's. The step is the training
+loop's own, in bfloat16 over gloo ranks, with adapters on all linear layers and the routed experts, without
+recomputation. Views are counted separately. An operator that windlass registers (torch.ops.windlass) is one kernel on a
+GPU and several of torch's on a CPU. "separate" is what a CPU trains with, "fused" (train/fused.py) what a GPU does;
+both are counted on this CPU, with the expert products of a Hopper GPU. The host waits where it reads a value, or a size
+that depends on values, from the device; what the recorder reads is in host memory and no wait.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def has_experts(family: str) -> bool:
 
 
 def count_step(run: Path, fused: bool) -> dict[str, int]:
-    """Of the last optimizer step, as this rank dispatches it."""
+    """Count the operators of the last optimizer step on this rank."""
     import torch
     from dispatched import Counting
     from rich.console import Console
@@ -129,7 +129,7 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
 
 
 def rank(folder: Path) -> None:
-    """Both numbers of layers, one after the other in the same ranks."""
+    """Run both numbers of layers one after the other in the same ranks."""
     import torch
 
     from windlass.train import quantized

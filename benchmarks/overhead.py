@@ -1,11 +1,11 @@
-"""What windlass's training loop costs: against plain TRL, and in Python per micro-batch.
+"""The overhead of windlass's training loop: step time against plain TRL, and Python per micro-batch.
 
     python benchmarks/overhead.py [--pairs 12] [--hidden 512 --layers 8 …]
 
-Step time: the same model, rows and seed trained by TRL's SFTTrainer and by windlass's loop in turn, pair by pair in one
-process, on one thread and in processor time, which other work on the machine disturbs least. The ratio is the median of
-the pairs', with the interval of order statistics that covers the true median with 95 %.
-Python: what one more micro-batch costs besides its forward and backward, on a model of 3,600 modules.
+Step time: TRL's SFTTrainer and windlass's loop train the same model, rows and seed in turn, pair by pair in one
+process, on one thread and in processor time, which other work on the machine affects least. The ratio is the median of
+the pairs' ratios, with the order statistics that cover the true median with 95 % probability. Python: the cost of one
+more micro-batch besides its forward and backward, on a model of 3,600 modules.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Bench:
         self.forward = self.model.get_base_model().forward
 
     def engine(self, kind: str) -> tuple[Callable[[], None], Any, str]:
-        """What trains, and the object and name of its method for one optimizer step's worth of micro-batches."""
+        """Return the trainer, and the object and name of its method for the micro-batches of one optimizer step."""
         for module in self.model.modules():  # windlass's fused layers: each engine puts its own in their place
             for name in ("forward", "expand_kv"):
                 module.__dict__.pop(name, None)
@@ -143,7 +143,7 @@ class Bench:
         return trainer.train, trainer, "get_batch_samples"
 
     def step_seconds(self, kind: str) -> list[float]:
-        """Processor seconds of each optimizer step: from one step's start to the next one's."""
+        """Return the processor seconds of each optimizer step, from one step's start to the next one's."""
         train, owner, name = self.engine(kind)
         original, starts = getattr(owner, name), list[float]()
 
@@ -157,7 +157,7 @@ class Bench:
 
 
 def pairs(bench: Bench, count: int) -> list[tuple[float, float]]:
-    """Median step seconds of TRL and windlass, pair by pair, the order of the two alternating."""
+    """Return median step seconds of TRL and windlass, pair by pair, in alternating order."""
     found = []
     for turn in range(count + 1):
         kinds = ["TRL", "windlass"] if turn % 2 else ["windlass", "TRL"]
@@ -169,7 +169,7 @@ def pairs(bench: Bench, count: int) -> list[tuple[float, float]]:
 
 
 def python_seconds(bench: Bench, kind: str) -> float:
-    """Processor seconds per step that are neither forward nor backward."""
+    """Return the processor seconds per step outside of forward and backward."""
     import torch
 
     train, _, _ = bench.engine(kind)
@@ -202,7 +202,8 @@ def python_seconds(bench: Bench, kind: str) -> float:
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Order statistics between which the median lies with at least this probability (binomial, no distribution)."""
+    """Return the order statistics that contain the median with at least this probability (binomial,
+    distribution-free)."""
     ordered, n = sorted(values), len(values)
     k = 0
     while sum(math.comb(n, i) for i in range(k + 2)) / 2**n * 2 <= 1 - confidence:

@@ -1,12 +1,12 @@
-"""Tokens trained on a second, unpacked against packed, on a WikiText-like mix of lengths: one model, one run.
+"""Trained tokens per second, unpacked against packed, on a WikiText-like mix of lengths: one model, one run.
 
-    python benchmarks/packing.py                 rows as WikiText-2 has them: a third empty, 110 tokens on average
-    python benchmarks/packing.py --file rows.txt another file, a row a line
+    python benchmarks/packing.py                 rows like WikiText-2's: a third empty, 110 tokens on average
+    python benchmarks/packing.py --file rows.txt another file, one row per line
     python benchmarks/packing.py --json          one JSON object
 
-A tiny Llama with random weights, forward, backward and AdamW, through the batches that training makes of prepared
-rows. A CPU is bound by its arithmetic, so this shows what padding costs; on GPUs whose time goes into
-gathering weights for every micro-batch, the number of micro-batches counts, which is shown too.
+A tiny Llama with random weights runs forward, backward and AdamW on the batches that training makes of prepared rows. A
+CPU is bound by arithmetic, so this shows the cost of padding; GPUs that spend their time gathering weights for every
+micro-batch are bound by the number of micro-batches, which is shown too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ MAX_LENGTH, VOCABULARY, WARM_STEPS = 1024, 4096, 2
 
 
 def wikitext_like(path: Path, rows: int) -> None:
-    """Lengths as measured on WikiText-2: 34 % empty, headings, paragraphs; words from the text every Python carries."""
+    """Return rows with the lengths of WikiText-2: 34 % empty, headings, paragraphs; the words are from Python's own
+    texts."""
     words = " ".join(topics[name] for name in sorted(topics)).split()
     draw = random.Random(0)
     with path.open("w") as file:
@@ -72,7 +73,7 @@ def batches(found: PreparedData, batch: int, grouped: bool, padding_free: bool) 
 
 
 def measure(found: PreparedData, batch: int, grouped: bool, packed: bool, seconds: float) -> dict[str, Any]:
-    """Steps for so many seconds, after two that are not counted."""
+    """Train for this many seconds, after two steps that are not counted."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, attn_implementation="sdpa"))

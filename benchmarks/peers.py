@@ -1,4 +1,4 @@
-"""What the recipe's settings are called by other trainers, each in an environment of its own."""
+"""The recipe's settings in the terms of other trainers, each in its own environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Asked:
 
 
 def command(kind: str, python: str, made: Path, out: Path, asked: Asked) -> list[str]:
-    """What every rank runs, its settings written in `out`; model and rows are those of `made`."""
+    """Return the command of every rank, with its settings written to `out`; model and rows are those of `made`."""
     rows = [json.loads(line)["text"] for line in (made / "data" / "train.jsonl").read_text().splitlines()]
     settings = {**of_trainer(out, asked), **SETTINGS[kind](made / "model", rows, out, asked)}
     if kind == "swift":
@@ -39,7 +39,7 @@ def command(kind: str, python: str, made: Path, out: Path, asked: Asked) -> list
 
 
 def of_trainer(out: Path, asked: Asked) -> dict[str, Any]:
-    """What all of them hand on to transformers' Trainer under its own names."""
+    """Return the settings that all of them pass to transformers' Trainer under its own names."""
     return {
         "output_dir": str(out / "final"),
         "num_train_epochs": 1,

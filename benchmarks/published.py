@@ -1,4 +1,4 @@
-"""Planned against published: every LoRA run that others publish and windlass can represent, planned again.
+"""Planned against published: plan every published LoRA run that windlass can represent.
 
     python benchmarks/published.py                 the table, by source
     python benchmarks/published.py --json          one JSON object
@@ -6,8 +6,8 @@
     python benchmarks/published.py --rows          each row
     python benchmarks/published.py --write         write docs/accuracy.md and its picture
 
-Rows of eager transformers with PEFT are what windlass should hit; other engines are slower or faster by their own
-kernels and bound it. Constants were fitted on FITTED alone.
+Rows of eager transformers with PEFT are what windlass should predict; other engines are slower or faster because of
+their own kernels, and bound it. Constants were fitted to FITTED only.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ LETTERS = {name.removesuffix("_proj"): name for name in (*TARGETS["q,k,v,o"], *T
 
 
 class SkipError(Exception):
-    """Why a row is not planned."""
+    """The reason why a row is not planned."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """One row, planned."""
+    """One planned row."""
 
     line: int
     source: str
@@ -125,7 +125,7 @@ class Replay:
 
 
 def number(text: str, what: str, kind: str = "count", *, empty: float | None = None) -> float:
-    """A positive figure, whatever stands around it: `~62 GB`, `4k`, `1,024`, `8 (inferred)`."""
+    """Return a positive number from text such as `~62 GB`, `4k`, `1,024`, `8 (inferred)`."""
     text = re.sub(r"\([^)]*\)|(?<=\d),(?=\d{3})", "", text).strip().lower().lstrip("~≈ ")
     if text in ("", "-", "?", "n/a", "na", "nan", "none", "not stated", "unknown"):
         if empty is None:
@@ -149,7 +149,7 @@ def whole(text: str, what: str, *, empty: float | None = None) -> int:
 
 @dataclass(frozen=True)
 class Engine:
-    """What a row's engine does in another way than windlass."""
+    """How a row's engine differs from windlass."""
 
     eager: bool  # transformers' own operators, and PEFT
     four_bits: str  # "", nf4 or int4
@@ -161,7 +161,8 @@ class Engine:
 
     @property
     def torch_decodes(self) -> bool:
-        """AutoGPTQ of 2023, which trains in float16 under DeepSpeed: without autocast, so is the loss."""
+        """Return whether it is AutoGPTQ of 2023, which trains in float16 under DeepSpeed, without autocast for the
+        loss."""
         return self.gptq and self.old
 
     @classmethod
@@ -189,7 +190,7 @@ class Engine:
 
 
 def lengths_of(text: str) -> tuple[int, int | None]:
-    """Tokens of the longest row, and of a usual one if that is known."""
+    """Return the tokens of the longest row, and of a usual one if known."""
     text = text.strip().lower()
     longest = re.search(r"(?:<=|≤|max(?:imum)?|up to)\s*(\d[\d,]*\d\b|\d+k\b)", text)
     if not longest:
@@ -211,7 +212,7 @@ def gpu_of(text: str) -> hardware.Gpu:
 
 
 def ranks_of(row: dict[str, str]) -> tuple[int, int]:
-    """Nodes, and GPUs of each."""
+    """Return the nodes, and the GPUs of each."""
     times, per_node = re.match(r"\s*(\d+) ?x\b", row["gpu"].lower()), row["gpus_per_node"]
     if not per_node.strip():
         per_node = times[1] if times else "1" if row["parallelism"].strip().lower() == "none" else ""
@@ -219,7 +220,7 @@ def ranks_of(row: dict[str, str]) -> tuple[int, int]:
 
 
 def published_of(row: dict[str, str], column: str, kind: str) -> float | None:
-    """What the row reports, if it can be read."""
+    """Return the row's published figures, if they can be read."""
     try:
         return number(row[column], column, kind)
     except SkipError as why:
@@ -229,7 +230,7 @@ def published_of(row: dict[str, str], column: str, kind: str) -> float | None:
 
 
 def replay(row: dict[str, str], line: int) -> Replay:
-    """Raises SkipError for what windlass has no equivalent of."""
+    """Plan a row. Raises SkipError for settings without an equivalent."""
     if "lora" not in row["method"].lower():
         raise SkipError("not LoRA")
     work, engine, usual = work_of(row)
@@ -267,7 +268,7 @@ def replay(row: dict[str, str], line: int) -> Replay:
 
 
 def work_of(row: dict[str, str]) -> tuple[Work, Engine, int | None]:
-    """What is planned of a row, its engine, and how long its rows usually are."""
+    """Return the planned work of a row, its engine, and the usual length of its rows."""
     engine = Engine.of(row)
     gpu, (nodes, per_node) = gpu_of(row["gpu"]), ranks_of(row)
     described = config_of(row["model"]) or by_size(row)
@@ -322,8 +323,8 @@ def work_of(row: dict[str, str]) -> tuple[Work, Engine, int | None]:
 
 
 def by_size(row: dict[str, str]) -> dict[str, Any]:
-    """The shape of a dense model that is known by its parameters alone: the known one of most alike size, with as many
-    of its layers as that takes."""
+    """Return the shape of a dense model of which only the parameter count is known: the known one closest in size,
+    with its number of layers changed to match."""
     try:
         size, active = number(row["params_b"], "params_b"), number(row["active_b"], "active_b")
     except SkipError:
@@ -337,7 +338,7 @@ def by_size(row: dict[str, str]) -> dict[str, Any]:
 
 @cache
 def ladder() -> list[tuple[dict[str, Any], float]]:
-    """Dense models by billions of parameters."""
+    """Return dense models by billions of parameters."""
     names = ["TinyLlama", "Llama-3.2-3B", "Mistral-7B-v0.1", "Llama-2-13b", "Llama-1-30b", "Llama-2-70b"]
     known = [found for name in names if (found := config_of(name))]
     return [(each, sum(p.count for p in config.describe(each, "x", "x").parameters) / 1e9) for each in known]
@@ -389,7 +390,7 @@ def network_of(words: str) -> str:
 
 
 def seconds_of(work: Work, planned: Time, engine: Engine) -> float:
-    """Of a step, with what this engine's host dispatches besides."""
+    """Return the seconds of a step, with this engine's additional host work."""
     batch, layers = work.batch, work.shape.kinds
     if engine.fsdp1:
         units = sum(2 * len(layer.plain_lora) * times for layer, times in layers)
@@ -405,7 +406,7 @@ def seconds_of(work: Work, planned: Time, engine: Engine) -> float:
 
 
 def memory_of(work: Work, planned: Cost, engine: Engine, row: dict[str, str]) -> float:
-    """In the publisher's way of counting: what torch allocated, what it reserved, or what the driver reports."""
+    """Return the memory as the publisher counts it: allocated by torch, reserved, or reported by the driver."""
     words, without = row["notes"].lower(), set[str]()
     if "allocated" in words:
         without = {"reserve", "fragmentation"}
@@ -430,7 +431,7 @@ def memory_of(work: Work, planned: Cost, engine: Engine, row: dict[str, str]) ->
 
 
 def read_rows(path: Path) -> tuple[list[Replay], Counter[str], list[str]]:
-    """The rows that were planned, how many were skipped and why, and what could not be read, with its line."""
+    """Return the planned rows, how many were skipped and why, and unreadable ones with their line."""
     try:
         text = path.read_bytes().decode("utf-8-sig", errors="replace")
     except OSError as error:
@@ -463,13 +464,13 @@ def read_rows(path: Path) -> tuple[list[Replay], Counter[str], list[str]]:
 
 
 def errors(ratios: Iterable[float | None]) -> dict[str, Any]:
-    """How far planned is from published, either way."""
+    """Return how far planned is from published, in either direction."""
     off = sorted(abs(ratio - 1) for ratio in ratios if ratio is not None)
     return {"rows": len(off), "median": quantile(off, 0.5), "p90": quantile(off, 0.9)}
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Linear between neighbours."""
+    """Interpolate linearly between neighbours."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -483,7 +484,7 @@ SCALED, FACTORS = ("products", "memory", "host"), (0.7, 0.77, 0.85, 0.92, 1.0, 1
 
 
 def scaled(row: Replay, scale: dict[str, float]) -> float:
-    """Planned / published speed with other constants."""
+    """Return planned / published speed with other constants."""
     work, engine = row.timed
     rates = work.machine.rates
     points = {
@@ -503,7 +504,7 @@ def scaled(row: Replay, scale: dict[str, float]) -> float:
 
 
 def left_out(rows: Sequence[Replay]) -> dict[str, Any]:
-    """Each source's speed with constants that were fitted to the others alone."""
+    """Return each source's speed with constants fitted to the other sources only."""
     timed, found = [row for row in rows if row.speed], {}
     for source in dict.fromkeys(row.source for row in timed):
         others = [row for row in timed if row.source != source]
@@ -677,7 +678,7 @@ def write_page(found: Sequence[Replay], skipped: Counter[str]) -> None:
 
 
 def picture(rows: Sequence[Replay]) -> str:
-    """Planned over published tokens a second of a GPU, on logarithmic axes from 100 to 20,000."""
+    """Draw planned over published tokens per second of a GPU, on logarithmic axes from 100 to 20,000."""
     side, margin, low, high = 420, 60, math.log(100), math.log(20000)
 
     def at(value: float) -> float:

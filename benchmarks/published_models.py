@@ -1,8 +1,8 @@
-"""Shapes of models that others publish runs of: facts from their config.json on the Hugging Face hub.
+"""Shapes of the models in published runs: facts from their config.json on the Hugging Face hub.
 
-Columns: names (a regular expression, matched against the last part of a model's name in lower case), family that has
-such layers, hidden, layers, heads, heads of keys and values, feed-forward, vocabulary, tied head; then further keys.
-Families that windlass does not train stand for themselves by sizes alone: a gated feed-forward is a gated feed-forward.
+Columns: names (a regular expression, matched against the last part of a model's name in lower case), a family with such
+layers, hidden, layers, heads, key-value heads, feed-forward, vocabulary, tied head; then further keys. Families that
+windlass does not train are represented by their sizes only: a gated feed-forward is a gated feed-forward.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ ROWS: tuple[tuple[Any, ...], ...] = (
 
 
 def config_of(name: str) -> dict[str, Any] | None:
-    """config.json of a model by its usual name, or None."""
+    """Return config.json of a model by its usual name, or None."""
     short = re.sub(r"[\s_]+(?=\d)", "-", name.rpartition("/")[2].strip().lower())
     for pattern, family, hidden, layers, heads, kv, width, vocab, tied, *more in ROWS:
         if re.fullmatch(pattern, short):

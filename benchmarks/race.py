@@ -1,4 +1,4 @@
-"""A training of any engine over one or two ranks, measured from outside, so that all are measured the same way."""
+"""Train with any engine on one or two ranks, and measure it from outside, so that all are measured alike."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def race(
     gbit: float | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Measured:
-    """Run `words` as every rank, in `out`. `steps_done` counts the optimizer steps that have ended so far."""
+    """Run `words` as every rank, in `out`. `steps_done` counts the optimizer steps that have ended."""
     with network(gbit) as hosts, contextlib.ExitStack() as stack:
         shared = {
             **os.environ,
@@ -61,7 +61,7 @@ def race(
 
 
 def look_on(crew: Processes, hosts: Sequence[str], out: Path, steps_done: Callable[[], int], began: float) -> Measured:
-    """Twenty times a second: how many steps have ended, what memory peaked at, what went over the wire."""
+    """Record twenty times a second the steps that have ended, peak memory and network traffic."""
     ends: list[tuple[float, float]] = []  # of steps: seconds, bytes that rank 0 had sent by then
     peak = 0.0
     while any(process.poll() is None for process in crew):
@@ -80,7 +80,7 @@ def look_on(crew: Processes, hosts: Sequence[str], out: Path, steps_done: Callab
 
 @contextlib.contextmanager
 def network(gbit: float | None) -> Iterator[list[str]]:
-    """A network namespace for each of two ranks, joined by a cable as fast as it goes or as `gbit` allows."""
+    """Create a network namespace for each of two ranks, connected at full speed or at `gbit`."""
     if os.geteuid() != 0:
         if gbit:
             raise SystemExit("a throttled link needs network namespaces, and these need root")

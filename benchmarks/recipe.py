@@ -3,13 +3,13 @@
     python benchmarks/recipe.py [--text wiki.txt] [--adapt-experts] [--gbit 1.0] [--only recipe windlass]
                                 [--peer llamafactory=/venv/bin/python] [--rounds 6]
 
-Every engine trains one epoch over the same rows. What is measured is measured from outside, the same way for all:
-the time between the ends of the first and the last optimizer step, peak resident memory of the ranks, bytes that
-left a rank's network interface (in a network namespace of its own, so nothing else is counted). The held-out loss is
-computed from every engine's final adapter by plain transformers + PEFT, in one process. With rounds, engines take
-turns: each is compared with the first within its round, and the least and the greatest of these ratios are printed
-next to their median (of six rounds, between them is a 97 % interval of the median).
-Rows are lines of real text: --text FILE (WikiText's validation file, say), else the help pages that Python carries.
+Every engine trains one epoch over the same rows, and is measured from outside in the same way: the time between the
+ends of the first and last optimizer steps, peak resident memory of the ranks, and bytes that left a rank's network
+interface (in its own network namespace, so nothing else is counted). The held-out loss of every engine's final adapter
+is computed by plain transformers + PEFT, in one process. With rounds, engines take turns: each is compared with the
+first within its round, and the smallest, median and largest of these ratios are printed (of six rounds, smallest to
+largest is a 97 % interval of the median). Rows are lines of real text: --text FILE, such as WikiText's validation file,
+else Python's own help pages.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class Setting:
     gbit: float | None = None
 
     def of(self, name: str) -> Path:
-        """The folder of an engine."""
+        """Return the folder of an engine."""
         return self.folder / re.sub(r"\W+", "-", name)
 
 
 def make(folder: Path, sizes: Sizes, text: Path | None) -> int:
-    """Model, rows and held-out rows, the same for all; returns the tokens of all rows."""
+    """Write the model, rows and held-out rows, equal for all; returns the tokens of all rows."""
     from transformers import AutoTokenizer
 
     from windlass import tiny
@@ -135,7 +135,7 @@ def make(folder: Path, sizes: Sizes, text: Path | None) -> int:
 
 
 def command(name: str, setting: Setting) -> list[str]:
-    """What every rank of an engine runs."""
+    """Return the command of every rank of an engine."""
     engine, out = ENGINES[name], setting.of(name)
     shutil.rmtree(out, ignore_errors=True)  # of the round before
     out.mkdir()
@@ -149,7 +149,7 @@ def command(name: str, setting: Setting) -> list[str]:
 
 
 def run_file(engine: Engine, setting: Setting, out: Path) -> Path:
-    """The recipe as windlass's run file, with this engine's settings."""
+    """Write the recipe as windlass's run file, with this engine's settings."""
     document: dict[str, Any] = {
         "model": {"model_name_or_path": str(setting.folder / "model"), "torch_dtype": "float32"},
         "lora": {"r": R, "lora_alpha": ALPHA, "lora_dropout": 0.0, "target_modules": TARGETS},
@@ -174,7 +174,7 @@ def run_file(engine: Engine, setting: Setting, out: Path) -> Path:
 
 
 def wrapped(model: Any) -> Any:
-    """Sharded layer by layer, adapter included. (Accelerate itself, on a CPU, runs DDP instead and says nothing.)"""
+    """Shard layer by layer, including the adapter. (On a CPU Accelerate itself silently runs DDP instead.)"""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
     from transformers.distributed import DistributedConfig
@@ -190,7 +190,7 @@ def wrapped(model: Any) -> Any:
 
 
 def rank_of(name: str, folder: Path, adapt_experts: bool) -> None:
-    """One rank of TRL + PEFT: the recipe, repaired just enough to run (keys renamed, really sharded)."""
+    """Run one rank of TRL + PEFT: the recipe with only the repairs it needs to run (renamed keys, real sharding)."""
     import torch
     from datasets import load_dataset
     from peft import LoraConfig, get_peft_model
@@ -242,7 +242,7 @@ def rank_of(name: str, folder: Path, adapt_experts: bool) -> None:
 
 
 def keep(model: Any, folder: Path) -> None:
-    """The adapter in PEFT's format, its shards put together."""
+    """Save the adapter in PEFT's format, its shards gathered."""
     from safetensors.torch import save_file
     from torch.distributed.tensor import DTensor
 
@@ -265,7 +265,8 @@ def steps_done(name: str, setting: Setting) -> int:
 
 
 def held_out(setting: Setting, names: list[str]) -> dict[str, float]:
-    """Mean loss a token on the held-out rows of the bare base and of every adapter, by plain transformers + PEFT."""
+    """Return the mean loss per token on the held-out rows, of the base and every adapter, by plain transformers +
+    PEFT."""
     import torch
     from peft import PeftModel
     from transformers import AutoTokenizer, Qwen3MoeForCausalLM

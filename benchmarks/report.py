@@ -1,4 +1,4 @@
-"""The report of a long run: how large the step files are, how long the report takes, how large it is.
+"""The report of a long run: size of the step files, time to make the report, and its size.
 
 python benchmarks/report.py                        # 300,000 steps of 24 ranks
 python benchmarks/report.py --steps 3000 --ranks 2
@@ -23,7 +23,7 @@ from windlass.observe.steps import derived_fields
 
 
 def record(step: int, steps: int, draw: random.Random, *, first: bool) -> dict[str, object]:
-    """What a rank measures in a step, as the recorder has it."""
+    """Return a rank's measurements of a step, as the recorder writes them."""
     means = {"data": 0.004, "forward": 0.9, "backward": 1.9, "optimizer": 0.06, "communication": 0.55, "other": 0.0003}
     phases = {f"{name}_seconds": mean * (0.95 + 0.1 * draw.random()) for name, mean in means.items()}
     tokens = draw.randint(13000, 16384)
@@ -66,7 +66,7 @@ def record(step: int, steps: int, draw: random.Random, *, first: bool) -> dict[s
 
 
 def make(folder: Path, steps: int, ranks: int) -> int:
-    """The run folder; returns the bytes of its step files."""
+    """Write the run folder; returns the bytes of its step files."""
     size = 0
     for rank in range(ranks):
         path = folder / run_folder.STEPS.format(rank=rank)

@@ -2,8 +2,8 @@
 
     python benchmarks/rounding.py [--run RUN_DIR]
 
-The model is a small Mistral 4, wide enough that an output adds up a thousand weights. Judged are logits on the
-run's own rows, in float32: merged against base + adapter, for the adapter as trained and for a weaker one.
+The model is a small Mistral 4, wide enough that an output sums a thousand weights. Compared are logits on the run's own
+rows in float32, of the merged model and of base + adapter, for the trained adapter and a weaker one.
 """
 
 from __future__ import annotations

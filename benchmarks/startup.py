@@ -37,7 +37,7 @@ class Usage:
 
 
 def measure(command: list[str], codes: tuple[int, ...] = (0,)) -> Usage:
-    """One process, measured by the kernel."""
+    """Run one process and return the kernel's measurements of it."""
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
     _, status, usage = os.wait4(process.pid, 0)
@@ -47,7 +47,7 @@ def measure(command: list[str], codes: tuple[int, ...] = (0,)) -> Usage:
 
 
 def write_base(folder: Path) -> int:
-    """Mistral Small 4 as published, in sparse files. Returns their nominal size in bytes."""
+    """Write Mistral Small 4 as published, in sparse files. Returns their nominal size in bytes."""
     model = weights.find_published_base("Mistral-Small-4-119B-2603")
     assert model is not None
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {"vision_tower.patch_conv.weight": ("BF16", (1024, 3, 14, 14))}

@@ -1,4 +1,4 @@
-"""Builds the documentation's site: copies the Markdown and what it links to next to each other, then calls mkdocs.
+"""Build the documentation's site: copy the Markdown files and what they link to side by side, then call mkdocs.
 
 python docs/build_site.py   # site/index.html, which needs neither network nor server
 """
@@ -18,12 +18,12 @@ SOURCE = ROOT / "build" / "site"
 
 
 def pages() -> list[Path]:
-    """Every page, as links between them name it."""
+    """Return every page, as links refer to it."""
     return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 
 
 def linked(page: Path) -> Iterator[Path]:
-    """Files of the repository that a page links to or shows."""
+    """Return the repository's files that a page links to or shows."""
     for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8")):
         target = (page.parent / link).resolve()
         if target.suffix != ".md" and target.exists():

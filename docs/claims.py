@@ -1,4 +1,4 @@
-"""Writes docs/recipe-claims.md: the claims of the baseline recipe, each with what the plan computes."""
+"""Write docs/recipe-claims.md: the claims of the baseline recipe, each with what the plan computes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def page() -> str:
 
 
 def model() -> list[tuple[str, str]]:
-    """How large the model and the adapter are."""
+    """Sizes of the model and the adapter."""
     first, second, third = planned(FIRST), planned(SECOND, "cluster.gpus_per_node=2"), planned(THIRD)
     total, experts = first.total, first.by_part["experts"]
     return [
@@ -76,7 +76,7 @@ def model() -> list[tuple[str, str]]:
 
 
 def memory() -> list[tuple[str, str]]:
-    """What a GPU holds."""
+    """Memory of a GPU."""
     first, third = planned(FIRST), planned(THIRD)
     full = planned(THIRD, "layout.name=full-shard", accelerate="config/fsdp_2xH200.yaml")
     whole = first.total * (2 + 2 + ADAM)
@@ -113,7 +113,7 @@ def memory() -> list[tuple[str, str]]:
 
 
 def pace() -> list[tuple[str, str]]:
-    """How long it takes."""
+    """Time per step."""
     first = planned(FIRST)
     two = planned(FIRST, "cluster.nodes=2")
     four = planned(FIRST, "cluster.nodes=4", "layout.name=full-shard")

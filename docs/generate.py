@@ -1,5 +1,5 @@
-"""Writes the pages that are generated: one per command from its help, the published recipe's claims compared with the
-plan, and the marked blocks of others. `make docs` writes them; a test fails when a committed page differs."""
+"""Write the generated pages: one per command from its help, the published recipe's claims compared with the plan,
+and the marked blocks of other pages. `make docs` writes them; a test fails if a committed page differs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMANDS = ROOT / "docs" / "commands"
 
 @functools.cache
 def windlass(*arguments: str) -> str:
-    """What the command prints, at 100 columns and without colour."""
+    """Return what the command prints, at 100 columns and without colour."""
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}),
@@ -51,7 +51,7 @@ def command_page(name: str) -> str:
 
 
 def run_file_page() -> str:
-    """Every key of the run file, as `windlass explain KEY` describes it."""
+    """List every key of the run file, as `windlass explain KEY` describes it."""
     from windlass.runfile.reference import SECTIONS, describe, list_documented
 
     text = (
@@ -73,7 +73,7 @@ def run_file_page() -> str:
 
 
 def run_folder_page() -> str:
-    """Exit codes and the run folder's files, from the comments at their names in the source."""
+    """List exit codes and the run folder's files, from the comments next to their names in the source."""
     from windlass import errors, run_folder
 
     def rows(module: object, form: str) -> str:
@@ -110,11 +110,11 @@ def index_page() -> str:
 
 
 def with_output(text: str) -> str:
-    """The page with what each mark in it stands for, in the block that follows, up to `<!-- end -->`.
+    """Fill the block that follows each mark of a page, up to `<!-- end -->`.
 
-    `<!-- windlass … -->`: what the command prints; `<!-- windlass …: TITLE | TITLE -->`: of that only these tables, and
-    the lines that begin so. `<!-- layouts FILE: NAME | NAME -->`, `<!-- families -->` and
-    `<!-- source -->`: what the functions of these names return.
+    `<!-- windlass … -->`: what the command prints; `<!-- windlass …: TITLE | TITLE -->`: only these tables, and lines
+    that begin with a title. `<!-- layouts FILE: NAME | NAME -->`, `<!-- families -->` and `<!-- source -->`: the result
+    of the function of that name.
     """
 
     def block(match: re.Match[str]) -> str:
@@ -128,15 +128,15 @@ def with_output(text: str) -> str:
 
 
 def printed(argument: str, titles: list[str]) -> str:
-    """The command and its output."""
+    """Return the command and its output."""
     shown = windlass(*shlex.split(argument))
     parts = [table(shown, title) for title in titles] if titles[0] else [shown]
     return f"```\n$ windlass {argument}\n" + "\n…\n".join(parts) + "\n```"
 
 
 def table(shown: str, title: str) -> str:
-    """From the title to the blank line below the rows; a line that is no title stands alone, with what follows it up
-    to the next title where `…` ends it."""
+    """Return the lines from a title to the blank line below the rows. A line that is no title stands alone; with `…`
+    at its end, also what follows up to the next title."""
     lines = shown.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(title.removesuffix("…").rstrip()))
     blanks = [number for number in range(start, len(lines)) if not lines[number]] + [len(lines)] * 2
@@ -148,7 +148,7 @@ def table(shown: str, title: str) -> str:
 
 
 def layouts(argument: str, names: list[str]) -> str:
-    """Some rows of `plan --compare` as a table."""
+    """Return some rows of `plan --compare` as a table."""
     plan = json.loads(windlass("plan", argument, "--compare", "--json"))
     found = {row["name"]: row for row in plan["layouts"]}
     head = "| layout | nodes | GiB of each GPU | GB sent by each GPU a step | tokens/s, estimated |\n"
@@ -171,7 +171,8 @@ def families(_argument: str, _titles: list[str]) -> str:
 
 
 def source(_argument: str, _titles: list[str]) -> str:
-    """The packages, from the top of the import rules to the bottom, each with the first sentence of its docstring."""
+    """List the packages, from the top of the import rules to the bottom, each with the first sentence of its
+    docstring."""
     rules = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
     layers = next(rule["layers"] for rule in rules if rule["id"] == "layers")
     lines = ["src/windlass/"]
@@ -197,7 +198,7 @@ MARKS: dict[str, Callable[[str, list[str]], str]] = {
 
 
 def pages() -> dict[Path, str]:
-    """Every generated page and its text."""
+    """Return every generated page and its text."""
     sys.path.insert(0, str(ROOT / "docs"))
     sys.path.insert(0, str(ROOT / "tests"))
     import faults
@@ -217,7 +218,8 @@ def pages() -> dict[Path, str]:
 
 
 def descriptions() -> dict[Path, str]:
-    """What transformers builds of the published models that have no row in family.py, for a plan without torch."""
+    """Return what transformers builds for published models without a row in family.py, so that they are planned
+    without torch."""
     from windlass.derive import derive
     from windlass.model.base import read_published_configs
     from windlass.model.config import SHIPPED, hash_config

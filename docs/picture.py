@@ -1,4 +1,4 @@
-"""Draws docs/report.png: the top of the report of the run that `make demo` left in demo-run, by a headless Chromium."""
+"""Draw docs/report.png: the top of the report of the run that `make demo` left in demo-run, in headless Chromium."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests/test_checkpoint_resume.py runs in every rank: train_ranks.py, with more to go wrong."""
+"""Runs in every rank of tests/test_checkpoint_resume.py: train_ranks.py with more faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from windlass.train.loop import Loop
 
 
 class Evaluating(At):
-    """SIGTERM to one rank in the middle of an evaluation."""
+    """Sends SIGTERM to one rank in the middle of an evaluation."""
 
     def plant(self, loop: Loop) -> None:
         if self.rank == train_ranks.rank():
@@ -27,7 +27,7 @@ class Evaluating(At):
 
 
 class Saved(At):
-    """SIGTERM to one rank while the checkpoint of a step is being saved."""
+    """Sends SIGTERM to one rank while the checkpoint of a step is being saved."""
 
     def plant(self, loop: Loop) -> None:
         if self.rank == train_ranks.rank():
@@ -35,7 +35,7 @@ class Saved(At):
 
 
 def full_disk(loop: Loop) -> None:
-    """From here on, files of a checkpoint are cut short by the system, until the disk is `emptied`."""
+    """From now on the system cuts files of a checkpoint short, until `emptied`."""
 
     def write(partial: Path) -> None:
         (partial / "adapter_model.safetensors").write_bytes(b"half")
@@ -55,7 +55,7 @@ def emptied(loop: Loop) -> None:
 
 
 def spoilt(loop: Loop) -> None:
-    """The adapter turns against what it has learned, on all ranks alike."""
+    """Turn the adapter against what it has learned, on all ranks alike."""
     for parameter in loop.replicas.parameters:
         parameter.data.mul_(-3)
 
@@ -82,7 +82,7 @@ plainly = train_ranks.ours
 
 
 def ours(case: dict[str, Any], file: Path, here: Any) -> dict[str, Any]:
-    """First copy and damage what the case names, then run it."""
+    """Copy and damage what the case names, then run it."""
     if "copy" in case and here.rank == 0:
         source, target = case["copy"]
         shutil.copytree(source, target, symlinks=True)

@@ -1,4 +1,4 @@
-"""A real headless Chromium for tests, driven over a pipe by its DevTools protocol; no package needed."""
+"""A real headless Chromium for tests, controlled over a pipe by its DevTools protocol; needs no package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SWITCHES = (
 
 
 class Chromium:
-    """One browser with one page. `errors` gathers what the console and the page's scripts complained about."""
+    """One browser with one page. `errors` collects what the console and the page's scripts report."""
 
     def __init__(self) -> None:
         assert PROGRAM
@@ -50,7 +50,7 @@ class Chromium:
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **parameters: Any) -> Any:
-        """One command and its result."""
+        """Send one command and return its result."""
         self.number += 1
         message: dict[str, Any] = {"id": self.number, "method": method, "params": parameters}
         if self.session:
@@ -96,14 +96,14 @@ class Chromium:
         self.send("Emulation.setEmulatedMedia", media="", features=[scheme])
 
     def open(self, page: Path) -> None:
-        """Load it and wait until its scripts have run and it has been painted."""
+        """Load a page and wait until its scripts have run and it is painted."""
         self.errors, self.requests = [], []
         self.send("Page.navigate", url=page.resolve().as_uri())
         self.run("new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load', done))")
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression, a promise's once it is kept."""
+        """Return the value of a JavaScript expression, or of the promise that it returns."""
         result = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in result:
             raise RuntimeError(json.dumps(result["exceptionDetails"])[:800])

@@ -1,4 +1,4 @@
-"""The fault matrix at the end of a run of the tests: which planted faults were named, and which were not."""
+"""Prints the fault matrix at the end of a test run: which planted faults were reported, and which were not."""
 
 from __future__ import annotations
 

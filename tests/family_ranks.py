@@ -1,4 +1,4 @@
-"""What tests/test_families.py runs in every rank: the loader on every family, against transformers' own loading."""
+"""Runs in every rank of tests/test_families.py: loads every family and compares with transformers' own loading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = torch.arange(24)[None] + 20
 
 
 def truth(base: Base, dtype: torch.dtype) -> Any:
-    """transformers' own, unsharded, and the names of its states that the language model has."""
+    """Return transformers' own unsharded model, and the names of its states that belong to the language model."""
     assert base.path
     name = base.wrapper.architecture if base.wrapper else base.family.causal_lm
     attention = "sdpa" if "sdpa" in base.family.attention else "eager"
@@ -42,7 +42,7 @@ def truth(base: Base, dtype: torch.dtype) -> Any:
 
 
 def equal(base: Base, dtype: torch.dtype, layout: Layout) -> None:
-    """Weights bit for bit transformers' own, in the same dtypes; the same logits."""
+    """Require weights equal to transformers' bit for bit, in the same dtypes, and equal logits."""
     true, names = truth(base, dtype)
     model, _ = load_base(base, layout, dtype=dtype)
     wanted = {names[key]: tensor for key, tensor in true.state_dict().items() if key in names}

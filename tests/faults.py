@@ -1,7 +1,7 @@
-"""Planted faults as data: how each is planted into a small run, the command that must name it, and what it says.
+"""Planted faults as data: how each is planted into a small run, the command that must report it, and the message.
 
-tests/test_faults.py runs them with real commands. Others are planted by tests of their own, marked
-`@pytest.mark.fault(what, by, says)`. `page()` is docs/faults.md: the table of both.
+tests/test_faults.py runs them with real commands. Others have their own tests, marked `@pytest.mark.fault(what, by,
+says)`. `page()` is docs/faults.md: the table of both.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Fault:
 
 
 def nothing() -> None:
-    """It is in the command."""
+    """Plant nothing: the fault is in the command."""
 
 
 def swap(file: str, old: str, new: str) -> Plant:
@@ -75,7 +75,7 @@ def cut(file: str) -> Plant:
 
 
 def flip(file: str, place: int = -1) -> Plant:
-    """One bit."""
+    """Flip one bit."""
 
     def plant() -> None:
         content = bytearray(Path(file).read_bytes())
@@ -97,7 +97,7 @@ def tensors(file: str, change: Callable[[dict[str, Any]], object]) -> Plant:
 
 
 def weight(end: str, value: float, *place: int) -> Plant:
-    """One value of the stored tensor whose name ends so, in whichever shard it is."""
+    """Change one value of the stored tensor whose name ends so, in whichever shard it is."""
 
     def plant() -> None:
         key, file = next(
@@ -115,7 +115,7 @@ def weight(end: str, value: float, *place: int) -> Plant:
 
 
 def unfinished(*more: Plant) -> Plant:
-    """The run as a stop after its first step leaves it."""
+    """Leave the run as a stop after its first step does."""
 
     def plant() -> None:
         import shutil
@@ -130,7 +130,7 @@ def unfinished(*more: Plant) -> Plant:
 
 
 def foreign(plant: Plant) -> Plant:
-    """Of an adapter that another tool made: nothing is recorded beside it."""
+    """Make it another tool's adapter, without a record of its base."""
 
     def both() -> None:
         Path("run/final/base_model.json").unlink()
@@ -140,7 +140,7 @@ def foreign(plant: Plant) -> Plant:
 
 
 def key(text: str) -> Plant:
-    """A line more in the section that ends before `cluster`."""
+    """Insert a line into the section before `cluster`."""
     return swap(RUN, "cluster:", f"{text}\ncluster:")
 
 
@@ -594,7 +594,7 @@ plants all {count}, each into a run of its own, requires the message, and prints
 
 
 def marked() -> Iterator[tuple[str, str, str]]:
-    """(what, by, says) of every test that plants a fault of its own, read from the files."""
+    """Return (what, by, says) of every test that plants its own fault, read from the files."""
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         text = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)):

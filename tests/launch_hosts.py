@@ -1,4 +1,4 @@
-"""Machines for tests: network namespaces on one bridge, each with a host name of its own."""
+"""Machines for tests: network namespaces on one bridge, each with its own host name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 @functools.cache
 def why_not() -> str:
-    """Why no namespaces can be made here; empty where they can."""
+    """Return why no namespaces can be created here; empty if they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     try:
@@ -33,7 +33,7 @@ def why_not() -> str:
 
 
 class Hosts:
-    """Some machines with the address 10.77.0.1N on eth0."""
+    """Several machines with the addresses 10.77.0.1N on eth0."""
 
     def __init__(self, count: int) -> None:
         self.prefix = f"wl{os.getpid()}n"
@@ -58,7 +58,7 @@ class Hosts:
             _ip("-n", name, "link", "set", "lo", "up")
 
     def start(self, node: int, command: Sequence[str], environ: Mapping[str, str], log: Path) -> subprocess.Popen[str]:
-        """A command as that machine would run it, in a session of its own."""
+        """Run a command as on that machine, in its own session."""
         within = ["ip", "netns", "exec", f"{self.prefix}{node}", "unshare", "--uts", "bash", "-c"]
         inner = ['hostname "$0" && exec "$@"', f"machine-{node}", *command]
         with log.open("w") as stream:
@@ -72,7 +72,7 @@ class Hosts:
         return [int(pid) for pid in _ip("netns", "pids", f"{self.prefix}{node}", check=False).stdout.split()]
 
     def kill(self, node: int) -> None:
-        """The machine loses its power."""
+        """Cut the machine's power."""
         for pid in self.pids(node):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Plans to render, and programs that stand in for the platforms' own."""
+"""Plans to render, and stand-ins for the platforms' own programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from windlass.runfile import read_run_file
 
 
 def client_model(path: str) -> Any:
-    """A class of a platform's own client; only where it is used, for they take seconds to import."""
+    """Return a class of a platform's own client. Imported only where used: these imports take seconds."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
@@ -95,7 +95,7 @@ def plan_of(path: Path, overrides: Sequence[str] = (), accelerate: Path | None =
 
 
 def example(name: str, overrides: tuple[str, ...] = SITE) -> tuple[Plan, tuple[str, ...], Path | None]:
-    """A plan of an example on the site, what it was made with."""
+    """Return the plan of an example on the site, and its inputs."""
     path, own, accelerate = RUNS[name]
     file = EXAMPLES / accelerate if accelerate else None
     return plan_of(EXAMPLES / path, (*own, *overrides), file), (*own, *overrides), file
@@ -111,12 +111,12 @@ def compared(name: str, text: str) -> None:
 
 
 def workload_of(manifest: str) -> str:
-    """All but the ConfigMap, whose files have golden files of their own; its name is a digest of them."""
+    """Return all objects but the ConfigMap: its files have their own golden files, and its name is their digest."""
     return re.sub(r"-[0-9a-f]{12}(?=}|$)", "-DIGEST", manifest.partition("\n---\n")[2], flags=re.MULTILINE)
 
 
 def lost(before: Any, after: Any, path: str = "") -> list[str]:
-    """What did not come back from a round trip through somebody's model."""
+    """Return what did not survive a round trip through a client's model."""
     if isinstance(before, dict):
         after = after if isinstance(after, dict) else {}
         return [word for key, value in before.items() for word in lost(value, after.get(key), f"{path}.{key}")]
@@ -127,7 +127,7 @@ def lost(before: Any, after: Any, path: str = "") -> list[str]:
 
 
 def program(folder: Path, name: str, body: str) -> Path:
-    """A program that does what `body` says and writes down how it was called, word by word."""
+    """Write a program that runs `body` and records how it was called, word by word."""
     folder.mkdir(exist_ok=True)
     path = folder / name
     path.write_text(f"#!/usr/bin/env bash\nprintf '%s\\0' \"$@\" >>{folder}/{name}.calls\n{body}\n")
@@ -141,7 +141,8 @@ def calls(folder: Path, name: str) -> list[str]:
 
 
 def environ(folder: Path, **more: str) -> dict[str, str]:
-    """Stand-ins first, then this Python, then the system; none of the variables by which a node is known."""
+    """Return an environment with the stand-ins first, then this Python, then the system, and no variables that name
+    a node."""
     gone = ("PET_", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK", "JOB_COMPLETION_", "WINDLASS_", "NCCL_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(gone)}
     path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -1,4 +1,5 @@
-"""What tests/test_load.py runs in every rank: many cases in one start of the processes; each passes or says why not."""
+"""Runs in every rank of tests/test_load.py: many cases in one start of the processes; each passes or returns why
+not."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ def layouts(experts: bool = True) -> dict[str, Layout]:
 
 
 def dequantize(directory: Path, target: Path, dtype: torch.dtype) -> None:
-    """The same checkpoint without FP8, by arithmetic of this file's own: what the true weights are."""
+    """Return the same checkpoint without FP8, by this file's own arithmetic: the true weights."""
     stored: dict[str, Tensor] = {}
     for file in directory.glob("model*.safetensors"):
         stored.update(load_file(file))
@@ -137,7 +138,7 @@ def dequantize(directory: Path, target: Path, dtype: torch.dtype) -> None:
 
 
 def write_decoded(directory: Path, target: Path, kind: str) -> None:
-    """The checkpoint that a base in 4 bits stands for, in float32: its codes by arithmetic of this file's own."""
+    """Write the float32 checkpoint that a 4-bit base represents, decoded by this file's own arithmetic."""
     base = read_base(directory)
     alone = Layout("resident", "test", 1, 1, shard=1, base_dtype=kind, precision="no")
     model, _ = load_base(base, alone, dtype=torch.float32)
@@ -161,7 +162,7 @@ def write_decoded(directory: Path, target: Path, kind: str) -> None:
 
 
 def write_unpacked(directory: Path, target: Path, kind: str) -> None:
-    """A checkpoint that was published in 4 bits, in float32: by transformers, and as bitsandbytes reads its own."""
+    """Write a checkpoint published in 4 bits in float32: read by transformers, and as bitsandbytes reads its own."""
     stored = load_file(directory / "model.safetensors")
     true = {key: tensor for key, tensor in stored.items() if key.endswith(("weight", "bias", "sinks"))}
     for key in [key for key in stored if key.endswith("_blocks")]:
@@ -184,7 +185,7 @@ def write_unpacked(directory: Path, target: Path, kind: str) -> None:
 
 
 def truth(directory: Path, dtype: torch.dtype) -> Any:
-    """The true model, loaded by transformers alone, unsharded."""
+    """Return the true model, loaded by transformers only, unsharded."""
     family = json.loads((directory / "config.json").read_text())["model_type"]
     model_class = getattr(transformers, FAMILIES[family].causal_lm)
     model, info = model_class.from_pretrained(directory, dtype=dtype, key_mapping=PREFIXES, output_loading_info=True)
@@ -193,7 +194,7 @@ def truth(directory: Path, dtype: torch.dtype) -> Any:
 
 
 class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes that all-gathers hand to this rank."""
+    """Counts the bytes that all-gathers give to this rank."""
 
     bytes = 0
 
@@ -204,7 +205,7 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def passed(model: Any) -> list[Tensor]:
-    """Logits of random inputs, the gradient that reaches them, and logits of tokens, after weights were gathered."""
+    """Return logits of random inputs, the gradient that reaches the inputs, and logits of tokens, after a gather."""
     dice = torch.Generator().manual_seed(dist.get_rank())
     embedded = torch.randn(1, 24, model.config.hidden_size, generator=dice).to(model.dtype).requires_grad_()
     logits = model(inputs_embeds=embedded).logits.float()
@@ -217,7 +218,7 @@ def passed(model: Any) -> list[Tensor]:
 
 
 def equal(root: Path, name: str, reference: Any, outcome: list[Tensor], wires: dict[str, int], layout: Layout) -> None:
-    """Weights bit for bit those of the truth; the same logits and gradient; no byte read or sent that need not be."""
+    """Require weights equal to the truth bit for bit, equal logits and gradient, and no unneeded byte read or sent."""
     base = read_base(root / name)
     model, made = load_base(base, layout, dtype=reference.dtype)
     parallel.assert_sharded(model, layout)
@@ -273,7 +274,7 @@ def equal(root: Path, name: str, reference: Any, outcome: list[Tensor], wires: d
 
 
 def bounded(root: Path, base_dtype: str) -> None:
-    """A model large enough for its bytes and memory to be told from everything else's."""
+    """A model large enough for its bytes and memory to stand out."""
     base = read_base(root / "large")
     _, made = load_base(base, replace(layouts()["full-shard"], base_dtype=base_dtype))
     stored = sum(piece.stored.end - piece.stored.start for p in base.parameters for piece in p.pieces)
@@ -293,7 +294,8 @@ def bounded(root: Path, base_dtype: str) -> None:
 
 
 def spoilt(root: Path, what: str, base_dtype: str, layout: str, named: str) -> None:
-    """The certificate's finding on every rank: of parts that ranks have swapped, or one rank's wrong by a little."""
+    """Return the certificate's findings on every rank, of parts that ranks have swapped, or of one slightly wrong
+    part."""
     base, number = read_base(root / "published"), dist.get_rank()
     model, _ = load_base(base, replace(layouts()[layout], base_dtype=base_dtype))
     targets, in_fp8 = list_unique_tensors(model), quantized.list_quantized_params(model)
@@ -317,7 +319,7 @@ def refused(act: Callable[[], Any]) -> str:
 
 
 def other_copy(root: Path) -> None:
-    """Nodes whose copies of the base differ by one bit: each is what its own files hold."""
+    """Nodes whose copies of the base differ by one bit: each loads what its own files contain."""
     if dist.get_rank() == 0:
         shutil.copytree(root / "published", root / "copy")
         with (root / "copy" / "model.safetensors").open("r+b") as file:
@@ -337,7 +339,7 @@ def other_copy(root: Path) -> None:
 
 
 def unsharded(root: Path) -> None:
-    """A run that claims to be sharded and is not."""
+    """A run that claims to be sharded but isn't."""
     model, _ = load_base(read_base(root / "published"), layouts()["resident"])
     found = refused(lambda: parallel.assert_sharded(model, layouts()["full-shard"]))
     assert "not sharded as full-shard plans it" in found
@@ -345,14 +347,14 @@ def unsharded(root: Path) -> None:
 
 
 def other_ranks(root: Path) -> None:
-    """A Layout for another number of ranks."""
+    """Return a Layout for another number of ranks."""
     ranks = dist.get_world_size()
     layout = Layout("full-shard", "", 1, ranks + 1, shard=ranks + 1)
     assert f"the layout is for {ranks + 1} ranks" in refused(partial(load_base, read_base(root / "mixtral"), layout))
 
 
 def kept_gathered(root: Path) -> None:
-    """A layer's weights are gathered after a backward between micro-batches, and no longer after the last one."""
+    """Require a layer's weights gathered after a backward between micro-batches, and resharded after the last one."""
     model, _ = load_base(read_base(root / "published"), layouts()["no-reshard"])
     modules = parallel.list_fsdp_modules(model)
     for keep in (True, False):
@@ -376,7 +378,7 @@ def steps(
     micro: int = 1,
     checkpointing: bool = False,
 ) -> list[float]:
-    """Losses and norms of some optimizer steps of `micro` micro-batches; every rank with rows of its own."""
+    """Return losses and norms of some optimizer steps of `micro` micro-batches; every rank has its own rows."""
     printed = {"r": 4, "lora_dropout": 0, "target_modules": "all-linear", "bias": bias}
     lora = Lora.model_validate({**printed, **({"experts": {"r": 2, "lora_alpha": 4}} if experts else {})})
     model = attach_adapter(
@@ -415,7 +417,7 @@ def steps(
 
 
 def same_training(root: Path, name: str, layout: str, base_dtype: str = "fp8", bias: str = "none", **how: Any) -> None:
-    """As with a base in 16 bits on every rank: each product is the same bit for bit, sums are in another order."""
+    """Compare with a 16-bit base on every rank: each product is equal bit for bit, sums are in another order."""
     base, dtype = read_base(root / name), how.pop("dtype", torch.float32)
     same = read_base(root / f"{name}-{base_dtype}") if base_dtype in FOUR_BITS else base
     both = partial(steps, experts="experts" in base.dims and bias == "none", bias=bias, dtype=dtype)
@@ -427,7 +429,7 @@ def same_training(root: Path, name: str, layout: str, base_dtype: str = "fp8", b
 
 
 def same_bytes(root: Path, name: str, kind: str) -> None:
-    """4 bits are the same, whoever makes them: each rank's rows are those of a rank that has all."""
+    """Require the same 4-bit codes from any ranks: each rank's rows are those of a rank that has all."""
     base, wanted = read_base(root / name), dict[str, Tensor]()
     for which, layout in layouts("experts" in base.dims).items():
         model, made = load_base(base, replace(layout, base_dtype=kind))

@@ -1,4 +1,4 @@
-"""Run folders made up from a few formulas, so that tests know every number in them."""
+"""Run folders made from a few formulas, so that tests know every number in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPIKE = 3  # in one step of every run, a third of the way
 def write(
     folder: Path, *, ranks: int = 3, count: int = 400, gpu: bool = True, stages: bool = True, seed: int = 0
 ) -> Path:
-    """What a run of `count` steps leaves behind; `stages`: also what the other stages write."""
+    """Write what a run of `count` steps leaves behind; `stages`: also what the other stages write."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
         draw = random.Random(seed * 1000 + rank)
@@ -117,7 +117,7 @@ def alarms(count: int) -> list[dict[str, Any]]:
 
 
 def others(count: int, ranks: int) -> dict[str, Any]:
-    """What plan, load, data and train write, as far as the report reads it."""
+    """Write what plan, load, data and train write, as far as the report reads it."""
     target = {"pattern": "o_proj", "part": "attention", "modules": 36, "parameters": 4718592, "note": ""}
     lengths = {"median": 122, "percentile_95": 408, "most": 2048}
     split = {"documents": 28910, "tokens": 4193890, "supervised_fraction": 0.62, "truncated_share": 0.012}

@@ -1,4 +1,4 @@
-"""What tests/test_retinanet.py runs in a process of its own, where torchvision is to be seen: the example's parts."""
+"""Runs in a process of its own in tests/test_retinanet.py, where torchvision is visible: the parts of the example."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CLASSES = len(synthetic.SHAPES)
 
 @pytest.fixture
 def drawn(tmp_path: Path) -> Path:
-    """A data set that a test may damage."""
+    """Return a data set that a test may damage."""
     synthetic.write(tmp_path / "set", {"train": 40, "validation": 4}, SIZE)
     return tmp_path / "set"
 
@@ -68,7 +68,7 @@ def add_rows(path: Path, *more: list[str]) -> None:
 
 
 def box(image: str, *place: object, label: str = "/m/disc", group: int = 0) -> list[str]:
-    """`place` in the file's order: left, right, top, bottom."""
+    """Return `place` in the file's order: left, right, top, bottom."""
     return [image, "test", label, "1", *map(str, place), str(group)]
 
 
@@ -222,7 +222,7 @@ def arguments(folder: Path, out: Path, *more: str) -> list[str]:
 
 
 def stop_after(step: int, folder: Path) -> threading.Thread:
-    """SIGTERM to this process once the step is written down."""
+    """Send SIGTERM to this process once the step is written."""
 
     def watch() -> None:
         path = folder / run_folder.STEPS.format(rank=0)

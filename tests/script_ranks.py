@@ -1,4 +1,4 @@
-"""Scripts as people write them for torchrun, for the tests to start."""
+"""Scripts as people write them for torchrun, for tests to start."""
 
 # What every rank was told, and a training of a line through points: falling loss, evaluations, a save.
 LOOP = """

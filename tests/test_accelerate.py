@@ -1,4 +1,4 @@
-"""Accelerate files and `accelerate launch`'s environment: every key has a fate, none is dropped silently."""
+"""Accelerate files and `accelerate launch`'s environment: every key is handled, none is dropped silently."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ SAMPLES = {"bool": "true", "int": "7", "word": "SOMETHING", "text": "x", "names"
 
 
 def sample(key: Key, value: str) -> tuple[str, str]:
-    """A file with that one key, and the key's path in it."""
+    """Return a file with that one key, and the key's path in it."""
     name = key.name.replace("*", "thing")
     written = SAMPLES[key.kind] if value == ANY else value
     head = "" if key.path == "distributed_type" else FSDP

@@ -1,7 +1,7 @@
-"""The branches that only a GPU takes, with tensors that have a device, a shape and strides, and no memory.
+"""The branches taken only on a GPU, run with tensors that have a device, a shape and strides but no memory.
 
-What a kernel asks of shapes, dtypes and strides is checked as on a GPU; what it computes is not. Autograd's engine
-wants a real device: backwards are called by hand.
+Checks what kernels require of shapes, dtypes and strides, not what they compute. Autograd's engine needs a real device,
+so backwards are called by hand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HIDDEN, TOKENS = 32, 30
 
 
 def on_a_gpu(stack: nn.Module, sides: tuple[int, int] | None) -> None:
-    """A layer's experts, in their adapters, as if moved; held in FP8 with blocks of `sides` if there are any."""
+    """Return a layer's adapted experts as if moved to a GPU; in FP8 with blocks of `sides` if given."""
     for module in stack.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if sides and parameter.ndim == 3:
@@ -47,7 +47,7 @@ def on_a_gpu(stack: nn.Module, sides: tuple[int, int] | None) -> None:
 def test_experts_and_their_adapters(
     sides: tuple[int, int] | None, tokens: int, major: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward, r=3 filled up, in several chunks; offsets go to the host where they must."""
+    """Forward with r=3 padded, in several chunks; offsets go to the host where they must."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
     monkeypatch.setattr(memory, "COLUMNS", 8)
     monkeypatch.setattr(memory, "DEQUANTIZED", 6 * HIDDEN * 2 * 16)
@@ -72,7 +72,7 @@ def test_experts_and_their_adapters(
 
 
 def test_the_backward_of_an_adapter() -> None:
-    """r=3 filled up, two experts, in the strides that grouped products hand on."""
+    """With r=3 padded, two experts, in the strides that grouped products return."""
     with FakeTensorMode():
         bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         a, b = torch.empty(6, HIDDEN, device="cuda"), torch.empty(48, 6, device="cuda")
@@ -110,7 +110,7 @@ def test_the_backward_of_products_in_chunks(sides: tuple[int, int], monkeypatch:
 
 
 def test_unsupported_grouped_stride_is_detected() -> None:
-    """The guard: r that is not filled up."""
+    """The planted fault: an r that is not padded."""
     with FakeTensorMode():
         x, offsets = torch.empty(12, 32, device="cuda", dtype=torch.bfloat16), torch.empty(6, device="cuda").int()
         narrow = torch.empty(6, 32, 3, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Attention by document on a CPU equals attention under a mask, and is left alone where a mask says something else."""
+"""Attention by document on a CPU equals attention under a mask, and is not used if a mask means something else."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def step(function: Any, given: list[Tensor], mask: Tensor) -> list[Tensor]:
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=3))
 @settings(max_examples=40, deadline=None)
 def test_attention_by_document_equals_masked_attention(rows: list[list[int]]) -> None:
-    """Outputs and gradients, with padding: documents of one token each."""
+    """Compares outputs and gradients; padding consists of documents of one token each."""
     longest = max(map(sum, rows))
     padded = [row + [1] * (longest - sum(row)) for row in rows]
     mask, given = mask_of(padded), inputs(len(rows), longest)

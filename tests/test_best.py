@@ -1,4 +1,4 @@
-"""Adapters of a run compared on the same rows."""
+"""A run's adapters compared on the same rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.train.best import BASE, rank_candidates
 
 
 def test_paired_interval_separates_a_difference_from_noise() -> None:
-    """Some rows are hard for all: of unpaired losses, nothing could be told."""
+    """Some rows are hard for all: unpaired losses could not show the difference."""
     chance = np.random.default_rng(0)
     tokens = chance.integers(5, 60, 200)
     hard = chance.gamma(2.0, 1.0, 200) * tokens

@@ -1,4 +1,4 @@
-"""`windlass calibrate` with real ranks, and the machine file: who takes it, and what is wrong with it."""
+"""`windlass calibrate` with real ranks, and the machine file: who uses it, and errors in it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def planned(run: Path, *overrides: str) -> Plan:
 
 
 def written(path: Path, kind: str = "cpu", ranks: int = 2) -> dict[str, Any]:
-    """A machine file that is right, without measuring."""
+    """Write a valid machine file without measuring."""
     gpu = hardware.GPUS[kind]
     link = hardware.find_fabric(gpu.link)
     rates = Machine(gpu, link, link, hardware.find_fabric(gpu.host_link), 1, None).rates

@@ -1,4 +1,4 @@
-"""What can be checked before any machine: every check passes on a sound run and fails on a planted fault."""
+"""Checks before any machine: every check passes on a valid run and fails on a planted fault."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LACKING = sorted(name for name in TRACKERS if find_absent_trackers(name))
 
 @pytest.fixture(scope="session")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run file of a small model that is whole, with data."""
+    """Write a valid run file of a small complete model, with data."""
     return demo.make_demo(tmp_path_factory.mktemp("check") / "demo")
 
 
@@ -122,7 +122,7 @@ def test_an_invalid_run_file_is_a_user_error(tmp_path: Path) -> None:
 
 
 def test_without_torch_the_rest_is_checked(sound: Path, tmp_path: Path) -> None:
-    """An interpreter that has the login node's packages alone."""
+    """Runs an interpreter with only the login node's packages."""
     light = ("pydantic", "pydantic_core", "yaml", "ruamel", "typer", "click", "rich", "annotated_types",
              "typing_extensions", "typing_inspection", "markdown_it", "mdurl", "pygments", "shellingham",
              "annotated_doc")  # fmt: skip
@@ -147,7 +147,7 @@ def test_without_torch_the_rest_is_checked(sound: Path, tmp_path: Path) -> None:
 
 
 def test_the_log_of_a_pod_cuts_no_word(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read at 80 columns, and searched for names of pods and paths."""
+    """Logs are read at 80 columns, and searched for names of pods and paths."""
     monkeypatch.setenv("COLUMNS", "80")
     pod, path = "node 11 (mistral4small-lora-fsdp-2xh200-node-0-11-abcde)", "/data/output/Models/" + "m" * 70
     rows = (
@@ -250,7 +250,7 @@ def test_data_that_cannot_be_read_fails(sound: Path, tmp_path: Path) -> None:
     )  # from the hub
 
     def alone(text: str, *lines: str, more: Sequence[str] = ()) -> Loaded:
-        """One file of rows, and the run file without some of its lines."""
+        """Return one file of rows, and the run file without some of its lines."""
         (tmp_path / "rows.jsonl").write_text(text)
         run = tmp_path / "run.yaml"
         run.write_text("".join(row for row in sound.read_text().splitlines(True) if row.strip() not in lines))

@@ -34,7 +34,7 @@ def planned(*overrides: str) -> Plan:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Plan]:
-    """The recipe's three nodes with an H200 each and InfiniBand; one node with eight; one that computes on its CPU."""
+    """The recipe's three nodes with one H200 each and InfiniBand; one node with eight; one that computes on its CPU."""
     return {
         "nodes": planned(),
         "server": planned("cluster.nodes=1", "cluster.gpus_per_node=8"),
@@ -204,7 +204,7 @@ def test_hostname_resolution_is_checked(plans: dict[str, Plan], tmp_path: Path) 
 
 
 def test_unread_variables_are_reported(plans: dict[str, Plan]) -> None:
-    """The table has every name that the libraries read, or a right one would be called wrong."""
+    """The table must have every name that the libraries read, or valid names would be reported."""
     c = context(
         plans["cpu"],
         **dict.fromkeys(("NCCL_IB_HCAS", "TORCH_NCCL_BLOCKING_WAITS", "NCCL_TIMEOUT", "NCCL_ZZ", "NCCL_DEBUG"), "1"),

@@ -1,4 +1,4 @@
-"""Between nodes: they join over real sockets, one fault is planted in one of them, and every node names it."""
+"""Checks between nodes: they connect over real sockets, a fault is planted in one, and every node reports it."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_shared_volume_is_visible_to_all_nodes(tmp_path: Path, monkeypatch: pyte
     )
 
     def other_volume(made: Rendezvous) -> str:
-        """Node 1 has another volume at the same path: what node 0 wrote is not there."""
+        """Node 1 has another volume at the same path, without node 0's file."""
         gather = made.gather
 
         def elsewhere(value: Any) -> list[Any]:
@@ -212,7 +212,7 @@ def measured(backend: str = "nccl", **speeds: float | None) -> bandwidth.Bandwid
 
 
 def test_speeds_are_compared_with_the_fabric_and_each_other(plan: Plan, wired: Plan) -> None:
-    """What is merely slow keeps no run from starting: the network may be busy."""
+    """Mere slowness stops no run: the network may be busy."""
     slow = bandwidth.check_speed(wired, measured("gloo", p13=0.001, overall=0.001), NAMES)
     assert Report(IN_POD, tuple(slow)).exit_code == 0
     assert Report(IN_POD, tuple(bandwidth.check_speed(wired, measured("gloo", p13=None), NAMES))).exit_code == 13
@@ -276,8 +276,8 @@ def check_all(
     instead: Mapping[int, Callable[[int], None] | None] | None = None,
     plan: Plan | None = None,
 ) -> list[tuple[list[Result], bool]]:
-    """Every node's results, without torch and so without bandwidths. `instead`: what a faulty node does, given the
-    port; None: it never comes."""
+    """Return every node's results, without torch and so without bandwidths. `instead`: what a faulty node does,
+    given the port; None: it never comes."""
     port, world = free_port(), len(loaded)
     plan = plan or make_plan(loaded[0])
     results: list[Any] = [None] * world
@@ -349,7 +349,7 @@ def test_nodes_that_leave_fail_only_their_own_checks(sound: Path) -> None:
     assert "lost the others while checking" in named(found, "nodes").seen
 
     def leaves(port: int) -> None:
-        """Its port is closed to all that connect: no fault of the network's, and a retry may pass."""
+        """The node closes its port to all that connect: no network fault, and a retry may pass."""
         made = joined(2, 3, port)
         with nodes.serve_time() as closed:
             word = {"name": "node 2", "address": "127.0.0.1", "port": closed, "results": []}
@@ -386,7 +386,7 @@ def test_hanging_tests_are_skipped(sound: Path, plan: Plan) -> None:
 
 
 def test_two_processes_measure_each_other_and_agree(sound: Path, tmp_path: Path) -> None:
-    """As the launch script starts them, one with a HOME that can't be written."""
+    """Started as by the launch script, one with a HOME that can't be written."""
     port, crew = free_port(), []
     settings = ("cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.network=loopback")
     words = [word for setting in settings for word in ("--override", setting)]
@@ -427,7 +427,7 @@ os._exit(0)
 
 
 def check_on(machines: Hosts, sound: Path, folder: Path) -> dict[str, tuple[str, str]]:
-    """Each check's verdict and what was seen, the same on every host."""
+    """Return each check's verdict and finding, the same on every host."""
     overrides = ["cluster.nodes=3", "cluster.gpus_per_node=1", "cluster.network=ethernet-10"]
     command = [warm.python(), "-c", NODE, str(sound), *overrides, f"train.output_dir={folder / 'run'}"]
     port, logs = free_port(), [folder / f"log-{rank}" for rank in range(3)]

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, found by step, kept by worth. One process, a tiny adapter, real files."""
+"""Checkpoints on disk: complete or absent, found by step, kept by loss. One process, a tiny adapter, real files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def adapted(layers: int = 2) -> PeftModel:
 
 
 class Trained:
-    """An adapter a step into training."""
+    """An adapter after a training step."""
 
     def __init__(self) -> None:
         self.model = adapted()
@@ -72,7 +72,7 @@ def trained() -> Trained:
 
 
 def written(run: Path, trained: Trained, *steps: int, losses: dict[int, float] | None = None) -> list[str]:
-    """Checkpoints of these steps; what was printed."""
+    """Write checkpoints of these steps; return what was printed."""
     printed: list[str] = []
     saver = Saver(run, None, {}, printed.append)
     for step in steps:
@@ -119,7 +119,7 @@ def test_snapshot_is_bit_equal_after_training_continues(tmp_path: Path, trained:
 
 @pytest.mark.parametrize("here", [0, 1])
 def test_expert_parts_are_gathered_through_the_host(monkeypatch: pytest.MonkeyPatch, here: int) -> None:
-    """Of two ranks on GPUs: between these, NCCL would open a channel for each pair."""
+    """Of two ranks on GPUs: NCCL would open a channel between each pair."""
     devices: list[str] = []
 
     def seen(tensor: Tensor, _other: int) -> None:
@@ -161,7 +161,7 @@ def test_any_damage_to_any_file_is_found(tmp_path: Path, trained: Trained) -> No
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """The system refuses to write more into one file, as a full disk does."""
+    """The system refuses to write more into one file, like a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -226,7 +226,7 @@ for step in range(1, 10**6):
 
 
 def test_a_writer_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
-    """The same steps again and again, so that old ones are replaced and deleted too."""
+    """The same steps again and again, so that old ones are also replaced and deleted."""
     chance = random.Random(0)
     command = [warm.python(), "-c", textwrap.dedent(KILLED), str(tmp_path), str(Path(__file__).parent)]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""`windlass train` shot at random moments, resumed each time: the adapter that comes out is the one without shots."""
+"""`windlass train` killed at random moments and resumed each time: the final adapter equals the uninterrupted run's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def started(run: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def crew(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The rank processes, by rank."""
+    """Return the rank processes, by rank."""
     found = [p for p in psutil.Process(launcher.pid).children(recursive=True) if "RANK" in environment(p)]
     return sorted(found, key=lambda process: int(environment(process)["RANK"]))
 
@@ -54,7 +54,7 @@ def wait_for(what: Callable[[], object], process: subprocess.Popen[str]) -> None
 
 @pytest.fixture(scope="module")
 def whole(material: Path) -> Path:  # noqa: F811
-    """The run that nobody shoots at; how long its parts take is known from it."""
+    """The uninterrupted run, which also shows how long each phase takes."""
     folder = material / "whole"
     began = time.monotonic()
     process = started(material / "run.yaml", "--override", f"train.output_dir={folder}")
@@ -68,7 +68,7 @@ def whole(material: Path) -> Path:  # noqa: F811
 
 
 def shoot(process: subprocess.Popen[str], how: str, chance: random.Random) -> None:
-    """At the launcher or a rank, wherever it is by now."""
+    """Kill the launcher or a rank, wherever it is."""
     targets = crew(process)
     if how == "launcher" or not targets:
         process.send_signal(chance.choice([signal.SIGTERM, signal.SIGUSR1]))
@@ -130,7 +130,7 @@ def test_a_signal_to_another_launcher_is_saved_too(
     name: str,
     tmp_path: Path,
 ) -> None:
-    """It forwards SIGTERM and waits 30 s. Its exit code is 1 whatever the ranks' own are."""
+    """The launcher forwards SIGTERM and waits 30 s. Its exit code is 1 whatever the ranks' own are."""
     file = tmp_path / "fsdp.yaml"
     file.write_text(FSDP)
     folder = material / name

@@ -1,4 +1,4 @@
-"""Runs that are cut off in every way, and go on as if they had not been: real ranks over gloo, bit for bit."""
+"""Runs interrupted in every way and resumed as if they had not been: real ranks over gloo, bit for bit."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def case(out: str, *faults: str, resume: bool = False, damage: dict[str, str] | 
 
 
 def resumed(cut: str, out: str, **keys: Any) -> Case:
-    """A copy of a run that was cut goes on."""
+    """Resume a copy of an interrupted run."""
     return case(out, resume=True, **keys) | {"copy": [f"{{out}}/{cut}", f"{{out}}/{out}"]}
 
 
@@ -152,7 +152,7 @@ Two = tuple[Outcomes, dict[str, str]]  # and what rank 0 printed in each
 
 
 def launched(material: Path, world: int, cases: dict[str, Case]) -> Two:
-    """All cases one after the other in the same processes; by name each rank's outcome, and what rank 0 printed."""
+    """Run all cases in the same processes; return each rank's outcome by name, and what rank 0 printed."""
     out = material / "runs"
     out.mkdir(exist_ok=True)
     (material / "cases.json").write_text(

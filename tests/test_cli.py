@@ -1,4 +1,4 @@
-"""The commands as a user meets them: what they print, where, and how they exit."""
+"""The commands as a user sees them: output, streams and exit codes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TRAIN = "examples/mistral-small-4/train.yaml"
 
 
 class Windlass:
-    """Runs commands in this process: `main` is all that the console script calls."""
+    """Runs commands in this process: the console script only calls `main`."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self.capsys = capsys
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
-        """What the command printed: its result, or, if it was to fail, its error."""
+        """Return what the command printed: its result, or its error if it should fail."""
         exit_code: Any = 0
         try:
             cli.main(arguments)
@@ -46,7 +46,7 @@ def windlass(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 
 def test_hints_name_the_users_run_file(windlass: Windlass, tmp_path: Path) -> None:
-    """So that it works when it is pasted; a RUN in anything else that is printed stays."""
+    """So that a hint works when pasted; RUN in anything else that is printed stays."""
     mine = tmp_path / "my run.yaml"
     mine.write_text(f"model: {{model_name_or_path: org/none}}\ntrain: {{output_dir: {tmp_path}/RUN}}\n")
     printed = windlass("status", str(mine), code=2)
@@ -161,7 +161,7 @@ def test_help_groups_all_commands(windlass: Windlass) -> None:
 
 
 def test_default_number_of_ranks(tmp_path: Path) -> None:
-    """What a launcher says, or the GPUs of this machine as far as they are visible; what is written is left alone."""
+    """From a launcher, or from this machine's visible GPUs; a configured number is kept."""
     torchrun = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}
     path = tmp_path / "run.yaml"
     for text in ("cluster: {gpus_per_node: 4}\n", "cluster: {nodes: 2, network: infiniband-400}\n"):
@@ -177,7 +177,7 @@ def test_default_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_torch_gets_the_command_to_install(tmp_path: Path) -> None:
-    """In a process of its own, which has not imported the libraries yet."""
+    """In its own process, which has not imported the libraries yet."""
     run = tmp_path / "run.yaml"
     run.write_text("model: {model_name_or_path: Llama-3.1-8B}\n")
     code = (

@@ -1,4 +1,4 @@
-"""The collectives of a step at 8, 16 and 64 ranks, of which one at a time is this process: as the plan says, on all."""
+"""The collectives of a step with 8, 16 and 64 ranks, of which this process plays one at a time: equal to the plan's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def layout_of(name: str, world: int) -> Layout:
 
 @contextmanager
 def one_of(world: int, rank: int) -> Iterator[None]:
-    """A process group whose other ranks are not there: nothing is sent, and what arrives is what memory held."""
+    """A process group without other ranks: nothing is sent, and received buffers keep their memory's contents."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
@@ -61,7 +61,7 @@ def one_of(world: int, rank: int) -> Iterator[None]:
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Each collective: the phase, its kind, and how many bytes this rank sends in a ring."""
+    """Records each collective: the phase, its kind, and the bytes that this rank sends in a ring."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def step(base: Base, layout: Layout, rank: int) -> list[tuple[str, str, int]]:
-    """Of one micro-batch and the reduction of its gradients, as this rank calls them."""
+    """Run one micro-batch and the reduction of its gradients, as this rank does."""
     with one_of(layout.ranks, rank):
         return recorded(base, layout)
 
@@ -117,7 +117,7 @@ def test_collectives_equal_the_plan_on_all_ranks(
     exchange = dist.all_to_all_single
 
     def counted(received: Tensor, sent: Tensor, *rest: Any, **more: Any) -> Any:
-        """Every rank has sent this one as many tokens as it has sent: what nobody has sent has no number."""
+        """Every rank sends this one as many tokens as it was sent: nothing was sent, so there is no number."""
         if not rest:
             received.copy_(sent)
         return exchange(received, sent, *rest, **more)
@@ -166,8 +166,8 @@ def test_expert_tokens_use_their_own_communicator(base: Base) -> None:
 def test_shared_experts_are_computed_while_tokens_are_exchanged(
     checkpointing: str, base: Base, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward, computed again, and their gradients too; nothing is left behind for a layer that asks no more. How many
-    tokens there are is known when a layer is computed again, and with `selective` so are the tokens."""
+    """In the forward, the recomputation and the gradients; nothing is kept for a layer that doesn't fetch it. A
+    recomputation knows the number of tokens, and with `selective` the tokens."""
     happened, counts = list[str](), list[Tensor]()
 
     def exchange(received: Tensor, sent: Tensor, *sizes: Any, **_: Any) -> Any:
@@ -219,7 +219,7 @@ def test_shared_experts_are_computed_while_tokens_are_exchanged(
 def test_different_routing_in_recomputation_gives_no_gradient(
     rerouted: bool, products: bool, base: Base, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens are sent by the forward's sizes: chosen otherwise, they would reach other experts."""
+    """Tokens are sent by the forward's sizes: routed differently, they would reach other experts."""
     call, layers = Exchange.__call__, 0
 
     def routed(self: Exchange, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def test_different_routing_in_recomputation_gives_no_gradient(
 
 
 class Noting(nn.Module):
-    """An activation that notes when it is computed, and when its gradient is."""
+    """An activation that records when it is computed, and when its gradient is."""
 
     def __init__(self, happened: list[str]) -> None:
         super().__init__()

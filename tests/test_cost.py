@@ -1,4 +1,4 @@
-"""Closed forms: what sharding, traffic and time must come to for Mistral Small 4's published sizes."""
+"""Closed forms of sharding, traffic and time for Mistral Small 4's published sizes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ PUBLISHED = weights.find_published_base("Mistral-Small-4-119B-2603") or BASE
 
 
 def lora(r: int = 16, experts: bool = False) -> Adapter:
-    """All attention projections and the shared expert, and the routed experts if asked."""
+    """Adapt all attention projections and the shared expert, and the routed experts if requested."""
     plain = [p for p in BASE.parameters if p.part in ("attention", "shared_experts")]
     stacks = [p for p in BASE.parameters if p.part == "experts" and experts]
     trainable = sum(r * sum(p.shape) for p in plain) + sum(r * p.shape[0] * sum(p.shape[1:]) for p in stacks)
@@ -87,7 +87,7 @@ def shape(experts: bool = False) -> Shape:
 
 
 def machine(name: str = "h200", nics: int = 1, host: float | None = 1000.0) -> Machine:
-    """With one rate for all products, and nothing that takes the host or a small message any time."""
+    """A machine with one rate for all products, without host time or latency."""
     card = find_gpu(name)
     found = Machine(
         card, find_fabric(card.link), find_fabric("infiniband-400"), find_fabric(card.host_link), nics, host
@@ -100,7 +100,7 @@ def machine(name: str = "h200", nics: int = 1, host: float | None = 1000.0) -> M
 
 
 def real(given: Work, **rates: Any) -> Work:
-    """On a machine as data sheets have it, but for these rates."""
+    """A machine by data sheets, but for these rates."""
     bare = replace(given.machine, measured=None)
     return replace(given, machine=replace(bare, measured=replace(bare.rates, **rates)))
 
@@ -293,8 +293,8 @@ ROOFLINE: dict[str, tuple[Work, float, float]] = {
 def test_step_times_agree_with_an_independent_roofline(name: str) -> None:
     """Worked out by hand from the same rates: 250 TFLOP/s for every product.
 
-    Split experts: 2 x (1.24 of compute + 29 GB of tokens at 45 GB/s, or 51 at 360), for products wait for them, less
-    what goes on beside shared experts, 1.65 ms in each of 3 passes of 36 layers: 0.18 s, or one way of two, 0.07.
+    Split experts: 2 x (1.24 of compute + 29 GB of tokens at 45 GB/s, or 51 at 360), because products wait for them,
+    less what overlaps with shared experts, 1.65 ms in each of 3 passes of 36 layers: 0.18 s, or one way of two, 0.07.
     8-bit on every GPU: 2 x (1.24 of compute + 3 passes x 117.9 G x 7 bytes of decoding / 4.32 TB/s), one after the
     other on the same stream.
     """
@@ -421,7 +421,7 @@ def test_products_are_slower_when_small_and_collectives_have_a_latency() -> None
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "way"), [("llama", "separate"), ("qwen3_moe", "fused")])
 def test_counts_are_those_of_a_fresh_trace(name: str, way: str) -> None:
-    """The table that is shipped, against the model that transformers builds today."""
+    """Compares the shipped table with the model that transformers builds today."""
     sizes, found = dispatched.count_layer(FAMILIES[name], (128, 8, 4, 64, 16, 2, 9), False, way)
     for key, counted in found.items():
         phase, _, what = key.partition(" ")
@@ -443,7 +443,7 @@ def test_cpu_pads_packed_documents() -> None:
 
 @pytest.mark.parametrize("name", dispatched.OPTIONS)
 def test_options_are_priced_as_a_linear_layer_dispatches_them(name: str) -> None:
-    """Counted of PEFT's own layer; DoRA and dropout take more time and memory."""
+    """Counted on PEFT's own layer; DoRA and dropout take more time and memory."""
     dora, dropout, way, autocast = dispatched.OPTIONS[name]
     inputs, outputs, tokens = 80, 112, 48
     sizes = dict(zip(operators.OF_LINEAR, operators.linear_features(inputs, outputs, tokens), strict=True))
@@ -462,7 +462,7 @@ def test_options_are_priced_as_a_linear_layer_dispatches_them(name: str) -> None
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_planned_dora_memory_equals_a_measured_layer(mixed: bool, dropout: float) -> None:
-    """At its fullest moment, and what it keeps: of PEFT's own layer, as torch's profiler has it."""
+    """Peak and kept bytes of PEFT's own layer, by torch's profiler."""
     dtype, (inputs, outputs, tokens, r) = torch.bfloat16 if mixed else torch.float32, (768, 512, 64, 4)
     found = []
     for dora in (False, True):

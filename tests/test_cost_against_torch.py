@@ -1,4 +1,4 @@
-"""The memory and operation models against torch's own trackers. The whole tables: benchmarks/memory_model.py."""
+"""The memory and FLOP models against torch's own trackers. Full tables: benchmarks/memory_model.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rows = list[dict[str, Any]]
 
 
 def table(*arguments: str) -> Rows:
-    """A benchmark in a process of its own: it takes torch's process group and patches its softmax."""
+    """Run a benchmark in its own process: it takes torch's process group and patches its softmax."""
     command = [warm.python(), str(ROOT / "benchmarks" / arguments[0]), *arguments[1:], "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, env=environment)

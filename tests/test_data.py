@@ -1,4 +1,4 @@
-"""Rows to text, to tokens, to sets: what is supervised, what is dropped, reported about it, and kept in the cache."""
+"""Rows to text, tokens and sets: what is supervised, dropped, reported and cached."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 
 
 def run_file(source: Path, *, least: float = 0.0, **section: Any) -> RunFile:
-    """A run file with this data section, everything else as small as it gets."""
+    """Return a run file with this data section and everything else minimal."""
     folder = source.parent
     return RunFile.model_validate(
         {
@@ -196,7 +196,7 @@ MARKED = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endge
 def test_answer_spans_are_derived_from_templates(
     tokenizer: Any, template: str, expected: Any, steps: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By transformers' own steps, or by its public function where a version has them under other names."""
+    """By transformers' own steps, or by its public function in versions that name them differently."""
     monkeypatch.setattr("windlass.data.chat.STEPS", steps)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
@@ -349,7 +349,7 @@ def test_a_broken_file_is_named(tmp_path: Path, tokenizer: Any, name: str, conte
 
 def test_tokenizer_without_offsets_keeps_span_edges(prepared: Prepare, tokenizer: PreTrainedTokenizerFast) -> None:
     class Slow:
-        """As a Python tokenizer: ids, no offsets."""
+        """Like a Python tokenizer: ids without offsets."""
 
         is_fast = False
         init_kwargs: ClassVar[dict[str, Any]] = {}

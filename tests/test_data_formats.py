@@ -1,4 +1,4 @@
-"""Rows in the shapes in which well-known data sets are published: what the loss is computed on, and what is refused."""
+"""Rows in the shapes of well-known published data sets: where the loss is computed, and what is refused."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Prepare:
 
 
 def parts(done: PreparedData, tokenizer: Any) -> list[str]:
-    """What the loss is computed on, stretch by stretch."""
+    """Return the text that the loss is computed on, span by span."""
     return [part["text"] for part in done.audit["samples"][0]["parts"] if part["trained"]]
 
 

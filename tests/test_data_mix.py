@@ -1,4 +1,4 @@
-"""Mixes: how many rows of which set, in which order, and what is wrong with a mix."""
+"""Mixes: how many rows of each set, in which order, and errors in a mix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed rows, batches of them, their order and streams: none cut, and no document knows of its neighbours."""
+"""Packed rows, their batches, order and streams: none cut, and documents isolated from their neighbours."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_batches_equal_trls(documents: list[list[int]], labelled: bool) -> None:
 
 
 def small_model(family: str, attention: str) -> Any:
-    """Plain attention, and Mistral Small 4's: latent attention under routed experts."""
+    """With plain attention, and with Mistral Small 4's latent attention under routed experts."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     if family == "llama":
@@ -154,7 +154,7 @@ def test_packed_documents_are_isolated(packed: PreparedData, family: str, attent
     changed[0, start:end] = True
 
     def change(positions: torch.Tensor, where: torch.Tensor = changed, **more: Any) -> tuple[float, float]:
-        """How far the logits of what was changed move, and all others."""
+        """Return how far the logits of the changed document move, and all others."""
         with torch.no_grad():
             logits = [
                 model(input_ids=each, position_ids=positions, use_cache=False, **more).logits
@@ -176,7 +176,7 @@ def test_packed_documents_are_isolated(packed: PreparedData, family: str, attent
 
 
 def test_stacked_rows_equal_rows_end_to_end(packed: PreparedData) -> None:
-    """The same losses of the same tokens."""
+    """The losses of the same tokens are equal."""
     model, chosen = small_model("mistral4", "sdpa"), packed.train.to_pylist()[-3:]
     chosen[1] |= {"input_ids": chosen[1]["input_ids"][:2], "labels": chosen[1]["labels"][:2], "seq_lengths": [1, 1]}
     losses = []
@@ -198,7 +198,7 @@ def test_stacked_rows_equal_rows_end_to_end(packed: PreparedData) -> None:
 
 
 def test_order_depends_only_on_seed_and_epoch() -> None:
-    """Exactly these: a resumed run of an older windlass would train on other rows."""
+    """Exactly these orders: otherwise a run resumed from an older windlass would train on other rows."""
     lengths = np.array([5, 3, 8, 1, 9, 2, 7, 6])
     assert shuffle(8, 3, 0).tolist() == [6, 7, 2, 1, 4, 5, 3, 0]
     assert shuffle(8, 3, 1).tolist() == [2, 1, 4, 0, 5, 7, 6, 3]
@@ -230,7 +230,7 @@ def test_a_stream_gives_every_row_once_an_epoch_in_one_order(rows: Path, tokeniz
 
 
 def test_writing_and_reading_rows_imports_no_pandas(tmp_path: Path) -> None:
-    """Half a second of every run's start: Arrow's own conversions import it wherever it is installed."""
+    """pandas costs half a second of every start: Arrow's own conversions import it wherever it is installed."""
     code = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a data section names: files, splits, slices, numbers of rows, and the errors when it names nothing."""
+"""What a data section names: files, splits, slices, row counts, and errors when it names nothing."""
 
 from __future__ import annotations
 

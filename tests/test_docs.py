@@ -1,4 +1,4 @@
-"""The generated pages are what the program prints today."""
+"""The generated pages equal what the program prints today."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_kind_of_mark_is_used_and_closed() -> None:
 
 
 def test_prose_is_wrapped() -> None:
-    """Within 120 letters, but for tables and what commands print; and the README is a page to read in ten minutes."""
+    """Within 120 columns, except tables and commands' output; and the README is readable in ten minutes."""
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
     for path in (
         *ROOT.glob("*.md"),
@@ -70,7 +70,7 @@ def test_links_lead_somewhere() -> None:
 
 @pytest.mark.prove
 def test_the_demo_ends_as_the_readme_shows(tmp_path: Path) -> None:
-    """Word for word; figures are of the day and the machine."""
+    """Word for word, except figures, which depend on the machine."""
     output = ""
     for arguments in (("demo", "--dir", "demo-run"), ("report", "demo-run/run")):
         done = subprocess.run(

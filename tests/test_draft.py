@@ -52,7 +52,7 @@ def test_few_rows_are_repeated_and_warned_about(tmp_path: Path, model: Path) -> 
 
 
 def unset(made: draft.Draft, *, recompute: bool | None = None) -> planning.Plan:
-    """The same run without the keys that the plan chooses for whoever doesn't set them."""
+    """Return the same run without the keys that the plan chooses if unset."""
     chosen = ("train.gradient_checkpointing", "layout.name")
     settings = {key: value for key, value in made.settings.items() if key not in chosen}
     if recompute is not None:

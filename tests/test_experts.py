@@ -1,4 +1,4 @@
-"""Unmerged adapters of routed experts: PEFT's own in values, gradients and files, and small in memory."""
+"""Unmerged adapters of routed experts: equal to PEFT's in values, gradients and files, with little memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def stacks(model: nn.Module, *leaves: str) -> tuple[str, ...]:
 
 
 def live(model: PeftModel, spread: float = 0.2) -> PeftModel:
-    """As after training: B is not zero."""
+    """Give B the values of a trained adapter: not zero."""
     dice = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -80,14 +80,14 @@ def live(model: PeftModel, spread: float = 0.2) -> PeftModel:
 
 
 def peft_of(model: nn.Module, *leaves: str, **config: Any) -> PeftModel:
-    """As PEFT alone builds it."""
+    """Build it with PEFT only."""
     names = list(stacks(model, *leaves))
     asked = LoraConfig(r=R, lora_alpha=2 * R, target_modules=["o_proj"], target_parameters=names, **config)
     return live(get_peft_model(model, asked))
 
 
 def plan_of(model: nn.Module, found: tuple[str, ...], patterns: tuple[str, ...] = ("o_proj",), r: int = R) -> Adapter:
-    """What the plan would say, counted from the shapes here. `r` is the experts' rank."""
+    """Return what the plan would say, counted from the shapes here. `r` is the experts' rank."""
     printed = []
     for pattern in patterns:
         linear = {name: m for name, m in model.named_modules() if name.endswith(f".{pattern}")}
@@ -116,7 +116,7 @@ def batch(seed: int = 1, rows: int = 2) -> dict[str, Tensor]:
 
 
 def step(model: PeftModel, *, checkpointing: bool = False, rows: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits and the gradients of one backward."""
+    """Return logits and the gradients of one backward."""
     model.train()
     if checkpointing:
         model.enable_input_require_grads()
@@ -141,7 +141,7 @@ def same(found: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dict[str
 @pytest.mark.parametrize(("rows", "checkpointing"), [(2, False), (2, True), (64, False)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_equal_pefts(family: str, rows: int, checkpointing: bool) -> None:
-    """With few tokens for each expert, and with many."""
+    """With few tokens per expert, and with many."""
     found = step(ours_of(base(family), *BOTH), checkpointing=checkpointing, rows=rows)
     assert sum(".experts." in name for name in found[1]) == 2 * 2 * 2
     same(found, step(peft_of(base(family), *BOTH), checkpointing=checkpointing, rows=rows))
@@ -154,12 +154,12 @@ def test_merge_of_a_single_parameter_and_another_scale(leaf: str) -> None:
 
 
 def stack_of(model: PeftModel) -> Any:
-    """The experts of a layer, in their adapters."""
+    """Return the adapted experts of a layer."""
     return next(module for name, module in model.named_modules() if name.endswith(".experts"))
 
 
 def one_stack(model: PeftModel, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Output and gradients of one layer's experts on tokens given, so that no router rounds them elsewhere."""
+    """Return output and gradients of one layer's experts on given tokens, so that no router rounds them elsewhere."""
     dice = torch.Generator().manual_seed(2)
     x = torch.randn(30, 32, generator=dice).to(dtype).requires_grad_()
     index = torch.tensor([[0, 1], [4, 1], [3, 0]]).repeat(10, 1)  # 2 and 5 have no token
@@ -181,7 +181,7 @@ def test_bfloat16_error_is_no_larger_than_pefts() -> None:
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(30, 2), (30, 1), (0, 2)])
 def test_taking_rows_by_expert_and_back_is_indexing_with_its_gradient(tokens: int, top_k: int) -> None:
-    """A rank under expert parallelism may be sent no token at all."""
+    """With expert parallelism a rank may receive no token at all."""
     order = torch.randint(0, E, (tokens * top_k,), generator=torch.Generator().manual_seed(1)).argsort()
     token, back = order // top_k, order.argsort()
     x = torch.randn(tokens, 5, dtype=torch.float64, requires_grad=True)
@@ -213,7 +213,7 @@ def test_rows_that_arrive_are_sorted_from_how_many_each_rank_sends(counts: list[
 
 @pytest.mark.parametrize("left", [0.0, math.nan])
 def test_an_expert_without_a_token_has_a_gradient_of_zero(monkeypatch: pytest.MonkeyPatch, left: float) -> None:
-    """Also where a kernel leaves in its part of the gradients what the memory held before."""
+    """Also where a kernel leaves uninitialized memory in its part of the gradients."""
 
     def unwritten(one: Tensor, other: Tensor, *, offs: Tensor) -> Tensor:
         product = grouped_mm(one, other, offs=offs)
@@ -230,7 +230,7 @@ def test_an_expert_without_a_token_has_a_gradient_of_zero(monkeypatch: pytest.Mo
 
 
 def test_swapped_expert_packing_changes_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the comparison with PEFT has to notice."""
+    """The comparison with PEFT has to notice this."""
 
     def swapped(name: str, matrix: Tensor, count: int) -> Any:
         if ".lora_B." in name:  # as if B, too, had the expert slowest
@@ -250,7 +250,7 @@ def test_unsupported_experts_are_refused() -> None:
 
 
 def saved_bytes(model: PeftModel) -> int:
-    """Bytes that autograd keeps for the backward, besides parameters; what shares memory counts once."""
+    """Return the bytes that autograd keeps for the backward, without parameters; shared memory counts once."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
     alive: list[Tensor] = []
@@ -325,7 +325,7 @@ def test_other_products_are_not_reported_as_kept() -> None:
 
 
 class Every(nn.Module):
-    """A dropout that can be computed again: every third value goes."""
+    """A dropout that can be recomputed: it drops every third value."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (torch.arange(x.numel()).view(x.shape) % 3 != 0) * 1.5
@@ -333,7 +333,7 @@ class Every(nn.Module):
 
 @pytest.mark.parametrize("name", BOTH)
 def test_dropout_applies_only_to_the_adapter(name: str) -> None:
-    """One product against the definition, expert by expert: y = x W + s (drop(x) A) B."""
+    """Compares one product with the definition, expert by expert: y = x W + s (drop(x) A) B."""
     stack = stack_of(ours_of(base(), *BOTH, lora_dropout=0.25)).get_base_layer()
     wrapper = stack.adapters[name]
     assert wrapper.lora_dropout["default"].p == 0.25

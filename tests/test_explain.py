@@ -1,4 +1,4 @@
-"""`windlass explain`: one setting or an Accelerate file, in words; an unknown name gets the nearest."""
+"""`windlass explain`: one setting or an Accelerate file, in words; an unknown name suggests the nearest."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_unknown_name_suggests_the_nearest() -> None:
 
 
 def test_a_file_is_explained_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A refused key too; a misspelt one is an error."""
+    """Including a refused key; a misspelt one is an error."""
     for name in ("fsdp.yaml", "fsdp-3xH200.yaml", "config/fsdp_2xH200.yaml"):
         rows = explain.explain_file(EXAMPLES / name)
         assert [(row.name, row.verdict, row.where) for row in rows] == [
@@ -127,7 +127,8 @@ def test_explanation_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_deepspeed_page_agrees_with_the_code(tmp_path: Path) -> None:
-    """It answers every row of the recipe's table, its equivalents are the error's, and its keys can be explained."""
+    """The page answers every row of the recipe's table, names the error's equivalents, and its keys can be
+    explained."""
     page = (ROOT / "docs" / "fsdp2-or-deepspeed.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
     assert rows[1:7] == [
@@ -180,7 +181,7 @@ def test_the_table_of_variables() -> None:
 
 
 def test_torch_variables_exist_in_torch() -> None:
-    """Those that the installed torch names in its headers; a rename upstream shows here."""
+    """The installed torch names them in its headers; a rename upstream shows here."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     headers = Path(spec.origin or "").parent / "include"

@@ -1,4 +1,4 @@
-"""Exports against PEFT's own merge and transformers' own loading; and those that go wrong: planted, and reported."""
+"""Exports against PEFT's own merge and transformers' own loading; planted faults are reported."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def make(folder: Path, name: str) -> Path:
-    """A base and an adapter that PEFT itself attached and saved, its factors far from zero."""
+    """Write a base and an adapter attached and saved by PEFT itself, its factors far from zero."""
     options, config = CASES[name]
     tiny.write_model(folder / "base", **options)
     model = peft_model(folder / "base", config)
@@ -183,7 +183,7 @@ def test_merge_keeps_untouched_bytes(name: str, cases: dict[str, Case]) -> None:
 
 @pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
 def test_4_bit_base_is_merged_into_16_bits(kind: str, tmp_path: Path) -> None:
-    """Against PEFT's merge into what bitsandbytes and transformers decode; what is not adapted, bit by bit."""
+    """Compares with PEFT's merge into bitsandbytes' and transformers' decoding; unadapted weights bit by bit."""
     base, adapter, wide, out = (tmp_path / name for name in ("base", "adapter", "wide", "out"))
     if kind == "nf4":
         tiny.write_model(base, "mixtral", quantization=kind, moe_intermediate=64, intermediate=64, layers=2)
@@ -210,7 +210,7 @@ def test_4_bit_base_is_merged_into_16_bits(kind: str, tmp_path: Path) -> None:
 
 
 def test_transformers_opens_the_merged_model(cases: dict[str, Case]) -> None:
-    """The published layout: wrapper, vision part, fused experts, and nothing missing or unexpected."""
+    """The published layout with wrapper, vision part and fused experts; nothing missing or unexpected."""
     from transformers import Mistral3ForConditionalGeneration
 
     base, folder = cases["published"].base, cases["published"].merged("bf16")
@@ -258,7 +258,7 @@ def test_rounding_picks_adjacent_codes_and_keeps_exact_ones(dtype: torch.dtype, 
 
 
 def test_dithering_preserves_small_changes_on_average() -> None:
-    """One weight in fifty steps up by a whole code: the sum is right. To the nearest, nothing would be left."""
+    """One weight in fifty moves by a full code: the sum is right. Rounding to nearest would lose the change."""
     place = ((0, 256), (0, 256))
     grown = torch.full((256, 256), 16.0) + 2 / 50  # neighbours: 16 and 18
     assert (grown.to(torch.float8_e4m3fn).float() == 16).all()
@@ -298,9 +298,9 @@ def test_export_of_the_adapter_only(cases: dict[str, Case], tmp_path: Path) -> N
 def test_an_adapter_opens_on_the_multimodal_class_and_on_the_language_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By what the cards show, in plain PEFT: the trained model's logits, and nothing on the vision tower.
+    """As the cards show, in plain PEFT: the trained model's logits, and nothing on the vision tower.
 
-    Its modules have names in common with the language model's, and PEFT shortens names to what they differ in.
+    Its modules share names with the language model's, and PEFT shortens names to what they differ in.
     """
     base = tiny.write_model(tmp_path / "base", "mistral4", quantization="none", dtype="float32", layers=4)
     model = peft_model(base, {"target_modules": [*MLA, "down_proj"], **EXPERTS, "modules_to_save": ["lm_head"]})
@@ -374,7 +374,7 @@ def run(cases: dict[str, Case], tmp_path: Path) -> Path:
 
 
 def test_best_undamaged_checkpoint_is_chosen(run: Path) -> None:
-    """Its checkpoints know how they evaluated. The log may have lost lines, or have those of steps that were undone."""
+    """Checkpoints store their evaluation loss. The log may lack lines, or have some of undone steps."""
     (run / "events.jsonl").write_text('{"kind": "eval", "step": 30, "eval_loss": 0.1}\n{"kind": "ev')
     assert (
         choose_adapter(run).folder
@@ -440,7 +440,7 @@ O_PROJ, DOWN = f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.experts.down_pr
 
 @pytest.fixture(scope="module")
 def made(cases: dict[str, Case]) -> Path:
-    """The published layout: base, adapter, and right merges of both dtypes, to be damaged in copies."""
+    """The published layout: base, adapter, and correct merges of both dtypes, to be damaged in copies."""
     cases["published"].merged(None)
     return cases["published"].merged("bf16").parent
 
@@ -487,7 +487,7 @@ def flip_bit(key: str) -> Callable[[Path, Path, str], None]:
 
 
 def forget_adapter(made: Path, copy: Path, dtype: str) -> None:
-    """The weight of the base instead of the merged one."""
+    """Store the base's weight instead of the merged one."""
     base, scale = tensor(made / "base", O_PROJ), f"{O_PROJ}_scale_inv"
     if dtype == "own":
         overwrite(copy, scale, tensor(made / "base", scale))
@@ -497,7 +497,7 @@ def forget_adapter(made: Path, copy: Path, dtype: str) -> None:
 
 
 def swap_packing(wrong: str) -> Callable[[Path, Path, str], None]:
-    """A merged with rank before expert, or B with expert before rank: plausible weights, and all wrong."""
+    """Merge with A's rank before expert, or B's expert before rank: plausible weights that are all wrong."""
 
     def fault(made: Path, copy: Path, dtype: str) -> None:
         factors = load_file(made / "adapter" / "adapter_model.safetensors")
@@ -514,7 +514,7 @@ def swap_packing(wrong: str) -> Callable[[Path, Path, str], None]:
 
 
 def keep_old_scale(made: Path, copy: Path, _dtype: str) -> None:
-    """The weight outgrew the base's scale: the case's adapter is large."""
+    """The weight exceeds the base's scale: the case's adapter is large."""
     old = tensor(made / "base", f"{DOWN}_scale_inv")
     assert not torch.equal(tensor(copy, f"{DOWN}_scale_inv"), old)
     overwrite(copy, f"{DOWN}_scale_inv", old)
@@ -575,7 +575,7 @@ def test_a_deviation_is_an_error_and_deletes_nothing(
 
 
 def test_a_block_of_zeros_stays_one(tmp_path: Path) -> None:
-    """Its scale is zero, and where the adapter adds nothing either, the new one as well: no 0 / 0."""
+    """Its scale is zero; where the adapter adds nothing, so is the new one: no 0 / 0."""
     root = make(tmp_path, "blocks")
     key = "model.layers.1.self_attn.q_proj.weight"
     place = stored(root / "base", key)
@@ -598,7 +598,7 @@ def test_a_block_of_zeros_stays_one(tmp_path: Path) -> None:
 def test_adapter_on_another_base_is_refused(
     cases: dict[str, Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One bit of its weights is another. An adapter without a digest is taken, and that is printed."""
+    """One bit of its weights differs. An adapter without a digest is accepted, and that is printed."""
     printed: list[str] = []
     adapter, other, base = tmp_path / "adapter", tmp_path / "other", read_base(cases["tied"].base)
     export(cases["tied"].adapter, tmp_path / "unproven", merge=True, say=printed.append)
@@ -717,7 +717,7 @@ def test_impossible_dtypes_and_folders_are_refused(made: Path, tmp_path: Path) -
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """As on a disk that is full beyond so many bytes of a file."""
+    """Limit the bytes of a file, like a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:

@@ -1,4 +1,4 @@
-"""Every family of docs/families.md: derived as transformers has it, loaded bit for bit, trained as TRL trains it."""
+"""Every family of docs/families.md: derived as in transformers, loaded bit for bit, trained like TRL."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_machine_without_torch_gets_the_command(monkeypatch: pytest.MonkeyPatch,
 
 
 def write_fp8(plain: Path, side: int = 32) -> None:
-    """A copy beside it, stored as codes with a scale for each block; and what they mean in the plain one."""
+    """Write a copy stored as codes with a scale per block; the plain one gets the decoded values."""
     copy = shutil.copytree(plain, plain.with_name(f"{plain.name} in FP8"))
     kept = ("embedding", "norm", "head", "router")
     parameters = [p for p in read_base(plain).parameters if p.part not in kept]
@@ -341,7 +341,7 @@ STEPS = 10
 
 @pytest.fixture(scope="session")
 def trained(root: Path) -> Callable[[tuple[str, ...]], tuple[Any, Any]]:
-    """Runs of every family on one process by plain TRL, and on two ranks by windlass."""
+    """Train every family with plain TRL in one process, and with windlass on two ranks."""
     (root / "data").mkdir()
     chance = random.Random(0)
     rows = [" ".join(chance.choices(test_train.WORDS.split(), k=chance.randint(3, 12))) for _ in range(96)]

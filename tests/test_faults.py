@@ -1,4 +1,4 @@
-"""The fault matrix: every fault of tests/faults.py, planted, and named by the command that meets it first."""
+"""The fault matrix: every fault of tests/faults.py, planted, and reported by the first command that meets it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def windlass(command: str, folder: Path, **environ: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="session")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models of the same shapes, rows, a run file, and the run that it makes."""
+    """Two models of the same shapes, rows, a run file, and its finished run."""
     folder = tmp_path_factory.mktemp("faults")
     for seed, name in enumerate(("model", "other")):
         tiny.write_model(folder / name, files=2, experts=4, seed=seed)
@@ -87,7 +87,8 @@ def test_a_planted_fault_is_named(fault: Fault, material: Path, tmp_path: Path) 
 @pytest.mark.prove
 @pytest.mark.fault("a bad row far into a stream", "`windlass train`", "met in step")
 def test_a_bad_row_of_a_stream_ends_all_ranks_and_keeps_what_was_trained(material: Path, tmp_path: Path) -> None:
-    """Behind the rows that were audited, met by a loader's worker: with its place, a checkpoint, and a way on."""
+    """The row comes after the audited ones, in a loader's worker: the error has its place, a checkpoint, and a next
+    step."""
     folder = shutil.copytree(material, tmp_path / "here")
     rows = ['{"text": "mast keel"}\n'] * 10_400
     rows[10_199] = '{"text": 5}\n'

@@ -1,4 +1,5 @@
-"""Fetching from a hub on this machine: once for any number of processes, resumed after a cut, errors without one."""
+"""Fetching from a hub on this machine: once for any number of processes, resumed after a cut, errors without
+network."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ FILES = {
 
 
 class Hub(ThreadingHTTPServer):
-    """As much of the hub's interface as its client asks for. The transfer of the file `cut` ends in the middle.
+    """The part of the hub's interface that its client uses. The transfer of the file `cut` ends half-way.
 
-    `spoilt` is sent with another byte.
+    `spoilt` is sent with one byte changed.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class Answer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Print nothing."""
 
     def do_HEAD(self) -> None:
         self.do_GET(body=False)

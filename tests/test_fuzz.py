@@ -1,6 +1,6 @@
-"""Valid run files, Accelerate files, safetensors headers and indexes, with some entries changed: refused, or right.
+"""Valid run files, Accelerate files, safetensors headers and indexes with some entries changed: refused or read right.
 
-Right by somebody else: the JSON schema of the run file, Accelerate's and safetensors' own readers.
+The oracles are the run file's JSON schema, and Accelerate's and safetensors' own readers.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ INDEX, SHARD, FILE = "model.safetensors.index.json", "model-00001-of-00002.safet
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container with every key or index of it."""
+    """Yield every container with each of its keys or indexes."""
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
         yield tree, key
         yield from places(tree[key])
 
 
 def change(tree: Any, chance: random.Random) -> Any:
-    """A copy in which one to three entries are odd, away, misspelt, of another, or doubled."""
+    """Return a copy in which one to three entries are odd, removed, misspelt, replaced or doubled."""
     tree = copy.deepcopy(tree)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         found = list(places(tree))
@@ -70,7 +70,8 @@ def change(tree: Any, chance: random.Random) -> Any:
 
 
 class Fuzz:
-    """What is written into a folder, how it is read here, and who else must take what is taken here."""
+    """How a kind of file is written into a folder and read here, and the oracle that must accept what is accepted
+    here."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

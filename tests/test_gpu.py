@@ -1,4 +1,4 @@
-"""What a rank asks of its GPU, as far as there is anything to it without one."""
+"""What a rank does with its GPU, as far as that can be tested without one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_rank_uses_the_gpu_visible_to_it(local_rank: int, seen: int, wanted: int
 
 
 def test_rank_with_one_visible_gpu_uses_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers binds a rank to the GPU of its LOCAL_RANK, which is not there: number 0 is."""
+    """transformers binds a rank to the GPU of its LOCAL_RANK, which is not visible: number 0 is."""
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -59,7 +59,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 
 
 class Device:
-    """Of torch's CUDA functions those that are asked here, for a machine without a GPU."""
+    """The CUDA functions of torch that are called here, for a machine without a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.state, self.kept, self.peak = torch.arange(16, dtype=torch.uint8), 0, 0

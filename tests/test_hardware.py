@@ -1,4 +1,4 @@
-"""The hardware table, figures given instead of it, what this machine has, and NVML as a driver answers it."""
+"""The hardware table, figures given instead of it, this machine's hardware, and NVML's answers."""
 
 from __future__ import annotations
 

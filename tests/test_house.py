@@ -1,4 +1,4 @@
-"""Rules of the source, as tests: sizes, light imports, one place for exit codes."""
+"""Rules of the source: sizes, light imports, one place for exit codes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ print(json.dumps({**found, "all": [name for name in heavy if name in sys.modules
 
 
 def test_login_node_commands_import_no_torch() -> None:
-    """And the guard must be able to fail: it sees numpy once that is imported."""
+    """The guard must be able to fail: it notices numpy once that is imported."""
     run = "examples/mistral-small-4/train.yaml"
     commands = [["--help"], ["init"], ["schema"], ["explain", "fsdp_use_orig_params"], ["plan", run, "--json"]]
     started = [sys.executable, "-c", SCRIPT, json.dumps(commands)]

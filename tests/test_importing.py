@@ -133,7 +133,7 @@ swift sft \\
 
 
 def edited(text: str, **values: Any) -> str:
-    """The configuration with other values; None takes a key out."""
+    """Return the configuration with other values; None removes a key."""
     lines = [line for line in text.splitlines() if line.partition(":")[0] not in values]
     return "\n".join([*lines, *(f"{key}: {json.dumps(value)}" for key, value in values.items() if value is not None)])
 

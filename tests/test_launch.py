@@ -1,4 +1,4 @@
-"""What is submitted: files of each platform, the clients that are called, and what status, logs and stop do."""
+"""Submission: each platform's files, the clients that are called, and status, logs and stop."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_multi_node_run_is_refused_on_one_machine() -> None:
 
 @pytest.mark.parametrize("to", submitting.PLATFORMS)
 def test_every_key_has_an_effect_or_is_reported(to: str) -> None:
-    """By the words of what renders a platform's files, plans and checks."""
+    """Every key occurs in the code that renders a platform's files, plans or checks."""
     folder, windlass = Path(submitting.__file__).parent, Path(submitting.__file__).parent.parent
     pods = ("kubernetes.py", "pod.py", "kubectl.py", "job.yaml.j2")
     modules = {
@@ -171,7 +171,7 @@ def test_grace_uses_the_plan_then_measured_saves(here: Path) -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder, and stand-ins first on the path."""
+    """An empty working folder, with stand-ins first on the path."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
@@ -180,7 +180,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def volume(here: Path) -> tuple[str, ...]:
-    """The pods' volume is mounted on this machine too."""
+    """Mount the pods' volume on this machine too."""
     words = [word for word in SITE if not word.startswith("cluster.volumes")]
     return (
         *words,
@@ -222,12 +222,12 @@ esac
 
 
 def ended(how: str) -> str:
-    """A job as the server reports it."""
+    """Return a job as the server reports it."""
     return json.dumps({"status": {"conditions": [{"type": how, "status": "True"}]}})
 
 
 class Cluster:
-    """kubectl's stand-in: what it is asked, and what it answers."""
+    """kubectl's stand-in: records its calls and answers them."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self._monkeypatch = folder, monkeypatch
@@ -330,7 +330,7 @@ def test_cluster_problems_are_found_before_creation(cluster: Cluster, monkeypatc
 
 
 def test_pod_refusals_are_found_before_creation(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The servers of JobSet, PyTorchJob and TrainJob take any pod template."""
+    """The servers of JobSet, PyTorchJob and TrainJob accept any pod template."""
     invalid = 'The Pod "run-" is invalid: spec.tolerations[0].effect: Invalid value: "NoSchedule"'
     forbidden = 'pods is forbidden: User "ann" cannot create resource "pods" in API group "" in the namespace "ml"'
     quota = 'pods "run-x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, used: 8, limited: 8'
@@ -361,7 +361,7 @@ def test_pod_refusals_are_found_before_creation(cluster: Cluster, monkeypatch: p
 
 
 def rights(asked: str, others: set[str], workload: str) -> set[tuple[str, str]]:
-    """What one call of kubectl takes: verbs and resources, as its sources have them."""
+    """Return the verbs and resources that one call of kubectl needs, by its sources."""
 
     def plural(kind: str) -> str:
         name = kind.partition(".")[0].lower()
@@ -387,7 +387,7 @@ def rights(asked: str, others: set[str], workload: str) -> set[tuple[str, str]]:
 
 
 def test_documented_role_is_sufficient(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
-    """Enough for all that is done, and nothing else."""
+    """Sufficient for everything that is called, and nothing more."""
     text = (ROOT / "docs" / "submit.md").read_text()
     role = next(block for block in text.split("```yaml\n") if "kind: Role\n" in block).partition("```")[0]
     allowed = {
@@ -416,7 +416,7 @@ def test_documented_role_is_sufficient(cluster: Cluster, capfd: pytest.CaptureFi
 
 
 def test_nodes_without_the_gpus_are_a_note(cluster: Cluster) -> None:
-    """Not an error: others may join once pods wait."""
+    """No error: nodes may join while pods wait."""
 
     def notes(*nodes: tuple[str, int], more: str = "cluster.cpu=16") -> list[str]:
         items = [
@@ -485,7 +485,7 @@ def test_a_running_job_is_left_alone_and_an_ended_one_replaced(
 
 
 def test_submit_waits_for_the_previous_jobs_pods(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`stop` deletes the job at once, and its pods have minutes to save."""
+    """`stop` deletes the job at once, but its pods have minutes to save."""
     cluster.has(pods="Running Running\nRunning\nFailed Succeeded\n")
     assert cluster.submit() == 0
     waiting = [line for line in cluster.printed if "waiting" in line]
@@ -500,7 +500,7 @@ def test_submit_waits_for_the_previous_jobs_pods(cluster: Cluster, monkeypatch: 
 
 
 def runtime(policy: dict[str, Any] | None = None, **job: Any) -> str:
-    """A ClusterTrainingRuntime as the server reports it."""
+    """Return a ClusterTrainingRuntime as the server reports it."""
     spec: dict[str, Any] = {"replicatedJobs": [{"name": "node", "template": {"spec": job}}]}
     return json.dumps({"spec": {"template": {"spec": {**spec, "failurePolicy": policy} if policy else spec}}})
 
@@ -552,7 +552,7 @@ def test_first_suitable_engine_is_chosen(cluster: Cluster) -> None:
 
 
 def test_events_say_why_there_is_no_pod(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of this run and this job alone, whatever else is in the namespace."""
+    """Only of this run and this job, whatever else is in the namespace."""
     quota = 'Error creating: pods "run-0-" is forbidden: failed quota: cpus: must specify limits.cpu'
     rows = (
         ("Job", "run", "FailedCreate", quota, "10:00:05"),
@@ -668,7 +668,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def recorded(folder: Path, process: subprocess.Popen[bytes], state: str = "running", **other: Any) -> Path:
-    """A run folder as `submit --to local` and training leave it."""
+    """Write a run folder as `submit --to local` and training leave it."""
     folder.mkdir(exist_ok=True)
     facts = {
         **local.describe_process(),
@@ -769,7 +769,7 @@ def test_a_run_that_was_started_by_hand_is_observed_by_its_heartbeats(here: Path
 
 
 def test_a_local_run_is_started_observed_and_stopped(tmp_path: Path) -> None:
-    """The commands as they are typed, and real training."""
+    """The commands as typed, and real training."""
     file, log = demo.make_demo(tmp_path / "a"), tmp_path / "log"
     settings = ("cluster.gpus_per_node=1", "train.max_steps=100000", "train.eval_strategy=no", "train.save_steps=50000")
     options = [word for setting in settings for word in ("--override", setting)]

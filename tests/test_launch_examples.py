@@ -1,4 +1,4 @@
-"""The examples' platforms: each run file is planned, written as it stands, and validated."""
+"""The examples' platforms: each run file is planned, rendered unchanged, and validated."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def valid(documents: list[dict[str, Any]]) -> None:
 
 
 def test_a_base_for_kustomize_has_the_same_objects(tmp_path: Path) -> None:
-    """A file each; and kubectl, where it is, reads them all."""
+    """One file each; kubectl, if installed, reads them all."""
     plan, overrides, _ = example("train", (*SITE, "cluster.network_policy=ingress"))
     submit = submitting.submit
     for to in ("kubernetes", "openshift"):

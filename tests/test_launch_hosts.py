@@ -77,7 +77,7 @@ class Run:
 @pytest.mark.fault("an interface that a node has not", "`launch.sh`", "GLOO_SOCKET_IFNAME=net7 names no interface")
 @pytest.mark.fault("another run file on a node", "`launch.sh`", "node 1 (machine-1) has another run file")
 def test_nodes_that_fail_to_rendezvous_name_each_other(tmp_path: Path) -> None:
-    """Before any rank is started: quick, so every `make test` sees real machines."""
+    """Before any rank is started, which is fast: so every `make test` runs on several real machines."""
     with hosts(3) as machines:
         run = Run(tmp_path, machines)
         run.patient(4)
@@ -151,7 +151,8 @@ def test_lost_machine_is_named_and_the_others_end_soon(
 @pytest.mark.prove
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_stop_signal_saves_on_all_nodes_and_the_run_goes_on_from_there(tmp_path: Path, everywhere: bool) -> None:
-    """To the script of one node; or as scancel does it, to ranks, launchers, scripts and what stands beside them."""
+    """The signal goes to one node's script or, as with scancel, to ranks, launchers, scripts and everything next to
+    them."""
     with hosts(2) as machines:
         run = Run(tmp_path, machines, *LONG, "train.max_steps=300")
         started = [run.start(node) for node in range(2)]

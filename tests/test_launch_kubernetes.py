@@ -1,4 +1,4 @@
-"""Manifests: golden files, the readers of each (Kubernetes' schemas, the operators' models), and what is refused."""
+"""Manifests: golden files, their readers (Kubernetes' schemas, the operators' models), and what is refused."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def manifests(engine: str, site: tuple[str, ...] = FULL) -> list[dict[str, Any]]
 
 
 def every(engine: str) -> tuple[str, ...]:
-    """All options that the engine has a field for."""
+    """Set all options that the engine has a field for."""
     refused = pod.REFUSED.get(engine, {})
     return tuple(word for word in EVERY if word.partition("=")[0].partition(".")[2] not in refused)
 
 
 def pod_templates(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Wherever a kind keeps them."""
+    """Return the pod templates, wherever a kind keeps them."""
     spec = document.get("spec", {})
     if document["kind"] == "Job":
         return [spec["template"]]
@@ -55,7 +55,7 @@ def pod_templates(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def pods_of(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is known of the pods, of a TrainJob's too: what it changes in its runtime's."""
+    """Return what is known of the pods; of a TrainJob, its changes to the runtime's."""
     if document["kind"] != "TrainJob":
         return pod_templates(document)
     (patch,) = document["spec"]["runtimePatches"]
@@ -74,7 +74,7 @@ def test_golden_manifests(run: str, engine: str) -> None:
 @pytest.mark.parametrize("site", [SITE, FULL, EVERY], ids=["site", "full", "every"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_servers_dry_run_accepts_all_manifests(engine: str, site: tuple[str, ...]) -> None:
-    """And what no schema knows: names of mounted files, of the Service, of containers in rules."""
+    """Also what no schema checks: names of mounted files, of the Service, of containers in rules."""
     documents = manifests(engine, every(engine) if site is EVERY else site)
     workload = documents[-1]
     assert len({(one["kind"], one["metadata"]["name"]) for one in documents}) == len(documents)
@@ -115,7 +115,7 @@ def test_servers_dry_run_accepts_all_manifests(engine: str, site: tuple[str, ...
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_option_reaches_job_and_pods(engine: str) -> None:
-    """Where the engine keeps it, and an engine that has no place for it refuses it by name."""
+    """Where the engine has a place for it; an engine without one refuses it by name."""
     documents = manifests(engine, every(engine))
     workload, pods = documents[-1], pods_of(documents[-1])
     by_kind = {document["kind"]: document for document in documents}
@@ -163,7 +163,7 @@ def test_every_option_reaches_job_and_pods(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["job", "jobset", "pytorchjob"])
 def test_a_gang_scheduler_gets_a_group_of_all_nodes(engine: str) -> None:
-    """Each pod names it as that scheduler wants; a queue is then the scheduler's own where it has queues."""
+    """Each pod names the group as that scheduler expects; a queue is the scheduler's own if it has queues."""
     for more, scheduler, kind, name in (
         (("cluster.scheduler_name=volcano",), "volcano", "annotations", "scheduling.k8s.io/group-name"),
         (("cluster.gang=volcano", "cluster.scheduler_name=vc2"), "vc2", "annotations", "scheduling.k8s.io/group-name"),
@@ -195,7 +195,7 @@ def test_validators_reject_bad_manifests() -> None:
 
 
 def test_exit_codes_and_restarts() -> None:
-    """13 is not retried, 75 and a lost node are not counted, and a JobSet whose time is over is not restarted."""
+    """13 is not retried, 75 and a lost node are not counted, and a JobSet past its deadline is not restarted."""
     jobset = manifests("jobset")[-1]["spec"]
     alone, child = manifests("job")[-1]["spec"], jobset["replicatedJobs"][0]["template"]["spec"]
     for spec, not_counted in ((alone, "Ignore"), (child, "FailJob")):
@@ -257,7 +257,7 @@ def test_openshifts_default_policy_admits_the_pod() -> None:
 
 
 def test_kueue_places_all_pods_of_a_run_in_one_domain() -> None:
-    """It finds a domain for each set of pods of its own, unless they form a group, which has exactly two."""
+    """Kueue finds a domain per pod set, unless they form a group, which has exactly two."""
     one_node = ("cluster.nodes=1", "cluster.network=null", "cluster.gpus_per_node=3")
     for site, engine, groups in (
         (FULL, "pytorchjob", ["nodes", "nodes"]),
@@ -332,7 +332,7 @@ def test_values_that_kubernetes_refuses_are_refused_by_their_type(more: str, wha
 
 
 def test_other_files_are_another_config_map(tmp_path: Any) -> None:
-    """The first save changes the time to save: an immutable ConfigMap would refuse it."""
+    """The first save changes the time to save: an immutable ConfigMap could not be updated."""
 
     def name(*overrides: str) -> str:
         text = kubernetes.render_job_yaml(build_job(plan, overrides=overrides), "job")
@@ -387,7 +387,8 @@ def test_user_text_survives_rendering(engine: str, text: str, odd: str) -> None:
 
 
 def expanded(text: str) -> str:
-    """Kubernetes' rule (third_party/forked/golang/expansion): $$ is $, $(NAME) is another variable."""
+    """Expand variables by Kubernetes' rule (third_party/forked/golang/expansion): $$ is $, $(NAME) is another
+    variable."""
     out, i = "", 0
     while i < len(text):
         if text.startswith("$$", i):

@@ -1,4 +1,5 @@
-"""The nodes' rendezvous over this machine's own address: who came, who did not, who left, and what the others learn."""
+"""The nodes' rendezvous over this machine's own address: who joined, who did not, who left, and what the others
+learn."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 200) -> None:
 
 
 class Nodes:
-    """Nodes as threads of this process, each as launch.sh runs it, with a status directory of its own."""
+    """Nodes as threads of this process, each as launch.sh runs it, with its own status directory."""
 
     def __init__(self, folder: Path, world: int, seconds: float = 10.0) -> None:
         self.folder, self.world, self.seconds, self.port = folder, world, seconds, free_port()
@@ -87,7 +88,7 @@ class Nodes:
 
 
 def test_rendezvous_works_in_any_order_of_arrival(tmp_path: Path) -> None:
-    """A node that is taken away while the others join comes again: its number is free. Strangers change nothing."""
+    """A node that is lost while others join comes again: its number is free. Strangers change nothing."""
     crew = Nodes(tmp_path, 4)
     crew.start(2)
     time.sleep(0.2)
@@ -231,7 +232,7 @@ def test_a_node_that_fails_or_is_lost_is_reported_to_all(
 
 
 def meet(world: int, work: Callable[[Rendezvous], Any], seconds: float = 20, without: Sequence[int] = ()) -> list[Any]:
-    """Nodes of this process join and each does `work`; an exception is the result of its node."""
+    """Let nodes of this process join, each doing `work`; an exception is the result of its node."""
     port, results = free_port(), [None] * world
 
     def node(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Run:ai: the command, its script and the REST body, read by Run:ai's own models; the client's stand-in."""
+"""Run:ai: the command, its script and the REST body, read by Run:ai's own models; the client is a stand-in."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_rest_body_is_accepted_by_runais_models() -> None:
 
 
 def test_every_option_is_on_the_command_line_and_in_the_body(tmp_path: Path) -> None:
-    """What Run:ai has no option for is refused by name; variables are read back as they were by Kubernetes."""
+    """Settings that Run:ai has no option for are refused by name; variables are expanded as by Kubernetes."""
     mounted = (
         "cluster.volumes=[{claim: project-001, path: /data}, {config_map: ca, path: /etc/ssl/ca.crt, sub_path: ca.crt},"
         " {secret: netrc, path: /secrets}, {empty_dir: 200Gi, path: /scratch}]"

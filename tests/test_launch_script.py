@@ -1,4 +1,4 @@
-"""launch.sh under bash: with stand-ins for the programs it calls, and whatever users may write."""
+"""launch.sh under bash, with stand-ins for the programs it calls, and with any text users may write."""
 
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Launch:
-    """launch.sh in a session of its own, with stand-ins: what accelerate does, and what Python does before it does what
-    it was started for."""
+    """launch.sh in its own session, with stand-ins for accelerate and for Python's first answers."""
 
     def __init__(self, folder: Path, script: Path, accelerate: str = "", python: str = "", **more: str) -> None:
         folder.mkdir()
@@ -96,7 +95,7 @@ class Launch:
 
     @property
     def words(self) -> list[str]:
-        """How accelerate was called."""
+        """Return how accelerate was called."""
         return calls(self.folder / "bin", "accelerate")
 
     def has(self, name: str) -> bool:
@@ -256,7 +255,7 @@ def test_exit_code_of_the_rank_is_kept(launch: Callable[..., Launch], one: Path)
 
 
 def test_stop_signal_makes_ranks_save(launch: Callable[..., Launch], tmp_path: Path, one: Path) -> None:
-    """Ranks that listen, and one that is still starting; to the script, or to all of its group as Slurm sends it."""
+    """Ranks that handle it, and one still starting; sent to the script, or to its process group like Slurm does."""
     (tmp_path / "saver.py").write_text(SAVER)
     cases = ((signal.SIGTERM, 0, os.kill), (signal.SIGUSR1, 1, os.kill), (signal.SIGINT, 0, os.kill))
     runs = []
@@ -298,7 +297,7 @@ def test_scripts_pass_shellcheck(name: str, tmp_path: Path) -> None:
 
 
 def test_a_log_of_json_has_every_line_with_its_node(launch: Callable[..., Launch], tmp_path: Path) -> None:
-    """The last ones too, and the exit code is the script's own."""
+    """Including the last ones, and the exit code is the script's own."""
     script = written(tmp_path / "json", (*CPU, "cluster.log_format=json"))
     run = launch(script, "printf 'a \"b\" ä\\n' >&2; echo last; exit 1")
     assert run.code == 1
@@ -329,7 +328,8 @@ def test_gpus_are_counted_before_anything_is_started(launch: Callable[..., Launc
 
 
 def test_only_invalid_input_prevents_a_retry_after_failed_checks(launch: Callable[..., Launch], one: Path) -> None:
-    """A traceback, a kill for memory, a lost node: the next try may do. A stop signal ends the checks at once."""
+    """After a traceback, a kill for memory or a lost node a retry may succeed. A stop signal ends the checks at
+    once."""
     body = 'if [[ "$3" == check ]]; then echo "$PET_NODE_RANK $PET_NNODES" "$@" >FOLDER/check; {}; fi'
     stopped = launch(one, python=body.format("echo $$ >FOLDER/pid; exec sleep 60"), WINDLASS_CHECK="yes")
     for code, ends in ((13, 13), (1, 1), (2, 1), (137, 1), (75, 1)):
@@ -349,7 +349,7 @@ def test_only_invalid_input_prevents_a_retry_after_failed_checks(launch: Callabl
 
 @pytest.fixture
 def two_nodes(launch: Callable[..., Launch], two: Path) -> Callable[..., list[Launch]]:
-    """launch.sh as two machines would run it; what is given for one node first, then for the other."""
+    """Run launch.sh as two machines would; arguments for one node first, then for the other."""
 
     def start(accelerate: str, python: tuple[str, str] = ("", ""), script: Path = two, **more: str) -> list[Launch]:
         with socket.create_server(("", 0)) as free:
@@ -364,7 +364,7 @@ def two_nodes(launch: Callable[..., Launch], two: Path) -> Callable[..., list[La
 def test_sigterm_to_every_process_of_two_nodes_saves_on_both(
     two_nodes: Callable[..., list[Launch]], tmp_path: Path, first: int
 ) -> None:
-    """As scancel sends it. Nobody may take a node for lost whose ranks are still saving."""
+    """As scancel sends it. A node whose ranks are still saving must not be taken for lost."""
     (tmp_path / "saver.py").write_text(SAVER)
     nodes = two_nodes(f"{sys.executable} {tmp_path}/saver.py FOLDER 0; exit 1")
     wait_for(lambda: all(node.has("listens") for node in nodes))
@@ -395,7 +395,7 @@ def test_a_node_that_is_stopped_before_all_have_come_ends_at_once(
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_node_stopped_before_its_ranks_is_not_awaited(two_nodes: Callable[..., list[Launch]], node: int) -> None:
-    """It ends with 75 as one does that has saved, and the others' ranks would wait for it."""
+    """It ends with 75 like one that has saved, and the others' ranks would wait for it."""
     body = 'if [[ "$3" == check ]]; then {}; fi'
     python = [body.format("exit 0")] * 2
     python[node] = body.format("touch FOLDER/checks; exec sleep 60")
@@ -411,7 +411,7 @@ def test_node_stopped_before_its_ranks_is_not_awaited(two_nodes: Callable[..., l
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_all_nodes_log_why_one_cannot_start(two_nodes: Callable[..., list[Launch]], two: Path, node: int) -> None:
-    """Before they have met, and while they check."""
+    """Before they have connected, and while they check."""
     hasty = two.with_name(f"hasty-{node}.sh")  # it waits a second for a check whose node is gone
     assert two.read_text().count(" + 30))") == 1
     hasty.write_text(two.read_text().replace(" + 30))", " + 1))"))

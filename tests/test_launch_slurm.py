@@ -166,7 +166,7 @@ def test_a_run_is_requeued_at_its_time_limit_resumes_and_is_stopped(
     ("code", "tries", "final"), [(0, 1, 0), (13, 1, 13), (1, 3, 1), (137, 3, 137)], ids=["0", "13", "1", "137"]
 )
 def test_the_exit_code_decides_whether_it_is_queued_again(cluster: Slurm, code: int, tries: int, final: int) -> None:
-    """13 never, a lost run as often as configured; nodes end with the worst of their codes."""
+    """13 never, a lost run as often as configured; nodes end with their worst code."""
     overrides = (f"train.output_dir={cluster.folder}/run", "cluster.max_restarts=2")
     plan = plan_of(EXAMPLES / "train.yaml", overrides)
     folder = cluster.folder / "run"

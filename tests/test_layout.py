@@ -1,4 +1,4 @@
-"""Run file and Accelerate file become one layout; what contradicts is reported with both places; `auto` chooses."""
+"""Run file and Accelerate file become one layout; contradictions name both places; `auto` chooses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MISTRAL4 = Family("mistral4", "Mistral4ForCausalLM", "Mistral4DecoderLayer")
 def request(
     folder: Path, *overrides: str, accelerate: str | Path = "", family: Family | None = None, **more: Any
 ) -> Any:
-    """What a minimal run file with these overrides requests, with the text or path of an Accelerate file."""
+    """Return what a minimal run file with these overrides requests, with an Accelerate file given as text or path."""
     path = folder / "run.yaml"
     path.write_text("model: {model_name_or_path: Mistral-Small-4-119B-2603}\ndata: {val_split: null}\n")
     if isinstance(accelerate, str) and accelerate:
@@ -344,7 +344,7 @@ FOUR = dict(list_layouts(want("auto", 2, 2), 128, kept="fp8")[0])
 
 
 def priced(name: str, fits: bool, gib: float, seconds: float, serial: float | None = None, why: str = "") -> Candidate:
-    """A layout on two nodes of two with figures as the cost model would give them."""
+    """Return a layout on two nodes of two, with figures as from the cost model."""
     figures: dict[str, Any] = dict.fromkeys(Cost.__dataclass_fields__, 0.0)
     figures |= {"rows": (), "flows": (), "fits": fits, "has_headroom": fits, "gpu_gib": gib, "batch": Batch(1, 1, 1)}
     figures |= {"step_seconds": seconds, "step_seconds_serial": serial or seconds, "tokens_per_second": 1 / seconds}

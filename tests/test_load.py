@@ -1,4 +1,4 @@
-"""The loader's promise: what is on disk is what is trained, whatever the layout, or the run does not start."""
+"""The loader's promise: exactly the stored weights are trained, in any layout, or the run doesn't start."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.prove)])
 def test_every_case_on_several_ranks(ranks: int, root: Path, tmp_path: Path) -> None:
-    """Checkpoints x layouts, faults and training, in one start of so many processes."""
+    """Checkpoints x layouts, faults and training, in one start of these processes."""
     command = [warm.python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [*command, str(Path(__file__).with_name("load_ranks.py")), str(root), str(tmp_path / "out")],
@@ -84,7 +84,7 @@ def test_every_case_on_several_ranks(ranks: int, root: Path, tmp_path: Path) -> 
 
 
 def damaged(root: Path, to: Path, change: Callable[[dict[str, Tensor]], None], name: str = "published") -> Path:
-    """A copy of a checkpoint with changed tensors."""
+    """Return a copy of a checkpoint with changed tensors."""
     stored = load_file(root / name / "model.safetensors")
     change(stored)
     save_file(stored, to / "model.safetensors", metadata={"format": "pt"})
@@ -94,7 +94,7 @@ def damaged(root: Path, to: Path, change: Callable[[dict[str, Tensor]], None], n
 
 @pytest.mark.parametrize(("name", "kind"), [*load_ranks.IN_FOUR_BITS, *load_ranks.PUBLISHED])
 def test_4_bit_model_equals_its_dequantized_weights(root: Path, name: str, kind: str) -> None:
-    """Loss and gradient in float32; several ranks: load_ranks.py."""
+    """Loss and gradient in float32; several ranks are in load_ranks.py."""
     found = []
     for folder, base_dtype in ((name, kind), (f"{name}-{kind}", "bf16")):
         model, _ = load_base(read_base(root / folder), replace(ALONE, base_dtype=base_dtype), dtype=torch.float32)
@@ -175,13 +175,13 @@ def odd(key: str, place: tuple[int, ...], value: float) -> Callable[[dict[str, T
 def test_weights_that_are_no_finite_numbers_stop_the_run_by_name(
     root: Path, tmp_path: Path, layout: Layout, change: Callable[[dict[str, Tensor]], None], named: str
 ) -> None:
-    """In rows, too, that the certificate does not sample and no token may ever look up."""
+    """Also in rows that the certificate doesn't sample and no token may ever look up."""
     with pytest.raises(UserError, match=named):
         load_base(read_base(damaged(root, tmp_path, change)), layout)
 
 
 def test_base_digest_covers_every_byte_and_its_place(root: Path, tmp_path: Path) -> None:
-    """The same from files alone, in 16 bits and in FP8; another one for any change. Layouts: load_ranks.py."""
+    """The same from files alone, in 16 bits and FP8; different after any change. Layouts are in load_ranks.py."""
     base = read_base(damaged(root, tmp_path, lambda _: None))
     expected = digest_files(base)
     assert {load_base(base, layout)[1]["base_digest"] for layout in (ALONE, FP8)} == {expected}
@@ -205,7 +205,7 @@ def test_base_digest_covers_every_byte_and_its_place(root: Path, tmp_path: Path)
 
 
 def test_signs_and_places_of_rows_count_in_the_digest() -> None:
-    """Highest bits of words are what sums lose first. Parts add up to the whole, wherever they are cut."""
+    """Sums lose the highest bits of words first. Parts add up to the full digest, wherever they are cut."""
     dice = random.Random(0)
     for shape in ((6, 24), (1100, 24), (2, 700, 8), (3000,)):
         for dtype, name in ((torch.float32, "F32"), (torch.float64, "F64"), (torch.bfloat16, "BF16")):
@@ -270,7 +270,7 @@ def test_faulty_header_reader_is_detected(root: Path, layout: Layout, fault: str
 
 
 def test_unfilled_parameters_are_reported(root: Path) -> None:
-    """Whatever the lists before it say: what counts as loaded is what was read."""
+    """Whatever the earlier lists say: loaded means read."""
     base = read_base(root / "published")
     model = parallel.build_model(base, ALONE, torch.bfloat16)
     parallel.allocate(model, ALONE)
@@ -314,7 +314,7 @@ def parts(targets: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def test_each_scale_is_compared(root: Path) -> None:
-    """All of them: a block's scale is wrong for rows that no sample may hit."""
+    """All scales: a wrong block may be in rows that no sample hits."""
     base = read_base(root / "blocks")
     model, _ = load_base(base, FP8)
     targets, in_fp8 = list_unique_tensors(model), list_quantized_params(model)
@@ -331,7 +331,7 @@ def test_each_scale_is_compared(root: Path) -> None:
 
 
 def test_only_weights_stored_in_fp8_stay_in_fp8(root: Path, tmp_path: Path) -> None:
-    """One expert of a stack in 16 bits: loaded in 16 bits it is right, kept in FP8 it can't be expressed."""
+    """One expert of a stack is stored in 16 bits: loaded in 16 bits it is right, FP8 can't express it."""
     with pytest.raises(UserError, match=r"layout\.base_dtype: llama is not stored in FP8.*\n.*\n.*base_dtype: bf16"):
         load_base(read_base(root / "llama"), FP8)
 

@@ -1,4 +1,4 @@
-"""The adapter: what PEFT is asked for, what came of it, that it trains, and that replicas of it stay the same."""
+"""The adapter: PEFT's inputs and result, that it trains, and that its replicas stay equal."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_saved_adapter_opens_in_peft_and_continues_here(tmp_path: Path, experts:
 @pytest.mark.filterwarnings("ignore:(PiSSA|OLoRA) changes the base weights:UserWarning")
 @pytest.mark.parametrize(("how", "keys"), [("pissa", {"use_rslora": True}), ("olora", {})])
 def test_weight_initialised_adapters_equal_pefts(how: str, keys: dict[str, Any], tmp_path: Path) -> None:
-    """PEFT takes the part out of the base; here a fixed half of the adapter does. Same losses, same saved adapter."""
+    """PEFT subtracts the part from the base; here a fixed half of the adapter does. Equal losses and saved adapter."""
     keys = {"r": R, "lora_alpha": 2 * R, "target_modules": list(PATTERNS), "init_lora_weights": how, **keys}
     ours, theirs = started(**keys), get_peft_model(base(), LoraConfig(**keys))
     theirs.save_pretrained(tmp_path / "start")
@@ -193,7 +193,7 @@ def test_weight_initialised_adapters_equal_pefts(how: str, keys: dict[str, Any],
 
 
 def started(**keys: Any) -> PeftModel:
-    """Attached as the plan would say: with twice the rank."""
+    """Attach it as planned: with twice the rank."""
     plan = plan_of(base(), (), PATTERNS)
     targets = tuple(replace(target, parameters=2 * target.parameters) for target in plan.targets)
     plan = replace(plan, r=2 * R, targets=targets, trainable=2 * plan.trainable)
@@ -254,7 +254,7 @@ def poison(model: PeftModel) -> None:
 
 
 def one_expert(model: PeftModel) -> None:
-    """An expert that had tokens; experts are fastest: column i x E + expert."""
+    """Mask an expert that had tokens; experts vary fastest: column i x E + expert."""
     by_expert = gradient_of(model, "experts.lora_B").reshape(-1, E)
     used = by_expert.ne(0).any(dim=0).nonzero()
     assert len(used) >= 2
@@ -381,7 +381,7 @@ def test_single_rank_norm_equals_torchs() -> None:
 
 
 def test_norm_of_no_gradients_is_on_the_right_device() -> None:
-    """Adapters on split experts alone: beside a GPU's norms, one on the CPU can't be stacked."""
+    """Adapters on split experts only: a norm on the CPU can't be stacked with a GPU's."""
     assert sync._norm([], torch.device("meta")).device.type == "meta"
     assert float(sync._norm([nn.Parameter(torch.ones(3))], torch.device("cpu"))) == 0  # without a gradient
 
@@ -392,7 +392,7 @@ SHARED = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "o_pro
 
 
 def peft_alone(family: str, **keys: Any) -> PeftModel:
-    """All linear layers of attention and of what is dense, with norms and biases that aren't 1 and 0."""
+    """Adapt all linear layers of attention and dense parts, with norms and biases that aren't 1 and 0."""
     model: Any = base(family)
     model.config._experts_implementation = "eager"
     for parameter in model.parameters():
@@ -416,7 +416,7 @@ def peft_alone(family: str, **keys: Any) -> PeftModel:
     ],
 )
 def test_fused_layers_have_pefts_values_and_gradients(family: str, keys: dict[str, Any], checkpointing: bool) -> None:
-    """Against PEFT in float64: from that PEFT in float32 is as far away, where it is further than 1e-5."""
+    """Compared with PEFT in float64: within 1e-5, or within PEFT's own float32 error if that is larger."""
     ours, theirs, exact = (peft_alone(family, **keys) for _ in range(3))
     assert not fused.fuse_layers(ours).groups  # on a CPU, where they are not faster
     adapters = fused.fuse_layers(ours, always=True)
@@ -508,7 +508,7 @@ def test_fused_layers_are_disabled_on_a_device_with_other_gradients(monkeypatch:
     original = fused.LoraLinears.backward
 
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The fault: a scaling is forgotten."""
+        """The planted fault: a missing scaling."""
         ctx.scalings = [1.0] * len(ctx.scalings)
         return original(ctx, *gradients)
 

@@ -1,4 +1,4 @@
-"""The recorder by itself, in real ranks, and as a callback in a real TRL training, against independent counts."""
+"""The recorder alone, in real ranks, and as a callback in a real TRL training, against independent counts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def records(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def record_step(recorder: Recorder, step: int, micro_batches: int = 1, **values: Any) -> None:
-    """What a loop calls."""
+    """Call what a loop calls."""
     for _ in range(micro_batches):
         recorder.count_tokens({"input_ids": IDS, "labels": IDS})
         for phase in ("data", "forward", "backward"):
@@ -103,7 +103,7 @@ def test_steps_and_pauses_sum_to_the_elapsed_time(recorder: Recorder, tmp_path: 
 
 
 class Event:
-    """A CUDA event whose time the GPU has not reached."""
+    """A CUDA event that the GPU has not reached."""
 
     reached = False
 
@@ -180,7 +180,7 @@ def test_a_killed_run_keeps_every_step_it_made(tmp_path: Path) -> None:
 
 
 def test_recording_is_cheap_and_needs_no_more_memory_with_more_steps(tmp_path: Path) -> None:
-    """Python's own memory and the process's, from a third of the way on; the cost of the median step."""
+    """Python's own memory and the process's, after a third of the steps; the cost of the median step."""
     recorder = Recorder(tmp_path)
     recorder.start()
     for step in range(1, 501):

@@ -62,7 +62,7 @@ def config_of(model_type: str, **more: Any) -> Any:
 
 
 def shapes(config: Any, causal_lm: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in transformers' own model."""
+    """Return names and shapes in transformers' own model."""
     with torch.device("meta"):
         model: torch.nn.Module = getattr(transformers, causal_lm)(config)
     layer = type(model.get_submodule("model.layers.0")).__name__
@@ -175,7 +175,7 @@ def test_every_stored_tensor_has_a_use_or_a_reason(folders: dict[str, Path], nam
 
 
 def value(piece: Piece) -> torch.Tensor:
-    """The values of a piece without scale, read by its offsets alone."""
+    """Return the values of a piece without scale, read only by its offsets."""
     stored = piece.stored
     assert (stored.dtype, piece.scale) == ("BF16", None)
     data = bytearray(stored.file.read_bytes()[stored.start : stored.end])
@@ -184,7 +184,7 @@ def value(piece: Piece) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama-tied", "plain"])
 def test_pieces_equal_values_loaded_by_transformers(folders: dict[str, Path], name: str) -> None:
-    """Offsets of experts and halves, against the library's own loading."""
+    """Offsets of experts and halves, compared with the library's own loading."""
     base = read_base(folders[name])
     model = getattr(transformers, base.family.causal_lm).from_pretrained(folders[name], dtype=torch.bfloat16)
     truth = model.state_dict()
@@ -233,7 +233,7 @@ def test_wrapper_scales_and_names(folders: dict[str, Path], tmp_path: Path) -> N
 
 
 def rewrite(folder: Path, target: Path, rename: Callable[[str], str | None]) -> Path:
-    """The same model under other names; None drops a tensor."""
+    """Write the same model under other names; None drops a tensor."""
     target.mkdir()
     (target / "config.json").write_text((folder / "config.json").read_text())
     stored = load_file(folder / "model.safetensors")
@@ -244,7 +244,7 @@ def rewrite(folder: Path, target: Path, rename: Callable[[str], str | None]) -> 
 
 def test_newer_spellings_and_fused_experts_are_read_too(folders: dict[str, Path], tmp_path: Path) -> None:
     def newer(key: str) -> str:
-        """As classes of transformers 5 call it in memory, and the publisher's converter writes it."""
+        """Names used by transformers 5 in memory, and by the publisher's converter."""
         for old, new in (("language_model.lm_head", "lm_head"), ("language_model.model", "model.language_model")):
             if key.startswith(old):
                 return key.replace(old, new, 1)

@@ -1,4 +1,4 @@
-"""Damaged, incomplete and foreign model folders: each a clear error that names the file, never a traceback."""
+"""Damaged, incomplete and foreign model folders: each is a clear error that names the file, never a traceback."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def edit_json(name: str, change: Callable[[dict[str, Any]], Any]) -> Damage:
 
 
 def text(**changes: Any) -> Damage:
-    """Entries of the text model's config changed; `...` removes one."""
+    """Change entries of the text model's config; `...` removes one."""
 
     def change(config: dict[str, Any]) -> None:
         config["text_config"].update(changes)
@@ -87,7 +87,7 @@ def write(name: str, content: bytes) -> Damage:
 
 
 def remove(*names: str, instead: str = "") -> Damage:
-    """Without these files, or with an empty one instead."""
+    """Remove these files, or empty one."""
 
     def damage(folder: Path) -> None:
         for name in names:
@@ -99,7 +99,7 @@ def remove(*names: str, instead: str = "") -> Damage:
 
 
 def header(change: Callable[[list[dict[str, Any]]], Any], length: int | None = None) -> Damage:
-    """The header's entries, in the order of their tensors, changed; or its length."""
+    """Change the header's entries, in the order of their tensors, or its length."""
 
     def damage(folder: Path) -> None:
         data = (folder / FILE).read_bytes()

@@ -1,8 +1,8 @@
-"""A whole training step on a GPU that computes nothing: `make prove-cuda` runs it beneath tests/cuda_stub.c.
+"""A full training step on a GPU that computes nothing: `make prove-cuda` runs it on tests/cuda_stub.c.
 
-The loop is the real one, with torch's CUDA build, autograd's own threads and FSDP2; tensors are fake ones on `cuda`,
-other ranks are not there. What a GPU would refuse or wait for is seen: shapes, strides and dtypes of its kernels,
-tensors on two devices in one operator, values that the host asks for. What a kernel computes is not.
+The loop is real, with torch's CUDA build, autograd's own threads and FSDP2; tensors are fake ones on `cuda`, and other
+ranks are absent. Checked is what a GPU would refuse or wait for: shapes, strides and dtypes of its kernels, tensors on
+two devices in one operator, values that the host reads. What kernels compute is not checked.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PRODUCTS = ("mm", "scaled_dot_product", "flash_attention", "efficient_attention"
 
 
 class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What each operator asks of a GPU: where the host waits, which products are wide, which tensors are elsewhere."""
+    """Records what each operator requires of a GPU: where the host waits, wide products, tensors elsewhere."""
 
     def __init__(self, routed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f"{name} {next(own, 'autograd')}".strip()
 
     def listed(self, tensor: Tensor) -> Any:
-        """Instead of values: zeros; of tokens about as many for each expert, and all of them."""
+        """Return zeros instead of values; of tokens about equally many per expert, and all in total."""
         if tensor.is_cuda:
             self.waits[self.where()] += 1
         answer: Any = [0.0 if tensor.is_floating_point() else 0] * tensor.numel()
@@ -118,7 +118,7 @@ def everyones(values: list[Any], own: Any, *_: Any, **__: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What asks for values gets an answer, and what compares them takes them for equal."""
+    """Answer reads of values, and treat compared values as equal."""
     monkeypatch.setattr(dist, "all_gather_object", everyones)
     monkeypatch.setattr(Liveness, "_require", lambda *_: None)
     monkeypatch.setattr(fused, "_are_close", lambda one, other: one.shape == other.shape and one.dtype == other.dtype)

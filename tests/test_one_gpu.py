@@ -1,4 +1,4 @@
-"""benchmarks/one_gpu.py at toy size: every part gives its rows, and what ends early loses nothing."""
+"""benchmarks/one_gpu.py at toy size: every part returns its rows, and an interrupted run loses nothing."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def model() -> Any:
 
 
 def rows(model: Any, name: str) -> list[dict[str, Any]]:
-    """A part's rows, which a file can hold."""
+    """Return a part's rows, which a file can store."""
     part = importlib.import_module("one_gpu_parts").PARTS[name]
     found: list[dict[str, Any]] = list(part(model.Sizes(tiny=True), time.time() + 100))
     return [json.loads(json.dumps(row)) for row in found if "note" not in row]
 
 
 def test_gpu_code_paths_compute_the_same_values(model: Any) -> None:
-    """On a CPU too: the grouped products over codes, and unmerged adapters against PEFT's."""
+    """On a CPU too: grouped products over codes, and unmerged adapters against PEFT's."""
     errors = [row["value"] for row in rows(model, "ground") if row["unit"] == "relative"]
     assert len(errors) == 7
     assert max(errors) < 0.03

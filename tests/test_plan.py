@@ -1,6 +1,6 @@
-"""The plan of every example as golden files, its choices, its text, and the arithmetic of a run's length.
+"""Every example's plan as golden files, its choices, its text, and the arithmetic of a run's length.
 
-`python tests/test_plan.py` writes the golden files anew: read the difference before you commit it.
+`python tests/test_plan.py` rewrites the golden files: read the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def of_train(*overrides: str) -> Plan:
 
 
 def rounded(value: Any) -> Any:
-    """Six digits of every figure, modules counted instead of named, paths from the repository's root."""
+    """Round figures to six digits, count modules instead of naming them, and shorten paths to the repository's root."""
     if isinstance(value, dict):
         return {key: rounded(inner) for key, inner in value.items() if key not in ("matched", "windlass")}
     if isinstance(value, list | tuple):
@@ -295,7 +295,7 @@ def test_packed_rows_are_masked_except_for_attention_within_documents() -> None:
 
 
 def pasted(text: str) -> dict[str, list[str]]:
-    """What `plan --compare` prints to paste for each row, as a shell reads it."""
+    """Return what `plan --compare` prints to paste for each row, as a shell reads it."""
     block = text.partition("take a row:\n")[2].partition("\n\n")[0]
     found = re.findall(r"^ (\S.*)\n((?:   .*\n?)+)", block, re.MULTILINE)
     return {
@@ -373,7 +373,7 @@ def test_suggested_overrides_fit_when_pasted(key: str) -> None:
 
 
 def test_the_full_model_in_4_bits_fits_one_gpu_of_80_gb() -> None:
-    """As the example sets it: offered where nothing else fits, and never chosen unasked."""
+    """As in the example: suggested if nothing else fits, never chosen by itself."""
     made = planning.make_plan(read_run_file(EXAMPLES / "one-80gb.yaml"))
     assert (made.layout.base_dtype, made.machine.gpu.name) == ("nf4", "h100")
     assert 65 < made.cost.gpu_gib < 0.95 * made.machine.gpu.memory_gib

@@ -1,4 +1,4 @@
-"""Planned against published runs: the goals on rows that nothing was fitted to, and rows that can't be read."""
+"""Planned against published runs: the goals on rows that nothing was fitted to, and unreadable rows."""
 
 from __future__ import annotations
 

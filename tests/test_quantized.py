@@ -1,4 +1,4 @@
-"""The base in FP8: the same numbers as in 16 bits, in half the bytes; and in 4 bits: the nearest numbers there are."""
+"""The base in FP8: the same numbers as in 16 bits, in half the bytes; and in 4 bits: the nearest codes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def random_codes(*shape: int, seed: int = 0) -> Tensor:
-    """Every code but the two that are no number."""
+    """Return every code but the two NaN."""
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     return torch.where((codes & 0x7F) == 0x7F, 0, codes)
 
@@ -48,7 +48,7 @@ def random_scale(*shape: int, seed: int = 1) -> Tensor:
 
 
 def truth(codes: Tensor, scale: Tensor, sides: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Element by element, and in float64 before the float32 product is rounded: no code of the loader's."""
+    """Decode element by element, in float64 before the float32 product is rounded, without the loader's code."""
     rows = torch.arange(codes.shape[-2]) // sides[0]
     columns = torch.arange(codes.shape[-1]) // sides[1]
     wide = codes.view(E4M3).double() * scale[..., rows, :][..., columns].double()
@@ -82,7 +82,7 @@ def test_dequantize_is_one_operator_for_compilers_and_fake_tensors(kind: str) ->
 
 
 def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[QuantizedLinear, nn.Linear]:
-    """The same layer twice: in FP8, and in `dtype`."""
+    """Return the same layer twice: in FP8, and in `dtype`."""
     form = Format(E4M3, (16, 16), dtype)
     plain = nn.Linear(40, 24, bias=bias, dtype=dtype)
     in_fp8 = QuantizedLinear(plain, form)
@@ -125,7 +125,7 @@ OFFSETS = torch.tensor([3, 3, 10, 12, 12], dtype=torch.int32)  # of five experts
 
 
 def experts(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """Five experts with ragged blocks twice: in FP8, and in `dtype`."""
+    """Return five experts with ragged blocks twice: in FP8, and in `dtype`."""
     form = Format(E4M3, (16, 32), dtype)
     in_fp8, plain = nn.Module(), nn.Module()
     quantized.to_quantized_param(in_fp8, "gate_up_proj", torch.empty(SHAPE), form)
@@ -138,7 +138,7 @@ def experts(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 columns of 40 at a time in 16 bits: also a ragged chunk."""
+    """Compute 16 of 40 columns at a time in 16 bits, including a ragged chunk."""
     monkeypatch.setattr(memory, "COLUMNS", 8)
     monkeypatch.setattr(memory, "DEQUANTIZED", 5 * 48 * 2 * 16)
 
@@ -311,7 +311,7 @@ for architecture, exponents, side in ((80, (4, 5), 32), (90, (0, 0), 64), (100, 
 
 @pytest.mark.parametrize("script", [KERNEL, COMPILED], ids=["interpreted", "compiled"])
 def test_kernel_equals_torch_bit_for_bit(script: str, tmp_path: Path) -> None:
-    """By Triton's interpreter, and as far as it can be compiled here. That a GPU's bits are these, no CPU can say."""
+    """By Triton's interpreter, and compiled as far as possible here. Only a GPU can show that its bits are these."""
     if importlib.util.find_spec("triton") is None and not TRITON.exists():
         pytest.skip(
             f"Triton comes with torch's CUDA builds; without one `make test` installs it in {TRITON}, if it can"
@@ -332,7 +332,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Base:
 
 
 def adapted(base: Base, base_dtype: str, **printed: object) -> dict[str, Tensor]:
-    """The adapter as it is before the first step, of a base in BF16."""
+    """Return the adapter before the first step, on a BF16 base."""
     layout = Layout("resident", "test", 1, 1, shard=1, base_dtype=base_dtype)
     lora = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", **printed})
     attached = attach_adapter(load_base(base, layout)[0], lora, resolve_adapter(lora, base, lambda key: key), seed=1)
@@ -340,7 +340,7 @@ def adapted(base: Base, base_dtype: str, **printed: object) -> dict[str, Tensor]
 
 
 def test_adapter_equals_one_trained_on_16_bits(published: Base, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEFT rounds what it draws to the base's dtype: to bytes nothing would be left of it."""
+    """PEFT rounds initial values to the base's dtype: in bytes nothing would be left of them."""
     wide, narrow = (adapted(published, base, experts={"r": 2}) for base in ("bf16", "fp8"))
     assert wide.keys() == narrow.keys()
     assert any("experts" in name for name in wide)
@@ -350,7 +350,7 @@ def test_adapter_equals_one_trained_on_16_bits(published: Base, monkeypatch: pyt
     original = QuantizedLinear.__init__
 
     def forgetful(self: QuantizedLinear, plain: nn.Linear, form: Format) -> None:
-        """The fault that this guards against."""
+        """The planted fault."""
         original(self, plain, form)
         del self.compute_dtype
 
@@ -364,7 +364,7 @@ def test_adapter_equals_one_trained_on_16_bits(published: Base, monkeypatch: pyt
 
 @pytest.mark.parametrize("base_dtype", ["fp8", "nf4"])
 def test_fused_adapters_have_the_gradients_of_separate_ones(published: Base, base_dtype: str) -> None:
-    """What a GPU trains with, forced on a CPU."""
+    """A GPU's code path, forced on a CPU."""
     layout = Layout("resident", "test", 1, 1, shard=1, base_dtype=base_dtype)
     lora = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", "experts": {"r": 2}})
     base = load_base(published, layout, dtype=torch.float32)[0]
@@ -389,7 +389,7 @@ GOLDEN_SCALES = [1.0, 1.546875]
 
 
 def patterned() -> Tensor:
-    """Two rows of numbers that BF16 has."""
+    """Return two rows of numbers that BF16 can express."""
     steps = ((torch.arange(128) * 37 % 101) - 50).view(2, 64).float()
     return (steps * torch.tensor([[0.02], [-0.031]])).bfloat16().float()
 

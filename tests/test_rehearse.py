@@ -1,4 +1,4 @@
-"""The rehearsal: one from start to end, and every planted fault caught in the stage that is named for it."""
+"""The rehearsal: one from start to end, and every planted fault caught in its stage."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rehearsed(run: Path, *overrides: str, keep: Path | None = None) -> Record:
 
 @pytest.fixture(scope="module", autouse=True)
 def warm_processes() -> Iterator[str]:
-    """A rehearsal's processes start warm."""
+    """Start a rehearsal's processes warm."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         python = warm.python()
@@ -121,7 +121,7 @@ def test_exports_that_are_not_what_was_trained_are_found(kept: Path, tmp_path: P
 
     @contextlib.contextmanager
     def found(file: Path, words: str) -> Iterator[dict[str, Any]]:
-        """With other tensors in the file, and the file as it was afterwards."""
+        """Return the finding with other tensors in the file, which is then restored."""
         before, tensors = file.read_bytes(), load_file(file)
         yield tensors
         save_file(tensors, file, metadata={"format": "pt"})
@@ -209,7 +209,7 @@ def some_material(**more: Any) -> Material:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_scaled_down_run_has_the_same_plan(name: str, tmp_path: Path) -> None:
-    """Without being run: the same layout, targets and schedule, on the ranks and the replica that it would have."""
+    """Only planned: the same layout, targets and schedule, on the ranks and replica of a rehearsal."""
     run, overrides, _, count = EXAMPLES[name]
     loaded = read_run_file(run, overrides)
     own = planning.make_plan(loaded)
@@ -239,7 +239,7 @@ def test_scaled_down_run_has_the_same_plan(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def copied(user: Path, tmp_path: Path) -> Path:
-    """The model's folder, to be damaged."""
+    """Return a copy of the model's folder, to be damaged."""
     shutil.copytree(user.parent / "model", tmp_path / "model")
     return tmp_path / "model"
 
@@ -271,7 +271,7 @@ NOT_WRITTEN = {"an unknown key", "a run folder inside a file", "a finished run"}
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught_in_its_stage(name: str, user: Path, copied: Path, tmp_path: Path) -> None:
-    """And takes an older record's place, where the run file says which folder that is and no run has finished there."""
+    """And replaces an older record, if the run file names the folder and no run has finished there."""
     (tmp_path / "rehearsal.json").write_text(json.dumps({"passed": True}))
     template = copied / "chat_template.jinja"
     template.write_text(template.read_text().replace(" + eos_token", ""))
@@ -297,7 +297,7 @@ def test_a_fault_is_caught_in_its_stage(name: str, user: Path, copied: Path, tmp
 
 
 def take_rows(user: Path, tmp_path: Path, *overrides: str) -> dict[str, Any]:
-    """The stage `data` in this process: what it reports, or its error."""
+    """Run the stage `data` in this process; return its report or its error."""
     talks = (f"data.dataset_name_or_path={write_talks(tmp_path / 'talks')}", "data.messages_field=messages")
     loaded = read_run_file(user, [*talks, *overrides])
     base = find_base(loaded.run.model.model_name_or_path, "model")

@@ -220,7 +220,7 @@ def test_report_verdict_reflects_failures(tmp_path: Path) -> None:
 
 
 def test_killed_run_is_not_shown_as_running(tmp_path: Path) -> None:
-    """Its manifest says running for ever; its heartbeats have stopped."""
+    """Its manifest still says running; its heartbeats have stopped."""
     folder = write(tmp_path / "run", ranks=1, count=30)
     alarms, beat = folder / "alarms.jsonl", folder / "heartbeat-rank0.json"
     alarms.unlink()
@@ -263,7 +263,7 @@ def test_the_page_stays_small_and_keeps_the_spike(ranks: int, count: int, tmp_pa
 
 
 def test_long_files_of_other_ranks_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums within a percent of the whole reading's; the page says so; the first rank's is read in full."""
+    """Sums are within a percent of a full reading; the page says so; the first rank's file is read in full."""
     folder = write(tmp_path / "run", ranks=3, count=1500, stages=False)
     whole = only(folder)
     monkeypatch.setattr(sys.modules["windlass.observe.report.read"], "LONG", 100_000)
@@ -315,7 +315,7 @@ class Tags(html.parser.HTMLParser):
 
 
 def planted(value: Any) -> Any:
-    """The same value with every text, and every key that is a user's, replaced by the worst."""
+    """Return the value with every text, and every key from a user, replaced by the worst."""
     if isinstance(value, dict):
         return {key: planted(inner) for key, inner in value.items()} | {EVIL: EVIL}
     if isinstance(value, list):
@@ -348,7 +348,7 @@ ODD: list[Any] = [None, -1, 1e300, 10**400, math.inf, "text\ud800", [], [None], 
 
 
 def replacements(value: Any, odd: Any) -> Iterator[Any]:
-    """The value with each of its parts in turn replaced by `odd`; of long lists the first two."""
+    """Yield the value with each of its parts in turn replaced by `odd`; of long lists the first two."""
     yield odd
     if isinstance(value, dict):
         for key, inner in value.items():

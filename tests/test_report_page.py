@@ -1,4 +1,4 @@
-"""The page in a real headless Chromium: opened, read with mouse, keyboard and finger, printed."""
+"""The page in a real headless Chromium: opened, read with mouse, keyboard and touch, printed."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_curves_can_be_toggled(opened: Chromium) -> None:
 
 
 def test_log_scale(opened: Chromium) -> None:
-    """The curve and its axis change, what is read doesn't; a second press brings the first picture back."""
+    """The curve and its axis change, values don't; a second press restores the first picture."""
     rate = "document.querySelector('figure[data-chart=\"r0-rate\"]')"
     before, other = ink(opened, LOSS), ink(opened, rate)
     opened.run("document.getElementById('log').click()")
@@ -164,7 +164,7 @@ def test_smoothing_and_what_the_curves_are_drawn_over(chromium: Chromium, pages:
 
 @pytest.mark.prove
 def test_axe_finds_nothing(chromium: Chromium, pages: dict[str, Path], tmp_path: Path) -> None:
-    """axe-core comes from npm, where there is one."""
+    """axe-core comes from npm, if there is one."""
     packed = subprocess.run(
         ["npm", "pack", "axe-core@4.14.1"], cwd=tmp_path, check=False, capture_output=True, timeout=90
     )
@@ -201,7 +201,7 @@ def test_mouse_reads_values_and_zooms(opened: Chromium) -> None:
 
 
 def test_keyboard_alone(opened: Chromium) -> None:
-    """Every curve can be reached; arrows read, + zooms, 0 resets."""
+    """Every curve can be reached; arrows read values, + zooms, 0 resets."""
     assert opened.run("[...document.querySelectorAll('.plot')].every(each => each.tabIndex === 0)")
     opened.run(f"{LOSS}.querySelector('.plot').focus()")
     opened.press("ArrowLeft")

@@ -1,4 +1,4 @@
-"""The RetinaNet example, in processes of its own: torchvision is in a folder that no other test sees (see Makefile)."""
+"""The RetinaNet example in its own processes: torchvision is in a folder that no other test sees (see Makefile)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(*command: str, seconds: float = 280) -> subprocess.CompletedProcess[str]
 
 
 def test_one_gpu_parts_run_on_a_cpu(tmp_path: Path) -> None:
-    """Every test of tests/retinanet_parts.py."""
+    """Runs every test of tests/retinanet_parts.py."""
     inner = ("-m", "pytest", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "inner"))
     done = run(*inner, str(ROOT / "tests" / "retinanet_parts.py"))
     shutil.rmtree(tmp_path / "inner", ignore_errors=True)  # several models and optimizers

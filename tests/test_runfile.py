@@ -1,4 +1,4 @@
-"""The run file as it is meant: the recipe's keys and defaults, old spellings, places, overrides, presets, schema."""
+"""Valid run files: the recipe's keys and defaults, old spellings, places, overrides, presets, schema."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ print(json.dumps({
 
 
 def test_names_are_the_libraries() -> None:
-    """The names kept as data are those of the installed libraries; every other name leads to one of our keys."""
+    """Names kept as data exist in the installed libraries; every other name leads to one of our keys."""
     done = subprocess.run([warm.python(), "-c", UPSTREAM_NAMES], capture_output=True, text=True, check=True)
     upstream = {kind: set(names) for kind, names in json.loads(done.stdout).items()}
     assert set(OPTIMIZERS) | set(OPTIMIZERS_REFUSED) == upstream["optimizers"]

@@ -1,4 +1,4 @@
-"""Broken, hostile, misspelt and contradictory run files: each gets a place, a sentence and a hint, all at once."""
+"""Broken, hostile, misspelt and contradictory run files: each error has a place, a sentence and a hint, all at once."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_valid_combinations(tmp_path: Path) -> None:
 
 
 def test_all_problems_at_once_with_all_places(problems: Problems) -> None:
-    """Form, overrides, unknown keys, wrong values and contradictions of what is valid, in one error."""
+    """Form, overrides, unknown keys, wrong values and contradictions among valid ones, in one error."""
     (found,) = problems("train:\n  bf16: true\n  fp16: true\n")
     assert (found.where, found.problem) == ("F:3: train.fp16", "bf16 and fp16 are both on (F:2: train.bf16)")
     (found,) = problems("train:\n  load_best_model_at_end: true\n  eval_steps: 30\n  save_steps: 100\n")

@@ -1,4 +1,4 @@
-"""Continuations of fixed prompts at evaluations: what plain PEFT generates, and training as it is without them."""
+"""Continuations of fixed prompts at evaluations: equal to plain PEFT's, and training as without them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ SITE = (
 
 
 def run_file(folder: Path, script: str, args: list[Any] | None = None, **more: Any) -> Path:
-    """A script and its run file, two ranks on this CPU."""
+    """Write a script and its run file, two ranks on this CPU."""
     folder.mkdir(exist_ok=True)
     (folder / "train me.py").write_text(script)
     about = {"path": str(folder / "train me.py"), "args": args or [], "output_dir": str(folder / "run")}
@@ -291,7 +291,7 @@ def test_a_stop_signal_reaches_the_script(tmp_path: Path, script: str, exits: in
 
 
 def test_interrupted_save_does_not_count(tmp_path: Path) -> None:
-    """Though another rank has saved in time, and first."""
+    """Although another rank has saved in time, and first."""
     once = SLOW.replace("def save(*_):", "def save(*_):\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)")
     path = run_file(tmp_path, once, cluster={"gpu": "cpu", "grace_seconds": 1})
     process = started(path, "run/ready-0", "run/ready-1")
@@ -303,7 +303,7 @@ def test_interrupted_save_does_not_count(tmp_path: Path) -> None:
 
 
 def test_under_a_launcher_ranks_wait_for_each_other(tmp_path: Path) -> None:
-    """A launcher signals all ranks when one of them has ended, and kills them, whatever they are saving."""
+    """A launcher signals all ranks when one has ended, and kills them even while they save."""
     slow = SAVES.replace("def save(*_):", "def save(*_):\n    time.sleep(1.6)")
     status_dir = tmp_path / "status_dir"
     status_dir.mkdir()
@@ -328,7 +328,7 @@ def test_under_a_launcher_ranks_wait_for_each_other(tmp_path: Path) -> None:
 
 
 def test_alarm_stops_ranks_with_their_grace(plan: Callable[..., ScriptPlan], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what is left to them once another rank has failed."""
+    """Not only the time left once another rank has failed."""
     monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0.2)
     made = plan(script=DIVERGES_SAVES)
     with ranks.reserve_port() as port:

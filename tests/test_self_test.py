@@ -1,4 +1,4 @@
-"""`windlass check --self-test`: on this CPU all that applies passes, and what is broken is named."""
+"""`windlass check --self-test`: on this CPU everything applicable passes, and planted faults are named."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ self_test.run_tests(self_test.Path(sys.argv[1]))
 @pytest.mark.prove
 @pytest.mark.parametrize("fault", ["none", "wrong", "dies"])
 def test_self_test_as_a_whole(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a user starts, on this CPU: sound, with a kernel that is wrong, and with one that ends its process."""
+    """As a user starts it, on this CPU: without fault, with a wrong kernel, and with one that ends its process."""
     script = tmp_path / "broken.py"
     script.write_text(BROKEN.format(dies=fault == "dies"))
     if fault != "none":

@@ -1,4 +1,4 @@
-"""What a stranger gets: the wheel, the versions, the bug report without secrets."""
+"""A new user's path: the wheel, the versions, the bug report without secrets."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_bug_report_has_no_secrets_and_no_data(
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built without the checkout's git and without the network."""
+    """Build it without the checkout's git and without network."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -120,7 +120,7 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
 
 @pytest.mark.prove
 def test_an_installed_wheel_runs_the_demo_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
-    """Without the checkout: nothing of it is on the path."""
+    """Nothing of the checkout is on the path."""
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
     install = [

@@ -1,4 +1,4 @@
-"""LoRA targets and parameter counts against PEFT itself, on every family; errors for what matches nothing."""
+"""LoRA targets and parameter counts against PEFT itself, on every family; errors for patterns without a match."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ MORE: dict[str, dict[str, Any]] = {  # so that one name reaches several parts, a
 
 
 def small_base(model_type: str, **more: Any) -> tuple[Any, Base]:
-    """transformers' config, and the base that headers of such a model would give."""
+    """Return transformers' config, and the base described by such a model's headers."""
     config = config_of(model_type, **{**MORE.get(model_type, {}), **more})
     return config, describe(config.to_dict(), "config.json", "small")
 
 
 def by_peft(config: Any, causal_lm: str, **settings: Any) -> tuple[dict[str, int], int]:
-    """What PEFT makes of it: trainable parameters of each adapted module or expert parameter, and of all."""
+    """Return what PEFT builds: trainable parameters of each adapted module or expert parameter, and in total."""
     with torch.device("meta"):
         model = getattr(transformers, causal_lm)(config)
     with warnings.catch_warnings():
@@ -61,7 +61,7 @@ def own(base: Base, **settings: Any) -> Adapter:
 
 
 def agree(model_type: str, ours: dict[str, Any], peft: dict[str, Any], **more: Any) -> Adapter:
-    """Resolve here, configure PEFT in its own words, and compare names and numbers."""
+    """Resolve here, configure PEFT with the user's words, and compare names and numbers."""
     config, base = small_base(model_type, **more)
     adapter = own(base, **ours)
     parameters = list(adapter.target_parameters) or None
@@ -131,7 +131,7 @@ def test_targets_and_counts_equal_pefts(model_type: str, case: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 def test_patterns_give_pefts_values_and_scales() -> None:
-    """peft_config names modules exactly; PEFT given the patterns themselves makes the same adapter of the same seed."""
+    """peft_config names modules exactly; given the patterns, PEFT builds the same adapter from the same seed."""
     config, base = small_base("llama")
     keys: dict[str, Any] = {"r": 3, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": TWO, **RANKS}
     adapters = []
@@ -229,7 +229,7 @@ def test_incomplete_target_pattern_is_warned_about(model_type: str, pattern: str
 
 
 def test_experts_names_are_expanded() -> None:
-    """A name that only routed experts have is satisfied by lora.experts; gate and up of experts are one parameter."""
+    """lora.experts satisfies a name that only routed experts have; gate and up of experts are one parameter."""
     _, base = small_base("mixtral")
     adapter = own(base, target_modules=["q_proj", "gate_proj", "w2"], experts=True)
     assert {"gate_proj -> gate_up_proj of lora.experts", "w2 -> down_proj of lora.experts"} <= set(adapter.notes)

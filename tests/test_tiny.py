@@ -1,4 +1,4 @@
-"""A tiny model is what it stands for: the libraries open it, and it is stored as the published one is."""
+"""A tiny model is like the model it replaces: the libraries open it, and it is stored like the published one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from windlass.rehearse.scale import scale_config
 
 
 def stored(directory: Path) -> dict[str, tuple[str, list[int]]]:
-    """Type and shape of each tensor."""
+    """Return type and shape of each tensor."""
     found = {}
     for path in directory.glob("model*.safetensors"):
         with safe_open(path, "pt") as file:

@@ -1,4 +1,4 @@
-"""The whole run, with real processes over gloo: equal to plain TRL + PEFT, and stopped by every planted fault."""
+"""Full runs with real processes over gloo: equal to plain TRL + PEFT, and stopped by every planted fault."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ STREAM = """  mix:
 def case(
     world: int, *, micro: int = 0, accumulation: int = 1, layout: str = "full-shard", **rest: Any
 ) -> dict[str, Any]:
-    """A run of 8 sequences a step, spread as asked."""
+    """Return a run of 8 sequences per step, distributed as requested."""
     micro = micro or 8 // world // accumulation
     overrides = {
         "layout.name": layout if world > 1 else "resident",
@@ -309,7 +309,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launched(material: Path, world: int, wanted: dict[str, dict[str, Any]] | None = None, folder: str = "") -> Outcomes:
-    """All cases of this number of ranks, one after the other in the same processes."""
+    """Run all cases of this number of ranks in the same processes."""
     out = material / f"{folder}of {world}"
     out.mkdir()
     cases = {name: {**each, "overrides": list(each["overrides"])} for name, each in (wanted or CASES[world]).items()}
@@ -338,7 +338,7 @@ def launched(material: Path, world: int, wanted: dict[str, dict[str, Any]] | Non
 
 
 class Outcomes:
-    """What the ranks of one start reported, and the run folders that they left."""
+    """What the ranks of one start reported, and their run folders."""
 
     def __init__(self, folder: Path, ranks: list[dict[str, Any]], printed: str) -> None:
         self.folder, self.ranks, self.printed = folder, ranks, printed
@@ -470,7 +470,7 @@ def test_gathered_weights_are_sent_once_per_step(two: Outcomes) -> None:
 
 
 def test_dropout_of_experts_adapters_is_applied_and_the_same_when_recomputed(two: Outcomes) -> None:
-    """Masks differ from those of any other way to spread the rows: what can be equal is a run and its recomputing."""
+    """Masks differ between distributions of the rows: only a run and its recomputation can be equal."""
     dropped, again, without = two.steps("dropout"), two.steps("dropout, checkpointing"), two.steps("experts split")[0]
     kept = two.steps("dropout, selective")
     assert dropped[0]["loss"] == pytest.approx(without["loss"], rel=TOLERANCE)  # B is still zero
@@ -482,7 +482,7 @@ def test_dropout_of_experts_adapters_is_applied_and_the_same_when_recomputed(two
 
 
 def rows_of_steps(of: Outcomes, name: str) -> list[list[int]]:
-    """Every rank's rows of each step, together."""
+    """Return every rank's rows of each step, together."""
     files = sorted((of.folder / name).glob("steps-rank*.jsonl"))
     lines = [[line["rows"] for line in read_json_lines(file)] for file in files]
     return [sorted(itertools.chain(*step)) for step in zip(*lines, strict=True)]
@@ -528,7 +528,7 @@ def test_mix_epoch_has_the_configured_shares(alone: Outcomes, two: Outcomes) -> 
 
 @pytest.mark.prove
 def test_resumed_run_draws_the_same_dropout_masks(more: Callable[[int], Outcomes]) -> None:
-    """Of every rank, for its own experts' adapters and for those that all have."""
+    """On every rank, for its own experts' adapters and for replicated ones."""
     found = more(2)
     assert (found["dropout stopped"]["code"], found["dropout resumed"]["code"]) == (SAVED, 0)
     whole, parts = adapter(found.folder / "dropout whole"), adapter(found.folder / "dropout in two")
@@ -538,7 +538,7 @@ def test_resumed_run_draws_the_same_dropout_masks(more: Callable[[int], Outcomes
 
 
 def test_bfloat16_training_equals_plain_trl(alone: Outcomes, two: Outcomes) -> None:
-    """A bfloat16 has 8 bits: sums over other batches round otherwise."""
+    """bfloat16 has 8 bits: sums over other batches round differently."""
     steps, expected = two.steps("narrow"), alone.steps("plain narrow")
     assert [step["loss"] for step in steps] == pytest.approx([step["loss"] for step in expected], rel=2**-9)
     norms = [[step["grad_norm"] for step in each] for each in (steps, expected)]
@@ -565,7 +565,7 @@ def test_evaluation_is_equal_in_every_layout_and_changes_no_step(alone: Outcomes
 )
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_micro_batch_loss_and_gradients_equal_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a router's balancing loss, in chunks of a few tokens or at once, masked prompts and padding among them."""
+    """With a router's balancing loss, in chunks of a few tokens or at once, with masked prompts and padding."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = MixtralConfig(vocab_size=300, num_key_value_heads=2, num_local_experts=4, **sizes)
     config.router_aux_loss_coef = 0.5
@@ -684,7 +684,7 @@ def test_every_rank_has_its_own_experts_adapter_and_files_hold_the_whole(two: Ou
 
 @pytest.mark.parametrize("name", ["experts one rank's twice", "experts averaged over all"])
 def test_wrong_expert_parts_differ_from_plain_peft(alone: Outcomes, two: Outcomes, name: str) -> None:
-    """No rank can know: what it stores nobody else stores."""
+    """No rank can notice: no other rank stores the same part."""
     # Of two steps: the first one's learning rate is 0, so that both begin with the same adapter.
     pairs = zip(two.steps(name)[:2], alone.steps("plain experts")[:2], strict=True)
     assert max(abs(one["grad_norm"] / other["grad_norm"] - 1) for one, other in pairs) > 10 * TOLERANCE
@@ -867,7 +867,7 @@ cli.main(sys.argv[5:])
 def test_full_disk_does_not_stop_training(
     material: Path, tmp_path: Path, full_from: int, emptied_at: int, ranks: int
 ) -> None:
-    """Steps, events, heartbeat, checkpoint, final: each is reported once, and what was saved stays."""
+    """Steps, events, heartbeat, checkpoint, final: each is reported once, and earlier saves stay."""
     disk, run, copied = tmp_path / "disk", tmp_path / "disk" / "run", tmp_path / "copy"
     disk.mkdir()
     values = {"output_dir": run, "max_steps": 24, "save_strategy": "steps", "save_steps": 4}

@@ -1,4 +1,4 @@
-"""Order of rows, micro-batches of ranks, optimizers and schedules: what the loop is given, without the loop."""
+"""Order of rows, micro-batches of ranks, optimizers and schedules: the loop's inputs, without the loop."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def taken(of: Batches, step: int, accumulation: int, per_epoch: int | None, coun
 def test_every_number_of_ranks_has_the_same_steps_also_after_a_resume(
     count: int, how: tuple[int, int, int], step: int
 ) -> None:
-    """4 rows a step, as ranks x micro-batch x accumulation. Every epoch has every row once, each in its own order."""
+    """4 rows per step, as ranks x micro-batch x accumulation. Every epoch has every row once, in its own order."""
     world, micro, accumulation = how
     per_epoch = -(-count // 4)
     rows: list[list[int]] = []
@@ -70,7 +70,7 @@ def test_every_number_of_ranks_has_the_same_steps_also_after_a_resume(
 
 
 def test_resume_within_an_epoch_keeps_all_rows_of_the_next() -> None:
-    """11 rows, 3 steps an epoch: from the third step on, two epochs and a bit without a new start."""
+    """11 rows, 3 steps per epoch: from the third step on, over two epochs without a new start."""
     rows = [row for batch in taken(batches(11, 4, 1, 0, 4), 2, 1, 3, 7) for row in batch.rows]
     order = [np.random.default_rng(epoch).permutation(11).tolist() for epoch in range(3)]
     assert rows == [*order[0][8:], *order[1], *order[2]]
@@ -93,7 +93,7 @@ def test_batches_draw_no_random_numbers_from_training() -> None:
 
 @pytest.mark.parametrize("batching", [PACKED, "padded in batches of like length"])
 def test_each_epoch_has_its_own_order(batching: str) -> None:
-    """The fault that is guarded against: a shuffle by the seed alone."""
+    """The planted fault: a shuffle that depends only on the seed."""
     lengths = np.arange(5, 105)
     data = PreparedData(pa.table({}), None, {}, "", lengths=lengths, batching=batching)
     orders = [data.order(seed=3, epoch=epoch, global_batch=8) for epoch in (0, 0, 1, 2)]
@@ -106,7 +106,7 @@ def test_each_epoch_has_its_own_order(batching: str) -> None:
 
 
 class Given(torch.optim.Optimizer):
-    """In the place of a library's class: keeps what it is given."""
+    """Stands in for a library's class and records its arguments."""
 
     def __init__(self, groups: Any, **settings: Any) -> None:
         super().__init__(groups, {})
@@ -201,7 +201,7 @@ def test_every_key_of_train_is_read_somewhere() -> None:
 @pytest.mark.parametrize("collator", [PaddedCollator(0), PaddedPackingCollator(0), PaddingFreeCollator()])
 @pytest.mark.parametrize("lengths", [[9], [4, 5]])
 def test_forward_needs_no_device_synchronization(collator: Any, lengths: list[int]) -> None:
-    """Whether a row has several documents is known from the batch; the loss is as if transformers found it out."""
+    """The batch says whether a row has several documents; the loss is the same as if transformers searched for them."""
 
     class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = 0

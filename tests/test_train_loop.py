@@ -1,4 +1,4 @@
-"""The loop in one process: what of it several ranks would only make slower to see."""
+"""The loop in one process, where several ranks would only be slower."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Make = Callable[..., Loop]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """The loop of a run with these settings of `train`."""
+    """Return the loop of a run with these settings of `train`."""
     tiny.write_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     chance = random.Random(0)
@@ -95,7 +95,7 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class Halved(torch.optim.SGD):
-    """In schedulefree's manner: it refuses to step but in training, and weights to use are others (half of those)."""
+    """Like schedulefree: it refuses to step outside of training, and the weights to use differ (half of those)."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr, weight_decay=0.01)  # so that every tensor changes in every step
@@ -153,7 +153,8 @@ def test_slow_checkpoint_has_the_log_of_its_own_step(
     loop, write = make(), Snapshot.write
 
     def wait_and_write(taken: Snapshot, partial: Path) -> None:
-        """Until training has logged the next step; but for the first, which training waits for, and the last."""
+        """Wait until training has logged the next step, except for the first, which training waits for, and the
+        last."""
         until, logged = time.monotonic() + 20, len(loop.log_history)
         while 1 < taken.step < 4 and len(loop.log_history) == logged and time.monotonic() < until:
             time.sleep(0.01)
@@ -181,7 +182,7 @@ def test_skipped_evaluation_is_not_repeated_when_disabled(make: Make, tmp_path: 
 
 
 def test_balancing_loss_is_optional_and_not_evaluated(make: Make, tmp_path: Path) -> None:
-    """The mean over tokens of rows of different lengths: the same in every batch size."""
+    """The mean over tokens of rows of different lengths: equal for every batch size."""
     lines = [json.dumps({"text": " ".join(WORDS.split()[:count])}) + "\n" for count in (3, 5, 8)]
     (tmp_path / "data" / "validation.jsonl").write_text("".join(lines))
     losses: list[float] = []
@@ -272,7 +273,7 @@ def test_a_signal_before_the_ranks_are_started_ends_the_command() -> None:
 
 @pytest.mark.fault("50 starts at once on one machine", "`windlass train`", "each has a port of its own")
 def test_simultaneous_starts_use_separate_ports() -> None:
-    """Until rank 0 listens, nobody else is given the port; and then it can."""
+    """Until rank 0 listens, nobody else gets the port; then it can."""
 
     def start(stores: list[Any]) -> None:
         with reserve_port() as port, socket.socket() as other:
@@ -291,7 +292,7 @@ def test_simultaneous_starts_use_separate_ports() -> None:
 
 @pytest.mark.parametrize("limit", [0.001, 1000.0])
 def test_update_uses_the_clipped_gradient(make: Make, tmp_path: Path, limit: float) -> None:
-    """By its length: without momentum an update is the learning rate times the gradient."""
+    """By its norm: without momentum an update is the learning rate times the gradient."""
     plain = {"optim": "sgd", "weight_decay": "0", "lr_scheduler_type": "constant"}
     loop = make(max_grad_norm=str(limit), max_steps="1", **plain)
     trained = [p for p in loop.model.parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Ranks as processes: started, signalled, waited for, and what is printed when they fail. No torch in any of them."""
+"""Ranks as processes: started, signalled, waited for, and the messages when they fail. None imports torch."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ def test_rank_without_progress_stops_at_once(tmp_path: Path) -> None:
 
 
 def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path) -> None:
-    """Cold interpreters: it is the death of the parent that tells them."""
+    """In cold interpreters: the parent's death is the signal."""
     body = f"""
     def work():
     {SAVES.replace(chr(10), chr(10) + "        ").replace("sys.exit(SAVED)", "return SAVED")}
@@ -401,7 +401,7 @@ def test_failure_names_the_signalled_rank_first(tmp_path: Path, capfd: pytest.Ca
 
 
 def test_second_signal_does_not_interrupt_saving(tmp_path: Path) -> None:
-    """As torchrun sends it to all the others once one has saved and ended."""
+    """torchrun sends it to all others once one has saved and ended."""
     body = SAVES.replace("TMP", str(tmp_path)).replace("while not", "os.kill(os.getpid(), signal.SIGTERM)\nwhile not")
     again = "time.sleep(1.2)\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.1)"
     assert crew(tmp_path, body.replace("time.sleep(0.5)", again)) == SAVED

@@ -1,4 +1,4 @@
-"""The documentation, run: every command in it parses, every page is in the site, and the tutorials' blocks work."""
+"""The documentation, run: every command parses, every page is on the site, and the tutorials' blocks work."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ PLANS_ONLY = {"slurm.md"}  # the others train, or take longer than every test ru
 
 
 def blocks(page: Path, languages: str) -> list[str]:
-    """The code of a page: ```bash is run by the tests; ```sh needs a cluster, a GPU or the network."""
+    """Return the code of a page: tests run ```bash; ```sh needs a cluster, a GPU or the network."""
     return re.findall(rf"^```(?:{languages})\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def commands(code: str) -> list[list[str]]:
-    """The windlass commands of a block, without what the shell does to them."""
+    """Return the windlass commands of a block, without the shell's syntax."""
     found = []
     for line in re.findall(r"^ *(?:\$ )?windlass (.*)", code.replace("\\\n", " "), re.MULTILINE):
         words = shlex.split(re.split(r" \|\|? | && | > | 2?> |;", line)[0], comments=True)
@@ -49,7 +49,7 @@ def commands(code: str) -> list[list[str]]:
 
 
 def parse(words: list[str], page: Path) -> None:
-    """By the command line's own parser; nothing is run."""
+    """Parse with the command line's own parser; nothing is run."""
     group: Any = typer.main.get_command(cli.app)
     top = typer.Context(group, info_name="windlass")
     try:
@@ -69,7 +69,7 @@ def test_every_command_of_the_documentation_parses() -> None:
 
 
 def texts(module: Path) -> Iterator[str]:
-    """What a module may print: its strings but for docstrings, with 1 for what is filled in."""
+    """Return what a module may print: its strings without docstrings, with 1 for placeholders."""
     tree = ast.parse(module.read_text(encoding="utf-8"))
     silent = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     silent |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -81,7 +81,7 @@ def texts(module: Path) -> Iterator[str]:
 
 
 def test_hints_name_existing_keys_and_commands() -> None:
-    """Each command in a message parses as it is printed, and each key of the run file in it is one."""
+    """Each command in a message parses as printed, and each key named in it is a key of the run file."""
     source, checked, seen = ROOT / "src" / "windlass", 0, 0
     known = {*list_keys(), *list_keys(ScriptRun), *RENAMED}
     names = "|".join(sorted({key.partition(".")[0] for key in list_keys(ScriptRun) + list_keys() if "." in key}))
@@ -100,7 +100,7 @@ def test_hints_name_existing_keys_and_commands() -> None:
 
 
 def test_site_menu_lists_every_page() -> None:
-    """And each page of the menu is there."""
+    """And each page of the menu exists."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     menu = re.findall(r": ([\w/.-]+\.md)$", text, re.MULTILINE)
     there = {str(path.relative_to(ROOT)) for path in build_site.pages()}
@@ -115,7 +115,7 @@ def test_site_menu_lists_every_page() -> None:
     ids=lambda page: page.stem,
 )  # fmt: skip
 def test_tutorials_run_as_written(page: Path, tmp_path: Path) -> None:
-    """Its blocks, one after the other, in an empty folder with the repository's examples."""
+    """Its blocks run one after the other in an empty folder with the repository's examples."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "bin").mkdir()
     python = sys.executable if page.name in PLANS_ONLY else warm.python()

@@ -1,4 +1,4 @@
-"""Each detector on made-up step files: it fires on its fault and on nothing else. And the files around them."""
+"""Each detector on made-up step files: it reports its fault and nothing else. And the files around them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Fault = Callable[[int, int, Record], None]
 
 
 def record(step: int, chance: random.Random) -> Record:
-    """One rank's step in a healthy run: a falling loss with noise, times that scatter, now and then a slow one."""
+    """Return one rank's step of a healthy run: a noisy falling loss, varying times, now and then a slow one."""
     slow = 3.0 if chance.random() < 0.03 else 1.0
     means = {"data": 0.02, "forward": 0.3, "backward": 0.5, "optimizer": 0.01, "communication": 0.15, "other": 0.02}
     seconds = {f"{phase}_seconds": mean * chance.lognormvariate(0, 0.15) * slow for phase, mean in means.items()}
@@ -229,7 +229,7 @@ def test_each_fault_raises_its_alarm_and_no_other(tmp_path: Path, name: str) -> 
 
 
 def test_a_script_is_stopped_by_a_loss_that_is_not_finite(tmp_path: Path) -> None:
-    """A gradient that is not finite can be skipped by the script itself."""
+    """The script itself can skip a gradient that is not finite."""
     for name, fault in (("grad_norm", poisoned), ("loss", broken)):
         folder, stops = tmp_path / name, [0]
         folder.mkdir()
@@ -334,7 +334,7 @@ def test_a_line_is_read_once_and_only_when_complete(tmp_path: Path) -> None:
 
 
 def test_rows_below_a_header_are_read_as_objects(tmp_path: Path) -> None:
-    """After lines as older versions wrote them, from several writers, past a kill in the middle of a header."""
+    """After lines of older versions, from several writers, past a kill in the middle of a header."""
     path = tmp_path / "lines.jsonl"
     records: list[Record] = [
         {"step": 1, "data_seconds": 0.5, "forward_seconds": 1.5, "images": 8},
@@ -442,7 +442,7 @@ SOUND: dict[str, Record] = {
 
 
 def test_the_live_view_survives_odd_values_anywhere(tmp_path: Path) -> None:
-    """Another version's files, or damaged ones."""
+    """Files of another version, or damaged ones."""
     for each, value in SOUND.items():
         (tmp_path / each).write_text(json.dumps(value) + "\n")
     assert "1 " in draw(live.View(tmp_path))

@@ -1,4 +1,4 @@
-"""Real ranks with a planted fault each: the alarm is raised, the action follows, and a clean run has none."""
+"""Real ranks with a planted fault each: the alarm is raised, its action follows, and a clean run has none."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 def launch(folder: Path, runs: dict[str, dict[str, Any]]) -> Outcomes:
-    """All of them one after the other in the same two processes."""
+    """Run all of them in the same two processes."""
     tiny.write_model(folder / "model", experts=4)
     (folder / "data").mkdir()
     chance = random.Random(0)
@@ -250,7 +250,7 @@ def test_a_rank_that_holds_pythons_lock_is_named_with_its_stack(runs: Outcomes) 
 
 
 def test_a_run_that_did_not_end_well_has_a_report_that_says_why(runs: Outcomes) -> None:
-    """None of these saved anything, so no report was written before."""
+    """None of these saved anything, so no earlier report exists."""
     for name, kind in (("sleeper", "straggler"), ("nan", "non_finite"), ("hang", "stall")):
         (made,) = read_json(runs.folder / name / "report.json")["runs"]
         assert made["verdict"]["level"] == "bad"
@@ -270,7 +270,7 @@ def of_tensorboard(folder: Path) -> Logged:
 
 
 def of_wandb(folder: Path) -> Logged:
-    """The file that `wandb sync` would send: LevelDB's log format after a head of seven bytes."""
+    """Read the file that `wandb sync` would send: LevelDB's log format after a header of seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     stored, at, data = next(folder.rglob("run-*.wandb")).read_bytes(), 7, b""
@@ -331,7 +331,7 @@ def test_a_tracker_gets_every_step(name: str, runs: Outcomes) -> None:
 
 @pytest.mark.prove
 def test_four_clean_runs_have_no_alarm(tmp_path: Path) -> None:
-    """Whole trainings, each with its own seed, every second one sharded."""
+    """Full trainings, each with its own seed, every second one sharded."""
     cases: dict[str, dict[str, Any]] = {
         f"clean {seed}": {
             "faults": [],

@@ -1,4 +1,4 @@
-"""What tests/test_train.py runs in every rank: many runs in one start of the processes, outcomes as JSON."""
+"""Runs in every rank of tests/test_train.py: many runs in one start of the processes, outcomes as JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from windlass.train.rank import Rank, read_rank
 
 
 class At:
-    """Do something to the loop before a step, on one rank: the faults that the run has to notice."""
+    """Acts on the loop before a step, on one rank: the faults that the run has to notice."""
 
     def __init__(self, step: int, rank: int, act: Callable[[Loop], None]) -> None:
         self.step, self.rank, self.act = step, rank, act
@@ -52,7 +52,7 @@ class At:
 
 
 def before(owner: Any, method: str, act: Callable[[], object]) -> None:
-    """Have `act` called before each call of one method."""
+    """Call `act` before each call of one method."""
     original = getattr(owner, method)
 
     def wrapped(*arguments: Any, **named: Any) -> Any:
@@ -67,7 +67,7 @@ def rank() -> int:
 
 
 def not_a_number(loop: Loop) -> None:
-    """Once, in the next forward pass of this rank."""
+    """Return NaN once, in the next forward of this rank."""
     head = loop.model.get_base_model().model.norm
 
     def poison(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def detach(loop: Loop) -> None:
 
 
 def slow(loop: Loop) -> None:
-    """This rank's attention takes its time; the others wait for its weights, or its experts' tokens."""
+    """Slow down this rank's attention; the others wait for its weights, or its experts' tokens."""
     loop.causal_lm.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: time.sleep(0.15))
 
 
@@ -103,7 +103,7 @@ def twice(loop: Loop) -> None:
 
 
 def averaged_over(groups: Any) -> Callable[[Loop], None]:
-    """The gradient of a rank's own experts averaged with those of others' ([None]: all), or with nobody's."""
+    """Average the gradient of a rank's own experts with those of others' ([None]: all), or with nobody's."""
 
     def plant(loop: Loop) -> None:
         average, alike = loop.replicas.average, loop.replicas.alike
@@ -120,12 +120,12 @@ def averaged_over(groups: Any) -> Callable[[Loop], None]:
 
 
 def each_time(loop: Loop) -> None:
-    """Weights are given up after every micro-batch."""
+    """Reshard weights after every micro-batch."""
     loop.kept_gathered = []
 
 
 def a_wait_for_each(loop: Loop) -> None:
-    """Somebody looks at a value of the device after every micro-batch."""
+    """Read a value from the device after every micro-batch."""
     original = loop.causal_lm.forward
 
     def forward(**inputs: Any) -> Any:
@@ -137,7 +137,7 @@ def a_wait_for_each(loop: Loop) -> None:
 
 
 class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Names of the collectives of one optimizer step, bytes gathered, and where the loop asks for a device's values."""
+    """Records the collectives of one optimizer step, bytes gathered, and where the loop reads the device's values."""
 
     WAITS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
     HERE = ("loop.py", "loss.py", "sync.py", "liveness.py", "train_ranks.py")
@@ -193,7 +193,7 @@ FAULTS = {
 
 
 def placements(model: nn.Module) -> dict[str, int]:
-    """How many parameters of each kind there are."""
+    """Return how many parameters have each placement."""
     base = [p for name, p in model.named_parameters() if "lora_" not in name]
     adapter = [p for name, p in model.named_parameters() if "lora_" in name]
     return {
@@ -207,7 +207,7 @@ def placements(model: nn.Module) -> dict[str, int]:
 
 
 def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
-    """One run, through the door that `windlass train` uses, with a fault planted where the case says so."""
+    """Run once through `windlass train`'s entry point, with the case's planted fault."""
     seen: dict[str, Any] = {}
     watched = Seen(case.get("count", 0))
 
@@ -262,7 +262,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
 
 
 class Plain(SFTTrainer):  # type: ignore[misc]
-    """TRL as it is, but for the order of the rows, and Llama 4's loss: TRL's fused head can't find its backbone."""
+    """TRL unchanged, except for the order of the rows and Llama 4's loss: TRL's fused head can't find its backbone."""
 
     rows: Any = None
 
@@ -276,7 +276,7 @@ class Plain(SFTTrainer):  # type: ignore[misc]
 
 
 class Rows(Sampler[int]):
-    """The order of the rows that windlass has."""
+    """windlass's order of the rows."""
 
     def __init__(self, plan: Any, data: Any) -> None:
         self.epoch, self.count = 0, len(data.lengths)
@@ -300,7 +300,7 @@ SAME = (
 
 
 def sft_config(plan: Any, data: Any) -> SFTConfig:
-    """The run file in TRL's words."""
+    """Translate the run file to TRL."""
     train = plan.loaded.run.train
     return SFTConfig(
         **{name: getattr(train, name) for name in SAME},
@@ -323,7 +323,7 @@ def sft_config(plan: Any, data: Any) -> SFTConfig:
 
 
 def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
-    """TRL + PEFT without anything of windlass's loop. On several ranks, with the Trainer's own averaging."""
+    """Train with TRL + PEFT, without windlass's loop. On several ranks, with the Trainer's own averaging."""
     plan = planning.make_plan(runfile.read_run_file(file, case["overrides"]))
     job = plan.loaded.run
     how = {**run.describe_precision(plan), "dtype": torch.float32}

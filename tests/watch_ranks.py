@@ -1,4 +1,4 @@
-"""What tests/test_watch_run.py runs in every rank: runs with a planted fault, one after the other, in one start."""
+"""Runs in every rank of tests/test_watch_run.py: runs with a planted fault, one after the other, in one start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rank() -> int:
 
 
 def plant(loop: Loop, act: Callable[[Loop, int], None]) -> None:
-    """The fault, before every step."""
+    """Plant the fault, before every step."""
     original = loop.train_step
 
     def train_step(micro_batches: Any) -> Any:
@@ -64,7 +64,7 @@ def leak(_loop: Loop, step: int) -> None:
 
 
 def rising(loop: Loop, step: int) -> None:
-    """Ever surer of what is wrong: the loss climbs by a little in each step."""
+    """Grow surer of what is wrong: the loss rises a little in each step."""
     if step == 26:
         grown = [1.0]
 
@@ -102,7 +102,7 @@ def grip(_loop: Loop, step: int) -> None:
 
 
 def held_in_c() -> None:
-    """A C function called as if it were Python's own: no other thread of this process runs meanwhile."""
+    """Call a C function as if it were Python's own: no other thread of this process runs meanwhile."""
     ctypes.PyDLL(None).sleep(7)
 
 
