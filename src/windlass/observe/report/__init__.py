@@ -154,7 +154,7 @@ def render_page(runs: Sequence[Facts]) -> str:
         runs=runs,
         overlays=overlays,
         figures=compare_figures(runs),
-        compare_run_files=compare_run_files(runs) if len(runs) > 1 else [],
+        differences=compare_run_files(runs) if len(runs) > 1 else [],
         data=Markup(island),
         style=Markup(_read_asset("uplot.min.css") + _read_asset("page.css")),
         scripts=[Markup(script) for script in scripts],
@@ -163,8 +163,8 @@ def render_page(runs: Sequence[Facts]) -> str:
         version=__version__,
         written=time.strftime("%Y-%m-%d %H:%M"),
         phases=PHASES,
-        make_hint=lambda kind, folder: make_hint(kind, Path(folder)),
-        highest_peak_gib=highest_peak_gib,
+        hint_for=lambda kind, folder: make_hint(kind, Path(folder)),
+        peak_gib=highest_peak_gib,
         NONE=formats.NONE,
     )
 
