@@ -38,7 +38,7 @@ from windlass.train.liveness import Liveness
 from windlass.train.load import list_unique_tensors, load_base, view_own_part
 from windlass.train.lora import attach_adapter
 from windlass.train.same_base import digest_files
-from windlass.train.sync import ReplicaGroups, local
+from windlass.train.sync import ReplicaGroups, to_local
 
 PREFIXES = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"}
 TOKENS = torch.arange(24)[None] % 200
@@ -402,7 +402,7 @@ def steps(
             own.backward()
             loss += own.detach()
         loss, norm = replicas.average(loss) / replicas.world, replicas.norm()
-        gradients = [local(p.grad) for p in (*replicas.parameters, *replicas.sharded) if p.grad is not None]
+        gradients = [to_local(p.grad) for p in (*replicas.parameters, *replicas.sharded) if p.grad is not None]
         torch._foreach_mul_(gradients, 0.05 / norm)
         torch.testing.assert_close(replicas.norm(), torch.tensor(0.05), rtol=1e-4, atol=0)
         liveness.before_update(1e-3)

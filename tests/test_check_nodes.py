@@ -197,7 +197,7 @@ def test_shared_volume_is_visible_to_all_nodes(tmp_path: Path, monkeypatch: pyte
 
 def test_rounds_contain_every_pair_once() -> None:
     for world in (2, 3, 4, 5, 8, 17):
-        rounds = bandwidth.pair_in_rounds(world)
+        rounds = bandwidth.make_rounds(world)
         every = sorted(pair for pairs in rounds for pair in pairs)
         assert every == [(a, b) for a in range(world) for b in range(a + 1, world)]
         for pairs in rounds:

@@ -24,7 +24,7 @@ from windlass.errors import UserError
 from windlass.files import read_json_lines
 from windlass.observe import report, steps
 from windlass.observe.report import print_report
-from windlass.observe.report.read import choose_cuts, thin
+from windlass.observe.report.read import choose_cuts, thin_curve
 
 ROOT = Path(__file__).parent.parent
 
@@ -244,10 +244,10 @@ def test_killed_run_is_not_shown_as_running(tmp_path: Path) -> None:
 def test_thinning_keeps_spikes_and_means() -> None:
     values = [1.0] * 10_000
     values[7777] = 50.0
-    means, least, most = thin(values, choose_cuts(len(values), 100))
+    means, least, most = thin_curve(values, choose_cuts(len(values), 100))
     assert (len(means), max(m for m in most if m), min(v for v in least if v)) == (100, 50, 1)
     assert sum(m for m in means if m) / 100 == pytest.approx(sum(values) / 10_000)
-    assert thin([math.nan, 2.0], choose_cuts(2, 10))[0] == [None, 2]
+    assert thin_curve([math.nan, 2.0], choose_cuts(2, 10))[0] == [None, 2]
     assert choose_cuts(0, 10) == [0]
 
 

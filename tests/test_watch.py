@@ -88,7 +88,7 @@ def found(folder: Path, max_steps: int = 2000, ranks: int = 4, **settings: Any) 
     raised: list[Alarm] = []
     patrol = Patrol(folder, Watch(**settings), ranks, network="infiniband-400", raised=raised.append)
     patrol.history.max_steps, patrol.history.vocabulary = max_steps, VOCABULARY
-    patrol.round()
+    patrol.check_new_records()
     return raised
 
 
@@ -241,7 +241,7 @@ def test_a_script_is_stopped_by_a_loss_that_is_not_finite(tmp_path: Path) -> Non
 
         watch = ScriptWatch(job, 2, stop, lambda _: None)
         write(folder, count=80, ranks=2, fault=fault)
-        watch.patrol.round()
+        watch.patrol.check_new_records()
         assert (stops[0], watch.why != "") == ((1, True) if name == "loss" else (0, False))
 
 
@@ -282,7 +282,7 @@ def test_sockets_are_found_in_nccls_log_also_in_submitted_jobs(tmp_path: Path) -
 def test_a_long_run_is_watched_in_constant_space(tmp_path: Path) -> None:
     raised: list[Alarm] = []
     patrol = Patrol(write(tmp_path, 3, count=1000, ranks=1), Watch(), 1, raised=raised.append)
-    patrol.round()
+    patrol.check_new_records()
     assert raised == []
     assert len(patrol.history.memory[0].whole_run) <= SAMPLES
     assert patrol.history.memory[0].whole_run[0][0] == 1

@@ -188,7 +188,8 @@ def test_a_poisoned_batch_is_named_by_its_rows_and_a_checkpoint_saved(runs: Outc
     assert list((runs.folder / "poison" / "checkpoints").glob("step-*")), "action: checkpoint"
     assert not list((runs.folder / "sleeper" / "checkpoints").glob("step-*"))
     raised: list[Any] = []
-    Patrol(runs.folder / "poison", Watch(), 2, raised=raised.append).round()  # afterwards, from the files alone
+    patrol = Patrol(runs.folder / "poison", Watch(), 2, raised=raised.append)
+    patrol.check_new_records()  # afterwards, from the files alone
     assert [(a.kind, a.step) for a in raised if a.kind == "gradient_spike"] == [("gradient_spike", 23)]
 
 

@@ -97,28 +97,28 @@ class Masks:
         self.values = sorted({v for k, v in environ.items() if SECRET_NAME.search(k) and len(v) >= 6}, key=len)[::-1]
         self.home = environ.get("HOME", "").rstrip("/")
 
-    def text(self, text: str) -> str:
+    def mask_text(self, text: str) -> str:
         for value in self.values:
             text = text.replace(value, MASK)
         for pattern, instead in PATTERNS:
             text = re.sub(pattern, instead, text, flags=re.IGNORECASE)
         return text.replace(f"{self.home}/", "~/") if self.home else text
 
-    def value(self, value: Any, key: str = "") -> Any:
+    def mask_value(self, value: Any, key: str = "") -> Any:
         """Mask a JSON value. Variables keep their value only if windlass knows them and they are not secret."""
         if value in (None, "", [], {}) or isinstance(value, bool):
             return value
         if key in TEXT or (SECRET_NAME.search(key) and isinstance(value, str | list)):
             return MASK
         if key == "env" and isinstance(value, dict):
-            return {k: self.value(v, k) if k in variables() else MASK for k, v in value.items()}
+            return {k: self.mask_value(v, k) if k in variables() else MASK for k, v in value.items()}
         if key == "git" and isinstance(value, dict):
             return {**value, "commit": str(value.get("commit"))[:12]}
         if isinstance(value, dict):
-            return {k: self.value(v, k) for k, v in value.items()}
+            return {k: self.mask_value(v, k) for k, v in value.items()}
         if isinstance(value, list):
-            return [self.value(v) for v in value]
-        return self.text(value) if isinstance(value, str) else value
+            return [self.mask_value(v) for v in value]
+        return self.mask_text(value) if isinstance(value, str) else value
 
 
 def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Callable[[str], None]) -> Path:
@@ -148,23 +148,23 @@ def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Cal
 
 def collect_files(folder: Path, masks: Masks) -> Iterator[tuple[str, str]]:
     """Yield names and texts of the files in the archive."""
-    yield "versions.json", json.dumps(masks.value(read_versions()), indent=1)
+    yield "versions.json", json.dumps(masks.mask_value(read_versions()), indent=1)
     files = {name: read_json(folder / name) for name in WHOLE}
     audit = read_json(folder / run_folder.DATA)
     files[run_folder.DATA] = {name: audit[name] for name in AUDIT if name in audit}
     files |= {path.name: read_json(path) for path in (folder / run_folder.METER.format(rank=0),)}
     for name, value in files.items():
         if value:
-            yield name, json.dumps(masks.value(value), indent=1, ensure_ascii=False)
+            yield name, json.dumps(masks.mask_value(value), indent=1, ensure_ascii=False)
     for pattern in TAILS:
         for path in sorted(path for path in folder.glob(pattern) if path.is_file()):
-            yield str(path.relative_to(folder)), "".join(f"{masks.text(line)}\n" for line in read_last_lines(path))
+            yield str(path.relative_to(folder)), "".join(f"{masks.mask_text(line)}\n" for line in read_last_lines(path))
     listing = (
         f"{path.stat().st_size:>14,} {path.relative_to(folder)}\n"
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     )
-    yield "files.txt", masks.text("".join(listing))
+    yield "files.txt", masks.mask_text("".join(listing))
 
 
 def read_last_lines(path: Path) -> list[str]:

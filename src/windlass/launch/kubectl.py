@@ -181,9 +181,9 @@ class KubernetesJob:
         if warnings := LOG.sub("", done.stderr).strip():  # for example: would violate PodSecurity
             say(warnings)
         say(done.stdout.strip())
-        self._own(manifest, others, say)
+        self._set_owner(manifest, others, say)
 
-    def _own(self, manifest: str, others: str, say: Callable[[str], None]) -> None:
+    def _set_owner(self, manifest: str, others: str, say: Callable[[str], None]) -> None:
         """Make the job own its objects, so that they are deleted with it however it is deleted."""
         workload = yaml.safe_load(manifest.rpartition("\n---\n")[2])
         owner = {key: workload[key] for key in ("apiVersion", "kind")} | {"name": self.name}

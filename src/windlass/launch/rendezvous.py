@@ -205,7 +205,7 @@ class Rendezvous:
                         continue
                     try:
                         peer.rank, peer.host = int(message["node"]), str(message["host"])
-                        wrong = self._objection(peer, message)
+                        wrong = self._find_objection(peer, message)
                     except (KeyError, TypeError, ValueError):
                         self._drop(peer)
                         continue
@@ -234,7 +234,7 @@ class Rendezvous:
         if refusal:
             raise refusal
 
-    def _objection(self, peer: Peer, message: dict[str, Any]) -> RendezvousError | None:
+    def _find_objection(self, peer: Peer, message: dict[str, Any]) -> RendezvousError | None:
         code, known = RANK_USER_INPUT, self.peers.get(peer.rank)
         if message.get("problem"):
             what, code = f"{peer}: {message['problem']}", int(message["code"])

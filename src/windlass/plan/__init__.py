@@ -174,7 +174,11 @@ class Plan:
         nothing = dict.fromkeys(("base_dtype", "micro", "accumulation", *figures.split(), "gpu_hours"))
         layouts: list[dict[str, Any]] = [
             {"name": c.name, "ranks": c.layout.ranks, "possible": not c.why_not, "why_not": c.why_not}
-            | {"base_dtype": c.layout.base_dtype, **_pick(c.cost.batch, "micro accumulation"), **_pick(c.cost, figures)}
+            | {
+                "base_dtype": c.layout.base_dtype,
+                **_pick(c.cost.batch, "micro accumulation"),
+                **_pick(c.cost, figures),
+            }
             | {"gpu_hours": self.estimate_gpu_hours(c)}
             for c in self.contenders
         ]

@@ -71,7 +71,7 @@ def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[
     # The run's keys apply to the layout that they name, but `offload: false` applies to all layouts.
     keys = FREE_KEYS if request.name == AUTO else ("offload",) if request.offload is False else ()
     free = replace(request, where="", barred={}, **dict.fromkeys(FREE_KEYS))  # type: ignore[arg-type]
-    dtypes = _dtypes(free, kept)
+    dtypes = _list_dtypes(free, kept)
     nodes, impossible = request.nodes, dict[str, str]()
     others = range(1, 2 * nodes + 1) if nodes <= 4 else (max(1, nodes // 4), nodes // 2, nodes * 3 // 2, nodes * 2)
     found = []
@@ -79,7 +79,8 @@ def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[
         for dtype in dtypes:
             suffix = IN_NAMES.get(dtype, "")
             suffix += "" if count == nodes else f", on {count} node{'s' * (count > 1)}"
-            for title, name, why_not, sizes in _variants(replace(free, nodes=count), experts, wide=dtype == "bf16"):
+            on_nodes = replace(free, nodes=count)
+            for title, name, why_not, sizes in _list_variants(on_nodes, experts, wide=dtype == "bf16"):
                 if why_not:
                     impossible.setdefault(title, why_not) if count == nodes else None
                     continue
@@ -97,18 +98,18 @@ def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[
 
 def list_named_layouts(request: LayoutRequest, experts: int, kept: str = "") -> list[Named]:
     """Return the layout that a request names, once for each dtype that the base may be stored in."""
-    layouts = [resolve_layout(replace(request, base_dtype=dtype), experts) for dtype in _dtypes(request, kept)]
+    layouts = [resolve_layout(replace(request, base_dtype=dtype), experts) for dtype in _list_dtypes(request, kept)]
     return [(request.name + IN_NAMES.get(layout.base_dtype, ""), layout) for layout in layouts]
 
 
-def _dtypes(request: LayoutRequest, kept: str) -> list[str]:
+def _list_dtypes(request: LayoutRequest, kept: str) -> list[str]:
     """Return the base's possible dtypes. An offloaded base stays in the compute dtype: host memory is large enough."""
     if request.base_dtype:
         return [request.base_dtype]
     return ["bf16", kept] if kept and not request.offload else ["bf16"]
 
 
-def _variants(
+def _list_variants(
     request: LayoutRequest, experts: int, *, wide: bool
 ) -> Iterator[tuple[str, str, str, Mapping[str, int | bool]]]:
     """Yield title, layout name, why not, and sizes of each variant, one per number of ranks to split experts over."""

@@ -76,10 +76,10 @@ def read_kind(path: Path, overrides: Sequence[str] = ()) -> str:
         value = load_document(Path(path)).value
     except UserError:
         return "lora"  # `read` reports what is wrong
-    return "script" if isinstance(value, dict) and _root(value, overrides) is ScriptRun else "lora"
+    return "script" if isinstance(value, dict) and _find_root(value, overrides) is ScriptRun else "lora"
 
 
-def _root(tree: dict[str, Any], overrides: Sequence[str]) -> type[RunFile | ScriptRun]:
+def _find_root(tree: dict[str, Any], overrides: Sequence[str]) -> type[RunFile | ScriptRun]:
     overridden = [text.partition("=")[2] for text in overrides if text.partition("=")[0].strip() == "kind"]
     return ScriptRun if [tree.get("kind"), *overridden][-1] == "script" else RunFile
 
@@ -92,7 +92,7 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
         hint = "it needs sections such as `model:`, `data:`, `train:`; `windlass init > run.yaml` writes one"
         raise_all([*problems, Problem("contains no sections", document.file, hint)])
     places = {join_steps(steps): document.place(line, steps) for steps, line in document.lines.items() if steps}
-    root = _root(tree, overrides)
+    root = _find_root(tree, overrides)
     notes = _rename(tree, places, problems) if root is RunFile else []
     for text in overrides:
         try:
@@ -110,7 +110,7 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
             run = root.model_validate(tree)
             break
         except ValidationError as error:
-            found = _problems_of(error, tree, lambda steps: _nearest_place(places, steps, document.file), root)
+            found = _explain_validation(error, tree, lambda steps: _nearest_place(places, steps, document.file), root)
         problems += found.values()
         wrong += map(join_steps, found)
         for steps in found:  # a list or free mapping goes as a whole
@@ -247,7 +247,7 @@ def _nearest_place(places: dict[str, str], steps: Steps, file: str) -> str:
     return f"{file}: {path}" if path else file
 
 
-def _problems_of(
+def _explain_validation(
     error: ValidationError, tree: dict[str, Any], where: Callable[[Steps], str], root: Root
 ) -> dict[Steps, Problem]:
     """Return one problem for each faulty path."""

@@ -137,7 +137,7 @@ class Progress:
         if step.step == 1 or step.step % self.logging_steps == 0 or step.step == self.total:
             self.console.print(line)
 
-    def evaluating(self, step: int) -> None:
+    def start_evaluation(self, step: int) -> None:
         self.here.phase(f"evaluating after step {step}")
 
     def end_evaluation(self, step: int, loss: float) -> None:

@@ -28,7 +28,7 @@ def evaluate(loop: Loop) -> bool:
     with loop.adapters.unchanged():
         for host_batch in loop.validation.epoch(0):
             loop.recorder.mark("pause")
-            loop.progress.evaluating(loop.step)
+            loop.progress.start_evaluation(loop.step)
             with torch.no_grad(), loop.autocast:
                 figures = loop.causal_lm(**(inputs := host_batch.to(loop.device).inputs), per_token=True)
             if by_set.names and "sources" in inputs:

@@ -14,7 +14,7 @@ from windlass.errors import RunError
 from windlass.model.targets import ExpertShard, ExpertShards, view_by_expert
 from windlass.observe.watch.detectors import AlarmError
 from windlass.train import group
-from windlass.train.sync import ReplicaGroups, compute_fingerprints, local
+from windlass.train.sync import ReplicaGroups, compute_fingerprints, to_local
 
 INTERVAL = 50  # updates between two comparisons of the adapter's values
 TAIL = 0.1  # below this share of the run's learning rate an update may be too small to change a value
@@ -60,7 +60,7 @@ class Liveness:
             self._require(infinite, "their gradient is not finite")
             zero = [name for name, value in largest.items() if value == 0]
             self._require(zero, "their gradient is exactly zero, so nothing they do reaches the loss")
-            self._require(self.tokens.dead(self.named, names), "they had tokens and no gradient")
+            self._require(self.tokens.find_dead(self.named, names), "they had tokens and no gradient")
             self.graded = True
         self.tokens.step(moved=learning_rate > 0)
         self.before = self._fingerprints(names) if learning_rate > 0 else None
@@ -103,13 +103,13 @@ class Liveness:
         return text if len(still) * 2 >= len(moved) else ""
 
     def _fingerprints(self, names: Sequence[str]) -> Tensor:
-        return compute_fingerprints([local(self.named[name]) for name in names])
+        return compute_fingerprints([to_local(self.named[name]) for name in names])
 
     def _largest(self, tensors: Sequence[Tensor]) -> list[float]:
         """Return the largest absolute values over all ranks' parts, with one transfer from the device."""
         if not tensors:
             return []
-        parts = [local(tensor.detach()).float() for tensor in tensors]
+        parts = [to_local(tensor.detach()).float() for tensor in tensors]
         largest = torch.stack([part.abs().max() if part.numel() else part.new_zeros(()) for part in parts])
         return list(map(float, self.replicas.all_reduce_max(largest.nan_to_num(nan=math.inf)).tolist()))
 
@@ -159,7 +159,7 @@ class ExpertTokens:
 
         return watch
 
-    def dead(self, named: dict[str, nn.Parameter], names: Sequence[str]) -> list[str]:
+    def find_dead(self, named: dict[str, nn.Parameter], names: Sequence[str]) -> list[str]:
         """Return experts with useful tokens on some rank but a zero gradient: `….experts.lora_B.default.weight[3]`."""
         found = []
         for place, counts in self.counts.items():

@@ -121,7 +121,7 @@ class Loop:
             self.halves = FixedHalves(self.causal_lm)
         self.causal_lm.train()
         if self.compiled and (why := self.compiled.prove(self)):
-            self._fall_back(self.compiled, why)
+            self._disable_compiled(self.compiled, why)
         self.recorder.start(self.step)
         self.watch.start(self.step, self.total)
         self.progress.start(self.total)
@@ -138,8 +138,8 @@ class Loop:
             self.progress.end_step(step)
 
             save_requested = self.watch.act(requested)  # an alarm saves, or stops the run
-            evaluate_now = self.validation is not None and self._due(self.train.eval_strategy, self.train.eval_steps)
-            save = self._due(self.train.save_strategy, self.train.save_steps)
+            evaluate_now = self.validation is not None and self._is_due(self.train.eval_strategy, self.train.eval_steps)
+            save = self._is_due(self.train.save_strategy, self.train.save_steps)
             self._log_step(step)
             if interrupted and self.step < self.total:
                 self.stopped, self.evaluation_due = True, evaluate_now
@@ -155,7 +155,7 @@ class Loop:
         self.recorder.close()
         self.trackers.log_steps()
 
-    def _due(self, strategy: str, every_steps: int) -> bool:
+    def _is_due(self, strategy: str, every_steps: int) -> bool:
         last = self.step == self.total
         epoch_ends = last or (self.steps_per_epoch is not None and self.step % self.steps_per_epoch == 0)
         return {"no": False, "steps": last or self.step % every_steps == 0, "epoch": epoch_ends}[strategy]
@@ -168,7 +168,7 @@ class Loop:
         self.adapters = FusedAdapters([], dtype) if self.compiled else fuse_layers(self.causal_lm, dtype)
         overlap_shared_experts(self.causal_lm)
 
-    def _fall_back(self, compiled: Compiled, why: str) -> None:
+    def _disable_compiled(self, compiled: Compiled, why: str) -> None:
         compiled.remove()
         self.compiled = None
         self._fuse()
@@ -235,7 +235,7 @@ class Loop:
         figures: list[float] = torch.cat([sums, norm[None]]).tolist()
         total, balanced, counted, job_tokens, interrupted, requested, failed, *each, grad_norm = figures
         if failed and self.compiled:  # on any rank: a shape that fails to compile, or too many shapes
-            self._fall_back(self.compiled, self.compiled.reason())
+            self._disable_compiled(self.compiled, self.compiled.reason())
         faults, of_sources = each[: self.replicas.world], each[self.replicas.world :]
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         step = Step(self.step + 1, total / max(counted, 1), grad_norm, learning_rate, int(job_tokens))

@@ -66,7 +66,7 @@ class Samples:
         ended, stopped = list[bool](), False
         for start in range(0, rounds * self.at_once, self.at_once):
             if not stopped:  # on all ranks or none
-                finished, stopped = self._continue(loop, own[start : start + self.at_once], ends)
+                finished, stopped = self._continue_rows(loop, own[start : start + self.at_once], ends)
                 ended += finished
         loop.causal_lm.train()
         texts = [
@@ -93,7 +93,7 @@ class Samples:
                     append_json_line(self.folder / SAMPLES, line)
         loop.recorder.mark("pause")
 
-    def _continue(self, loop: Loop, rows: list[list[int]], until: float) -> tuple[list[bool], bool]:
+    def _continue_rows(self, loop: Loop, rows: list[list[int]], until: float) -> tuple[list[bool], bool]:
         """Append tokens to the rows as often as any rank needs. Returns which rows have ended, and whether time is
         up."""
         device, ends = loop.device, _find_end_tokens(loop.causal_lm, self.tokenizer)

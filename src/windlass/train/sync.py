@@ -54,7 +54,7 @@ class ReplicaGroups:
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's gradients of all trainable parameters."""
-        return [local(p.grad) for p in (*self.parameters, *self.sharded) if p.grad is not None]
+        return [to_local(p.grad) for p in (*self.parameters, *self.sharded) if p.grad is not None]
 
     @torch.no_grad()
     def average(self, sums: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class WaitTimer:
         return sum(took) if took else None
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -45,7 +45,7 @@ class BandwidthResult:
     left_out: int = 0  # pairs that were not measured: too many rounds
 
 
-def pair_in_rounds(world: int) -> list[list[tuple[int, int]]]:
+def make_rounds(world: int) -> list[list[tuple[int, int]]]:
     """Return every pair once, in rounds in which each rank has at most one pair: the circle method of tournaments."""
     ring: list[int] = list(range(world + world % 2))
     found = []
@@ -112,7 +112,7 @@ def measure_bandwidth(rendezvous: Rendezvous, local_rank: int = 0) -> BandwidthR
         if any(opened) or None in opened:
             wrong = "; ".join(f"node {i}: {word or 'gone'}" for i, word in enumerate(opened) if word != "")
             return BandwidthResult(backend, error=wrong)
-        all_rounds = pair_in_rounds(world)
+        all_rounds = make_rounds(world)
         found.left_out = sum(map(len, all_rounds[MAX_ROUNDS:]))
         for pairs in all_rounds[:MAX_ROUNDS]:  # the pairs of a round at once
             mine = next((pair for pair in pairs if rank in pair), None)

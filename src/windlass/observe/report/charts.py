@@ -13,7 +13,7 @@ from windlass.observe import steps
 from windlass.observe.format import NONE, format_duration, format_figure, format_percent
 from windlass.observe.reader import NAN, as_list, as_number, get_path
 from windlass.observe.report.facts import Facts, highest_peak_gib
-from windlass.observe.report.read import Run, Series, finite_numbers, round_value, thin
+from windlass.observe.report.read import Run, Series, finite_numbers, round_value, thin_curve
 
 POINTS: Final = 480  # of one curve: every second pixel of a wide chart; a band shows the rest
 BUDGET: Final = 60_000  # points of all curves on a page, to keep it under a megabyte
@@ -38,7 +38,7 @@ def make_charts(run: Run) -> list[Chart]:
     first, x = run.first, make_axes(run)["step"]
 
     def curve(label: str, values: Sequence[float], *, band: bool = True) -> list[Curve]:
-        return _curve(label, thin(values, run.cuts), band=band) if len(values) else []
+        return _curve(label, thin_curve(values, run.cuts), band=band) if len(values) else []
 
     def across(name: str, label: str, scale: float = 1) -> list[Curve]:
         """Return the mean over the ranks with a band from their minimum to their maximum."""
@@ -53,7 +53,12 @@ def make_charts(run: Run) -> list[Chart]:
     memory = {"gpu_peak_gib": "GPU peak", "gpu_reserved_gib": "GPU reserved", "rss_gib": "host, resident"}
     made: list[tuple[str, str, str, list[Curve]]] = [
         ("loss", "Loss", "", [*curve("loss", first["loss"]), *_evaluations(run, x)]),
-        ("source_loss", "Loss by source", "", [each for name in _sources(run) for each in curve(name, _by(run, name))]),
+        (
+            "source_loss",
+            "Loss by source",
+            "",
+            [each for name in _sources(run) for each in curve(name, _source_losses(run, name))],
+        ),
         ("grad_norm", "Gradient norm", "", curve("gradient norm", first["grad_norm"])),
         ("learning_rate", "Learning rate", "", curve("learning rate", first["learning_rate"])),
         ("rate", "Throughput", f"{first.unit}/s", [*curve("whole job", run.job_rate), *_planned_rate(run, len(x))]),
@@ -134,7 +139,7 @@ def _sources(run: Run) -> list[str]:
     )
 
 
-def _by(run: Run, source: str) -> Sequence[float]:
+def _source_losses(run: Run, source: str) -> Sequence[float]:
     column = array("d", [NAN]) * run.first.length
     for row, losses in run.first.objects["source_loss"].items():
         column[row] = as_number(get_path(losses, source))

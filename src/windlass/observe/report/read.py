@@ -127,7 +127,7 @@ def read_run(folder: Path, points: int = 480) -> Run:
             {n: Stats(round(len(v) * scale), math.fsum(v) * scale, max(v, default=NAN)) for n, v in found.items()},
             median(columns["step_seconds"]),
             median(columns[per_second]),
-            {name: thin(columns[name], own_cuts) for name in CURVES if len(columns[name])},
+            {name: thin_curve(columns[name], own_cuts) for name in CURVES if len(columns[name])},
             [reason for each in columns.objects["gpu_throttle"].values() if isinstance(each, list) for reason in each],
         )
         if not len(lead["job_tokens"]):
@@ -191,7 +191,7 @@ def choose_cuts(length: int, points: int) -> list[int]:
     return [length * i // count for i in range(count)] + [length] if count else [0]
 
 
-def thin(values: Sequence[float], cuts: Sequence[int]) -> Series:
+def thin_curve(values: Sequence[float], cuts: Sequence[int]) -> Series:
     """Reduce a curve to few points that still show every spike: each stretch's mean, minimum and maximum."""
     stretches = [drop_nan(values[start:end]) for start, end in itertools.pairwise(cuts)]
     ways: tuple[Any, ...] = (fmean, min, max)

@@ -137,32 +137,32 @@ class Patrol:
 
     def _run(self) -> None:
         while not self.over.wait(EVERY_SECONDS):
-            self.round()
+            self.check_new_records()
 
     def close(self) -> None:
         """Stop after a last round over what has been written since."""
         self.over.set()
         if self.thread.is_alive():
             self.thread.join(10)
-        self.round()
+        self.check_new_records()
         if self.page is not None:
             self.page.close()
             self.page = None
 
-    def round(self) -> None:
+    def check_new_records(self) -> None:
         with self.lock:
             for step, records in self.joined.read_new():
                 if step > self.from_step:
                     if not self.history.memory:
                         self.history.memory = read_memory_limits(self.folder, list(records))
                     self.history.add(step, records)
-                    self._judge(STEPS, step)
+                    self._run_detectors(STEPS, step)
             for event in self.events.objects():
                 at, loss = event.get("step"), event.get("eval_loss")
                 if event.get("kind") == "eval" and isinstance(loss, int | float) and isinstance(at, int):
                     self.history.evaluations.append((at, float(loss)))
                     if at > self.from_step:
-                        self._judge(EVALUATIONS, at)
+                        self._run_detectors(EVALUATIONS, at)
             if self.network and self.limits.sockets != OFF:
                 self._read_nccl_logs()
 
@@ -177,7 +177,7 @@ class Patrol:
         self.counts[alarm.kind] += 1
         self.raised(dataclasses.replace(alarm, level=action))
 
-    def _judge(self, reads: str, step: int) -> None:
+    def _run_detectors(self, reads: str, step: int) -> None:
         for detector in DETECTORS:
             if detector.reads == reads and detector.rule and getattr(self.limits, detector.kind) != OFF:
                 for message, rank in detector.rule(self.history):
@@ -228,7 +228,7 @@ class ScriptWatch:
     def __init__(self, run: ScriptRun, ranks: int, stop: Callable[[], None], say: Callable[[str], None]) -> None:
         self.folder, self.limits, self.stop, self.say = Path(run.folder), run.watch, stop, say
         self.name, self.why = run.name or self.folder.resolve().name, ""
-        self.patrol = Patrol(self.folder, run.watch, ranks, network=str(run.cluster.network), raised=self._raised)
+        self.patrol = Patrol(self.folder, run.watch, ranks, network=str(run.cluster.network), raised=self._on_alarm)
         for tail in (*self.patrol.joined.tails.values(), self.patrol.events):
             tail.skip()
 
@@ -240,7 +240,7 @@ class ScriptWatch:
     def __exit__(self, *_: Any) -> None:
         self.patrol.close()
 
-    def _raised(self, alarm: Alarm) -> None:
+    def _on_alarm(self, alarm: Alarm) -> None:
         report_alarm(self.folder, alarm, self.say)
         # A language model's own loop stops itself at a loss that is not finite; a script's ranks are stopped from here.
         lines = self.patrol.history.joined[-1].values() if alarm.kind == "non_finite" else ()
