@@ -32,6 +32,7 @@ def windlass(*arguments: str) -> str:
     with (
         mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}),
         mock.patch.object(sys, "argv", ["windlass"]),
+        mock.patch.object(sys.modules["__main__"], "__package__", ""),  # else the usage is `python -m pytest …`
         contextlib.chdir(ROOT),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
