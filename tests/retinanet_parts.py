@@ -26,7 +26,7 @@ import images
 import openimages
 import retinanet_train_factory as factory
 import synthetic
-from ranks import Place, meet
+from ranks import Place, init_ranks
 
 SIZE = 64
 CLASSES = len(synthetic.SHAPES)
@@ -48,13 +48,13 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def here() -> Any:
-    place = meet("cpu")
+    place = init_ranks("cpu")
     yield place
     dist.destroy_process_group()
 
 
 def origin(folder: Path, part: str = "train", limit: int | None = None) -> openimages.Source:
-    return openimages.source(folder / "images", folder, part, limit)
+    return openimages.find_source(folder / "images", folder, part, limit)
 
 
 def rows(path: Path) -> list[list[str]]:
@@ -159,7 +159,7 @@ def test_missing_and_ambiguous_tables_are_errors(drawn: Path) -> None:
         origin(drawn)
     assert len(caught.value.problems) == 2
     with pytest.raises(UserError, match="is no folder"):
-        openimages.source(drawn / "nowhere", drawn, "train", None)
+        openimages.find_source(drawn / "nowhere", drawn, "train", None)
 
 
 def test_the_cache_is_used_while_nothing_changes(drawn: Path) -> None:

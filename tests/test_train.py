@@ -157,7 +157,7 @@ EQUAL: dict[int, dict[str, dict[str, Any]]] = {
         "only experts": case(2, **SPLIT, **ONLY),
         # So many tokens for such small experts: merged into their weights.
         "experts": case(2, layout__base_dtype="bf16", **EXPERTS),
-        "experts beside": case(2, accumulation=2, **EXPERTS),
+        "experts unmerged": case(2, accumulation=2, **EXPERTS),
         "experts split": case(2, **SPLIT, **EXPERTS),
         "in full, split": case(2, **SPLIT, **CHECKPOINTING, **IN_FULL),
         "pissa": case(2, **AS_LOADED, **PISSA),
@@ -669,12 +669,12 @@ def test_saved_adapter_continues_sharded_and_unsharded(two: Outcomes) -> None:
 
 
 def test_every_rank_has_its_own_experts_adapter_and_files_hold_the_whole(two: Outcomes, four: Outcomes) -> None:
-    whole = two["experts beside"]["placements"]["adapter of experts"]
+    whole = two["experts unmerged"]["placements"]["adapter of experts"]
     for run, name in ((two, "experts split"), (four, "experts hybrid")):
         assert run[name]["placements"]["adapter of experts"] * 2 == whole
         final = adapter(run.folder / name)
         assert sum(tensor.numel() for name, tensor in final.items() if ".experts." in name) == whole
-    one, other = adapter(two.folder / "experts split"), adapter(two.folder / "experts beside")
+    one, other = adapter(two.folder / "experts split"), adapter(two.folder / "experts unmerged")
     assert one.keys() == other.keys()
     assert all(torch.allclose(one[name], other[name], atol=1e-4) for name in one)
 
@@ -824,7 +824,7 @@ else:
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     shutil.copytree(disk / "run", disk.parent / "copy")
     sys.exit(max(codes))
-plainly, load, filler = Loop.train_step, run.load, disk / "filler"
+plainly, load, filler = Loop.train_step, run.load_base, disk / "filler"
 
 
 def fill():

@@ -1,4 +1,4 @@
-"""Where the training stands, on disk: written whole or not at all, read only by the run that wrote it."""
+"""Checkpoints: written completely or not at all, and read only by the run that wrote them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def save(folder: Path, model: nn.Module, optimizer: Optimizer, steps: int, settings: dict[str, Any]) -> None:
-    """After so many steps. Nothing in the training draws from a random state, so none is kept."""
+    """Save after this many steps. Training draws nothing from a random state, so none is kept."""
     content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps, "settings": settings}
     write(folder / NAME, content)
 
 
 def begin(folder: Path, model: nn.Module, optimizer: Optimizer, settings: dict[str, Any], *, resume: bool) -> int:
-    """Steps that are made: as the checkpoint says, or none."""
+    """Return the steps done, from the checkpoint if there is one."""
     path = folder / NAME
     folder.mkdir(parents=True, exist_ok=True)
     if not path.exists():

@@ -23,8 +23,8 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7  # noqa: E402
 
 HEAD = "head.classification_head."  # the part that depends on the number of classes
 COUNTER = "num_batches_tracked"
-LONGEST = 1333 / 800  # the longer side's limit, in lengths of the shorter: torchvision's own
-TUNED_STAGES, FRESH_STAGES = 3, 5  # how many of the backbone's five stages learn
+LONGEST = 1333 / 800  # limit of the longer side, in lengths of the shorter one: torchvision's own
+TUNED_STAGES, FRESH_STAGES = 3, 5  # trained stages of the backbone's five
 
 
 SIZES = tuple((size, int(size * 2 ** (1 / 3)), int(size * 2 ** (2 / 3))) for size in (32, 64, 128, 256, 512))
@@ -32,7 +32,8 @@ RATIOS = ((0.5, 1.0, 2.0),) * len(SIZES)
 
 
 class ExactAnchors(AnchorGenerator):  # type: ignore[misc]
-    """Anchors in float32. torchvision's own have the features' type: in bfloat16 a corner at pixel 700 may be 2 off."""
+    """Anchors in float32. torchvision's own have the features' dtype: in bfloat16 a corner at pixel 700 may be 2
+    off."""
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
         shapes = [feature.new_zeros((), dtype=torch.float32).expand(feature.shape) for feature in feature_maps]
@@ -40,26 +41,27 @@ class ExactAnchors(AnchorGenerator):  # type: ignore[misc]
         return anchors
 
 
-def in_full(_head: nn.Module, _inputs: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Losses and boxes in float32 as well, for the same reason."""
+def in_float32(_head: nn.Module, _inputs: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return losses and boxes in float32, for the same reason."""
     return {name: output.float() for name, output in outputs.items()}
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """Learns from scratch with any batch size, and alike on any number of ranks: it mixes no images."""
+    """Trains from scratch with any batch size, and equally on any number of ranks: it doesn't mix images."""
     return nn.GroupNorm(32, channels)
 
 
 def keep_counter(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:
-    """Frozen batch norms count no batches. In a file the counter says that they were ordinary ones, with an epsilon."""
+    """Keep a file's batch counter, which frozen batch norms lack: it shows that they were ordinary ones, with an
+    epsilon."""
     state[prefix + COUNTER] = torch.zeros((), dtype=torch.int64)
 
 
 def build(classes: int, image_size: int, weights: Path | None) -> tuple[RetinaNet, list[str]]:
-    """The model and, for the log, what its weights are.
+    """Return the model and, for the log, where its weights come from.
 
-    Files hold batch norms: their statistics stay as they are. A model that starts fresh, and so a file of one, has
-    group norms instead.
+    Files have batch norms, whose statistics stay fixed. A model trained from scratch, and a file of one, has group
+    norms instead.
     """
     if weights is None:
         return empty(classes, image_size, group_norm, FRESH_STAGES), ["weights: fresh, with group norm"]
@@ -85,14 +87,14 @@ def empty(classes: int, image_size: int, norm: Any, stages: int) -> RetinaNet:
         weights=None,
         norm_layer=norm,
         trainable_layers=stages,
-        returned_layers=[2, 3, 4],  # RetinaNet leaves out the finest level: too many anchors
+        returned_layers=[2, 3, 4],  # RetinaNet skips the finest level: too many anchors
         extra_blocks=LastLevelP6P7(256, 256),
     )
     # The data loader has resized the images already; _skip_resize is how torchvision's own training says so.
     longest = round(image_size * LONGEST)
     anchors = ExactAnchors(SIZES, RATIOS)
     model = RetinaNet(backbone, classes, image_size, longest, anchor_generator=anchors, _skip_resize=True)
-    model.head.register_forward_hook(in_full)
+    model.head.register_forward_hook(in_float32)
     return model
 
 
@@ -107,7 +109,8 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _fill(model: RetinaNet, state: dict[str, Tensor], path: Path) -> list[str]:
-    """Every tensor of the file has its place and every place its tensor, but for a head of other classes."""
+    """Fill the model: every tensor of the file must have a place and every place a tensor, except a head of other
+    classes."""
     wanted = model.head.classification_head.cls_logits.weight.shape[0]
     logits = state.get(f"{HEAD}cls_logits.weight")
     fresh = logits is not None and logits.shape[0] != wanted

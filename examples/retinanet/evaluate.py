@@ -1,4 +1,4 @@
-"""How good the boxes are: COCO's mean average precision, by torchmetrics."""
+"""Box quality: COCO's mean average precision, by torchmetrics."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 from torchmetrics.detection import MeanAveragePrecision
 
 SHOWN = ("map", "map_50", "map_75")
-Found = list[tuple[list[Target], list[Target]]]  # boxes that the model found, and those that there are, by batch
+Found = list[tuple[list[Target], list[Target]]]  # boxes found by the model, and true boxes, by batch
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module, batches: Iterable[Batch], device: torch.device, waiting: dist.ProcessGroup
 ) -> dict[str, float]:
-    """The numbers of all ranks' images, on rank 0; the others get none.
+    """Return the figures over all ranks' images on rank 0; nothing on the others.
 
-    `model` is without its DDP wrapper: ranks may have different numbers of batches, and no image is looked at twice.
+    `model` is without its DDP wrapper: ranks may have different numbers of batches, and no image is seen twice.
     """
     model.eval()
     found: Found = []
@@ -31,16 +31,16 @@ def evaluate(
     rank = dist.get_rank()
     gathered = [found] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(found, gathered, group=waiting)
-    values = {} if gathered is None else judged(gathered)
-    dist.barrier(group=waiting)  # the others would wait in their next step, where NCCL has less patience
+    values = {} if gathered is None else compute_precision(gathered)
+    dist.barrier(group=waiting)  # otherwise ranks would wait in their next step, where NCCL's timeout is shorter
     return values
 
 
-def judged(gathered: list[Found]) -> dict[str, float]:
-    """What all ranks found, against what there is."""
-    # Only this rank has the numbers: a metric that asked the others for theirs would wait for ever.
+def compute_precision(gathered: list[Found]) -> dict[str, float]:
+    """Compare the boxes that all ranks found with the true ones."""
+    # Only this rank has the figures: a metric that gathers from other ranks would hang.
     metric = MeanAveragePrecision(backend="faster_coco_eval", sync_on_compute=False)
-    metric.warn_on_many_detections = False  # RetinaNet answers with up to 300 boxes, COCO counts the best 100
+    metric.warn_on_many_detections = False  # RetinaNet returns up to 300 boxes, COCO counts the best 100
     for each in gathered:
         for predicted, targets in each:
             metric.update(predicted, targets)

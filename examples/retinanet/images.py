@@ -1,4 +1,4 @@
-"""Images on their way to the model: decoded, resized and flipped by the loader's workers, or on the GPU."""
+"""Images for the model: decoded, resized and flipped by the loader's workers, or on the GPU."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Item = tuple[int, int]  # epoch, index
 
 
 class Images(Dataset[tuple[Tensor, Target]]):
-    """One part of the data set. An image comes as pixels, or as the bytes of its file where the GPU decodes.
+    """One part of the data set. An image is returned as pixels, or as the bytes of its file if the GPU decodes.
 
-    `seed`: half of the images are flipped, others in every epoch; None: as they are, with the boxes around groups.
+    `seed`: half of the images are flipped, others in every epoch; None: unchanged, with the boxes around groups.
     """
 
     def __init__(self, part: Part, folder: Path, image_size: int, *, decode: bool, seed: int | None) -> None:
@@ -38,7 +38,7 @@ class Images(Dataset[tuple[Tensor, Target]]):
 
     def __getitem__(self, item: Item) -> tuple[Tensor, Target]:
         epoch, index = item
-        # Drawn from where the image stands alone: the same with any number of workers, and after a resume.
+        # Depends only on the image's place: the same with any number of workers, and after a resume.
         flip = self.seed is not None and random.Random(f"{self.seed} {epoch} {index}").random() < 0.5
         path = self.folder / self.part.paths[index]
         try:
@@ -53,7 +53,8 @@ class Images(Dataset[tuple[Tensor, Target]]):
         return image, target
 
     def size(self, index: int) -> tuple[int, int]:
-        """Width and height for the model: the shorter side as asked for, unless the longer one gets too long."""
+        """Return width and height for the model: the shorter side as configured, unless the longer one gets too
+        long."""
         width, height = self.part.sizes[index].tolist()
         longest = round(self.image_size * LONGEST)
         scale = min(self.image_size / min(width, height), longest / max(width, height))
@@ -73,9 +74,9 @@ class Images(Dataset[tuple[Tensor, Target]]):
 
 
 class EpochSampler(DistributedSampler[Item]):
-    """This rank's share, with the epoch told to workers that live longer than one.
+    """This rank's share. Passes the epoch on to workers that live longer than one.
 
-    `skip`: so many of the epoch's images were trained on before a stop.
+    `skip`: images of the epoch that were trained on before a stop.
     """
 
     skip = 0
@@ -98,18 +99,18 @@ def loader(
         pin_memory=pin,
         drop_last=training,  # equal batches: a mean over ranks and micro-batches is the mean over images
         persistent_workers=training and workers > 0,
-        generator=torch.Generator(),  # the loader's own draws change nobody else's
+        generator=torch.Generator(),  # the loader's random numbers affect nothing else
     )
 
 
 def collate(samples: Sequence[tuple[Tensor, Target]]) -> Batch:
-    """No stacking: images differ in size; the model pads them."""
+    """Don't stack: images differ in size, and the model pads them."""
     images, targets = zip(*samples, strict=True)
     return images, targets
 
 
 def to_pixels(data: bytes, size: tuple[int, int], *, flip: bool) -> Tensor:
-    """Colour, height, width."""
+    """Return colour, height, width."""
     with Image.open(io.BytesIO(data)) as opened:
         image = opened.convert("RGB").resize(size, Image.Resampling.BILINEAR)
     if flip:
@@ -119,13 +120,13 @@ def to_pixels(data: bytes, size: tuple[int, int], *, flip: bool) -> Tensor:
 
 
 def to_device(batch: Batch, device: torch.device) -> tuple[list[Tensor], list[Target]]:
-    """Pixels from 0 to 1 and targets, where the model is."""
+    """Move pixels from 0 to 1 and targets to the model's device."""
     images, targets = batch
     moved = [{name: value.to(device, non_blocking=True) for name, value in target.items()} for target in targets]
     if images[0].dim() == 3:
         return [image.to(device, non_blocking=True).float() / 255 for image in images], moved
     pixels = []
-    for image, target, ready in zip(decoded(images, device), targets, moved, strict=True):
+    for image, target, ready in zip(decode_all(images, device), targets, moved, strict=True):
         width, height = target["size"].tolist()
         resized = interpolate(image[None].float() / 255, (height, width), mode="bilinear", antialias=True)[0]
         pixels.append(resized.flip(-1) if target["flip"] else resized)
@@ -133,8 +134,8 @@ def to_device(batch: Batch, device: torch.device) -> tuple[list[Tensor], list[Ta
     return pixels, moved
 
 
-def decoded(files: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """JPEG files in one go; a batch with one that the GPU's decoder does not know (CMYK, PNG) one by one."""
+def decode_all(files: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Decode JPEG files together; a batch with a file that the GPU's decoder doesn't support (CMYK, PNG) one by one."""
     try:
         return list(decode_jpeg(list(files), ImageReadMode.RGB, device=device))
     except RuntimeError:

@@ -3,10 +3,10 @@
     <images>/train/<ImageID>.jpg …      or <images>/<ImageID>.jpg for all parts
     *train-annotations-bbox.csv         ImageID, LabelName, XMin, XMax, YMin, YMax (relative to the image), IsGroupOf
     *class-descriptions-boxable.csv     label, name
-    train-images*.csv                   ImageID: what the part consists of; optional
+    train-images*.csv                   ImageID: the images of the part; optional
 
-The CSV files lie in the cache folder, beside the image folder, or in it. Without a list of images, a part consists of
-the files in its folder, or, where parts have none, of those that its annotations name.
+The CSV files are in the cache folder, next to the image folder, or in it. Without a list of images, a part consists of
+the files in its folder or, if parts have no folders, of the files named in its annotations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from windlass.errors import Problem, UserError, raise_all
 
-MOST_BAD = 0.05  # up to this share of the images may be missing or broken: they are left out
+MOST_BAD = 0.05  # share of the images that may be missing or broken: they are left out
 VERSION = 1  # of the cache's contents
 SUFFIXES = (".jpg", ".jpeg", ".png")
 COLUMNS = ("ImageID", "LabelName", "XMin", "YMin", "XMax", "YMax")
@@ -45,9 +45,9 @@ class Part:
     starts: Tensor  # [images + 1]
     boxes: Tensor  # [boxes, 4]: left, top, right, bottom, relative to the image
     labels: Tensor  # [boxes]: index into `classes`
-    groups: Tensor  # [boxes]: one box around many objects, not an object to learn
+    groups: Tensor  # one box around many objects: not trained on
     classes: list[str]
-    counts: dict[str, int]  # what was found, for the log
+    counts: dict[str, int]  # counts for the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class Source:
 
     images: Path
     part: str
-    limit: int | None  # so many images, the first by id
+    limit: int | None  # number of images, the first by id
     annotations: Path
     classes: Path
     listing: Path | None
     files: dict[str, str]  # image id -> path relative to `images`
 
     def key(self) -> str:
-        """Another one for other files, so that no cache is stale."""
+        """Return a key that differs for other files, so that no stale cache is read."""
         found = hashlib.sha256(repr((VERSION, self.part, self.limit)).encode())
         for table in filter(None, (self.annotations, self.classes, self.listing)):
             found.update(repr((table.name, table.stat().st_size, table.stat().st_mtime_ns)).encode())
@@ -72,7 +72,7 @@ class Source:
         return found.hexdigest()[:16]
 
 
-def source(images: Path, cache: Path, part: str, limit: int | None) -> Source:
+def find_source(images: Path, cache: Path, part: str, limit: int | None) -> Source:
     if not images.is_dir():
         raise UserError("is no folder", str(images), "--local-image-dir names the folder of the images")
     places = list(dict.fromkeys((cache.resolve(), images.resolve().parent, images.resolve())))
@@ -100,10 +100,11 @@ def _table(places: Iterable[Path], pattern: str) -> Path | Problem:
 
 
 def _files(images: Path, part: str) -> dict[str, str]:
-    """The images of a part's own folder, or of the whole where parts have none; in the order of their ids."""
+    """Return the images of a part's own folder, or of the image folder if parts have none, in the order of their
+    ids."""
     top = images / part if (images / part).is_dir() else images
     found: dict[str, str] = {}
-    for folder, _, names in os.walk(top):  # no question is asked about each of millions of files
+    for folder, _, names in os.walk(top):  # walk needs no call per file, of which there are millions
         inner = Path(folder).relative_to(images)
         for path in (inner / name for name in names):
             if path.suffix.lower() in SUFFIXES:
@@ -113,13 +114,13 @@ def _files(images: Path, part: str) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def cached(origin: Source, cache: Path) -> Path:
+def cache_path(origin: Source, cache: Path) -> Path:
     return cache / f"openimages-{origin.part}-{origin.key()}.safetensors"
 
 
 def prepare(origin: Source, cache: Path) -> Path:
-    """Read, check and cache the part, unless that has been done. One process does this while the others wait."""
-    path = cached(origin, cache)
+    """Read, check and cache the part, unless that is done. One process does this while the others wait."""
+    path = cache_path(origin, cache)
     if path.exists():
         return path
     part = check(origin)
@@ -128,8 +129,8 @@ def prepare(origin: Source, cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     save_file(tensors, unfinished, words)
-    unfinished.chmod(0o644)  # the library makes it readable for its owner alone, whatever the umask says
-    unfinished.replace(path)  # whole or not at all
+    unfinished.chmod(0o644)  # the library makes it readable only for its owner, whatever the umask
+    unfinished.replace(path)  # completely or not at all
     return path
 
 
@@ -140,23 +141,23 @@ def read(path: Path) -> Part:
 
 
 def check(origin: Source) -> Part:
-    """Everything that can be wrong with the data is found here, before the first step, and the same for all ranks."""
+    """Find everything that can be wrong with the data, before the first step, and the same for all ranks."""
     labels, classes = _classes(origin.classes)
-    known = dict.fromkeys(_listed(origin.listing)) if origin.listing is not None else origin.files
+    known = dict.fromkeys(_read_listing(origin.listing)) if origin.listing is not None else origin.files
     numbers = {name: number for number, name in enumerate(sorted(known))}
     images, kinds, groups, places, nameless = _annotations(origin.annotations, labels, numbers)
     names = list(numbers)
     if origin.listing is None and not (origin.images / origin.part).is_dir():
-        names = [names[number] for number in sorted(set(images.tolist()))]  # the other files are other parts'
-    sizes, counts = _sound(origin, names)
+        names = [names[number] for number in sorted(set(images.tolist()))]  # the other files belong to other parts
+    sizes, counts = _find_readable(origin, names)
     counts["annotations without an image"] = nameless
 
     old = torch.tensor([numbers[name] for name in sizes])
     new = torch.full((len(numbers) + 1,), -1).index_put_((old,), torch.arange(len(old)))
-    images = new[images]  # -1: of an image that is not among those we take
+    images = new[images]  # -1: of an image that is not used
     clipped = places.clamp(0, 1)
     pixels = (clipped[:, 2:] - clipped[:, :2]) * torch.tensor([*sizes.values(), (1, 1)])[images]
-    used, solid = images >= 0, (pixels >= 1).all(dim=1)  # false for what is not a number, too
+    used, solid = images >= 0, (pixels >= 1).all(dim=1)  # also false for NaN
     counts["boxes clipped"] = int((used & solid & (clipped != places).any(dim=1)).sum())
     counts["boxes dropped"] = int((used & ~solid).sum())
     order = images[used & solid].argsort(stable=True)
@@ -176,7 +177,7 @@ def check(origin: Source) -> Part:
 
 
 def _rows(path: Path, wanted: Iterable[str]) -> Iterator[list[str]]:
-    """The wanted columns of a CSV file with a header, one that is missing in the file being an error."""
+    """Return these columns of a CSV file with a header; a missing column is an error."""
     with path.open(newline="", encoding="utf-8") as handle:
         rows = csv.reader(handle)
         header = next(rows, [])
@@ -188,7 +189,7 @@ def _rows(path: Path, wanted: Iterable[str]) -> Iterator[list[str]]:
             yield [row[place] for place in places]
 
 
-def _listed(path: Path) -> list[str]:
+def _read_listing(path: Path) -> list[str]:
     return [name for (name,) in _rows(path, ["ImageID"])]
 
 
@@ -203,7 +204,7 @@ def _classes(path: Path) -> tuple[dict[str, int], list[str]]:
 def _annotations(
     path: Path, labels: dict[str, int], images: dict[str, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Image, label, whether a group, and place of every box of these images; how many boxes name another image."""
+    """Return image, label, group flag and box of every annotation of these images, and how many name another image."""
     numbers, kinds, groups, places = array.array("q"), array.array("q"), array.array("b"), array.array("f")
     strange: dict[str, int] = {}
     nameless = 0
@@ -229,8 +230,8 @@ def _annotations(
     return (*columns, torch.tensor(groups, dtype=torch.bool), torch.tensor(places).reshape(-1, 4), nameless)  # type: ignore[return-value]
 
 
-def _sound(origin: Source, names: list[str]) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-    """Width and height of the first `limit` images that can be read to the end, and how many can't."""
+def _find_readable(origin: Source, names: list[str]) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """Return width and height of the first `limit` readable images, and how many are not."""
     sizes: dict[str, tuple[int, int]] = {}
     counts = {"images missing": 0, "images broken": 0}
     bad: list[str] = []

@@ -1,4 +1,4 @@
-"""This process among the ranks that torchrun started, or alone."""
+"""This process as one of torchrun's ranks, or alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from windlass.errors import UserError
 
-NAMES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # as torchrun sets them; as it is without
-PATIENCE = timedelta(hours=4)  # while one process reads the data set or works out the average precision
+NAMES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # set by torchrun; the defaults without it
+PATIENCE = timedelta(hours=4)  # for one process to read the data set or compute the average precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +20,15 @@ class Place:
     rank: int
     ranks: int
     device: torch.device
-    waiting: dist.ProcessGroup  # where the others wait for one process's work: on the host, and with patience
+    waiting: dist.ProcessGroup  # in which the others wait for one process's work: on the host, with a long timeout
 
     def say(self, text: str) -> None:
         if self.rank == 0:
             print(text, flush=True)
 
 
-def meet(backend: str) -> Place:
-    """The ranks find each other: NCCL between GPUs, gloo between CPUs."""
+def init_ranks(backend: str) -> Place:
+    """Connect the ranks: NCCL between GPUs, gloo between CPUs."""
     gpu = torch.cuda.is_available()
     if backend == "gpu" and not gpu:
         raise UserError("there is no GPU to decode images on", "--backend gpu", "--backend cpu")
@@ -36,6 +36,6 @@ def meet(backend: str) -> Place:
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-    store = None if "RANK" in os.environ else dist.HashStore()  # type: ignore[attr-defined]  # nobody to look for
+    store = None if "RANK" in os.environ else dist.HashStore()  # type: ignore[attr-defined]  # no other process
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks)
     return Place(rank, ranks, device, dist.new_group(backend="gloo", timeout=PATIENCE))

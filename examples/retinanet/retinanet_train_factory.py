@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Train RetinaNet on OpenImages with plain PyTorch: DistributedDataParallel under torchrun, on GPUs or CPUs.
 
-    torchrun --nnodes=2 --nproc_per_node=1 --node_rank=$RANK --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT \\
-        retinanet_train_factory.py --batch-size 16 --image-size 800 --max-train 200 --max-val 500 --epochs 2 \\
+    torchrun --nnodes=2 --nproc_per_node=1 --node_rank=$RANK --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT \
+        retinanet_train_factory.py --batch-size 16 --image-size 800 --max-train 200 --max-val 500 --epochs 2 \
         --weights-path retinanet_resnet50_fpn_coco.pth --local-image-dir openimages/images --cache-dir openimages
 
 Without data: `--make-synthetic DIR` draws some. Without torchrun: one process on one device.
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from evaluate import evaluate
 from images import EpochSampler, Images, loader
-from ranks import Place, meet
+from ranks import Place, init_ranks
 from training import Steps, Training
 
 from windlass.errors import RunError, UserError
@@ -72,10 +72,10 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def part(args: argparse.Namespace, here: Place, name: str, limit: int | None, seed: int | None) -> Images:
-    """One part of the data set: read and checked by one process, the same for all."""
+    """Return one part of the data set: read and checked by one process, the same for all."""
     paths: list[Path | None] = [None]
     if here.rank == 0:
-        origin = openimages.source(args.local_image_dir, args.cache_dir, name, limit)
+        origin = openimages.find_source(args.local_image_dir, args.cache_dir, name, limit)
         paths = [openimages.prepare(origin, args.cache_dir)]
     dist.broadcast_object_list(paths, group=here.waiting)
     path = paths[0]
@@ -87,7 +87,7 @@ def part(args: argparse.Namespace, here: Place, name: str, limit: int | None, se
 
 
 def score(images: Images, epoch: int, args: argparse.Namespace, training: Training, meter: StepProfiler) -> None:
-    """Average precision on the validation part, each rank looking at its share."""
+    """Return the average precision on the validation part; each rank evaluates its share."""
     here = training.here
     share = [(epoch, index) for index in range(here.rank, len(images), here.ranks)]
     batches = loader(images, share, args.batch_size, args.num_workers, pin=here.device.type == "cuda")
@@ -98,7 +98,7 @@ def score(images: Images, epoch: int, args: argparse.Namespace, training: Traini
 
 
 def train(args: argparse.Namespace, here: Place) -> int:
-    # 1. The data: read and checked before anything else.
+    # 1. The data, read and checked before anything else.
     images = part(args, here, "train", args.max_train, args.seed)
     held_out = None if args.max_val == 0 else part(args, here, "validation", args.max_val, None)
     sampler = EpochSampler(images, here.ranks, here.rank, shuffle=True, seed=args.seed, drop_last=True)
@@ -107,7 +107,7 @@ def train(args: argparse.Namespace, here: Place) -> int:
         short = f"{len(images)} images are fewer than one batch of {args.batch_size} on {here.ranks} ranks"
         raise UserError(short, str(args.local_image_dir), "a smaller --batch-size")
 
-    # 2. The model: on all ranks as on the first.
+    # 2. The model, equal on all ranks.
     torch.manual_seed(args.seed)
     classes = images.part.classes
     model, words = detector.build(len(classes), args.image_size, args.weights_path)
@@ -115,7 +115,7 @@ def train(args: argparse.Namespace, here: Place) -> int:
     steps = Steps(len(batches), args.accum_steps, args.epochs)
     training = Training(args, here, model.to(here.device), steps)
 
-    # 3. Where it stands.
+    # 3. The checkpoint, if there is one.
     folder = args.output_dir
     settings = {name: str(getattr(args, name)) for name in DECIDING} | {"ranks": here.ranks, "images": len(images)}
     done = training.done = checkpoint.begin(folder, model, training.optimizer, settings, resume=args.resume)
@@ -125,7 +125,7 @@ def train(args: argparse.Namespace, here: Place) -> int:
         raise UserError(f"ranks stand at steps {sorted(set(steps_done))}", str(folder), "a folder that all nodes share")
     here.say(f"{done} of {steps.all} steps are made")
 
-    # 4. Epoch by epoch, beginning with the one that the last step was in: it may not have been scored.
+    # 4. Epoch by epoch, beginning with the last step's: it may not have been evaluated.
     about = {"classes": len(classes), "images": len(images), "image size": args.image_size}
     with StepProfiler(folder, "images", args.debug_freq, about, Path(__file__).name, from_step=done) as meter:
         for epoch in range(max(0, done - 1) // steps.per_epoch, args.epochs):
@@ -157,7 +157,7 @@ def main() -> int:
         print(f"{counts} images: --local-image-dir {args.make_synthetic / 'images'}")
         return 0
     try:
-        here = meet(args.backend)
+        here = init_ranks(args.backend)
         code = train(args, here)
         dist.barrier(group=here.waiting)
         dist.destroy_process_group()

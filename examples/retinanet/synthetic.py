@@ -1,4 +1,4 @@
-"""A small data set in OpenImages' layout, drawn here: coloured shapes on noise, for trying things out without data."""
+"""Draw a small data set in OpenImages' layout: coloured shapes on noise, to try things out without data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SHAPES = {
     "/m/wedge": ("Wedge", (50, 80, 230)),
 }
 HEADER = ["ImageID", "Source", "LabelName", "Confidence", "XMin", "XMax", "YMin", "YMax", "IsGroupOf"]
-EMPTY = 10  # one image in so many has no box
+EMPTY = 10  # one image in ten has no box
 
 Box = tuple[int, int, int, int]
 
 
 def write(folder: Path, counts: dict[str, int], size: int, seed: int = 0) -> None:
-    """`counts`: images per part, `train` and `validation`; each is a square of `size` pixels."""
+    """Write a data set. `counts`: images per part, `train` and `validation`; each is a square of `size` pixels."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "class-descriptions-boxable.csv").open("w", newline="", encoding="utf-8") as handle:
         csv.writer(handle).writerows((label, name) for label, (name, _) in SHAPES.items())
@@ -45,7 +45,7 @@ def write(folder: Path, counts: dict[str, int], size: int, seed: int = 0) -> Non
 
 
 def paint(draw: random.Random, size: int, shapes: int) -> tuple[Image.Image, list[tuple[str, Box]]]:
-    """One picture and what is on it. Two shapes take a half each, so that none hides another."""
+    """Return an image and its boxes. Two shapes take a half each, so that none hides another."""
     noise = Image.frombytes("RGB", (8, 8), bytes(draw.randrange(90, 160) for _ in range(8 * 8 * 3)))
     picture = noise.resize((size, size), Image.Resampling.BILINEAR)
     pen = ImageDraw.Draw(picture)

@@ -1,4 +1,4 @@
-"""The loop: micro-batches to gradients, gradients to steps."""
+"""The training loop: micro-batches to gradients, gradients to steps."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from windlass.errors import RunError
 from windlass.meter import StepProfiler
 
 FRESH_RATE, TUNING_RATE = 2e-4, 1e-4  # learning rate at a global batch of 16 images; others by the square root
-WEIGHT_DECAY = 0.05  # of the weights; not of norms and biases
-WARM_UP = 0.1  # of the steps, but no more than 1000
+WEIGHT_DECAY = 0.05  # of weights, not of norms and biases
+WARM_UP = 0.1  # share of the steps, at most 1000
 GRADIENT_NORM = 10.0  # at most
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How an epoch's micro-batches make optimizer steps. The last step of an epoch may have fewer."""
+    """Divides an epoch's micro-batches into optimizer steps. The last step of an epoch may have fewer."""
 
     batches: int  # per epoch
     accum: int
@@ -48,7 +48,7 @@ class Steps:
 
 
 class Training:
-    """The model, and what makes it better step by step."""
+    """The model, its optimizer and the loop."""
 
     def __init__(self, args: argparse.Namespace, here: Place, model: nn.Module, steps: Steps) -> None:
         self.args, self.here, self.model, self.steps = args, here, model, steps
@@ -58,7 +58,7 @@ class Training:
         global_batch = args.batch_size * args.accum_steps * here.ranks
         self.peak = (TUNING_RATE if args.weights_path else FRESH_RATE) * math.sqrt(global_batch / 16)
         self.optimizer = optimizer_for(model)
-        # No buffers are sent around: the norms are frozen, or keep none.
+        # No buffers are broadcast: the norms are frozen or have none.
         self.ranks = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
         self.bf16 = here.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         here.say(
@@ -73,7 +73,7 @@ class Training:
         return torch.autocast(self.here.device.type, torch.bfloat16, enabled=self.bf16)
 
     def epoch(self, number: int, batches: Iterator[Batch], meter: StepProfiler) -> bool:
-        """Whether it came to its end: a signal may stop it."""
+        """Train an epoch. Returns whether it ended: a signal may stop it."""
         per_epoch, stopped = self.steps.per_epoch, False
         while self.done < (number + 1) * per_epoch and not stopped:
             count, rate = self.steps.micro_batches(self.done), rate_at(self.done, self.steps.all, self.peak)
@@ -86,13 +86,14 @@ class Training:
             meter.mark("optimizer")
             self.done += 1
             if self.done % self.args.debug_freq == 0 or self.done % per_epoch == 0:
-                stopped = self.look(loss, norm, meter)
+                stopped = self.check(loss, norm, meter)
             items = count * self.args.batch_size
             meter.step(items, loss=loss, grad_norm=norm, learning_rate=rate, epoch=self.done / per_epoch)
         return not stopped
 
     def gradients(self, batches: Iterator[Batch], count: int, meter: StepProfiler) -> Tensor:
-        """The mean gradient of `count` micro-batches; the ranks exchange it once, in the last backward. Their loss."""
+        """Compute the mean gradient of `count` micro-batches, reduced once, in the last backward. Returns their
+        loss."""
         total = torch.zeros((), device=self.here.device)
         for number in range(count):
             images, targets = to_device(next(batches), self.here.device)
@@ -106,10 +107,10 @@ class Training:
             total += loss.detach()
         return total
 
-    def look(self, loss: Tensor, norm: Tensor, meter: StepProfiler) -> bool:
-        """All ranks' loss; an error if it is no number any more; whether any rank was told to stop: then all do.
+    def check(self, loss: Tensor, norm: Tensor, meter: StepProfiler) -> bool:
+        """Log all ranks' loss, raise if it is not finite, and return whether any rank got a stop signal: then all stop.
 
-        This waits for the GPU and for the other ranks, so it isn't done at every step.
+        This waits for the GPU and the other ranks, so it isn't done in every step.
         """
         together = torch.stack([loss, torch.tensor(float(self.told_to_stop), device=loss.device)])
         dist.all_reduce(together)
@@ -131,7 +132,7 @@ def optimizer_for(model: nn.Module) -> Optimizer:
 
 
 def rate_at(step: int, steps: int, peak: float) -> float:
-    """Up in a line, down along a cosine."""
+    """Return the learning rate: linear warm-up, then a cosine."""
     rising = min(1000, max(1, round(steps * WARM_UP)))
     falling = (step - rising) / max(1, steps - rising)
     return peak * min((step + 1) / rising, 0.5 * (1 + math.cos(math.pi * max(0.0, falling))))

@@ -1,8 +1,8 @@
-"""torchvision's compiled operators, where they cannot be loaded.
+"""Replacements for torchvision's compiled operators if they can't be loaded.
 
-torchvision's wheel is compiled against CUDA's libraries. Beside a CPU build of torch its operators are missing, and
-`import torchvision` fails on declaring what they return. RetinaNet needs one of them: non-maximum suppression.
-Call `provide()` before torchvision is imported. Superfluous where torchvision was built for this torch.
+torchvision's wheel is compiled against CUDA's libraries. With a CPU build of torch its operators are missing, and
+`import torchvision` fails when it declares their results. RetinaNet needs one of them: non-maximum suppression. Call
+`provide()` before importing torchvision. Not needed if torchvision was built for this torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-library: Any = None  # the operators live as long as this
+library: Any = None  # keeps the operators registered
 
 
 def provide() -> bool:
-    """True: the operators are ours. Asked again, the answer is the same."""
+    """Return whether the operators are ours. Repeated calls have the same result."""
     global library
     if library is None and not _compiled():
         library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
@@ -47,7 +47,8 @@ def _compiled() -> bool:
 
 
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """The indices of the boxes to keep, best first: each drops all that overlap it by more than the threshold."""
+    """Return the indices of the boxes to keep, best first: each drops all that overlap it by more than the
+    threshold."""
     area = (boxes[:, 2:] - boxes[:, :2]).prod(dim=1)
     left = scores.argsort(descending=True, stable=True)
     kept = []
