@@ -848,7 +848,7 @@ def train_step(loop, batches):
     return plainly(loop, batches)
 
 
-Loop.train_step, run.load = train_step, loaded
+Loop.train_step, run.load_base = train_step, loaded
 cli.main(sys.argv[5:])
 """
 
