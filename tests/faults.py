@@ -322,15 +322,22 @@ FAULTS = (
         "a platform that is not known",
         nothing,
         "submit run.yaml --to kubernets --dry-run",
-        "there is no platform 'kubernets'",
+        "unknown platform 'kubernets'",
     ),
     Fault(
-        "a tokenizer that is away", remove("model/tokenizer.json"), "check run.yaml", "holds no tokenizer that opens", 1
+        "a tokenizer that is away",
+        remove("model/tokenizer.json"),
+        "check run.yaml",
+        "has no tokenizer that can be opened",
+        1,
     ),
     Fault(
-        "a tokenizer that is away, to training", remove("model/tokenizer.json"), NEW, "holds no tokenizer that opens"
+        "a tokenizer that is away, to training",
+        remove("model/tokenizer.json"),
+        NEW,
+        "has no tokenizer that can be opened",
     ),
-    Fault("weights that are away", remove("model/*.safetensors*"), NEW, "model holds no weights"),
+    Fault("weights that are away", remove("model/*.safetensors*"), NEW, "model contains no weights"),
     Fault(
         "a tokenizer of another model",
         swap("model/tokenizer.json", '"<unk>"', '"<unknown>"'),
@@ -393,13 +400,13 @@ FAULTS = (
         "NaN in a row of the embedding that no text uses",
         weight("embed_tokens.weight", float("nan"), 500, 3),
         NEW,
-        "embed_tokens.weight' holds values that are not finite numbers",
+        "embed_tokens.weight' contains values that are not finite numbers",
     ),
     Fault(
         "an infinite weight",
         weight(NORM, float("inf"), 5),
         NEW,
-        "norm.weight' holds values that are not finite numbers",
+        "norm.weight' contains values that are not finite numbers",
     ),
     Fault(
         "a scale below zero",
@@ -411,12 +418,15 @@ FAULTS = (
         "a scale of zero",
         weight("experts.down_proj_scale_inv", 0.0, 3, 0, 0),
         NEW,
-        "down_proj' holds FP8 weights that are not zero, and their scale is",
+        "down_proj' contains FP8 weights that are not zero, and their scale is",
     ),
     # a run that goes on
-    Fault("a finished run trained again", nothing, TRAIN, "run.yaml:5: train.output_dir: run holds a finished run"),
+    Fault("a finished run trained again", nothing, TRAIN, "run.yaml:5: train.output_dir: run contains a finished run"),
     Fault(
-        "an unfinished run begun anew", unfinished(), TRAIN, "run holds an unfinished run … add --resume to continue it"
+        "an unfinished run begun anew",
+        unfinished(),
+        TRAIN,
+        "run contains an unfinished run … add --resume to continue it",
     ),
     Fault(
         "one bit of the base differs at the resume",
@@ -440,7 +450,7 @@ FAULTS = (
         "other rows at the resume",
         unfinished(swap(DATA, "mast", "spar")),
         RESUME,
-        "the data are not those that this run began with",
+        "the data are not those this run began with",
     ),
     Fault(
         "the newest checkpoint is damaged",
@@ -520,7 +530,7 @@ FAULTS = (
         "NaN in the adapter",
         foreign(tensors(ADAPTER, lambda t: t[min(t)].fill_(float("nan")))),
         "export run/final --to out",
-        "lora_A.weight holds values that are not finite numbers",
+        "lora_A.weight contains values that are not finite numbers",
     ),
     Fault(
         "one bit of a checkpoint's adapter differs",

@@ -158,7 +158,7 @@ def test_missing_and_ambiguous_tables_are_errors(drawn: Path) -> None:
     with pytest.raises(UserError) as caught:
         origin(drawn)
     assert len(caught.value.problems) == 2
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         openimages.find_source(drawn / "nowhere", drawn, "train", None)
 
 

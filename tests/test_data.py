@@ -239,7 +239,7 @@ def test_answer_spans_are_derived_from_templates(
             "rows are held out of a set that is read in full",
         ),
         ({"messages_field": "a", "prompt_template": "{a}"}, [{"a": "b"}], "choose different formats"),
-        ({"completion_only_loss": True}, [{"text": "a"}], "plain text has no part that is the completion"),
+        ({"completion_only_loss": True}, [{"text": "a"}], "plain text has no completion part"),
     ],
 )
 def test_untrainable_data_is_refused(prepared: Prepare, section: dict[str, Any], rows: list[Any], words: str) -> None:

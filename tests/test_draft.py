@@ -164,6 +164,6 @@ def test_columns_are_named_by_a_flag_that_the_error_suggests(tmp_path: Path, mod
     with pytest.raises(UserError, match=r"^--columns: .*no column 'question'.*\n\n.*did you mean 'Question'"):
         made("{prompt: question, completion: answer}")
     for text in ("Question", "{a"):
-        with pytest.raises(UserError, match=r"^--columns: .* is no mapping"):
+        with pytest.raises(UserError, match=r"^--columns: .* is not a mapping"):
             made(text)
     assert "  columns: {prompt: Question, completion: answer}\n" in made(hint.split("'")[1]).text

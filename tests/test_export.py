@@ -283,7 +283,7 @@ def test_export_of_the_adapter_only(cases: dict[str, Case], tmp_path: Path) -> N
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "org/published"
     assert isinstance(PeftModel.from_pretrained(plain_model(case.base), str(tmp_path)), PeftModel)
-    source = choose_adapter(tmp_path)  # it names its base, which is no folder here
+    source = choose_adapter(tmp_path)  # it names its base, which is not a folder here
     with pytest.raises(UserError, match="the weights of the base model org/published are not on this machine") as no:
         require_local_base(source, None)
     assert "--base DIR" in str(no.value)

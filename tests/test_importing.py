@@ -488,7 +488,7 @@ def test_a_file_of_no_tool_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not from 'unsloth'"):
         import_file(file, "unsloth")
     file.write_text("- 1\n")
-    with pytest.raises(UserError, match="holds no `key: value` settings"):
+    with pytest.raises(UserError, match="contains no `key: value` settings"):
         import_file(file)
 
 
@@ -532,7 +532,7 @@ def test_wrong_types_and_unclosed_quotes_are_reported(tmp_path: Path) -> None:
     assert str(problem).startswith(f"{file}:")
     assert "special_tokens: is True, which Axolotl does not take" in str(problem)
     (tmp_path / "s.sh").write_text(SWIFT.replace("'rows.jsonl#500'", "'rows.jsonl#500"))
-    with pytest.raises(UserError, match=r"s\.sh:5: is no shell command: No closing quotation"):
+    with pytest.raises(UserError, match=r"s\.sh:5: is not a shell command: No closing quotation"):
         import_file(tmp_path / "s.sh")
 
 

@@ -721,7 +721,7 @@ def test_a_damaged_record_is_reported(tmp_path: Path) -> None:
     for text in ("{broken", "[]", "{}", '{"platform": "moon"}'):
         (tmp_path / "submitted.json").write_text(text)
         with pytest.raises(
-            UserError, match=r"submitted\.json: can't be read(.|\n)*`windlass submit RUN` writes it anew"
+            UserError, match=r"submitted\.json: can't be read(.|\n)*`windlass submit RUN` writes it again"
         ):
             open_record(tmp_path, tmp_path, print)
 
@@ -742,7 +742,7 @@ def test_stop_signals_the_recorded_process_and_no_other(
         stop()
     recorded(here / "run", process)
     plan = plan_of(EXAMPLES / "train.yaml", ("cluster.nodes=1", "cluster.gpus_per_node=2", *volume(here)))
-    with pytest.raises(UserError, match=f"it runs already, as process {process.pid}"):
+    with pytest.raises(UserError, match=f"it is already running, as process {process.pid}"):
         submitting.submit(plan, "local", say=print)
     assert f"process {process.pid} is stopping" in stop()
     assert process.wait(120) == -signal.SIGTERM

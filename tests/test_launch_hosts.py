@@ -129,7 +129,7 @@ LONG = ("train.max_steps=5000", "train.eval_strategy=no", "train.save_steps=1000
     [
         (3, Hosts.kill, 60, "node {0} (machine-{0}) is gone: its connection closed"),
         # Nothing tells the others: gloo would wait for train.ddp_timeout, here ten minutes.
-        (2, Hosts.unplug, 180, "node {0} (machine-{0}) has not been heard for 60 s"),
+        (2, Hosts.unplug, 180, "node {0} (machine-{0}) has not been heard from for 60 s"),
     ],
     ids=["power", "cable"],
 )

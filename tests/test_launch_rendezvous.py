@@ -203,7 +203,7 @@ FIRST = {"problems": [{"where": "run.yaml:7: train.dtype", "problem": "this GPU 
         (13, "13", "ended with 13: run.yaml:7: train.dtype: this GPU has no fp8"),
         (143, "143", "was stopped before its ranks began"),
         ("closed", "1", "is gone: its connection closed"),
-        ("silent", "1", "has not been heard for 1 s"),
+        ("silent", "1", "has not been heard from for 1 s"),
     ],
 )
 def test_a_node_that_fails_or_is_lost_is_reported_to_all(

@@ -262,7 +262,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], str, str, int]] = {
     "no such model": (("model.model_name_or_path=nowhere",), "plan", "no folder 'nowhere'", 2),
     "a shard that is missing": (("model.model_name_or_path={copied}",), "plan", "model-00002-of-00003.safetensors", 2),
     "a run folder inside a file": (("train.output_dir={user}/x",), "check", "run.yaml is a file", 1),
-    "a finished run": ((), "check", "holds a finished run", 2),
+    "a finished run": ((), "check", "contains a finished run", 2),
     "a column that is not there": (("data.text_field=content",), "check", "the data have no column 'content'", 1),
     "a chat template without an end": (TALKS, "data", "the model would never stop: 0 of 40 rows end", 2),
 }

@@ -82,5 +82,5 @@ def test_a_missing_torchvision_is_reported_with_a_hint() -> None:
 def test_wrong_input_is_reported_without_a_traceback(tmp_path: Path) -> None:
     done = run(str(SCRIPT), "--local-image-dir", str(tmp_path / "nowhere"))
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {tmp_path / 'nowhere'}: is no folder")
+    assert done.stderr.startswith(f"error: {tmp_path / 'nowhere'}: is not a folder")
     assert "Traceback" not in done.stderr

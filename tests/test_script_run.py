@@ -220,7 +220,7 @@ def test_meter_writes_configured_counts(trained: Path) -> None:
     assert (manifest["state"], manifest["kind"], manifest["ranks"]) == ("finished", "script", 2)
     done = windlass("train", trained / "run.yaml", "--resume")
     assert done.returncode == 2
-    assert "holds a finished run" in done.stderr
+    assert "contains a finished run" in done.stderr
     assert json.loads((trained / "run/manifest.json").read_text()) == manifest
 
 
@@ -274,7 +274,7 @@ def test_a_rank_that_fails_is_named_with_its_code(tmp_path: Path, code: int, exi
     assert state(tmp_path) == ("failed" if exits != 75 else "stopped by a signal")
     again = windlass("train", path)
     assert again.returncode == 2
-    assert "holds an unfinished run" in again.stderr
+    assert "contains an unfinished run" in again.stderr
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ WRONG: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     (
         "mistral4",
         {"experts": {"targets": ["gate_up_proj", "w9"]}},
-        [("'w9' is no parameter of the routed experts", "known: gate_up_proj, down_proj")],
+        [("'w9' is not a parameter of the routed experts", "known: gate_up_proj, down_proj")],
     ),
 ]
 

@@ -748,8 +748,8 @@ def test_slow_rank_is_distinguished_from_waiting_ranks(two: Outcomes, name: str)
         ("unlike models", "UserError", ["the ranks plan different runs: the base model's fingerprint is "]),
         ("unlike rows", "UserError", ["the ranks have different data, though the run file names the same"]),
         ("no data", "UserError", ["no column 'nope'"]),
-        ("over a finished one", "UserError", ["holds a finished run"]),
-        ("over an unfinished one", "UserError", ["holds an unfinished run"]),
+        ("over a finished one", "UserError", ["contains a finished run"]),
+        ("over an unfinished one", "UserError", ["contains an unfinished run"]),
         ("resumed with another adapter", "UserError", ["was 4 when this run began, is 8 now"]),
     ],
 )

@@ -241,7 +241,7 @@ def test_resume_keeps_files_and_machine_kind(
     (model / "tokenization_own.py").write_text("")
     assert resume.fingerprint_base(plan.base) not in (before, after), "code that tokenizes belongs to the base"
     (model / "tokenization_own.py").unlink()
-    with pytest.raises(UserError, match="the base model's files are not those that this run began with"):
+    with pytest.raises(UserError, match="the base model's files are not those this run began with"):
         resume.claim_run_folder(folder, plan, after, say, resume=True)
     write_json(folder / "manifest.json", read_json(folder / "manifest.json") | {"versions": {"torch": "2.0.0"}})
     assert resume.claim_run_folder(folder, plan, before, say, resume=True) is None

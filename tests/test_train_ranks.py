@@ -146,13 +146,16 @@ def test_who_started_this_process_is_read_from_the_environment(
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        (TORCHRUN | {"RANK": "16"}, "RANK=16, WORLD_SIZE=16, LOCAL_RANK=3, LOCAL_WORLD_SIZE=8 is no rank"),
-        (TORCHRUN | {"LOCAL_RANK": "8"}, "LOCAL_RANK=8, LOCAL_WORLD_SIZE=8 is no rank"),
-        (TORCHRUN | {"WORLD_SIZE": "4", "RANK": "3"}, "WORLD_SIZE=4, LOCAL_RANK=3, LOCAL_WORLD_SIZE=8 is no rank"),
-        ({"RANK": "3"}, "RANK=3 is no rank"),
-        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a, WORLD_SIZE=2 is no rank"),
+        (TORCHRUN | {"RANK": "16"}, "RANK=16, WORLD_SIZE=16, LOCAL_RANK=3, LOCAL_WORLD_SIZE=8 is not a valid rank"),
+        (TORCHRUN | {"LOCAL_RANK": "8"}, "LOCAL_RANK=8, LOCAL_WORLD_SIZE=8 is not a valid rank"),
+        (
+            TORCHRUN | {"WORLD_SIZE": "4", "RANK": "3"},
+            "WORLD_SIZE=4, LOCAL_RANK=3, LOCAL_WORLD_SIZE=8 is not a valid rank",
+        ),
+        ({"RANK": "3"}, "RANK=3 is not a valid rank"),
+        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a, WORLD_SIZE=2 is not a valid rank"),
         (KUBEFLOW | {"PET_NODE_RANK": "2"}, "PET_NODE_RANK=2, PET_MASTER_ADDR=job-master-0: no node of so many"),
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "PET_NODE_RANK=0: no address of the first node"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "PET_NODE_RANK=0: not the address of the first node"),
         (OLD_POD | {"PET_NPROC_PER_NODE": "8"}, "RANK=1, MASTER_ADDR=job-master-0: no node of so many"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8,7"}, "16 tasks are spread unevenly over 2 nodes: 8,7"),
         ({**SRUN, "MASTER_ADDR": ""}, "16 tasks on 2 nodes, and MASTER_ADDR is not set"),

@@ -74,7 +74,7 @@ class Source:
 
 def find_source(images: Path, cache: Path, part: str, limit: int | None) -> Source:
     if not images.is_dir():
-        raise UserError("is no folder", str(images), "--local-image-dir names the folder of the images")
+        raise UserError("is not a folder", str(images), "--local-image-dir names the folder of the images")
     places = list(dict.fromkeys((cache.resolve(), images.resolve().parent, images.resolve())))
     annotations = _table(places, f"*{part}-annotations-bbox.csv")
     classes = _table(places, "*class-descriptions-boxable.csv")

@@ -28,7 +28,7 @@ def make_demo(directory: Path, *, calibrated: bool = False) -> Path:
 
     run = directory / "run.yaml"
     if run.exists():
-        raise UserError("a demo is there already", str(run), f"`windlass train {run}`, or give another --dir")
+        raise UserError("there is already a demo", str(run), f"`windlass train {run}`, or give another --dir")
     # Paragraphs of Python's own help pages, which repeat each other; every tenth is held out for evaluation.
     pages = [page for _, page in sorted(pydoc_data.topics.topics.items())]
     texts = dict.fromkeys(text.strip() for page in pages for text in page.split("\n\n"))

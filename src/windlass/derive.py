@@ -162,7 +162,9 @@ def _read_config(config: Mapping[str, Any], where: str) -> Any:
     model_type: Any = config.get("model_type")
     known = transformers.CONFIG_MAPPING
     if config.get("auto_map") and isinstance(model_type, str) and model_type not in known:
-        what = f"{model_type!r} is code that comes with the checkpoint, and windlass shards transformers' own models"
+        what = (
+            f"{model_type!r} is code that comes with the checkpoint, but windlass only shards transformers' own models"
+        )
         raise UserError(what, where, "use a model that transformers has, or that was converted to one")
     inner = config.get("text_config")
     inner = inner.get("model_type") if isinstance(inner, dict) else None

@@ -84,7 +84,7 @@ def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None], 
             "data.val_split": (None, ""),
             "data.val_fraction": (0.02, "held out to evaluate on"),
             "data.max_length": (LONGEST, ""),
-            "data.packing": (True, "short rows share a sequence and don't see each other"),
+            "data.packing": (True, "short rows share a sequence and can't attend to each other"),
             "train.output_dir": ("run", ""),
             "train.num_train_epochs": (1, ""),
             "train.per_device_train_batch_size": ("auto", "the fastest that fits"),
@@ -108,7 +108,7 @@ def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None], 
             named = None
         if not isinstance(named, dict):
             hint = "name the format's columns and yours: --columns '{prompt: question, completion: answer}'"
-            raise UserError(f"{columns!r} is no mapping", "--columns", hint)
+            raise UserError(f"{columns!r} is not a mapping", "--columns", hint)
         made.settings["data.columns"] = (named, "")
     if nodes > 1:
         made.settings["cluster.network"] = ("infiniband-400", "between nodes: put in what you have")
@@ -126,7 +126,7 @@ def _parse_gpus(gpus: str | None) -> tuple[int, int, str]:
         return 1, max(1, len(here)), hardware.read_gpu_name()
     *counts, name = gpus.lower().split("x")
     if len(counts) > 2 or not all(count.isdigit() and int(count) for count in counts) or not name:
-        raise UserError(f"{gpus!r} is no number of GPUs", "--gpus", "write 8xh200, or 2x8xh200 for two nodes")
+        raise UserError(f"{gpus!r} is not a number of GPUs", "--gpus", "write 8xh200, or 2x8xh200 for two nodes")
     nodes, per_node = [1, 1, *map(int, counts)][-2:]
     return nodes, per_node, "cpu" if name == "cpu" else hardware.find_gpu(name, "--gpus").name
 
@@ -134,7 +134,7 @@ def _parse_gpus(gpus: str | None) -> tuple[int, int, str]:
 def _follow_data(made: Draft, base: Any, say: Callable[[str], None]) -> None:
     """Set length, batch and epochs from the rows' lengths and number."""
     lengths, rows = _sample_lengths(made, base, say)
-    longest, why = UNKNOWN, "how long rows are is not known: see `windlass data run.yaml`"
+    longest, why = UNKNOWN, "row lengths are unknown: see `windlass data run.yaml`"
     if len(lengths) > 1:
         covered = sorted(lengths)[math.ceil(len(lengths) * COVERED / 100) - 1]
         longest = min(-(-min(LONGEST, max(SHORTEST, covered)) // 256) * 256, base.positions or LONGEST)

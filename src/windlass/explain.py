@@ -57,7 +57,7 @@ def explain_topic(name: str, run: Path | None = None) -> tuple[ExplainedKey, ...
     near += [low for low in known if len(name) > 2 and name.lower() in low]
     hint = "give a run-file key such as lora.r, an Accelerate key, a variable such as NCCL_DEBUG, or a layout"
     hint = f"did you mean {', '.join(known[low] for low in [*dict.fromkeys(near)][:4])}?" if near else hint
-    raise UserError(f"there is no setting {name!r}", "windlass explain", hint)
+    raise UserError(f"unknown setting {name!r}", "windlass explain", hint)
 
 
 def _explain_run_keys(name: str) -> Iterator[ExplainedKey]:

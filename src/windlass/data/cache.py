@@ -38,7 +38,7 @@ def get_or_create(cache: Path, fingerprint: str, make: Callable[[Path], None], s
                 damage = find_damage(folder)
                 if damage is None:
                     return folder
-                say(f"the tokens cached in {folder} are damaged ({damage}): made again")
+                say(f"the tokens cached in {folder} are damaged ({damage}): they are made again")
                 discard_dir(folder)
             for left in cache.glob(f"{ours}*") if alone else ():
                 shutil.rmtree(left, ignore_errors=True)  # left by a process that was killed
@@ -53,8 +53,8 @@ def get_or_create(cache: Path, fingerprint: str, make: Callable[[Path], None], s
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        problem = f"tokens can't be kept in {cache}: {error.strerror or error}"
-        hint = "they take 4 to 8 bytes a token: make room, or let train.output_dir be on a volume that can be written"
+        problem = f"tokens can't be stored in {cache}: {error.strerror or error}"
+        hint = "they take 4 to 8 bytes a token: make room, or set train.output_dir to a folder on a writable volume"
         raise UserError(problem, error.filename or str(cache), hint) from None
     return folder
 
@@ -72,7 +72,7 @@ def hold_lock(path: Path, say: Say, waiting: str, silent_seconds: float = 0.0) -
             if wait := time.monotonic() > silent_until:
                 say(waiting)
     if lock is None:
-        say(f"{path.parent} takes no locks: every process works for itself, the first to finish is kept")
+        say(f"{path.parent} has no locks: every process does the work itself, and the first result is kept")
     with lock or nullcontext():
         yield lock is not None
 

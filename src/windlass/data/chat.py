@@ -101,8 +101,10 @@ class ChatTemplate:
                 raise UserError(problem, "data", hint)
         tools = drop_none(json.loads(tools) if isinstance(tools, str) and tools.strip() else tools) or None
         if tools and not re.search(r"\btools\b", self.template):
-            hint = "name a data.chat_template that does, such as chatml"
-            raise UserError(f"{self.source or 'the chat template'} writes no tools, and a row has some", "data", hint)
+            hint = "set data.chat_template to one that does, such as chatml"
+            raise UserError(
+                f"{self.source or 'the chat template'} doesn't render tools, and a row has some", "data", hint
+            )
         answers = [i for i, turn in enumerate(turns) if turn.is_assistant]
         wanted = [i for i in answers if i >= first][-1 if self.last else 0 :]
         wanted = [i for i in wanted if turns[i].trained is not False]
@@ -270,7 +272,9 @@ def parse_json(value: Any) -> Any:
     try:
         return json.loads(value or "{}")
     except json.JSONDecodeError:
-        raise UserError(f"a tool call is no JSON: {value[:80]!r}", "data", "fix or leave out such rows") from None
+        raise UserError(
+            f"a tool call is not valid JSON: {value[:80]!r}", "data", "fix or leave out such rows"
+        ) from None
 
 
 def arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -335,7 +339,7 @@ def find_template(asked: str, own: Any, place: str) -> tuple[str, str]:
         hint = f"did you mean {close[0]}?" if close else f"write one of {', '.join(names)}, a file, or the template"
         raise UserError(f"no chat template {asked!r}: {error.strerror}", place, hint) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{asked} holds no chat template: {error}", place, "name a .jinja file") from None
+        raise UserError(f"{asked} is not a chat template: {error}", place, "name a .jinja file") from None
 
 
 def require_variables(template: str, kwargs: Mapping[str, Any], where: Where) -> None:
@@ -350,5 +354,5 @@ def require_variables(template: str, kwargs: Mapping[str, Any], where: Where) ->
     for name in kwargs:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"remove it; the template reads {', '.join(known)}"
-            raise UserError(f"the chat template reads no variable {name!r}", where("data.template_kwargs"), hint)
+            hint = f"did you mean {close[0]}?" if close else f"remove it; the template uses {', '.join(known)}"
+            raise UserError(f"the chat template doesn't use a variable {name!r}", where("data.template_kwargs"), hint)

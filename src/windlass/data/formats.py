@@ -67,7 +67,7 @@ class Format:
         other = next((name for name, columns in self.others.items() if {*columns} <= {*filled}), None)
         if lacks is not None or other:
             problem = f"a row has no {lacks or self.needs[0]!r}; it has {', '.join(map(repr, filled)) or 'nothing'}"
-            hint = "fix or remove such rows; rows of another format go into a file of their own, named in data.mix"
+            hint = "fix or remove such rows; put rows of another format into a separate file, listed in data.mix"
             if lacks is None:
                 hint += f"; to leave them out, set data.format: {self.name}"
             raise UserError(f"{problem} (format {other})" if other else problem, "data", hint)
@@ -107,7 +107,7 @@ class Request:
         if self.data.completion_only_loss:
             hint = "mark it with [[ ]] in data.prompt_template, or name data.prompt_field and data.completion_field"
             place = self.where("data.completion_only_loss")
-            raise UserError(f"{what} has no part that is the completion", place, hint)
+            raise UserError(f"{what} has no completion part", place, hint)
 
     def chat_template(self, fallback: str = "mistral") -> ChatTemplate:
         return choose_template(self.tokenizer, self.data, self.where, fallback=fallback)
@@ -303,7 +303,7 @@ def tokens_format(request: Request) -> Format:
         given, place = row[name] or [], request.where("data.columns.input_ids")
         ids = np.array(given or [0])[: len(given)] if isinstance(given, list) else np.array(given)
         if ids.dtype.kind != "i" or ids.ndim != 1 or ids.min(initial=0) < 0:
-            raise UserError(f"column {name!r} is no list of token ids: {str(given)[:80]}", place, "check the column")
+            raise UserError(f"column {name!r} is not a list of token ids: {str(given)[:80]}", place, "check the column")
         marks, real = (row.get(name or "") or None for name in (labels or mask, attended))
         if given and marks is real is None:
             return RenderedRow("", None, closed=True, ids=ids)

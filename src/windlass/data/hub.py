@@ -68,7 +68,7 @@ def fetch(
         return Path(folder)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with hold_lock(mark.with_suffix(".lock"), say, f"waiting for another process that fetches {name}"):
+        with hold_lock(mark.with_suffix(".lock"), say, f"waiting for another process that is fetching {name}"):
             folder = read_json(mark).get("folder")
             if not folder or not Path(folder).is_dir():
                 say(f"fetching {name} into {cache}")
@@ -77,7 +77,9 @@ def fetch(
                     fetch_headers(name, Path(folder), ignored, place, say)
                 write_json(mark, {"folder": folder})
     except OSError as error:
-        raise UserError(f"{name} can't be kept in {cache}: {error}", place, "make room there, or set HF_HOME") from None
+        raise UserError(
+            f"{name} can't be stored in {cache}: {error}", place, "make room there, or set HF_HOME"
+        ) from None
     return Path(folder)
 
 
@@ -114,7 +116,7 @@ def require_published(folder: Path, published: Mapping[str, str], say: Say) -> N
     for name in (name for name in published if found[name] != published[name]):
         (folder / name).resolve().unlink()  # otherwise it would count as fetched
         problem = f"has SHA-256 {found[name]}, the hub publishes {published[name]}: it was removed"
-        raise UserError(problem, str(folder / name), "run it again: it is fetched anew")
+        raise UserError(problem, str(folder / name), "run it again to fetch it again")
     samples = {name: hashlib.blake2b(sample_file(folder / name)).hexdigest() for name in published}
     write_json(folder / PUBLISHED, samples)
 
@@ -167,5 +169,5 @@ def require_room(needed: int, cache: Path, name: str, place: str) -> None:
     free = shutil.disk_usage(cache).free
     if needed > free:
         problem = f"{name} takes {needed / 2**30:.1f} GiB, {cache} has {free / 2**30:.1f} GiB free"
-        hint = "make room, or let HF_HOME be on a larger volume; what is already fetched counts as taken"
+        hint = "make room, or set HF_HOME to a folder on a larger volume"
         raise UserError(problem, place, hint)

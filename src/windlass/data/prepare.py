@@ -238,7 +238,7 @@ def check_selection(run: RunFile, selections: Sequence[Selection], where: Where)
         problem = "a streamed set has no length, so epochs can't be counted"
         problems.append(Problem(problem, where("train.max_steps"), "set train.max_steps"))
     if run.data.streaming and run.data.val_fraction and not run.data.val_split:
-        problem = "rows are held out of a set that is read in full, not of a stream"
+        problem = "rows can only be held out of a set that is read in full, not of a stream"
         hint = "give a validation split, or a slice: val_split: train[:1%] and train_split: train[1%:]"
         problems.append(Problem(problem, where("data.val_fraction"), hint))
     # Evaluation that is only on by default is switched off if there are no validation rows.
@@ -405,7 +405,7 @@ def open_tokenizer(base: Base, loaded: Loaded) -> Any:
     except Exception as error:  # a damaged file makes the library raise any kind of error
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
         problem, hint = (
-            f"{base.path} holds no tokenizer that opens: {why}",
+            f"{base.path} has no tokenizer that can be opened: {why}",
             "copy tokenizer.json and tokenizer_config.json there",
         )
         raise UserError(problem, place, hint) from None

@@ -286,7 +286,7 @@ def resolve_source(data: Data, where: Where = str) -> Source:
         return _source(name, None, "", list(zip(splits if len(files) > 1 else ["train"], files, strict=True)))
     is_name = path.suffix not in SUFFIXES if path.parent == Path() else not path.parent.is_dir()
     if HUB_NAME.fullmatch(name) and is_name:
-        return Source(name, config, "hub", f"{name!r} is no path here: the name of a set on the hub")
+        return Source(name, config, "hub", f"{name!r} is not a path here: taken as a data set on the hub")
     parent = next((p for p in path.parents if p.is_dir()), Path())
     missing = path.relative_to(parent).parts[0]
     close = difflib.get_close_matches(missing, sorted(file.name for file in parent.glob("*")), n=3)
@@ -334,7 +334,7 @@ def _resolve_folder(path: Path, data: Data, config: str | None, where: Where) ->
     known = sorted({*configs, *(folder.name for folder in path.iterdir() if folder.is_dir() and _data_files(folder))})
     if config is None and not known:
         hint = f"windlass reads {', '.join(SUFFIXES)}"
-        raise UserError(f"{name} holds no data file", where("data.dataset_name_or_path"), hint)
+        raise UserError(f"{name} contains no data file", where("data.dataset_name_or_path"), hint)
     problem = f"{name} has no config {config!r}; it has" if config else f"{name} has several configs:"
     hint = "set data.dataset_config_name to one of them" if known else "leave data.dataset_config_name out"
     raise UserError(f"{problem} {', '.join(known) or 'none'}", where("data.dataset_config_name"), hint)

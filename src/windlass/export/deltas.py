@@ -144,7 +144,7 @@ def read_deltas(source: AdapterSource, base: Base) -> Deltas:
 
     if not stored:
         hint = "export from another checkpoint of the run"
-        raise UserError("the adapter holds no tensors", str(source.weights), hint)
+        raise UserError("the adapter contains no tensors", str(source.weights), hint)
     if misfits:
         hint = f"is {base.name} the model that it was trained on? Name the right one: --base DIR"
         problem = f"the adapter does not fit this model ({len(misfits)}): {abbreviate(misfits)}"
@@ -167,7 +167,9 @@ def _make_delta(
     sides = {True: (a.shape[1], b.shape[0]), False: (b.shape[0], a.shape[1])}  # of a transposed one; of any other
     parameter = candidates[0] or next((p for p in candidates if p and p.shape[-2:] == sides[p.transposed]), None)
     if parameter is None:
-        return f"{module} is no module of this model, or its adapter is of other sizes ({a.shape[1]} -> {b.shape[0]})"
+        return (
+            f"{module} is not a module of this model, or its adapter is of other sizes ({a.shape[1]} -> {b.shape[0]})"
+        )
     experts = parameter.shape[0] if len(parameter.shape) == 3 else 1
     rank, rest = divmod(a.shape[0], experts)
     if sides[parameter.transposed] != parameter.shape[-2:] or a.shape[0] != b.shape[1] or rest:

@@ -44,7 +44,7 @@ def choose_adapter(path: Path) -> AdapterSource:
         folder, why = _best(path)
         run_folder = path
     else:
-        hint = f"a run folder holds {MANIFEST}; an adapter's folder {CONFIG}, as PEFT and windlass write it"
+        hint = f"a run folder contains {MANIFEST}; an adapter's folder {CONFIG}, as PEFT and windlass write it"
         raise UserError("it is neither a run folder nor an adapter", str(path), hint)
     config = read_json(folder / CONFIG)
     if not config:

@@ -62,7 +62,7 @@ def start(job: Job, folder: Path, _: Callable[[str], None]) -> bool:
     facts = read_json(folder / RECORD)
     if facts.get("host") == socket.gethostname() and is_running(facts):
         # A second run would wait for the folder's lock, and its record would replace the first one's.
-        what = f"it runs already, as process {facts['pid']}"
+        what = f"it is already running, as process {facts['pid']}"
         hint = "`windlass status RUN`; `windlass stop RUN`; or another train.output_dir"
         raise UserError(what, str(folder / RECORD), hint)
     keep_record(job, "local", folder, **describe_process())

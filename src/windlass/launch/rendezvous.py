@@ -71,7 +71,9 @@ def read_node(environ: Mapping[str, str]) -> Node:
     except ValueError as error:
         wrong = str(error)
     seen = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
-    raise UserError(f"{seen} is no node: {wrong}", "the environment", "start it through launch.sh, which sets them")
+    raise UserError(
+        f"{seen} is not a valid node: {wrong}", "the environment", "start it through launch.sh, which sets them"
+    )
 
 
 class RendezvousError(Exception):
@@ -346,7 +348,7 @@ class Rendezvous:
                 for peer in self.peers.values():
                     peer.send(alive=True)
                     if peer.alive and time.monotonic() - peer.heard > self.silence_seconds:
-                        lose(peer, f"{peer} has not been heard for {self.silence_seconds:.0f} s")
+                        lose(peer, f"{peer} has not been heard from for {self.silence_seconds:.0f} s")
         code = int(leaving.read_text() or FAILED) if leaving.exists() else FAILED
         for peer in self.peers.values():
             peer.send(bye=code, why=read_first_error(status_dir))

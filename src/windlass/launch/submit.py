@@ -36,7 +36,7 @@ PLATFORMS |= {"kubernetes": kubernetes, "openshift": openshift}
 def require_platform(to: str | None) -> None:
     if to is not None and to not in PLATFORMS:
         hint = NOT_VALUES.get(("cluster.platform", to.lower()), f"choose {', '.join(PLATFORMS)}")
-        raise UserError(f"there is no platform {to!r}", "--to", hint)
+        raise UserError(f"unknown platform {to!r}", "--to", hint)
 
 
 def review(job: Job, to: str) -> list[str]:
@@ -146,5 +146,5 @@ def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Pl
             raise UserError("nothing was submitted from here", str(path), hint) from None
         facts = {"platform": "script"}  # started by `windlass train`, or by a launch.sh that was copied here
     except (OSError, ValueError) as error:
-        raise UserError(f"can't be read: {error}", str(path), "`windlass submit RUN` writes it anew") from None
+        raise UserError(f"can't be read: {error}", str(path), "`windlass submit RUN` writes it again") from None
     return PLATFORMS[facts["platform"]], Record(facts, path, run, say)

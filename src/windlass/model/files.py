@@ -85,7 +85,7 @@ def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
                 f"the weights are there only as a pickle, which can run code when it is opened ({abbreviate(pickled)})"
             )
             raise UserError(problem, str(folder), f"convert it: {CONVERT.format(folder=folder)}")
-        problem = f"the model folder has no {SINGLE} and no {INDEX}; it holds {abbreviate(sorted(names))}"
+        problem = f"the model folder has no {SINGLE} and no {INDEX}; it contains {abbreviate(sorted(names))}"
         hint = "fetch or convert the model's safetensors and their index; an adapter belongs in lora.adapter"
         raise UserError(problem, str(folder), hint)
     index = folder / INDEX
@@ -150,7 +150,7 @@ def _parse_header(file: Path, text: bytes, begin: int, size: int) -> dict[str, S
         header = json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
         metadata = header.pop("__metadata__", None)
         if metadata is not None and {*map(type, metadata.values())} - {str}:
-            raise TypeError("__metadata__ is no table of texts")
+            raise TypeError("__metadata__ is not a table of texts")
         stored = {}
         for key, entry in header.items():
             start, end = entry["data_offsets"]

@@ -151,7 +151,7 @@ def _match_in_full(lora: Lora, base: Base, where: Where) -> dict[str, int]:
         own = [each for each in can if f".{each}".endswith(f".{name}")]
         problem, hint = "", "leave lora.modules_to_save out"
         if all(p.part == "embedding" for p in can.values()):
-            problem = "the head is the embedding, and PEFT would train and save a copy of it apart"
+            problem = "the head is the embedding, and PEFT would train and save a separate copy of it"
         elif not own:
             problem, hint = (
                 "only the embedding and the head can be",
@@ -299,7 +299,10 @@ def _match_experts(lora: Lora, base: Base, where: Where, chosen: set[str] | None
         leaf = name if name in leaves else FUSED.get(name, name)
         own = [p for p in fused if p.name.endswith(f".{leaf}") and (chosen is None or _layer_prefix(p.name) in chosen)]
         if not own:
-            problem, place = f"{name!r} is no parameter of the routed experts", where(f"lora.experts.targets[{index}]")
+            problem, place = (
+                f"{name!r} is not a parameter of the routed experts",
+                where(f"lora.experts.targets[{index}]"),
+            )
             problems.append(Problem(problem, place, f"known: {', '.join(leaves)}"))
         count = sum(r * p.shape[0] * (p.shape[1] + p.shape[2]) for p in own)
         note = f"{name} -> {leaf}: fused in routed experts" if leaf != name else ""

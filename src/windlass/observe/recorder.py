@@ -139,7 +139,7 @@ class Recorder:
         began = time.perf_counter()
         self._require_running()
         if phase not in steps.PHASES and phase != PAUSE:
-            raise UserError(f"{phase!r} is no phase of a step", "mark", f"use one of {', '.join(steps.PHASES)}")
+            raise UserError(f"{phase!r} is not a phase of a step", "mark", f"use one of {', '.join(steps.PHASES)}")
         self.progress += 1
         if phase == PAUSE and self._marks[-1][0] == PAUSE:  # an evaluation of many batches keeps one mark
             self._marks.pop()

@@ -125,7 +125,7 @@ class Plan:
         if self.base.path and self.disk_bytes is not None:
             return []
         hint = "mount the volume, name the model's folder, or download it with `windlass fetch RUN`"
-        what = f"{self.loaded.run.model.model_name_or_path} holds no weights"
+        what = f"{self.loaded.run.model.model_name_or_path} contains no weights"
         return [Problem(what, self.loaded.where("model.model_name_or_path"), hint)]
 
     @property
@@ -445,7 +445,7 @@ def check_family(loaded: Loaded, base: Base) -> list[Problem]:
     if family.logits is not True:
         what = f"the logits of {family.causal_lm} are not its head's product, which the loss is computed from"
         if family.logits is None:
-            what = f"{family.causal_lm} did not run when it was tried, tiny: it is not known what its loss is made of"
+            what = f"{family.causal_lm} could not be run as a tiny model, so it is unknown how its loss is computed"
         problems.append(Problem(what, loaded.where("model.model_name_or_path"), "use a model of another family"))
     if run.data.packing and family.isolates is not True:
         seen = "see each other (tried)" if family.isolates is False else "may see each other"

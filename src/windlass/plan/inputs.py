@@ -53,7 +53,9 @@ def read_prompt_lines(settings: SampleSection, place: str) -> list[str]:
         lines = Path(str(settings.file)).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"{settings.file} can't be read: {why}", place, "name a file with a prompt per line") from None
+        raise UserError(
+            f"{settings.file} can't be read: {why}", place, "name a file with one prompt per line"
+        ) from None
     if lines := [line for line in lines if line.strip()]:
         return lines
-    raise UserError(f"{settings.file} holds no prompt", place, "write a prompt per line")
+    raise UserError(f"{settings.file} contains no prompt", place, "write one prompt per line")

@@ -64,7 +64,7 @@ def read_machine(path: Path, gpu: Gpu, ranks: int, where: str) -> Rates:
 def _problems(content: Any, file: str, gpu: Gpu, ranks: int) -> Iterator[Problem]:
     """Yield a problem if this version did not write the file, or if it was measured on another machine."""
     if not isinstance(content, dict) or not {"windlass", "kind", "ranks", "rates", "digest"} <= content.keys():
-        yield Problem("is no machine file", file, "write one: `windlass calibrate --out FILE`")
+        yield Problem("is not a machine file", file, "write one: `windlass calibrate --out FILE`")
     elif content["windlass"] != __version__:
         yield Problem(
             f"was written by windlass {content['windlass']}, this is {__version__}", f"{file}: windlass", AGAIN

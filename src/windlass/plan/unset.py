@@ -55,7 +55,7 @@ def fill_in_unset(loaded: Loaded, base: Base, ranks: int) -> tuple[Loaded, tuple
     if not is_set("train", *OF_A_STEP):
         if not is_set("data", "packing") and base.family.isolates:
             data["packing"] = True
-            words.append(f"data.packing true: {base.family.causal_lm} keeps packed documents apart")
+            words.append(f"data.packing true: {base.family.causal_lm} isolates packed documents")
         rows = mix.count_all(run.data, loaded.where)
         if not is_set("train", "num_train_epochs", "max_steps") and rows.count and not run.data.streaming:
             length = data.get("max_length", run.data.max_length)

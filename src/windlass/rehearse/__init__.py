@@ -80,7 +80,7 @@ def make_empty_folder(keep: Path) -> Path:
         keep.mkdir(parents=True, exist_ok=True)
         ours = OURS if (keep / "logs" / "plan.log").is_file() else set()
         if others := sorted(path.name for path in keep.iterdir() if path.name not in ours):
-            raise UserError(f"the folder holds other files ({others[0]} …)", f"--keep {keep}", "name a new one")
+            raise UserError(f"the folder contains other files ({others[0]} …)", f"--keep {keep}", "name a new one")
         for path in keep.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:

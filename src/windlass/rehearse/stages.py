@@ -174,7 +174,7 @@ def check(r: Rehearsal) -> Iterator[str]:
     cluster, folder = loaded.run.cluster, Path(loaded.run.folder)
     if is_finished(folder):
         hint = "name another train.output_dir, or remove it"
-        problem = Problem(f"{folder} holds a finished run", loaded.where("train.output_dir"), hint)
+        problem = Problem(f"{folder} contains a finished run", loaded.where("train.output_dir"), hint)
         raise Failed(format_errors([problem]), USER_INPUT)
     # `local` would expect the folders and libraries of other machines on this one.
     missing = cluster.gpu != "cpu" and len(read_this_machine().gpus) < r.plan["layout"]["gpus_per_node"]

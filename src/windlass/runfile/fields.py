@@ -285,7 +285,7 @@ class SampleSection(Section):
     prompts: Annotated[list[Text], Field(min_length=1)] | None = None
     """The prompts; or set `file` or `from_eval`."""
     file: Text | None = None
-    """File with a prompt per line: text, or JSON with a `prompt`."""
+    """File with one prompt per line: text, or JSON with a `prompt`."""
     from_eval: Count | None = None
     """Number of validation rows to use as prompts, up to where the loss begins, or their first half."""
     chat: bool = False

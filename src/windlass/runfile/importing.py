@@ -170,7 +170,9 @@ def _read_theirs(path: Path) -> tuple[str, dict[str, Any], dict[str, int]]:
         return _read_script(path, path.read_text(encoding="utf-8", errors="replace"))
     document = load_document(path)
     if not isinstance(document.value, dict):
-        raise UserError("holds no `key: value` settings", str(path), "give another tool's YAML, JSON or shell script")
+        raise UserError(
+            "contains no `key: value` settings", str(path), "give another tool's YAML, JSON or shell script"
+        )
     raise_all(document.problems)
     return "", document.value, {join_steps(steps): line for steps, line in document.lines.items()}
 
@@ -188,7 +190,7 @@ def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, 
                 words = shlex.split(line[found.end() :], comments=True)
             except ValueError as error:
                 where = f"{path}:{_find_line(text, found[0])}"
-                raise UserError(f"is no shell command: {error}", where, "close the quotes") from None
+                raise UserError(f"is not a shell command: {error}", where, "close the quotes") from None
             for word in words:
                 if word.startswith("--"):
                     key, equals, value = word[2:].partition("=")

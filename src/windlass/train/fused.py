@@ -36,7 +36,7 @@ def fuse_layers(model: nn.Module, dtype: torch.dtype | None = None, *, always: b
     if adapted is None or not (always or adapted.is_cuda):
         return FusedAdapters([], dtype)
     if not check_lora_linears(adapted.device):
-        warnings.warn("layers are not fused: this device computes fused adapters otherwise", stacklevel=2)
+        warnings.warn("layers are not fused: this device computes fused adapters differently", stacklevel=2)
         return FusedAdapters([], dtype)
     attempts = (fuse_norm, fuse_router, fuse_positions)
     for module in list(model.modules()):

@@ -76,7 +76,7 @@ def load_base(
     unlike = [f"{name} is missing from the checkpoint" for name in targets if name not in stored]
     for name, parameter in stored.items():
         if name not in targets:
-            unlike.append(f"{name} is no parameter of {base.family.causal_lm}")
+            unlike.append(f"{name} is not a parameter of {base.family.causal_lm}")
         elif unquantized_shape(name, targets[name].shape, quantized) != tuple(parameter.shape):
             unlike.append(f"{name} is {list(targets[name].shape)} in the model, {list(parameter.shape)} on disk")
     raise_together(unlike, where, ANOTHER)

@@ -62,7 +62,7 @@ def read_rank(environ: Mapping[str, str]) -> Rank | None:
     if not (0 <= rank < world and 0 <= own < (parse_number(here) if here else world) <= world):
         names = (*numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         raise UserError(
-            f"{', '.join(f'{name}={environ[name]}' for name in names if name in environ)} is no rank",
+            f"{', '.join(f'{name}={environ[name]}' for name in names if name in environ)} is not a valid rank",
             "the environment",
             f"start it with torchrun or srun, which set them all; to start it alone: unset {' '.join(names)}",
         )
@@ -84,7 +84,7 @@ def read_node(environ: Mapping[str, str]) -> tuple[int, int, str]:
         names = ("PET_NNODES", "PET_NODE_RANK", "RANK", "PET_MASTER_ADDR", "MASTER_ADDR")
         raise UserError(
             f"{', '.join(f'{name}={environ[name]}' for name in names if name in environ)}: "
-            f"{'no address of the first node' if 0 <= node < nodes else 'no node of so many'}",
+            f"{'not the address of the first node' if 0 <= node < nodes else 'no node of so many'}",
             "the environment",
             "set PET_NNODES, PET_NODE_RANK (from 0) and PET_MASTER_ADDR on each node; on one: unset them and RANK",
         )

@@ -105,7 +105,7 @@ def require_scale(scale: Tensor, key: str) -> None:
 def require_no_erased(codes: Tensor, scale: Tensor, key: str) -> None:
     """Refuse zero scales of blocks that are not all zeros: they would erase weights."""
     if bool(((scale == 0) & (codes.view(torch.uint8) & 127 != 0)).any()):
-        raise DamagedError(f"{key!r} holds FP8 weights that are not zero, and their scale is")
+        raise DamagedError(f"{key!r} contains FP8 weights that are not zero, and their scale is")
 
 
 def read_scale(stored: Stored, files: Files) -> tuple[Tensor, int]:
@@ -126,7 +126,7 @@ def require_finite(values: Tensor, key: str) -> None:
     limit, sign = int(torch.tensor(first).to(values.dtype).view(kind)), torch.iinfo(kind).max + 1
     bits = values.detach().view(kind).numpy()
     if bits.size and (bits.max() >= limit or bits.view(f"u{bits.itemsize}").max() >= sign + limit):
-        raise DamagedError(f"{key!r} holds values that are not finite numbers")
+        raise DamagedError(f"{key!r} contains values that are not finite numbers")
 
 
 # --- fill parts of parameters from pieces
@@ -179,7 +179,7 @@ def fill_parameter(
         if put is None:
             region.copy_(values)
         elif box[-1] != own[-1]:
-            raise DamagedError(f"{piece.stored.key!r} holds parts of rows, and 4 bits are made of whole ones")
+            raise DamagedError(f"{piece.stored.key!r} contains parts of rows, and 4 bits need whole ones")
         else:
             put(region, values.float())
         return digest
@@ -293,7 +293,7 @@ def read_scale_decoder(piece: Piece, files: Files) -> tuple[Meaning, int]:
 
 def require_numbers(scales: Tensor, key: str) -> Tensor:
     if not bool(scales.isfinite().all()):
-        raise DamagedError(f"{key!r} holds scales that are not finite numbers")
+        raise DamagedError(f"{key!r} contains scales that are not finite numbers")
     return scales
 
 

@@ -64,13 +64,13 @@ def claim_run_folder(
     before = run_folder.read_manifest(folder)
     state = before.get("state")
     if state == run_folder.FINISHED:
-        hint = "name another train.output_dir, or remove the folder to train anew"
-        raise UserError(f"{folder} holds a finished run", where, hint)
+        hint = "name another train.output_dir, or remove the folder to start over"
+        raise UserError(f"{folder} contains a finished run", where, hint)
     has_steps = any(path.stat().st_size for path in run_folder.find_step_files(folder).values())
     begun = bool(checkpoint.list_checkpoints(checkpoints)) or (bool(state) and has_steps)
     if begun and not resume:
-        hint = "add --resume to continue it, name another train.output_dir, or remove the folder to train anew"
-        what = f"{folder} holds an unfinished run ({state or 'begun'} {before.get('began', '')})"
+        hint = "add --resume to continue it, name another train.output_dir, or remove the folder to start over"
+        what = f"{folder} contains an unfinished run ({state or 'begun'} {before.get('began', '')})"
         raise UserError(what, where, hint)
     usable = find_newest_intact(checkpoints, where) if begun else None
     now = describe_run(plan, identity)
@@ -97,7 +97,7 @@ def find_newest_intact(checkpoints: Path, where: str) -> Path | None:
         raise UserError(
             f"none of {len(found)} checkpoints in {checkpoints} can be used; {found[0].name}: {faults[found[0]]}",
             where,
-            "remove the folder to train anew",
+            "remove the folder to start over",
         )
     for folder in found[: found.index(intact)] if intact else ():
         # Renamed, so that it is neither used nor counted.
@@ -143,7 +143,7 @@ def _require_same_run(
         hint = f"set layout.base_dtype: {kinds[0]}, or train into another folder than {folder}"
         problems.append(Problem(what, plan.loaded.where("layout.base_dtype"), hint))
     if before.get("base", now["base"]) != now["base"] and not allow_other_base:
-        what = "the base model's files are not those that this run began with"
+        what = "the base model's files are not those this run began with"
         problems.append(Problem(what, plan.loaded.where("model.model_name_or_path"), f"{back}, or add {FLAG}"))
     raise_all(problems)
 
@@ -152,7 +152,7 @@ def require_same_data(resumed: Path | None, fingerprint: str, plan: Plan) -> Non
     """Refuse changed data: other rows under the same name would take the same places."""
     if resumed is not None and checkpoint.read_manifest(resumed).get("data") != fingerprint:
         raise UserError(
-            "the data are not those that this run began with, though the run file names the same",
+            "the data are not those this run began with, though the run file names the same",
             plan.loaded.where("data.dataset_name_or_path"),
             "put the files (and the tokenizer) back as they were, or train into another folder",
         )

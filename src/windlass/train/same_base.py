@@ -148,7 +148,7 @@ def require_intact(adapter: Path) -> None:
     with safe_open(adapter / ADAPTER, "pt") as file:
         for name in file.keys():  # noqa: SIM118
             if not bool(file.get_tensor(name).isfinite().all()):
-                problem = f"{name} holds values that are not finite numbers"
+                problem = f"{name} contains values that are not finite numbers"
                 raise UserError(problem, str(adapter / ADAPTER), "take an earlier checkpoint of the run")
 
 

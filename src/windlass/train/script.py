@@ -133,11 +133,11 @@ def _claim_and_watch(plan: ScriptPlan, folder: Path, *, resume: bool) -> Iterato
         before = run_folder.read_manifest(folder)
         state = before.get("state")
         if state == run_folder.FINISHED:
-            hint = "name another script.output_dir, or remove the folder to run anew"
-            raise UserError(f"{folder} holds a finished run", where, hint)
+            hint = "name another script.output_dir, or remove the folder to start over"
+            raise UserError(f"{folder} contains a finished run", where, hint)
         if state and not resume:
             hint = "add --resume to start the script in it again, or name another script.output_dir"
-            raise UserError(f"{folder} holds an unfinished run ({state} {before.get('began', '')})", where, hint)
+            raise UserError(f"{folder} contains an unfinished run ({state} {before.get('began', '')})", where, hint)
         write_json(folder / run_folder.PLAN, plan.as_dict())
         facts = {
             "kind": "script",

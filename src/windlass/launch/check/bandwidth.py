@@ -172,7 +172,7 @@ def check_speed(plan: AnyPlan, measured: BandwidthResult, names: Sequence[str]) 
 
     speeds = {pair: speed for pair, speed in measured.pairs.items() if speed is not None}
     if dead := [f"{names[a]} and {names[b]}" for a, b in measured.pairs.keys() - speeds.keys()]:
-        hint = "these two don't get through to each other: interface, firewall, or the cards between them"
+        hint = "these two can't reach each other: interface, firewall, or the cards between them"
         pairs = failed(title, f"no result between {', '.join(sorted(dead))}", hint)
     else:
         (a, b), least = min(speeds.items(), key=lambda item: item[1])

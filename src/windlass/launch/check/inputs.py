@@ -249,7 +249,7 @@ def check_library(name: str, version: str | None) -> Result:
         return failed(title, "not installed", INSTALL)
     mine, tested = parse_release(version), parse_release(ran)
     if mine is None or tested is None:
-        return skipped(title, f"{version!r} is no version that can be compared")
+        return skipped(title, f"{version!r} is not a version that can be compared")
     if mine not in SpecifierSet(supported):
         return failed(title, f"{version}; supported is {supported}", f"pip install '{name}{supported}'")
     if mine.release[:2] != tested.release[:2]:
