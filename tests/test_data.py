@@ -209,7 +209,7 @@ def test_answer_spans_are_derived_from_templates(
     with pytest.raises(UserError, match="no role"):
         choose_template(tokenizer).render([{"content": "x"}])
     known = Data(chat_template="{% set y = 1 %}{% if loud and y %}!{% endif %}" + template)
-    with pytest.raises(UserError, match=r"no variable 'shout'\n\n.* loud, messages"):
+    with pytest.raises(UserError, match=r"variable 'shout'\n\n.* loud, messages"):
         choose_template(tokenizer, known.model_copy(update={"template_kwargs": {"shout": True}}))
     assert choose_template(tokenizer, known.model_copy(update={"template_kwargs": {"loud": True}})).kwargs
 
@@ -236,7 +236,7 @@ def test_answer_spans_are_derived_from_templates(
         (
             {"streaming": True, "val_fraction": 0.1},
             [{"text": "a b"}],
-            "rows are held out of a set that is read in full",
+            "rows can only be held out of a set that is read in full",
         ),
         ({"messages_field": "a", "prompt_template": "{a}"}, [{"a": "b"}], "choose different formats"),
         ({"completion_only_loss": True}, [{"text": "a"}], "plain text has no completion part"),
@@ -332,7 +332,7 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any) -
         ("a.txt", b"caf\xe9\n", "not UTF-8"),
         ("a.csv", b"text\na,b\n", "more fields than the header"),
         ("a.csv", b'text\n"never closed\nb\n', "can't be read as csv: unexpected end of data"),
-        ("a.jsonl", b'{"text": "\\ud800 x"}\n', "half a surrogate pair"),
+        ("a.jsonl", b'{"text": "\\ud800 x"}\n', "an unpaired surrogate"),
         (
             "a.parquet",
             b"version https://git-lfs.github.com/spec/v1\n",
@@ -463,7 +463,7 @@ def test_a_failure_leaves_nothing_and_a_place_that_can_not_be_written_is_named(t
     with pytest.raises(UserError, match="bad row"):
         get_or_create(tmp_path, "key", fail, print)
     assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
-    with pytest.raises(UserError, match="tokens can't be kept"):
+    with pytest.raises(UserError, match="tokens can't be stored"):
         get_or_create(tmp_path / "key.lock" / "tokens", "key", fail, print)
 
 
@@ -546,7 +546,7 @@ def test_a_volume_without_locks_still_gets_one_complete_folder(tmp_path: Path, m
         (into / "tokens").write_text("second")
 
     assert (get_or_create(tmp_path, "key", make, printed.append) / "tokens").read_text() == "first"
-    assert "takes no locks" in printed[0]
+    assert "has no locks" in printed[0]
 
 
 FORKED = """

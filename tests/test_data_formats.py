@@ -233,9 +233,9 @@ def test_roles_by_any_usual_name_or_one_that_the_template_names(prepared: Prepar
         ({**ALPACA, "history": ["Hello"]}, {}, "column 'history' has no pairs"),
         ({**IDS, "labels": [1, 2]}, {}, "6 ids, 2 labels"),
         ({**IDS, "labels": [40, 41, 42, 2, 0, 0]}, {}, "'labels' has other ids than 'input_ids'"),
-        ({"input_ids": ["a"]}, {}, "no list of token ids"),
-        ({"input_ids": "a"}, {}, "no list of token ids"),
-        ({"input_ids": 5}, {}, "no list of token ids"),
+        ({"input_ids": ["a"]}, {}, "not a list of token ids"),
+        ({"input_ids": "a"}, {}, "not a list of token ids"),
+        ({"input_ids": 5}, {}, "not a list of token ids"),
     ],
 )  # fmt: skip
 def test_refused_rows_are_named(prepared: Prepare, row: Any, section: dict[str, Any], words: str | None) -> None:

@@ -144,7 +144,7 @@ SINGLE: dict[str, tuple[Damage, str]] = {
         remove(FILE, instead="pytorch_model.bin"),
         r"only as a pickle.* \(pytorch_model\.bin\)(.|\n)*hint: convert it: python -c \"import transformers",
     ),
-    "an adapter": (remove(FILE, instead="adapter_model.safetensors"), r"it holds adapter_model(.|\n)*lora\.adapter"),
+    "an adapter": (remove(FILE, instead="adapter_model.safetensors"), r"it contains adapter_model(.|\n)*lora\.adapter"),
     "shards alone": (remove(FILE, instead="model-00001-of-00002.safetensors"), r"no model\.safetensors\.index\.json"),
     # config.json
     "config is no JSON": (write(CONFIG, b"{"), "config.json: it is not JSON"),
