@@ -288,7 +288,11 @@ WRONG: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
         {"modules_to_save": ["lm_head", "norm"]},
         [("'norm' can't be trained", "choose of embed_tokens, lm_head")],
     ),
-    ("llama, tied", {"modules_to_save": ["embed_tokens"]}, [("PEFT would train and save a separate copy", "leave lora.mod")]),
+    (
+        "llama, tied",
+        {"modules_to_save": ["embed_tokens"]},
+        [("PEFT would train and save a separate copy", "leave lora.mod")],
+    ),
     ("mistral", {"experts": True}, [("no routed experts", "leave lora.experts out")]),
     ("mistral4", {"experts": True, "use_dora": True}, [("can't be DoRA", "lora.use_dora: false")]),
     (
