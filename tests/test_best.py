@@ -50,7 +50,7 @@ def test_the_interval_covers_the_true_difference() -> None:
 
 
 def test_unfinished_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="it is no run folder"):
+    with pytest.raises(UserError, match="it is not a run folder"):
         load_finished_run(tmp_path, eval_data=None, ranks=None)
     (tmp_path / "manifest.json").write_text(json.dumps({"run": {"data": {}, "cluster": {}, "nope": 1}}))
     with pytest.raises(UserError, match="there is no such file or folder"):

@@ -275,11 +275,11 @@ def test_damaged_checkpoints_are_renamed_and_none_intact_is_an_error(tmp_path: P
 
 
 @pytest.mark.fault(
-    "a checkpoint with another run's adapter", "`windlass train --resume`", "holds another adapter than this run's: "
+    "a checkpoint with another run's adapter", "`windlass train --resume`", "contains another adapter than this run's: "
 )
 def test_resume_with_another_adapter_is_refused(tmp_path: Path, trained: Trained) -> None:
     checkpoint.save_adapter(trained.model, tmp_path)
-    with pytest.raises(RunError, match=r"holds another adapter than this run's: .*2\.lora_"):
+    with pytest.raises(RunError, match=r"contains another adapter than this run's: .*2\.lora_"):
         checkpoint.load_adapter(adapted(3), tmp_path)
 
 

@@ -74,7 +74,7 @@ def test_a_bug_report_has_no_secrets_and_no_data(
     before = "".join(path.read_text() for path in run.iterdir())
     assert not [name for name, secret in SECRETS.items() if secret not in before], "each is there to be found"
     monkeypatch.chdir(tmp_path)
-    for other, what in ((tmp_path, "holds nothing of a run"), (tmp_path / "none", "there is no such run folder")):
+    for other, what in ((tmp_path, "contains no files of a run"), (tmp_path / "none", "there is no such run folder")):
         with pytest.raises(SystemExit):
             cli.main(["bug-report", str(other)])
         assert f"{other}: {what}" in capsys.readouterr().err, "no list of somebody's files"

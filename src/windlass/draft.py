@@ -186,7 +186,7 @@ def _sample_lengths(made: Draft, base: Any, say: Callable[[str], None]) -> tuple
 
 
 def _fit_memory(made: Draft) -> None:
-    """Recompute activations only if the run doesn't fit otherwise, and pack only if rows can't see each other."""
+    """Recompute activations only if the run doesn't fit otherwise, and pack only if rows can't attend to each other."""
     try:
         plan = planning.make_plan(made.load())
     except UserError as error:

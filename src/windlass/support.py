@@ -127,7 +127,7 @@ def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Cal
     if not any(next(folder.glob(name), None) for name in (*WHOLE, *TAILS, run_folder.DATA)):
         hint = "give the folder of a run that was started, or for versions alone: `windlass version --json`"
         raise UserError(
-            "holds nothing of a run" if folder.is_dir() else "there is no such run folder", str(folder), hint
+            "contains no files of a run" if folder.is_dir() else "there is no such run folder", str(folder), hint
         )
     made = {f"{folder.resolve().name}/{name}": text.encode() for name, text in collect_files(folder, Masks(environ))}
     archive = out or Path(f"bug-report-{folder.resolve().name}.tar.gz")

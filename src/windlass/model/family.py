@@ -91,7 +91,7 @@ class Family:
     attention: tuple[str, ...] = (
         *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
     )
-    isolates: bool | None = True  # whether packed documents don't see each other; None: unknown
+    isolates: bool | None = True  # whether packed documents can't attend to each other; None: unknown
     logits: bool | None = True  # whether logits are the head's product, scaled and capped as config.json says
     shards: bool = True  # whether every weight is gathered before it is used
     expert_parallel: bool = True  # whether transformers has a plan for it

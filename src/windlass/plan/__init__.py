@@ -448,7 +448,7 @@ def check_family(loaded: Loaded, base: Base) -> list[Problem]:
             what = f"{family.causal_lm} could not be run as a tiny model, so it is unknown how its loss is computed"
         problems.append(Problem(what, loaded.where("model.model_name_or_path"), "use a model of another family"))
     if run.data.packing and family.isolates is not True:
-        seen = "see each other (tried)" if family.isolates is False else "may see each other"
+        seen = "attend to each other (tried)" if family.isolates is False else "may attend to each other"
         what = f"packed documents would {seen} in {family.causal_lm}: packing is refused for it"
         problems.append(Problem(what, loaded.where("data.packing"), "set data.packing: false"))
     name = run.model.attn_implementation

@@ -383,7 +383,7 @@ def _translate_columns(made: Import, place: str, columns: Mapping[str, Any]) -> 
 
 def _translate_llamafactory(made: Import) -> None:
     if (stage := made.take("stage", "sft")) not in ("sft", "pt"):
-        made.refuse("stage", f"is {stage}: windlass trains supervised on text", "write stage: sft")
+        made.refuse("stage", f"is {stage}: windlass does supervised fine-tuning on text", "write stage: sft")
     rank = made.theirs.get("lora_rank", 8)
     if made.theirs.get("lora_alpha") is None and isinstance(rank, int):
         made.take("lora_alpha")
@@ -395,7 +395,7 @@ def _translate_llamafactory(made: Import) -> None:
         made.set("lora.modules_to_save", [name.strip() for name in in_full.split(",")], "additional_target")
     neat, packing = made.take("neat_packing"), made.take("packing")
     if neat or packing or (packing is None and stage == "pt"):
-        remark = "neat_packing" if neat else "packing; here packed rows don't see each other"
+        remark = "neat_packing" if neat else "packing; windlass isolates packed documents"
         made.set("data.packing", True, remark)
     if stage == "sft":
         made.set("data.completion_only_loss", not made.take("train_on_prompt"), "train_on_prompt")

@@ -264,7 +264,7 @@ def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
     unused = "no effect unless train.{0}_strategy is `steps`"
     table = {
         "model.device_map": (True, f"{run.model.device_map or 'null'}: windlass places the model itself"),
-        "model.use_cache": (run.model.use_cache, "training has no use for it: it is left off"),
+        "model.use_cache": (run.model.use_cache, "training doesn't use it: it stays off"),
         "train.ddp_find_unused_parameters": (
             train.ddp_find_unused_parameters,
             "no effect: windlass doesn't use DistributedDataParallel",

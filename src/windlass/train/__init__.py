@@ -170,7 +170,7 @@ def load_finished_run(
         tree["data"] = Data.model_validate(data).model_dump(exclude_defaults=True)  # a default was not requested
     except (KeyError, TypeError):
         hint = "name the folder that train.output_dir named"
-        raise UserError("it is no run folder: manifest.json can't be read", str(run_folder), hint) from None
+        raise UserError("it is not a run folder: manifest.json can't be read", str(run_folder), hint) from None
     if ranks is not None:
         tree["cluster"] |= {"nodes": 1, "gpus_per_node": ranks}
         tree["layout"] = {"name": "auto", "base_dtype": (tree.get("layout") or {}).get("base_dtype")}

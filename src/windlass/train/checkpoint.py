@@ -205,7 +205,7 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
     wrong = [*(key for key in outcome.missing_keys if "lora_" in key), *outcome.unexpected_keys]
     if wrong:
         raise RunError(
-            f"{folder} holds another adapter than this run's: {wrong[0]}",
+            f"{folder} contains another adapter than this run's: {wrong[0]}",
             str(folder),
             "train into a new folder, or put the lora section back as it was",
         )
