@@ -138,7 +138,7 @@ CASES = [
     Case("llama", ranks=2, targets="attention", micro=4),
     Case("llama", ranks=2, adapter_bytes=2, micro=4),
     Case("llama", ranks=2, micro=2, length=2048, sizes={"hidden_size": 2048, "intermediate_size": 5632}),
-    Case("llama", ranks=8, checkpointing=True, micro=8, sizes={"vocab_size": 128256}),
+    Case("llama", ranks=8, checkpointing=True, micro=8, sizes={"vocab_size": 128256}, quick=True),
     Case("llama", ranks=3, checkpointing=True, reshard=False, micro=8),
     Case("mistral4"),
     Case("mistral4", checkpointing=True, micro=4),
@@ -343,7 +343,7 @@ def work(case: Case, found: Base, adapter: Adapter) -> Work:
     )
 
 
-ASSUMED = {"reserve", "fragmentation"}  # what only a real device has
+ASSUMED = {"reserve", "fragmentation", "prepared products"}  # memory that torch does not allocate
 
 
 def run(case: Case) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPModMemStats, _FSDPRefType
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from windlass import model as weights
 from windlass import tiny
@@ -128,13 +129,21 @@ def _peak(peft: Any, model: Any, ids: torch.Tensor, *, once: bool) -> float:
         optimizer.zero_grad()
         model_of._pass(peft, ids)
         gc.collect()
-        tracker = FSDPMemTracker(model, optimizer)
-        tracker.track_inputs((ids,))
-        for parameter in trained:
-            for tensor in (parameter, parameter.grad):
-                tracker._update_and_maybe_create_winfos(tensor, _FSDPRefType.SHARDED_PARAM)
-        for module in model.modules():
-            tracker.memory_tracking[module] = _FSDPModMemStats("")
+        tracker: Any
+        if parallel.list_fsdp_modules(model):
+            tracker = FSDPMemTracker(model, optimizer)
+            tracker.track_inputs((ids,))
+            for parameter in trained:
+                for tensor in (parameter, parameter.grad):
+                    tracker._update_and_maybe_create_winfos(tensor, _FSDPRefType.SHARDED_PARAM)
+            for module in model.modules():
+                tracker.memory_tracking[module] = _FSDPModMemStats("")
+        else:  # resident: plain tensors
+            tracker = MemTracker()
+            tracker.track_external(model, optimizer, ids)
+            track = tracker._track_module_params_and_buffers
+            # It would also hook the gradients of frozen parameters, which have none.
+            tracker._track_module_params_and_buffers = lambda module, **_: track(module, install_grad_hooks=False)
         with tracker:
             if once:
                 parallel.keep_gathered(parallel.list_fsdp_modules(model), keep=True)

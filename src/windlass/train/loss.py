@@ -196,6 +196,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 if wants_gradient or of_weight is not None:  # overwrite the logits with softmax - 1 at the target
                     at_target = log_probs.exp_().gather(1, target) - 1
                     logits[part] = log_probs.scatter_(1, target, at_target)
+                del log_probs
             if gradient is not None or of_weight is not None:
                 if slope is not None:
                     logits *= slope
@@ -205,6 +206,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 gradient[rows] = _times_weight(logits, blocks)
             if of_weight is not None:
                 of_weight += logits.t() @ hidden[rows].to(logits.dtype)
+            del logits
         ctx.gradients = gradient, None if of_weight is None else of_weight.to(weight.dtype)
         return total
 
@@ -228,6 +230,8 @@ def token_figures(hidden: Tensor, weight: Tensor, targets: Tensor, shaping: Logi
             into[0, part] = -log_probs.gather(1, of_chunk[part].unsqueeze(1)).squeeze(1)
             into[1, part] = (log_probs.argmax(1) == of_chunk[part]).float()
             into[2, part] = -(log_probs.exp() * log_probs).sum(1)
+            del log_probs
+        del logits
     return figures
 
 
@@ -237,7 +241,8 @@ def tokens_per_chunk(count: int, vocabulary: int) -> int:
 
 
 def _iter_chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, tuple[Tensor, ...]]]:
-    """Yield rows, their logits, and the weight's blocks in the compute dtype (one block if no cast is needed)."""
+    """Yield rows, their logits, and the weight's blocks in the compute dtype (one block if no cast is needed). Delete
+    the logits before asking for the next ones: else the logits of two chunks exist at once."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     blocks = (weight,) if weight.dtype == dtype else torch.split(weight, TILE_VOCABULARY)
@@ -246,7 +251,10 @@ def _iter_chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor
         for start in range(0, len(hidden), tokens):
             rows = slice(start, min(start + tokens, len(hidden)))
             logits = [hidden[rows].to(dtype) @ block.to(dtype).t() for block in blocks]
-            yield rows, logits[0] if len(logits) == 1 else torch.cat(logits, 1), blocks
+            of_chunk = logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+            del logits
+            yield rows, of_chunk, blocks
+            del of_chunk
 
 
 def _slices(logits: Tensor) -> list[slice]:
