@@ -16,7 +16,7 @@ from math import ceil, prod
 from windlass.hardware import GIB
 from windlass.model import Parameter
 from windlass.plan.layout import FOUR_BITS, PUBLISHED_NF4
-from windlass.plan.work import Count, Layer, Lora, Shape, Traced, Work
+from windlass.plan.work import Count, Layer, Lora, Shape, Traced, Work, count_elements
 
 FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
 # Driver context, cuBLAS workspace and NCCL's channels: 0.5 + 0.1 + 1.0-1.4 GiB on Hopper; an assumption. Plus memory
@@ -286,7 +286,14 @@ def _gathered_rows(work: Work) -> dict[str, list[Row]]:
     if layout.shard == 1:
         return found
     split, reshards = layout.expert_parallel > 1, layout.reshard_after_forward
-    counts = [layer.dense if split else layer.all for layer in shape.layers]
+
+    def padded(layer: Layer) -> Count:
+        """Count what FSDP2 gathers of a layer: it pads first dimensions to a multiple of the ranks."""
+        sharded = (p for p in layer.parameters if not (split and p.part == "experts"))
+        return count_elements(sharded, shape.narrow, layout.shard) * layout.shard
+
+    kinds = {id(layer): padded(layer) for layer, _ in shape.kinds}
+    counts = [kinds[id(layer)] for layer in shape.layers]
     # In the forward FSDP2 keeps the previous layer's buffer until the next is copied out: three layers in memory.
     now, before = size.of(counts[-1]), size.of(counts[-2]) if len(counts) > 1 else 0.0
     last, words = before + 2 * now, f"the layer's {size.describe(counts[-1])}, its buffer, and the previous layer's"
@@ -300,7 +307,7 @@ def _gathered_rows(work: Work) -> dict[str, list[Row]]:
     if not reshards:
         every = shape.rest - shape.tail
         for layer, times in shape.kinds:
-            every += (layer.dense + layer.routed // layout.expert_parallel) * times
+            every += (kinds[id(layer)] + (layer.routed // layout.expert_parallel if split else Count())) * times
         found["always"] = [Row("gathered weights", size.of(every), f"{size.describe(every)}, not resharded")]
         return found
     # FSDP2 copies gathered weights out of the buffer while it already fills the next layer's buffer.
