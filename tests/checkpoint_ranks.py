@@ -23,7 +23,7 @@ class Evaluating(At):
 
     def plant(self, loop: Loop) -> None:
         if self.rank == train_ranks.rank():
-            before(loop.progress, "evaluating", lambda: self.act(loop) if loop.step == self.step else None)
+            before(loop.progress, "start_evaluation", lambda: self.act(loop) if loop.step == self.step else None)
 
 
 class Saved(At):

@@ -163,12 +163,12 @@ def odd(key: str, place: tuple[int, ...], value: float) -> Callable[[dict[str, T
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (odd("embed_tokens.weight", (7, 3), math.nan), "embed_tokens.weight' holds values that are not finite"),
-        (odd("norm.weight", (5,), -math.inf), "norm.weight' holds values that are not finite"),
-        (odd("layers.0.mlp.experts.down_proj", (3, 5, 1), math.nan), "down_proj' holds values that are not finite"),
+        (odd("embed_tokens.weight", (7, 3), math.nan), "embed_tokens.weight' contains values that are not finite"),
+        (odd("norm.weight", (5,), -math.inf), "norm.weight' contains values that are not finite"),
+        (odd("layers.0.mlp.experts.down_proj", (3, 5, 1), math.nan), "down_proj' contains values that are not finite"),
         (odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), -1e-3), "down_proj_scale_inv' is a scale below"),
         (odd("layers.0.self_attn.o_proj.weight_scale_inv", (), math.nan), "o_proj.weight_scale_inv' is a scale below"),
-        (odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), 0), "down_proj' holds FP8 weights that are not"),
+        (odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), 0), "down_proj' contains FP8 weights that are not"),
     ],
     ids=["NaN", "infinite", "NaN code", "negative scale", "NaN scale", "zero scale"],
 )

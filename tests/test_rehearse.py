@@ -536,7 +536,7 @@ def test_rehearsal_refuses_a_folder_with_other_files(user: Path, tmp_path: Path)
     for name in ("thesis.tex", "rehearsal.json", "logs/plan.log"):  # also where an earlier one left its files
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-        with pytest.raises(UserError, match=r"holds other files"):
+        with pytest.raises(UserError, match=r"contains other files"):
             rehearsed(user, keep=tmp_path)
         assert (tmp_path / "thesis.tex").exists()
 

@@ -271,7 +271,7 @@ REMARKS: list[tuple[list[str], str]] = [
     (["train.eval_steps=5", "train.eval_strategy=no"], "no effect unless train.eval_strategy"),
     (["train.lr_scheduler_type=constant"], "constant has no warm-up"),
     (["train.global_batch_size=48", THREE], "48 = 1 per GPU x 3 GPUs x 16 micro-batches"),
-    (["model.use_cache=true"], "left off"),
+    (["model.use_cache=true"], "stays off"),
     (["cluster.env.NCCL_IB_HCAS=mlx5"], "did you mean NCCL_IB_HCA?"),
     (["cluster.env.NCCL_IB_SL=1"], ""),  # exists, although the table of variables lacks it
     (["train.optim=paged_adamw_8bit"], ""),  # one rank: nothing is sharded
