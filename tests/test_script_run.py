@@ -485,7 +485,7 @@ def test_marks_become_phases_and_gaps_between_loops_pauses(meter: StepProfiler, 
 
 
 def test_meter_misuse_is_an_error(meter: StepProfiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="'froward' is no phase"):
+    with pytest.raises(UserError, match="'froward' is not a phase"):
         meter.mark("froward")
     with pytest.raises(UserError, match="can't name what is counted"):
         StepProfiler(tmp_path, unit="pcie_sent_gb")
