@@ -588,9 +588,10 @@ def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
         key = f"train.gradient_accumulation_steps={fewer}"
         if train.global_batch_size is not None:
             key = f"train.global_batch_size={fewer * at_once}"
-        each = f"{steps} optimizer step{'s' * (steps != 1)}, each on {schedule.global_sequences} sequences"
+        sequences = schedule.global_sequences
+        each = f"{steps} optimizer step{'s' * (steps != 1)} of {sequences} sequence{'s' * (sequences != 1)}"
         is_set = train.global_batch_size and plan.loaded.is_set("train.gradient_accumulation_steps")
-        yield Warning(f"only {each}, is hardly any training", key if fewer and not is_set else "")
+        yield Warning(f"only {each}: hardly any training", key if fewer and not is_set else "")
     if shape.base.positions and limit > shape.base.positions:
         text = f"data.max_length {limit:,} is beyond the {shape.base.positions:,} positions that the model was made for"
         yield Warning(text, f"data.max_length={shape.base.positions}")

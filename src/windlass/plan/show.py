@@ -112,7 +112,7 @@ def _lines(plan: Plan) -> Iterator[Named]:
     base = "" if plan.base.path else "; no weights here"
     yield "model", f"{plan.base.name}, {format_count(plan.total)}, trained: {plan.adapter.trainable:,}{base}"
     ranks = _format_count(layout.ranks, "rank" if gpu.name == "cpu" else "GPU")
-    text = f"{length.global_sequences:,} rows a step of up to {batch.length:,} tokens: "
+    text = f"{_format_count(length.global_sequences, 'row')} a step of up to {batch.length:,} tokens: "
     text += f"{batch.micro} x {batch.accumulation} micro-batches x {ranks}"
     yield "batch", f"{text}; {_explain_batch(plan)}" if plan.tried else text
     if plan.chosen:  # each begins with its key and value
