@@ -211,8 +211,8 @@ def derive_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric, nic
         module_seconds=MODULE,
         sync_seconds=SYNC,
         collectives=tuple(
-            Collective(kind, find_fabric, ranks, LATENCY + ranks * hop, rate)
-            for find_fabric, rate, hop in (("link", inside, 1e-6), ("network", outside, 5e-6))
+            Collective(kind, fabric, ranks, LATENCY + ranks * hop, rate)
+            for fabric, rate, hop in (("link", inside, 1e-6), ("network", outside, 5e-6))
             for kind in KINDS
             for ranks in (2, 4, 8, 16, 32, 64)
         ),

@@ -97,11 +97,7 @@ def make_axes(run: Run) -> dict[str, list[Any]]:
         first.unit: [round_value(counted[end]) for end in ends] if counted and counted[-1] else [],
         "hours": [round_value((times[end] - times[0]) / 3600) for end in ends] if times else [],
     }
-    return {
-        name: choose_points
-        for name, choose_points in found.items()
-        if len(choose_points) == len(ends) and None not in choose_points
-    }
+    return {name: axis for name, axis in found.items() if len(axis) == len(ends) and None not in axis}
 
 
 def _curve(label: str, series: Series, *, band: bool = True) -> list[Curve]:
