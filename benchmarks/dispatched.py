@@ -37,15 +37,17 @@ from torch.utils._pytree import tree_leaves
 from windlass.model import Base, config
 from windlass.model import targets as adapters
 from windlass.model.family import FAMILIES, Family
-from windlass.plan import work
+from windlass.plan import workload as work
 from windlass.plan.layout import Layout
-from windlass.plan.time import COUNTED, OF_FUSED, OF_LINEAR, layer_features, linear_features
+from windlass.plan.step_time import COUNTED, OF_FUSED, OF_LINEAR, layer_features, linear_features
 from windlass.runfile import Lora
 from windlass.tiny import EXTRA
-from windlass.train import experts, parallel, quantized
-from windlass.train.fused import FusedAdapters, fuse_layers
+from windlass.train import parallel
+from windlass.train.experts import experts
+from windlass.train.kernels.lora_linear import FusedAdapters, fuse_layers
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import patch_forward
+from windlass.weights import quantized
 
 TABLE = Path(work.__file__).with_name("operators.json")
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "grouped_mm", "linear", "scaled_dot_product", "flash_attention")

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Mistral4Config
 from transformers.models.mistral4.modeling_mistral4 import Mistral4Experts
 
-from windlass.train import experts as alongside
+from windlass.train.experts import experts as alongside
 from windlass.train.load import read_peak_rss, reset_peak_rss
 
 EXPERTS, TOP_K, RANK = 32, 4, 16

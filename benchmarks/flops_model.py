@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from windlass.plan.cost import estimate_cost
-from windlass.plan.time import causal_attention_flops
-from windlass.plan.work import read_shape
+from windlass.plan.step_time import causal_attention_flops
+from windlass.plan.workload import read_shape
 
 CASES = [
     Case("llama", length=512),

@@ -41,7 +41,7 @@ from windlass.files import read_json_lines
 from windlass.hardware import MEMORY_SHARE
 from windlass.plan import Plan
 from windlass.plan.layout import Layout
-from windlass.plan.time import CPU_SKEW
+from windlass.plan.step_time import CPU_SKEW
 
 TIE = 0.15
 MEGABITS, TCP = 16, 0.95  # of the link, and the share of it that TCP's payload gets
@@ -140,8 +140,8 @@ def rank(folder: Path) -> None:
     import torch
 
     from windlass import measure
+    from windlass.ranks.rank import read_rank
     from windlass.train import run
-    from windlass.train.rank import read_rank
 
     here = read_rank(os.environ)
     assert here is not None

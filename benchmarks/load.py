@@ -31,9 +31,10 @@ import torch.distributed as dist
 from windlass import tiny
 from windlass.model import read_base
 from windlass.plan.layout import Layout
-from windlass.train import parallel, reading
-from windlass.train.digest import digest_box
+from windlass.train import parallel
 from windlass.train.load import list_unique_tensors, load_base, read_all, read_peak_rss, reset_peak_rss, view_own_part
+from windlass.weights import reading
+from windlass.weights.digest import digest_box
 
 GIB = 2**30
 WAYS = {"own part": "every rank reads its own part", "broadcast": "rank 0 reads all and broadcasts"}

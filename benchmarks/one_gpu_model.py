@@ -20,9 +20,10 @@ from windlass.model.parameters import Piece, Stored
 from windlass.plan.cost import Batch, Work, quantizable_names, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
-from windlass.train import parallel, quantized
+from windlass.train import parallel
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import patch_forward
+from windlass.weights import quantized
 
 GIB = 2**30
 MODEL = "Mistral-Small-4-119B-2603"

@@ -42,9 +42,10 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from windlass.model import Base
 from windlass.model import targets as adapters
 from windlass.plan.cost import Batch, Cost, estimate_cost
-from windlass.train import experts as unmerged
-from windlass.train import parallel, quantized
+from windlass.train import parallel
+from windlass.train.experts import experts as unmerged
 from windlass.train.lora import attach_adapter
+from windlass.weights import quantized
 
 OURS, PEFTS = "ours", "PEFT's"  # ways to compute the adapters of experts
 

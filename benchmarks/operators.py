@@ -61,11 +61,11 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
     from windlass import runfile
     from windlass.data.prepare import prepare_data
     from windlass.observe.background import BackgroundReport
-    from windlass.train import experts
-    from windlass.train.fused import fuse_layers
+    from windlass.ranks.rank import Rank, StopSignal
+    from windlass.train.experts import experts
+    from windlass.train.kernels.lora_linear import fuse_layers
     from windlass.train.load import load_base
     from windlass.train.lora import attach_adapter
-    from windlass.train.rank import Rank, StopSignal
     from windlass.train.run import make_loop, open_base_tokenizer
 
     plan = planning.make_plan(runfile.read_run_file(run))
@@ -132,9 +132,9 @@ def rank(folder: Path) -> None:
     """Run both numbers of layers one after the other in the same ranks."""
     import torch
 
-    from windlass.train import quantized
-    from windlass.train.rank import Rank
+    from windlass.ranks.rank import Rank
     from windlass.train.run import create_process_group
+    from windlass.weights import quantized
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -151,7 +151,7 @@ def rank(folder: Path) -> None:
 
 def count(family: str, layout: str) -> dict[str, Any]:
     from windlass import tiny
-    from windlass.train import ranks
+    from windlass.ranks import supervisor as ranks
 
     world, text = LAYOUTS[layout]
     with tempfile.TemporaryDirectory() as made:

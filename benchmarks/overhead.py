@@ -99,7 +99,7 @@ class Bench:
         from rich.console import Console
 
         from windlass.observe.background import BackgroundReport
-        from windlass.train.rank import Rank, StopSignal
+        from windlass.ranks.rank import Rank, StopSignal
         from windlass.train.run import make_loop
 
         self.turn += 1

@@ -38,7 +38,7 @@ from windlass.model import targets as adapters
 from windlass.plan import memory
 from windlass.plan.cost import Batch, Cost, Work, estimate_cost, read_shape
 from windlass.plan.layout import FOUR_BITS, Layout
-from windlass.plan.time import AHEAD, Time, estimate_time
+from windlass.plan.step_time import AHEAD, Time, estimate_time
 from windlass.runfile import Lora
 
 ROWS = Path(__file__).with_name("published_runs.csv")

@@ -30,7 +30,7 @@ from windlass.export.proof import load_float32
 from windlass.export.source import choose_adapter, require_local_base
 from windlass.model import read_base
 from windlass.train.logits import compute_both_logits, compute_logits, kl_divergence, open_adapter, sample_rows
-from windlass.train.reading import Box
+from windlass.weights.reading import Box
 
 WIDE = {"q_lora_rank": 512, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64}
 CHANGES = {"gpus_per_node": "1", "learning_rate": "0.0005", "max_steps": "40", "layout": "resident"}

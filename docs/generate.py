@@ -221,7 +221,7 @@ def pages() -> dict[Path, str]:
 def descriptions() -> dict[Path, str]:
     """Return what transformers builds for published models without a row in family.py, so that they are planned
     without torch."""
-    from windlass.derive import derive
+    from windlass.introspect.describe import derive
     from windlass.model.base import read_published_configs
     from windlass.model.config import SHIPPED, hash_config
     from windlass.model.family import FAMILIES, WRAPPERS

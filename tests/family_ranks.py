@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from windlass.model import Base, read_base
 from windlass.plan.layout import Layout
-from windlass.train.group import all_gather
+from windlass.ranks.collectives import all_gather
 from windlass.train.load import list_unique_tensors, load_base
 
 TOKENS = torch.arange(24)[None] + 20

@@ -30,15 +30,16 @@ from windlass.model import Base, read_base
 from windlass.model.family import FAMILIES
 from windlass.model.targets import resolve_adapter
 from windlass.plan.layout import FOUR_BITS, Layout
+from windlass.ranks.collectives import all_gather, raise_together
 from windlass.runfile import Lora
-from windlass.train import certificate, parallel, quantized
-from windlass.train.four_bits import TABLES
-from windlass.train.group import all_gather, raise_together
+from windlass.train import parallel
 from windlass.train.liveness import Liveness
 from windlass.train.load import list_unique_tensors, load_base, view_own_part
 from windlass.train.lora import attach_adapter
-from windlass.train.same_base import digest_files
 from windlass.train.sync import ReplicaGroups, to_local
+from windlass.weights import certificate, quantized
+from windlass.weights.four_bits import TABLES
+from windlass.weights.same_base import digest_files
 
 PREFIXES = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"}
 TOKENS = torch.arange(24)[None] % 200

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from windlass.plan import memory
-from windlass.train import experts, quantized
-from windlass.train.quantized import Format
+from windlass.train.experts import experts
+from windlass.weights import quantized
+from windlass.weights.quantized import Format
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch that is built with CUDA; a GPU it needs not"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from windlass.train import attention
+from windlass.train.kernels import attention
 
 HEADS, SHARED, WIDTH = 4, 2, 8
 

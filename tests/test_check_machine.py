@@ -15,8 +15,8 @@ import pytest
 from windlass.hardware import GpuReading, Gpus, LocalMachine
 from windlass.launch.check import machine
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, Context, Result
-from windlass.launch.interfaces import list_choices, match_interfaces
 from windlass.plan import Plan, make_plan
+from windlass.ranks.interfaces import list_choices, match_interfaces
 from windlass.runfile import read_run_file
 from windlass.variables import find_unread, variables
 

@@ -31,9 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windlass.errors import RunError, UserError
 from windlass.model.targets import ExpertShard
 from windlass.run_folder import lock_run
-from windlass.train import checkpoint, resume
-from windlass.train.checkpoint import MANIFEST, ExpertGatherer, get_random_state, set_random_state
-from windlass.train.saver import Saver
+from windlass.train.checkpoint import resume
+from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.checkpoint.saver import Saver
+from windlass.train.checkpoint.snapshot import MANIFEST, ExpertGatherer, get_random_state, set_random_state
 
 
 def adapted(layers: int = 2) -> PeftModel:
@@ -184,7 +185,7 @@ def test_full_disk_leaves_older_checkpoints_intact(tmp_path: Path, trained: Trai
 
 @pytest.mark.fault("storage that changes bits of a checkpoint", "`windlass train`", "are not what was written: ")
 def test_faulty_storage_is_detected(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.train.saver.PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("windlass.train.checkpoint.saver.PATIENCE_SECONDS", 0.05)
     made = trained.snapshot(1)
     object.__setattr__(made, "write", lambda partial: time.sleep(0.3))
     printed: list[str] = []
@@ -216,7 +217,7 @@ import sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_checkpoint import Trained
-from windlass.train.saver import Saver
+from windlass.train.checkpoint.saver import Saver
 trained, saver = Trained(), Saver(Path(sys.argv[1]), 2, {}, print)
 for step in range(1, 10**6):
     saver.start_writing(trained.snapshot(step % 7 + 1, eval_loss=float(step % 3)))

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from test_checkpoint_resume import material  # noqa: F401
 
 from windlass.errors import SAVED
+from windlass.ranks import supervisor as ranks
 from windlass.run_folder import is_finished
-from windlass.train import checkpoint, ranks
+from windlass.train.checkpoint import snapshot as checkpoint
 
 pytestmark = pytest.mark.xdist_group("checkpoint kills")
 

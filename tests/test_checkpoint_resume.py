@@ -20,7 +20,7 @@ from windlass import tiny
 from windlass.errors import SAVED
 from windlass.files import read_json, read_json_lines
 from windlass.observe import report
-from windlass.train import checkpoint
+from windlass.train.checkpoint import snapshot as checkpoint
 
 pytestmark = pytest.mark.xdist_group("checkpoint resume")
 

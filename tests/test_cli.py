@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from windlass import cli
+from windlass.ranks.supervisor import default_overrides
 from windlass.runfile import read_run_file
-from windlass.train.ranks import default_overrides
 
 ROOT = Path(__file__).parent.parent
 TRAIN = "examples/mistral-small-4/train.yaml"

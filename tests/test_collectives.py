@@ -23,8 +23,9 @@ from windlass.model.targets import resolve_adapter
 from windlass.plan.cost import Batch, Work, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
-from windlass.train import kept, parallel
-from windlass.train.exchange import Exchange, overlap_shared_experts
+from windlass.train import parallel
+from windlass.train.experts.exchange import Exchange, overlap_shared_experts
+from windlass.train.kernels import kept
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import patch_forward
 from windlass.train.sync import ReplicaGroups

@@ -22,10 +22,10 @@ from windlass.model import Base, Parameter
 from windlass.model.family import FAMILIES, Family
 from windlass.model.targets import Adapter, Target
 from windlass.plan import memory
-from windlass.plan import time as operators
+from windlass.plan import step_time as operators
 from windlass.plan.cost import Batch, Cost, Work, estimate_cost, read_shape
 from windlass.plan.layout import Layout
-from windlass.plan.work import DOCUMENT_TOKENS, Lora, Shape
+from windlass.plan.workload import DOCUMENT_TOKENS, Lora, Shape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 dispatched: Any = importlib.import_module("dispatched")

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import warm
 
-from windlass import draft, tiny
+from windlass import init as draft
 from windlass import plan as planning
+from windlass import tiny
 from windlass.errors import UserError
 from windlass.plan.show import print_plan
 from windlass.plan.unset import BYTES_PER_TOKEN, FEW_STEPS, MOST_EPOCHS

@@ -31,8 +31,12 @@ from transformers import (
 from windlass.errors import UserError
 from windlass.model.targets import Adapter, ExpertShard, Target, pack_experts, view_by_expert
 from windlass.runfile import Lora
-from windlass.train import checkpoint, experts, kept, lora, quantized
-from windlass.train.exchange import sort_received
+from windlass.train import lora
+from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.experts import experts
+from windlass.train.experts.exchange import sort_received
+from windlass.train.kernels import kept
+from windlass.weights import quantized
 
 # PEFT and TRL still use names of transformers that its next major version drops.
 # PEFT does not look for rank_pattern among expert parameters when it warns, only when it applies it.

@@ -35,11 +35,11 @@ from windlass.export.source import choose_adapter, require_local_base
 from windlass.model import Stored, read_base
 from windlass.model.files import read_header
 from windlass.plan.layout import Layout
-from windlass.train import checkpoint
-from windlass.train.checkpoint import write_manifest
+from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.checkpoint.snapshot import write_manifest
 from windlass.train.load import load_base
 from windlass.train.logits import compute_logits, open_adapter
-from windlass.train.same_base import RECORD, describe_base, digest_files
+from windlass.weights.same_base import RECORD, describe_base, digest_files
 
 # PEFT still uses names of transformers that its next major version drops; it does not look for rank_pattern among
 # expert parameters when it warns, only when it applies it.

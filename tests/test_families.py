@@ -21,20 +21,21 @@ import warm
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from windlass import derive, runfile, tiny
 from windlass import plan as planning
+from windlass import runfile, tiny
 from windlass.errors import UserError
 from windlass.export.deltas import read_deltas
 from windlass.export.source import choose_adapter
+from windlass.introspect import describe as derive
+from windlass.introspect.trace import trace_layers
 from windlass.model import PARTS, read_base
 from windlass.model.config import describe, find_description
 from windlass.model.family import FAMILIES as ROWS
 from windlass.model.shrink import shrink_config
 from windlass.model.targets import resolve_adapter
 from windlass.plan.cost import published_dtype, quantizable_names
-from windlass.plan.work import Traced
+from windlass.plan.workload import Traced
 from windlass.runfile import Lora
-from windlass.trace import trace_layers
 from windlass.train.wrapped import outer_name
 
 test_train: Any = importlib.import_module("test_train")

@@ -24,7 +24,7 @@ from windlass import tiny
 from windlass.errors import UserError
 from windlass.model.base import find_fetched_folder, read_base
 from windlass.model.files import HEADERS, read_headers
-from windlass.train.same_base import digest_files
+from windlass.weights.same_base import digest_files
 
 SHA = "a" * 40
 CARD = "---\nconfigs:\n- config_name: small\n  data_files: [{split: train, path: small/*}]\n---\n"

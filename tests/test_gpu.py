@@ -16,11 +16,12 @@ from windlass.launch.check.bandwidth import capture_nccl_log
 from windlass.model import find_published_base, read_base
 from windlass.observe.counters import Counters
 from windlass.plan.layout import Layout
-from windlass.train import group, parallel
-from windlass.train.checkpoint import get_random_state, set_random_state
+from windlass.ranks import collectives as group
+from windlass.ranks.rank import Rank
+from windlass.ranks.supervisor import set_allocator
+from windlass.train import parallel
+from windlass.train.checkpoint.snapshot import get_random_state, set_random_state
 from windlass.train.console import Progress
-from windlass.train.rank import Rank
-from windlass.train.ranks import set_allocator
 from windlass.train.run import choose_gpu, create_process_group, require_own_gpus
 
 

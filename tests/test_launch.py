@@ -24,9 +24,9 @@ from launch_jobs import EXAMPLES, FULL, GOLDEN, ROOT, SITE, calls, compared, env
 
 from windlass import demo, run_folder
 from windlass.errors import RunError, UserError
-from windlass.launch import kubectl, local
 from windlass.launch import submit as submitting
 from windlass.launch.job import build_job
+from windlass.launch.platforms import kubectl, local
 from windlass.launch.submit import open_record, render
 from windlass.runfile import machines
 
@@ -70,7 +70,7 @@ def test_rendering_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
     assert after.ru_utime - before.ru_utime < 4
     names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert not {"torch", "transformers", "numpy", "accelerate", "urllib.request"} & names
-    assert "windlass.launch.kubernetes" in names
+    assert "windlass.launch.platforms.kubernetes" in names
     assert (tmp_path / "out" / "job.yaml").exists()
 
 

@@ -17,8 +17,8 @@ from launch_jobs import EVERY, EXAMPLES, FULL, SITE, client_model, compared, exa
 
 from windlass import run_folder
 from windlass.errors import UserError
-from windlass.launch import kubernetes, pod, runai
 from windlass.launch.job import Variable, build_job
+from windlass.launch.platforms import kubernetes, pod, runai
 from windlass.launch.submit import render
 from windlass.runfile.machines import Volume
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from windlass.errors import UserError
-from windlass.launch.rendezvous import LEAVING, LOST, READY, Node, Rendezvous, RendezvousError, read_node
+from windlass.ranks.rendezvous import LEAVING, LOST, READY, Node, Rendezvous, RendezvousError, read_node
 
 
 def free_port() -> int:

@@ -17,8 +17,8 @@ import pytest
 import yaml
 from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program
 
-from windlass.launch.rendezvous import PORT
 from windlass.launch.submit import render
+from windlass.ranks.rendezvous import PORT
 
 PET = {"PET_NODE_RANK": "0", "PET_NNODES": "2", "PET_MASTER_ADDR": "localhost"}
 SLURM = {"SLURM_JOB_ID": "123", "SLURM_NODEID": "0", "SLURM_NNODES": "2"}
@@ -203,7 +203,7 @@ def test_ranks_start_with_any_user_text(tmp_path: Path) -> None:
 def test_node_number_comes_from_any_platforms_variables(
     launch: Callable[..., Launch], tmp_path: Path, two: Path, set_by: dict[str, str], port: int
 ) -> None:
-    joins = 'if [[ "$2" == windlass.launch.rendezvous ]]; then touch "${@: -1}/ready"; exit; fi'
+    joins = 'if [[ "$2" == windlass.ranks.rendezvous ]]; then touch "${@: -1}/ready"; exit; fi'
     program(tmp_path / "slurm", "scontrol", "printf '%s\\n' localhost n2")
     path = environ(tmp_path / "launch-0" / "bin")["PATH"]
     run = launch(two, "env >FOLDER/env", joins, **set_by, PATH=f"{path}:{tmp_path}/slurm")
@@ -382,7 +382,7 @@ def test_a_node_that_is_stopped_before_all_have_come_ends_at_once(
     master = "localhost" if node == 0 else "no-such-name.invalid"
     with socket.create_server(("", 0)) as free:
         port = str(free.getsockname()[1])
-    joins = 'if [[ "$2" == windlass.launch.rendezvous ]]; then touch FOLDER/joins; fi'
+    joins = 'if [[ "$2" == windlass.ranks.rendezvous ]]; then touch FOLDER/joins; fi'
     place = {**PET, "PET_NODE_RANK": str(node), "PET_MASTER_ADDR": master, "PET_MASTER_PORT": port}
     run = launch(two, "", joins, **place)
     wait_for(lambda: run.has("joins"))

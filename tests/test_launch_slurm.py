@@ -19,8 +19,8 @@ from launch_jobs import EVERY, EXAMPLES, SITE, calls, compared, environ, example
 from windlass import demo, run_folder
 from windlass.errors import RunError, UserError
 from windlass.files import read_json_lines
-from windlass.launch import slurm
 from windlass.launch import submit as submitting
+from windlass.launch.platforms import slurm
 from windlass.launch.submit import open_record, render
 from windlass.plan import Plan
 

@@ -14,9 +14,9 @@ from windlass import runfile
 from windlass.errors import UserError
 from windlass.model.family import Family
 from windlass.plan.accelerate import read_accelerate
-from windlass.plan.choose import Candidate, choose_layout, list_layouts, list_named_layouts
 from windlass.plan.cost import Batch, Cost
 from windlass.plan.layout import LAYOUTS, Layout, LayoutRequest, list_divisors, read_request, resolve_layout
+from windlass.plan.search import Candidate, choose_layout, list_layouts, list_named_layouts
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
 FSDP = "distributed_type: FSDP\n"

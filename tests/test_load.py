@@ -27,12 +27,13 @@ from windlass import tiny
 from windlass.errors import UserError
 from windlass.model import Base, Piece, Stored, read_base
 from windlass.plan.layout import Layout
-from windlass.train import certificate, parallel
-from windlass.train.digest import MODULUS, digest_box
+from windlass.train import parallel
 from windlass.train.load import list_unique_tensors, load_base, read_all
-from windlass.train.quantized import dequantize, list_quantized_params
-from windlass.train.reading import byte_ranges, intersect, split_box, to_float32
-from windlass.train.same_base import digest_files
+from windlass.weights import certificate
+from windlass.weights.digest import MODULUS, digest_box
+from windlass.weights.quantized import dequantize, list_quantized_params
+from windlass.weights.reading import byte_ranges, intersect, split_box, to_float32
+from windlass.weights.same_base import digest_files
 
 load_ranks = importlib.import_module("load_ranks")  # beside this file; also run by every rank
 pytestmark = pytest.mark.xdist_group("load")

@@ -21,8 +21,10 @@ from transformers.models.mistral4.modeling_mistral4 import get_llama_4_attn_scal
 from windlass.errors import RunError, UserError
 from windlass.model.files import read_header
 from windlass.model.targets import ExpertShard
-from windlass.train import checkpoint, fused, lora, sync
+from windlass.train import lora, sync
+from windlass.train.checkpoint import snapshot as checkpoint
 from windlass.train.initial import FixedHalves, init_from_weights
+from windlass.train.kernels import lora_linear as fused
 from windlass.train.liveness import Liveness
 from windlass.train.sync import ReplicaGroups, compute_fingerprints
 from windlass.train.wrapped import outer_name, rename_config, rename_keys

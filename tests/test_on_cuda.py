@@ -31,12 +31,14 @@ from windlass import runfile, tiny
 from windlass.data.prepare import prepare_data
 from windlass.model.family import FAMILIES
 from windlass.observe.background import BackgroundReport
-from windlass.train import fused, parallel, quantized
+from windlass.ranks.rank import Rank, StopSignal
+from windlass.train import parallel
+from windlass.train.kernels import lora_linear as fused
 from windlass.train.liveness import Liveness
 from windlass.train.loop import Loop
 from windlass.train.lora import attach_adapter
-from windlass.train.rank import Rank, StopSignal
 from windlass.train.run import make_loop, open_base_tokenizer
+from windlass.weights import quantized
 
 pytestmark = [
     pytest.mark.skipif(

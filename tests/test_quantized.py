@@ -25,10 +25,11 @@ from windlass.model.targets import resolve_adapter
 from windlass.plan import memory
 from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.runfile import Lora
-from windlass.train import certificate, four_bits, fused, quantized
+from windlass.train.kernels import lora_linear as fused
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
-from windlass.train.quantized import Format, QuantizedLinear, dequantize, grouped_linear
+from windlass.weights import certificate, four_bits, quantized
+from windlass.weights.quantized import Format, QuantizedLinear, dequantize, grouped_linear
 
 # PEFT asks for an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -210,8 +211,8 @@ def test_kernel_is_used_only_if_equal_to_torch(monkeypatch: pytest.MonkeyPatch) 
 
 KERNEL = """
 import math, torch
-from windlass.train import dequantize_kernel
-from windlass.train.dequantize_kernel import dequantize_fp8
+from windlass.weights import dequantize_kernel
+from windlass.weights.dequantize_kernel import dequantize_fp8
 dice = torch.Generator().manual_seed(0)
 every = torch.arange(256, dtype=torch.uint8).view(1, 1, 256)
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -240,8 +241,8 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
             assert torch.equal(one, found[1])
 """
 KERNEL += """
-from windlass.train import four_bits
-from windlass.train.dequantize_kernel import dequantize_four_bits
+from windlass.weights import four_bits
+from windlass.weights.dequantize_kernel import dequantize_four_bits
 far = torch.empty(3 * 2**30 + 64, dtype=torch.uint8)  # four rows of it are touched: more than 2^31 elements apart
 table, scale = four_bits.code_table("nf4", far.device), torch.ones(4, 4, 1, dtype=torch.bfloat16)
 for shape, strides in (((4, 1, 16), (2**30, 16, 1)), ((1, 4, 16), (64, 2**30, 1))):
@@ -280,7 +281,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from windlass.train import dequantize_kernel as kernel
+from windlass.weights import dequantize_kernel as kernel
 tiles = {"high": kernel.ROWS, "wide": kernel.COLUMNS}
 pointers = {"codes": "*u8", "scale": "*fp32", "table": "*fp32", "values": "*bf16"}
 strides = ("expert_stride", "row_stride", "rows", "columns")

@@ -27,15 +27,17 @@ from script_ranks import DEAF, DIVERGES_SAVES, FAILS, LOOP, SAVES, SLOW, STALLS
 from windlass import explain
 from windlass.errors import RunError, UserError
 from windlass.files import read_json_lines
-from windlass.launch import check, kubernetes
+from windlass.launch import check
 from windlass.launch.job import build_job
+from windlass.launch.platforms import kubernetes
 from windlass.launch.submit import render
 from windlass.meter import StepProfiler
 from windlass.observe import report
 from windlass.observe.watch.patrol import format_prometheus
 from windlass.plan.script import ScriptPlan, make_any_plan
+from windlass.ranks import supervisor as ranks
 from windlass.runfile import LoadedScript, read_any, read_preset, read_run_file
-from windlass.train import ranks, script
+from windlass.train import script
 
 NASTY = ["--name", "a b'c\"d`e$(touch pwned)$HOME\\f;g&h|i\tä€\U0001f409 #*?", "line\nbreak", "", "$(HOME)", "{x}"]
 SITE = (

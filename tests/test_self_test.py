@@ -21,8 +21,11 @@ from torch.nn import functional
 from windlass import self_test
 from windlass.files import append_json_line
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, failed, passed
-from windlass.train import experts, fused, loss, quantized
-from windlass.train.rank import Rank
+from windlass.ranks.rank import Rank
+from windlass.train import loss
+from windlass.train.experts import experts
+from windlass.train.kernels import lora_linear as fused
+from windlass.weights import quantized
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")  # as its own process does: torch's, of kernels that it lacks
@@ -178,7 +181,7 @@ def test_unused_keys_are_refused(arguments: list[str], words: str, tmp_path: Pat
 BROKEN = """
 import os, sys, torch
 from windlass import self_test
-from windlass.train import experts
+from windlass.train.experts import experts
 original = experts.stack_by_expert
 def broken(*given):
     if "WINDLASS_SELF_TEST_CPU" in os.environ:

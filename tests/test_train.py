@@ -33,9 +33,9 @@ from windlass import tiny
 from windlass.data.collate import PaddedCollator
 from windlass.errors import SAVED
 from windlass.files import read_json, read_json_lines
-from windlass.train import checkpoint
 from windlass.train.batches import Collate
-from windlass.train.compiled import TOLERANCE as TOLERANCES
+from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.kernels.compiled import TOLERANCE as TOLERANCES
 from windlass.train.loss import patch_forward, router_loss_weight
 
 STEPS = 8  # that are compared with TRL in every run of the tests; 20 by `make prove`

@@ -30,13 +30,16 @@ from windlass.fetch import record_digest
 from windlass.files import WriteGuard, read_json, read_json_lines, write_json
 from windlass.observe.background import BackgroundReport
 from windlass.plan.layout import Layout
-from windlass.train import checkpoint, compiled, resume, run
-from windlass.train.checkpoint import Snapshot
+from windlass.ranks.rank import Rank, StopSignal
+from windlass.ranks.supervisor import reserve_port
+from windlass.train import run
+from windlass.train.checkpoint import resume
+from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.checkpoint.snapshot import Snapshot
+from windlass.train.kernels import compiled
 from windlass.train.load import load_base
 from windlass.train.loop import Loop
 from windlass.train.lora import attach_adapter
-from windlass.train.rank import Rank, StopSignal
-from windlass.train.ranks import reserve_port
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"

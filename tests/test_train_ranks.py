@@ -15,16 +15,16 @@ import pytest
 import warm
 
 from windlass.errors import SAVED, Problem, RunError, UserError
+from windlass.ranks import supervisor as ranks
+from windlass.ranks.rank import read_rank, translate_srun
 from windlass.runfile import read_run_file
-from windlass.train import ranks
-from windlass.train.rank import read_rank, translate_srun
 from windlass.train.run import choose_gpu
 
 PROLOGUE = """
 import os, signal, sys, time
 from windlass.errors import SAVED, Problem, RunError, UserError
-from windlass.train import ranks
-from windlass.train.rank import Rank, StopSignal, read_rank, run_rank, wait_for_peers
+from windlass.ranks import supervisor as ranks
+from windlass.ranks.rank import Rank, StopSignal, read_rank, run_rank, wait_for_peers
 here = read_rank(os.environ)
 """
 RUN = "\nsys.exit(run_rank(here, work, print_error=print))\n"
@@ -271,7 +271,7 @@ def test_hanging_ranks_are_killed_and_failure_is_not_a_stop(tmp_path: Path) -> N
 LAUNCHER = """
 import os, sys
 from windlass.errors import UserError
-from windlass.train import ranks
+from windlass.ranks import supervisor as ranks
 command, grace = sys.argv[1:3], float(sys.argv[3])
 try:
     sys.exit(ranks.start_ranks(command, 2, dict(os.environ), grace_seconds=grace))

@@ -31,13 +31,14 @@ from windlass.data.prepare import prepare_data
 from windlass.errors import RunError, UserError
 from windlass.model import find_base
 from windlass.observe.background import BackgroundReport
-from windlass.train import experts, run
+from windlass.ranks.rank import Rank, read_rank
+from windlass.train import run
 from windlass.train.best import rank_checkpoints as evaluate_all
-from windlass.train.fused import fuse_layers
+from windlass.train.experts import experts
+from windlass.train.kernels.lora_linear import fuse_layers
 from windlass.train.load import load_base
 from windlass.train.loop import Loop
 from windlass.train.lora import attach_adapter, make_peft_config
-from windlass.train.rank import Rank, read_rank
 
 
 class At:

@@ -17,9 +17,9 @@ import torch
 from windlass import plan as planning
 from windlass import runfile
 from windlass.errors import UserError
+from windlass.ranks.rank import Rank, read_rank, run_rank
 from windlass.train import run
 from windlass.train.loop import Loop
-from windlass.train.rank import Rank, read_rank, run_rank
 
 HELD: list[Any] = []  # what a leak holds
 

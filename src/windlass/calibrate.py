@@ -19,8 +19,8 @@ from windlass import hardware
 from windlass.errors import RunError, UserError
 from windlass.hardware import KINDS, NARROW, Collective, Points, Rates
 from windlass.plan.machine import own_machine_file, write_machine
-from windlass.train import ranks
-from windlass.train.rank import translate_srun
+from windlass.ranks import supervisor as ranks
+from windlass.ranks.rank import translate_srun
 
 # Measured / planned step time of calibrated plans (benchmarks/cpu_plan.py: 0.84 to 1.32, and short runs warm up in the
 # middle of it), wider where the machine itself varies.
@@ -163,7 +163,8 @@ def measure_on_rank(storage: Path) -> dict[str, Any] | None:
 
     from windlass import measure
     from windlass.observe.counters import describe_machine
-    from windlass.train import lora, quantized
+    from windlass.train import lora
+    from windlass.weights import quantized
 
     measure_host = partial(
         measure_host_rates, attach=lora.attach_adapter
@@ -254,10 +255,10 @@ def measure_host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, flo
 
     from windlass import measure
     from windlass.model import config, targets
-    from windlass.plan.time import count_dispatch
-    from windlass.plan.work import read_shape
+    from windlass.plan.step_time import count_dispatch
+    from windlass.plan.workload import read_shape
     from windlass.runfile import Lora
-    from windlass.train.fused import fuse_layers
+    from windlass.train.kernels.lora_linear import fuse_layers
 
     few, many, tokens = 2, 8, 8
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}

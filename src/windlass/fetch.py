@@ -58,7 +58,7 @@ def record_digest(folder: Path, say: Callable[[str], None]) -> None:
         base = read_base(folder)
     except UserError:  # a model that windlass can't train: `plan` says why
         return
-    from windlass.train.same_base import digest_files
+    from windlass.weights.same_base import digest_files
 
     say("hashing the weights as training will")
     write_json(folder / PUBLISHED, {**published, DIGEST: digest_files(base)})

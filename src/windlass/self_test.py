@@ -42,10 +42,14 @@ from windlass.launch.check.results import FAIL, STYLES, Report, Result, failed, 
 from windlass.model.targets import view_by_expert
 from windlass.observe.counters import describe_machine
 from windlass.plan.layout import FOUR_BITS
+from windlass.ranks import supervisor as ranks
+from windlass.ranks.rank import Rank, read_rank
 from windlass.run_folder import FINAL, is_finished
-from windlass.train import experts, four_bits, fused, loss, parallel, quantized, ranks
+from windlass.train import loss, parallel
 from windlass.train import run as training
-from windlass.train.rank import Rank, read_rank
+from windlass.train.experts import experts
+from windlass.train.kernels import lora_linear as fused
+from windlass.weights import four_bits, quantized
 
 LIMIT_SECONDS: Final = 170.0
 COMMAND: Final = (sys.executable, "-m", "windlass.self_test")

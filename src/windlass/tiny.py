@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from windlass import derive
 from windlass.errors import UserError
+from windlass.introspect import describe as derive
 from windlass.model.family import FAMILIES
 from windlass.model.shrink import shrink_config
-from windlass.train import four_bits
+from windlass.weights import four_bits
 
 if TYPE_CHECKING:
     from windlass.model import Base

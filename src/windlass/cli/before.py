@@ -45,7 +45,7 @@ def init(
     from windlass import runfile
 
     if model or data or gpus or columns:
-        from windlass import draft
+        from windlass import init as draft
 
         if preset:
             raise UserError(f"takes either a preset or --model, not {preset} too", "windlass init", "leave one out")

@@ -60,8 +60,8 @@ def train(
         from windlass.hardware import read_this_machine
         from windlass.plan.accelerate import load_accelerate
         from windlass.plan.script import make_any_plan, refuse_accelerate
+        from windlass.ranks.supervisor import default_overrides
         from windlass.runfile import read_any
-        from windlass.train.ranks import default_overrides
 
         if is_script and debug_freq is not None:
             hint = "pass it to the meter inside your script"

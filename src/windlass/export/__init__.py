@@ -34,9 +34,10 @@ from windlass.files import read_json, write_json
 from windlass.model import Base
 from windlass.plan.cost import published_dtype
 from windlass.run_folder import BASES
-from windlass.train.checkpoint import save_tensors
-from windlass.train.same_base import RECORD as RECORD_OF_BASE
-from windlass.train.same_base import (
+from windlass.train.checkpoint.snapshot import save_tensors
+from windlass.train.wrapped import inner_name, outer_name, rename_config, rename_keys
+from windlass.weights.same_base import RECORD as RECORD_OF_BASE
+from windlass.weights.same_base import (
     bytes_to_digest,
     describe_files,
     describe_quantization,
@@ -45,7 +46,6 @@ from windlass.train.same_base import (
     require_intact,
     require_same_base,
 )
-from windlass.train.wrapped import inner_name, outer_name, rename_config, rename_keys
 
 __all__ = ["ExportResult", "export", "push_to_hub"]
 

@@ -21,8 +21,8 @@ from windlass.export.source import CONFIG, AdapterSource
 from windlass.model import Base, Parameter, Stored
 from windlass.model.family import FUSED
 from windlass.model.files import abbreviate, read_header
-from windlass.train.reading import DTYPES, Files, read_tensor
 from windlass.train.wrapped import KEY, PREFIX, inner_name, rename_config, rename_keys
+from windlass.weights.reading import DTYPES, Files, read_tensor
 
 # Fields of PEFT's LoraConfig that change the meaning of the weights, and their neutral values.
 NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {

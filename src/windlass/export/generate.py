@@ -18,10 +18,10 @@ from windlass.model import Base, read_base
 from windlass.model.files import CONFIG as MODEL_CONFIG
 from windlass.plan.cost import published_dtype, quantizable_names
 from windlass.plan.layout import FOUR_BITS, Layout
-from windlass.train import experts
+from windlass.train.experts import experts
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
-from windlass.train.same_base import read_recorded_base, require_intact, require_same_base
+from windlass.weights.same_base import read_recorded_base, require_intact, require_same_base
 
 SHARE_OF_MEMORY: Final = 0.9
 

@@ -30,7 +30,7 @@ from windlass.model import Base, Piece, Stored
 from windlass.model.family import ACTIVATIONS
 from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, SINGLE
 from windlass.model.packed import BLOCKS
-from windlass.train.reading import DTYPES, NEEDS_SCALE, DamagedError, Files
+from windlass.weights.reading import DTYPES, NEEDS_SCALE, DamagedError, Files
 
 OWN, BF16, FP8 = "own", "bf16", "fp8"
 COPIED, MERGED, CONVERTED, SCALE = "copied", "merged", "converted", "rescaled"

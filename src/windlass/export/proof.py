@@ -29,9 +29,9 @@ from windlass.export.rounding import FORMATS
 from windlass.export.source import AdapterSource
 from windlass.model import Base, Piece, Stored, read_base
 from windlass.plan.layout import Layout
-from windlass.train.certificate import Disk, sample_boxes
 from windlass.train.logits import compute_both_logits, compute_logits, kl_divergence, open_adapter, sample_rows
-from windlass.train.reading import DTYPES, Box, Files, intersect, locate_piece, to_stored_box
+from windlass.weights.certificate import Disk, sample_boxes
+from windlass.weights.reading import DTYPES, Box, Files, intersect, locate_piece, to_stored_box
 
 GIB: Final = 2**30
 AT_ONCE: Final = 2**23  # bytes compared at a time

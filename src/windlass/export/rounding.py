@@ -23,7 +23,7 @@ from torch import Tensor
 
 from windlass.export.deltas import Factors
 from windlass.model import Piece
-from windlass.train.reading import (
+from windlass.weights.reading import (
     DTYPES,
     Box,
     Files,

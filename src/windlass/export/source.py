@@ -11,7 +11,7 @@ from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.model import Base, find_base
 from windlass.run_folder import CHECKPOINTS, FINAL, MANIFEST
-from windlass.train import checkpoint as checkpoints
+from windlass.train.checkpoint import snapshot as checkpoints
 
 CONFIG, WEIGHTS = "adapter_config.json", checkpoints.ADAPTER
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from windlass import __version__
 from windlass.errors import Problem, UserError
-from windlass.launch import local
 from windlass.launch.job import Job, Record, keep_record, quote, quote_words, to_one_line
-from windlass.launch.rendezvous import PORT
+from windlass.launch.platforms import local
+from windlass.ranks.rendezvous import PORT
 from windlass.runfile.machines import Secret
 
 HEAD = """\

@@ -22,7 +22,9 @@ from windlass.model.parameters import Base, Parameter, Spelling
 
 SHIPPED: Final = Path(__file__).with_name("descriptions")
 # Code that makes descriptions: cached ones from another version of it are not used.
-CODE: Final = tuple(Path(__file__).parents[1] / name for name in ("derive.py", "trace.py", "model/shrink.py"))
+CODE: Final = tuple(
+    Path(__file__).parents[1] / name for name in ("introspect/describe.py", "introspect/trace.py", "model/shrink.py")
+)
 DERIVED: Final = "windlass.json"  # in a model's folder
 # Entries of config.json that don't affect names, shapes or classes.
 ASIDE: Final = (
@@ -62,7 +64,8 @@ def find_description(config: Mapping[str, Any], where: str, folder: Path | None 
     if not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft")):
         place = folder or Path(where).parent
         what = f"windlass has no description of this {config.get('model_type')} model, and there is no torch here"
-        hint = f"where torch is, run: python -m windlass.derive {place} > {DERIVED}; then copy {DERIVED} into {place}"
+        command = f"python -m windlass.introspect.describe {place} > {DERIVED}"
+        hint = f"where torch is, run: {command}; then copy {DERIVED} into {place}"
         raise UserError(what, where, hint)
     found = _derive(config, where)
     try:
@@ -75,10 +78,10 @@ def find_description(config: Mapping[str, Any], where: str, folder: Path | None 
 
 def _derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "transformers" in sys.modules:
-        found: dict[str, Any] = importlib.import_module("windlass.derive").derive(config, where)
+        found: dict[str, Any] = importlib.import_module("windlass.introspect.describe").derive(config, where)
         return found
     print(f"{where}: asking transformers about {config.get('model_type')} (kept for the next time)", file=sys.stderr)
-    command = [sys.executable, "-m", "windlass.derive", "-", where]
+    command = [sys.executable, "-m", "windlass.introspect.describe", "-", where]
     done = subprocess.run(command, input=json.dumps(config), capture_output=True, text=True, check=False)
     try:
         found = json.loads(done.stdout)

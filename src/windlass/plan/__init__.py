@@ -23,16 +23,6 @@ from windlass.model import Base
 from windlass.model import targets as adapters
 from windlass.model.targets import Adapter
 from windlass.plan.accelerate import AccelerateFile
-from windlass.plan.choose import (
-    Advice,
-    Candidate,
-    advise_faster_layout,
-    choose_layout,
-    compare_layouts,
-    list_layouts,
-    list_micro_batches,
-    list_named_layouts,
-)
 from windlass.plan.cost import Batch, Cost, Work, estimate_cost, published_dtype, quantizable_names, read_shape
 from windlass.plan.inputs import find_absent_data, find_absent_files, is_expected_here
 from windlass.plan.layout import (
@@ -45,8 +35,18 @@ from windlass.plan.layout import (
     why_not_codes,
 )
 from windlass.plan.machine import own_machine_file, read_machine
+from windlass.plan.search import (
+    Advice,
+    Candidate,
+    advise_faster_layout,
+    choose_layout,
+    compare_layouts,
+    list_layouts,
+    list_micro_batches,
+    list_named_layouts,
+)
 from windlass.plan.unset import BYTES_PER_TOKEN, FEW_STEPS, estimate_row_tokens, fill_in_unset
-from windlass.plan.work import Shape
+from windlass.plan.workload import Shape
 from windlass.runfile import Cluster, Data, Loaded, RunFile, Train, resolve_accumulation
 from windlass.runfile.names import ATTENTION
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from windlass.hardware import GIB
 from windlass.plan.layout import FOUR_BITS, why_not_expert_parallel
 from windlass.plan.memory import Row, estimate_memory, total_bytes
-from windlass.plan.time import Flow, Time, estimate_time
-from windlass.plan.work import Batch, Work, published_dtype, quantizable_names, read_shape
+from windlass.plan.step_time import Flow, Time, estimate_time
+from windlass.plan.workload import Batch, Work, published_dtype, quantizable_names, read_shape
 
 __all__ = [
     "Batch",

@@ -16,7 +16,7 @@ from math import ceil, prod
 from windlass.hardware import GIB
 from windlass.model import Parameter
 from windlass.plan.layout import FOUR_BITS, PUBLISHED_NF4
-from windlass.plan.work import Count, Layer, Lora, Shape, Traced, Work, count_elements
+from windlass.plan.workload import Count, Layer, Lora, Shape, Traced, Work, count_elements
 
 FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
 # Driver context, cuBLAS workspace and NCCL's channels: 0.5 + 0.1 + 1.0-1.4 GiB on Hopper; an assumption. Plus memory

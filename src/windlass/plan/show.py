@@ -15,10 +15,10 @@ from rich.text import Text
 from windlass.hardware import GIB, Machine
 from windlass.observe.format import format_count, format_duration
 from windlass.plan import Plan
-from windlass.plan.choose import OF_ALL, Candidate, drop_dominated, is_same_layout, list_overrides
 from windlass.plan.cost import HEADROOM, Cost, published_dtype
 from windlass.plan.layout import Layout
 from windlass.plan.script import AnyPlan, RankGrid, ScriptPlan
+from windlass.plan.search import OF_ALL, Candidate, drop_dominated, is_same_layout, list_overrides
 
 LINES = 15  # of the plan without options, at 80 columns
 LABEL = 9  # columns of the names on the left

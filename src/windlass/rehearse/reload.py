@@ -20,7 +20,7 @@ from windlass.model import Base, read_base
 from windlass.plan.layout import Layout
 from windlass.train.load import load_base
 from windlass.train.logits import compute_both_logits, compute_logits, kl_divergence, open_adapter, sample_rows
-from windlass.train.reading import DTYPES
+from windlass.weights.reading import DTYPES
 
 ROWS, LENGTH = 4, 64
 EQUAL = 1e-3  # bound for logits in float32: the same arithmetic, perhaps in another order

@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import SAVED, Problem, UserError, raise_all
+from windlass.ranks import supervisor as ranks
+from windlass.ranks.rank import Rank, read_rank, run_rank, translate_srun
 from windlass.run_folder import MANIFEST, read_manifest
 from windlass.runfile import Data, Loaded, RunFile
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import find_absent_trackers
-from windlass.train import ranks
-from windlass.train.rank import Rank, read_rank, run_rank, translate_srun
 
 if TYPE_CHECKING:
     from windlass.plan import Plan

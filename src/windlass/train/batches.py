@@ -17,7 +17,7 @@ from windlass.data.collate import Collator
 from windlass.data.packing import to_numpy
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
-from windlass.train import group
+from windlass.ranks import collectives as group
 
 FILL: Final = -1  # row number of the filler that completes the last step; it has no supervised tokens
 ROW: Final = "row"

@@ -18,17 +18,18 @@ from peft import PeftModel
 from windlass.data.prepare import prepare_data
 from windlass.errors import UserError
 from windlass.files import write_json
+from windlass.ranks import collectives as group
+from windlass.ranks.rank import Rank
 from windlass.run_folder import BASES, CHECKPOINTS
-from windlass.train import checkpoint, group
 from windlass.train.batches import Batches, Collate
+from windlass.train.checkpoint import snapshot as checkpoint
 from windlass.train.console import make_console
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import patch_forward
 from windlass.train.parallel import get_device
-from windlass.train.rank import Rank
 from windlass.train.run import create_process_group, describe_precision, open_base_tokenizer, require_device
-from windlass.train.same_base import read_recorded_base, require_same_base
+from windlass.weights.same_base import read_recorded_base, require_same_base
 
 if TYPE_CHECKING:
     from windlass.plan import Plan

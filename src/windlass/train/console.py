@@ -22,9 +22,9 @@ from rich.text import Text
 
 from windlass.observe.counters import describe_machine
 from windlass.observe.steps import format_clock
+from windlass.ranks.rank import Rank
 from windlass.run_folder import read_versions
-from windlass.train.rank import Rank
-from windlass.train.resume import LIBRARIES
+from windlass.train.checkpoint.resume import LIBRARIES
 from windlass.variables import find_unread
 
 if TYPE_CHECKING:

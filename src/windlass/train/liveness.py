@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from windlass.errors import RunError
 from windlass.model.targets import ExpertShard, ExpertShards, view_by_expert
 from windlass.observe.watch.detectors import AlarmError
-from windlass.train import group
+from windlass.ranks import collectives as group
 from windlass.train.sync import ReplicaGroups, compute_fingerprints, to_local
 
 INTERVAL = 50  # updates between two comparisons of the adapter's values

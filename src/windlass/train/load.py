@@ -39,12 +39,13 @@ from windlass.errors import RunError
 from windlass.model import Base
 from windlass.plan.layout import Layout
 from windlass.plan.memory import THREADS
-from windlass.train import four_bits, parallel
-from windlass.train.certificate import check_parameters, make_certificate
-from windlass.train.group import all_gather, get_rank, raise_together
-from windlass.train.quantized import QuantizedParam, list_quantized_params
-from windlass.train.reading import NEEDS_SCALE, DamagedError, Files, fill_parameter, fill_scale
-from windlass.train.same_base import FETCH_AGAIN, Part, combine_digests, find_fetch_differences
+from windlass.ranks.collectives import all_gather, get_rank, raise_together
+from windlass.train import parallel
+from windlass.weights import four_bits
+from windlass.weights.certificate import check_parameters, make_certificate
+from windlass.weights.quantized import QuantizedParam, list_quantized_params
+from windlass.weights.reading import NEEDS_SCALE, DamagedError, Files, fill_parameter, fill_scale
+from windlass.weights.same_base import FETCH_AGAIN, Part, combine_digests, find_fetch_differences
 
 NOTHING: Mapping[str, QuantizedParam] = MappingProxyType({})
 DAMAGED = "nothing was trained; compare the files with their publisher's checksums, or fetch them again"

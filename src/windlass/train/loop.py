@@ -14,13 +14,15 @@ import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor
 
-from windlass.train import checkpoint, group, kept
+from windlass.ranks import collectives as group
 from windlass.train.batches import Batch, Batches, RowError
-from windlass.train.compiled import Compiled
+from windlass.train.checkpoint import snapshot as checkpoint
 from windlass.train.evaluate import evaluate
-from windlass.train.exchange import overlap_shared_experts
-from windlass.train.fused import FusedAdapters, fuse_layers
+from windlass.train.experts.exchange import overlap_shared_experts
 from windlass.train.initial import FixedHalves
+from windlass.train.kernels import kept
+from windlass.train.kernels.compiled import Compiled
+from windlass.train.kernels.lora_linear import FusedAdapters, fuse_layers
 from windlass.train.liveness import stop_non_finite
 from windlass.train.loss import SourceLosses, patch_forward, router_loss_weight
 from windlass.train.noise import add_embedding_noise
@@ -32,11 +34,11 @@ if TYPE_CHECKING:
     from windlass.observe.recorder import Recorder
     from windlass.observe.watch.run import RunWatch
     from windlass.plan import Plan
+    from windlass.ranks.rank import StopSignal
+    from windlass.train.checkpoint.saver import Saver
     from windlass.train.console import Progress
     from windlass.train.liveness import Liveness
-    from windlass.train.rank import StopSignal
     from windlass.train.samples import Samples
-    from windlass.train.saver import Saver
     from windlass.train.sync import ReplicaGroups
     from windlass.train.trackers import Trackers
 

@@ -19,11 +19,11 @@ from transformers import set_seed
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.targets import Adapter, ExpertShards
-from windlass.train import experts
+from windlass.train.experts import experts
 from windlass.train.initial import NAME, init_from_weights
 from windlass.train.parallel import get_device, shard_like
-from windlass.train.quantized import get_expert_shard, get_formats
 from windlass.train.wrapped import read_inner_config
+from windlass.weights.quantized import get_expert_shard, get_formats
 
 if TYPE_CHECKING:
     from windlass.runfile import Lora

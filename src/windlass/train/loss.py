@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, masking_utils
 
-from windlass.derive import read_logit_shaping
 from windlass.errors import UserError
+from windlass.introspect.describe import read_logit_shaping
 from windlass.plan.memory import TILE_TOKENS, TILE_VOCABULARY
 
 # The head's weight is read once per chunk: with fewer tokens a GPU would wait for memory, not for arithmetic.

@@ -25,7 +25,9 @@ from transformers.distributed import DistributedConfig
 from windlass.errors import UserError
 from windlass.model import Base
 from windlass.plan.layout import Layout
-from windlass.train import exchange, experts, group, quantized
+from windlass.ranks import collectives as group
+from windlass.train.experts import exchange, experts
+from windlass.weights import quantized
 
 FIRST_LAYER: Final = re.compile(r"\blayers\.0(\.|$)")
 

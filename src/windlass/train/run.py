@@ -31,6 +31,9 @@ from windlass.observe.flops import Rates
 from windlass.observe.recorder import Recorder
 from windlass.observe.watch import patrol
 from windlass.observe.watch.run import RunWatch
+from windlass.ranks import collectives as group
+from windlass.ranks.rank import Rank, StopSignal
+from windlass.ranks.supervisor import remove_accelerate_settings, set_allocator
 from windlass.run_folder import (
     CHECKPOINTS,
     DATA,
@@ -42,19 +45,9 @@ from windlass.run_folder import (
     read_versions,
     update_manifest,
 )
-from windlass.train import checkpoint, group
-from windlass.train.attention import patch_attention
 from windlass.train.batches import Batches, Collate
-from windlass.train.console import Progress, make_console, print_header
-from windlass.train.liveness import Liveness
-from windlass.train.load import load_base
-from windlass.train.loop import Loop
-from windlass.train.lora import DTYPES, attach_adapter
-from windlass.train.loss import router_loss_weight
-from windlass.train.parallel import assert_sharded, get_device
-from windlass.train.rank import Rank, StopSignal
-from windlass.train.ranks import remove_accelerate_settings, set_allocator
-from windlass.train.resume import (
+from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.checkpoint.resume import (
     LIBRARIES,
     claim_run_folder,
     describe_run,
@@ -64,17 +57,19 @@ from windlass.train.resume import (
     require_same_data,
     resolve_run,
 )
-from windlass.train.same_base import (
-    RECORD,
-    describe_base,
-    describe_files,
-    describe_quantization,
-    read_forward_config,
-)
+from windlass.train.checkpoint.saver import Saver
+from windlass.train.console import Progress, make_console, print_header
+from windlass.train.kernels.attention import patch_attention
+from windlass.train.liveness import Liveness
+from windlass.train.load import load_base
+from windlass.train.loop import Loop
+from windlass.train.lora import DTYPES, attach_adapter
+from windlass.train.loss import router_loss_weight
+from windlass.train.parallel import assert_sharded, get_device
 from windlass.train.samples import Samples, read_prompts
-from windlass.train.saver import Saver
 from windlass.train.sync import ReplicaGroups
 from windlass.train.trackers import Trackers
+from windlass.weights.same_base import RECORD, describe_base, describe_files, describe_quantization, read_forward_config
 
 if TYPE_CHECKING:
     from rich.console import Console

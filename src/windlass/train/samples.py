@@ -22,8 +22,8 @@ from windlass.errors import UserError
 from windlass.files import append_json_line
 from windlass.observe.steps import IGNORED
 from windlass.plan.inputs import read_prompt_lines
+from windlass.ranks import collectives as group
 from windlass.run_folder import SAMPLES
-from windlass.train import group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

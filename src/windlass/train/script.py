@@ -24,9 +24,9 @@ from windlass.files import write_json
 from windlass.observe.watch import patrol
 from windlass.observe.watch.patrol import ScriptWatch
 from windlass.plan.script import ScriptPlan
+from windlass.ranks import supervisor as ranks
+from windlass.ranks.rank import SUPERVISED, read_rank, run_rank, translate_srun, wait_for_peers
 from windlass.runfile.machines import GRACE_SECONDS
-from windlass.train import ranks
-from windlass.train.rank import SUPERVISED, read_rank, run_rank, translate_srun, wait_for_peers
 
 LIBRARIES: Final = ("torch", "torchvision", "transformers", "accelerate", "lightning")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from windlass.model.targets import ExpertShards
-from windlass.train.experts import expert_peer_groups
-from windlass.train.group import all_gather, get_world_size
+from windlass.ranks.collectives import all_gather, get_world_size
+from windlass.train.experts.experts import expert_peer_groups
 from windlass.train.parallel import list_fsdp_modules
 
 BUCKET_BYTES = 256 * 2**20  # bounds the flat copy of the gradients; adapters without experts fit in one bucket

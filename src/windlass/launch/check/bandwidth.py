@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from windlass.launch.check.machine import RDMA
 from windlass.launch.check.results import Result, failed, passed, skipped, warned
-from windlass.launch.rendezvous import Rendezvous
+from windlass.ranks.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan

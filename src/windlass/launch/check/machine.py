@@ -23,8 +23,8 @@ from windlass.errors import UserError
 from windlass.hardware import GIB, GpuReading, Gpus, LocalMachine, read_text
 from windlass.launch.check.inputs import check_cuda, format_size
 from windlass.launch.check.results import NO_PLAN, Context, Result, failed, passed, skipped, skipped_elsewhere, warned
-from windlass.launch.interfaces import list_choices
 from windlass.plan.script import AnyPlan, ScriptPlan
+from windlass.ranks.interfaces import list_choices
 from windlass.variables import find_unread
 
 if TYPE_CHECKING:

@@ -33,9 +33,9 @@ from windlass.launch.check.results import (
     skipped,
     warned,
 )
-from windlass.launch.interfaces import EXACT, list_choices
-from windlass.launch.rendezvous import Rendezvous, RendezvousError, read_node
 from windlass.plan.script import ScriptPlan
+from windlass.ranks.interfaces import EXACT, list_choices
+from windlass.ranks.rendezvous import Rendezvous, RendezvousError, read_node
 from windlass.runfile import LoadedScript
 
 COUNT, PORTS, CLOCKS, VOLUME = "number of nodes", "ports", "clocks", "shared volume"

@@ -64,7 +64,7 @@ fail() { # CODE TEXT…: print the text, tell the other nodes and exit; 13 tells
   exit "$1"
 }
 join() { # SECONDS STATUS_DIR [CODE TEXT]: meet the other nodes, one port above the ranks' own; in the background
-  exec python3 -m windlass.launch.rendezvous "$node" "$nodes" "$master" "$((port + 1))" "$1" "$fingerprint" "${@:2}"
+  exec python3 -m windlass.ranks.rendezvous "$node" "$nodes" "$master" "$((port + 1))" "$1" "$fingerprint" "${@:2}"
 }
 if [[ -n "${PET_NODE_RANK:-}" ]]; then
   node=$PET_NODE_RANK count=${PET_NNODES:-$nodes} master=${PET_MASTER_ADDR:-${MASTER_ADDR:-}} port=${PET_MASTER_PORT:-$port}

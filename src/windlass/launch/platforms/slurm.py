@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 from windlass import __version__
 from windlass.errors import RANK_USER_INPUT, SAVED, Problem, RunError, UserError
 from windlass.files import read_json
-from windlass.launch import local
 from windlass.launch.job import (
     RECORD,
     Job,
@@ -27,6 +26,7 @@ from windlass.launch.job import (
     quote_words,
     to_one_line,
 )
+from windlass.launch.platforms import local
 from windlass.launch.script import render_launch_sh
 
 BATCH = "job.sbatch"
@@ -133,7 +133,7 @@ def render_batch_script(job: Job) -> str:
         "exit_input": str(RANK_USER_INPUT),
         "exit_saved": str(SAVED),
     }
-    text = resources("windlass.launch").joinpath(BATCH).read_text(encoding="utf-8")
+    text = resources("windlass.launch.platforms").joinpath(BATCH).read_text(encoding="utf-8")
     for name, value in parts.items():
         text = text.replace(f"@@{name.upper()}@@", value)
     return text

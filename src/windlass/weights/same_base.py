@@ -20,9 +20,9 @@ from windlass.model import Base, Stored
 from windlass.model.files import DIGEST, PUBLISHED
 from windlass.plan.memory import AT_ONCE, THREADS
 from windlass.run_folder import MANIFEST
-from windlass.train import checkpoint
-from windlass.train.digest import digest_box, format_digest
-from windlass.train.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, read_box, split_box
+from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.weights.digest import digest_box, format_digest
+from windlass.weights.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, read_box, split_box
 
 RECORD: Final = "base_model.json"  # next to adapter_config.json; PEFT ignores it
 FETCH_AGAIN: Final = "remove {folder}, then `windlass fetch RUN` again"

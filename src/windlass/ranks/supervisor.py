@@ -18,9 +18,7 @@ from types import FrameType
 from typing import Final
 
 from windlass.errors import RANK_USER_INPUT, SAVED, Problem, RunError, UserError
-from windlass.runfile import LoadedFile
-from windlass.runfile.machines import GRACE_SECONDS
-from windlass.train.rank import (
+from windlass.ranks.rank import (
     SIGNALS,
     STATUS_DIR,
     SUPERVISED,
@@ -29,6 +27,8 @@ from windlass.train.rank import (
     read_status,
     signal_on_parent_death,
 )
+from windlass.runfile import LoadedFile
+from windlass.runfile.machines import GRACE_SECONDS
 from windlass.variables import DEFAULTS
 
 PATIENCE_SECONDS: Final = 20.0  # time for the other ranks to end once one has failed

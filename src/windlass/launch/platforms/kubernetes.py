@@ -15,7 +15,6 @@ import yaml
 
 from windlass import __version__
 from windlass.errors import RANK_USER_INPUT, SAVED, Problem
-from windlass.launch import kubectl, pod
 from windlass.launch.job import (
     NAME_LETTERS,
     Job,
@@ -27,9 +26,10 @@ from windlass.launch.job import (
     list_refused_keys,
     to_one_line,
 )
-from windlass.launch.kubectl import KubernetesJob
-from windlass.launch.rendezvous import PORT
+from windlass.launch.platforms import kubectl, pod
+from windlass.launch.platforms.kubectl import KubernetesJob
 from windlass.launch.script import render_launch_sh
+from windlass.ranks.rendezvous import PORT
 
 FILES = "/etc/windlass"  # where run.yaml, launch.sh and accelerate.yaml are mounted
 OLDEST_TRAINER = "2.3"  # the first Kubeflow Trainer whose TrainJob can set what a run needs
@@ -89,7 +89,8 @@ def _template() -> Any:
         "source": pod.volume_source,
         "mount": pod.volume_mount,
     }
-    return environment.from_string(resources("windlass.launch").joinpath("job.yaml.j2").read_text(encoding="utf-8"))
+    template = resources("windlass.launch.platforms").joinpath("job.yaml.j2").read_text(encoding="utf-8")
+    return environment.from_string(template)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -15,7 +15,7 @@ import yaml
 
 from windlass.errors import SAVED, Problem, RunError, UserError, raise_all
 from windlass.launch.job import NAME_LETTERS, Job
-from windlass.launch.pod import kueue_queue
+from windlass.launch.platforms.pod import kueue_queue
 from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Cluster
 
 SECONDS = 60  # timeout of one call

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from windlass import __version__
 from windlass.errors import Problem, RunError, UserError
-from windlass.launch import openshift
 from windlass.launch.job import (
     Job,
     Record,
@@ -26,6 +25,7 @@ from windlass.launch.job import (
     quote_words,
     to_one_line,
 )
+from windlass.launch.platforms import openshift
 from windlass.launch.script import render_launch_sh
 from windlass.runfile.machines import Secret
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from windlass.model import Parameter, Piece, Stored
 from windlass.plan.memory import AT_ONCE
-from windlass.train import four_bits
-from windlass.train.digest import MODULUS, digest_box
+from windlass.weights import four_bits
+from windlass.weights.digest import MODULUS, digest_box
 
 Box = tuple[tuple[int, int], ...]  # start and stop per dimension
 Meaning = Callable[[Tensor, Box], Tensor]  # (stored scales, their place) -> scales in float32

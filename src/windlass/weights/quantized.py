@@ -34,9 +34,10 @@ from windlass.model import Base
 from windlass.model.targets import ExpertShard
 from windlass.plan import memory
 from windlass.plan.layout import FOUR_BITS, PUBLISHED
-from windlass.plan.work import published_dtype, quantizable_names
-from windlass.train import four_bits, kept
-from windlass.train.reading import DTYPES, NEEDS_SCALE, scale_block, to_float32
+from windlass.plan.workload import published_dtype, quantizable_names
+from windlass.train.kernels import kept
+from windlass.weights import four_bits
+from windlass.weights.reading import DTYPES, NEEDS_SCALE, scale_block, to_float32
 
 # On a CPU, oneDNN prepares each 16-bit product for its number of rows, which takes half a millisecond, and caches 1,024
 # of them.
@@ -104,7 +105,7 @@ def dequantize_by_kernel(
     codes: Tensor, scale: Tensor, read: torch.dtype, kind: str, down: int, across: int, dtype: torch.dtype, *origin: int
 ) -> Tensor:
     """Dequantize in one pass over memory."""
-    from windlass.train import dequantize_kernel  # needs Triton
+    from windlass.weights import dequantize_kernel  # needs Triton
 
     if kind:
         table = four_bits.code_table(kind, codes.device)

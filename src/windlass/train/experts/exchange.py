@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
-from windlass.train import kept
-from windlass.train.experts import SortedRows, is_unsupported, run_sorted_experts, sort_rows, sum_weighted, take_rows
+from windlass.train.experts.experts import (
+    SortedRows,
+    is_unsupported,
+    run_sorted_experts,
+    sort_rows,
+    sum_weighted,
+    take_rows,
+)
+from windlass.train.kernels import kept
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
 SHARED: Final = ("shared_experts", "shared_expert")  # modules next to `experts`, in families that have shared experts

@@ -15,7 +15,7 @@ from typing import Any
 
 from windlass.hardware import NARROW, Fabric, get_product_rate, interpolate
 from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes
-from windlass.plan.work import Layer, Lora, Shape, Work
+from windlass.plan.workload import Layer, Lora, Shape, Work
 
 # Ranks wait for the slowest one, and collectives use some of the GPU's own units and memory. Processors that ranks
 # share with everything else vary more: two ranks of benchmarks/cpu_plan.py wait for 7 to 13 % of a step.

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from windlass.errors import RunError
 from windlass.files import discard_dir, read_json
 from windlass.model.targets import ExpertShard, ExpertShards, view_by_expert
-from windlass.train.group import all_gather, get_rank
+from windlass.ranks.collectives import all_gather, get_rank
 from windlass.train.parallel import reshard, shard_like
 
 if TYPE_CHECKING:

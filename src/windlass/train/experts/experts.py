@@ -24,8 +24,8 @@ from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from windlass.model.targets import pack_experts, view_by_expert
-from windlass.train import kept
-from windlass.train.quantized import get_expert_shard, get_formats, grouped_linear
+from windlass.train.kernels import kept
+from windlass.weights.quantized import get_expert_shard, get_formats, grouped_linear
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
 AS_ON_GPU = False  # benchmarks set it to count a GPU's operators on a CPU

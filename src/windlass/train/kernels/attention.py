@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from windlass.plan.work import BY_DOCUMENT, DOCUMENT_TOKENS
+from windlass.plan.workload import BY_DOCUMENT, DOCUMENT_TOKENS
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
 Lengths = list[int]

@@ -23,7 +23,7 @@ from typing import Any
 
 from windlass.errors import FAILED, RANK_USER_INPUT, SAVED, UserError
 from windlass.files import write_atomic
-from windlass.launch.interfaces import list_choices
+from windlass.ranks.interfaces import list_choices
 
 PORT = 29500  # torch's default
 ANSWER_SECONDS = 60.0  # for one gather, once all nodes have joined; the slowest follows a measurement

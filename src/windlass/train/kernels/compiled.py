@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.distributed.fsdp import FSDPModule
 
-from windlass.train import group
+from windlass.ranks import collectives as group
 
 if TYPE_CHECKING:
     from windlass.train.loop import Loop

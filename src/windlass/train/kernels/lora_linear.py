@@ -21,8 +21,8 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from windlass.plan.time import SHARING
-from windlass.train.quantized import QuantizedLinear
+from windlass.plan.step_time import SHARING
+from windlass.weights.quantized import QuantizedLinear
 
 CLOSE: Final = 1e-5
 

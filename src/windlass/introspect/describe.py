@@ -1,7 +1,7 @@
 """Describe, as JSON, what transformers would build from a config.json: found on the meta device, for a plan without
 torch.
 
-`python -m windlass.derive FOLDER` prints it. Nothing here reads a weight.
+`python -m windlass.introspect.describe FOLDER` prints it. Nothing here reads a weight.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
 from windlass.errors import UserError
+from windlass.introspect.trace import trace_layers
 from windlass.model.config import MAX_LAYERS, hash_config
 from windlass.model.shrink import shrink_config
-from windlass.trace import trace_layers
 
 ATTENTION: Final = re.compile(r"Attention|DeltaNet|Mamba|Mixer|Conv|LinearAttn")
 # Modules that mix tokens in a way that the plan has no formula for, and transformers' names for layers that have one.

@@ -27,8 +27,9 @@ from windlass.files import (
 )
 from windlass.model.files import PUBLISHED
 from windlass.plan.layout import FOUR_BITS
-from windlass.train import checkpoint, group
-from windlass.train.same_base import FETCH_AGAIN, FLAG, require_intact, require_same_base
+from windlass.ranks import collectives as group
+from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.weights.same_base import FETCH_AGAIN, FLAG, require_intact, require_same_base
 
 if TYPE_CHECKING:
     from windlass.model import Base

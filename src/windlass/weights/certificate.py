@@ -25,10 +25,10 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from windlass.model import Base, Parameter, Piece
 from windlass.plan.layout import FOUR_BITS, Layout
-from windlass.train.four_bits import TABLES
-from windlass.train.group import all_gather
-from windlass.train.quantized import Format, QuantizedParam
-from windlass.train.reading import Box, intersect, locate_piece, to_stored_box
+from windlass.ranks.collectives import all_gather
+from windlass.weights.four_bits import TABLES
+from windlass.weights.quantized import Format, QuantizedParam
+from windlass.weights.reading import Box, intersect, locate_piece, to_stored_box
 
 ROW = 4096  # elements compared per sampled row
 ROWS = 8  # rows sampled per matrix

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from windlass.errors import RunError, UserError
 from windlass.files import WriteGuard, commit_dir
+from windlass.ranks import collectives as group
 from windlass.run_folder import CHECKPOINTS, log_event
-from windlass.train import checkpoint, group
+from windlass.train.checkpoint import snapshot as checkpoint
 
 if TYPE_CHECKING:
     from windlass.train.batches import RowError
-    from windlass.train.checkpoint import Snapshot
+    from windlass.train.checkpoint.snapshot import Snapshot
     from windlass.train.loop import Loop
 
 PATIENCE_SECONDS: Final = 5.0  # after waiting this long for the previous checkpoint, training reports it

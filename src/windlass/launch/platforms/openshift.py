@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from windlass.errors import Problem
-from windlass.launch import kubernetes
 from windlass.launch.job import Job
+from windlass.launch.platforms import kubernetes
 
 files, start, status, logs, stop = (
     *(kubernetes.files, kubernetes.start),

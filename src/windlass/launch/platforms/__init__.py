@@ -1,0 +1,1 @@
+"""Platforms that a run can be submitted to."""

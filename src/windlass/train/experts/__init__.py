@@ -1,0 +1,1 @@
+"""Routed experts: their low-rank path, and their tokens exchanged under expert parallelism."""

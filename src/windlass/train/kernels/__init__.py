@@ -1,0 +1,1 @@
+"""Faster forms of what layers compute: fused adapters, compiled layers, kept products."""

@@ -1,0 +1,1 @@
+"""Bytes of weights: read, decoded, digested, and certified against the files."""
