@@ -156,7 +156,7 @@ def rank(folder: Path) -> None:
         if run.train_rank(plan, here):
             raise SystemExit(f"{way} did not finish")
         sent[way] = (int(SENT.read_text()) - before) / STEPS
-        out = Path(plan.loaded.run.train.output_dir)
+        out = plan.folder
         took = [line["step_seconds"] for line in read_json_lines(out / run_folder.STEPS.format(rank=here.rank))]
         taken[way] += took[1:]
     torch.distributed.destroy_process_group()

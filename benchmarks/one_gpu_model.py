@@ -17,7 +17,14 @@ from windlass import hardware
 from windlass.model import Base, Parameter, config, find_published_base
 from windlass.model import targets as adapters
 from windlass.model.parameters import Piece, Stored
-from windlass.plan.cost import Batch, Work, quantizable_names, read_shape
+from windlass.model.quantization import (
+    quantizable_names,
+)
+from windlass.plan.cost import (
+    Batch,
+    Work,
+    read_shape,
+)
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel

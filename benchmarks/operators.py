@@ -72,9 +72,9 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
     here = Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
     tokenizer = open_base_tokenizer(plan)
     model, _ = load_base(plan.base, plan.layout, dtype=torch.bfloat16)
-    peft = attach_adapter(model, plan.loaded.run.lora, plan.adapter, 0)
-    data = prepare_data(plan.loaded.run, tokenizer)
-    out = Path(plan.loaded.run.train.output_dir)
+    peft = attach_adapter(model, plan.run.lora, plan.adapter, 0)
+    data = prepare_data(plan.run, tokenizer)
+    out = plan.folder
     arguments: Any = (Console(quiet=True), StopSignal(), BackgroundReport(out), {}, 0)
     loop = make_loop(plan, here, peft, data, tokenizer, *arguments)
     loop.adapters = fuse_layers(loop.causal_lm, torch.bfloat16, always=fused)

@@ -79,7 +79,7 @@ class Bench:
         shape = {"length": sizes.length, "micro": sizes.micro, "steps": steps, "accumulation": accumulation}
         (folder / "run.yaml").write_text(RUN.format(folder=folder, out=folder / "out", **shape))
         self.plan = planning.make_plan(runfile.read_run_file(folder / "run.yaml"))
-        job = self.plan.loaded.run
+        job = self.plan.run
         import torch
 
         self.tokenizer = open_base_tokenizer(self.plan)
@@ -104,7 +104,7 @@ class Bench:
 
         self.turn += 1
         console, report = Console(quiet=True), BackgroundReport(self.folder)
-        self.plan.loaded.run.train.__dict__["output_dir"] = str(self.folder / f"out-{self.turn}")
+        self.plan.run.train.__dict__["output_dir"] = str(self.folder / f"out-{self.turn}")
         loop = make_loop(self.plan, Rank(), self.model, self.data, self.tokenizer, console, StopSignal(), report, {}, 0)
         loop.watch.report = lambda: None
 
@@ -118,7 +118,7 @@ class Bench:
         from transformers.trainer_callback import PrinterCallback
         from trl import SFTConfig, SFTTrainer
 
-        train = self.plan.loaded.run.train
+        train = self.plan.run.train
         arguments = SFTConfig(
             output_dir=train.output_dir,
             max_steps=train.max_steps,
@@ -198,7 +198,7 @@ def python_seconds(bench: Bench, kind: str) -> float:
         total = time.process_time() - began
     finally:
         torch.Tensor.backward = backward  # type: ignore[method-assign]
-    return (total - spent[0]) / bench.plan.loaded.run.train.max_steps
+    return (total - spent[0]) / bench.plan.run.train.max_steps
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:

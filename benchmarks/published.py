@@ -37,9 +37,14 @@ from windlass.model import config
 from windlass.model import targets as adapters
 from windlass.plan import memory
 from windlass.plan.cost import Batch, Cost, Work, estimate_cost, read_shape
-from windlass.plan.layout import FOUR_BITS, Layout
+from windlass.plan.layout import (
+    Layout,
+)
 from windlass.plan.step_time import AHEAD, Time, estimate_time
 from windlass.runfile import Lora
+from windlass.settings import (
+    FOUR_BITS,
+)
 
 ROWS = Path(__file__).with_name("published_runs.csv")
 # Sources whose rows the constants of the time and memory models were chosen with.

@@ -24,7 +24,7 @@ class Layer(nn.Module):
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "BY_DOCUMENT", 0)
+    monkeypatch.setattr(attention, "BY_DOCUMENT_ELEMENTS", 0)
 
 
 def mask_of(rows: list[list[int]]) -> Tensor:
@@ -96,7 +96,7 @@ def test_a_model_computes_packed_rows_by_document(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(logits(), expected, rtol=1e-10, atol=1e-10)
     # Three documents of one length are one call, and there are few lengths: torch keeps code for each.
     assert calls == [(1, 64), (1, 64), (3, 64)] * 2
-    monkeypatch.setattr(attention, "BY_DOCUMENT", 12 * HEADS * WIDTH + 1)
+    monkeypatch.setattr(attention, "BY_DOCUMENT_ELEMENTS", 12 * HEADS * WIDTH + 1)
     calls.clear()
     logits()
     assert calls == [(2, 12)] * 2

@@ -25,7 +25,13 @@ from windlass.plan import memory
 from windlass.plan import step_time as operators
 from windlass.plan.cost import Batch, Cost, Work, estimate_cost, read_shape
 from windlass.plan.layout import Layout
-from windlass.plan.workload import DOCUMENT_TOKENS, Lora, Shape
+from windlass.plan.workload import (
+    Lora,
+    Shape,
+)
+from windlass.settings import (
+    DOCUMENT_TOKENS,
+)
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 dispatched: Any = importlib.import_module("dispatched")

@@ -90,7 +90,7 @@ def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys:
         return planning.make_plan(read_run_file(tmp_path / "run.yaml"))
 
     plan = chosen()
-    run = plan.loaded.run
+    run = plan.run
     assert 5000 / BYTES_PER_TOKEN < run.data.max_length <= 1.5 * 5000 / BYTES_PER_TOKEN
     assert run.data.packing
     assert run.train.num_train_epochs == 3  # 1000 rows make some 200 sequences, 6 steps
@@ -121,8 +121,8 @@ def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys:
     assert (counted.batch.micro, counted.batch.accumulation) == (1, 4)
     # What is set stays.
     plan = chosen(", num_train_epochs: 1", ", max_length: 300, packing: false")
-    assert (plan.loaded.run.data.max_length, plan.loaded.run.data.packing, plan.chosen) == (300, False, ())
-    assert plan.loaded.run.train.num_train_epochs == 1
+    assert (plan.run.data.max_length, plan.run.data.packing, plan.chosen) == (300, False, ())
+    assert plan.run.train.num_train_epochs == 1
     # A family that can't keep packed documents apart, and data that aren't here.
     assert not chosen(name=Path("Qwen3-Next-80B-A3B-Instruct")).loaded.run.data.packing
     (tmp_path / "rows.jsonl").unlink()

@@ -31,9 +31,12 @@ from windlass.introspect.trace import trace_layers
 from windlass.model import PARTS, read_base
 from windlass.model.config import describe, find_description
 from windlass.model.family import FAMILIES as ROWS
+from windlass.model.quantization import (
+    published_dtype,
+    quantizable_names,
+)
 from windlass.model.shrink import shrink_config
 from windlass.model.targets import resolve_adapter
-from windlass.plan.cost import published_dtype, quantizable_names
 from windlass.plan.workload import Traced
 from windlass.runfile import Lora
 from windlass.train.wrapped import outer_name

@@ -91,7 +91,7 @@ def test_every_key_has_an_effect_or_is_reported(to: str) -> None:
         "local": ("local.py",),
         "script": ("local.py",),
     }
-    own = [folder / name for name in modules.get(to, (f"{to}.py",))]
+    own = [folder / "platforms" / name for name in modules.get(to, (f"{to}.py",))]
     shared = [*(windlass / "plan").glob("*.py"), windlass / "hardware.py", folder / "script.py", folder / "job.py"]
     text = "".join(path.read_text() for path in [*own, *shared])
     silent = [key for key in machines.Cluster.model_fields if not re.search(rf'cluster\.{key}\b|"{key}"', text)]

@@ -184,7 +184,7 @@ def steps_of(family: str, layout: str, dtype: str, folder: Path, monkeypatch: py
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         tokenizer = open_base_tokenizer(plan)
-        data, out = prepare_data(plan.loaded.run, tokenizer), Path(plan.loaded.run.train.output_dir)
+        data, out = prepare_data(plan.run, tokenizer), plan.folder
         out.mkdir(exist_ok=True)
         model, gpu = parallel.build_model(plan.base, plan.layout, torch.bfloat16), Gpu(0)
         monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: gpu.listed(tensor))
@@ -192,7 +192,7 @@ def steps_of(family: str, layout: str, dtype: str, folder: Path, monkeypatch: py
             parallel.allocate(model, plan.layout)
             quantized.list_quantized_params(model)  # as the loader does: scales of this rank's experts
             model.requires_grad_(False)
-            peft = attach_adapter(model, plan.loaded.run.lora, plan.adapter, 0)
+            peft = attach_adapter(model, plan.run.lora, plan.adapter, 0)
             parallel.assert_sharded(peft, plan.layout)
             arguments: Any = (Console(quiet=True), StopSignal(), BackgroundReport(out), {}, 0)
             loop = make_loop(plan, Rank(0, 0, world), peft, data, tokenizer, *arguments)

@@ -22,10 +22,12 @@ from windlass.errors import UserError
 from windlass.plan import Plan, count_sequences, make_schedule
 from windlass.plan.accelerate import read_accelerate
 from windlass.plan.cost import HEADROOM, Batch
-from windlass.plan.layout import FOUR_BITS
 from windlass.plan.search import EQUAL, drop_dominated, is_same_layout
 from windlass.plan.show import format_rough, print_plan
 from windlass.runfile import Train, read_run_file
+from windlass.settings import (
+    FOUR_BITS,
+)
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "mistral-small-4"

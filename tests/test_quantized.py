@@ -23,8 +23,14 @@ from windlass import tiny
 from windlass.model import Base, read_base
 from windlass.model.targets import resolve_adapter
 from windlass.plan import memory
-from windlass.plan.layout import FOUR_BITS, Layout
+from windlass.plan.layout import (
+    Layout,
+)
 from windlass.runfile import Lora
+from windlass.settings import (
+    DEQUANTIZED_BYTES,
+    FOUR_BITS,
+)
 from windlass.train.kernels import lora_linear as fused
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
@@ -182,7 +188,7 @@ def test_dequantized_bytes_match_the_plan(way: str, small_chunks: None, monkeypa
     x = torch.randn(12, 48, dtype=torch.bfloat16, requires_grad=True)
     torch.autograd.grad(grouped_linear(x, experts(torch.bfloat16)[0], "gate_up_proj", OFFSETS).sum(), x)
     if way == "multiply_all":
-        assert max(sizes) == memory.dequantized_bytes(SHAPE, 1, 2) <= memory.DEQUANTIZED
+        assert max(sizes) == memory.dequantized_bytes(SHAPE, 1, 2) <= DEQUANTIZED_BYTES
         assert sum(sizes) == 2 * 2 * math.prod(SHAPE)
     else:  # only experts with tokens, forward and backward
         assert sizes == [2 * 40 * 48] * 2 * 3

@@ -79,7 +79,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         plan = planning.make_plan(
             runfile.read_run_file(tmp_path / "run.yaml", [f"train.{key}={train[key]}" for key in train])
         )
-        job, folder, console = plan.loaded.run, tmp_path / "run", Console(quiet=True)
+        job, folder, console = plan.run, tmp_path / "run", Console(quiet=True)
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         tokenizer = run.open_base_tokenizer(plan)
         data = run.prepare_on_all_ranks(plan, tokenizer, console, WriteGuard(print))

@@ -239,7 +239,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
             vars(run)["read_versions"] = lambda names: libraries(names) | case.get("versions_of_rank_1", {})
         allowed = {"allow_other_base": case.get("allow_other_base", False)}
         if case.get("best"):
-            folder_of_run = Path(plan.loaded.run.train.output_dir)
+            folder_of_run = plan.folder
             bases = case.get("base_dtypes", ())
             seen["code"] = evaluate_all(plan, here, folder_of_run, lambda _: None, base_dtypes=bases, **allowed)
         else:
@@ -281,7 +281,7 @@ class Rows(Sampler[int]):
 
     def __init__(self, plan: Any, data: Any) -> None:
         self.epoch, self.count = 0, len(data.lengths)
-        seed, sequences = plan.loaded.run.train.order_seed, plan.schedule.global_sequences
+        seed, sequences = plan.run.train.order_seed, plan.schedule.global_sequences
         self.rows: Callable[[int], Any] = lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences)
 
     def set_epoch(self, epoch: int) -> None:
@@ -302,7 +302,7 @@ SAME = (
 
 def sft_config(plan: Any, data: Any) -> SFTConfig:
     """Translate the run file to TRL."""
-    train = plan.loaded.run.train
+    train = plan.run.train
     return SFTConfig(
         **{name: getattr(train, name) for name in SAME},
         output_dir=train.output_dir,
@@ -326,7 +326,7 @@ def sft_config(plan: Any, data: Any) -> SFTConfig:
 def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     """Train with TRL + PEFT, without windlass's loop. On several ranks, with the Trainer's own averaging."""
     plan = planning.make_plan(runfile.read_run_file(file, case["overrides"]))
-    job = plan.loaded.run
+    job = plan.run
     how = {**run.describe_precision(plan), "dtype": torch.float32}
     model, _ = load_base(plan.base, replace(plan.layout, base_dtype="bf16"), **how)
     with mock.patch.object(experts, "patch_experts"):  # PEFT's own forward of experts' adapters

@@ -41,10 +41,12 @@ from windlass.hardware import GIB
 from windlass.launch.check.results import FAIL, STYLES, Report, Result, failed, passed, skipped, warned
 from windlass.model.targets import view_by_expert
 from windlass.observe.counters import describe_machine
-from windlass.plan.layout import FOUR_BITS
 from windlass.ranks import supervisor as ranks
 from windlass.ranks.rank import Rank, read_rank
 from windlass.run_folder import FINAL, is_finished
+from windlass.settings import (
+    FOUR_BITS,
+)
 from windlass.train import loss, parallel
 from windlass.train import run as training
 from windlass.train.experts import experts

@@ -134,7 +134,7 @@ def submit(
     plan = make_plan(run, override, accelerate)
     code = submitting.submit(
         plan,
-        to or plan.loaded.run.cluster.platform,
+        to or plan.run.cluster.platform,
         overrides=override or (),
         accelerate=accelerate,
         out=out,

@@ -32,7 +32,9 @@ from windlass.export.source import (
 )
 from windlass.files import read_json, write_json
 from windlass.model import Base
-from windlass.plan.cost import published_dtype
+from windlass.model.quantization import (
+    published_dtype,
+)
 from windlass.run_folder import BASES
 from windlass.train.checkpoint.snapshot import save_tensors
 from windlass.train.wrapped import inner_name, outer_name, rename_config, rename_keys

@@ -16,8 +16,16 @@ from windlass.export.proof import GIB, read_free_memory
 from windlass.export.source import CONFIG, AdapterSource, choose_adapter, require_local_base
 from windlass.model import Base, read_base
 from windlass.model.files import CONFIG as MODEL_CONFIG
-from windlass.plan.cost import published_dtype, quantizable_names
-from windlass.plan.layout import FOUR_BITS, Layout
+from windlass.model.quantization import (
+    published_dtype,
+    quantizable_names,
+)
+from windlass.plan.layout import (
+    Layout,
+)
+from windlass.settings import (
+    FOUR_BITS,
+)
 from windlass.train.experts import experts
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter

@@ -85,12 +85,12 @@ class Job:
         return restarts * self.nodes + 1 if restarts else 0
 
     def where(self, key: str) -> str:
-        return self.plan.loaded.where(key)
+        return self.plan.where(key)
 
 
 def build_job(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Job:
     """Convert a plan to a job. `overrides` and `accelerate` are those that the plan was made with."""
-    run, layout, cluster, path = plan.loaded.run, plan.layout, plan.loaded.run.cluster, plan.loaded.path
+    run, layout, cluster, path = plan.run, plan.layout, plan.run.cluster, plan.loaded.path
     slug = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")
     slug = slug if slug[:1].isalpha() else f"run-{slug}"
     name = run.name or slug[:NAME_LETTERS].strip("-") or "run"
@@ -139,7 +139,7 @@ def build_job(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path 
 
 def estimate_grace(plan: AnyPlan) -> tuple[int, str]:
     """Return the seconds needed to end a step and save after a stop signal, and what the figure is based on."""
-    run = plan.loaded.run
+    run = plan.run
     if run.cluster.grace_seconds:
         return run.cluster.grace_seconds, "set by cluster.grace_seconds"
     if isinstance(plan, ScriptPlan):
@@ -236,7 +236,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 def find_pod_problems(job: Job) -> Iterator[Problem]:
     """Yield the settings that would give pods that can't start, or that lose their work. Other errors are refused by
     the server, or earlier by the types of the run file's keys."""
-    plan, cluster, run = job.plan, job.cluster, job.plan.loaded.run
+    plan, cluster, run = job.plan, job.cluster, job.plan.run
     if not cluster.image:
         yield Problem("no container image", job.where("cluster.image"), "set cluster.image; see Containerfile")
     if isinstance(run, ScriptRun):
@@ -261,7 +261,7 @@ def find_pod_problems(job: Job) -> Iterator[Problem]:
     if isinstance(plan, Plan):
         need += plan.cost.host_gib
         what = f"the plan needs {need:.1f} GiB on each node with /dev/shm"
-        if cluster.max_restarts and plan.loaded.run.train.save_strategy == "no":
+        if cluster.max_restarts and plan.run.train.save_strategy == "no":
             text = "a run that is started again would start from the beginning: it saves no checkpoints"
             yield Problem(text, job.where("train.save_strategy"), "save by steps, or set cluster.max_restarts: 0")
     elif not given:

@@ -21,15 +21,23 @@ from windlass.files import write_json
 from windlass.hardware import GIB, Machine
 from windlass.model import Base
 from windlass.model import targets as adapters
+from windlass.model.quantization import (
+    published_dtype,
+    quantizable_names,
+)
 from windlass.model.targets import Adapter
 from windlass.plan.accelerate import AccelerateFile
-from windlass.plan.cost import Batch, Cost, Work, estimate_cost, published_dtype, quantizable_names, read_shape
+from windlass.plan.cost import (
+    Batch,
+    Cost,
+    Work,
+    estimate_cost,
+    read_shape,
+)
 from windlass.plan.inputs import find_absent_data, find_absent_files, is_expected_here
 from windlass.plan.layout import (
     AUTO,
     CHECKPOINTING,
-    FOUR_BITS,
-    PUBLISHED,
     Layout,
     read_request,
     why_not_codes,
@@ -49,6 +57,10 @@ from windlass.plan.unset import BYTES_PER_TOKEN, FEW_STEPS, estimate_row_tokens,
 from windlass.plan.workload import Shape
 from windlass.runfile import Cluster, Data, Loaded, RunFile, Train, resolve_accumulation
 from windlass.runfile.names import ATTENTION
+from windlass.settings import (
+    FOUR_BITS,
+    PUBLISHED,
+)
 
 SHORT = 0.5  # fraction of max_length: shorter rows are mostly padding, or make small matrix products
 # Trained parameters per token of data: an adapter stores about two bits per parameter, text has about one per token.
@@ -105,6 +117,20 @@ class Plan:
     chosen: tuple[str, ...] = ()  # choices for settings that the run file leaves open
 
     @property
+    def run(self) -> RunFile:
+        return self.loaded.run
+
+    @property
+    def where(self) -> Where:
+        """Return the function that names the place of a run file's key."""
+        return self.loaded.where
+
+    @property
+    def folder(self) -> Path:
+        """Return the run folder."""
+        return Path(self.run.folder)
+
+    @property
     def batch(self) -> Batch:
         return self.cost.batch
 
@@ -125,8 +151,8 @@ class Plan:
         if self.base.path and self.disk_bytes is not None:
             return []
         hint = "mount the volume, name the model's folder, or download it with `windlass fetch RUN`"
-        what = f"{self.loaded.run.model.model_name_or_path} contains no weights"
-        return [Problem(what, self.loaded.where("model.model_name_or_path"), hint)]
+        what = f"{self.run.model.model_name_or_path} contains no weights"
+        return [Problem(what, self.where("model.model_name_or_path"), hint)]
 
     @property
     def disk_bytes(self) -> int | None:
@@ -162,7 +188,7 @@ class Plan:
     def estimate_gpu_hours(self, other: Candidate) -> float | None:
         """Return the GPU-hours of the same run under another layout."""
         s, ranks = self.schedule, other.layout.ranks
-        length = make_schedule(self.loaded.run.train, other.cost.batch, ranks, self.adapter, s.rows, s.rows_reason)
+        length = make_schedule(self.run.train, other.cost.batch, ranks, self.adapter, s.rows, s.rows_reason)
         seconds = self._seconds(other.cost, ranks, length)
         return None if seconds is None else sum(seconds.values()) * ranks / 3600
 
@@ -244,7 +270,7 @@ def _pick(source: Any, names: str) -> dict[str, Any]:
 
 def write_plan(plan: Any, out: Path | None) -> Path | None:
     """Write plan.json into `out`, or into the run folder if that already exists."""
-    folder = out or Path(plan.loaded.run.folder)
+    folder = out or Path(plan.run.folder)
     try:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
@@ -408,7 +434,7 @@ def _notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
     """Yield notes about the files, the model and the choices made."""
     base, found = plan.base, accelerate.notes if accelerate else ()
     yield from (f"not set, chosen: {each}" for each in plan.chosen)
-    if plan.loaded.run.train.compile:
+    if plan.run.train.compile:
         yield "layers compiled (train.compile): time and memory are estimated for layers that are not"
     yield from (*plan.loaded.notes, *found, *base.notes, *plan.adapter.notes)
     if base.family.traced:
@@ -579,7 +605,7 @@ def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
     if (count := shape.base.family.without_formula) and not shape.base.family.traced:
         text = f"{count} of {len(shape.layers)} layers are linear attention or the like, which no formula is known for:"
         yield Warning(f"{text} memory and time are estimated as attention of the same widths")
-    run, schedule, limit, tokens = plan.loaded.run, plan.schedule, plan.batch.length, estimate_row_tokens(rows)
+    run, schedule, limit, tokens = plan.run, plan.schedule, plan.batch.length, estimate_row_tokens(rows)
     gains = {advice.change.replace(": ", "="): advice.gain for advice in plan.advice}
     steps, train = schedule.steps, run.train
     if steps is not None and steps < FEW_STEPS and train.max_steps <= 0:
@@ -626,7 +652,7 @@ def _warn_of_large_adapter(plan: Plan, shape: Shape, tokens: int | None) -> Iter
         yield Warning(text, f"lora.r={max(1, break_even[least] // 2)}")
         return
     seen = min(tokens or 0, plan.batch.length) * (plan.schedule.rows or 0)
-    if plan.loaded.run.data.packing:
+    if plan.run.data.packing:
         seen = plan.batch.length * (plan.schedule.rows or 0)
     trained = plan.adapter.trainable - sum(plan.adapter.in_full.values())  # only those that a smaller rank reduces
     if seen and trained > LARGE * seen:

@@ -6,10 +6,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from windlass.hardware import GIB
-from windlass.plan.layout import FOUR_BITS, why_not_expert_parallel
+from windlass.model.quantization import (
+    published_dtype,
+    quantizable_names,
+)
+from windlass.plan.layout import (
+    why_not_expert_parallel,
+)
 from windlass.plan.memory import Row, estimate_memory, total_bytes
 from windlass.plan.step_time import Flow, Time, estimate_time
-from windlass.plan.workload import Batch, Work, published_dtype, quantizable_names, read_shape
+from windlass.plan.workload import (
+    Batch,
+    Work,
+    read_shape,
+)
+from windlass.settings import (
+    FOUR_BITS,
+)
 
 __all__ = [
     "Batch",

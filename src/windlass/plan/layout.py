@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.family import Family
@@ -37,28 +37,6 @@ CONTRADICTIONS = {
     ("full-shard", False): "no-reshard",
     ("resident", True): "full-shard",
 }
-
-
-class FourBits(NamedTuple):
-    """A way to store weights in 4 bits, with one scale per block of a row."""
-
-    block: int
-    error: float  # relative RMS error of normally distributed weights
-    scale: int = 2  # bytes per scale
-
-    @property
-    def bytes(self) -> float:
-        """Return the bytes per weight."""
-        return 0.5 + self.scale / self.block
-
-
-# nf4 in blocks of 64 is bitsandbytes' format. Even steps (int4) need shorter blocks for as small an error.
-# windlass reads mxfp4 but never makes it.
-FOUR_BITS = {"nf4": FourBits(64, 0.092), "int4": FourBits(32, 0.086), "mxfp4": FourBits(32, 0)}
-PUBLISHED_NF4 = FourBits(64, 0, 4)  # bitsandbytes' scales are exact in float32 alone
-PUBLISHED = ("fp8", "mxfp4")  # only for checkpoints published in this dtype
-# Suffix of a layout's name for the dtype of its base.
-IN_NAMES = {"fp8": ", FP8", "nf4": ", NF4", "int4": ", INT4", "mxfp4": ", MXFP4"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,17 @@ from math import ceil, prod
 
 from windlass.hardware import GIB
 from windlass.model import Parameter
-from windlass.plan.layout import FOUR_BITS, PUBLISHED_NF4
 from windlass.plan.workload import Count, Layer, Lora, Shape, Traced, Work, count_elements
+from windlass.settings import (
+    CONVERTED_VALUES,
+    DEQUANTIZED_BYTES,
+    DEQUANTIZED_COLUMNS,
+    FOUR_BITS,
+    LOADER_THREADS,
+    PUBLISHED_NF4,
+    TILE_TOKENS,
+    TILE_VOCABULARY,
+)
 
 FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
 # Driver context, cuBLAS workspace and NCCL's channels: 0.5 + 0.1 + 1.0-1.4 GiB on Hopper; an assumption. Plus memory
@@ -29,16 +38,9 @@ RESERVE_CPU = 0.46 * GIB  # a process that has imported torch, transformers and 
 PREPARED_CPU, PREPARED_ROUTED, PREPARED_BY_LENGTH = 0.05 * GIB, 0.12 * GIB, 0.17 * GIB
 # Memory that the caching allocator cannot use, as a fraction of all temporary tensors; an assumption.
 FRAGMENTATION = 0.05
-# Most bytes of a quantized stack of experts that are dequantized at once, but at least COLUMNS columns of each expert.
-DEQUANTIZED, COLUMNS = 2**30, 128
 # Resident memory of one training process on the host: interpreter, libraries, CUDA's and NCCL's host side, pinned
 # batches; a generous assumption, because a pod that runs out of memory is killed without a message.
 HOST_PROCESS = 8.0 * GIB
-# The loader converts AT_ONCE values at a time (4 MiB in float32) in each of THREADS threads: network file systems
-# answer concurrent reads faster than sequential ones.
-THREADS, AT_ONCE = 4, 2**20
-# TRL 1.16's fused head projects tiles of this many tokens by this many vocabulary entries.
-TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
 # Tokens of the fullest rank relative to the mean, since ranks do not receive equal shares; an assumption.
 IMBALANCE = 1.2
 # Bytes of optimizer state per trained parameter: states in the adapter's own dtype, fixed bytes, words.
@@ -94,8 +96,8 @@ def estimate_memory(work: Work) -> tuple[tuple[Row, ...], str]:
     peak = max(moments, key=lambda name: sum(row.bytes for row in moments[name]))
     moving = sum(row.bytes for row in moments[peak] if row not in permanent)
     slack = Row("fragmentation", FRAGMENTATION * moving, f"{FRAGMENTATION:.0%} of what comes and goes, assumed")
-    words = f"{THREADS} chunks of {AT_ONCE} values: as stored, in float32, and their scales"
-    chunks = Row("chunks being read", THREADS * AT_ONCE * (2 + FLOAT + FLOAT), words)
+    words = f"{LOADER_THREADS} chunks of {CONVERTED_VALUES} values: as stored, in float32, and their scales"
+    chunks = Row("chunks being read", LOADER_THREADS * CONVERTED_VALUES * (2 + FLOAT + FLOAT), words)
     gpu = {"load": [base, reserve, chunks], "step": [*moments[peak], slack], "save": training}
     table = [replace(row, phase=phase) for phase, rows in gpu.items() for row in rows]
     table += _host_rows(work, {phase: sum(row.bytes for row in rows) for phase, rows in gpu.items()})
@@ -342,18 +344,19 @@ def _dequantized_rows(work: Work, t: Tokens) -> list[Row]:
         each = FLOAT + (t.width if t.width < FLOAT else 0)
         return [Row("dequantized weights", widest * each, f"the widest matrix: {widest} x {each}")]
     most = max((dequantized_bytes(p.shape, work.layout.expert_parallel, t.width) for p in narrow), default=0)
-    return [Row("dequantized weights", most, f"of the widest stack at most {DEQUANTIZED} bytes at once")]
+    return [Row("dequantized weights", most, f"of the widest stack at most {DEQUANTIZED_BYTES} bytes at once")]
 
 
 def dequantized_bytes(shape: Sequence[int], expert_parallel: int, width: int) -> int:
     """Return the most bytes of one parameter's dequantized values: all of a matrix, some columns of a stack."""
     if len(shape) < 3:
         return prod(shape) * width
-    experts, rows, columns = shape[0] // expert_parallel, *shape[1:]
-    return max(
-        experts * other * width * min(side, max(COLUMNS, DEQUANTIZED // (experts * other * width) // COLUMNS * COLUMNS))
-        for side, other in ((rows, columns), (columns, rows))
-    )
+    experts = shape[0] // expert_parallel
+    most = 0
+    for side, other in (shape[1:], reversed(shape[1:])):
+        columns = DEQUANTIZED_BYTES // (experts * other * width) // DEQUANTIZED_COLUMNS * DEQUANTIZED_COLUMNS
+        most = max(most, experts * other * width * min(side, max(DEQUANTIZED_COLUMNS, columns)))
+    return most
 
 
 # --- one layer ------------------
@@ -515,8 +518,8 @@ def _host_rows(work: Work, own: Mapping[str, float]) -> list[Row]:
         return [*(Row("ranks", ranks * each, words, phase, "host") for phase, each in own.items()), written]
     process, words = ranks * HOST_PROCESS, f"{ranks} x {HOST_PROCESS / GIB:g} GiB, assumed"
     rows = [*(Row("processes", process, words, phase, "host") for phase in own), written]
-    words = f"{ranks} x {THREADS} of {AT_ONCE} values as stored"
-    rows.append(Row("chunks being read", ranks * THREADS * AT_ONCE * 2, words, "load", "host"))
+    words = f"{ranks} x {LOADER_THREADS} of {CONVERTED_VALUES} values as stored"
+    rows.append(Row("chunks being read", ranks * LOADER_THREADS * CONVERTED_VALUES * 2, words, "load", "host"))
     if work.layout.offload:
         words = f"{ranks} x {base_bytes(work)[1]}, pinned: each parameter's part takes a power of two"
         pinned = ranks * _pinned_bytes(work)

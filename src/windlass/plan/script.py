@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from windlass.errors import UserError
 from windlass.hardware import Machine
 from windlass.plan import Plan, find_machine, make_plan
 from windlass.plan.accelerate import AccelerateFile
-from windlass.runfile import Loaded, LoadedScript
+from windlass.runfile import Loaded, LoadedScript, ScriptRun
 
 UNKNOWN = "a script's memory and time are not known before it runs: `windlass report RUN_DIR` shows them afterwards"
 
@@ -39,12 +40,24 @@ class ScriptPlan:
     notes: tuple[str, ...]
 
     @property
+    def run(self) -> ScriptRun:
+        return self.loaded.run
+
+    @property
+    def where(self) -> Callable[[str], str]:
+        return self.loaded.where
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.folder)
+
+    @property
     def command(self) -> list[str]:
-        return ["python", *self.loaded.run.command]
+        return ["python", *self.run.command]
 
     def as_dict(self) -> dict[str, Any]:
         """Return those keys of a language model's plan that apply to a script; unknown values are None."""
-        script, gpu_gib = self.loaded.run.script, self.machine.gpu.memory_gib
+        script, gpu_gib = self.run.script, self.machine.gpu.memory_gib
         return {
             "windlass": __version__,
             "kind": "script",

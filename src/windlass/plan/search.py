@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from windlass.plan.cost import HEADROOM, Batch, Cost, Work, estimate_cost
 from windlass.plan.layout import (
     AUTO,
-    FOUR_BITS,
-    IN_NAMES,
-    PUBLISHED,
     Layout,
     LayoutRequest,
     list_divisors,
@@ -18,6 +15,11 @@ from windlass.plan.layout import (
     why_not_expert_parallel,
 )
 from windlass.runfile import Loaded, RunFile, Train
+from windlass.settings import (
+    FOUR_BITS,
+    IN_NAMES,
+    PUBLISHED,
+)
 
 # Layouts whose best cases are within this factor count as equal; the one with the least to overlap with compute wins.
 EQUAL = 1.02

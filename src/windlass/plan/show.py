@@ -13,9 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.hardware import GIB, Machine
+from windlass.model.quantization import (
+    published_dtype,
+)
 from windlass.observe.format import format_count, format_duration
 from windlass.plan import Plan
-from windlass.plan.cost import HEADROOM, Cost, published_dtype
+from windlass.plan.cost import (
+    HEADROOM,
+    Cost,
+)
 from windlass.plan.layout import Layout
 from windlass.plan.script import AnyPlan, RankGrid, ScriptPlan
 from windlass.plan.search import OF_ALL, Candidate, drop_dominated, is_same_layout, list_overrides
@@ -162,12 +168,12 @@ def describe_machines(layout: Layout | RankGrid, machine: Machine) -> str:
 
 
 def _script_lines(plan: ScriptPlan) -> Iterator[Named]:
-    script = plan.loaded.run.script
+    script = plan.run.script
     yield "script", script.path or f"module {script.module}"
     yield "arguments", shlex.join(script.args) or "none"
     yield "machine", describe_machines(plan.layout, plan.machine)
     yield "ranks", f"{plan.layout.ranks}, each with torchrun's environment"
-    yield "folder", plan.loaded.run.folder
+    yield "folder", plan.run.folder
 
 
 # --- the comparison ------------------

@@ -16,6 +16,7 @@ from typing import Any
 from windlass.hardware import NARROW, Fabric, get_product_rate, interpolate
 from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes
 from windlass.plan.workload import Layer, Lora, Shape, Work
+from windlass.settings import FUSED_INPUTS
 
 # Ranks wait for the slowest one, and collectives use some of the GPU's own units and memory. Processors that ranks
 # share with everything else vary more: two ranks of benchmarks/cpu_plan.py wait for 7 to 13 % of a step.
@@ -508,13 +509,6 @@ def _offload_flows(work: Work) -> list[Flow]:
 # Host cost of a view, as a fraction of an operator that launches a kernel.
 VIEW = 0.3
 
-# Linear layers of one module with the same input: when fused, their adapters share the product with it.
-SHARING = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("q_proj", "kv_a_proj_with_mqa"),
-    ("gate_proj", "up_proj"),
-)
 # Features that a layer's operator count is linear in; its bytes are linear in all features.
 COUNTED = ("layer", "adapters", "inputs", "expert_adapters")
 ADAPTED = ("adapted_in", "adapted_out", "adapted_r")
@@ -531,7 +525,7 @@ def layer_features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
     for part in {p.part for p in matrices}:
         widths = {p.name.split(".")[-2]: p.shape[1] for p in matrices if p.part == part}
         adapted = {lora.leaf for lora in plain if lora.part == part}
-        for names in SHARING:
+        for names in FUSED_INPUTS:
             if adapted.issuperset(names):
                 shared += len(names) - 1
             elif widths.keys() >= set(names):  # their input gradients are added one by one

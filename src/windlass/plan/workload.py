@@ -10,8 +10,10 @@ from math import ceil, prod
 
 from windlass.hardware import Machine
 from windlass.model import Base, Parameter
+from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.model.targets import Adapter
 from windlass.plan.layout import Layout
+from windlass.settings import BY_DOCUMENT_ELEMENTS, DOCUMENT_TOKENS
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 # Names of the projections that make the queries, and of those that read attention's result.
@@ -19,13 +21,6 @@ _QUERY = ("q_b_proj", "q_proj")
 _OUTPUT = ("o_proj", "out_proj", "dense")
 _FUSED = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")  # queries, then keys and values
 TRACED_LENGTHS = (256, 512, 768)  # trace.py's
-# Parts that publishers store in FP8, for configs without weights.
-_FP8_PARTS = ("attention", "mlp", "shared_experts", "experts")
-# Elements in a packed row's query from which a CPU computes attention by document (train/attention.py): for fewer, the
-# full square takes no longer than a call per document.
-BY_DOCUMENT = 2**16
-# Documents are padded to multiples of this many tokens: torch keeps about 4 MiB of code for each length it has seen.
-DOCUMENT_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +63,7 @@ class Work:
     @property
     def attends_by_document(self) -> bool:
         """Return whether a CPU computes attention one document at a time."""
-        large = self.shape.layers[-1].query * self.batch.length >= BY_DOCUMENT
+        large = self.shape.layers[-1].query * self.batch.length >= BY_DOCUMENT_ELEMENTS
         return self.masked and self.on_cpu and self.document is not None and large and not self.scores
 
     @property
@@ -224,37 +219,6 @@ def count_elements(parameters: Iterable[Parameter], names: frozenset[str], ranks
         total += size
         own += size if p.name in names else 0
     return Count(total, own)
-
-
-def published_dtype(base: Base) -> str:
-    """Return the checkpoint's quantized dtype, as layout.base_dtype names it; empty if it is not quantized."""
-    method = (base.quantization or {}).get("quant_method", "nf4") if base.quantization is not None else ""
-    return {"bitsandbytes": "nf4"}.get(method, method) if _quantized_names(base) else ""
-
-
-def _quantized_names(base: Base) -> frozenset[str]:
-    """Return the names of parameters that are stored quantized; without weights, those that publishers usually do."""
-    if base.quantization is None:
-        return frozenset()
-    mxfp4 = base.quantization.get("quant_method") == "mxfp4"
-    parts, least = (("experts",), 3) if mxfp4 else (_FP8_PARTS, 2)
-
-    def is_quantized(parameter: Parameter) -> bool:
-        if parameter.pieces:
-            return all(piece.packed or piece.stored.dtype.startswith("F8") for piece in parameter.pieces)
-        return parameter.part in parts and len(parameter.shape) >= least
-
-    return frozenset(p.name for p in base.parameters if is_quantized(p))
-
-
-def quantizable_names(base: Base) -> frozenset[str]:
-    """Return the names of the parameters that `layout.base_dtype` applies to: those that the checkpoint stores
-    quantized; if it is in 16 bits, the linears and experts of its layers."""
-    return _quantized_names(base) or frozenset(
-        p.name
-        for p in base.parameters
-        if p.part in _FP8_PARTS and (p.linear or (p.part == "experts" and len(p.shape) == 3))
-    )
 
 
 def read_shape(base: Base, adapter: Adapter) -> Shape:

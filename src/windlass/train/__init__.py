@@ -65,7 +65,7 @@ def train(
 
         plan = make_plan()
         # Checked before loading: opening them would fail only once the model is there.
-        where, absent = plan.loaded.where("train.report_to"), find_absent_trackers(plan.loaded.run.train.report_to)
+        where, absent = plan.where("train.report_to"), find_absent_trackers(plan.run.train.report_to)
         hints = ((name, f"{how}, or take it out") for name, how in absent.items())
         files = [problem for _, problem in (*find_absent_data(plan.loaded), *find_absent_files(plan.loaded))]
         raise_all([*(Problem(f"{name} is not installed", where, hint) for name, hint in hints), *files])
@@ -119,8 +119,8 @@ def run_in_ranks(
     if here is None:
         plan = make_plan()  # here first: input errors show in one process, before torch is imported
         raise_all(plan.missing_weights)
-        ranks.require_all_nodes(plan.layout.nodes, plan.loaded.where, environ)
-        command, grace = [sys.executable, "-m", "windlass", *arguments], plan.loaded.run.cluster.grace_seconds
+        ranks.require_all_nodes(plan.layout.nodes, plan.where, environ)
+        command, grace = [sys.executable, "-m", "windlass", *arguments], plan.run.cluster.grace_seconds
         return ranks.start_ranks(command, plan.layout.gpus_per_node, environ, grace_seconds=grace or GRACE_SECONDS)
     code = run_rank(here, lambda: work(here), print_error=say)
     if code:  # ranks that are gone would make a clean shutdown hang
@@ -139,7 +139,9 @@ def plan_finished_run(
 ) -> Plan:
     """Plan the evaluation of a finished run, after checking that its model can be stored in each of these dtypes."""
     from windlass.plan import make_plan
-    from windlass.plan.layout import IN_NAMES
+    from windlass.settings import (
+        IN_NAMES,
+    )
 
     known = ("bf16", *IN_NAMES)
     if unknown := [kind for kind in base_dtypes if kind not in known]:

@@ -76,7 +76,7 @@ def rank_checkpoints(
     allow_other_base: bool = False,
 ) -> int:
     """Do one rank's part; rank 0 shows the ranking. `base_dtypes`: further dtypes of the base to compare."""
-    job, console = plan.loaded.run, make_console(here)
+    job, console = plan.run, make_console(here)
     try:
         require_device(plan)
     except UserError as error:  # evaluating a small model on a CPU is fine
@@ -89,7 +89,7 @@ def rank_checkpoints(
         raise UserError("there is no intact checkpoint", str(run_folder / CHECKPOINTS), "let the run save one")
     here.phase("preparing the data")
     tokenizer = open_base_tokenizer(plan)
-    data = prepare_data(job, tokenizer, where=plan.loaded.where, cache=run_folder / "tokens", say=console.print)
+    data = prepare_data(job, tokenizer, where=plan.where, cache=run_folder / "tokens", say=console.print)
     if data.validation is None or len(data.validation) < 2:
         raise UserError("there are no rows to compare on", str(run_folder), "name some with --eval-data FILE")
     size, order = job.train.per_device_eval_batch_size, np.arange(len(data.validation))
@@ -107,7 +107,7 @@ def rank_checkpoints(
                 folder,
                 plan.base,
                 certificate["base_digest"],
-                plan.loaded.where("model.model_name_or_path"),
+                plan.where("model.model_name_or_path"),
                 allow_other=allow_other_base,
                 say=console.print,
             )

@@ -75,15 +75,15 @@ def print_header(console: Console, plan: Plan, environ: Mapping[str, str]) -> No
         "adapter": f"rank {adapter.r}, {adapter.trainable:,} parameters ({adapter.trainable / total:.3%}): "
         + ", ".join(targets),
         "layout": f"{layout.name} on {layout.ranks} ranks: {layout.reason}"
-        + "; layers compiled" * plan.loaded.run.train.compile,
+        + "; layers compiled" * plan.run.train.compile,
         "batch": f"{batch.micro} x {layout.ranks} ranks x {batch.accumulation} accumulated = "
         f"{plan.schedule.global_sequences} sequences of up to {batch.length} tokens"
         + "; the fastest micro-batch that fits"
-        * (plan.loaded.run.train.per_device_train_batch_size == "auto"),
+        * (plan.run.train.per_device_train_batch_size == "auto"),
         **({"chosen": "; ".join(plan.chosen)} if plan.chosen else {}),
         "machine": machine,
         "versions": ", ".join(f"{name} {version}" for name, version in read_versions(LIBRARIES).items()),
-        "folder": plan.loaded.run.train.output_dir,
+        "folder": plan.run.train.output_dir,
     }
     width = console.width if console.is_terminal else LOG_WIDTH
     for name, value in rows.items():

@@ -38,8 +38,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from windlass.errors import RunError
 from windlass.model import Base
 from windlass.plan.layout import Layout
-from windlass.plan.memory import THREADS
 from windlass.ranks.collectives import all_gather, get_rank, raise_together
+from windlass.settings import (
+    LOADER_THREADS,
+)
 from windlass.train import parallel
 from windlass.weights import four_bits
 from windlass.weights.certificate import check_parameters, make_certificate
@@ -140,7 +142,7 @@ def read_all(
     """
     problems: list[str] = []
     unread, parts = dict.fromkeys(targets), dict[str, Part]()
-    with Files() as files, ThreadPoolExecutor(THREADS) as pool:
+    with Files() as files, ThreadPoolExecutor(LOADER_THREADS) as pool:
         for parameter in base.parameters:
             part, offset = view_own_part(targets[parameter.name])
             weight = quantized.get(parameter.name)

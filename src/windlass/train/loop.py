@@ -83,7 +83,7 @@ class Loop:
     unlogged: list[float] = field(default_factory=list)  # losses of the steps since the last log
 
     def __post_init__(self) -> None:
-        self.train, layout = self.plan.loaded.run.train, self.plan.layout
+        self.train, layout = self.plan.run.train, self.plan.layout
         self.causal_lm = self.model.get_base_model()
         self.accumulation = self.plan.batch.accumulation
         self.steps_per_epoch = None if self.batches.order is None else len(self.batches)  # unknown for a stream
@@ -119,7 +119,7 @@ class Loop:
         """Train to the end or until a signal; after every step log, evaluate and save as configured."""
         if resume is not None:
             checkpoint.restore_checkpoint(self, resume)
-        if self.plan.loaded.run.lora.starts_from_weights:
+        if self.plan.run.lora.starts_from_weights:
             self.halves = FixedHalves(self.causal_lm)
         self.causal_lm.train()
         if self.compiled and (why := self.compiled.prove(self)):
@@ -244,7 +244,7 @@ class Loop:
         if any(faults) or not math.isfinite(grad_norm):
             faulty = [rank for rank, fault in enumerate(faults) if fault]
             step.loss, step.skipped = math.nan if faulty else step.loss, True
-            stop_non_finite(self.plan.loaded.run.watch.non_finite, step.step, faulty, rows)
+            stop_non_finite(self.plan.run.watch.non_finite, step.step, faulty, rows)
             self.optimizer.zero_grad()  # to None, so that the optimizer skips the parameters
             self.liveness.skip_update()
         else:

@@ -85,7 +85,7 @@ def train_rank(
     plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None = None, allow_other_base: bool = False
 ) -> int:
     """Do one rank's part of the run. Returns 0, or 75 if a signal stopped it and everything is saved."""
-    job, folder = plan.loaded.run, Path(plan.loaded.run.train.output_dir)
+    job, folder = plan.run, plan.folder
 
     # 1. Connect to the other ranks; only rank 0 prints. All must be about to run the same.
     console, stop_signal = make_console(here), StopSignal()
@@ -172,7 +172,7 @@ def save_final(
     plan: Plan, model: PeftModel, tokenizer: PreTrainedTokenizerBase, base: dict[str, Any], console: Console
 ) -> None:
     """Save the final adapter into a folder that exists in full or not at all. A collective; rank 0 writes."""
-    job, folder = plan.loaded.run, Path(plan.loaded.run.train.output_dir)
+    job, folder = plan.run, plan.folder
     wanted = job.train.load_best_model_at_end
     if wanted and (best := group.run_on_rank_0(lambda: checkpoint.find_intact_best(folder / CHECKPOINTS))):
         checkpoint.load_adapter(model, best)
@@ -206,7 +206,7 @@ def require_device(plan: Plan) -> None:
         raise UserError(
             f"the run is planned for {plan.machine.gpu.name}, and torch {torch.__version__} finds no usable GPU "
             f"(driver {(found := read_gpus(health=False)).driver or found.error})",
-            plan.loaded.where("cluster.gpu"),
+            plan.where("cluster.gpu"),
             "see `windlass check RUN --here`; to train on the CPU set cluster.gpu: cpu",
         )
 
@@ -275,7 +275,7 @@ def require_same_plan(plan: Plan, identity: str) -> None:
     which collectives a rank takes part in: ranks that differ would wait for ever. With other differences, ranks would
     train together on something that nobody requested.
     """
-    run = plan.loaded.run.model_dump(mode="json")
+    run = plan.run.model_dump(mode="json")
     of_node = {
         **{f"layout.{name}": value for name, value in asdict(replace(plan.layout, reason="")).items()},
         "train.per_device_train_batch_size": plan.batch.micro,
@@ -294,7 +294,7 @@ def require_same_plan(plan: Plan, identity: str) -> None:
             hint = "start all ranks with the same run file, and give all nodes the same copy of the base model"
         if differing.keys() <= libraries.keys():
             hint = "use one image, or one environment, on all nodes"
-        raise UserError(f"the ranks plan different runs: {differs}", plan.loaded.where("cluster.gpu"), hint)
+        raise UserError(f"the ranks plan different runs: {differs}", plan.where("cluster.gpu"), hint)
 
 
 def find_differences(plans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -329,7 +329,7 @@ def prepare_on_all_ranks(
     plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console, unwritten: WriteGuard
 ) -> PreparedData:
     """Tokenize once and write the audit before it is judged; check that all ranks have the same rows."""
-    job = plan.loaded.run
+    job = plan.run
 
     def write_audit(audit: dict[str, Any]) -> None:
         if group.get_rank() == 0:
@@ -339,7 +339,7 @@ def prepare_on_all_ranks(
     data = prepare_data(
         job,
         tokenizer,
-        where=plan.loaded.where,
+        where=plan.where,
         vocabulary=plan.base.dims["vocab"],
         batch=plan.batch.micro,
         say=console.print,
@@ -348,14 +348,14 @@ def prepare_on_all_ranks(
     if differing := find_differences([{"data": one} for one in group.all_gather(data.fingerprint)]):
         raise UserError(
             f"the ranks have different data, though the run file names the same: fingerprint {differing['data']}",
-            plan.loaded.where("data.dataset_name_or_path"),
+            plan.where("data.dataset_name_or_path"),
             "give all nodes the same files and the same tokenizer",
         )
     return data
 
 
 def describe_precision(plan: Plan) -> dict[str, Any]:
-    model, trained = plan.loaded.run.model, DTYPES[plan.loaded.run.lora.dtype]
+    model, trained = plan.run.model, DTYPES[plan.run.lora.dtype]
     return {
         "dtype": getattr(torch, model.torch_dtype),
         "attn_implementation": model.attn_implementation or plan.base.family.usual_attention,
@@ -376,7 +376,7 @@ def make_loop(
     debug_freq: int | None,
 ) -> Loop:
     """Assemble the loop from the plan and the run file."""
-    job, train, folder = plan.loaded.run, plan.loaded.run.train, Path(plan.loaded.run.train.output_dir)
+    job, train, folder = plan.run, plan.run.train, plan.folder
     replicas, device = ReplicaGroups(model), get_device()
     if device.type == "cpu":
         patch_attention(model.get_base_model())
@@ -433,7 +433,7 @@ def make_loop(
         validation = Batches(data.validation, Collate(collator), size, order=lambda _: rows, **options)
     samples = None
     if train.sample is not None and validation is not None:
-        prompts = read_prompts(train.sample, tokenizer, validation, job.data.max_length, plan.loaded.where)
+        prompts = read_prompts(train.sample, tokenizer, validation, job.data.max_length, plan.where)
         at_once = train.per_device_eval_batch_size
         samples = Samples(prompts, train.sample, tokenizer, job.data.max_length, at_once, folder)
     report_to = train.report_to if here.rank == 0 else "none"

@@ -43,7 +43,7 @@ def train_script(
     here = read_rank(environ)
     if here is None:
         plan = make_plan()
-        ranks.require_all_nodes(plan.layout.nodes, plan.loaded.where, environ)
+        ranks.require_all_nodes(plan.layout.nodes, plan.where, environ)
         with ranks.reserve_port() as port:
             return run_script(plan, ranks.make_environments(plan.layout.gpus_per_node, environ, port), resume=resume)
 
@@ -64,16 +64,16 @@ def train_script(
 
 def run_script(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool) -> int:
     """Run the script once per environment until all have ended. Rank 0's side has the run folder and the watch."""
-    job, path = plan.loaded.run, plan.loaded.run.script.path
+    job, path = plan.run, plan.run.script.path
     if path is not None and not Path(path).is_file():
         hint = f"the path is relative to the folder that the run is started in, here {Path.cwd()}"
-        raise UserError(f"there is no file {path}", plan.loaded.where("script.path"), hint)
+        raise UserError(f"there is no file {path}", plan.where("script.path"), hint)
     folder, command, grace = Path(job.folder), [sys.executable, *job.command], job.cluster.grace_seconds
     is_leader, launched = any(environ["RANK"] == "0" for environ in environs), SUPERVISED not in environs[0]
     # If this process is killed by a launcher, the script's time to save is over.
     parent_death = signal.SIGKILL if launched else signal.SIGTERM
     # Under a launcher another rank may come before rank 0.
-    run_folder.ensure_dir(folder, plan.loaded.where("script.output_dir"))
+    run_folder.ensure_dir(folder, plan.where("script.output_dir"))
     # Where the recorder writes, and what the watch needs.
     more = {
         run_folder.OUTPUT_DIR: str(folder.absolute()),
@@ -128,7 +128,7 @@ def add_torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _claim_and_watch(plan: ScriptPlan, folder: Path, *, resume: bool) -> Iterator[None]:
-    where = plan.loaded.where("script.output_dir")
+    where = plan.where("script.output_dir")
     with run_folder.lock_run(folder, where) or contextlib.nullcontext():
         before = run_folder.read_manifest(folder)
         state = before.get("state")
@@ -141,7 +141,7 @@ def _claim_and_watch(plan: ScriptPlan, folder: Path, *, resume: bool) -> Iterato
         write_json(folder / run_folder.PLAN, plan.as_dict())
         facts = {
             "kind": "script",
-            "run": plan.loaded.run.model_dump(mode="json"),
+            "run": plan.run.model_dump(mode="json"),
             "command": plan.command,
             "versions": run_folder.read_versions(LIBRARIES),
             "ranks": plan.layout.ranks,
@@ -160,7 +160,7 @@ def _explain_end(
     plan: ScriptPlan, codes: Sequence[int], first: int | None, names: Sequence[str], cut_short: str
 ) -> int:
     """Return the exit code, or raise the error that says which rank ended how. `first` ended first."""
-    where = plan.loaded.where("script.path" if plan.loaded.run.script.path else "script.module")
+    where = plan.where("script.path" if plan.run.script.path else "script.module")
     if cut_short and not set(codes) <= {0, SAVED}:
         hint = "cluster.grace_seconds is the time that a script gets to save in after SIGTERM"
         raise RunError(cut_short, where, hint)

@@ -24,8 +24,13 @@ from torch.nn.functional import pad
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from windlass.model import Base, Parameter, Piece
-from windlass.plan.layout import FOUR_BITS, Layout
+from windlass.plan.layout import (
+    Layout,
+)
 from windlass.ranks.collectives import all_gather
+from windlass.settings import (
+    FOUR_BITS,
+)
 from windlass.weights.four_bits import TABLES
 from windlass.weights.quantized import Format, QuantizedParam
 from windlass.weights.reading import Box, intersect, locate_piece, to_stored_box

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from windlass.plan.layout import FOUR_BITS
+from windlass.settings import (
+    FOUR_BITS,
+)
 
 TABLES: Final[dict[str, tuple[float, ...]]] = {
     "int4": tuple(code / 8 for code in range(-8, 8)),

@@ -31,10 +31,17 @@ from transformers.integrations.moe import _grouped_linear, _grouped_mm
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model import Base
+from windlass.model.quantization import (
+    published_dtype,
+    quantizable_names,
+)
 from windlass.model.targets import ExpertShard
-from windlass.plan import memory
-from windlass.plan.layout import FOUR_BITS, PUBLISHED
-from windlass.plan.workload import published_dtype, quantizable_names
+from windlass.settings import (
+    DEQUANTIZED_BYTES,
+    DEQUANTIZED_COLUMNS,
+    FOUR_BITS,
+    PUBLISHED,
+)
 from windlass.train.kernels import kept
 from windlass.weights import four_bits
 from windlass.weights.reading import DTYPES, NEEDS_SCALE, scale_block, to_float32
@@ -441,8 +448,10 @@ def multiply_all(
     """
     experts, rows, columns = codes.shape[0], codes.shape[1], codes.shape[2] * coding.per_byte
     width, other = (rows, columns) if transposed else (columns, rows)
-    in_chunk = memory.DEQUANTIZED // (experts * other * x.element_size())
-    step = max(memory.COLUMNS, in_chunk // memory.COLUMNS * memory.COLUMNS)  # full tiles, and 16-byte strides
+    in_chunk = DEQUANTIZED_BYTES // (experts * other * x.element_size())
+    step = max(
+        DEQUANTIZED_COLUMNS, in_chunk // DEQUANTIZED_COLUMNS * DEQUANTIZED_COLUMNS
+    )  # full tiles, and 16-byte strides
     product = x.new_empty(x.shape[0], width)
     for first in range(0, width, step):
         per = 1 if transposed else coding.per_byte  # a chunk begins with a byte: 128 columns at least

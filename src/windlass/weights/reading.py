@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from windlass.model import Parameter, Piece, Stored
-from windlass.plan.memory import AT_ONCE
+from windlass.settings import (
+    CONVERTED_VALUES,
+)
 from windlass.weights import four_bits
 from windlass.weights.digest import MODULUS, digest_box
 
@@ -222,14 +224,14 @@ def fill_parameter(
             rows = (*shared[:-2], shared[-1], shared[-2]) if piece.packed.transposed else shared
             if rows[-1] != (0, 2 * piece.stored.shape[-1]):
                 raise DamagedError(f"{piece.stored.key!r} is needed in parts of rows, and 4 bits are whole ones")
-            jobs += [pool.submit(fill_packed, piece, box, meaning) for box in split_box(rows, AT_ONCE)]
+            jobs += [pool.submit(fill_packed, piece, box, meaning) for box in split_box(rows, CONVERTED_VALUES)]
         else:
             if piece.scale:
                 scale, of_scale = read_scale(piece.scale, files)
                 zeros = scale if bool((scale == 0).any()) else None
                 scale = None if codes else scale.to(target.device)
             as_stored = scale is None and put is None and target.dtype == DTYPES[piece.stored.dtype]
-            limit = AT_ONCE * UNCONVERTED if as_stored else AT_ONCE
+            limit = CONVERTED_VALUES * UNCONVERTED if as_stored else CONVERTED_VALUES
             jobs += [pool.submit(fill_box, piece, box, scale, zeros) for box in split_box(shared, limit)]
         if all(start <= first < stop for (start, stop), first in zip(own, piece.offset, strict=True)):
             digest += of_scale

@@ -18,8 +18,11 @@ from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.model import Base, Stored
 from windlass.model.files import DIGEST, PUBLISHED
-from windlass.plan.memory import AT_ONCE, THREADS
 from windlass.run_folder import MANIFEST
+from windlass.settings import (
+    CONVERTED_VALUES,
+    LOADER_THREADS,
+)
 from windlass.train.checkpoint import snapshot as checkpoint
 from windlass.weights.digest import digest_box, format_digest
 from windlass.weights.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, read_box, split_box
@@ -63,9 +66,9 @@ def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) ->
             for piece in parameter.pieces:
                 for stored in piece.tensors:
                     box = tuple((0, size) for size in stored.shape)
-                    yield from ((stored, chunk) for chunk in split_box(box, AT_ONCE * UNCONVERTED))
+                    yield from ((stored, chunk) for chunk in split_box(box, CONVERTED_VALUES * UNCONVERTED))
 
-    with Files() as files, ThreadPoolExecutor(THREADS) as pool:
+    with Files() as files, ThreadPoolExecutor(LOADER_THREADS) as pool:
 
         def digest(job: tuple[Stored, Box]) -> int:
             stored, box = job

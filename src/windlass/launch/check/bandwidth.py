@@ -160,7 +160,7 @@ def check_speed(plan: AnyPlan, measured: BandwidthResult, names: Sequence[str]) 
     """Compare the pairs with each other and the fabric's rate, and all nodes with that rate. A slow network only gives
     a warning: it may just be busy."""
     backend, overall, fabric = measured.backend, measured.overall, plan.machine.network
-    where, rate, title = plan.loaded.where("cluster.network"), fabric.gb_per_second, "all-reduce of pairs"
+    where, rate, title = plan.where("cluster.network"), fabric.gb_per_second, "all-reduce of pairs"
     if measured.error:
         hint = "set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to the interface that the nodes share"
         return [failed("all-reduce", f"{backend} does not start: {measured.error}", hint)]
@@ -206,7 +206,7 @@ def check_speed(plan: AnyPlan, measured: BandwidthResult, names: Sequence[str]) 
 
 def check_transport(plan: AnyPlan, log: str) -> Result:
     """Check whether NCCL uses sockets although InfiniBand is planned: a costly fault that is hard to notice."""
-    title, network, where = "NCCL transport", plan.machine.network.name, plan.loaded.where("cluster.network")
+    title, network, where = "NCCL transport", plan.machine.network.name, plan.where("cluster.network")
     used = Counter(name + direct for name, direct in VIA.findall(log))
     used = used or Counter(f"NET/{name}" for name in NETWORK.findall(log))  # NCCL ended before it opened a channel
     seen, between = ", ".join(f"{n} x {name}" for name, n in used.items()), [n for n in used if n.startswith("NET/")]

@@ -116,7 +116,7 @@ def check_weights(c: Context, plan: Plan) -> Result:
         return (
             problems_to_results("weights", missing)[0]
             if here
-            else skipped_elsewhere("weights", plan.loaded.run.model.model_name_or_path)
+            else skipped_elsewhere("weights", plan.run.model.model_name_or_path)
         )
     return passed("weights", f"{format_size(plan.disk_bytes or 0)} in {plan.base.path}")
 

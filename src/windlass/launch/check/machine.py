@@ -91,7 +91,7 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
         "processes": (processes, PROCESSES_LEAST, f"raise the pod's pids limit to {PROCESSES_LEAST} or more", failed),
     }
     if plan is not None:
-        ranks, workers = plan.layout.gpus_per_node, plan.loaded.run.workers
+        ranks, workers = plan.layout.gpus_per_node, plan.run.workers
         cpus = ranks * (1 + workers)
         each = f", each with {workers} loading processes" if workers else ""
         seen["processors"] = f"{here.cpus} for {ranks} ranks{each}"
@@ -379,7 +379,7 @@ def check_disk_space(c: Context, free: float | None = None) -> Result:
 
 def estimate_space(plan: Plan) -> tuple[float, float, str]:
     """Return the bytes still to be written, the bytes of a merged model, and the former in words."""
-    schedule, adapter, run = plan.schedule, plan.adapter, plan.loaded.run
+    schedule, adapter, run = plan.schedule, plan.adapter, plan.run
     kept = schedule.checkpoints_kept
     if kept is None:  # unknown number of rows: use the limit, or at least one
         kept = run.train.save_total_limit or 1

@@ -48,7 +48,7 @@ def render_job_yaml(job: Job, engine: str) -> str:
     files = {**job.files, "launch.sh": render_launch_sh(job, exports=False)}
     # Named after its exact content: a ConfigMap that a running job uses is never changed.
     content = hashlib.sha256("\0".join(word for file in files.items() for word in file).encode()).hexdigest()
-    watch = job.plan.loaded.run.watch
+    watch = job.plan.run.watch
     text: str = _template().render(
         job=job,
         cluster=cluster,

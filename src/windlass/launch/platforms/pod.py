@@ -122,7 +122,7 @@ def affinity(job: Job) -> dict[str, Any]:
 
 def companion_objects(job: Job, engine: str) -> dict[str, dict[str, Any]]:
     """Return the configured objects to create next to the job: reason -> object."""
-    cluster, port = job.cluster, job.plan.loaded.run.watch.prometheus_port
+    cluster, port = job.cluster, job.plan.run.watch.prometheus_port
     namespace = {"namespace": cluster.namespace} if cluster.namespace else {}
     head = {"metadata": {"name": job.name, **namespace, "labels": labels_and_annotations(job, "other")["labels"]}}
     ours = {"matchLabels": {RUN_LABEL: job.name, MANAGED_BY: "windlass"}}

@@ -143,7 +143,7 @@ def review(job: Job) -> Iterator[Problem | str]:
     cluster, folder = job.cluster, PurePosixPath(job.folder)
     if cluster.container and not folder.is_absolute():
         hint = "give an absolute path, which is the same inside the container"
-        yield Problem(f"{folder} is a path of this working folder", job.where(job.plan.loaded.run.folder_key), hint)
+        yield Problem(f"{folder} is a path of this working folder", job.where(job.plan.run.folder_key), hint)
     if cluster.container and not cluster.image:
         yield Problem(f"nothing for {cluster.container} to run", job.where("cluster.image"), "set cluster.image")
     if cluster.image and not cluster.container:
@@ -161,7 +161,7 @@ def review(job: Job) -> Iterator[Problem | str]:
         top = f"/{folder.parts[1]}"
         hint = f"cluster.volumes: [{{host: {top}, path: {top}}}]"
         what = f"{folder} is not mounted at its own path, to be written to"
-        yield Problem(what, job.where(job.plan.loaded.run.folder_key), hint)
+        yield Problem(what, job.where(job.plan.run.folder_key), hint)
     if cluster.container == "pyxis" and "@" in (cluster.image or ""):
         yield f"{job.where('cluster.image')}: enroot's documented names have a tag and no digest: try it once by srun"
     seconds = cluster.deadline_seconds

@@ -26,8 +26,10 @@ from windlass.files import (
     write_json,
 )
 from windlass.model.files import PUBLISHED
-from windlass.plan.layout import FOUR_BITS
 from windlass.ranks import collectives as group
+from windlass.settings import (
+    FOUR_BITS,
+)
 from windlass.train.checkpoint import snapshot as checkpoint
 from windlass.weights.same_base import FETCH_AGAIN, FLAG, require_intact, require_same_base
 
@@ -56,7 +58,7 @@ def claim_run_folder(
 ) -> Path | None:
     """Claim the folder for this run, on rank 0. Returns the checkpoint to continue from, if any."""
     global _lock
-    where, checkpoints = plan.loaded.where("train.output_dir"), folder / run_folder.CHECKPOINTS
+    where, checkpoints = plan.where("train.output_dir"), folder / run_folder.CHECKPOINTS
     run_folder.ensure_dir(checkpoints, where)
     if _lock is not None:
         _lock.close()
@@ -126,7 +128,7 @@ def _require_same_run(
     problems = [
         Problem(
             f"was {json.dumps(then[section][key])} when this run began, is {json.dumps(value)} now",
-            plan.loaded.where(f"{section}.{key}"),
+            plan.where(f"{section}.{key}"),
             back,
         )
         for section, keys in FIXED.items()
@@ -137,15 +139,15 @@ def _require_same_run(
     if was and was != sequences:
         what = f"an optimizer step had {was} sequences when this run began, and would have {sequences} now"
         hint = f"set train.global_batch_size: {was}, which holds on any number of ranks"
-        problems.append(Problem(what, plan.loaded.where("train.global_batch_size"), hint))
+        problems.append(Problem(what, plan.where("train.global_batch_size"), hint))
     kinds = [(of.get("layout") or {}).get("base_dtype", "bf16") for of in (before, now)]
     if kinds[0] != kinds[1] and {*kinds} & {*FOUR_BITS}:  # bf16 and fp8 hold the same weights
         what = f"the base was stored in {kinds[0]} when this run began, and would be in {kinds[1]} now: other weights"
         hint = f"set layout.base_dtype: {kinds[0]}, or train into another folder than {folder}"
-        problems.append(Problem(what, plan.loaded.where("layout.base_dtype"), hint))
+        problems.append(Problem(what, plan.where("layout.base_dtype"), hint))
     if before.get("base", now["base"]) != now["base"] and not allow_other_base:
         what = "the base model's files are not those this run began with"
-        problems.append(Problem(what, plan.loaded.where("model.model_name_or_path"), f"{back}, or add {FLAG}"))
+        problems.append(Problem(what, plan.where("model.model_name_or_path"), f"{back}, or add {FLAG}"))
     raise_all(problems)
 
 
@@ -154,7 +156,7 @@ def require_same_data(resumed: Path | None, fingerprint: str, plan: Plan) -> Non
     if resumed is not None and checkpoint.read_manifest(resumed).get("data") != fingerprint:
         raise UserError(
             "the data are not those this run began with, though the run file names the same",
-            plan.loaded.where("data.dataset_name_or_path"),
+            plan.where("data.dataset_name_or_path"),
             "put the files (and the tokenizer) back as they were, or train into another folder",
         )
 
@@ -164,13 +166,13 @@ def require_base_of(
 ) -> str:
     """Refuse another base than the adapter was trained on; return a description of what was accepted instead, if
     anything."""
-    given, key = plan.loaded.run.lora.adapter, "model.model_name_or_path"
+    given, key = plan.run.lora.adapter, "model.model_name_or_path"
     adapter = resumed or (Path(given) if given else None)
     if adapter is None:
         return ""
     if not resumed and (adapter / checkpoint.ADAPTER).is_file():
         require_intact(adapter)
-    return require_same_base(adapter, plan.base, digest, plan.loaded.where(key), allow_other=allow_other, say=say)
+    return require_same_base(adapter, plan.base, digest, plan.where(key), allow_other=allow_other, say=say)
 
 
 def fingerprint_base(base: Base) -> str:
@@ -208,7 +210,7 @@ def describe_run(plan: Plan, identity: str) -> dict[str, Any]:
 
 def resolve_run(plan: Plan) -> dict[str, Any]:
     """Return the run file with the micro-batch and accumulation that the plan chose or derived."""
-    run = plan.loaded.run.model_dump(mode="json")
+    run = plan.run.model_dump(mode="json")
     batch = {
         "per_device_train_batch_size": plan.batch.micro,
         "gradient_accumulation_steps": plan.batch.accumulation,

@@ -18,7 +18,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from windlass.plan.workload import BY_DOCUMENT, DOCUMENT_TOKENS
+from windlass.settings import (
+    BY_DOCUMENT_ELEMENTS,
+    DOCUMENT_TOKENS,
+)
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
 Lengths = list[int]
@@ -27,7 +30,7 @@ Lengths = list[int]
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    long = query[0].numel() >= BY_DOCUMENT and not query.is_cuda and not torch.compiler.is_compiling()
+    long = query[0].numel() >= BY_DOCUMENT_ELEMENTS and not query.is_cuda and not torch.compiler.is_compiling()
     lengths = find_documents(attention_mask) if attention_mask is not None and long else None
     if lengths is None or options.get("position_bias") is not None:
         whole: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)

@@ -21,7 +21,9 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from windlass.plan.step_time import SHARING
+from windlass.settings import (
+    FUSED_INPUTS,
+)
 from windlass.weights.quantized import QuantizedLinear
 
 CLOSE: Final = 1e-5
@@ -58,7 +60,7 @@ class FusedAdapters:
         self.groups: list[LoraGroup] = []
         for parent in modules:
             children = {name: child for name, child in parent.named_children() if is_fusible(child)}
-            for names in SHARING:
+            for names in FUSED_INPUTS:
                 if all(name in children for name in names):
                     self.groups.append(LoraGroup([children.pop(name) for name in names], self, dtype))
             self.groups += [LoraGroup([child], self, dtype) for child in children.values()]

@@ -1,0 +1,60 @@
+"""Constants that the engine runs with and the planner computes with. No torch."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class FourBits(NamedTuple):
+    """A way to store weights in 4 bits, with one scale per block of a row."""
+
+    block: int
+    error: float  # relative RMS error of normally distributed weights
+    scale: int = 2  # bytes per scale
+
+    @property
+    def bytes(self) -> float:
+        """Return the bytes per weight."""
+        return 0.5 + self.scale / self.block
+
+
+# --- dtypes of the base ---
+
+# nf4 in blocks of 64 is bitsandbytes' format. Even steps (int4) need shorter blocks for as small an error.
+# windlass reads mxfp4 but never makes it.
+FOUR_BITS: Final = {"nf4": FourBits(64, 0.092), "int4": FourBits(32, 0.086), "mxfp4": FourBits(32, 0)}
+PUBLISHED_NF4: Final = FourBits(64, 0, 4)  # bitsandbytes' scales are exact in float32 alone
+PUBLISHED: Final = ("fp8", "mxfp4")  # only for checkpoints published in this dtype
+# Suffix of a layout's name for the dtype of its base.
+IN_NAMES: Final = {"fp8": ", FP8", "nf4": ", NF4", "int4": ", INT4", "mxfp4": ", MXFP4"}
+
+# --- loading ---
+
+# The loader converts so many values at a time (4 MiB in float32) in each of its threads: network file systems answer
+# concurrent reads faster than sequential ones.
+LOADER_THREADS: Final = 4
+CONVERTED_VALUES: Final = 2**20
+
+# --- products and loss ---
+
+# Most bytes of a quantized stack of experts that are dequantized at once, but at least so many columns of each expert.
+DEQUANTIZED_BYTES: Final = 2**30
+DEQUANTIZED_COLUMNS: Final = 128
+# TRL 1.16's fused head projects tiles of this many tokens by this many vocabulary entries.
+TILE_TOKENS: Final = 4096
+TILE_VOCABULARY: Final = 32768
+# Linear layers of one module with the same input: when fused, their adapters share the product with it.
+FUSED_INPUTS: Final = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+)
+
+# --- attention on a CPU ---
+
+# Elements in a packed row's query from which a CPU computes attention by document: for fewer, the full square takes no
+# longer than a call per document.
+BY_DOCUMENT_ELEMENTS: Final = 2**16
+# Documents are padded to multiples of this many tokens: torch keeps about 4 MiB of code for each length it has seen.
+DOCUMENT_TOKENS: Final = 64
