@@ -8,6 +8,8 @@ from typing import Final
 import pytest
 import warm
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores, and a fork inherits no OpenMP threads
+
 # Marked `long`: what begins so. Each has a shorter relative among the other tests, or is about a part of its own.
 LONG: Final = (
     *("test_checkpoint_kills.py", "test_cost_against_torch.py", "test_families.py", "test_launch_rendezvous.py"),

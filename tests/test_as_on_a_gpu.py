@@ -15,7 +15,7 @@ from test_experts import BOTH, base, ours_of, stack_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from windlass.plan import memory
+from windlass import settings
 from windlass.train.experts import experts
 from windlass.weights import quantized
 from windlass.weights.quantized import Format
@@ -50,8 +50,8 @@ def test_experts_and_their_adapters(
 ) -> None:
     """Forward with r=3 padded, in several chunks; offsets go to the host where they must."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
-    monkeypatch.setattr(memory, "COLUMNS", 8)
-    monkeypatch.setattr(memory, "DEQUANTIZED", 6 * HIDDEN * 2 * 16)
+    monkeypatch.setattr(settings, "DEQUANTIZED_COLUMNS", 8)
+    monkeypatch.setattr(settings, "DEQUANTIZED_BYTES", 6 * HIDDEN * 2 * 16)
     ways: list[str] = []
 
     def by_expert(
@@ -98,8 +98,8 @@ def test_the_backward_of_an_adapter() -> None:
 @pytest.mark.parametrize("sides", [(48, 32), (16, 8)])
 def test_the_backward_of_products_in_chunks(sides: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(memory, "COLUMNS", 8)
-    monkeypatch.setattr(memory, "DEQUANTIZED", 6 * 48 * 2 * 16)  # two chunks of 32 columns
+    monkeypatch.setattr(settings, "DEQUANTIZED_COLUMNS", 8)
+    monkeypatch.setattr(settings, "DEQUANTIZED_BYTES", 6 * 48 * 2 * 16)  # two chunks of 32 columns
     with FakeTensorMode():
         module = nn.Module()
         coding = Format(E4M3, sides, torch.bfloat16)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from test_experts import live, same, step
 from torch import Tensor, nn
 
+import windlass.settings
 from windlass import tiny
 from windlass.model import Base, read_base
 from windlass.model.targets import resolve_adapter
@@ -28,7 +29,6 @@ from windlass.plan.layout import (
 )
 from windlass.runfile import Lora
 from windlass.settings import (
-    DEQUANTIZED_BYTES,
     FOUR_BITS,
 )
 from windlass.train.kernels import lora_linear as fused
@@ -146,8 +146,8 @@ def experts(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute 16 of 40 columns at a time in 16 bits, including a ragged chunk."""
-    monkeypatch.setattr(memory, "COLUMNS", 8)
-    monkeypatch.setattr(memory, "DEQUANTIZED", 5 * 48 * 2 * 16)
+    monkeypatch.setattr(windlass.settings, "DEQUANTIZED_COLUMNS", 8)
+    monkeypatch.setattr(windlass.settings, "DEQUANTIZED_BYTES", 5 * 48 * 2 * 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -188,7 +188,7 @@ def test_dequantized_bytes_match_the_plan(way: str, small_chunks: None, monkeypa
     x = torch.randn(12, 48, dtype=torch.bfloat16, requires_grad=True)
     torch.autograd.grad(grouped_linear(x, experts(torch.bfloat16)[0], "gate_up_proj", OFFSETS).sum(), x)
     if way == "multiply_all":
-        assert max(sizes) == memory.dequantized_bytes(SHAPE, 1, 2) <= DEQUANTIZED_BYTES
+        assert max(sizes) == memory.dequantized_bytes(SHAPE, 1, 2) <= windlass.settings.DEQUANTIZED_BYTES
         assert sum(sizes) == 2 * 2 * math.prod(SHAPE)
     else:  # only experts with tokens, forward and backward
         assert sizes == [2 * 40 * 48] * 2 * 3

@@ -13,19 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, prod
 
+from windlass import settings
 from windlass.hardware import GIB
 from windlass.model import Parameter
 from windlass.plan.workload import Count, Layer, Lora, Shape, Traced, Work, count_elements
-from windlass.settings import (
-    CONVERTED_VALUES,
-    DEQUANTIZED_BYTES,
-    DEQUANTIZED_COLUMNS,
-    FOUR_BITS,
-    LOADER_THREADS,
-    PUBLISHED_NF4,
-    TILE_TOKENS,
-    TILE_VOCABULARY,
-)
+from windlass.settings import CONVERTED_VALUES, FOUR_BITS, LOADER_THREADS, PUBLISHED_NF4, TILE_TOKENS, TILE_VOCABULARY
 
 FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
 # Driver context, cuBLAS workspace and NCCL's channels: 0.5 + 0.1 + 1.0-1.4 GiB on Hopper; an assumption. Plus memory
@@ -344,7 +336,7 @@ def _dequantized_rows(work: Work, t: Tokens) -> list[Row]:
         each = FLOAT + (t.width if t.width < FLOAT else 0)
         return [Row("dequantized weights", widest * each, f"the widest matrix: {widest} x {each}")]
     most = max((dequantized_bytes(p.shape, work.layout.expert_parallel, t.width) for p in narrow), default=0)
-    return [Row("dequantized weights", most, f"of the widest stack at most {DEQUANTIZED_BYTES} bytes at once")]
+    return [Row("dequantized weights", most, f"of the widest stack at most {settings.DEQUANTIZED_BYTES} bytes at once")]
 
 
 def dequantized_bytes(shape: Sequence[int], expert_parallel: int, width: int) -> int:
@@ -353,9 +345,10 @@ def dequantized_bytes(shape: Sequence[int], expert_parallel: int, width: int) ->
         return prod(shape) * width
     experts = shape[0] // expert_parallel
     most = 0
+    tile = settings.DEQUANTIZED_COLUMNS
     for side, other in (shape[1:], reversed(shape[1:])):
-        columns = DEQUANTIZED_BYTES // (experts * other * width) // DEQUANTIZED_COLUMNS * DEQUANTIZED_COLUMNS
-        most = max(most, experts * other * width * min(side, max(DEQUANTIZED_COLUMNS, columns)))
+        columns = settings.DEQUANTIZED_BYTES // (experts * other * width) // tile * tile
+        most = max(most, experts * other * width * min(side, max(tile, columns)))
     return most
 
 

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import _grouped_linear, _grouped_mm
 
+from windlass import settings
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model import Base
 from windlass.model.quantization import (
@@ -36,12 +37,7 @@ from windlass.model.quantization import (
     quantizable_names,
 )
 from windlass.model.targets import ExpertShard
-from windlass.settings import (
-    DEQUANTIZED_BYTES,
-    DEQUANTIZED_COLUMNS,
-    FOUR_BITS,
-    PUBLISHED,
-)
+from windlass.settings import FOUR_BITS, PUBLISHED
 from windlass.train.kernels import kept
 from windlass.weights import four_bits
 from windlass.weights.reading import DTYPES, NEEDS_SCALE, scale_block, to_float32
@@ -448,9 +444,9 @@ def multiply_all(
     """
     experts, rows, columns = codes.shape[0], codes.shape[1], codes.shape[2] * coding.per_byte
     width, other = (rows, columns) if transposed else (columns, rows)
-    in_chunk = DEQUANTIZED_BYTES // (experts * other * x.element_size())
+    in_chunk = settings.DEQUANTIZED_BYTES // (experts * other * x.element_size())
     step = max(
-        DEQUANTIZED_COLUMNS, in_chunk // DEQUANTIZED_COLUMNS * DEQUANTIZED_COLUMNS
+        settings.DEQUANTIZED_COLUMNS, in_chunk // settings.DEQUANTIZED_COLUMNS * settings.DEQUANTIZED_COLUMNS
     )  # full tiles, and 16-byte strides
     product = x.new_empty(x.shape[0], width)
     for first in range(0, width, step):
