@@ -39,7 +39,7 @@ from windlass.hardware import Machine, find_fabric, find_gpu
 from windlass.model import Base, Parameter
 from windlass.model.family import Family
 from windlass.model.targets import Adapter
-from windlass.plan.cost import Batch, Work, estimate_cost, read_shape
+from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.train.loss import patch_forward
 
@@ -318,7 +318,7 @@ def documents(case: Case, rows: int) -> torch.Tensor:
     return (torch.arange(case.length) % (case.length // 8)).expand(rows, -1)
 
 
-def work(case: Case, found: Base, adapter: Adapter) -> Work:
+def work(case: Case, found: Base, adapter: Adapter) -> Workload:
     h200 = find_gpu("h200")
     layout = Layout(
         "full-shard" if case.reshard else "no-reshard",
@@ -331,7 +331,7 @@ def work(case: Case, found: Base, adapter: Adapter) -> Work:
     )
     machine = Machine(h200, find_fabric("nvlink4"), find_fabric("infiniband-400"), find_fabric("pcie5"), 1, None)
     batch = Batch(case.micro, 2, case.length)
-    return Work(
+    return Workload(
         read_shape(found, adapter),
         layout,
         batch,

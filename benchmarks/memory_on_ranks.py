@@ -33,7 +33,7 @@ from windlass import tiny
 from windlass.hardware import Machine, find_fabric, find_gpu
 from windlass.model import targets as adapters
 from windlass.plan import memory
-from windlass.plan.cost import Batch, Work, estimate_cost, read_shape
+from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import ExpertLora, Lora
 from windlass.train import parallel
@@ -90,7 +90,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     processor = Machine(
         find_gpu("cpu"), find_fabric("loopback"), find_fabric("loopback"), find_fabric("memory"), 1, None
     )
-    work = Work(read_shape(found, adapter), layout, Batch(MICRO, 2, LENGTH), processor, "adamw_torch", 2)
+    work = Workload(read_shape(found, adapter), layout, Batch(MICRO, 2, LENGTH), processor, "adamw_torch", 2)
     model, _ = load_base(found, layout, dtype=torch.bfloat16)
     peft = attach_adapter(model, lora, adapter, 0)
     patch_forward(model)

@@ -22,7 +22,7 @@ from windlass.model.quantization import (
 )
 from windlass.plan.cost import (
     Batch,
-    Work,
+    Workload,
     read_shape,
 )
 from windlass.plan.layout import Layout
@@ -149,7 +149,7 @@ def card() -> hardware.Gpu:
 @dataclass
 class Built:
     model: PeftModel
-    work: Work  # with the batch of the first cell
+    work: Workload  # with the batch of the first cell
     words: str
 
 
@@ -171,7 +171,7 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool) -> Built:
     fabrics = (hardware.find_fabric(gpu.link), hardware.find_fabric(gpu.link), hardware.find_fabric(gpu.host_link))
     machine = hardware.Machine(gpu, *fabrics, 1, None)
     batch = Batch(1, 1, sizes.length)
-    work = Work(read_shape(found, adapter), layout, batch, machine, "adamw_torch", 2)
+    work = Workload(read_shape(found, adapter), layout, batch, machine, "adamw_torch", 2)
     words = f"r={sizes.r} attention, shared" + (f"; r={sizes.expert_r} routed" if routed else "")
     return Built(peft, work, f"{words}: {adapter.trainable / 1e6:.1f} M")
 

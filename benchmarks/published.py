@@ -36,7 +36,7 @@ from windlass.hardware import GIB, Machine
 from windlass.model import config
 from windlass.model import targets as adapters
 from windlass.plan import memory
-from windlass.plan.cost import Batch, Cost, Work, estimate_cost, read_shape
+from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import (
     Layout,
 )
@@ -126,7 +126,7 @@ class Replay:
     planned_tokens: float  # per GPU and second
     published_gib: float | None
     published_tokens: float | None
-    timed: tuple[Work, Engine] = field(repr=False)  # what its speed is planned of
+    timed: tuple[Workload, Engine] = field(repr=False)  # what its speed is planned of
 
 
 def number(text: str, what: str, kind: str = "count", *, empty: float | None = None) -> float:
@@ -272,7 +272,7 @@ def replay(row: dict[str, str], line: int) -> Replay:
     )
 
 
-def work_of(row: dict[str, str]) -> tuple[Work, Engine, int | None]:
+def work_of(row: dict[str, str]) -> tuple[Workload, Engine, int | None]:
     """Return the planned work of a row, its engine, and the usual length of its rows."""
     engine = Engine.of(row)
     gpu, (nodes, per_node) = gpu_of(row["gpu"]), ranks_of(row)
@@ -313,7 +313,7 @@ def work_of(row: dict[str, str]) -> tuple[Work, Engine, int | None]:
         rates = replace(rates, decode_gb_per_second=rates.memory_gb_per_second / decoded)
     if engine.upcast:  # products are made in 16 bits all the same
         rates = replace(rates, products={**rates.products, "float32": rates.products["bfloat16"]})
-    work = Work(
+    work = Workload(
         shape=shape,
         layout=layout,
         batch=Batch(micro, whole(accumulation, "accum", empty=1), length),
@@ -394,7 +394,7 @@ def network_of(words: str) -> str:
     return "infiniband-200" if "hdr" in lower or "800" in lower else "infiniband-400"
 
 
-def seconds_of(work: Work, planned: Time, engine: Engine) -> float:
+def seconds_of(work: Workload, planned: Time, engine: Engine) -> float:
     """Return the seconds of a step, with this engine's additional host work."""
     batch, layers = work.batch, work.shape.kinds
     if engine.fsdp1:
@@ -410,7 +410,7 @@ def seconds_of(work: Work, planned: Time, engine: Engine) -> float:
     return float((gpu + (host + more) ** AHEAD) ** (1 / AHEAD)) * batch.accumulation
 
 
-def memory_of(work: Work, planned: Cost, engine: Engine, row: dict[str, str]) -> float:
+def memory_of(work: Workload, planned: Cost, engine: Engine, row: dict[str, str]) -> float:
     """Return the memory as the publisher counts it: allocated by torch, reserved, or reported by the driver."""
     words, without = row["notes"].lower(), set[str]()
     if "allocated" in words:
@@ -421,7 +421,7 @@ def memory_of(work: Work, planned: Cost, engine: Engine, row: dict[str, str]) ->
     moments = {name: {row.item: row.bytes for row in each} for name, each in memory.list_training_moments(work).items()}
     always = sum(row.bytes for row in rows) - sum(moments[planned.peak].values())
     if engine.gptq:
-        always -= work.shape.all.narrow / work.layout.shard * (FOUR_BITS["int4"].bytes - GPTQ_BYTES)
+        always -= work.shape.elements.narrow / work.layout.shard * (FOUR_BITS["int4"].bytes - GPTQ_BYTES)
     if engine.fsdp1 and work.layout.activation_checkpointing:
         # Layers' inputs stay allocated until the backward is over, and so do their gradients.
         stream = (len(work.shape.layers) - 1) * work.batch.tokens * work.shape.hidden * work.width

@@ -20,7 +20,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4MLP
 from windlass import hardware, tiny
 from windlass.model import Base, read_base
 from windlass.model.targets import resolve_adapter
-from windlass.plan.cost import Batch, Work, estimate_cost, read_shape
+from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel
@@ -144,7 +144,7 @@ def test_collectives_equal_the_plan_on_all_ranks(
     gpu = hardware.find_gpu("h100")
     link, network, host = (hardware.find_fabric(each) for each in (gpu.link, "infiniband-400", gpu.host_link))
     machine = hardware.Machine(gpu, link, network, host, 8, None)
-    work = Work(
+    work = Workload(
         read_shape(base, resolve_adapter(LORA, base, str)), layout, Batch(1, 1, TOKENS), machine, "adamw_torch", 2
     )
     flows = estimate_cost(work, advise=False).flows

@@ -23,11 +23,11 @@ from windlass.model.family import FAMILIES, Family
 from windlass.model.targets import Adapter, Target
 from windlass.plan import memory
 from windlass.plan import step_time as operators
-from windlass.plan.cost import Batch, Cost, Work, estimate_cost, read_shape
+from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.workload import (
     Lora,
-    Shape,
+    ModelShape,
 )
 from windlass.settings import (
     DOCUMENT_TOKENS,
@@ -88,7 +88,7 @@ def lora(r: int = 16, experts: bool = False) -> Adapter:
 
 
 @cache
-def shape(experts: bool = False) -> Shape:
+def shape(experts: bool = False) -> ModelShape:
     return read_shape(BASE, lora(experts=experts))
 
 
@@ -105,20 +105,20 @@ def machine(name: str = "h200", nics: int = 1, host: float | None = 1000.0) -> M
     return replace(found, measured=replace(ideal, collectives=reached))
 
 
-def real(given: Work, **rates: Any) -> Work:
+def real(given: Workload, **rates: Any) -> Workload:
     """A machine by data sheets, but for these rates."""
     bare = replace(given.machine, measured=None)
     return replace(given, machine=replace(bare, measured=replace(bare.rates, **rates)))
 
 
-def work(nodes: int, gpus: int, micro: int = 1, accumulation: int = 16, nics: int = 1, **layout: Any) -> Work:
+def work(nodes: int, gpus: int, micro: int = 1, accumulation: int = 16, nics: int = 1, **layout: Any) -> Workload:
     model, batch = shape(layout.pop("experts", False)), Batch(micro, accumulation, 1024)
     settings = {"name": "full-shard", "reason": "", "shard": nodes * gpus, "activation_checkpointing": True, **layout}
     placed = Layout(nodes=nodes, gpus_per_node=gpus, **settings)
-    return Work(model, placed, batch, machine(nics=nics), "adamw_torch", 2)
+    return Workload(model, placed, batch, machine(nics=nics), "adamw_torch", 2)
 
 
-def unchecked(given: Work) -> Work:
+def unchecked(given: Workload) -> Workload:
     return replace(given, layout=replace(given.layout, activation_checkpointing=False))
 
 
@@ -277,7 +277,7 @@ def test_nics_are_shared_by_the_gpus_of_a_node() -> None:
 
 
 # name: work, seconds a step, seconds when nothing overlaps
-ROOFLINE: dict[str, tuple[Work, float, float]] = {
+ROOFLINE: dict[str, tuple[Workload, float, float]] = {
     "3x1, offload": (work(3, 1, offload=True), 113, 167),
     "3x1, 16 rows, no accumulation": (work(3, 1, 16, 1), 7.1, 9.5),
     "3x1, 16 rows, 8-bit shards": (work(3, 1, 16, 1, base_dtype="fp8"), 3.5, 6.0),

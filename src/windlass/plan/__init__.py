@@ -30,7 +30,7 @@ from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.cost import (
     Batch,
     Cost,
-    Work,
+    Workload,
     estimate_cost,
     read_shape,
 )
@@ -54,7 +54,7 @@ from windlass.plan.search import (
     list_named_layouts,
 )
 from windlass.plan.unset import BYTES_PER_TOKEN, FEW_STEPS, estimate_row_tokens, fill_in_unset
-from windlass.plan.workload import Shape
+from windlass.plan.workload import ModelShape
 from windlass.runfile import Cluster, Data, Loaded, RunFile, Train, resolve_accumulation
 from windlass.runfile.names import ATTENTION
 from windlass.settings import (
@@ -366,7 +366,7 @@ def _make_plan(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: 
         return list_micro_batches(run.train, max(1, round(count * request.ranks / ranks)), run.data.max_length)
 
     ways = batches(request.ranks)
-    work = Work(
+    work = Workload(
         shape=read_shape(base, adapter),
         layout=Layout("resident", "", request.nodes, request.gpus_per_node, shard=1, replicate=request.ranks),
         batch=ways[0],
@@ -596,7 +596,7 @@ def make_schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows
 # --- settings that are probably not intended ------------------
 
 
-def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
+def find_warnings(plan: Plan, rows: Rows, shape: ModelShape) -> Iterator[Warning]:
     """Yield warnings, the most serious first."""
     for path, absent in (*find_absent_data(plan.loaded), *find_absent_files(plan.loaded)):
         if is_expected_here(plan.loaded, path, weights=plan.base.path is not None):
@@ -640,7 +640,7 @@ def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
     yield from _warn_of_large_adapter(plan, shape, tokens)
 
 
-def _warn_of_large_adapter(plan: Plan, shape: Shape, tokens: int | None) -> Iterator[Warning]:
+def _warn_of_large_adapter(plan: Plan, shape: ModelShape, tokens: int | None) -> Iterator[Warning]:
     modules = [
         lora for layer, _ in shape.kinds for lora in (*layer.plain_lora, *layer.expert_lora) if lora.part != "router"
     ]

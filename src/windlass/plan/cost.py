@@ -13,11 +13,11 @@ from windlass.model.quantization import (
 from windlass.plan.layout import (
     why_not_expert_parallel,
 )
-from windlass.plan.memory import Row, estimate_memory, total_bytes
+from windlass.plan.memory import MemoryRow, estimate_memory, total_bytes
 from windlass.plan.step_time import Flow, Time, estimate_time
 from windlass.plan.workload import (
     Batch,
-    Work,
+    Workload,
     read_shape,
 )
 from windlass.settings import (
@@ -28,8 +28,8 @@ __all__ = [
     "Batch",
     "Cost",
     "Flow",
-    "Row",
-    "Work",
+    "MemoryRow",
+    "Workload",
     "estimate_cost",
     "published_dtype",
     "quantizable_names",
@@ -47,7 +47,7 @@ class Cost(Time):
     """The cost of a run: memory for full rows, since some will be; traffic and time for rows of the usual length."""
 
     batch: Batch
-    rows: tuple[Row, ...]
+    rows: tuple[MemoryRow, ...]
     gpu_gib: float  # peak over the phases
     host_gib: float  # per node, peak over the phases
     fits: bool
@@ -56,7 +56,7 @@ class Cost(Time):
     peak: str  # the moment of the step with the highest GPU memory use
 
 
-def estimate_cost(work: Work, usual: int | None = None, *, advise: bool = True) -> Cost:
+def estimate_cost(work: Workload, usual: int | None = None, *, advise: bool = True) -> Cost:
     """Return memory, traffic and time of this run. Pure: the same work always has the same cost.
 
     `usual`: tokens of a usual row. `advise`: if the run does not fit, search for a change that makes it fit.
@@ -77,17 +77,17 @@ def estimate_cost(work: Work, usual: int | None = None, *, advise: bool = True) 
     )
 
 
-def _estimate_sizes(work: Work) -> tuple[float, float, tuple[Row, ...], str]:
+def _estimate_sizes(work: Workload) -> tuple[float, float, tuple[MemoryRow, ...], str]:
     rows, peak = estimate_memory(work)
     return total_bytes(rows, "gpu") / GIB, total_bytes(rows, "host") / GIB, rows, peak
 
 
-def _fits(work: Work, gpu_gib: float, host_gib: float) -> bool:
+def _fits(work: Workload, gpu_gib: float, host_gib: float) -> bool:
     host = work.machine.host_memory_gib
     return gpu_gib <= work.machine.gpu.memory_gib and (host is None or host_gib <= host)
 
 
-def _find_remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
+def _find_remedy(work: Workload, gpu_gib: float, host_gib: float) -> str:
     """Describe the mildest change that makes the run fit; else the number of nodes that would; else the shortage."""
     have, host = work.machine.gpu.memory_gib, work.machine.host_memory_gib
     short = f"{gpu_gib:.1f} GiB of {have:.1f} a GPU"
@@ -118,7 +118,7 @@ def _find_remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
     return f"needs {short}: {failed}no number of such nodes up to {MOST_NODES} is enough, take GPUs with more memory"
 
 
-def _list_changes(work: Work) -> Iterator[tuple[list[str], Work]]:
+def _list_changes(work: Workload) -> Iterator[tuple[list[str], Workload]]:
     """Yield what a user could change, mildest first: cumulative keys, then all of them with each possible layout."""
     layout, batch, ranks = work.layout, work.batch, work.layout.ranks
     recompute = replace(layout, activation_checkpointing=True)

@@ -16,7 +16,7 @@ from math import ceil, prod
 from windlass import settings
 from windlass.hardware import GIB
 from windlass.model import Parameter
-from windlass.plan.workload import Count, Layer, Lora, Shape, Traced, Work, count_elements
+from windlass.plan.workload import ElementCount, Layer, Lora, ModelShape, Traced, Workload, count_elements
 from windlass.settings import CONVERTED_VALUES, FOUR_BITS, LOADER_THREADS, PUBLISHED_NF4, TILE_TOKENS, TILE_VOCABULARY
 
 FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, tuple[float, float, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MemoryRow:
     """One line of the memory table."""
 
     item: str
@@ -62,41 +62,41 @@ class Row:
     place: str = "gpu"  # gpu, host
 
 
-def estimate_memory(work: Work) -> tuple[tuple[Row, ...], str]:
+def estimate_memory(work: Workload) -> tuple[tuple[MemoryRow, ...], str]:
     """Return the memory table at the peak, and the moment of the step that has the peak."""
     weights, formula = base_bytes(work)
     if full := full_weights_share(work):
         weights, formula = weights - full * work.base_bytes, f"{formula}; without {full} that are trained"
     mine, words = adapter_share(work)
     size, (states, fixed, kind) = work.shape.adapter.dtype_bytes, find_optimizer_states(work.optim)
-    base = Row("base weights", 0.0 if work.layout.offload else weights, formula)
-    adapter = Row("adapter", mine * size, f"{words}, x {size}")
-    gradients = Row("adapter gradients", mine * size, f"{mine} x {size}")
-    optimizer = Row("optimizer", mine * (states * size + fixed), f"{mine} x {states * size + fixed:g}: {kind}")
-    reserve = Row("reserve", RESERVE_GPU, "driver and its context, cuBLAS workspace, NCCL channels, assumed")
+    base = MemoryRow("base weights", 0.0 if work.layout.offload else weights, formula)
+    adapter = MemoryRow("adapter", mine * size, f"{words}, x {size}")
+    gradients = MemoryRow("adapter gradients", mine * size, f"{mine} x {size}")
+    optimizer = MemoryRow("optimizer", mine * (states * size + fixed), f"{mine} x {states * size + fixed:g}: {kind}")
+    reserve = MemoryRow("reserve", RESERVE_GPU, "driver and its context, cuBLAS workspace, NCCL channels, assumed")
     if work.on_cpu:
-        reserve = Row("reserve", RESERVE_CPU, "a process with the training libraries, assumed")
+        reserve = MemoryRow("reserve", RESERVE_CPU, "a process with the training libraries, assumed")
     routed = any(layer.experts for layer in work.shape.layers)
     prepared_bytes = PREPARED_BY_LENGTH * work.on_cpu
     if work.masked or work.document is not None:
         prepared_bytes = (PREPARED_ROUTED if routed else PREPARED_CPU) * work.on_cpu
-    prepared = Row("prepared products", prepared_bytes, "oneDNN's, one for each number of tokens in a batch")
+    prepared = MemoryRow("prepared products", prepared_bytes, "oneDNN's, one for each number of tokens in a batch")
     permanent = [base, adapter, optimizer, reserve, prepared]
     training = [base, adapter, gradients, optimizer, reserve, prepared]
     moments = {name: [*training, *rows] for name, rows in list_training_moments(work).items()}
     moments |= {name: [*permanent, *rows] for name, rows in _list_evaluation_moments(work).items()}
     peak = max(moments, key=lambda name: sum(row.bytes for row in moments[name]))
     moving = sum(row.bytes for row in moments[peak] if row not in permanent)
-    slack = Row("fragmentation", FRAGMENTATION * moving, f"{FRAGMENTATION:.0%} of what comes and goes, assumed")
+    slack = MemoryRow("fragmentation", FRAGMENTATION * moving, f"{FRAGMENTATION:.0%} of what comes and goes, assumed")
     words = f"{LOADER_THREADS} chunks of {CONVERTED_VALUES} values: as stored, in float32, and their scales"
-    chunks = Row("chunks being read", LOADER_THREADS * CONVERTED_VALUES * (2 + FLOAT + FLOAT), words)
+    chunks = MemoryRow("chunks being read", LOADER_THREADS * CONVERTED_VALUES * (2 + FLOAT + FLOAT), words)
     gpu = {"load": [base, reserve, chunks], "step": [*moments[peak], slack], "save": training}
     table = [replace(row, phase=phase) for phase, rows in gpu.items() for row in rows]
     table += _host_rows(work, {phase: sum(row.bytes for row in rows) for phase, rows in gpu.items()})
     return tuple(row for row in table if row.bytes > 0), peak
 
 
-def total_bytes(table: Iterable[Row], place: str) -> float:
+def total_bytes(table: Iterable[MemoryRow], place: str) -> float:
     """Return the bytes of a place in its fullest phase."""
     sums: dict[str, float] = defaultdict(float)
     for row in table:
@@ -122,17 +122,17 @@ class ElementBytes:
     narrow: float
     name: str = ""  # the dtype with fewer bits
 
-    def of(self, count: Count) -> float:
-        return (count.all - count.narrow) * self.most + count.narrow * self.narrow
+    def of(self, count: ElementCount) -> float:
+        return (count.total - count.narrow) * self.most + count.narrow * self.narrow
 
-    def describe(self, count: Count) -> str:
+    def describe(self, count: ElementCount) -> str:
         if self.narrow == self.most or not count.narrow:
-            return f"{count.all} parameters x {self.most}"
-        rest = count.all - count.narrow
+            return f"{count.total} parameters x {self.most}"
+        rest = count.total - count.narrow
         return f"{count.narrow} parameters in {self.name} x {self.narrow:.6g} + {rest} x {self.most}"
 
 
-def stored_bytes(work: Work) -> ElementBytes:
+def stored_bytes(work: Workload) -> ElementBytes:
     """Return the bytes per element of the base as this run stores it."""
     name = work.layout.base_dtype.upper()
     if four := FOUR_BITS.get(work.layout.base_dtype):
@@ -144,29 +144,29 @@ def stored_bytes(work: Work) -> ElementBytes:
     return ElementBytes(work.base_bytes, 1 + FLOAT / prod(block) if block else 1, name)
 
 
-def gathered_bytes(work: Work) -> ElementBytes:
+def gathered_bytes(work: Workload) -> ElementBytes:
     """Return the bytes per element of the gathered base: FSDP2 casts float32 to the compute dtype before sending."""
     size = stored_bytes(work)
     narrow = work.layout.shard > 1 and work.layout.precision == "bf16" and work.base_bytes > 2
     return ElementBytes(2, min(size.narrow, 2), size.name) if narrow else size  # codes are not cast
 
 
-def base_bytes(work: Work) -> tuple[float, str]:
+def base_bytes(work: Workload) -> tuple[float, str]:
     """Return the bytes of the frozen base on one rank, with the formula."""
     layout, size, shape = work.layout, stored_bytes(work), work.shape
     if layout.shard == 1:
-        return size.of(shape.all), f"{size.describe(shape.all)}, unsharded on every rank"
+        return size.of(shape.elements), f"{size.describe(shape.elements)}, unsharded on every rank"
     if layout.expert_parallel == 1:
         mine = shape.sharded(layout.shard, experts=True)
-        return size.of(mine), f"({size.describe(shape.all)}) / {layout.shard}, rows rounded up"
+        return size.of(mine), f"({size.describe(shape.elements)}) / {layout.shard}, rows rounded up"
     own = shape.routed // layout.expert_parallel
     mine = shape.sharded(layout.shard, experts=False) + own // (layout.shard // layout.expert_parallel)
-    dense = shape.all.all - shape.routed.all
-    words = f"({dense} dense + {shape.routed.all} of the experts) / {layout.shard}: {size.describe(mine)}"
+    dense = shape.elements.total - shape.routed.total
+    words = f"({dense} dense + {shape.routed.total} of the experts) / {layout.shard}: {size.describe(mine)}"
     return size.of(mine), words
 
 
-def adapter_share(work: Work) -> tuple[int, str]:
+def adapter_share(work: Workload) -> tuple[int, str]:
     """Count the trained parameters on one rank. Experts' adapters stay with their expert; all others are replicated."""
     ranks, experts = work.layout.expert_parallel, work.shape.expert_adapter_parameters
     trainable = work.shape.adapter.trainable
@@ -178,7 +178,7 @@ def adapter_share(work: Work) -> tuple[int, str]:
     return plain + experts // ranks + full, f"{plain} replicated + {experts} of the experts / {ranks}{words}"
 
 
-def full_weights_share(work: Work) -> int:
+def full_weights_share(work: Workload) -> int:
     """Count the parameters of the base itself that are trained on one rank: they are sharded like the base."""
     return ceil(sum(work.shape.adapter.in_full.values()) / work.layout.shard)
 
@@ -186,14 +186,14 @@ def full_weights_share(work: Work) -> int:
 # --- temporary memory of a step ------------------
 
 
-def list_training_moments(work: Work) -> dict[str, list[Row]]:
+def list_training_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     """Return the rows of each moment of training that can be the peak."""
     shape, t, g = work.shape, Tokens.of(work), _gathered_rows(work)
     layers = len(shape.layers)
     kept, words = _kept_bytes(work, t)
-    saved = Row("activations", kept, words)
-    early = Row("activations", kept * (layers - 1) / layers, words)
-    first = Row("activations", kept / layers, words)
+    saved = MemoryRow("activations", kept, words)
+    early = MemoryRow("activations", kept * (layers - 1) / layers, words)
+    first = MemoryRow("activations", kept / layers, words)
     loss, loss_words = loss_bytes(shape, t, work.full_logits)
     states = t.count * shape.hidden * (FLOAT + t.width)
     gradient = f"{loss_words}; gradient of {t.count} x {shape.hidden} in float32 and {t.width}"
@@ -203,22 +203,22 @@ def list_training_moments(work: Work) -> dict[str, list[Row]]:
     worst = max(
         backward_bytes(layer, shape.hidden, t) + (layer_bytes(layer, t) if recompute else 0) for layer, _ in shape.kinds
     )
-    backward = [Row("backward of a layer", worst, words), *_dequantized_rows(work, t)]
+    backward = [MemoryRow("backward of a layer", worst, words), *_dequantized_rows(work, t)]
     again = max(layer_bytes(layer, t) for layer, _ in shape.kinds) if recompute else 0.0
     forward = (
         {"norms of a layer": [saved, *g["always"], *g["layers"], *dora_norm_rows(work, t, again)]} if t.dora else {}
     )
-    temporaries = Row("optimizer's temporaries", adapter_share(work)[0] * 4.0, "one float32 copy of the adapter")
+    temporaries = MemoryRow("optimizer's temporaries", adapter_share(work)[0] * 4.0, "one float32 copy of the adapter")
     if in_full := sum(shape.adapter.in_full.values()):
         size = shape.adapter.dtype_bytes
         each = 2 * size - (0 if work.layout.shard == 1 else gathered_bytes(work).most)
         words = f"{in_full} x {each}: unsharded, what is trained of the base and its gradient"
-        g["always"] = [*g["always"], Row("trained weights, gathered", in_full * each, words)]
+        g["always"] = [*g["always"], MemoryRow("trained weights, gathered", in_full * each, words)]
     return {
         "last layer's gather": [early, *g["always"], *g["last"]],
         "head's gather": [saved, *g["always"], *g["head"]],
-        "loss": [saved, *g["always"], *g["loss"], Row("loss", loss, loss_words)],
-        "loss's backward": [saved, *g["always"], *g["tail"], Row("loss", loss + states, gradient)],
+        "loss": [saved, *g["always"], *g["loss"], MemoryRow("loss", loss, loss_words)],
+        "loss's backward": [saved, *g["always"], *g["tail"], MemoryRow("loss", loss + states, gradient)],
         "backward of a layer": [saved, *g["always"], *g["layers"], *backward],
         **forward,
         "backward of the first layer": [first, *g["always"], *g["first"], *backward],
@@ -226,7 +226,7 @@ def list_training_moments(work: Work) -> dict[str, list[Row]]:
     }
 
 
-def _list_evaluation_moments(work: Work) -> dict[str, list[Row]]:
+def _list_evaluation_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     """Return the rows of an evaluation's fullest moments: no backward, but perhaps larger batches than in training."""
     if not work.evaluated:
         return {}
@@ -234,20 +234,20 @@ def _list_evaluation_moments(work: Work) -> dict[str, list[Row]]:
     t = Tokens.of(replace(work, batch=replace(work.batch, micro=work.evaluated)))
     worst = max(forward_bytes(layer, shape.hidden, t) for layer, _ in shape.kinds)
     words = f"an evaluation batch of {t.count} tokens, within the widest layer"
-    forward = [Row("forward of a layer", worst, words), *_dequantized_rows(work, t), *dora_norm_rows(work, t)]
+    forward = [MemoryRow("forward of a layer", worst, words), *_dequantized_rows(work, t), *dora_norm_rows(work, t)]
     words = f"2 x {t.count} x {shape.hidden} x {t.width}"
-    hidden = Row("hidden states", 2.0 * t.count * shape.hidden * t.width, words)
+    hidden = MemoryRow("hidden states", 2.0 * t.count * shape.hidden * t.width, words)
     loss, words = loss_bytes(shape, t, work.full_logits)
     words = f"an evaluation's; {words}; hidden states, and the final norm's in float32"
     states = t.count * shape.hidden * (FLOAT + t.width)
     return {
         "evaluation": [*g["always"], *g["layers"], *forward],
         "evaluation's gather": [*g["always"], *g["last"], hidden],
-        "evaluation's loss": [*g["always"], *g["loss"], Row("loss", loss + states, words)],
+        "evaluation's loss": [*g["always"], *g["loss"], MemoryRow("loss", loss + states, words)],
     }
 
 
-def _kept_bytes(work: Work, t: Tokens) -> tuple[float, str]:
+def _kept_bytes(work: Workload, t: Tokens) -> tuple[float, str]:
     """Return the bytes of all layers' saved tensors, or with checkpointing of each layer's input."""
     shape = work.shape
     count = len(shape.layers)
@@ -273,15 +273,15 @@ def _kept_bytes(work: Work, t: Tokens) -> tuple[float, str]:
     return stream + layers + final, words
 
 
-def _gathered_rows(work: Work) -> dict[str, list[Row]]:
+def _gathered_rows(work: Workload) -> dict[str, list[MemoryRow]]:
     """Return the weights that FSDP2 has gathered: always, in the middle of a pass, and at its other moments."""
     layout, shape, size = work.layout, work.shape, gathered_bytes(work)
-    found: dict[str, list[Row]] = defaultdict(list)
+    found: dict[str, list[MemoryRow]] = defaultdict(list)
     if layout.shard == 1:
         return found
     split, reshards = layout.expert_parallel > 1, layout.reshard_after_forward
 
-    def padded(layer: Layer) -> Count:
+    def padded(layer: Layer) -> ElementCount:
         """Count what FSDP2 gathers of a layer: it pads first dimensions to a multiple of the ranks."""
         sharded = (p for p in layer.parameters if not (split and p.part == "experts"))
         return count_elements(sharded, shape.narrow, layout.shard) * layout.shard
@@ -294,15 +294,15 @@ def _gathered_rows(work: Work) -> dict[str, list[Row]]:
     if not reshards:  # the layer itself counts as permanently gathered
         last, words = before + now, f"buffers of the layer, {size.describe(counts[-1])}, and of the previous one"
     tail = size.of(shape.tail)
-    head = Row("head and final norm, gathered", tail, "kept gathered from the end of the forward to the backward")
-    buffers = Row("all-gather buffers", tail + last / 3, "the head's own and the last layer's")
-    found |= {"last": [Row("gathered layers", last, words)], "head": [head, buffers], "tail": [head]}
-    found["loss"] = [head, Row("all-gather buffers", tail, "the head's")]
+    head = MemoryRow("head and final norm, gathered", tail, "kept gathered from the end of the forward to the backward")
+    buffers = MemoryRow("all-gather buffers", tail + last / 3, "the head's own and the last layer's")
+    found |= {"last": [MemoryRow("gathered layers", last, words)], "head": [head, buffers], "tail": [head]}
+    found["loss"] = [head, MemoryRow("all-gather buffers", tail, "the head's")]
     if not reshards:
         every = shape.rest - shape.tail
         for layer, times in shape.kinds:
-            every += (kinds[id(layer)] + (layer.routed // layout.expert_parallel if split else Count())) * times
-        found["always"] = [Row("gathered weights", size.of(every), f"{size.describe(every)}, not resharded")]
+            every += (kinds[id(layer)] + (layer.routed // layout.expert_parallel if split else ElementCount())) * times
+        found["always"] = [MemoryRow("gathered weights", size.of(every), f"{size.describe(every)}, not resharded")]
         return found
     # FSDP2 copies gathered weights out of the buffer while it already fills the next layer's buffer.
     most = max([size.of(a) + size.of(b) for a, b in pairwise(counts)] or [size.of(counts[0])])
@@ -311,21 +311,21 @@ def _gathered_rows(work: Work) -> dict[str, list[Row]]:
         own = max((layer.routed for layer in shape.layers), key=size.of) // layout.expert_parallel
         most += size.of(own) * (2 if layout.shard > layout.expert_parallel else 1)
         words += f"; the rank's own experts of a layer, which FSDP2 copies even unsent: {size.describe(own)}"
-    found["layers"] = [Row("gathered layers", most, words)]
+    found["layers"] = [MemoryRow("gathered layers", most, words)]
     if layout.activation_checkpointing:
         # With checkpointing the embedding's output requires a gradient, so its weights are gathered once more.
-        words = f"a layer of {counts[0].all} parameters and the embedding's {shape.embedding.all}"
-        found["first"] = [Row("gathered layers", size.of(counts[0] + shape.embedding), words)]
+        words = f"a layer of {counts[0].total} parameters and the embedding's {shape.embedding.total}"
+        found["first"] = [MemoryRow("gathered layers", size.of(counts[0] + shape.embedding), words)]
     return found
 
 
-def dora_norm_rows(work: Work, t: Tokens, kept: float = 0.0) -> list[Row]:
+def dora_norm_rows(work: Workload, t: Tokens, kept: float = 0.0) -> list[MemoryRow]:
     """Return the memory for DoRA's norm of the widest adapted weight, plus `kept`, the bytes that its layer keeps."""
     widest = max((dora_bytes(lora, t) for layer, _ in work.shape.kinds for lora in layer.plain_lora), default=0.0)
-    return [Row("norms for DoRA", widest + kept, "the widest adapted weight, built in full")] if work.dora else []
+    return [MemoryRow("norms for DoRA", widest + kept, "the widest adapted weight, built in full")] if work.dora else []
 
 
-def _dequantized_rows(work: Work, t: Tokens) -> list[Row]:
+def _dequantized_rows(work: Workload, t: Tokens) -> list[MemoryRow]:
     """Return the dequantized values of the widest quantized parameter, as far as they exist at once."""
     if work.layout.base_dtype == "bf16":
         return []
@@ -334,9 +334,10 @@ def _dequantized_rows(work: Work, t: Tokens) -> list[Row]:
     if work.on_cpu:  # one expert at a time, in float32 and then in the products' dtype
         widest = max((prod(p.shape[-2:]) for p in narrow), default=0)
         each = FLOAT + (t.width if t.width < FLOAT else 0)
-        return [Row("dequantized weights", widest * each, f"the widest matrix: {widest} x {each}")]
+        return [MemoryRow("dequantized weights", widest * each, f"the widest matrix: {widest} x {each}")]
     most = max((dequantized_bytes(p.shape, work.layout.expert_parallel, t.width) for p in narrow), default=0)
-    return [Row("dequantized weights", most, f"of the widest stack at most {settings.DEQUANTIZED_BYTES} bytes at once")]
+    most_bytes = settings.DEQUANTIZED_BYTES
+    return [MemoryRow("dequantized weights", most, f"of the widest stack at most {most_bytes} bytes at once")]
 
 
 def dequantized_bytes(shape: Sequence[int], expert_parallel: int, width: int) -> int:
@@ -373,7 +374,7 @@ class Tokens:
     length: int = 1  # tokens per sequence
 
     @classmethod
-    def of(cls, work: Work) -> Tokens:
+    def of(cls, work: Workload) -> Tokens:
         return cls(
             count=work.batch.tokens,
             width=work.width,
@@ -465,7 +466,7 @@ def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
     return stream + max(options)
 
 
-def loss_bytes(shape: Shape, t: Tokens, full_logits: bool) -> tuple[float, str]:
+def loss_bytes(shape: ModelShape, t: Tokens, full_logits: bool) -> tuple[float, str]:
     """Return the bytes of the loss's forward on top of the hidden states; its backward adds the states' gradient."""
     if full_logits:
         total = 3.0 * t.count * shape.vocab * FLOAT
@@ -498,29 +499,29 @@ def _adapter_input_bytes(adapted: Sequence[Lora], t: Tokens) -> float:
 # --- the host ------------------
 
 
-def _host_rows(work: Work, own: Mapping[str, float]) -> list[Row]:
+def _host_rows(work: Workload, own: Mapping[str, float]) -> list[MemoryRow]:
     """Return the rows of one node's host memory. `own`: bytes that a rank on a CPU needs in each phase."""
     ranks, count, size = work.layout.gpus_per_node, work.shape.adapter.trainable, work.shape.adapter.dtype_bytes
     # Rank 0 alone writes the full adapter, even if other ranks train parts of it.
     states, fixed, _ = find_optimizer_states(work.optim)
     moments = states * size + fixed
     words = f"rank 0: {count} x ({size} + optimizer {moments:g}), and the optimizer's file of {moments:g} more"
-    written = Row("adapter being written", count * (size + 2 * moments), words, "save", "host")
+    written = MemoryRow("adapter being written", count * (size + 2 * moments), words, "save", "host")
     if work.on_cpu:
         words = f"{ranks} x what a rank needs"
-        return [*(Row("ranks", ranks * each, words, phase, "host") for phase, each in own.items()), written]
+        return [*(MemoryRow("ranks", ranks * each, words, phase, "host") for phase, each in own.items()), written]
     process, words = ranks * HOST_PROCESS, f"{ranks} x {HOST_PROCESS / GIB:g} GiB, assumed"
-    rows = [*(Row("processes", process, words, phase, "host") for phase in own), written]
+    rows = [*(MemoryRow("processes", process, words, phase, "host") for phase in own), written]
     words = f"{ranks} x {LOADER_THREADS} of {CONVERTED_VALUES} values as stored"
-    rows.append(Row("chunks being read", ranks * LOADER_THREADS * CONVERTED_VALUES * 2, words, "load", "host"))
+    rows.append(MemoryRow("chunks being read", ranks * LOADER_THREADS * CONVERTED_VALUES * 2, words, "load", "host"))
     if work.layout.offload:
         words = f"{ranks} x {base_bytes(work)[1]}, pinned: each parameter's part takes a power of two"
         pinned = ranks * _pinned_bytes(work)
-        rows += [Row("offloaded base weights", pinned, words, phase, "host") for phase in own]
+        rows += [MemoryRow("offloaded base weights", pinned, words, phase, "host") for phase in own]
     return rows
 
 
-def _pinned_bytes(work: Work) -> float:
+def _pinned_bytes(work: Workload) -> float:
     """Return the bytes that one rank pins: torch's pinned-memory allocator rounds each request up to a power of two."""
     shard, split = work.layout.shard, work.layout.expert_parallel
 

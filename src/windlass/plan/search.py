@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from windlass.plan.cost import HEADROOM, Batch, Cost, Work, estimate_cost
+from windlass.plan.cost import HEADROOM, Batch, Cost, Workload, estimate_cost
 from windlass.plan.layout import (
     AUTO,
     Layout,
@@ -153,7 +153,7 @@ def list_micro_batches(train: Train, accumulation: int, length: int) -> tuple[Ba
     return tuple(Batch(size, accumulation // size, length) for size in list_divisors(accumulation))
 
 
-def try_batches(work: Work, layout: Layout, usual: int, batches: Sequence[Batch]) -> tuple[Cost, tuple[Cost, ...]]:
+def try_batches(work: Workload, layout: Layout, usual: int, batches: Sequence[Batch]) -> tuple[Cost, tuple[Cost, ...]]:
     """Return the fastest batch that leaves headroom, the larger of equals; if none does, the smallest. Also return all
     that were tried, up to the first without headroom: no later one would leave it."""
     tried: list[Cost] = []
@@ -171,7 +171,7 @@ def try_batches(work: Work, layout: Layout, usual: int, batches: Sequence[Batch]
 
 
 def compare_layouts(
-    work: Work, usual: int, layouts: Iterable[Named], batches: BatchesOf, barred: Mapping[str, str] | None = None
+    work: Workload, usual: int, layouts: Iterable[Named], batches: BatchesOf, barred: Mapping[str, str] | None = None
 ) -> tuple[Candidate, ...]:
     """Return every layout with its best micro-batch, best first. `usual`: the tokens of a usual row. `barred`: layouts
     that training cannot use on several ranks, and why.
@@ -276,7 +276,13 @@ def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
 
 
 def advise_faster_layout(
-    work: Work, usual: int, contenders: Sequence[Candidate], run: RunFile, *, batch_is_set: bool, layout_is_set: bool
+    work: Workload,
+    usual: int,
+    contenders: Sequence[Candidate],
+    run: RunFile,
+    *,
+    batch_is_set: bool,
+    layout_is_set: bool,
 ) -> tuple[Advice, ...]:
     """Return the gain of each change alone and of all together, the best first."""
     sequences, full = work.batch.micro * work.batch.accumulation, work.batch.length

@@ -15,7 +15,7 @@ from typing import Any
 
 from windlass.hardware import NARROW, Fabric, get_product_rate, interpolate
 from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes
-from windlass.plan.workload import Layer, Lora, Shape, Work
+from windlass.plan.workload import Layer, Lora, ModelShape, Workload
 from windlass.settings import FUSED_INPUTS
 
 # Ranks wait for the slowest one, and collectives use some of the GPU's own units and memory. Processors that ranks
@@ -96,7 +96,7 @@ class Passes:
         return Passes(self.compute * times, self.memory * times, self.host * times)
 
 
-def estimate_time(work: Work) -> Time:
+def estimate_time(work: Workload) -> Time:
     rates, accumulation, ranks = work.machine.rates, work.batch.accumulation, work.layout.ranks
     gathers, dispatch, reduces, transfers = (
         _gather_flows(work),
@@ -164,7 +164,7 @@ def estimate_time(work: Work) -> Time:
 # --- operations ------------------
 
 
-def count_flops(work: Work) -> tuple[float, float]:
+def count_flops(work: Workload) -> tuple[float, float]:
     """Return the FLOPs per token of forward and backward, and those of recomputation.
 
     A frozen weight is multiplied in the forward and for the gradient of its input only: 4 FLOPs per active frozen
@@ -184,7 +184,7 @@ def count_flops(work: Work) -> tuple[float, float]:
     return 4 * shape.active + 6 * adapter + attention + back, recomputed
 
 
-def causal_attention_flops(shape: Shape, length: int, phase: str = "forward") -> float:
+def causal_attention_flops(shape: ModelShape, length: int, phase: str = "forward") -> float:
     """Return the FLOPs per token of attention in one forward or backward: scores and their product with the values,
     over the unmasked half of the square; for layers without a formula also all other products between tokens."""
     total = 0.0
@@ -202,7 +202,7 @@ def _attention_flops(layer: Layer, length: int) -> float:
 
 
 def _product_seconds(
-    work: Work, rows: float, inputs: float, outputs: float, *, experts: float = 0, wide: bool = False
+    work: Workload, rows: float, inputs: float, outputs: float, *, experts: float = 0, wide: bool = False
 ) -> float:
     """Return the seconds of one matrix product, or of a grouped product of all experts with `rows` rows each."""
     dtype = "bfloat16" if work.width == 2 and not wide else "float32"
@@ -211,14 +211,14 @@ def _product_seconds(
     return 2 * max(experts, 1) * rows * inputs * outputs / rate / 1e12
 
 
-def _narrow_product_seconds(work: Work, rows: float, width: int, r: int, *, wide: bool) -> float:
+def _narrow_product_seconds(work: Workload, rows: float, width: int, r: int, *, wide: bool) -> float:
     """Return the seconds of an adapter's product: a narrow one takes longer than a square one with the same FLOPs."""
     points = work.machine.rates.narrow.get("bfloat16" if work.width == 2 and not wide else "float32")
     least = 2 * rows * width * NARROW / interpolate(points, rows, width) / 1e12 if points else 0.0
     return max(least, _product_seconds(work, rows, width, r, wide=wide))
 
 
-def _estimate_pass(work: Work, phase: str, *, products: bool = True) -> Passes:
+def _estimate_pass(work: Workload, phase: str, *, products: bool = True) -> Passes:
     """Return the time of all layers' forward or backward. `products`: include those of the routed experts."""
     found = Passes()
     for layer, times in work.shape.kinds:
@@ -226,7 +226,7 @@ def _estimate_pass(work: Work, phase: str, *, products: bool = True) -> Passes:
     return found
 
 
-def _estimate_layer(work: Work, layer: Layer, phase: str, *, products: bool) -> Passes:
+def _estimate_layer(work: Workload, layer: Layer, phase: str, *, products: bool) -> Passes:
     rates, shape, tokens, back = work.machine.rates, work.shape, work.batch.tokens, phase == "backward"
     compute, used = 0.0, 0.0
     for p in layer.parameters:
@@ -274,7 +274,7 @@ def _estimate_layer(work: Work, layer: Layer, phase: str, *, products: bool) -> 
     return Passes(compute, memory, host) + _adapter_options(work, layer, phase, wide=wide)
 
 
-def _adapter_options(work: Work, layer: Layer, phase: str, *, wide: bool) -> Passes:
+def _adapter_options(work: Workload, layer: Layer, phase: str, *, wide: bool) -> Passes:
     """Return the time that DoRA, dropout and float32 without autocast add to plain LoRA. DoRA builds each adapted
     weight and its norm in every forward."""
     tokens, compute, found = work.batch.tokens, 0.0, Passes()
@@ -296,7 +296,7 @@ def _adapter_options(work: Work, layer: Layer, phase: str, *, wide: bool) -> Pas
     return found + Passes(compute)
 
 
-def _linear_option(work: Work, name: str, adapted: Sequence[tuple[Lora, int]], phase: str) -> Passes:
+def _linear_option(work: Workload, name: str, adapted: Sequence[tuple[Lora, int]], phase: str) -> Passes:
     """Return the time of an option for the adapted layers, each with its number of rows, from counts of one linear."""
     rates, row, moved = work.machine.rates, load_operators()["linear"][name][phase], 0.0
     for lora, rows in adapted:
@@ -306,7 +306,7 @@ def _linear_option(work: Work, name: str, adapted: Sequence[tuple[Lora, int]], p
     return Passes(0.0, moved * work.width / 2 / rates.memory_gb_per_second / 1e9, host * len(adapted))
 
 
-def _estimate_outside_layers(work: Work) -> Passes:
+def _estimate_outside_layers(work: Workload) -> Passes:
     """Return the time of head and loss, forward and backward, and of a micro-batch's host work outside its layers."""
     rates, shape, tokens = work.machine.rates, work.shape, work.batch.tokens
     head = _product_seconds(work, tokens, shape.hidden, shape.vocab)
@@ -314,7 +314,7 @@ def _estimate_outside_layers(work: Work) -> Passes:
     return Passes(2 * head, logits, MICRO_BATCH_OPERATORS * rates.operator_seconds)
 
 
-def _optimizer_seconds(work: Work) -> float:
+def _optimizer_seconds(work: Workload) -> float:
     """Return the seconds of the optimizer, once per step: every trained parameter, and the Python around it."""
     rates, (mine, _), operators = work.machine.rates, adapter_share(work), STEP_OPERATORS
     if work.on_cpu:
@@ -323,14 +323,14 @@ def _optimizer_seconds(work: Work) -> float:
     return OPTIMIZER_BYTES * mine / rates.memory_gb_per_second / 1e9 + operators * rates.operator_seconds
 
 
-def _count_unfused_products(work: Work, layer: Layer, phase: str) -> int:
+def _count_unfused_products(work: Workload, layer: Layer, phase: str) -> int:
     """Return the number of products that are computed one expert at a time."""
     if not layer.experts or not work.machine.gpu.name.startswith(ONE_BY_ONE):
         return 0
     return 2 + len(layer.expert_lora) * (4 if phase == "backward" else 2)  # gate with up, and down; A and B of each
 
 
-def _count_syncs(work: Work) -> float:
+def _count_syncs(work: Workload) -> float:
     """Count a micro-batch's synchronizations, where the host reads the number of tokens per rank or per expert."""
     total = 0.0
     for layer, times in work.shape.kinds:
@@ -342,34 +342,34 @@ def _count_syncs(work: Work) -> float:
     return total
 
 
-def _weights_seconds(work: Work) -> float:
+def _weights_seconds(work: Workload) -> float:
     """Return the seconds to decode weights (4-bit ones at the rate of FP8) and to copy gathered ones."""
     layout, rates, shape, size = work.layout, work.machine.rates, work.shape, gathered_bytes(work)
     routed = shape.routed // layout.expert_parallel
     seconds = 0.0
     if layout.base_dtype != "bf16":  # GPUs also decode unused experts
         used = 1 - (1 - shape.top_k / max(shape.layers[-1].experts, 1)) ** work.batch.tokens if work.on_cpu else 1.0
-        codes = work.passes * (shape.all - shape.routed).narrow + work.expert_passes * routed.narrow * used
+        codes = work.passes * (shape.elements - shape.routed).narrow + work.expert_passes * routed.narrow * used
         seconds += codes / rates.decode_gb_per_second / 1e9
     if layout.shard > 1:  # written by the gather, then read and written by the copy out of the buffer
         gathers = 2 if layout.reshard_after_forward else 1 / work.batch.accumulation
-        seconds += gathers * 3 * size.of(shape.all - shape.routed + routed) / rates.memory_gb_per_second / 1e9
+        seconds += gathers * 3 * size.of(shape.elements - shape.routed + routed) / rates.memory_gb_per_second / 1e9
     return seconds
 
 
 # --- around the steps ------------------
 
 
-def _load_seconds(work: Work) -> float:
+def _load_seconds(work: Workload) -> float:
     """Return the load time: each node reads its part of the files once, then each rank copies its part to the GPU."""
     rates, (mine, _) = work.machine.rates, base_bytes(work)
-    narrow = work.shape.all.narrow if work.shape.published else 0
-    files = 2 * work.shape.all.all - (1 if work.shape.published == "fp8" else 1.5) * narrow
+    narrow = work.shape.elements.narrow if work.shape.published else 0
+    files = 2 * work.shape.elements.total - (1 if work.shape.published == "fp8" else 1.5) * narrow
     read = min(files, mine * work.layout.gpus_per_node) / rates.storage_gb_per_second
     return (read + (0.0 if work.on_cpu else mine / rates.host_link_gb_per_second)) / 1e9
 
 
-def _evaluation_seconds(work: Work) -> float:
+def _evaluation_seconds(work: Workload) -> float:
     """Return the seconds of one sequence in an evaluation: its share of a batch's forward."""
     if not work.evaluated:
         return 0.0
@@ -383,7 +383,7 @@ def _evaluation_seconds(work: Work) -> float:
 
 
 def _ring_seconds(
-    work: Work, kind: str, size: float, ranks: int, groups: int = 1, calls: int = 1
+    work: Workload, kind: str, size: float, ranks: int, groups: int = 1, calls: int = 1
 ) -> tuple[Fabric, float, float]:
     """Return the slowest link of a ring over consecutive ranks, its rate, and its seconds for `size` bytes per GPU.
 
@@ -402,7 +402,7 @@ def _ring_seconds(
     return machine.link, near.gb_per_second, inside + calls * far.latency_seconds
 
 
-def _gather_flows(work: Work) -> list[Flow]:
+def _gather_flows(work: Workload) -> list[Flow]:
     """Return the all-gathers of the sharded weights: in the forward, and again in the backward if resharded."""
     layout, shape, size = work.layout, work.shape, gathered_bytes(work)
     if layout.shard == 1:
@@ -418,7 +418,7 @@ def _gather_flows(work: Work) -> list[Flow]:
         return Flow(kind, fabric.name, size, times, seconds, words)
 
     split = layout.expert_parallel > 1
-    dense = sum(size.of((layer.dense if split else layer.all) * count) for layer, count in shape.kinds)
+    dense = sum(size.of((layer.dense if split else layer.elements) * count) for layer, count in shape.kinds)
     share = (layout.shard - 1) / layout.shard
     # Plus the embedding, and the group of final norm and head, which stays gathered for the backward.
     found = [flow("all-gather forward", (dense + size.of(shape.rest)) * share, layout.shard, "dense weights", 2)]
@@ -432,7 +432,7 @@ def _gather_flows(work: Work) -> list[Flow]:
     return found
 
 
-def _dispatch_flows(work: Work) -> list[Flow]:
+def _dispatch_flows(work: Workload) -> list[Flow]:
     """Return the traffic of tokens to their experts' rank and back, in forward, recomputation and backward."""
     layout, machine, shape, ranks = work.layout, work.machine, work.shape, work.layout.expert_parallel
     if ranks == 1:
@@ -456,7 +456,7 @@ def _dispatch_flows(work: Work) -> list[Flow]:
     return [Flow("expert dispatch", slow.name, inside + outside, work.batch.accumulation, seconds, words)]
 
 
-def _exchange_overlap(work: Work, seconds: float) -> float:
+def _exchange_overlap(work: Workload, seconds: float) -> float:
     """Return the seconds of the token exchange that overlap with shared experts (train/exchange.py): in each pass, one
     of its two directions, for as long as they compute. On a CPU none: gloo uses the processor that computes."""
     layers = [(layer, times) for layer, times in work.shape.kinds if layer.experts]
@@ -469,7 +469,7 @@ def _exchange_overlap(work: Work, seconds: float) -> float:
     return hidden
 
 
-def _reduce_flows(work: Work) -> list[Flow]:
+def _reduce_flows(work: Workload) -> list[Flow]:
     """Return the all-reduce of the adapter's gradients, one per optimizer step, in float32 for any adapter dtype.
 
     Adapters of experts that are split over ranks are reduced only among ranks with the same experts.
@@ -494,7 +494,7 @@ def _reduce_flows(work: Work) -> list[Flow]:
     return found
 
 
-def _offload_flows(work: Work) -> list[Flow]:
+def _offload_flows(work: Workload) -> list[Flow]:
     """Return the host transfers of offloading: each gather first copies the rank's shard from the host."""
     if not work.layout.offload:
         return []
@@ -573,7 +573,7 @@ def load_operators() -> dict[str, Any]:
 
 
 def count_dispatch(
-    shape: Shape, layer: Layer, phase: str, length: int, *, separate: bool, dora: bool = False
+    shape: ModelShape, layer: Layer, phase: str, length: int, *, separate: bool, dora: bool = False
 ) -> DispatchCounts:
     """Return the work of a forward or backward, with separate operators or fused as on GPUs (DoRA is never fused).
 

@@ -36,10 +36,10 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """A run, as far as its memory, traffic and time depend on it."""
 
-    shape: Shape
+    shape: ModelShape
     layout: Layout
     batch: Batch
     machine: Machine
@@ -95,23 +95,23 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class ElementCount:
     """A number of elements, and how many of them `layout.base_dtype` applies to."""
 
-    all: int = 0
+    total: int = 0
     narrow: int = 0
 
-    def __add__(self, other: Count) -> Count:
-        return Count(self.all + other.all, self.narrow + other.narrow)
+    def __add__(self, other: ElementCount) -> ElementCount:
+        return ElementCount(self.total + other.total, self.narrow + other.narrow)
 
-    def __sub__(self, other: Count) -> Count:
-        return Count(self.all - other.all, self.narrow - other.narrow)
+    def __sub__(self, other: ElementCount) -> ElementCount:
+        return ElementCount(self.total - other.total, self.narrow - other.narrow)
 
-    def __mul__(self, times: int) -> Count:
-        return Count(self.all * times, self.narrow * times)
+    def __mul__(self, times: int) -> ElementCount:
+        return ElementCount(self.total * times, self.narrow * times)
 
-    def __floordiv__(self, ranks: int) -> Count:
-        return Count(self.all // ranks, self.narrow // ranks)
+    def __floordiv__(self, ranks: int) -> ElementCount:
+        return ElementCount(self.total // ranks, self.narrow // ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,8 @@ class Layer:
     """One decoder layer. Identical layers share one object."""
 
     parameters: tuple[Parameter, ...]
-    dense: Count  # all but the routed experts
-    routed: Count
+    dense: ElementCount  # all but the routed experts
+    routed: ElementCount
     norms: int  # summed widths that norms run over
     query: int
     key: int
@@ -166,12 +166,12 @@ class Layer:
     traced: Traced | None = None
 
     @property
-    def all(self) -> Count:
+    def elements(self) -> ElementCount:
         return self.dense + self.routed
 
 
 @dataclass(frozen=True, eq=False)
-class Shape:
+class ModelShape:
     """The counts and widths of a model with its adapter."""
 
     base: Base = field(repr=False)
@@ -185,13 +185,13 @@ class Shape:
     vocab: int
     heads: int
     top_k: int
-    embedding: Count
+    embedding: ElementCount
     # The group that stays gathered from the end of the forward to the start of the backward: final norm and head.
     # transformers' plans mark both `keep_full_weight`; a tied head is the embedding.
-    tail: Count
-    rest: Count  # all outside the layers
-    all: Count
-    routed: Count  # all routed experts
+    tail: ElementCount
+    rest: ElementCount  # all outside the layers
+    elements: ElementCount
+    routed: ElementCount  # all routed experts
     active: float  # parameters that multiply each token: without the embedding lookup, with top_k experts per layer
     expert_adapter_parameters: int
 
@@ -199,7 +199,7 @@ class Shape:
     def head(self) -> int:
         return self.hidden * self.vocab
 
-    def sharded(self, ranks: int, *, experts: bool) -> Count:
+    def sharded(self, ranks: int, *, experts: bool) -> ElementCount:
         """Count the elements on the fullest rank, with or without the routed experts."""
         found = count_elements(self.outside, self.narrow, ranks)
         for layer, times in self.kinds:
@@ -210,7 +210,7 @@ class Shape:
         return found
 
 
-def count_elements(parameters: Iterable[Parameter], names: frozenset[str], ranks: int = 1) -> Count:
+def count_elements(parameters: Iterable[Parameter], names: frozenset[str], ranks: int = 1) -> ElementCount:
     """Count the elements on the fullest rank: the first dimension is split evenly over the ranks, rounded up."""
     total = own = 0
     for p in parameters:
@@ -218,10 +218,10 @@ def count_elements(parameters: Iterable[Parameter], names: frozenset[str], ranks
         size = ceil(rows / ranks) * prod(rest)
         total += size
         own += size if p.name in names else 0
-    return Count(total, own)
+    return ElementCount(total, own)
 
 
-def read_shape(base: Base, adapter: Adapter) -> Shape:
+def read_shape(base: Base, adapter: Adapter) -> ModelShape:
     """Read the shape of a model with an adapter."""
     names, top_k = quantizable_names(base), base.dims.get("top_k", 0)
     by_layer: dict[int, dict[str, Parameter]] = {}
@@ -251,13 +251,13 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
     kinds = tuple(Counter(layers).items())
     tied = not any(p.part == "head" for p in outside)
     tail = [p for p in outside if p.part in ("norm", "head") or (tied and p.part == "embedding")]
-    active, routed = float(hidden * vocab), Count()
+    active, routed = float(hidden * vocab), ElementCount()
     for layer, times in kinds:
         matrices = sum(p.count for p in layer.parameters if p.part != "experts" and len(p.shape) > 1)
-        active += times * (matrices + (layer.routed.all * top_k / layer.experts if layer.experts else 0))
+        active += times * (matrices + (layer.routed.total * top_k / layer.experts if layer.experts else 0))
         routed += layer.routed * times
     rest = count_elements(outside, names)
-    return Shape(
+    return ModelShape(
         base=base,
         adapter=adapter,
         narrow=names,
@@ -272,7 +272,7 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
         embedding=count_elements([embedding], names),
         tail=count_elements(tail, names),
         rest=rest,
-        all=sum((layer.all * times for layer, times in kinds), rest),
+        elements=sum((layer.elements * times for layer, times in kinds), rest),
         routed=routed,
         active=active,
         expert_adapter_parameters=sum(lora.parameters * n for layer, n in kinds for lora in layer.expert_lora),
