@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long prove prove-cuda browser format lint types imports docs site package clean
+.PHONY: demo test test-long prove prove-cuda browser format lint types imports docs counts site package clean
 
 demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 	rm -rf demo-run
@@ -57,6 +57,9 @@ format: $(STAMP)  ## fix what can be fixed
 
 docs: $(STAMP)  ## write the generated pages again
 	$(BIN)/python docs/generate.py
+
+counts:  ## size of the source, and forms that make it hard to read
+	@$(PYTHON) docs/source_counts.py
 
 site: $(STAMP)  ## the documentation as a site that needs no network: site/index.html
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
