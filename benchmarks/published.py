@@ -157,8 +157,8 @@ class Engine:
     """How a row's engine differs from windlass."""
 
     eager: bool  # transformers' own operators, and PEFT
-    four_bits: str  # "", nf4 or int4
-    gptq: bool
+    four_bits: str  # empty or nf4
+    gptq: bool  # in another 4-bit format: GPTQ_BYTES
     upcast: bool  # all that isn't in 4 bits is in float32, and so is what the layers hand on
     old: bool  # of 2023: before PEFT 0.12 adapters had the base's dtype
     autocast: bool
@@ -184,7 +184,7 @@ class Engine:
         eager = bool(config or re.search(EAGER, words)) and not other and not row["compile"].lower().startswith("yes")
         return cls(
             eager=eager,
-            four_bits="" if not narrow else "int4" if gptq else "nf4",
+            four_bits="nf4" if narrow else "",
             gptq=gptq,
             # PEFT's prepare_model_for_kbit_training does so, but not to GPTQ's models, and sharded ones are left alone
             upcast=narrow and eager and not re.search(r"gptq|accelerated-|fsdp|zero-?3", words + dtype),
@@ -254,6 +254,7 @@ def replay(row: dict[str, str], line: int) -> Replay:
         published = None
         if not published_gib:
             raise SkipError("a speed of rows of unknown length, or of more than steps")
+    dtype = "gptq" if engine.gptq else engine.four_bits
     words = f"{layout.name} {layout.ranks} {batch.micro}x{batch.length}x{batch.accumulation} {work.machine.gpu.name}"
     return Replay(
         line=line,
@@ -261,7 +262,7 @@ def replay(row: dict[str, str], line: int) -> Replay:
         model=row["model"],
         eager=engine.eager,
         fitted=any(name in row["source"] for name in FITTED),
-        words=f"{words} r{work.shape.adapter.r} {engine.four_bits}".strip(),
+        words=f"{words} r{work.shape.adapter.r} {dtype}".strip(),
         memory=gib / published_gib if published_gib else None,
         speed=tokens / published if published else None,
         planned_gib=gib,
@@ -421,7 +422,7 @@ def memory_of(work: Workload, planned: Cost, engine: Engine, row: dict[str, str]
     moments = {name: {row.item: row.bytes for row in each} for name, each in memory.list_training_moments(work).items()}
     always = sum(row.bytes for row in rows) - sum(moments[planned.peak].values())
     if engine.gptq:
-        always -= work.shape.elements.narrow / work.layout.shard * (FOUR_BITS["int4"].bytes - GPTQ_BYTES)
+        always -= work.shape.elements.narrow / work.layout.shard * (FOUR_BITS["nf4"].bytes - GPTQ_BYTES)
     if engine.fsdp1 and work.layout.activation_checkpointing:
         # Layers' inputs stay allocated until the backward is over, and so do their gradients.
         stream = (len(work.shape.layers) - 1) * work.batch.tokens * work.shape.hidden * work.width

@@ -64,7 +64,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 LARGE: dict[str, Any] = {"hidden": 1024, "heads": 8, "experts": 16, "moe_intermediate": 1024, "layers": 6}
 IN_FP8 = ("published", "blocks", "mixtral", "qwen3_moe")
-IN_FOUR_BITS = (("published", "nf4"), ("published", "int4"), ("llama", "nf4"))
+IN_FOUR_BITS = (("published", "nf4"), ("llama", "nf4"))
 PUBLISHED = (("bnb", "nf4"), ("oss", "mxfp4"))  # stored in 4 bits, as others made them
 TRAINING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("published", {"layout": "resident", "count": 20}),
@@ -78,7 +78,7 @@ TRAINING: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 TRAINED_IN_FOUR_BITS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("published", {"layout": "resident", "base_dtype": "nf4", "count": 20}),
-    ("published", {"layout": "full-shard", "base_dtype": "int4"}),
+    ("published", {"layout": "full-shard", "base_dtype": "nf4"}),
     ("published", {"layout": "no-reshard", "base_dtype": "nf4", "micro": 2}),
     ("published", {"layout": "hybrid", "base_dtype": "nf4"}),
     ("published", {"layout": "expert-parallel", "base_dtype": "nf4", "checkpointing": True}),
@@ -470,7 +470,7 @@ def cases(root: Path) -> Iterator[tuple[str, Callable[[], None]]]:
         ("swapped parts", "fp8", "expert-parallel", f"{VICTIM} is not what"),
         ("swapped scales", "fp8", "expert-parallel", VICTIM),
         ("swapped parts", "nf4", "full-shard", f"{VICTIM} is not what"),
-        ("swapped parts", "int4", "expert-parallel", f"{VICTIM} is not what"),
+        ("swapped parts", "nf4", "expert-parallel", f"{VICTIM} is not what"),
         ("one rank's part", "bf16", "full-shard", "(rank 1)"),
         ("one rank's scales", "fp8", "full-shard", f"{VICTIM} is not what"),
     ):

@@ -85,7 +85,7 @@ TWO: dict[str, Case] = {
     "plain": case("plain"),
     "plain, cut at the end of an epoch": case("plain cut", "signal at 6"),
     "plain, resumed": resumed("plain cut", "plain parts"),
-    "plain, on other bases": case("plain") | {"best": True, "base_dtypes": ["int4"]},
+    "plain, on other bases": case("plain") | {"best": True, "base_dtypes": ["nf4"]},
     "packed stream": case("packed stream", **TWO_STREAM),
     "packed stream, cut": case("packed stream parts", "signal at 7", **TWO_STREAM),
     "packed stream, resumed": case("packed stream parts", resume=True, **TWO_STREAM),
@@ -99,7 +99,7 @@ TWO: dict[str, Case] = {
     "disk full, and a signal": case("full", "disk full at 1", "signal at 7"),
     "poisoned": case("poisoned", "nan 10"),
     "another rate": case("poisoned", resume=True, train__learning_rate=0.02, lora__lora_alpha=4),
-    "another base": case("poisoned", resume=True, layout__base_dtype="int4"),
+    "another base": case("poisoned", resume=True, layout__base_dtype="nf4"),
     "another batch": case("poisoned", resume=True, train__per_device_train_batch_size=2),
     "newest damaged": case("poisoned", resume=True, damage={"{out}/poisoned/checkpoints/step-8/optimizer.pt": "flip"}),
     "experts": case("experts", **EXPERTS, **SPLIT),
@@ -293,7 +293,7 @@ def test_full_disk_is_reported_and_training_continues(two: Two, material: Path) 
             ["step 7 could not be saved: No space left on device", "there is no checkpoint before"],
         ),
         ("another rate", ["was 0.01 when this run began, is 0.02 now", "was 8 when this run began, is 4 now"]),
-        ("another base", ["when this run began, and would be in int4 now: other weights", "set layout.base_dtype: "]),
+        ("another base", ["when this run began, and would be in nf4 now: other weights", "set layout.base_dtype: "]),
         (
             "another batch",
             [
@@ -374,9 +374,9 @@ def test_held_out_losses_on_bases_that_are_stored_in_other_ways(two: Two, materi
     assert [outcome["code"] for outcome in two[0]["plain, on other bases"]] == [0, 0]
     found = json.loads((run / "bases.json").read_text())
     adapter, losses = int(found["adapter"].removeprefix("step-")), found["losses"]
-    (own,) = losses.keys() - {"int4"}
+    (own,) = losses.keys() - {"nf4"}
     assert losses[own][1] == pytest.approx(evaluations(run)[adapter], rel=1e-5)
-    assert 1e-5 < abs(losses[own][0] - losses["int4"][0]) < 0.1
+    assert 1e-5 < abs(losses[own][0] - losses["nf4"][0]) < 0.1
 
 
 def test_best_checkpoint_is_linked_and_loaded_at_the_end(two: Two, material: Path) -> None:

@@ -394,7 +394,7 @@ def test_the_full_model_in_4_bits_fits_one_gpu_of_80_gb() -> None:
 
 REFUSED_IN_4_BITS: dict[tuple[str, ...], str] = {
     ("layout.base_dtype=nf4", "lora.use_dora=true", "layout.name=resident"): "lora.use_dora needs the norm of base",
-    ("layout.base_dtype=int4", "layout.name=full-shard", "layout.offload=true"): "in 4 bits the base stays on the GPU",
+    ("layout.base_dtype=nf4", "layout.name=full-shard", "layout.offload=true"): "in 4 bits the base stays on the GPU",
 }
 
 

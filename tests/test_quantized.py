@@ -257,19 +257,17 @@ for shape, strides in (((4, 1, 16), (2**30, 16, 1)), ((1, 4, 16), (64, 2**30, 1)
     assert torch.equal(found, part.view(torch.float8_e4m3fn).float())
     found = dequantize_four_bits(part, scale[: shape[0]], table, 64, torch.float32, (0, 0))
     assert torch.equal(found, four_bits.decode_codes(part, scale[: shape[0]], 64, "nf4")), shape
-for kind, side in (("nf4", 64), ("int4", 32)):
-    rows = torch.empty(3, 41, four_bits.row_bytes(2100, side), dtype=torch.uint8)
-    values = torch.randn(3, 41, 2100, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-    four_bits.quantize(values, kind, rows)
-    codes, scale = four_bits.split_rows(rows, 2100)
-    table = four_bits.code_table(kind, codes.device)
-    wanted = four_bits.decode_codes(codes, scale, side, kind)
-    for top, bottom, left, right in ((0, 41, 0, 2100), (3, 37, 128, 1998), (5, 5, 0, 128)):
-        part = codes[:, top:bottom, left // 2:right // 2]
-        found = dequantize_four_bits(part, scale, table, side, torch.float32, (top, left))
-        assert torch.equal(found, wanted[:, top:bottom, left:right]), (kind, top, left)
-        part = codes[1, top:bottom, left // 2:right // 2]
-        assert torch.equal(dequantize_four_bits(part, scale[1], table, side, torch.float32, (top, left)), found[1])
+rows = torch.empty(3, 41, four_bits.row_bytes(2100, 64), dtype=torch.uint8)
+values = torch.randn(3, 41, 2100, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+four_bits.quantize(values, "nf4", rows)
+codes, scale = four_bits.split_rows(rows, 2100)
+wanted = four_bits.decode_codes(codes, scale, 64, "nf4")
+for top, bottom, left, right in ((0, 41, 0, 2100), (3, 37, 128, 1998), (5, 5, 0, 128)):
+    part = codes[:, top:bottom, left // 2:right // 2]
+    found = dequantize_four_bits(part, scale, table, 64, torch.float32, (top, left))
+    assert torch.equal(found, wanted[:, top:bottom, left:right]), (top, left)
+    part = codes[1, top:bottom, left // 2:right // 2]
+    assert torch.equal(dequantize_four_bits(part, scale[1], table, 64, torch.float32, (top, left)), found[1])
 for kind, side, dtype in (("mxfp4", 32, torch.bfloat16), ("nf4", 64, torch.float32)):  # as published: read, never made
     rows = torch.randint(0, 256, (2, 41, four_bits.row_bytes(2112, side, dtype)), dtype=torch.uint8, generator=dice)
     codes, scale = four_bits.split_rows(rows, 2112, dtype)
@@ -430,7 +428,7 @@ def test_nf4_equals_bitsandbytes_on_random_numbers(dtype: torch.dtype) -> None:
 @given(data=st.data())
 def test_4_bit_codes_are_nearest_and_any_part_decodes_equally(data: st.DataObject) -> None:
     draw = data.draw
-    kind, columns = draw(st.sampled_from(["nf4", "int4"])), 4 * draw(st.integers(1, 40))
+    kind, columns = "nf4", 4 * draw(st.integers(1, 40))
     coding = Format(torch.uint8, (1, FOUR_BITS[kind].block), torch.float32, kind, columns)
     values = torch.randn(2, 5, columns, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
     values *= draw(st.sampled_from([1e-30, 1.0, 0.0]))

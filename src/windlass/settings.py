@@ -20,13 +20,12 @@ class FourBits(NamedTuple):
 
 # --- dtypes of the base ---
 
-# nf4 in blocks of 64 is bitsandbytes' format. Even steps (int4) need shorter blocks for as small an error.
-# windlass reads mxfp4 but never makes it.
-FOUR_BITS: Final = {"nf4": FourBits(64, 0.092), "int4": FourBits(32, 0.086), "mxfp4": FourBits(32, 0)}
+# nf4 in blocks of 64 is bitsandbytes' format. windlass reads mxfp4 but never makes it.
+FOUR_BITS: Final = {"nf4": FourBits(64, 0.092), "mxfp4": FourBits(32, 0)}
 PUBLISHED_NF4: Final = FourBits(64, 0, 4)  # bitsandbytes' scales are exact in float32 alone
 PUBLISHED: Final = ("fp8", "mxfp4")  # only for checkpoints published in this dtype
 # Suffix of a layout's name for the dtype of its base.
-IN_NAMES: Final = {"fp8": ", FP8", "nf4": ", NF4", "int4": ", INT4", "mxfp4": ", MXFP4"}
+IN_NAMES: Final = {"fp8": ", FP8", "nf4": ", NF4", "mxfp4": ", MXFP4"}
 
 # --- loading ---
 

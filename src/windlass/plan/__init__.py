@@ -344,7 +344,7 @@ def _make_plan(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: 
     if why_not:
         hint = "leave it out, or write bf16"
         hint += f", or {kept}, as published" if kept and not why_not_kept else ""
-        hint += ", or nf4 or int4, which windlass quantizes to as it loads" if not why_not_narrow else ""
+        hint += ", or nf4, which windlass quantizes to as it loads" if not why_not_narrow else ""
         hint += "; or set lora.use_dora: false" * run.lora.use_dora
         raise UserError(f"base_dtype: {asked}, but {why_not}", where("layout.base_dtype"), hint)
     if request.base_dtype in FOUR_BITS and request.offload:

@@ -54,7 +54,7 @@ class Layout:
     offload: bool = False  # the frozen base is stored in host memory; the adapter and its states stay on the GPU
     activation_checkpointing: bool = False
     precision: str = "bf16"  # bf16 or no: the dtype that compute runs in
-    base_dtype: str = "bf16"  # fp8, mxfp4: as published; nf4: as published or made at load; int4: made at load
+    base_dtype: str = "bf16"  # fp8, mxfp4: as published; nf4: as published or made at load
 
     @property
     def ranks(self) -> int:
@@ -76,7 +76,7 @@ class LayoutRequest:
     offload: bool | None = None  # False: no layout may offload
     activation_checkpointing: bool = False
     precision: str = "bf16"
-    base_dtype: str | None = None  # bf16, fp8, nf4, int4 or mxfp4
+    base_dtype: str | None = None  # bf16, fp8, nf4 or mxfp4
     barred: Mapping[str, str] = field(default_factory=dict)  # layouts that the rest of the run rules out, and why
 
     @property

@@ -279,7 +279,7 @@ def _translate_four_bits(made: Import) -> None:
             made.take(key)
     for key in ("bnb_4bit_quant_type", "quantization_type"):
         if (kind := theirs.get(key)) not in (None, "nf4"):
-            made.refuse(key, f"is {kind}: windlass has nf4 and int4", "write nf4, then import again")
+            made.refuse(key, f"is {kind}: windlass has nf4", "write nf4, then import again")
     made.set("layout.base_dtype", "nf4", asked[0])
 
 

@@ -67,8 +67,8 @@ class LayoutSection(Ranks):
     """GPUs that the routed experts are split over; must divide the number of experts, and `shard`."""
     reshard_after_forward: bool | None = None
     """Free a gathered layer after its forward pass and gather it again in backward."""
-    base_dtype: Literal["bf16", "fp8", "nf4", "int4", "mxfp4"] | None = None
-    """How the frozen base model is stored: bf16; as published: fp8, mxfp4, or bitsandbytes' nf4; or nf4 or int4,
+    base_dtype: Literal["bf16", "fp8", "nf4", "mxfp4"] | None = None
+    """How the frozen base model is stored: bf16; as published: fp8, mxfp4, or bitsandbytes' nf4; or nf4,
     quantized to 4 bits while loading. Dequantized on use. null: the plan chooses bf16 or the published dtype."""
     offload: bool = False
     """Store the frozen base model in host memory. The adapter, its gradients and its optimizer stay on the GPU. Slow:

@@ -197,12 +197,12 @@ def decode_row(row: Tensor, coding: Format) -> tuple[Tensor, Tensor]:
 def is_nearest(row: Tensor, true: Tensor, coding: Format) -> bool:
     """Return whether a row's bytes encode these true values as closely as 4 bits allow."""
     numbers, side = torch.tensor(TABLES[coding.kind], dtype=torch.float64), coding.block[1]
-    (got, scale), missing = decode_row(row, coding), -coding.columns % side
-    blocks, sign = pad(true, (0, missing)).view(-1, side), torch.where(scale < 0, -1.0, 1.0)[:, None]
-    largest = blocks.abs().amax(-1) if coding.kind == "nf4" else (-blocks * sign).amax(-1)  # int4 maps it to -1
-    if not torch.equal(scale.abs(), largest.float().bfloat16().double()):
+    got, scale = decode_row(row, coding)
+    blocks = pad(true, (0, -coding.columns % side)).view(-1, side)
+    largest = blocks.abs().amax(-1)
+    if not torch.equal(scale, largest.float().bfloat16().double()):
         return False
-    units = blocks / torch.where(largest == 0, 1.0, largest)[:, None] * sign
+    units = blocks / torch.where(largest == 0, 1.0, largest)[:, None]
     best = (units[..., None] - numbers).abs().amin(-1)
     return bool(((units - got).abs() <= best + 1e-6).all())
 

@@ -2,9 +2,8 @@
 codes.
 
 nf4 is bitsandbytes' format: the same codes, bit for bit, for blocks of 64, and the same scales, which are exact in BF16
-for weights in BF16. int4 has even steps: the largest value of a block maps to -1 on a grid of 16 multiples of 1/8, so a
-scale may be negative. mxfp4, and nf4 as published, are only read: published nf4 scales are quantized themselves, so
-they are exact only in float32. Blocks begin where their row begins, so a row's bytes depend on nothing else.
+for weights in BF16. mxfp4, and nf4 as published, are only read: published nf4 scales are quantized themselves, so they
+are exact only in float32. Blocks begin where their row begins, so a row's bytes depend on nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from windlass.settings import (
 )
 
 TABLES: Final[dict[str, tuple[float, ...]]] = {
-    "int4": tuple(code / 8 for code in range(-8, 8)),
     "nf4": (  # quantiles of the normal distribution (QLoRA, appendix E), as bitsandbytes has them in float32
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
         *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
@@ -59,12 +57,9 @@ def encode_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return codes, one per byte, and float32 scales of float32 rows."""
     block, columns = FOUR_BITS[kind].block, values.shape[-1]
     blocks = pad(values, (0, -columns % block)).view(*values.shape[:-1], -1, block)
-    top, bottom = blocks.amax(-1, keepdim=True), blocks.amin(-1, keepdim=True)
-    scale = torch.maximum(top, -bottom)
-    if kind == "int4":
-        scale = torch.where(top > -bottom, -top, -bottom)
+    scale = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
     numbers = code_table(kind, values.device)
-    units = (blocks * (1.0 / torch.where(scale.abs() < LEAST, LEAST, scale))).clamp_(-1, 1)
+    units = (blocks * (1.0 / torch.where(scale < LEAST, LEAST, scale))).clamp_(-1, 1)
     codes = torch.bucketize(units, (numbers[1:] + numbers[:-1]) / 2, out_int32=True).to(torch.uint8)
     return codes.flatten(-2)[..., :columns], scale.squeeze(-1)
 
