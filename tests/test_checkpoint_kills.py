@@ -23,7 +23,7 @@ from windlass.ranks import supervisor as ranks
 from windlass.run_folder import is_finished
 from windlass.train.checkpoint import snapshot as checkpoint
 
-pytestmark = pytest.mark.xdist_group("checkpoint kills")
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("checkpoint kills")]
 
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 WAIT_SECONDS = 280  # for a run of 12 steps; the machine may be crowded

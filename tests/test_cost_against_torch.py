@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import warm
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 Rows = list[dict[str, Any]]
 

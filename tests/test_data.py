@@ -565,6 +565,7 @@ print(sum(1 for _ in itertools.islice(loader, 20)))
 """
 
 
+@pytest.mark.long
 def test_no_deadlock_in_forked_workers(text: Path, tokenizer: Any) -> None:
     script = FORKED % repr(json.loads(run_file(text, streaming=True).model_dump_json(exclude_unset=True)))
     command = [sys.executable, "-c", script, tokenizer.name_or_path]  # a fork of the warm one starts no threads

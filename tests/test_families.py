@@ -41,6 +41,8 @@ from windlass.plan.workload import Traced
 from windlass.runfile import Lora
 from windlass.train.wrapped import outer_name
 
+pytestmark = pytest.mark.long
+
 test_train: Any = importlib.import_module("test_train")
 
 # family -> what its tiny model has beside the shrunk defaults

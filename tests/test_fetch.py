@@ -233,6 +233,7 @@ def test_an_unknown_name_and_a_local_folder(hub: Hub, tmp_path: Path) -> None:
     assert "nothing to fetch" in printed
 
 
+@pytest.mark.long
 def test_headers_alone_are_enough_for_the_plan(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny.write_family(tmp_path / "source", "qwen2", tokenizer=True)
     files = {file.name: file.read_bytes() for file in source.iterdir()}

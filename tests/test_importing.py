@@ -510,6 +510,7 @@ def test_the_command_prints_a_run_file_and_what_has_no_effect(tmp_path: Path) ->
 ODD: tuple[Any, ...] = (None, True, -1, 2.5, "", "odd", [], ["odd"], [{"path": 3}], {}, {"odd": [1]})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", [AXOLOTL, MISTRAL_4, LLAMA_FACTORY, TRL], ids=["axolotl", "mistral 4", "lf", "trl"])
 def test_a_value_of_another_kind_is_refused_or_taken_and_never_a_traceback(text: str, tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"

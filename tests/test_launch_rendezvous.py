@@ -18,6 +18,8 @@ import pytest
 from windlass.errors import UserError
 from windlass.ranks.rendezvous import LEAVING, LOST, READY, Node, Rendezvous, RendezvousError, read_node
 
+pytestmark = pytest.mark.long
+
 
 def free_port() -> int:
     with socket.create_server(("", 0)) as server:

@@ -20,6 +20,8 @@ from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program
 from windlass.launch.submit import render
 from windlass.ranks.rendezvous import PORT
 
+pytestmark = pytest.mark.long
+
 PET = {"PET_NODE_RANK": "0", "PET_NNODES": "2", "PET_MASTER_ADDR": "localhost"}
 SLURM = {"SLURM_JOB_ID": "123", "SLURM_NODEID": "0", "SLURM_NNODES": "2"}
 CPU = ("cluster.gpu=cpu", "cluster.nodes=1", "cluster.gpus_per_node=1", "cluster.host_memory_gib=4000")

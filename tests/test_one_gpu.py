@@ -17,6 +17,7 @@ import warm
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.xdist_group("one gpu"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # PEFT's of transformers
 ]

@@ -314,6 +314,7 @@ for architecture, exponents, side in ((80, (4, 5), 32), (90, (0, 0), 64), (100, 
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", [KERNEL, COMPILED], ids=["interpreted", "compiled"])
 def test_kernel_equals_torch_bit_for_bit(script: str, tmp_path: Path) -> None:
     """By Triton's interpreter, and compiled as far as possible here. Only a GPU can show that its bits are these."""

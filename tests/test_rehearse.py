@@ -179,6 +179,7 @@ def test_the_examples_are_rehearsed(name: str, tmp_path: Path) -> None:
     assert {"GPU memory", "NCCL and GPUs"} <= {each["what"] for each in record.not_proved}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

@@ -16,6 +16,7 @@ from report_runs import write
 from windlass.observe import report
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (apt-get install chromium)"),
     pytest.mark.xdist_group("chromium"),
 ]

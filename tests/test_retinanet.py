@@ -16,6 +16,8 @@ import pytest
 from windlass import run_folder
 from windlass.files import read_json_lines
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "retinanet" / "retinanet_train_factory.py"
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")

@@ -25,6 +25,8 @@ from windlass.runfile import read_run_file
 from windlass.train.logits import open_adapter
 from windlass.train.noise import add_embedding_noise
 
+pytestmark = pytest.mark.long
+
 RUN = """
 model: {{model_name_or_path: model, torch_dtype: float32}}
 lora: {{r: 4, lora_alpha: 8, target_modules: all-linear, experts: true}}

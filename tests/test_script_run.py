@@ -39,6 +39,8 @@ from windlass.ranks import supervisor as ranks
 from windlass.runfile import LoadedScript, read_any, read_preset, read_run_file
 from windlass.train import script
 
+pytestmark = pytest.mark.long
+
 NASTY = ["--name", "a b'c\"d`e$(touch pwned)$HOME\\f;g&h|i\tä€\U0001f409 #*?", "line\nbreak", "", "$(HOME)", "{x}"]
 SITE = (
     "cluster.nodes=2",

@@ -853,6 +853,7 @@ cli.main(sys.argv[5:])
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("full_from", "emptied_at", "ranks"), [(5, 0, 1), (0, 14, 2)])
 @pytest.mark.fault(
     "a full disk before load.json, two ranks, a tracker on it",

@@ -319,6 +319,7 @@ def printed(loop: Loop) -> Console:
     return loop.progress.console
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # torch's own, within its compiler
 @pytest.mark.fault("no C++ compiler", "`windlass train`", "layers run eagerly on all ranks")
 def test_without_a_compiler_layers_run_eagerly_and_the_reason_is_printed(

@@ -22,6 +22,8 @@ from windlass.files import read_json, read_json_lines
 from windlass.observe.watch.patrol import Patrol
 from windlass.runfile import Watch
 
+pytestmark = pytest.mark.long
+
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
 RUN = """
 model: {{model_name_or_path: {folder}/model, torch_dtype: float32}}
