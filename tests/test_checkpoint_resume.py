@@ -162,8 +162,8 @@ def launched(material: Path, world: int, cases: dict[str, Case]) -> Two:
     found = material / f"outcome of {world}"
     command = [warm.python(), str(script), str(material / "run.yaml"), str(material / "cases.json"), str(found)]
     program = (
-        "import json, os, sys; from windlass.train import ranks;"
-        f"sys.exit(ranks.start_ranks(json.loads(sys.argv[1]), {world}, dict(os.environ)))"
+        "import json, os, sys; from windlass.ranks import supervisor;"
+        f"sys.exit(supervisor.start_ranks(json.loads(sys.argv[1]), {world}, dict(os.environ)))"
     )
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

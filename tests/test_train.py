@@ -322,8 +322,8 @@ def launched(material: Path, world: int, wanted: dict[str, dict[str, Any]] | Non
     command = [warm.python(), str(script), str(material / "run.yaml"), str(out / "cases.json"), str(out / "outcome")]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     program = (
-        "import json, sys; from windlass.train import ranks; import os;"
-        f"sys.exit(ranks.start_ranks(json.loads(sys.argv[1]), {world}, dict(os.environ)))"
+        "import json, sys; from windlass.ranks import supervisor; import os;"
+        f"sys.exit(supervisor.start_ranks(json.loads(sys.argv[1]), {world}, dict(os.environ)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(command)],

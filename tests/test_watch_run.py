@@ -131,9 +131,9 @@ def launch(folder: Path, runs: dict[str, dict[str, Any]]) -> Outcomes:
     }
     environ = {**os.environ, **stores, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SCRAPED_PORT": str(PORT)}
     program = (
-        "import json, os, sys; from windlass.train import ranks; from windlass.errors import print_error\n"
+        "import json, os, sys; from windlass.ranks import supervisor; from windlass.errors import print_error\n"
         "from windlass.errors import UserError\n"
-        "try: sys.exit(ranks.start_ranks(json.loads(sys.argv[1]), 2, dict(os.environ)))\n"
+        "try: sys.exit(supervisor.start_ranks(json.loads(sys.argv[1]), 2, dict(os.environ)))\n"
         "except UserError as error: print_error(error); sys.exit(1)"
     )
     done = subprocess.run(
