@@ -19,9 +19,10 @@ from windlass import hardware
 from windlass import plan as planning
 from windlass.data.sources import Rows
 from windlass.errors import UserError
-from windlass.plan import Plan, count_sequences, make_schedule
+from windlass.plan import Plan
 from windlass.plan.accelerate import read_accelerate
 from windlass.plan.cost import HEADROOM, Batch
+from windlass.plan.schedule import count_sequences, make_schedule
 from windlass.plan.search import EQUAL, drop_dominated, is_same_layout
 from windlass.plan.show import format_rough, print_plan
 from windlass.runfile import Train, read_run_file

@@ -1,22 +1,66 @@
-"""The machine file that `windlass calibrate` writes: measured rates with their conditions, checked when it is read."""
+"""The run's machine: its row of the hardware table, with the measured rates of a machine file if there is one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import platform
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from windlass import __version__
+from pydantic import BaseModel
+
+from windlass import __version__, hardware
 from windlass.errors import Problem, UserError, raise_all
 from windlass.files import write_json
-from windlass.hardware import Collective, Gpu, Rates
+from windlass.hardware import Collective, Gpu, Machine, Rates
+from windlass.runfile import Cluster
 
 AGAIN = "measure again: `windlass calibrate --out FILE`"
 FOLDER = Path("~/.cache/windlass/machines")
+
+
+def find_machine(cluster: Cluster, where: Callable[[str], str]) -> Machine:
+    """Look up the run file's hardware in the hardware table; settings left out are taken from this machine."""
+    if cluster.nodes > 1 and cluster.network is None:
+        hint = f"give cluster.network: one of {', '.join(hardware.FABRICS)}, or {{name, gb_per_second}}"
+        raise UserError(f"{cluster.nodes} nodes, but no cluster.network between them", where("cluster.nodes"), hint)
+    gpu = hardware.find_gpu(_as_written(cluster.gpu) or hardware.read_gpu_name(), where("cluster.gpu"))
+    host_memory_gib = cluster.host_memory_gib
+    if gpu.name == "cpu":  # its ranks share the memory of their machine
+        if not isinstance(cluster.gpu, BaseModel):
+            host_memory_gib = host_memory_gib or hardware.read_this_machine().memory_gib
+            gpu = replace(gpu, memory_gib=host_memory_gib / cluster.gpus_per_node)
+        host_memory_gib = host_memory_gib or gpu.memory_gib * cluster.gpus_per_node
+    return Machine(
+        gpu=gpu,
+        measured=_find_measured_rates(cluster, gpu, where),
+        link=hardware.find_fabric(_as_written(cluster.link) or gpu.link, where("cluster.link")),
+        network=hardware.find_fabric(_as_written(cluster.network) or gpu.link, where("cluster.network")),
+        host_link=hardware.find_fabric(gpu.host_link, where("cluster.gpu")),
+        nics_per_node=cluster.nics_per_node,
+        host_memory_gib=host_memory_gib,
+    )
+
+
+def _as_written(value: str | BaseModel | None) -> Any:
+    return value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+
+
+def _find_measured_rates(cluster: Cluster, gpu: Gpu, where: Callable[[str], str]) -> Rates | None:
+    """Read the machine file that the run file names, or this host's own; None if there is neither."""
+    ranks = cluster.gpus_per_node
+    if cluster.machine:
+        return read_machine(Path(cluster.machine), gpu, ranks, where("cluster.machine"))
+    own_file = own_machine_file(gpu.name, ranks)
+    if cluster.nodes == 1 and own_file.is_file():  # several nodes might disagree
+        return read_machine(own_file, gpu, ranks, str(own_file))
+    return None
+
+
+# --- the machine file, which `windlass calibrate` writes ------------------
 
 
 def own_machine_file(kind: str, ranks: int) -> Path:

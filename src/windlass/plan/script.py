@@ -10,8 +10,9 @@ from typing import Any
 from windlass import __version__
 from windlass.errors import UserError
 from windlass.hardware import Machine
-from windlass.plan import Plan, find_machine, make_plan
 from windlass.plan.accelerate import AccelerateFile
+from windlass.plan.machine import find_machine
+from windlass.plan.plan import Plan, make_plan
 from windlass.runfile import Loaded, LoadedScript, ScriptRun
 
 UNKNOWN = "a script's memory and time are not known before it runs: `windlass report RUN_DIR` shows them afterwards"

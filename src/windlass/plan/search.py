@@ -1,10 +1,11 @@
-"""List possible layouts and micro-batches for a run, choose the best, and find keys that would make it faster."""
+"""List possible layouts and micro-batches for a run, compare them, and choose the best."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from windlass.errors import UserError
 from windlass.plan.cost import HEADROOM, Batch, Cost, Workload, estimate_cost
 from windlass.plan.layout import (
     AUTO,
@@ -14,7 +15,7 @@ from windlass.plan.layout import (
     resolve_layout,
     why_not_expert_parallel,
 )
-from windlass.runfile import Loaded, RunFile, Train
+from windlass.runfile import Loaded, Train
 from windlass.settings import (
     FOUR_BITS,
     IN_NAMES,
@@ -27,11 +28,9 @@ MAY_GATHER_ONCE = ("hybrid", "expert-parallel")  # they gather in each pass, or 
 GATHERED_ONCE = "gathered once"
 # Keys of `layout` that rule layouts out if `layout.name` is not set.
 FREE_KEYS = ("shard", "replicate", "expert_parallel", "reshard_after_forward", "offload")
-WORTH = 1.05  # smaller gains are within the error of the estimate
 
 Named = tuple[str, Layout]  # a title, such as "full-shard, parameters offloaded", and its layout
 BatchesOf = Callable[[int], tuple[Batch, ...]]  # number of ranks -> the ways to split an optimizer step over them
-OF_ALL = "all of these"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +50,62 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
-    """One change, or all of them together, and the useful tokens per second with it."""
+class Search:
+    """The run that a layout is chosen for."""
 
-    change: str  # data.packing: true
-    tokens_per_second: float
-    gain: float  # against the run as planned
-    remark: str
+    work: Workload
+    usual: int  # tokens of a usual row
+    batches: BatchesOf
+    experts: int  # routed experts per layer that ranks can share; 0 for a dense model
+    kept_dtype: str  # the checkpoint's quantized dtype, if the base can stay in it
+    shards: bool  # the model can be sharded
+    may_add_nodes: bool  # there is a network between nodes
+
+    def compare(self, layouts: Sequence[Named], barred: Mapping[str, str] | None = None) -> tuple[Candidate, ...]:
+        able = [(name, layout) for name, layout in layouts if self.shards or layout.shard == 1]
+        return compare_layouts(self.work, self.usual, able, self.batches, barred)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A run's layout and micro-batch, and those that they were compared with."""
+
+    layout: Layout
+    batch: Batch
+    fits: bool
+    contenders: tuple[Candidate, ...] = ()
+    impossible: Mapping[str, str] = field(default_factory=dict)  # impossible layouts, and why
+    tried: tuple[Cost, ...] = ()  # micro-batches with this layout, smallest first
+
+    def with_reason(self, reason: str) -> Choice:
+        return replace(self, layout=replace(self.layout, reason=reason))
+
+
+def choose(search: Search, request: LayoutRequest, place: str) -> Choice:
+    """Choose the layout that is requested, or the best. `place`: where the run file sets it, for errors."""
+    layouts, impossible = list_layouts(request, search.experts, search.kept_dtype)
+    if not search.may_add_nodes:
+        layouts = [(name, layout) for name, layout in layouts if layout.nodes <= request.nodes]
+    contenders = search.compare(layouts, request.barred)
+    if request.name == AUTO:
+        best = choose_layout(contenders)
+    else:
+        best = choose_layout(search.compare(list_named_layouts(request, search.experts, search.kept_dtype)))
+    if best is None:
+        text = "no layout is possible"
+        hint = "leave keys of `layout` out: no layout that the run can have agrees with them"
+        if not search.shards:
+            model = search.work.shape.base.family.causal_lm
+            text = f"{model} can't be sharded: it reads weights that FSDP2 would not have gathered"
+            hint = "set layout.name: resident"
+        raise UserError(text, place, hint)
+    choice = Choice(best.layout, best.cost.batch, best.cost.fits, contenders, impossible, best.tried)
+    if request.name == AUTO:
+        return choice
+    reason = f"set by {request.where}"
+    if best.layout.base_dtype != "bf16" and request.base_dtype is None:
+        reason += f"; the plan keeps the base in {search.kept_dtype.upper()} as published"
+    return choice.with_reason(reason)
 
 
 # --- candidate layouts ------------------
@@ -270,55 +318,3 @@ def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
     if is_set and accumulation != train.gradient_accumulation_steps:
         found.append(f"train.gradient_accumulation_steps={accumulation}")
     return found
-
-
-# --- suggestions for more speed ------------------
-
-
-def advise_faster_layout(
-    work: Workload,
-    usual: int,
-    contenders: Sequence[Candidate],
-    run: RunFile,
-    *,
-    batch_is_set: bool,
-    layout_is_set: bool,
-) -> tuple[Advice, ...]:
-    """Return the gain of each change alone and of all together, the best first."""
-    sequences, full = work.batch.micro * work.batch.accumulation, work.batch.length
-    ways = list_micro_batches(run.train.model_copy(update={"per_device_train_batch_size": "auto"}), sequences, full)
-    found: list[tuple[str, Cost, str]] = []
-    packed = work
-    if not run.data.packing and usual < full and work.shape.base.family.isolates:
-        masked = run.model_copy(update={"data": run.data.model_copy(update={"packing": True})}).masked
-        packed = replace(work, masked=masked, document=usual)
-        remark = f"a sequence then holds {full / usual:.1f} rows; a step trains on as many times the tokens"
-        found.append(("data.packing: true", estimate_cost(packed, full, advise=False), remark))
-    if batch_is_set and len(ways) > 1:
-        best, _ = try_batches(work, work.layout, usual, ways)
-        found.append(("train.per_device_train_batch_size: auto", best, f"micro-batches of {best.batch.micro}"))
-    if not work.layout.activation_checkpointing:
-        recomputed = replace(work.layout, activation_checkpointing=True)
-        best, _ = try_batches(work, recomputed, usual, [work.batch] if batch_is_set else ways)
-        remark = f"{best.gpu_gib:,.1f} GiB a GPU, micro-batches of {best.batch.micro}"
-        found.append(("train.gradient_checkpointing: true", best, remark))
-    if layout_is_set and (other := choose_layout(contenders)):
-        found.append(("layout: auto", other.cost, f"takes {other.name}"))
-    if len(found) > 1:
-        here = [
-            (c.name, replace(c.layout, activation_checkpointing=recompute))
-            for c in contenders
-            for recompute in (False, True)
-            if c.here and not c.why_not
-        ]
-        if other := choose_layout(compare_layouts(packed, full, here, lambda _: ways)):
-            recompute = "checkpointing" if other.layout.activation_checkpointing else "no checkpointing"
-            remark = f"{other.name}, micro-batches of {other.cost.batch.micro}, {recompute}"
-            found.append((OF_ALL, other.cost, remark))
-    now = estimate_cost(work, usual, advise=False).tokens_per_second
-    made = [
-        Advice(change, best.tokens_per_second, best.tokens_per_second / now, remark)
-        for change, best, remark in found
-        if best.fits and best.tokens_per_second >= WORTH * now
-    ]
-    return tuple(sorted(made, key=lambda advice: -advice.gain))

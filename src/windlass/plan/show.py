@@ -17,14 +17,15 @@ from windlass.model.quantization import (
     published_dtype,
 )
 from windlass.observe.format import format_count, format_duration
-from windlass.plan import Plan
+from windlass.plan.advice import OF_ALL
 from windlass.plan.cost import (
     HEADROOM,
     Cost,
 )
 from windlass.plan.layout import Layout
+from windlass.plan.plan import Plan
 from windlass.plan.script import AnyPlan, RankGrid, ScriptPlan
-from windlass.plan.search import OF_ALL, Candidate, drop_dominated, is_same_layout, list_overrides
+from windlass.plan.search import Candidate, drop_dominated, is_same_layout, list_overrides
 
 LINES = 15  # of the plan without options, at 80 columns
 LABEL = 9  # columns of the names on the left
@@ -212,7 +213,7 @@ def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
         name = c.name if c.here else f"{_format_count(c.layout.nodes, 'node')}: {c.name.rpartition(', on ')[0]}"
         yield Text(f" {name}\n   " + " \\\n   ".join(lines))
     yield Text()
-    reasons = {why: name for name, why in reversed(plan.impossible.items())}
+    reasons = {why: name for name, why in reversed([*plan.impossible.items()])}
     reasons |= {c.why_not: c.name for c in reversed(plan.contenders) if c.why_not}
     if reasons:
         yield _table("Not possible", "layout why", [([name, why], False) for why, name in reasons.items()])

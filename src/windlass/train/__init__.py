@@ -61,13 +61,14 @@ def train(
             signal.signal(number, lambda *_: sys.exit(SAVED))
 
     def checked() -> Plan:
-        from windlass.plan.inputs import find_absent_data, find_absent_files
+        from windlass.data.inputs import find_absent_data, find_absent_files
 
         plan = make_plan()
         # Checked before loading: opening them would fail only once the model is there.
         where, absent = plan.where("train.report_to"), find_absent_trackers(plan.run.train.report_to)
         hints = ((name, f"{how}, or take it out") for name, how in absent.items())
-        files = [problem for _, problem in (*find_absent_data(plan.loaded), *find_absent_files(plan.loaded))]
+        inputs = [*find_absent_data(plan.run.data, plan.where), *find_absent_files(plan.run, plan.where)]
+        files = [problem for _, problem in inputs]
         raise_all([*(Problem(f"{name} is not installed", where, hint) for name, hint in hints), *files])
         return plan
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from windlass.data.inputs import read_prompt_lines
 from windlass.errors import UserError
 from windlass.files import append_json_line
 from windlass.observe.steps import IGNORED
-from windlass.plan.inputs import read_prompt_lines
 from windlass.ranks import collectives as group
 from windlass.run_folder import SAMPLES
 
@@ -138,7 +138,7 @@ def read_prompts(
     texts, key = settings.prompts or [], "train.sample.prompts"
     if settings.file is not None:
         key = "train.sample.file"
-        texts = [_parse_line(line) for line in read_prompt_lines(settings, where(key))]
+        texts = [_parse_line(line) for line in read_prompt_lines(settings.file, where(key))]
     prompts = []
     for text in texts:
         rendered = text

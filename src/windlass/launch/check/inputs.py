@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.data import sources
+from windlass.data.inputs import find_absent_files
 from windlass.data.mix import list_all_sets
 from windlass.errors import UserError
 from windlass.hardware import GIB, Gpus
@@ -25,7 +26,6 @@ from windlass.launch.check.results import (
     skipped_elsewhere,
     warned,
 )
-from windlass.plan.inputs import find_absent_files
 from windlass.plan.script import AnyPlan, ScriptPlan, make_any_plan
 from windlass.runfile import Loaded, LoadedScript
 from windlass.runfile.names import find_absent_trackers
@@ -104,7 +104,7 @@ def check_inputs(c: Context) -> list[Result]:
 
 def check_files(c: Context, loaded: Loaded) -> list[Result]:
     """Check the other files in the run file that a run reads before its first step."""
-    found = list(find_absent_files(loaded))
+    found = list(find_absent_files(loaded.run, loaded.where))
     if c.elsewhere:
         return [skipped_elsewhere("file", path) for path, _ in found]
     return problems_to_results("file", [problem for _, problem in found])

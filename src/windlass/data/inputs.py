@@ -1,0 +1,59 @@
+"""Check that the files and folders named in the run file exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from windlass.data import mix
+from windlass.data.sources import Where, resolve_source
+from windlass.errors import Problem, UserError
+from windlass.runfile import Data, RunFile
+
+TEMPLATES = (".jinja", ".jinja2", ".json")
+
+
+def find_absent_data(data: Data, where: Where) -> Iterator[tuple[str, Problem]]:
+    """Yield each data set whose files can't be found, and why."""
+    for row_set in mix.list_all_sets(data, where):
+        try:
+            resolve_source(row_set.data, row_set.where)
+        except UserError as error:
+            yield row_set.data.dataset_name_or_path, error.problems[0]
+
+
+def find_absent_files(run: RunFile, where: Where) -> Iterator[tuple[str, Problem]]:
+    """Yield other absent inputs of the first step: chat templates, an adapter to continue from, prompts."""
+    for row_set in mix.list_all_sets(run.data, where):
+        template = row_set.data.chat_template or ""
+        if template.endswith(TEMPLATES) and not Path(template).expanduser().is_file():
+            hint = "name a file that exists, a template such as chatml, or write the template itself"
+            yield template, Problem(f"there is no file {template}", row_set.where("data.chat_template"), hint)
+    if run.lora.adapter and not (Path(run.lora.adapter) / "adapter_config.json").is_file():
+        text = f"no adapter_config.json in {run.lora.adapter}"
+        yield run.lora.adapter, Problem(text, where("lora.adapter"), "name a folder that PEFT or windlass saved")
+    if Path(run.folder).is_file():
+        text = f"{run.folder} is a file"
+        yield run.folder, Problem(text, where("train.output_dir"), "name a folder: the run creates it")
+    if run.train.sample and run.train.sample.file:
+        try:
+            read_prompt_lines(run.train.sample.file, where("train.sample.file"))
+        except UserError as error:
+            yield run.train.sample.file, error.problems[0]
+
+
+def is_expected_here(path: str) -> bool:
+    """Return whether a path should be on this machine, not another: its folder is."""
+    return Path(path).expanduser().parent.is_dir()
+
+
+def read_prompt_lines(file: str, place: str) -> list[str]:
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"{file} can't be read: {why}", place, "name a file with one prompt per line") from None
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"{file} contains no prompt", place, "write one prompt per line")
+    return prompts

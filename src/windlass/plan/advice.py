@@ -1,0 +1,188 @@
+"""Advice on a plan: changes that would make the run faster, and settings that are probably not intended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from windlass.data.inputs import find_absent_data, find_absent_files, is_expected_here
+from windlass.data.sources import Rows
+from windlass.observe.format import format_plural
+from windlass.plan.cost import Cost, Workload, estimate_cost
+from windlass.plan.search import Candidate, choose_layout, compare_layouts, list_micro_batches, try_batches
+from windlass.plan.unset import FEW_STEPS, estimate_row_tokens
+from windlass.plan.workload import ModelShape
+from windlass.runfile import RunFile
+
+if TYPE_CHECKING:
+    from windlass.plan.plan import Plan
+
+WORTH = 1.05  # smaller gains are within the error of the estimate
+OF_ALL = "all of these"
+SHORT = 0.5  # fraction of max_length: shorter rows are mostly padding, or make small matrix products
+# Trained parameters per token of data: an adapter stores about two bits per parameter, text has about one per token.
+LARGE = 100
+SLOW = 1.2  # smallest gain from larger micro-batches that is worth a warning
+
+
+# --- suggestions for more speed ------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One change, or all of them together, and the useful tokens per second with it."""
+
+    change: str  # data.packing: true
+    tokens_per_second: float
+    gain: float  # against the run as planned
+    remark: str
+
+
+def advise_faster_layout(
+    work: Workload,
+    usual: int,
+    contenders: Sequence[Candidate],
+    run: RunFile,
+    *,
+    batch_is_set: bool,
+    layout_is_set: bool,
+) -> tuple[Advice, ...]:
+    """Return the gain of each change alone and of all together, the best first."""
+    full = work.batch.length
+    automatic = run.train.model_copy(update={"per_device_train_batch_size": "auto"})
+    batches = list_micro_batches(automatic, work.batch.micro * work.batch.accumulation, full)
+    changes: list[tuple[str, Cost, str]] = []
+    packed = work
+    if not run.data.packing and usual < full and work.shape.base.family.isolates:
+        masked = run.model_copy(update={"data": run.data.model_copy(update={"packing": True})}).masked
+        packed = replace(work, masked=masked, document=usual)
+        remark = f"a sequence then holds {full / usual:.1f} rows; a step trains on as many times the tokens"
+        changes.append(("data.packing: true", estimate_cost(packed, full, advise=False), remark))
+    if batch_is_set and len(batches) > 1:
+        best, _ = try_batches(work, work.layout, usual, batches)
+        changes.append(("train.per_device_train_batch_size: auto", best, f"micro-batches of {best.batch.micro}"))
+    if not work.layout.activation_checkpointing:
+        recomputed = replace(work.layout, activation_checkpointing=True)
+        best, _ = try_batches(work, recomputed, usual, [work.batch] if batch_is_set else batches)
+        remark = f"{best.gpu_gib:,.1f} GiB a GPU, micro-batches of {best.batch.micro}"
+        changes.append(("train.gradient_checkpointing: true", best, remark))
+    if layout_is_set and (other := choose_layout(contenders)):
+        changes.append(("layout: auto", other.cost, f"takes {other.name}"))
+    if len(changes) > 1:
+        layouts = [
+            (candidate.name, replace(candidate.layout, activation_checkpointing=recompute))
+            for candidate in contenders
+            for recompute in (False, True)
+            if candidate.here and not candidate.why_not
+        ]
+        if other := choose_layout(compare_layouts(packed, full, layouts, lambda _: batches)):
+            recompute = "checkpointing" if other.layout.activation_checkpointing else "no checkpointing"
+            remark = f"{other.name}, micro-batches of {other.cost.batch.micro}, {recompute}"
+            changes.append((OF_ALL, other.cost, remark))
+    now = estimate_cost(work, usual, advise=False).tokens_per_second
+    advice = [
+        Advice(change, cost.tokens_per_second, cost.tokens_per_second / now, remark)
+        for change, cost, remark in changes
+        if cost.fits and cost.tokens_per_second >= WORTH * now
+    ]
+    return tuple(sorted(advice, key=lambda advice: -advice.gain))
+
+
+# --- settings that are probably not intended ------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Caution:
+    """A setting that is possible but probably not intended."""
+
+    text: str
+    override: str = ""  # KEY=VALUE that changes it
+
+
+def find_cautions(plan: Plan, rows: Rows, shape: ModelShape) -> Iterator[Caution]:
+    """Yield cautions, the most serious first."""
+    yield from _find_absent_inputs(plan)
+    yield from (Caution(f"lora.target_modules {text}") for text in plan.adapter.warnings)
+    family = shape.base.family
+    if family.without_formula and not family.traced:
+        layers = f"{family.without_formula} of {len(shape.layers)} layers"
+        text = f"{layers} are linear attention or the like, which no formula is known for: memory and time are"
+        yield Caution(f"{text} estimated as attention of the same widths")
+    yield from _find_short_schedule(plan)
+    yield from _find_unfit_length(plan, estimate_row_tokens(rows), shape)
+    key = "train.per_device_train_batch_size=auto"
+    gain = _list_gains(plan).get(key, 0.0)
+    if gain >= SLOW and plan.machine.gpu.name != "cpu":
+        text = f"micro-batches of {plan.batch.micro} are too small for the GPU; larger ones are {gain:.1f} x as fast"
+        yield Caution(text, key)
+    yield from _find_large_adapter(plan, shape, estimate_row_tokens(rows))
+
+
+def _list_gains(plan: Plan) -> dict[str, float]:
+    """Return the gain of each override that the plan advises."""
+    return {advice.change.replace(": ", "="): advice.gain for advice in plan.advice}
+
+
+def _find_absent_inputs(plan: Plan) -> Iterator[Caution]:
+    run = plan.run
+    is_local = run.cluster.platform == "local" and plan.base.path is not None
+    for path, problem in (*find_absent_data(run.data, plan.where), *find_absent_files(run, plan.where)):
+        if is_local or is_expected_here(path):
+            yield Caution(f"{problem.where}: {problem.problem} ({problem.hint})")
+
+
+def _find_short_schedule(plan: Plan) -> Iterator[Caution]:
+    train = plan.run.train
+    steps = plan.schedule.steps
+    if steps is None or steps >= FEW_STEPS or train.max_steps > 0:
+        return
+    at_once = train.least_batch * plan.layout.ranks
+    fewer = int((plan.schedule.rows or 0) * train.num_train_epochs) // (FEW_STEPS * at_once)
+    override = f"train.gradient_accumulation_steps={fewer}"
+    if train.global_batch_size is not None:
+        override = f"train.global_batch_size={fewer * at_once}"
+    is_set = train.global_batch_size and plan.loaded.is_set("train.gradient_accumulation_steps")
+    length = f"{format_plural(steps, 'optimizer step')} of {format_plural(plan.schedule.global_sequences, 'sequence')}"
+    yield Caution(f"only {length}: hardly any training", override if fewer and not is_set else "")
+
+
+def _find_unfit_length(plan: Plan, tokens: int | None, shape: ModelShape) -> Iterator[Caution]:
+    """Yield cautions about data.max_length: beyond the model's positions, or far from the tokens of a usual row."""
+    limit = plan.batch.length
+    positions = shape.base.positions
+    if positions and limit > positions:
+        text = f"data.max_length {limit:,} is beyond the {positions:,} positions that the model was made for"
+        yield Caution(text, f"data.max_length={positions}")
+    if tokens and tokens > limit:
+        longer = 1 << (tokens - 1).bit_length()
+        longer = min(longer, positions or longer)
+        text = f"rows have about {tokens:,} tokens and are cut at data.max_length {limit:,}"
+        yield Caution(text, f"data.max_length={longer}" if longer > limit else "")
+    elif tokens and tokens <= SHORT * limit and not plan.run.data.packing:
+        text = f"rows have about {tokens:,} tokens, {tokens / limit:.0%} of data.max_length"
+        if gain := _list_gains(plan).get("data.packing=true"):
+            text += f"; packed, {gain:.1f} x as many tokens/s"
+        yield Caution(text, "data.packing=true" if shape.base.family.isolates else "")
+
+
+def _find_large_adapter(plan: Plan, shape: ModelShape, tokens: int | None) -> Iterator[Caution]:
+    modules = [
+        lora for layer, _ in shape.kinds for lora in (*layer.plain_lora, *layer.expert_lora) if lora.part != "router"
+    ]
+    break_even = {lora: lora.inputs * lora.outputs // (lora.inputs + lora.outputs) for lora in modules}
+    if modules:
+        least = min(modules, key=lambda lora: break_even[lora] / lora.r)
+        if least.r > break_even[least]:
+            weight = f"{least.outputs} x {least.inputs} weight"
+            text = f"at rank {least.r} the adapter of {least.leaf} is larger than its {weight}"
+            yield Caution(text, f"lora.r={max(1, break_even[least] // 2)}")
+            return
+    seen = min(tokens or 0, plan.batch.length) * (plan.schedule.rows or 0)
+    if plan.run.data.packing:
+        seen = plan.batch.length * (plan.schedule.rows or 0)
+    trained = plan.adapter.trainable - sum(plan.adapter.in_full.values())  # only those that a smaller rank reduces
+    if seen and trained > LARGE * seen:
+        text = f"{trained / 1e6:,.1f} M trained parameters for {seen / 1e6:,.1f} M tokens of data"
+        smaller = max(1, int(plan.adapter.r * LARGE * seen / trained))
+        yield Caution(f"{text}: a smaller rank does as well", f"lora.r={smaller}")

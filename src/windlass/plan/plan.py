@@ -1,0 +1,257 @@
+"""The plan of a run: read `make_plan` from top to bottom."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from windlass.data import mix
+from windlass.errors import Problem, raise_all
+from windlass.hardware import Machine
+from windlass.model import Base, find_base
+from windlass.model.targets import Adapter, resolve_adapter
+from windlass.plan.accelerate import AccelerateFile
+from windlass.plan.advice import Advice, Caution, advise_faster_layout, find_cautions
+from windlass.plan.as_json import describe_plan
+from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
+from windlass.plan.layout import AUTO, CHECKPOINTING, Layout, read_request
+from windlass.plan.machine import find_machine
+from windlass.plan.schedule import Schedule, count_evaluated, count_sequences, make_schedule, median_tokens
+from windlass.plan.search import Candidate, Search, choose, list_micro_batches
+from windlass.plan.unset import fill_in_unset
+from windlass.plan.validate import check_expert_settings, check_family, check_request, find_base_dtypes
+from windlass.runfile import Loaded, RunFile, resolve_accumulation
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run. Scripts and later stages read its `as_dict`."""
+
+    loaded: Loaded
+    base: Base
+    adapter: Adapter
+    machine: Machine
+    layout: Layout
+    schedule: Schedule
+    cost: Cost
+    contenders: tuple[Candidate, ...]
+    impossible: Mapping[str, str]  # impossible layouts, and why
+    evaluated: int | None  # sequences of an evaluation; None: unknown
+    tried: tuple[Cost, ...]  # the cost of each micro-batch, if the plan chooses one
+    advice: tuple[Advice, ...]  # changes that would make the run faster
+    warnings: tuple[Caution, ...]  # settings that are probably not intended
+    notes: tuple[str, ...]
+    chosen: tuple[str, ...] = ()  # choices for settings that the run file leaves open
+
+    @property
+    def run(self) -> RunFile:
+        return self.loaded.run
+
+    @property
+    def where(self) -> Callable[[str], str]:
+        """Return the function that names the place of a run file's key."""
+        return self.loaded.where
+
+    @property
+    def folder(self) -> Path:
+        """Return the run folder."""
+        return Path(self.run.folder)
+
+    @property
+    def batch(self) -> Batch:
+        return self.cost.batch
+
+    @cached_property
+    def by_part(self) -> Mapping[str, int]:
+        count: Counter[str] = Counter()
+        for parameter in self.base.parameters:
+            count[parameter.part] += parameter.count
+        return count
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_part.values())
+
+    @property
+    def missing_weights(self) -> list[Problem]:
+        """Return a problem if there are no weights: a published config is enough for a plan, but not for a run."""
+        if self.base.path and self.disk_bytes is not None:
+            return []
+        hint = "mount the volume, name the model's folder, or download it with `windlass fetch RUN`"
+        text = f"{self.run.model.model_name_or_path} contains no weights"
+        return [Problem(text, self.where("model.model_name_or_path"), hint)]
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Return the bytes of the tensors that the run reads; None if there are neither weights nor their headers."""
+        return sum(piece.stored.end - piece.stored.start for p in self.base.parameters for piece in p.pieces) or None
+
+    @property
+    def seconds(self) -> dict[str, float] | None:
+        """Return the run's seconds by activity; None if its length is unknown."""
+        return self._seconds(self.cost, self.layout.ranks, self.schedule)
+
+    def _seconds(self, cost: Cost, ranks: int, schedule: Schedule) -> dict[str, float] | None:
+        if schedule.steps is None:
+            return None
+        sequences = math.ceil((self.evaluated or 0) / ranks)
+        saving = schedule.checkpoint_bytes / self.machine.rates.storage_gb_per_second / 1e9
+        return {
+            "load": cost.load_seconds,
+            "first_step": cost.first_step_seconds,
+            "steps": schedule.steps * cost.step_seconds,
+            "evaluations": (schedule.evaluations or 0) * sequences * cost.evaluation_seconds,
+            "checkpoints": (schedule.checkpoints or 0) * saving,
+        }
+
+    @property
+    def hours(self) -> float | None:
+        return None if self.seconds is None else sum(self.seconds.values()) / 3600
+
+    @property
+    def gpu_hours(self) -> float | None:
+        return None if self.hours is None else self.hours * self.layout.ranks
+
+    def estimate_gpu_hours(self, other: Candidate) -> float | None:
+        """Return the GPU-hours of the same run under another layout."""
+        ranks = other.layout.ranks
+        rows, reason = self.schedule.rows, self.schedule.rows_reason
+        schedule = make_schedule(self.run.train, other.cost.batch, ranks, self.adapter, rows, reason)
+        seconds = self._seconds(other.cost, ranks, schedule)
+        return None if seconds is None else sum(seconds.values()) * ranks / 3600
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON of `windlass plan --json` and plan.json."""
+        return describe_plan(self)
+
+
+def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
+    """Plan a run; raise an error with everything in the run file that does not fit the model or the machine."""
+    # 1. The model and the adapter, from headers alone.
+    where = loaded.where
+    base = find_base(loaded.run.model.model_name_or_path, where("model.model_name_or_path"))
+    adapter = resolve_adapter(loaded.run.lora, base, where)
+
+    # 2. The layout that the files request, and the settings that they leave open.
+    request = read_request(loaded, base.family, accelerate, experts_adapted=bool(adapter.target_parameters))
+    raise_all(check_expert_settings(loaded.run.train, base, where))
+    loaded, chosen = fill_in_unset(loaded, base, request.ranks)
+    run = loaded.run
+    raise_all(check_family(run, base, where))
+
+    # 3. The machine, and whether it, the model and the adapter allow what is requested.
+    sizes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}  # an Accelerate file may set them too
+    machine = find_machine(run.cluster.model_copy(update=sizes), where)
+    on_cpu = machine.gpu.name == "cpu"
+    dtypes = find_base_dtypes(run, base)
+    raise_all([*check_request(request, accelerate, run, base, dtypes, machine.gpu.name, where)])
+    if on_cpu or run.lora.modules_to_save:
+        request = replace(request, offload=False)
+
+    # 4. How many sequences the rows make, and the ways to cut those of a step into micro-batches.
+    rows = mix.count_all(run.data, where)
+    sequences, length, row_notes = count_sequences(rows, run.data.max_length, packing=run.data.packing)
+    accumulation = resolve_accumulation(run.train, request.ranks, where)
+
+    def batches(ranks: int) -> tuple[Batch, ...]:
+        """Return the batches for a number of ranks: the nearest global batch that divides evenly over them."""
+        steps = max(1, round(accumulation * request.ranks / ranks))
+        return list_micro_batches(run.train, steps, run.data.max_length)
+
+    batch_is_set = len(batches(request.ranks)) == 1
+    work = Workload(
+        shape=read_shape(base, adapter),
+        layout=Layout("resident", "", request.nodes, request.gpus_per_node, shard=1, replicate=request.ranks),
+        batch=batches(request.ranks)[0],
+        machine=machine,
+        optim=run.train.optim,
+        base_bytes=BYTES[run.model.torch_dtype],
+        dropout=run.lora.lora_dropout,
+        dora=run.lora.use_dora,
+        masked=run.masked,
+        keeps_products=run.train.keeps_products,
+        scores=(run.model.attn_implementation or base.family.usual_attention) == "eager",
+        document=median_tokens(rows, run.data.max_length) if run.data.packing else None,
+        four_bits=not dtypes.why_not_four_bits,
+        evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
+    )
+
+    # 5. The layout and its micro-batch: as set, or the best. If no setting says whether to recompute activations, they
+    # are recomputed only if the run does not fit otherwise.
+    search = Search(
+        work=work,
+        usual=length,
+        batches=batches,
+        experts=base.dims.get("experts", 0) if base.family.expert_parallel else 0,
+        kept_dtype="" if dtypes.why_not_kept else dtypes.published,
+        shards=base.family.shards,
+        may_add_nodes=run.cluster.network is not None,
+    )
+    choice = choose(search, request, where("layout"))
+    if not choice.fits and not _is_checkpointing_set(loaded, accelerate):
+        recomputed = choose(search, replace(request, activation_checkpointing=True), where("layout"))
+        if recomputed.fits:
+            reason = f"{recomputed.layout.reason}; activations are recomputed, it doesn't fit without"
+            choice = recomputed.with_reason(reason)
+
+    # 6. What follows from these: the schedule, the cost, and what to tell the user.
+    layout_is_set = request.name != AUTO
+    layout = choice.layout
+    work = replace(work, batch=choice.batch, layout=layout)
+    plan = Plan(
+        loaded=loaded,
+        base=base,
+        adapter=adapter,
+        machine=machine,
+        layout=layout,
+        schedule=make_schedule(run.train, work.batch, layout.ranks, adapter, sequences, rows.how),
+        cost=estimate_cost(work, length),
+        contenders=choice.contenders,
+        impossible=choice.impossible,
+        evaluated=count_evaluated(run.data, where) if work.evaluated else 0,
+        tried=() if batch_is_set else choice.tried,
+        advice=advise_faster_layout(
+            work, length, choice.contenders, run, batch_is_set=batch_is_set, layout_is_set=layout_is_set
+        ),
+        warnings=(),
+        notes=(),
+        chosen=chosen,
+    )
+    notes = (*_list_notes(plan, accelerate), *row_notes)
+    return replace(plan, warnings=tuple(find_cautions(plan, rows, work.shape)), notes=notes)
+
+
+def _is_checkpointing_set(loaded: Loaded, accelerate: AccelerateFile | None) -> bool:
+    in_accelerate = accelerate is not None and accelerate.wishes.get("activation_checkpointing") is not None
+    return in_accelerate or any(map(loaded.is_set, CHECKPOINTING))
+
+
+def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
+    """Yield notes about the files, the model and the choices made."""
+    base = plan.base
+    yield from (f"not set, chosen: {choice}" for choice in plan.chosen)
+    if plan.run.train.compile:
+        yield "layers compiled (train.compile): time and memory are estimated for layers that are not"
+    yield from plan.loaded.notes
+    yield from accelerate.notes if accelerate else ()
+    yield from base.notes
+    yield from plan.adapter.notes
+    if base.family.traced:
+        layers = f"{base.family.without_formula} of {base.dims['layers']} layers"
+        yield f"{layers} have no formula (linear attention or the like): their memory is measured by tracing"
+
+
+def fill_in_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None) -> Loaded:
+    """Return the run file with its open settings filled in; `say` is called with each choice."""
+    base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
+    filled, chosen = fill_in_unset(loaded, base, loaded.run.ranks)
+    for choice in chosen:
+        say(f"not set, chosen: {choice}")
+    return filled

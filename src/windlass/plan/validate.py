@@ -1,0 +1,129 @@
+"""Find settings that the model, the adapter or the machine does not support."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from windlass.errors import Problem
+from windlass.model import Base
+from windlass.model.quantization import published_dtype, quantizable_names
+from windlass.plan.accelerate import AccelerateFile
+from windlass.plan.layout import LayoutRequest, why_not_codes
+from windlass.runfile import RunFile, Train
+from windlass.runfile.names import ATTENTION
+from windlass.settings import FOUR_BITS, PUBLISHED
+
+Where = Callable[[str], str]
+
+
+def check_expert_settings(train: Train, base: Base, where: Where) -> list[Problem]:
+    """Return a problem for each setting of routed experts that the model lacks or that is not supported."""
+    problems: list[Problem] = []
+    place = where("train.gradient_checkpointing")
+    if train.keeps_products and "experts" not in base.dims:
+        text = f"{base.name} has no routed experts, whose products could be kept"
+        problems.append(Problem(text, place, "write true"))
+    elif train.keeps_products and train.compile:
+        text = "compiled layers keep no products of experts"
+        problems.append(Problem(text, place, "write true, or train.compile: false"))
+    if train.router_aux_loss_coef and "experts" not in base.dims:
+        text = f"{base.name} has no routed experts, and so no balancing loss to weight"
+        problems.append(Problem(text, where("train.router_aux_loss_coef"), "leave it out"))
+    return problems
+
+
+def check_family(run: RunFile, base: Base, where: Where) -> list[Problem]:
+    """Return a problem for each setting of the run file that this model family does not support."""
+    family = base.family
+    problems: list[Problem] = []
+    if family.logits is not True:
+        text = f"the logits of {family.causal_lm} are not its head's product, which the loss is computed from"
+        if family.logits is None:
+            text = f"{family.causal_lm} could not be run as a tiny model, so it is unknown how its loss is computed"
+        problems.append(Problem(text, where("model.model_name_or_path"), "use a model of another family"))
+    if run.data.packing and family.isolates is not True:
+        seen = "attend to each other (tried)" if family.isolates is False else "may attend to each other"
+        text = f"packed documents would {seen} in {family.causal_lm}: packing is refused for it"
+        problems.append(Problem(text, where("data.packing"), "set data.packing: false"))
+    name = run.model.attn_implementation
+    if name in ATTENTION and name not in family.attention:
+        text = f"{family.causal_lm} does not take {name}"
+        hint = f"leave it out, or write {' or '.join(family.attention)}"
+        problems.append(Problem(text, where("model.attn_implementation"), hint))
+    return problems
+
+
+@dataclass(frozen=True, slots=True)
+class BaseDtypes:
+    """Dtypes that the base can be stored in besides bfloat16. A reason is empty if there is none against it."""
+
+    published: str  # the checkpoint's quantized dtype; empty if it isn't quantized
+    why_not_kept: str  # why the base can't stay in that dtype
+    why_not_four_bits: str  # why the base can't be quantized to 4 bits as it is loaded
+
+
+def find_base_dtypes(run: RunFile, base: Base) -> BaseDtypes:
+    published = published_dtype(base)
+    form = f"the experts of {base.family.causal_lm} are of a form that windlass can't compute with in codes"
+    why_not_kept = why_not_codes(run.lora)
+    if not why_not_kept and not base.family.expert_adapters:
+        why_not_kept = form
+    why_not_four_bits = why_not_kept
+    if not quantizable_names(base):
+        why_not_four_bits = f"{base.name} has neither linears nor experts that windlass could quantize"
+    elif published in FOUR_BITS:
+        why_not_four_bits = f"{base.name} is published in {published.upper()}"
+    elif any(parameter.transposed for parameter in base.parameters):
+        why_not_four_bits = form
+    return BaseDtypes(published, why_not_kept, why_not_four_bits)
+
+
+def check_request(
+    request: LayoutRequest,
+    accelerate: AccelerateFile | None,
+    run: RunFile,
+    base: Base,
+    dtypes: BaseDtypes,
+    gpu: str,
+    where: Where,
+) -> Iterator[Problem]:
+    """Yield a problem for each part of the requested layout that this GPU, model or adapter rules out."""
+    wishes = accelerate.wishes if accelerate else {}
+    if request.precision == "fp16":
+        text = "float16 overflows now and then; its loss scaler skips such steps, and here they would end the run"
+        hint = "set train.fp16: false and train.bf16: true (mixed_precision: bf16), which has float32's range"
+        yield Problem(text, where("train.fp16"), hint)
+    cpu = wishes.get("cpu")
+    if cpu and cpu.value and gpu != "cpu":
+        hint = "write use_cpu: false; for a CPU machine write cluster.gpu: cpu"
+        yield Problem(f"use_cpu: true, but the run is planned for {gpu}", cpu.where, hint)
+    if gpu == "cpu" and request.offload:
+        offload = wishes.get("offload")
+        text = "offload on a CPU: the base is stored in host memory already, and nothing would be moved"
+        yield Problem(text, offload.where if offload else where("layout.offload"), "leave it out, or write false")
+    yield from _check_base_dtype(request.base_dtype, run, base, dtypes, where("layout.base_dtype"))
+    if request.base_dtype in FOUR_BITS and request.offload:
+        text = f"base_dtype: {request.base_dtype} with offload: in 4 bits the base stays on the GPU"
+        yield Problem(text, where("layout.offload"), "leave it out, or write base_dtype: bf16")
+    if run.lora.modules_to_save and request.offload:
+        text = "modules_to_save with offload: what is trained stays on the GPU"
+        yield Problem(text, where("lora.modules_to_save"), "leave it out, or set layout.offload: false")
+
+
+def _check_base_dtype(dtype: str | None, run: RunFile, base: Base, dtypes: BaseDtypes, place: str) -> Iterator[Problem]:
+    if dtype in (None, "bf16"):
+        return
+    why_not = dtypes.why_not_kept if dtype == dtypes.published else dtypes.why_not_four_bits
+    if dtype in PUBLISHED and dtype != dtypes.published:
+        why_not = f"{base.name} is not published in {dtype.upper()}"
+    if not why_not:
+        return
+    hint = "leave it out, or write bf16"
+    if dtypes.published and not dtypes.why_not_kept:
+        hint += f", or {dtypes.published}, as published"
+    if not dtypes.why_not_four_bits:
+        hint += ", or nf4 or int4, which windlass quantizes to as it loads"
+    if run.lora.use_dora:
+        hint += "; or set lora.use_dora: false"
+    yield Problem(f"base_dtype: {dtype}, but {why_not}", place, hint)
