@@ -35,7 +35,7 @@ def get_or_create(cache: Path, fingerprint: str, make: Callable[[Path], None], s
         waiting = f"waiting for another process that is tokenizing into {folder}"
         with hold_lock(cache / f"{fingerprint}.lock", say, waiting, SILENT_SECONDS) as alone:
             if folder.exists():
-                damage = find_damage(folder)
+                damage = find_cache_damage(folder)
                 if damage is None:
                     return folder
                 say(f"the tokens cached in {folder} are damaged ({damage}): they are made again")
@@ -48,7 +48,7 @@ def get_or_create(cache: Path, fingerprint: str, make: Callable[[Path], None], s
                 files = sorted(partial.iterdir())
                 sealed = {path.name: {"bytes": path.stat().st_size, "hash": hash_file(path)} for path in files}
                 write_json(partial / SEAL, {"files": sealed})
-                if find_damage(folder) is not None:  # without locks, another process may have finished first
+                if find_cache_damage(folder) is not None:  # without locks, another process may have finished first
                     commit_dir(partial, folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -77,7 +77,7 @@ def hold_lock(path: Path, say: Say, waiting: str, silent_seconds: float = 0.0) -
         yield lock is not None
 
 
-def find_damage(folder: Path) -> str | None:
+def find_cache_damage(folder: Path) -> str | None:
     """Return what is wrong with a cached folder, or None."""
     files = read_json(folder / SEAL).get("files")
     if not files:

@@ -9,7 +9,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +20,13 @@ import pyarrow as pa
 from windlass.data import audit as auditing
 from windlass.data.cache import Say, get_or_create, hash_file
 from windlass.data.formats import Format, choose_format
-from windlass.data.mix import RowSet, count_per_epoch, list_evaluation_sets, list_training_sets
+from windlass.data.mix import count_per_epoch
 from windlass.data.packing import Order, choose_epoch_rows, group_by_length, open_rows, shuffle, write_rows
-from windlass.data.sources import Part, Source, Where, locate_row, parse_split, read_rows, resolve_source
+from windlass.data.select import Selection, check_selection, select_all
+from windlass.data.sources import Part, Where, locate_row, read_rows
 from windlass.data.stream import stream_rows
 from windlass.data.tokenize import Documents, tokenize
-from windlass.errors import Problem, UserError, raise_all
-from windlass.runfile.names import EVALUATED_SCHEDULES
+from windlass.errors import UserError, raise_all
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from windlass.runfile import Data, Loaded, RunFile
 
 CACHE_VERSION = 7  # raise it when what is written into the cached folder changes
-# Rows whose keys together form the columns: JSON lines need not all have the same keys.
-HEAD_ROWS = 100
 # Larger files are identified by a sample of their content, which is equal on every node whatever the modification
 # times.
 HASHED_BYTES = 1 << 30
@@ -90,27 +88,6 @@ class PreparedData:
         if self.batching == auditing.LENGTH_GROUPED:
             return rows[group_by_length(self.lengths[rows], global_batch, seed, epoch)]
         return rows[shuffle(len(rows), seed, epoch)]
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which rows are trained on and which are held out."""
-
-    of: RowSet
-    train: tuple[Part, ...]
-    validation: tuple[Part, ...]
-    fraction: float | None
-    columns: tuple[str, ...]
-    evaluated: bool = False
-    """The rows are an evaluation set, and not trained on."""
-
-    @property
-    def source(self) -> Source:
-        return self.train[0].source
-
-    @property
-    def validated(self) -> bool:
-        return bool(self.validation or self.fraction or self.evaluated)
 
 
 def prepare_data(
@@ -196,61 +173,6 @@ def prepare_data(
     names = tuple(each.of.name for each in trained) if data.mix else ()
     evaluated = tuple(audit["evaluated"])
     return PreparedData(train, validation, audit, key, per_row, batching, run.masked, names, evaluated, shares)
-
-
-def select_all(data: Data, where: Where, say: Say) -> list[Selection]:
-    """Return the training sets, then the named evaluation sets."""
-    train = [select_rows(each, say) for each in list_training_sets(data, where)]
-    return [*train, *(replace(select_rows(each, say), evaluated=True) for each in list_evaluation_sets(data, where))]
-
-
-def select_rows(of: RowSet, say: Say) -> Selection:
-    """Determine the source's splits and columns."""
-    data, where = of.data, of.where
-    source = resolve_source(data, where)
-    if source.format == "hub":
-        from windlass.data.hub import fetch_source
-
-        source = fetch_source(data, where, say)
-    train = parse_split(data.train_split, source, where("data.train_split"))
-    validation: tuple[Part, ...] = ()
-    fraction = data.val_fraction
-    if data.val_split:
-        try:
-            validation, fraction = parse_split(data.val_split, source, where("data.val_split")), None
-        except UserError:
-            if (
-                "val_split" in data.model_fields_set and not of.part
-            ):  # by default, a set without this split is not evaluated
-                raise
-    columns = dict.fromkeys(key for row in itertools.islice(read_rows(train), HEAD_ROWS) for key in row)
-    if not columns:
-        hint = f"name a split or a slice that has rows; the set has {', '.join(source.splits)}"
-        raise UserError(f"{source.name}: {data.train_split} has no rows", where("data.train_split"), hint)
-    return Selection(of, train, validation, fraction, tuple(columns))
-
-
-def check_selection(run: RunFile, selections: Sequence[Selection], where: Where) -> list[Problem]:
-    """Return what the run requires of its rows and can't have: epochs of a stream, evaluation without validation
-    rows."""
-    problems, train = [], run.train
-    if run.data.streaming and (train.max_steps or 0) < 1:
-        problem = "a streamed set has no length, so epochs can't be counted"
-        problems.append(Problem(problem, where("train.max_steps"), "set train.max_steps"))
-    if run.data.streaming and run.data.val_fraction and not run.data.val_split:
-        problem = "rows can only be held out of a set that is read in full, not of a stream"
-        hint = "give a validation split, or a slice: val_split: train[:1%] and train_split: train[1%:]"
-        problems.append(Problem(problem, where("data.val_fraction"), hint))
-    # Evaluation that is only on by default is switched off if there are no validation rows.
-    keys = ("eval_strategy", "eval_steps", "load_best_model_at_end")
-    asked = [f"train.{key}" for key in keys if key in train.model_fields_set]
-    asked += ["train.lr_scheduler_type"] * (train.lr_scheduler_type in EVALUATED_SCHEDULES)
-    if not any(each.validated for each in selections) and train.eval_strategy != "no" and asked:
-        splits = ", ".join(selections[0].source.splits)
-        problem = f"{asked[0]} wants evaluation, and the data have no validation rows; their splits: {splits}"
-        hint = "hold some out with data.val_fraction: 0.05, name data.val_split, or set train.eval_strategy: no"
-        problems.append(Problem(problem, where(asked[0]), hint))
-    return problems
 
 
 def write_tokens(

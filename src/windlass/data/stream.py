@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.formats import Format
 from windlass.data.packing import group_documents, list_row_columns, shuffle
+from windlass.data.select import Selection
 from windlass.data.sources import locate_row, read_rows, split_into_batches
 from windlass.data.tokenize import tokenize
 from windlass.errors import UserError
@@ -15,8 +16,6 @@ from windlass.errors import UserError
 if TYPE_CHECKING:
     from datasets import IterableDataset
     from transformers import PreTrainedTokenizerBase
-
-    from windlass.data.prepare import Selection
 
 # Rows that are shuffled and packed together: from a few hundred on, best-fit packing fills all but a per mille.
 WINDOW_ROWS = 4096

@@ -22,7 +22,7 @@ from windlass import tiny
 from windlass.data.audit import audit_split, find_problems
 from windlass.data.formats import choose_format, parse_template
 from windlass.data.mix import RowSet, list_evaluation_sets, list_training_sets
-from windlass.data.prepare import check_selection, select_rows
+from windlass.data.select import check_selection, select_rows
 from windlass.data.sources import Row, Where, locate_row, read_rows, resolve_source
 from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import UserError, raise_all

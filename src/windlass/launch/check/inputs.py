@@ -145,7 +145,7 @@ def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
     run, sets = loaded.run, list_all_sets(loaded.run.data, loaded.where)
     try:
         from windlass.data.formats import choose_format
-        from windlass.data.prepare import check_selection, select_all
+        from windlass.data.select import check_selection, select_all
 
         for each in sets:
             name = each.data.dataset_name_or_path

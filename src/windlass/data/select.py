@@ -1,0 +1,98 @@
+"""Choose the rows of each data set: what is trained on, what is held out, and what the run requires of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from windlass.data.cache import Say
+from windlass.data.mix import RowSet, list_evaluation_sets, list_training_sets
+from windlass.data.sources import Part, Source, Where, parse_split, read_rows, resolve_source
+from windlass.errors import Problem, UserError
+from windlass.runfile import Data, RunFile
+from windlass.runfile.names import EVALUATED_SCHEDULES
+
+# Rows whose keys together form the columns: JSON lines need not all have the same keys.
+HEAD_ROWS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which rows are trained on and which are held out."""
+
+    of: RowSet
+    train: tuple[Part, ...]
+    validation: tuple[Part, ...]
+    fraction: float | None
+    columns: tuple[str, ...]
+    evaluated: bool = False
+    """The rows are an evaluation set, and not trained on."""
+
+    @property
+    def source(self) -> Source:
+        return self.train[0].source
+
+    @property
+    def validated(self) -> bool:
+        return bool(self.validation or self.fraction or self.evaluated)
+
+
+def select_all(data: Data, where: Where, say: Say) -> list[Selection]:
+    """Return the training sets, then the named evaluation sets."""
+    train = [select_rows(rows, say) for rows in list_training_sets(data, where)]
+    evaluation = [replace(select_rows(rows, say), evaluated=True) for rows in list_evaluation_sets(data, where)]
+    return [*train, *evaluation]
+
+
+def select_rows(of: RowSet, say: Say) -> Selection:
+    """Determine the source's splits and columns."""
+    data = of.data
+    where = of.where
+    source = resolve_source(data, where)
+    if source.format == "hub":
+        from windlass.data.hub import fetch_source
+
+        source = fetch_source(data, where, say)
+    train = parse_split(data.train_split, source, where("data.train_split"))
+    validation: tuple[Part, ...] = ()
+    fraction = data.val_fraction
+    if data.val_split:
+        try:
+            validation = parse_split(data.val_split, source, where("data.val_split"))
+            fraction = None
+        except UserError:
+            # By default, a set without this split is not evaluated.
+            if "val_split" in data.model_fields_set and not of.part:
+                raise
+    columns = dict.fromkeys(key for row in itertools.islice(read_rows(train), HEAD_ROWS) for key in row)
+    if not columns:
+        hint = f"name a split or a slice that has rows; the set has {', '.join(source.splits)}"
+        raise UserError(f"{source.name}: {data.train_split} has no rows", where("data.train_split"), hint)
+    return Selection(of, train, validation, fraction, tuple(columns))
+
+
+def check_selection(run: RunFile, selections: Sequence[Selection], where: Where) -> list[Problem]:
+    """Return what the run requires of its rows and can't have: epochs of a stream, evaluation without validation
+    rows."""
+    train = run.train
+    problems = []
+    if run.data.streaming and (train.max_steps or 0) < 1:
+        problem = "a streamed set has no length, so epochs can't be counted"
+        problems.append(Problem(problem, where("train.max_steps"), "set train.max_steps"))
+    if run.data.streaming and run.data.val_fraction and not run.data.val_split:
+        problem = "rows can only be held out of a set that is read in full, not of a stream"
+        hint = "give a validation split, or a slice: val_split: train[:1%] and train_split: train[1%:]"
+        problems.append(Problem(problem, where("data.val_fraction"), hint))
+    # Evaluation that is only on by default is switched off if there are no validation rows.
+    keys = ("eval_strategy", "eval_steps", "load_best_model_at_end")
+    evaluating = [f"train.{key}" for key in keys if key in train.model_fields_set]
+    if train.lr_scheduler_type in EVALUATED_SCHEDULES:
+        evaluating.append("train.lr_scheduler_type")
+    has_validation = any(selection.validated for selection in selections)
+    if evaluating and train.eval_strategy != "no" and not has_validation:
+        splits = ", ".join(selections[0].source.splits)
+        problem = f"{evaluating[0]} wants evaluation, and the data have no validation rows; their splits: {splits}"
+        hint = "hold some out with data.val_fraction: 0.05, name data.val_split, or set train.eval_strategy: no"
+        problems.append(Problem(problem, where(evaluating[0]), hint))
+    return problems
