@@ -30,11 +30,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.errors import RunError, UserError
 from windlass.model.targets import ExpertShard
-from windlass.run_folder import lock_run
+from windlass.run_folder import ADAPTER, MANIFEST, lock_run, read_manifest
 from windlass.train.checkpoint import resume
-from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.checkpoint.folder import (
+    find_damage,
+    list_checkpoints,
+    prune_checkpoints,
+    remove_partial_checkpoints,
+)
 from windlass.train.checkpoint.saver import Saver
-from windlass.train.checkpoint.snapshot import MANIFEST, ExpertGatherer, get_random_state, set_random_state
+from windlass.train.checkpoint.snapshot import (
+    ExpertGatherer,
+    Snapshot,
+    get_random_state,
+    load_adapter,
+    load_optimizer,
+    save_adapter,
+    set_random_state,
+    take_snapshot,
+)
 
 
 def adapted(layers: int = 2) -> PeftModel:
@@ -60,9 +74,9 @@ class Trained:
         self.scheduler.step()
         self.optimizer.zero_grad()
 
-    def snapshot(self, step: int, **manifest: Any) -> checkpoint.Snapshot:
+    def snapshot(self, step: int, **manifest: Any) -> Snapshot:
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        taken = checkpoint.take_snapshot(step, **parts, state={"global_step": step}, manifest=manifest)
+        taken = take_snapshot(step, **parts, state={"global_step": step}, manifest=manifest)
         assert taken is not None
         return taken
 
@@ -83,7 +97,7 @@ def written(run: Path, trained: Trained, *steps: int, losses: dict[int, float] |
 
 
 def names(run: Path) -> list[str]:
-    return [path.name for path in checkpoint.list_checkpoints(run / "checkpoints")]
+    return [path.name for path in list_checkpoints(run / "checkpoints")]
 
 
 class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -109,13 +123,13 @@ def test_snapshot_is_bit_equal_after_training_continues(tmp_path: Path, trained:
     saver.start_writing(made)
     saver.close()
     other, folder = Trained(), tmp_path / "checkpoints" / "step-1"
-    checkpoint.load_adapter(other.model, folder)
-    checkpoint.load_optimizer(other.optimizer, other.scheduler, folder, other.model)
-    assert all(torch.equal(load_file(folder / checkpoint.ADAPTER)[key], expected[key]) for key in expected)
+    load_adapter(other.model, folder)
+    load_optimizer(other.optimizer, other.scheduler, folder, other.model)
+    assert all(torch.equal(load_file(folder / ADAPTER)[key], expected[key]) for key in expected)
     found = [value["exp_avg"] for value in other.optimizer.state.values()]
     assert all(torch.equal(one, moment) for one, moment in zip(found, moments, strict=True))
     assert other.scheduler.state_dict()["last_epoch"] == 1
-    assert (folder / checkpoint.ADAPTER).stat().st_mode & 0o044 == 0o044  # for whoever may read the folder
+    assert (folder / ADAPTER).stat().st_mode & 0o044 == 0o044  # for whoever may read the folder
 
 
 @pytest.mark.parametrize("here", [0, 1])
@@ -126,7 +140,7 @@ def test_expert_parts_are_gathered_through_the_host(monkeypatch: pytest.MonkeyPa
     def seen(tensor: Tensor, _other: int) -> None:
         devices.append(tensor.device.type)
 
-    monkeypatch.setattr(checkpoint, "get_rank", lambda: here)
+    monkeypatch.setattr("windlass.train.checkpoint.snapshot.get_rank", lambda: here)
     monkeypatch.setattr(dist, "send", seen)
     monkeypatch.setattr(dist, "recv", seen)
     experts = ExpertGatherer(adapted())
@@ -146,7 +160,7 @@ FILES = ["adapter_model.safetensors", "optimizer.pt", "scheduler.json", "random.
 def test_any_damage_to_any_file_is_found(tmp_path: Path, trained: Trained) -> None:
     written(tmp_path, trained, 1)
     folder = tmp_path / "checkpoints" / "step-1"
-    assert checkpoint.find_damage(folder) == ""
+    assert find_damage(folder) == ""
     assert sorted(path.name for path in folder.iterdir() if path.name in FILES) == sorted(FILES)
     for file in list(folder.iterdir()):
         content = file.read_bytes()
@@ -154,10 +168,10 @@ def test_any_damage_to_any_file_is_found(tmp_path: Path, trained: Trained) -> No
         flipped[len(content) // 2] ^= 1
         for damaged in (bytes(flipped), content[:-1], None):
             file.unlink() if damaged is None else file.write_bytes(damaged)
-            assert ("manifest" if file.name == MANIFEST else file.name) in checkpoint.find_damage(folder)
+            assert ("manifest" if file.name == MANIFEST else file.name) in find_damage(folder)
         file.write_bytes(content)
-    (folder / MANIFEST).write_text(json.dumps({**checkpoint.read_manifest(folder), "eval_loss": 0.1}))
-    assert checkpoint.find_damage(folder) == "manifest.json is not what was written"
+    (folder / MANIFEST).write_text(json.dumps({**read_manifest(folder), "eval_loss": 0.1}))
+    assert find_damage(folder) == "manifest.json is not what was written"
 
 
 @contextmanager
@@ -179,7 +193,7 @@ def test_full_disk_leaves_older_checkpoints_intact(tmp_path: Path, trained: Trai
     assert "step     2  NOT saved: " in printed[0]
     assert "older checkpoints are unharmed" in printed[0]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
-    assert checkpoint.find_damage(tmp_path / "checkpoints" / "step-1") == ""
+    assert find_damage(tmp_path / "checkpoints" / "step-1") == ""
     assert written(tmp_path, trained, 3) == ["step     3  saved checkpoints/step-3"]
 
 
@@ -206,7 +220,7 @@ def test_faulty_storage_is_detected(tmp_path: Path, trained: Trained, monkeypatc
         save_file(tensors, path, metadata)
         tensors[name].view(torch.int32)[0, 0] ^= 1
 
-    monkeypatch.setattr(checkpoint, "save_file", flip)
+    monkeypatch.setattr("windlass.train.checkpoint.snapshot.save_file", flip)
     with pytest.raises(RunError, match=r"1 tensors in .* are not what was written: .*lora_B"):
         written(tmp_path, trained, 3)
     assert names(tmp_path) == ["step-1", "step-2"]
@@ -240,10 +254,10 @@ def test_a_writer_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path: P
         process.wait()
         process.stdout.read()  # until its end has closed it
         process.stdout.close()
-        found = checkpoint.list_checkpoints(tmp_path / "checkpoints")
+        found = list_checkpoints(tmp_path / "checkpoints")
         assert found
-        assert all(checkpoint.find_damage(folder) == "" for folder in found)
-    checkpoint.remove_partial(tmp_path / "checkpoints")
+        assert all(find_damage(folder) == "" for folder in found)
+    remove_partial_checkpoints(tmp_path / "checkpoints")
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
@@ -255,10 +269,10 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path: Path, trained: Trained) 
     for step, best in ((1, "step-1"), (2, "step-2"), (3, "step-2"), (10, "step-2"), (20, "step-2")):
         written(tmp_path, trained, step, losses=losses)  # of equal ones the earliest
         assert (tmp_path / "best").resolve().name == best
-        assert (tmp_path / "best" / checkpoint.ADAPTER).exists()
+        assert (tmp_path / "best" / ADAPTER).exists()
     os.utime(tmp_path / "checkpoints" / "step-3", (2**33, 2**33))  # the clock was far ahead, then set back
     assert names(tmp_path) == ["step-1", "step-2", "step-3", "step-10", "step-20"]
-    checkpoint.prune(tmp_path / "checkpoints", 2)
+    prune_checkpoints(tmp_path / "checkpoints", 2)
     assert names(tmp_path) == ["step-2", "step-10", "step-20"]
 
 
@@ -279,9 +293,9 @@ def test_damaged_checkpoints_are_renamed_and_none_intact_is_an_error(tmp_path: P
     "a checkpoint with another run's adapter", "`windlass train --resume`", "contains another adapter than this run's: "
 )
 def test_resume_with_another_adapter_is_refused(tmp_path: Path, trained: Trained) -> None:
-    checkpoint.save_adapter(trained.model, tmp_path)
+    save_adapter(trained.model, tmp_path)
     with pytest.raises(RunError, match=r"contains another adapter than this run's: .*2\.lora_"):
-        checkpoint.load_adapter(adapted(3), tmp_path)
+        load_adapter(adapted(3), tmp_path)
 
 
 def draws() -> list[Any]:

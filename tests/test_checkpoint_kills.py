@@ -20,8 +20,8 @@ from test_checkpoint_resume import material  # noqa: F401
 
 from windlass.errors import SAVED
 from windlass.ranks import supervisor as ranks
-from windlass.run_folder import is_finished
-from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.run_folder import ADAPTER, is_finished
+from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("checkpoint kills")]
 
@@ -94,14 +94,14 @@ def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  
         assert process.returncode in ((0, 1) if how == "kill" else (0, SAVED)), whatever
         assert "Traceback" not in printed, whatever
         assert "killed by SIGKILL while" in printed or process.returncode != 1, whatever
-        assert all(not checkpoint.find_damage(f) for f in checkpoint.list_checkpoints(folder / "checkpoints")), whatever
+        assert all(not find_damage(f) for f in list_checkpoints(folder / "checkpoints")), whatever
         if process.returncode == 0 or is_finished(folder):
             break  # also where the shot came after the last word
     else:
         process = started(material / "run.yaml", *words)
         _, printed = process.communicate(timeout=WAIT_SECONDS)
         assert process.returncode == 0, printed
-    ours, theirs = (load_file(each / "final" / checkpoint.ADAPTER) for each in (whole, folder))
+    ours, theirs = (load_file(each / "final" / ADAPTER) for each in (whole, folder))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     shutil.rmtree(folder)
@@ -160,7 +160,7 @@ def test_a_signal_to_another_launcher_is_saved_too(
             _, printed = process.communicate(timeout=WAIT_SECONDS)
         codes = [(status_dir / f"code-{rank}").read_text() for rank in range(2)]
         assert codes == ["75" if attempt == "stopped" else "0"] * 2, printed
-    ours, theirs = (load_file(each / "final" / checkpoint.ADAPTER) for each in (whole, folder))
+    ours, theirs = (load_file(each / "final" / ADAPTER) for each in (whole, folder))
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 

@@ -20,7 +20,8 @@ from windlass import tiny
 from windlass.errors import SAVED
 from windlass.files import read_json, read_json_lines
 from windlass.observe import report
-from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.run_folder import ADAPTER, read_manifest
+from windlass.train.checkpoint.folder import find_damage, list_checkpoints, read_step
 
 pytestmark = pytest.mark.xdist_group("checkpoint resume")
 
@@ -181,7 +182,7 @@ def two(material: Path) -> Two:
 
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / checkpoint.ADAPTER)
+    return load_file(folder / ADAPTER)
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
@@ -225,14 +226,14 @@ def assert_resumed(outcomes: Outcomes, material: Path, name: str) -> None:
     assert steps(parts) == steps(whole)
     assert len(steps(whole)) == STEPS
     assert evaluations(parts) == evaluations(whole)
-    assert {checkpoint.read_step(f) for f in checkpoint.list_checkpoints(parts / "checkpoints")} >= {8, 12}
+    assert {read_step(f) for f in list_checkpoints(parts / "checkpoints")} >= {8, 12}
 
 
 def test_stopped_evaluation_is_repeated_after_resume(material: Path, two: Two) -> None:
     assert "stopped by a signal; step 7 is saved; --resume continues from it" in two[1]["packed stream, cut"]
     assert "step 8 is saved" in two[1]["evaluation, cut"]
     folders = [material / "runs" / name / "checkpoints" / "step-8" for name in ("plain", "evaluation parts")]
-    manifests = [checkpoint.read_manifest(folder) for folder in folders]
+    manifests = [read_manifest(folder) for folder in folders]
     assert manifests[0]["eval_loss"] == manifests[1]["eval_loss"]
     assert not manifests[1]["evaluation_due"]
 
@@ -268,9 +269,9 @@ def test_full_disk_is_reported_and_training_continues(two: Two, material: Path) 
     assert outcomes["disk full for a while"][0]["code"] == 0
     run = material / "runs" / "disk"
     assert "step     8  NOT saved: No space left on device" in printed["disk full for a while"]
-    assert [f.name for f in checkpoint.list_checkpoints(run / "checkpoints")] == ["step-4", "step-12"]
+    assert [f.name for f in list_checkpoints(run / "checkpoints")] == ["step-4", "step-12"]
     assert not list((run / "checkpoints").glob(".*"))
-    assert all(not checkpoint.find_damage(f) for f in checkpoint.list_checkpoints(run / "checkpoints"))
+    assert all(not find_damage(f) for f in list_checkpoints(run / "checkpoints"))
     assert_same_bits(run / "final", material / "runs" / "plain" / "final")
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     saves = [line for line in lines if line["kind"] == "save"]
@@ -363,7 +364,7 @@ def test_a_base_that_changed_by_one_bit_is_refused_unless_it_is_accepted(two: Tw
     for name, record in records.items():
         assert record.pop("files").keys() == {"adapter_config.json", "adapter_model.safetensors"}
         for manifest in (runs / name, runs / name / "checkpoints" / "step-12"):
-            found = checkpoint.read_manifest(manifest)
+            found = read_manifest(manifest)
             assert {key: found[key] for key in record} == record
     (facts,) = report.make_report([runs / "base parts"]).runs
     assert [why for why in facts["verdict"]["against"] if "trained on another base model than before" in why]

@@ -32,7 +32,7 @@ from windlass.errors import UserError
 from windlass.model.targets import Adapter, ExpertShard, Target, pack_experts, view_by_expert
 from windlass.runfile import Lora
 from windlass.train import lora
-from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.checkpoint.snapshot import save_adapter
 from windlass.train.experts import experts
 from windlass.train.experts.exchange import sort_received
 from windlass.train.kernels import kept
@@ -370,7 +370,7 @@ def test_dropout_drops_in_training_and_checkpointing_draws_it_again(tmp_path: Pa
     assert torch.equal(logits, again)
     assert all(apart(recomputed[name], gradients[name]) < 1e-5 for name in gradients)
     # What is saved opens in PEFT, which refuses dropout beside experts.
-    checkpoint.save_adapter(model, tmp_path)
+    save_adapter(model, tmp_path)
     opened = PeftModel.from_pretrained(base(), str(tmp_path)).eval()
     assert apart(model.eval()(**batch()).logits, opened(**batch()).logits) < 1e-5
 

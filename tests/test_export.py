@@ -35,8 +35,7 @@ from windlass.export.source import choose_adapter, require_local_base
 from windlass.model import Stored, read_base
 from windlass.model.files import read_header
 from windlass.plan.layout import Layout
-from windlass.train.checkpoint import snapshot as checkpoint
-from windlass.train.checkpoint.snapshot import write_manifest
+from windlass.train.checkpoint.folder import find_best, list_checkpoints, seal_checkpoint
 from windlass.train.load import load_base
 from windlass.train.logits import compute_logits, open_adapter
 from windlass.weights.same_base import RECORD, describe_base, digest_files
@@ -364,7 +363,7 @@ def run(cases: dict[str, Case], tmp_path: Path) -> Path:
     for step, loss in losses.items():
         saved = folder / "checkpoints" / f"step-{step}"
         shutil.copytree(cases["wide"].adapter, saved)
-        write_manifest(saved, {**manifest, "eval_loss": loss})
+        seal_checkpoint(saved, {**manifest, "eval_loss": loss})
     (folder / "manifest.json").write_text(json.dumps(manifest))
     lines = [{"step": i, "loss": 3 - i / 20} for i in range(1, 31)]
     (folder / "steps-rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -378,7 +377,7 @@ def test_best_undamaged_checkpoint_is_chosen(run: Path) -> None:
     (run / "events.jsonl").write_text('{"kind": "eval", "step": 30, "eval_loss": 0.1}\n{"kind": "ev')
     assert (
         choose_adapter(run).folder
-        == checkpoint.find_best(checkpoint.list_checkpoints(run / "checkpoints"))
+        == find_best(list_checkpoints(run / "checkpoints"))
         == run / "checkpoints" / "step-20"
     )
     assert "lowest evaluation loss of 3 saved: 1.5000 at step-20" in choose_adapter(run).why

@@ -21,8 +21,9 @@ from transformers.models.mistral4.modeling_mistral4 import get_llama_4_attn_scal
 from windlass.errors import RunError, UserError
 from windlass.model.files import read_header
 from windlass.model.targets import ExpertShard
+from windlass.run_folder import ADAPTER
 from windlass.train import lora, sync
-from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.checkpoint.snapshot import save_adapter
 from windlass.train.initial import FixedHalves, init_from_weights
 from windlass.train.kernels import lora_linear as fused
 from windlass.train.liveness import Liveness
@@ -125,7 +126,7 @@ def test_dora_works_where_weights_are_unsharded() -> None:
 )
 def test_saved_adapter_opens_in_peft_and_continues_here(tmp_path: Path, experts: int, keys: dict[str, Any]) -> None:
     model = live(adapted(experts=experts, **keys))
-    checkpoint.save_adapter(model, tmp_path)
+    save_adapter(model, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     opened = PeftModel.from_pretrained(base(), str(tmp_path)).eval()
     ours, theirs = model.eval()(**batch()).logits, opened(**batch()).logits
@@ -141,7 +142,7 @@ def test_saved_adapter_opens_in_peft_and_continues_here(tmp_path: Path, experts:
         with pytest.raises(UserError, match=r"lora\.modules_to_save: .* was trained with \['embed_tokens'"):
             adapted(experts=experts, adapter=str(tmp_path))
     # Named for the multimodal model around it, as `windlass export` does
-    file, settings = tmp_path / checkpoint.ADAPTER, json.loads((tmp_path / "adapter_config.json").read_text())
+    file, settings = tmp_path / ADAPTER, json.loads((tmp_path / "adapter_config.json").read_text())
     settings |= rename_config(settings, read_header(file), outer_name)
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     save_file(rename_keys(load_file(file), outer_name), file)
@@ -177,7 +178,7 @@ def test_weight_initialised_adapters_equal_pefts(how: str, keys: dict[str, Any],
     assert losses[0][4] < losses[0][0]
     assert all(torch.equal(a, b) for a, b in zip(FixedHalves(ours).values, fixed, strict=True))
     # Saved, it is the LoRA of the base as it is that PEFT makes of its own.
-    checkpoint.save_adapter(ours, tmp_path / "ours")
+    save_adapter(ours, tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
     one, other = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("ours", "theirs"))
     assert one.keys() == other.keys()

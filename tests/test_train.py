@@ -33,8 +33,9 @@ from windlass import tiny
 from windlass.data.collate import PaddedCollator
 from windlass.errors import SAVED
 from windlass.files import read_json, read_json_lines
+from windlass.run_folder import ADAPTER
 from windlass.train.batches import Collate
-from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.kernels.compiled import TOLERANCE as TOLERANCES
 from windlass.train.loss import patch_forward, router_loss_weight
 
@@ -625,7 +626,7 @@ def test_micro_batch_loss_and_gradients_equal_trls(tmp_path: Path, monkeypatch: 
 
 
 def adapter(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "final" / checkpoint.ADAPTER)
+    return load_file(run / "final" / ADAPTER)
 
 
 def test_run_folder_records_the_run(two: Outcomes) -> None:
@@ -642,12 +643,12 @@ def test_run_folder_records_the_run(two: Outcomes) -> None:
     certificate = json.loads((folder / "load.json").read_text())
     assert certificate["loaded"] == len(certificate["parameters"]) == certificate["checked"]["parameters"]
     assert json.loads((folder / "plan.json").read_text())
-    final, last = adapter(folder), load_file(folder / "checkpoints" / "step-6" / checkpoint.ADAPTER)
+    final, last = adapter(folder), load_file(folder / "checkpoints" / "step-6" / ADAPTER)
     assert final.keys() == last.keys()
     assert all(torch.equal(final[key], last[key]) for key in final)
     assert PeftConfig.from_pretrained(str(folder / "final")).r == 4
     assert (folder / "final" / "tokenizer.json").exists()
-    assert [path.name for path in checkpoint.list_checkpoints(folder / "checkpoints")] == ["step-3", "step-6"]
+    assert [path.name for path in list_checkpoints(folder / "checkpoints")] == ["step-3", "step-6"]
     assert (two["uneven"]["code"], len(two.steps("uneven"))) == (0, 6), "uneven batches and evaluation sets end"
 
 
@@ -700,7 +701,7 @@ def test_a_nan_stops_the_run_and_names_step_rank_and_rows(two: Outcomes) -> None
     rows = two["nan"]["error"].split("rank 1, rows ")[1].split("\n")[0]
     assert len([int(row) for row in rows.split(", ")]) == 4
     folder = two.folder / "nan"
-    assert checkpoint.list_checkpoints(folder / "checkpoints") == []
+    assert list_checkpoints(folder / "checkpoints") == []
     assert not (folder / "final").exists()
     assert [step["step"] for step in two.steps("nan")] == [1, 2]
 
@@ -784,7 +785,7 @@ def test_a_fault_stops_every_rank(two: Outcomes, name: str, kind: str, messages:
     "gradients of split experts that are not averaged", "`windlass train`", "differ between ranks after a step"
 )
 def test_failed_stage_keeps_its_files(two: Outcomes, four: Outcomes) -> None:
-    assert [path.name for path in checkpoint.list_checkpoints(two.folder / "drift" / "checkpoints")] == ["step-3"]
+    assert [path.name for path in list_checkpoints(two.folder / "drift" / "checkpoints")] == ["step-3"]
     assert two.steps("dead") == []
     assert read_json(two.folder / "unlike rows" / "manifest.json")["state"] == "failed", "and not running"
     assert two["one step"]["code"] == 0
@@ -910,6 +911,6 @@ def test_full_disk_does_not_stop_training(
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= 4
     assert [path.name for path in (copied / "checkpoints").iterdir()] == ["step-4"]
-    assert checkpoint.find_damage(copied / "checkpoints" / "step-4") == ""
+    assert find_damage(copied / "checkpoints" / "step-4") == ""
     assert "/final/adapter_model.safetensors can't be written: No space left on device" in done.stderr
     assert "hint: make room, then run again with --resume: it continues from step-4" in done.stderr

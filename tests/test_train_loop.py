@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -32,10 +33,11 @@ from windlass.observe.background import BackgroundReport
 from windlass.plan.layout import Layout
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.ranks.supervisor import reserve_port
+from windlass.run_folder import ADAPTER, read_manifest
 from windlass.train import run
-from windlass.train.checkpoint import resume
-from windlass.train.checkpoint import snapshot as checkpoint
-from windlass.train.checkpoint.snapshot import Snapshot
+from windlass.train.checkpoint.folder import list_checkpoints, read_step
+from windlass.train.checkpoint.resume import claim_run_folder, fingerprint_base
+from windlass.train.checkpoint.snapshot import STATE, Snapshot, adapter_state
 from windlass.train.kernels import compiled
 from windlass.train.load import load_base
 from windlass.train.loop import Loop
@@ -94,7 +96,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / checkpoint.ADAPTER)
+    return load_file(folder / ADAPTER)
 
 
 class Halved(torch.optim.SGD):
@@ -144,10 +146,10 @@ def test_schedule_free_optimizers_save_their_evaluation_weights(
         saved = adapter(tmp_path / "run" / "checkpoints" / f"step-{number}")
         assert sum(float(t.abs().sum()) for t in saved.values()) == pytest.approx(trained[number] / 2)
     last = adapter(tmp_path / "run" / "checkpoints" / "step-4")
-    assert all(torch.equal(last[name], tensor) for name, tensor in checkpoint.adapter_state(loop.model).items())
+    assert all(torch.equal(last[name], tensor) for name, tensor in adapter_state(loop.model).items())
     resumed = make(**settings)
     resumed.run(tmp_path / "run" / "checkpoints" / "step-2")
-    assert all(torch.equal(last[name], tensor) for name, tensor in checkpoint.adapter_state(resumed.model).items())
+    assert all(torch.equal(last[name], tensor) for name, tensor in adapter_state(resumed.model).items())
 
 
 def test_slow_checkpoint_has_the_log_of_its_own_step(
@@ -165,9 +167,9 @@ def test_slow_checkpoint_has_the_log_of_its_own_step(
 
     monkeypatch.setattr(Snapshot, "write", wait_and_write)
     loop.run()
-    for folder in checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints"):
-        steps = [line["step"] for line in read_json(folder / checkpoint.STATE)["log_history"]]
-        assert max(steps) == checkpoint.read_step(folder)
+    for folder in list_checkpoints(tmp_path / "run" / "checkpoints"):
+        steps = [line["step"] for line in read_json(folder / STATE)["log_history"]]
+        assert max(steps) == read_step(folder)
     assert sorted({line["step"] for line in loop.log_history}) == [1, 2, 3, 4]
 
 
@@ -177,11 +179,11 @@ def test_skipped_evaluation_is_not_repeated_when_disabled(make: Make, tmp_path: 
     loop.run()
     folder = tmp_path / "run" / "checkpoints" / "step-1"
     assert loop.stopped
-    assert checkpoint.read_manifest(folder)["evaluation_due"]
+    assert read_manifest(folder)["evaluation_due"]
     resumed = make(eval_strategy="no")
     resumed.run(folder)
     assert resumed.step == 4
-    assert not checkpoint.read_manifest(folder.with_name("step-2"))["evaluation_due"]
+    assert not read_manifest(folder.with_name("step-2"))["evaluation_due"]
 
 
 def test_balancing_loss_is_optional_and_not_evaluated(make: Make, tmp_path: Path) -> None:
@@ -216,14 +218,18 @@ def test_resume_keeps_files_and_machine_kind(
     plan = planning.make_plan(runfile.read_run_file(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set"]))
 
     # Weights of another model of the same shape, under the same name.
-    before = resume.fingerprint_base(plan.base)
-    say = WriteGuard(print)
-    assert resume.claim_run_folder(folder, plan, before, say, resume=False) is None
+    before = fingerprint_base(plan.base)
+
+    def claim(identity: str, *, resume: bool) -> Path | None:
+        with contextlib.ExitStack() as held:
+            return claim_run_folder(plan, identity, WriteGuard(print), held, resume=resume)
+
+    assert claim(before, resume=False) is None
     (folder / "steps-rank0.jsonl").write_text('{"step": 1}\n')
     require_published(
         model, {name: hashlib.sha256((model / name).read_bytes()).hexdigest() for name in ["model.safetensors"]}, print
     )
-    assert resume.fingerprint_base(plan.base) == before
+    assert fingerprint_base(plan.base) == before
     record_digest(model, print)
     stored = max((piece.stored for p in plan.base.parameters for piece in p.pieces), key=lambda s: s.end - s.start)
     with (model / "model.safetensors").open("r+b") as file:
@@ -238,16 +244,16 @@ def test_resume_keeps_files_and_machine_kind(
     with pytest.raises(
         UserError, match=r"model.safetensors: is not the file whose SHA-256 was compared with the hub's"
     ):
-        resume.fingerprint_base(plan.base)
+        fingerprint_base(plan.base)
     (model / "windlass-published.json").unlink()
-    after = resume.fingerprint_base(plan.base)
+    after = fingerprint_base(plan.base)
     (model / "tokenization_own.py").write_text("")
-    assert resume.fingerprint_base(plan.base) not in (before, after), "code that tokenizes belongs to the base"
+    assert fingerprint_base(plan.base) not in (before, after), "code that tokenizes belongs to the base"
     (model / "tokenization_own.py").unlink()
     with pytest.raises(UserError, match="the base model's files are not those this run began with"):
-        resume.claim_run_folder(folder, plan, after, say, resume=True)
+        claim(after, resume=True)
     write_json(folder / "manifest.json", read_json(folder / "manifest.json") | {"versions": {"torch": "2.0.0"}})
-    assert resume.claim_run_folder(folder, plan, before, say, resume=True) is None
+    assert claim(before, resume=True) is None
     assert f"this run began with torch 2.0.0 and continues with {torch.__version__}" in capsys.readouterr().err
 
     # A GPU that torch can't use would otherwise mean weeks on the CPU.

@@ -29,7 +29,12 @@ SAMPLES: Final = "samples.jsonl"  # step, prompt, text: continuations of fixed p
 ALARMS: Final = "alarms.jsonl"  # time, step, rank, kind, level, message
 CHECKPOINTS: Final = "checkpoints"  # step-N: adapter, optimizer, random numbers, position in the data
 FINAL: Final = "final"  # the adapter
+ADAPTER: Final = "adapter_model.safetensors"  # in `final` and in every checkpoint, as PEFT names it
+ADAPTER_CONFIG: Final = "adapter_config.json"
 BASES: Final = "bases.json"  # held-out losses with the base in other dtypes, by `windlass best --base-dtype`
+
+# Libraries whose versions are recorded with a run.
+LIBRARIES: Final = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
 
 OUTPUT_DIR: Final = "WINDLASS_OUTPUT_DIR"  # where a script that windlass started finds the run folder
 

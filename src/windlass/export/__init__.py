@@ -36,7 +36,7 @@ from windlass.model.quantization import (
     published_dtype,
 )
 from windlass.run_folder import BASES
-from windlass.train.checkpoint.snapshot import save_tensors
+from windlass.train.checkpoint.snapshot import require_intact, save_tensors
 from windlass.train.wrapped import inner_name, outer_name, rename_config, rename_keys
 from windlass.weights.same_base import RECORD as RECORD_OF_BASE
 from windlass.weights.same_base import (
@@ -45,7 +45,6 @@ from windlass.weights.same_base import (
     describe_quantization,
     digest_files,
     read_recorded_base,
-    require_intact,
     require_same_base,
 )
 

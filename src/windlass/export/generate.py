@@ -26,10 +26,11 @@ from windlass.plan.layout import (
 from windlass.settings import (
     FOUR_BITS,
 )
+from windlass.train.checkpoint.snapshot import require_intact
 from windlass.train.experts import experts
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
-from windlass.weights.same_base import read_recorded_base, require_intact, require_same_base
+from windlass.weights.same_base import read_recorded_base, require_same_base
 
 SHARE_OF_MEMORY: Final = 0.9
 

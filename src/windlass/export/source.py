@@ -10,10 +10,11 @@ from typing import Any
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.model import Base, find_base
-from windlass.run_folder import CHECKPOINTS, FINAL, MANIFEST
-from windlass.train.checkpoint import snapshot as checkpoints
+from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, CHECKPOINTS, FINAL, MANIFEST
+from windlass.train.checkpoint.folder import find_best, find_damage, list_checkpoints, read_eval_loss
 
-CONFIG, WEIGHTS = "adapter_config.json", checkpoints.ADAPTER
+CONFIG = ADAPTER_CONFIG
+WEIGHTS = ADAPTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,11 @@ def choose_adapter(path: Path) -> AdapterSource:
 
 def _best(run: Path) -> tuple[Path, str]:
     """Return the undamaged checkpoint with the lowest evaluation loss; without evaluations the run's final adapter."""
-    state = {folder: checkpoints.find_damage(folder) for folder in checkpoints.list_checkpoints(run / CHECKPOINTS)}
+    state = {folder: find_damage(folder) for folder in list_checkpoints(run / CHECKPOINTS)}
     intact = [folder for folder, damage in state.items() if not damage]
     skipped = "".join(f"; skipped {folder.name}: {damage}" for folder, damage in state.items() if damage)
-    losses = [loss for folder in intact if math.isfinite(loss := checkpoints.read_eval_loss(folder))]
-    if lowest := checkpoints.find_best(intact):
+    losses = [loss for folder in intact if math.isfinite(loss := read_eval_loss(folder))]
+    if lowest := find_best(intact):
         return lowest, f"lowest evaluation loss of {len(losses)} saved: {min(losses):.4f} at {lowest.name}{skipped}"
     if (run / FINAL / CONFIG).is_file():
         return run / FINAL, f"the run's last step: no intact checkpoint was evaluated{skipped}"

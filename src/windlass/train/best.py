@@ -22,7 +22,8 @@ from windlass.ranks import collectives as group
 from windlass.ranks.rank import Rank
 from windlass.run_folder import BASES, CHECKPOINTS
 from windlass.train.batches import Batches, Collate
-from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.checkpoint.folder import find_damage, list_checkpoints
+from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.console import make_console
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
@@ -82,8 +83,8 @@ def rank_checkpoints(
     except UserError as error:  # evaluating a small model on a CPU is fine
         console.print(f"warning: {error.problems[0].problem}: evaluating on the CPU", style="yellow")
     create_process_group(here, job.train.ddp_timeout)
-    saved = checkpoint.list_checkpoints(run_folder / CHECKPOINTS)[::-1]
-    faults = group.run_on_rank_0(lambda: {folder: checkpoint.find_damage(folder) for folder in saved})
+    saved = list_checkpoints(run_folder / CHECKPOINTS)[::-1]
+    faults = group.run_on_rank_0(lambda: {folder: find_damage(folder) for folder in saved})
     intact = [folder for folder, fault in faults.items() if not fault]
     if not intact:
         raise UserError("there is no intact checkpoint", str(run_folder / CHECKPOINTS), "let the run save one")
@@ -117,7 +118,7 @@ def rank_checkpoints(
             found = {BASE + suffix: row_losses(model, batches, bf16=job.train.bf16)}
         for folder in folders:
             here.phase(f"evaluating {folder.name}{suffix}")
-            checkpoint.load_adapter(model, folder)
+            load_adapter(model, folder)
             found[folder.name + suffix] = row_losses(model, batches, bf16=job.train.bf16)
             console.print(f"{folder.name}{suffix}  evaluated")
         return found

@@ -23,8 +23,7 @@ from rich.text import Text
 from windlass.observe.counters import describe_machine
 from windlass.observe.steps import format_clock
 from windlass.ranks.rank import Rank
-from windlass.run_folder import read_versions
-from windlass.train.checkpoint.resume import LIBRARIES
+from windlass.run_folder import LIBRARIES, read_versions
 from windlass.variables import find_unread
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from windlass.ranks import collectives as group
 from windlass.train.batches import Batch, Batches, RowError
-from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.checkpoint.snapshot import restore_checkpoint
 from windlass.train.evaluate import evaluate
 from windlass.train.experts.exchange import overlap_shared_experts
 from windlass.train.initial import FixedHalves
@@ -118,7 +118,7 @@ class Loop:
     def run(self, resume: Path | None = None) -> None:
         """Train to the end or until a signal; after every step log, evaluate and save as configured."""
         if resume is not None:
-            checkpoint.restore_checkpoint(self, resume)
+            restore_checkpoint(self, resume)
         if self.plan.run.lora.starts_from_weights:
             self.halves = FixedHalves(self.causal_lm)
         self.causal_lm.train()

@@ -39,6 +39,7 @@ from windlass.run_folder import (
     DATA,
     FINAL,
     FINISHED,
+    LIBRARIES,
     LOAD,
     MANIFEST,
     STOPPED,
@@ -46,9 +47,8 @@ from windlass.run_folder import (
     update_manifest,
 )
 from windlass.train.batches import Batches, Collate
-from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.checkpoint.folder import find_intact_best
 from windlass.train.checkpoint.resume import (
-    LIBRARIES,
     claim_run_folder,
     describe_run,
     fingerprint_base,
@@ -58,6 +58,7 @@ from windlass.train.checkpoint.resume import (
     resolve_run,
 )
 from windlass.train.checkpoint.saver import Saver
+from windlass.train.checkpoint.snapshot import load_adapter, save_adapter
 from windlass.train.console import Progress, make_console, print_header
 from windlass.train.kernels.attention import patch_attention
 from windlass.train.liveness import Liveness
@@ -97,75 +98,76 @@ def train_rank(
     identity = fingerprint_base(plan.base)
     require_same_plan(plan, identity)
 
-    # 2. Claim the run folder: a new one, or an unfinished one to continue. A finished one is never touched.
-    resume = resume or job.train.resume == "auto"
-    from_checkpoint = group.run_on_rank_0(
-        lambda: claim_run_folder(folder, plan, identity, unwritten, resume=resume, allow_other_base=allow_other_base)
-    )
-    print_header(console, plan, os.environ)
+    with contextlib.ExitStack() as held:  # the lock of the run folder
+        # 2. Claim the run folder: a new one, or an unfinished one to continue. A finished one is never touched.
+        resume = resume or job.train.resume == "auto"
+        from_checkpoint = group.run_on_rank_0(
+            lambda: claim_run_folder(plan, identity, unwritten, held, resume=resume, allow_other_base=allow_other_base)
+        )
+        print_header(console, plan, os.environ)
 
-    with record_failure(folder):
-        # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
-        here.phase("preparing the data")
-        tokenizer = open_base_tokenizer(plan)
-        data = prepare_on_all_ranks(plan, tokenizer, console, unwritten)
-        for note in data.audit["notes"]:
-            console.print(f"warning: data: {note}", style="yellow")
-        require_same_data(from_checkpoint, data.fingerprint, plan)
+        with record_failure(folder):
+            # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
+            here.phase("preparing the data")
+            tokenizer = open_base_tokenizer(plan)
+            data = prepare_on_all_ranks(plan, tokenizer, console, unwritten)
+            for note in data.audit["notes"]:
+                console.print(f"warning: data: {note}", style="yellow")
+            require_same_data(from_checkpoint, data.fingerprint, plan)
 
-        # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is trained
-        # on must have been trained on the same weights.
-        here.phase("loading the model")
-        model, certificate = load_base(plan.base, plan.layout, **describe_precision(plan))
+            # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is
+            # trained on must have been trained on the same weights.
+            here.phase("loading the model")
+            model, certificate = load_base(plan.base, plan.layout, **describe_precision(plan))
+            if here.rank == 0:
+                with unwritten(folder / LOAD):
+                    write_json(folder / LOAD, certificate)
+            group.set_timeout(job.train.ddp_timeout)
+            digest = certificate["base_digest"]
+            other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
+            base = describe_base(plan.base, digest, other, certificate["quantisation"])
+            if line := describe_quantization(certificate["quantisation"] or {}):
+                console.print(f"base      {line}; the files hold other weights than the adapter is trained on")
+            if here.rank == 0:
+                with unwritten(folder / MANIFEST):
+                    update_manifest(folder, **base)
+
+            # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
+            here.phase("attaching the adapter")
+            model = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
+            assert_sharded(model, plan.layout)
+
+            # 6. The loop, and what it calls by name.
+            here.phase("setting up the loop")
+            report = BackgroundReport(folder)  # report.html, written again after every checkpoint
+            run_facts = {**describe_run(plan, identity), **base, "data": data.fingerprint}
+            loop = make_loop(plan, here, model, data, tokenizer, console, stop_signal, report, run_facts, debug_freq)
+
+        # 7. Train. The first steps prove that gradients reach every part of the adapter.
+        with loop.watch, record_failure(folder), contextlib.ExitStack() as stack:
+            for part in (loop.saver, loop.progress, loop.trackers, loop.recorder):
+                stack.callback(part.close)
+            loop.run(from_checkpoint)
+            if not loop.stopped:
+                loop.watch.finish()
+                if from_checkpoint is None and not loop.liveness.is_done:
+                    what = f"too few steps ({loop.step}) to see all of the adapter train: parts may be as they began"
+                    console.print(f"warning: {what}; set a larger train.max_steps", style="yellow")
+        if loop.stopped:
+            if here.rank == 0:
+                update_manifest(folder, state=STOPPED)
+            console.print(f"stopped by a signal; step {loop.step} is saved; --resume continues from it")
+            group.barrier()  # launchers take the first rank's exit for a failure and soon kill those still writing
+            return SAVED
+
+        # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
+        here.phase("saving the adapter")
+        with record_failure(folder):
+            save_final(plan, model, tokenizer, base, console)
         if here.rank == 0:
-            with unwritten(folder / LOAD):
-                write_json(folder / LOAD, certificate)
-        group.set_timeout(job.train.ddp_timeout)
-        digest = certificate["base_digest"]
-        other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
-        base = describe_base(plan.base, digest, other, certificate["quantisation"])
-        if line := describe_quantization(certificate["quantisation"] or {}):
-            console.print(f"base      {line}; the files hold other weights than the adapter is trained on")
-        if here.rank == 0:
-            with unwritten(folder / MANIFEST):
-                update_manifest(folder, **base)
-
-        # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
-        here.phase("attaching the adapter")
-        model = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
-        assert_sharded(model, plan.layout)
-
-        # 6. The loop, and what it calls by name.
-        here.phase("setting up the loop")
-        report = BackgroundReport(folder)  # report.html, written again after every checkpoint
-        run_facts = {**describe_run(plan, identity), **base, "data": data.fingerprint}
-        loop = make_loop(plan, here, model, data, tokenizer, console, stop_signal, report, run_facts, debug_freq)
-
-    # 7. Train. The first steps prove that gradients reach every part of the adapter.
-    with loop.watch, record_failure(folder), contextlib.ExitStack() as stack:
-        for part in (loop.saver, loop.progress, loop.trackers, loop.recorder):
-            stack.callback(part.close)
-        loop.run(from_checkpoint)
-        if not loop.stopped:
-            loop.watch.finish()
-            if from_checkpoint is None and not loop.liveness.is_done:
-                what = f"too few steps ({loop.step}) to see all of the adapter train: parts may be as they began"
-                console.print(f"warning: {what}; set a larger train.max_steps", style="yellow")
-    if loop.stopped:
-        if here.rank == 0:
-            update_manifest(folder, state=STOPPED)
-        console.print(f"stopped by a signal; step {loop.step} is saved; --resume continues from it")
-        group.barrier()  # launchers take the first rank's exit for a failure and soon kill those still writing
-        return SAVED
-
-    # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
-    here.phase("saving the adapter")
-    with record_failure(folder):
-        save_final(plan, model, tokenizer, base, console)
-    if here.rank == 0:
-        update_manifest(folder, state=FINISHED, steps=loop.step)
-    console.print(f"adapter written to {folder / FINAL}")
-    return 0
+            update_manifest(folder, state=FINISHED, steps=loop.step)
+        console.print(f"adapter written to {folder / FINAL}")
+        return 0
 
 
 def save_final(
@@ -174,14 +176,14 @@ def save_final(
     """Save the final adapter into a folder that exists in full or not at all. A collective; rank 0 writes."""
     job, folder = plan.run, plan.folder
     wanted = job.train.load_best_model_at_end
-    if wanted and (best := group.run_on_rank_0(lambda: checkpoint.find_intact_best(folder / CHECKPOINTS))):
-        checkpoint.load_adapter(model, best)
+    if wanted and (best := group.run_on_rank_0(lambda: find_intact_best(folder / CHECKPOINTS))):
+        load_adapter(model, best)
         console.print(f"the adapter is that of {best.name}, which evaluated best")
     final, partial = folder / FINAL, folder / f".{FINAL}.partial"
     try:
         if group.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        checkpoint.save_adapter(model, partial)
+        save_adapter(model, partial)
         if group.get_rank() == 0:
             try:
                 tokenizer.save_pretrained(partial)

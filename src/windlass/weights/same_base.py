@@ -12,25 +12,22 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
 
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.model import Base, Stored
 from windlass.model.files import DIGEST, PUBLISHED
-from windlass.run_folder import MANIFEST
+from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, MANIFEST
 from windlass.settings import (
     CONVERTED_VALUES,
     LOADER_THREADS,
 )
-from windlass.train.checkpoint import snapshot as checkpoint
 from windlass.weights.digest import digest_box, format_digest
 from windlass.weights.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, read_box, split_box
 
 RECORD: Final = "base_model.json"  # next to adapter_config.json; PEFT ignores it
 FETCH_AGAIN: Final = "remove {folder}, then `windlass fetch RUN` again"
 FLAG: Final = "--allow-other-base"
-CONFIG, ADAPTER = "adapter_config.json", checkpoint.ADAPTER
 # Keys of an adapter's configuration that users may change.
 RENAMED: Final = ("base_model_name_or_path", "inference_mode", "revision", "auto_mapping", "peft_version")
 # Keys of config.json that don't affect the forward.
@@ -133,26 +130,9 @@ def read_recorded_base(adapter: Path) -> dict[str, Any]:
 
 def describe_files(folder: Path) -> dict[str, dict[str, str]]:
     """Return hashes of the adapter's files; of its configuration, only what changes the forward."""
-    config = {key: value for key, value in read_json(folder / CONFIG).items() if key not in RENAMED}
-    contents = {CONFIG: json.dumps(config, sort_keys=True).encode(), ADAPTER: (folder / ADAPTER).read_bytes()}
+    config = {key: value for key, value in read_json(folder / ADAPTER_CONFIG).items() if key not in RENAMED}
+    contents = {ADAPTER_CONFIG: json.dumps(config, sort_keys=True).encode(), ADAPTER: (folder / ADAPTER).read_bytes()}
     return {"files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}}
-
-
-def require_intact(adapter: Path) -> None:
-    """Refuse an adapter that was damaged or changed since it was saved, or that has non-finite values."""
-    damaged = checkpoint.find_damage(adapter) if (adapter / MANIFEST).is_file() else ""
-    if recorded := read_json(adapter / RECORD).get("files"):
-        now = describe_files(adapter)["files"]
-        changed = [name for name, digest in recorded.items() if now.get(name) != digest]
-        damaged = f"{', '.join(changed)}: not what was written" if changed else ""
-    if damaged:
-        hint = f"copy the folder again; if the change is meant, remove {MANIFEST if not recorded else RECORD} from it"
-        raise UserError(damaged, str(adapter), hint)
-    with safe_open(adapter / ADAPTER, "pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            if not bool(file.get_tensor(name).isfinite().all()):
-                problem = f"{name} contains values that are not finite numbers"
-                raise UserError(problem, str(adapter / ADAPTER), "take an earlier checkpoint of the run")
 
 
 def require_same_base(

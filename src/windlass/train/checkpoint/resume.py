@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -27,17 +27,18 @@ from windlass.files import (
 )
 from windlass.model.files import PUBLISHED
 from windlass.ranks import collectives as group
+from windlass.run_folder import ADAPTER, read_manifest
 from windlass.settings import (
     FOUR_BITS,
 )
-from windlass.train.checkpoint import snapshot as checkpoint
-from windlass.weights.same_base import FETCH_AGAIN, FLAG, require_intact, require_same_base
+from windlass.train.checkpoint.folder import find_damage, list_checkpoints, read_step, remove_partial_checkpoints
+from windlass.train.checkpoint.snapshot import require_intact
+from windlass.weights.same_base import FETCH_AGAIN, FLAG, require_same_base
 
 if TYPE_CHECKING:
     from windlass.model import Base
     from windlass.plan import Plan
 
-LIBRARIES: Final = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
 # What must not change when a run is resumed: full sections, and the keys of `train` that an update depends on. Settings
 # of the optimizer and the schedule come from the checkpoint, so a change would silently have no effect.
 FIXED: Final[dict[str, set[str] | None]] = {
@@ -50,51 +51,61 @@ FIXED: Final[dict[str, set[str] | None]] = {
         *("bf16", "fp16", "seed", "data_seed"),
     },
 }
-_lock: IO[str] | None = None  # held until rank 0's process ends, when the system releases it
 
 
 def claim_run_folder(
-    folder: Path, plan: Plan, identity: str, unwritten: WriteGuard, *, resume: bool, allow_other_base: bool = False
+    plan: Plan,
+    identity: str,
+    unwritten: WriteGuard,
+    held: contextlib.ExitStack,
+    *,
+    resume: bool,
+    allow_other_base: bool = False,
 ) -> Path | None:
-    """Claim the folder for this run, on rank 0. Returns the checkpoint to continue from, if any."""
-    global _lock
-    where, checkpoints = plan.where("train.output_dir"), folder / run_folder.CHECKPOINTS
+    """Claim the run folder on rank 0, with a lock that `held` releases. Returns the checkpoint to continue from, if
+    any."""
+    folder = plan.folder
+    where = plan.where("train.output_dir")
+    checkpoints = folder / run_folder.CHECKPOINTS
     run_folder.ensure_dir(checkpoints, where)
-    if _lock is not None:
-        _lock.close()
-    _lock = run_folder.lock_run(folder, where)
-    checkpoint.remove_partial(checkpoints)
-    before = run_folder.read_manifest(folder)
+    held.enter_context(run_folder.lock_run(folder, where) or contextlib.nullcontext())
+    remove_partial_checkpoints(checkpoints)
+    before = read_manifest(folder)
     state = before.get("state")
     if state == run_folder.FINISHED:
         hint = "name another train.output_dir, or remove the folder to start over"
         raise UserError(f"{folder} contains a finished run", where, hint)
     has_steps = any(path.stat().st_size for path in run_folder.find_step_files(folder).values())
-    begun = bool(checkpoint.list_checkpoints(checkpoints)) or (bool(state) and has_steps)
+    begun = bool(list_checkpoints(checkpoints)) or (bool(state) and has_steps)
     if begun and not resume:
+        problem = f"{folder} contains an unfinished run ({state or 'begun'} {before.get('began', '')})"
         hint = "add --resume to continue it, name another train.output_dir, or remove the folder to start over"
-        what = f"{folder} contains an unfinished run ({state or 'begun'} {before.get('began', '')})"
-        raise UserError(what, where, hint)
+        raise UserError(problem, where, hint)
     usable = find_newest_intact(checkpoints, where) if begun else None
     now = describe_run(plan, identity)
     if begun:  # a run that failed before its first step has nothing to compare with
-        then = checkpoint.read_manifest(usable) if usable else before
+        then = read_manifest(usable) if usable else before
         _require_same_run(then, now, plan, folder, allow_other_base=allow_other_base)
-        for name, version in now["versions"].items():
-            if (before_it := then.get("versions", {}).get(name, version)) != version:
-                what = f"warning: this run began with {name} {before_it} and continues with {version}"
-                print(f"{what}: its steps may differ slightly", file=sys.stderr, flush=True)
+        _warn_of_other_versions(then.get("versions", {}), now["versions"])
     with unwritten(folder / run_folder.PLAN):
         write_json(folder / run_folder.PLAN, plan.as_dict())
     run_folder.begin_manifest(folder, now)
-    drop_steps_after(folder, checkpoint.read_step(usable) if usable else 0)
+    drop_steps_after(folder, read_step(usable) if usable else 0)
     return usable
+
+
+def _warn_of_other_versions(then: Mapping[str, str], now: Mapping[str, str]) -> None:
+    for name, version in now.items():
+        before = then.get(name, version)
+        if before != version:
+            changed = f"this run began with {name} {before} and continues with {version}"
+            print(f"warning: {changed}: its steps may differ slightly", file=sys.stderr, flush=True)
 
 
 def find_newest_intact(checkpoints: Path, where: str) -> Path | None:
     """Return the newest undamaged checkpoint. Damaged ones are reported and renamed."""
-    found = checkpoint.list_checkpoints(checkpoints)[::-1]
-    faults = {folder: checkpoint.find_damage(folder) for folder in found}
+    found = list_checkpoints(checkpoints)[::-1]
+    faults = {folder: find_damage(folder) for folder in found}
     intact = next((folder for folder in found if not faults[folder]), None)
     if found and intact is None:
         raise UserError(
@@ -153,7 +164,7 @@ def _require_same_run(
 
 def require_same_data(resumed: Path | None, fingerprint: str, plan: Plan) -> None:
     """Refuse changed data: other rows under the same name would take the same places."""
-    if resumed is not None and checkpoint.read_manifest(resumed).get("data") != fingerprint:
+    if resumed is not None and read_manifest(resumed).get("data") != fingerprint:
         raise UserError(
             "the data are not those this run began with, though the run file names the same",
             plan.where("data.dataset_name_or_path"),
@@ -170,7 +181,7 @@ def require_base_of(
     adapter = resumed or (Path(given) if given else None)
     if adapter is None:
         return ""
-    if not resumed and (adapter / checkpoint.ADAPTER).is_file():
+    if not resumed and (adapter / ADAPTER).is_file():
         require_intact(adapter)
     return require_same_base(adapter, plan.base, digest, plan.where(key), allow_other=allow_other, say=say)
 
@@ -199,7 +210,7 @@ def describe_run(plan: Plan, identity: str) -> dict[str, Any]:
     return {
         "run": resolve_run(plan),
         "base": identity,
-        "versions": run_folder.read_versions(LIBRARIES),
+        "versions": run_folder.read_versions(run_folder.LIBRARIES),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "ranks": plan.layout.ranks,
         "layout": plan.as_dict()["layout"],
@@ -231,7 +242,7 @@ def record_failure(folder: Path) -> Iterator[None]:
                 print(explain_write_error(folder / run_folder.MANIFEST, other), file=sys.stderr, flush=True)
         if not isinstance(error, OSError) or error.errno not in FULL:
             raise
-        kept = checkpoint.list_checkpoints(folder / run_folder.CHECKPOINTS)
+        kept = list_checkpoints(folder / run_folder.CHECKPOINTS)
         newest = f"it continues from {kept[-1].name}" if kept else "no checkpoint was saved"
         hint = f"make room, then run again with --resume: {newest}"
         raise RunError(explain_write_error(Path(error.filename or folder), error), str(folder), hint) from error

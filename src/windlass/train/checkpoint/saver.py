@@ -13,7 +13,8 @@ from windlass.errors import RunError, UserError
 from windlass.files import WriteGuard, commit_dir
 from windlass.ranks import collectives as group
 from windlass.run_folder import CHECKPOINTS, log_event
-from windlass.train.checkpoint import snapshot as checkpoint
+from windlass.train.checkpoint.folder import list_checkpoints, point_to_best, prune_checkpoints
+from windlass.train.checkpoint.snapshot import take_snapshot
 
 if TYPE_CHECKING:
     from windlass.train.batches import RowError
@@ -55,7 +56,7 @@ class Saver:
                 "nothing was saved; a rank with faulty memory or other library versions does this",
             )
         began = time.monotonic()
-        taken = checkpoint.take_snapshot(
+        taken = take_snapshot(
             loop.step,
             model=loop.model,
             optimizer=loop.optimizer,
@@ -77,7 +78,7 @@ class Saver:
         if taken is not None:
             self.start_writing(taken, time.monotonic() - began)
         if wait and (failure := group.broadcast(self.close())):
-            kept = checkpoint.list_checkpoints(self.checkpoints)
+            kept = list_checkpoints(self.checkpoints)
             before = f"the checkpoint before is {kept[-1].name}" if kept else "there is no checkpoint before"
             raise RunError(
                 f"step {loop.step} could not be saved: {failure}",
@@ -140,8 +141,8 @@ class Saver:
             log_event(self.folder, "save", taken.step, seconds=taken_seconds, bytes=size, **outcome)
             self.saved()
             if not failure:
-                checkpoint.point_to_best(self.folder)
-                checkpoint.prune(self.checkpoints, self.limit)
+                point_to_best(self.folder)
+                prune_checkpoints(self.checkpoints, self.limit)
         except OSError as error:  # such as a full disk: a log line, space or a link is lost, not the checkpoint
             self.say(f"the run folder's events, its older checkpoints or its best pointer stay as they were: {error}")
         return failure

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import copy
 import errno
-import hashlib
 import io
 import json
-import math
 import os
 import random
 import re
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -32,20 +29,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from windlass.errors import RunError
-from windlass.files import discard_dir, read_json
+from windlass.errors import RunError, UserError
+from windlass.files import read_json
 from windlass.model.targets import ExpertShard, ExpertShards, view_by_expert
 from windlass.ranks.collectives import all_gather, get_rank
+from windlass.run_folder import ADAPTER, MANIFEST, read_manifest
+from windlass.train.checkpoint.folder import find_damage, seal_checkpoint
 from windlass.train.parallel import reshard, shard_like
+from windlass.weights.same_base import RECORD, describe_files
 
 if TYPE_CHECKING:
     from windlass.train.loop import Loop
 
-ADAPTER: Final = "adapter_model.safetensors"
-MANIFEST: Final = "manifest.json"
 OPTIMIZER, SCHEDULER, RANDOM = "optimizer.pt", "scheduler.json", "random.json"
 STATE: Final = "trainer_state.json"  # the name that other tools look for
-SEAL: Final = "seal"  # hash of the manifest itself, which has the hashes of all other files
 
 
 # --- saved: copied to host memory at once, written while training goes on ---
@@ -73,7 +70,7 @@ class Snapshot:
         (partial / SCHEDULER).write_text(json.dumps(self.scheduler, default=str))
         (partial / RANDOM).write_text(json.dumps(self.random))
         (partial / STATE).write_text(json.dumps(self.state, indent=2, sort_keys=True))
-        write_manifest(partial, {**self.manifest, "step": self.step})
+        seal_checkpoint(partial, {**self.manifest, "step": self.step})
 
 
 def take_snapshot(
@@ -211,6 +208,26 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
         )
 
 
+def require_intact(adapter: Path) -> None:
+    """Refuse an adapter that was damaged or changed since it was saved, or that has non-finite values."""
+    damage = find_damage(adapter) if (adapter / MANIFEST).is_file() else ""
+    sealed_by = MANIFEST
+    recorded = read_json(adapter / RECORD).get("files")
+    if recorded:
+        sealed_by = RECORD
+        now = describe_files(adapter)["files"]
+        changed = [name for name, digest in recorded.items() if now.get(name) != digest]
+        damage = f"{', '.join(changed)}: not what was written" if changed else ""
+    if damage:
+        hint = f"copy the folder again; if the change is meant, remove {sealed_by} from it"
+        raise UserError(damage, str(adapter), hint)
+    with safe_open(adapter / ADAPTER, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            if not bool(file.get_tensor(name).isfinite().all()):
+                problem = f"{name} contains values that are not finite numbers"
+                raise UserError(problem, str(adapter / ADAPTER), "take an earlier checkpoint of the run")
+
+
 class ExpertGatherer:
     """Assembles split experts' tensors: each rank has its own experts', files have all. A collective.
 
@@ -284,98 +301,3 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
-
-
-# --- folders: sealed with hashes; found by their step, never by the clock ---
-
-
-def write_manifest(partial: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest with the hashes of every other file and of itself."""
-    full = json.loads(json.dumps({**manifest, "sha256": _hash_files(partial)}, default=str))
-    (partial / MANIFEST).write_text(json.dumps({**full, SEAL: _hash_manifest(full)}, indent=2))
-
-
-def find_damage(folder: Path) -> str:
-    """Return why this folder can't be used; empty if it is as it was written."""
-    manifest = read_manifest(folder)
-    if not manifest:
-        return f"its manifest can't be read ({folder / MANIFEST})"
-    if manifest.pop(SEAL, None) != _hash_manifest(manifest):
-        return f"{MANIFEST} is not what was written"
-    expected = manifest["sha256"]
-    try:
-        found = _hash_files(folder)
-    except OSError as error:
-        return f"it can't be read ({error})"
-    wrong = sorted(name for name in expected if found.get(name) != expected[name])
-    return f"{wrong[0]} is {'not what was written' if wrong[0] in found else 'missing'}" if wrong else ""
-
-
-def _hash_files(folder: Path) -> dict[str, str]:
-    found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST):
-        with path.open("rb") as file:
-            found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
-
-
-def _hash_manifest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    return read_json(folder / MANIFEST)
-
-
-def read_step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
-
-
-def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints, oldest first."""
-    named = (path for path in checkpoints.glob("step-*") if path.name.removeprefix("step-").isdigit())
-    return sorted(named, key=read_step)
-
-
-def find_best(folders: Iterable[Path]) -> Path | None:
-    """Return the checkpoint with the lowest evaluation loss, the earliest of equals; None if none was evaluated."""
-    scored = [(loss, read_step(folder), folder) for folder in folders if (loss := read_eval_loss(folder)) < math.inf]
-    return min(scored)[2] if scored else None
-
-
-def read_eval_loss(folder: Path) -> float:
-    """Return the evaluation loss at this checkpoint's step; infinity if there was no evaluation."""
-    loss = read_manifest(folder).get("eval_loss")
-    return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
-
-
-def find_intact_best(checkpoints: Path) -> Path | None:
-    best = find_best(list_checkpoints(checkpoints))
-    if best and (fault := find_damage(best)):
-        hint = "the last one is intact: `windlass best RUN_DIR` ranks those that are left"
-        raise RunError(f"the best checkpoint can't be used: {fault}", str(best), hint)
-    return best
-
-
-def prune(checkpoints: Path, limit: int | None) -> None:
-    """Keep the newest `limit` checkpoints and the best one."""
-    if limit:
-        best = find_best(list_checkpoints(checkpoints))
-        for folder in list_checkpoints(checkpoints)[:-limit]:
-            if folder != best:
-                discard_dir(folder)
-
-
-def point_to_best(run_folder: Path) -> None:
-    """Link `best` in the run folder to the best checkpoint; readers see the old link or the new one."""
-    if best := find_best(list_checkpoints(run_folder / "checkpoints")):
-        link = run_folder / ".best.partial"
-        link.unlink(missing_ok=True)
-        link.symlink_to(best.relative_to(run_folder), target_is_directory=True)
-        link.replace(run_folder / "best")
-
-
-def remove_partial(checkpoints: Path) -> None:
-    """Delete what crashes left half written or half deleted."""
-    for left in (*checkpoints.glob(".*.partial"), *checkpoints.glob(".*.discarded")):
-        shutil.rmtree(left, ignore_errors=True)
