@@ -14,8 +14,8 @@ import pytest
 from windlass.errors import UserError
 from windlass.runfile import read_run_file
 from windlass.runfile.document import load_document
-from windlass.runfile.importing import import_file, render_run_file
-from windlass.runfile.names import IMPORTING, TOOLS, group_by_name
+from windlass.runfile.importers import import_file, render_run_file
+from windlass.runfile.names import IMPORTED, TOOLS, group_by_name
 from windlass.runfile.reference import list_keys
 
 AXOLOTL = """
@@ -457,12 +457,12 @@ def test_llamafactory_data_set_names_are_resolved(tmp_path: Path) -> None:
 def test_every_key_of_the_tables_is_known_once() -> None:
     ours = set(list_keys())
     for tool in TOOLS:
-        table = IMPORTING[tool]
+        table = IMPORTED[tool]
         named = [*table["keys"].values(), *table["defaults"], *table.get("values", {})]
         assert not set(named) - ours
         kinds = [set(table["keys"]), set(group_by_name(table["no_effect"]))]
         assert not kinds[0] & kinds[1]
-    common = [set(group_by_name(IMPORTING["common"][kind])) for kind in ("no_effect", "refused")]
+    common = [set(group_by_name(IMPORTED["all_tools"][kind])) for kind in ("no_effect", "refused")]
     assert not common[0] & common[1]
 
 

@@ -77,13 +77,15 @@ def import_(
     Every key is carried over, translated, or listed on stderr with the reason why it has no effect.
     A key that changes training and has no counterpart is an error.
     """
-    from windlass.runfile import importing
+    from windlass.runfile.importers import import_file, list_no_effect, render_run_file
 
-    made = importing.import_file(file, tool or "")
-    write_json(made.as_dict()) if as_json else print(importing.render_run_file(made), end="", flush=True)
-    if not as_json:
-        say(importing.list_no_effect(made))
-    raise_all(made.problems)
+    imported = import_file(file, tool or "")
+    if as_json:
+        write_json(imported.as_dict())
+    else:
+        print(render_run_file(imported), end="", flush=True)
+        say(list_no_effect(imported))
+    raise_all(imported.problems)
 
 
 @command(BEFORE, "schema > windlass.schema.json")

@@ -7,26 +7,30 @@ import importlib.util
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-_TABLES, IMPORTING = (
-    tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-    for name in ("names.toml", "importing.toml")
-)
-TOOLS = {"axolotl": "Axolotl", "llamafactory": "LLaMA-Factory", "trl": "TRL", "swift": "ms-swift"}
+
+def _read_table(name: str) -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
 def group_by_name(table: dict[str, str]) -> dict[str, str]:
     return {name: key for key, names in table.items() for name in names.split()}
 
 
+TOOLS = {"axolotl": "Axolotl", "llamafactory": "LLaMA-Factory", "trl": "TRL", "swift": "ms-swift"}
+IMPORTED = {name: _read_table(f"importers/{name}.toml") for name in ("all_tools", *TOOLS)}
+_TABLES = _read_table("names.toml")
+
+
 RENAMED: dict[str, str] = _TABLES["renamed"]  # accepted spelling -> key
 # Name in other tools -> our key, and key of other tools -> what to do instead: what `windlass import` goes by too.
 OTHER_NAMES = {
-    name: key for tool in TOOLS for name, key in IMPORTING[tool]["keys"].items() if name != key.rpartition(".")[2]
+    name: key for tool in TOOLS for name, key in IMPORTED[tool]["keys"].items() if name != key.rpartition(".")[2]
 } | group_by_name(_TABLES["other_names"])
 NOT_TAKEN: dict[str, str] = {
-    **{name: f"remove it: {why}" for name, why in group_by_name(IMPORTING["common"]["no_effect"]).items()},
-    **{name: f"remove it: {why}" for name, why in group_by_name(IMPORTING["common"]["refused"]).items()},
+    **{name: f"remove it: {why}" for name, why in group_by_name(IMPORTED["all_tools"]["no_effect"]).items()},
+    **{name: f"remove it: {why}" for name, why in group_by_name(IMPORTED["all_tools"]["refused"]).items()},
     **_TABLES["not_taken"],
     **group_by_name(_TABLES["not_taken_alike"]),
 }

@@ -1,0 +1,114 @@
+"""Make run files from the configurations of other tools: Axolotl, LLaMA-Factory, TRL, ms-swift.
+
+Each key of the other tool is carried over, translated, or listed with the reason why it has no effect; one that changes
+training and has no counterpart is an error. The tool's defaults are written out, because windlass's differ.
+
+To add a tool, add it to `TOOLS` in runfile/names.py, write `<tool>.toml` and `<tool>.py` here, and add its `translate`
+to `TRANSLATE` below. `<tool>.py` translates what depends on several keys. `<tool>.toml` has the rest:
+
+- `command`: the pattern of what starts the tool on a command line. `marks`: keys by which its files are recognised.
+- `keys`: their key = windlass's, the value carried over. A key of transformers' TrainingArguments that `train` has too
+  needs no line. `values`: of one of windlass's keys, their value = windlass's.
+- `defaults`: what the tool does when its file is silent.
+- `no_effect`, `refused`: by the reason, their keys. A refused key at a value that switches it off is no problem, nor is
+  one at a value listed in `same`. all_tools.toml has those of several tools.
+- `needs`: the values that a key must have, and its value when absent. `if_set`: what a key that is on sets.
+- `held_out`: the key of the validation share. `experts`: that of adapted expert parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from windlass.errors import UserError
+from windlass.runfile.fields import Train
+from windlass.runfile.importers import axolotl, llamafactory, swift, trl
+from windlass.runfile.importers.imported import ImportedRun, as_list
+from windlass.runfile.importers.keys import resolve_conflicts, translate_common
+from windlass.runfile.importers.read import read_configuration
+from windlass.runfile.importers.write import list_no_effect as list_no_effect
+from windlass.runfile.importers.write import render_run_file as render_run_file
+from windlass.runfile.importers.write import validate
+from windlass.runfile.names import IMPORTED, TOOLS
+
+TRANSLATE: Final[dict[str, Callable[[ImportedRun], None]]] = {
+    "axolotl": axolotl.translate,
+    "llamafactory": llamafactory.translate,
+    "trl": trl.translate,
+    "swift": swift.translate,
+}
+NOT_TRANSFORMERS: Final = ("warmup_ratio", "global_batch_size", "resume")  # keys of `train` of windlass's own
+
+
+def import_file(path: Path, tool: str = "") -> ImportedRun:
+    """Translate another tool's configuration, a YAML or JSON file or a shell script that starts the tool."""
+    if tool and tool not in TOOLS:
+        raise UserError(f"windlass imports from {', '.join(TOOLS)}, not from {tool!r}", "--from", "choose one of them")
+    named, theirs, lines = read_configuration(path)
+    tool = tool or named or _recognise(theirs)
+    if not tool:
+        hint = f"name it: `windlass import {path} --from axolotl`, or another: {', '.join(TOOLS)}"
+        raise UserError("is not clearly a configuration of one tool", str(path), hint)
+    imported = ImportedRun(tool, str(path), dict(theirs), lines)
+    translate_common(imported)
+    _apply_table(imported)
+    TRANSLATE[tool](imported)
+    _carry_over(imported)
+    resolve_conflicts(imported)
+    validate(imported)
+    return imported
+
+
+def _recognise(theirs: dict[str, object]) -> str:
+    """Return the tool that most of the marks belong to, or nothing if it is not one alone."""
+    marks = {tool: sum(key in theirs for key in IMPORTED[tool]["marks"].split()) for tool in TOOLS}
+    likely = [tool for tool in TOOLS if marks[tool] == max(marks.values())]
+    return likely[0] if len(likely) == 1 else ""
+
+
+def _apply_table(imported: ImportedRun) -> None:
+    """Handle the keys under `needs`, `if_set`, `experts` and `held_out`."""
+    table = IMPORTED[imported.tool]
+    for key, rule in table.get("needs", {}).items():
+        value = imported.take(key, rule["without"])
+        if value not in rule["is"]:
+            imported.refuse(key, f"is {value!r}: windlass trains LoRA adapters", f"write {rule['write']}")
+    for key, settings in table.get("if_set", {}).items():
+        if imported.take(key):
+            for name, value in settings.items():
+                imported.set(name, value, key)
+    key = table.get("experts", "")
+    names = [str(name).rpartition(".")[2] for name in as_list(imported.take(key))]
+    if names:
+        imported.set("lora.experts", {"targets": names}, key)
+    if key := table.get("held_out"):
+        _set_held_out(imported, key, imported.take(key, kind=int | float) or 0)
+
+
+def _set_held_out(imported: ImportedRun, key: str, share: float) -> None:
+    if not share:
+        imported.set("data.val_split", None, f"{key}: 0")
+    elif share < 1:
+        imported.set("data.val_fraction", share, key)
+    else:
+        problem = f"{share} rows: windlass holds out a share of the rows"
+        imported.refuse(key, problem, f"write {key}: 0.01 or the like")
+
+
+def _carry_over(imported: ImportedRun) -> None:
+    """Handle the keys that are left, then add the tool's defaults."""
+    table = IMPORTED[imported.tool]
+    for key, value in imported.theirs.items():
+        setting = table["keys"].get(key, "")
+        if not setting and key in Train.model_fields and key not in NOT_TRANSFORMERS:
+            setting = f"train.{key}"
+        if setting and value is not None:
+            imported.set(setting, value, key)
+        else:
+            imported.judge(key, value)
+    for key, value in table["defaults"].items():
+        if key not in imported.settings:
+            imported.settings[key] = None if value == "null" else value
+            imported.remarks[key] = f"{TOOLS[imported.tool]}'s default"

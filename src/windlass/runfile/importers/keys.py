@@ -1,0 +1,105 @@
+"""Keys that several tools have and that depend on one another."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Final
+
+from windlass.runfile.importers.imported import ImportedRun
+
+IN_FOUR_BITS: Final = {"load_in_4bit": True, "quantization_bit": 4, "quant_bits": 4}
+
+
+def translate_common(imported: ImportedRun) -> None:
+    for key in ("warmup_steps", "warmup_ratio"):
+        value = imported.take(key)
+        if value is not None:
+            share = key == "warmup_ratio" or (isinstance(value, float) and value < 1)
+            imported.set("train.warmup_ratio" if share else "train.warmup_steps", value, key)
+    _translate_rhythm(imported, "eval")
+    _translate_rhythm(imported, "save")
+    _translate_four_bits(imported)
+    compiled = imported.take("torch_compile")
+    if compiled is not None:
+        imported.set("train.compile", compiled in (True, "auto"), "torch_compile")
+    for key in [key for key in ("bf16", "bfloat16") if key in imported.theirs] or ["bf16"]:
+        imported.set("train.bf16", imported.take(key, True) in (True, "auto", "full"), key)
+    if imported.take("fp16"):
+        problem = "float16 overflows, and windlass stops at a step that isn't finite"
+        imported.refuse("fp16", problem, "write bf16: true")
+    resume = imported.take("auto_resume_from_checkpoints") or imported.take("resume_from_checkpoint")
+    if resume:
+        imported.set("train.resume", "auto", f"resume_from_checkpoint: {resume}")
+    for key in ("metric_for_best_model", "greater_is_better"):
+        if imported.take(key) not in (None, False, "loss", "eval_loss"):
+            imported.refuse(key, "the best checkpoint is the one with the lowest evaluation loss", "remove it")
+    trackers = [name for name in ("wandb", "mlflow", "tensorboard", "trackio") if imported.take(f"use_{name}")]
+    if project := imported.take("wandb_project"):
+        trackers.append("wandb")
+        setting = f"export WANDB_PROJECT={shlex.quote(str(project))}"
+        imported.no_effect["wandb_project"] = f"set it where the run starts: {setting}"
+    if trackers:
+        imported.set("train.report_to", list(dict.fromkeys(trackers)), "its trackers")
+
+
+def _translate_rhythm(imported: ImportedRun, action: str) -> None:
+    """Translate when to evaluate or save: at steps, epochs, or so many times an epoch."""
+    strategy = imported.take(f"{action}_strategy")
+    steps = imported.take(f"{action}_steps")
+    if action == "eval":
+        strategy = strategy or imported.take("evaluation_strategy")
+    count = imported.take(f"{action}s_per_epoch")
+    if (isinstance(steps, float) and steps < 1) or count not in (None, 0, 1):
+        written = f"{action}_steps: {steps}" if count is None else f"{action}s_per_epoch: {count}"
+        remark = f"{written}; for more, strategy steps and {action}_steps: N"
+        imported.set(f"train.{action}_strategy", "epoch", remark)
+        return
+    if count is not None:
+        strategy = "epoch" if count else "no"
+    if strategy is not None or steps:
+        imported.set(f"train.{action}_strategy", strategy or "steps", f"{action}_strategy")
+    if steps:
+        imported.set(f"train.{action}_steps", steps, f"{action}_steps")
+
+
+def _translate_four_bits(imported: ImportedRun) -> None:
+    """Translate each tool's way to request QLoRA: bitsandbytes' NF4. Other methods and 8 bits are refused with the
+    other keys."""
+    theirs = imported.theirs
+    requests = [key for key, value in IN_FOUR_BITS.items() if theirs.get(key) == value]
+    if theirs.get("adapter") == "qlora" and theirs.get("load_in_4bit") is None:
+        requests.append("adapter")
+    methods = [theirs.get(key) for key in ("quantization_method", "quant_method")]
+    if not requests or any(method not in (None, "bnb", "bitsandbytes") for method in methods):
+        return
+    for key in (*requests, "quantization_method", "quant_method"):
+        if key != "adapter":  # Axolotl's table needs it
+            imported.take(key)
+    for key in ("bnb_4bit_quant_type", "quantization_type"):
+        kind = theirs.get(key)
+        if kind not in (None, "nf4"):
+            imported.refuse(key, f"is {kind}: windlass has nf4", "write nf4, then import again")
+    imported.set("layout.base_dtype", "nf4", requests[0])
+
+
+def resolve_conflicts(imported: ImportedRun) -> None:
+    """Resolve settings that rule each other out."""
+    settings = imported.settings
+    if settings.get("train.global_batch_size"):
+        imported.drop("train.gradient_accumulation_steps", "the whole batch is set as well")
+    else:
+        settings.pop("train.global_batch_size", None)
+    if settings.get("train.warmup_steps") is not None:
+        imported.drop("train.warmup_ratio", "warmup_steps is set as well")
+    if "data.val_fraction" in settings:
+        settings.pop("data.val_split", None)
+    for action in ("eval", "save"):
+        if settings.get(f"train.{action}_strategy", "steps") != "steps":
+            imported.drop(f"train.{action}_steps", f"{action}_strategy isn't steps")
+    held_out = "data.val_fraction" in settings or settings.get("data.val_split") or "data.eval" in settings
+    if not held_out:
+        settings["train.eval_strategy"] = "no"
+        imported.remarks["train.eval_strategy"] = "nothing is held out to evaluate on"
+        settings.pop("train.eval_steps", None)
+    if settings.get("train.eval_strategy") == "no":
+        settings.pop("train.load_best_model_at_end", None)

@@ -1,0 +1,98 @@
+"""LLaMA-Factory's keys that depend on one another, and its data sets, which data/dataset_info.json describes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from windlass.errors import UserError
+from windlass.runfile.importers.data_sets import set_data_sets, set_eval_sets, translate_columns
+from windlass.runfile.importers.imported import ImportedRun, split_names
+
+DATA_KEYS: Final = (
+    "hf_hub_url ms_hub_url om_hub_url script_url file_name formatting subset split num_samples columns tags"
+)
+# Their tag of a role -> windlass's name of the role.
+TAGS: Final = {"user": "user", "assistant": "assistant", "observation": "tool", "function": "call", "system": "system"}
+# Their name of an Alpaca row's column -> the usual one.
+COLUMNS: Final = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "system": "system",
+    "history": "history",
+}
+
+
+def translate(imported: ImportedRun) -> None:
+    stage = imported.take("stage", "sft")
+    if stage not in ("sft", "pt"):
+        imported.refuse("stage", f"is {stage}: windlass does supervised fine-tuning on text", "write stage: sft")
+    r = imported.theirs.get("lora_rank", 8)
+    if imported.theirs.get("lora_alpha") is None and isinstance(r, int):
+        imported.take("lora_alpha")
+        imported.set("lora.lora_alpha", 2 * r, "LLaMA-Factory's default: 2 x lora_rank")
+    target = imported.take("lora_target", "all")
+    names = target if isinstance(target, list) else [name.strip() for name in str(target).split(",")]
+    imported.set("lora.target_modules", "all-linear" if "all" in names else names, "lora_target")
+    in_full = imported.take("additional_target")
+    if isinstance(in_full, str):
+        imported.set("lora.modules_to_save", [name.strip() for name in in_full.split(",")], "additional_target")
+    neat = imported.take("neat_packing")
+    packing = imported.take("packing")
+    if neat or packing or (packing is None and stage == "pt"):
+        remark = "neat_packing" if neat else "packing; windlass isolates packed documents"
+        imported.set("data.packing", True, remark)
+    if stage == "sft":
+        imported.set("data.completion_only_loss", not imported.take("train_on_prompt"), "train_on_prompt")
+    if imported.take("enable_thinking") is False:
+        imported.set("data.template_kwargs", {"enable_thinking": False}, "enable_thinking")
+    folder = Path(str(imported.take("dataset_dir", "data")))
+    rows = imported.take("max_samples")
+    described = _read_dataset_info(Path(imported.file).parent, folder)
+    for key, set_sets in (("eval_dataset", set_eval_sets), ("dataset", set_data_sets)):
+        names = split_names(imported.take(key))
+        sets = [_translate_data(imported, name, described.get(name), folder, rows) for name in names]
+        set_sets(imported, key, sets)
+
+
+def _read_dataset_info(beside: Path, folder: Path) -> dict[str, Any]:
+    for parent in (Path(), beside):
+        file = parent / folder / "dataset_info.json"
+        if file.is_file():
+            try:
+                return dict(json.loads(file.read_text(encoding="utf-8")))
+            except (ValueError, TypeError) as error:
+                raise UserError(f"is not valid JSON: {error}", str(file), "correct it, then import again") from None
+    return {}
+
+
+def _translate_data(imported: ImportedRun, name: str, described: Any, folder: Path, rows: Any) -> dict[str, Any]:
+    """Return a data set by its entry in dataset_info.json, else by its path."""
+    entry = described if isinstance(described, dict) else {}
+    split = entry.get("split") or "train"
+    counts = [count for count in (rows, entry.get("num_samples")) if isinstance(count, int)]
+    data: dict[str, Any] = {"train_split": f"{split}[:{min(counts)}]" if counts else split}
+    if not entry:
+        return {**data, "dataset_name_or_path": name}
+    place = f"dataset_info.json: {name}"
+    imported.judge_others(place, entry, DATA_KEYS)
+    file = folder / str(entry.get("file_name", name))
+    data["dataset_name_or_path"] = entry.get("hf_hub_url") or entry.get("script_url") or str(file)
+    data["dataset_config_name"] = entry.get("subset")
+    columns = {**entry["columns"]} if isinstance(entry.get("columns"), dict) else {}
+    if entry.get("formatting") in ("sharegpt", "openai"):
+        tags = entry["tags"] if isinstance(entry.get("tags"), dict) else {}
+        roles = {role: tags[f"{tag}_tag"] for tag, role in TAGS.items() if f"{tag}_tag" in tags}
+        imported.require_roles(f"{place}.tags", roles)
+        messages = columns.pop("messages", "conversations")
+        columns |= {field: tags[f"{field}_tag"] for field in ("role", "content") if f"{field}_tag" in tags}
+        return {**data, **translate_columns(imported, f"{place}.columns", columns), "messages_field": messages}
+    for column in columns.keys() - COLUMNS.keys():
+        hint = "remove it if you can train without it"
+        imported.refuse(f"{place}.columns", f"windlass has no {column!r} of such rows", hint)
+    renamed = {COLUMNS[key]: column for key, column in columns.items() if COLUMNS.get(key) not in (None, column)}
+    if renamed:
+        data["columns"] = renamed
+    return {**data, "format": "alpaca"}

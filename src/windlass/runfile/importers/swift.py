@@ -1,0 +1,34 @@
+"""ms-swift's keys that depend on one another, and its data sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from windlass.runfile.importers.data_sets import set_data_sets, set_eval_sets
+from windlass.runfile.importers.imported import ImportedRun, as_list
+
+
+def translate(imported: ImportedRun) -> None:
+    targets = imported.take("target_modules")
+    if targets is not None:
+        names = as_list(targets)
+        imported.set("lora.target_modules", "all-linear" if "all-linear" in names else names, "target_modules")
+    if system := imported.take("system"):
+        hint = f"put {str(system)!r:.40} into the data"
+        imported.refuse("system", "windlass adds no system message to rows", hint)
+    if imported.theirs.get("gradient_accumulation_steps") is not None:
+        imported.settings["train.global_batch_size"] = None
+    scale = imported.take("loss_scale", "default")
+    if scale == "last_round":
+        imported.set("data.turns", "last", "loss_scale")
+    elif scale not in ("default", "all"):
+        imported.refuse("loss_scale", f"is {scale}: windlass has no such weights", "write default, last_round or all")
+    imported.set("data.completion_only_loss", scale != "all", f"loss_scale: {scale}")
+    for key, set_sets in (("val_dataset", set_eval_sets), ("dataset", set_data_sets)):
+        set_sets(imported, key, [_translate_data(str(name)) for name in as_list(imported.take(key))])
+
+
+def _translate_data(name: str) -> dict[str, Any]:
+    """Return a data set's path and the number of rows that may follow it: rows.jsonl#500."""
+    path, _, rows = name.partition("#")
+    return {"dataset_name_or_path": path, "train_split": f"train[:{rows}]" if rows else "train"}

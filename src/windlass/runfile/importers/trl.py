@@ -1,0 +1,42 @@
+"""TRL's keys that depend on one another, and its data sets."""
+
+from __future__ import annotations
+
+from windlass.runfile.importers.data_sets import set_data_sets
+from windlass.runfile.importers.imported import ImportedRun
+
+
+def translate(imported: ImportedRun) -> None:
+    split = imported.take("dataset_test_split")
+    if imported.settings.get("train.eval_strategy", "no") != "no":
+        imported.set("data.val_split", split or "test", "dataset_test_split")
+    on_assistant = imported.take("assistant_only_loss")
+    on_completion = imported.take("completion_only_loss")
+    if on_assistant or on_completion or on_completion is False:
+        only = bool(on_assistant or on_completion)
+        imported.set("data.completion_only_loss", only, "assistant_only_loss, completion_only_loss")
+    else:
+        imported.no_effect["assistant_only_loss"] = (
+            "not set: TRL's loss is on all of a chat, here on what the assistant says; "
+            "with data.completion_only_loss: false it is on all"
+        )
+    template = imported.take("chat_template_path")
+    if template and str(template).endswith((".jinja", ".jinja2")):
+        imported.set("data.chat_template", template, "chat_template_path")
+    elif template:
+        problem = "windlass takes a template from a file, not from another tokenizer"
+        hint = "export that tokenizer's template to a file, and name it: chat_template_path: FILE.jinja"
+        imported.refuse("chat_template_path", problem, hint)
+    entries = imported.take("datasets", kind=list) or []
+    for i, entry in enumerate(entries):
+        imported.judge_others(f"datasets[{i}]", entry, "path data_files name split")
+    sets = [
+        {
+            "dataset_name_or_path": entry.get("data_files") or entry.get("path"),
+            "dataset_config_name": entry.get("name"),
+            "train_split": entry.get("split", "train"),
+        }
+        for entry in entries
+    ]
+    if sets:  # otherwise dataset_name names the one
+        set_data_sets(imported, "datasets", sets)
