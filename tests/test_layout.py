@@ -15,7 +15,8 @@ from windlass.errors import UserError
 from windlass.model.family import Family
 from windlass.plan.accelerate import read_accelerate
 from windlass.plan.cost import Batch, Cost
-from windlass.plan.layout import LAYOUTS, Layout, LayoutRequest, list_divisors, read_request, resolve_layout
+from windlass.plan.layout import LAYOUTS, Layout, LayoutRequest, list_divisors, resolve_layout
+from windlass.plan.request import read_request
 from windlass.plan.search import Candidate, choose_layout, list_layouts, list_named_layouts
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"

@@ -4,7 +4,8 @@ plan         the plan, and how it is made, in numbered steps; validate: settings
 accelerate   an Accelerate file, key by key; unset: settings that the run file leaves open
 machine      the hardware, as in the table or as calibrated
 schedule     rows, steps, evaluations, checkpoints
-layout       what the files request; search: layouts and micro-batches compared
+request      the layout settings of both files; layout: their sizes, derived and checked
+search       layouts and micro-batches, compared
 cost         workload, memory, step_time: what a layout needs
 advice       what would be faster, and what is probably not intended
 show         the plan as text; as_json: as JSON

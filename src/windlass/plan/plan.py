@@ -19,8 +19,9 @@ from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.advice import Advice, Caution, advise_faster_layout, find_cautions
 from windlass.plan.as_json import describe_plan
 from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
-from windlass.plan.layout import AUTO, CHECKPOINTING, Layout, read_request
+from windlass.plan.layout import AUTO, Layout
 from windlass.plan.machine import find_machine
+from windlass.plan.request import CHECKPOINTING, read_request
 from windlass.plan.schedule import Schedule, count_evaluated, count_sequences, make_schedule, median_tokens
 from windlass.plan.search import Candidate, Search, choose, list_micro_batches
 from windlass.plan.unset import fill_in_unset
