@@ -43,11 +43,10 @@ from windlass.plan.step_time import COUNTED, OF_FUSED, OF_LINEAR, layer_features
 from windlass.runfile import Lora
 from windlass.tiny import EXTRA
 from windlass.train import parallel
-from windlass.train.experts import experts
+from windlass.train.kernels import on_cpu
 from windlass.train.kernels.lora_linear import FusedAdapters, fuse_layers
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import patch_forward
-from windlass.weights import quantized
 
 TABLE = Path(work.__file__).with_name("operators.json")
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "grouped_mm", "linear", "scaled_dot_product", "flash_attention")
@@ -160,8 +159,9 @@ def count_step(base: Base, count: int, tokens: int, way: str) -> dict[str, dict[
     for module in causal_lm.modules():
         module.register_forward_pre_hook(called)
     ids = torch.randint(1, 64, (1, tokens))
-    grouped = patch.object(quantized, "ALIGN", 1)  # experts one after the other are a CPU's way alone
-    with grouped, patch.object(experts, "AS_ON_GPU", way == "fused"), fused.unchanged(), Counting() as counting:
+    grouped = patch.object(on_cpu, "rounds_rows", lambda _: False)  # experts one after the other are a CPU's way alone
+    adapters = patch.object(on_cpu, "is_on_cpu", lambda _: way != "fused")
+    with grouped, adapters, fused.unchanged(), Counting() as counting:
         with torch.autocast("cpu", torch.bfloat16):
             loss = causal_lm(ids, torch.arange(tokens - 1), ids[0, 1:])
         counting.phase = PHASES[1]

@@ -44,6 +44,7 @@ from windlass.model import targets as adapters
 from windlass.plan.cost import Batch, Cost, estimate_cost
 from windlass.train import parallel
 from windlass.train.experts import experts as unmerged
+from windlass.train.kernels import products
 from windlass.train.lora import attach_adapter
 from windlass.weights import quantized
 
@@ -199,8 +200,8 @@ def eight_bits(sizes: Sizes) -> Iterator[Row]:
         yield from by_kernel(codes, scale, coding, words)
         for transposed, width in ((True, narrow), (False, wide)):
             x = torch.randn(int(offsets[-1]), width, device=device).to(torch.bfloat16)
-            at_once = partial(quantized.multiply_all, x, codes, scale, offsets, coding, transposed=transposed)
-            one_by_one = quantized.multiply_one_by_one(x, codes, scale, offsets, coding, transposed=transposed)
+            at_once = partial(products.multiply_all, x, codes, scale, offsets, coding, transposed=transposed)
+            one_by_one = products.multiply_one_by_one(x, codes, scale, offsets, coding, transposed=transposed)
             direction = "x W^T" if transposed else "dy W"
             yield {"what": f"FP8 grouped product {direction}, {words}: error", "value": error(at_once(), one_by_one),
                    "unit": "relative", "expected": "below 0.01"}  # fmt: skip

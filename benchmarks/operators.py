@@ -62,7 +62,7 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
     from windlass.data.prepare import prepare_data
     from windlass.observe.background import BackgroundReport
     from windlass.ranks.rank import Rank, StopSignal
-    from windlass.train.experts import experts
+    from windlass.train.kernels import on_cpu
     from windlass.train.kernels.lora_linear import fuse_layers
     from windlass.train.load import load_base
     from windlass.train.lora import attach_adapter
@@ -78,7 +78,7 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
     arguments: Any = (Console(quiet=True), StopSignal(), BackgroundReport(out), {}, 0)
     loop = make_loop(plan, here, peft, data, tokenizer, *arguments)
     loop.adapters = fuse_layers(loop.causal_lm, torch.bfloat16, always=fused)
-    vars(experts)["AS_ON_GPU"] = fused
+    vars(on_cpu)["is_on_cpu"] = lambda _: not fused
     loop.watch.report = lambda: None
     counting = Counting()
     train_step, mark, update, end_step = (
@@ -133,14 +133,14 @@ def rank(folder: Path) -> None:
     import torch
 
     from windlass.ranks.rank import Rank
+    from windlass.train.kernels import on_cpu, products
     from windlass.train.run import create_process_group
-    from windlass.weights import quantized
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     # One product of all experts, as on a GPU; a CPU takes one after the other.
-    quantized.ALIGN = 1
-    vars(quantized)["products"] = quantized.multiply_all
+    vars(on_cpu)["rounds_rows"] = lambda _: False
+    vars(products)["expert_products"] = products.multiply_all
     create_process_group(
         Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])), 600
     )

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from windlass import settings
 from windlass.train.experts import experts
+from windlass.train.kernels import products
 from windlass.weights import quantized
 from windlass.weights.quantized import Format
 
@@ -60,7 +61,7 @@ def test_experts_and_their_adapters(
         ways.append("by expert")
         return x.new_empty(x.shape[0], codes.shape[1] if transposed else codes.shape[2])
 
-    monkeypatch.setattr(quantized, "multiply_one_by_one", by_expert)
+    monkeypatch.setattr(products, "multiply_one_by_one", by_expert)
     stack = stack_of(ours_of(base(dtype=torch.bfloat16), *BOTH))
     with FakeTensorMode():
         on_a_gpu(stack, sides)
@@ -89,8 +90,8 @@ def test_the_backward_of_an_adapter() -> None:
         )
         experts._LowRank.forward(ctx, sent.clone(), rows, rows, lambda same: same, edges, a, b, 2.0)
         assert ctx.saved_tensors[-1].shape == (10, 8)
-        base, for_x, *_, for_a, for_b, _ = experts._LowRank.backward(ctx, sent)
-    for gradient, of in ((base, sent), (for_x, rows), (for_a, a), (for_b, b)):
+        base, grad_x, *_, grad_a, grad_b, _ = experts._LowRank.backward(ctx, sent)
+    for gradient, of in ((base, sent), (grad_x, rows), (grad_a, a), (grad_b, b)):
         assert (gradient.shape, gradient.dtype, gradient.device.type) == (of.shape, of.dtype, "cuda")
         assert gradient.is_contiguous()
 
@@ -106,7 +107,7 @@ def test_the_backward_of_products_in_chunks(sides: tuple[int, int], monkeypatch:
         quantized.to_quantized_param(module, "weight", torch.empty(6, 48, HIDDEN, device="cuda"), coding)
         dy, ends = torch.empty(12, 48, device="cuda", dtype=torch.bfloat16), torch.empty(6, device="cuda").int()
         codes, scale = module.get_parameter("weight"), module.get_buffer("weight_scale")
-        dx = quantized.multiply_all(dy, codes, scale, ends, coding, transposed=False)
+        dx = products.multiply_all(dy, codes, scale, ends, coding, transposed=False)
     assert (dx.shape, dx.dtype, dx.device.type) == ((12, HIDDEN), torch.bfloat16, "cuda")
 
 

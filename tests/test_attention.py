@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from windlass.train.kernels import attention
+from windlass.train.kernels import on_cpu
 
 HEADS, SHARED, WIDTH = 4, 2, 8
 
@@ -24,7 +24,7 @@ class Layer(nn.Module):
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "BY_DOCUMENT_ELEMENTS", 0)
+    monkeypatch.setattr(on_cpu, "BY_DOCUMENT_ELEMENTS", 0)
 
 
 def mask_of(rows: list[list[int]]) -> Tensor:
@@ -50,9 +50,9 @@ def test_attention_by_document_equals_masked_attention(rows: list[list[int]]) ->
     longest = max(map(sum, rows))
     padded = [row + [1] * (longest - sum(row)) for row in rows]
     mask, given = mask_of(padded), inputs(len(rows), longest)
-    assert attention.find_documents(mask) == padded
+    assert on_cpu.find_documents(mask) == padded
     for found, expected in zip(
-        step(attention.attend, given, mask), step(sdpa_attention_forward, given, mask), strict=True
+        step(on_cpu.attend, given, mask), step(sdpa_attention_forward, given, mask), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -65,10 +65,10 @@ def test_other_masks_are_left_to_the_kernel() -> None:
     later[0, 0, 0, 1] = True  # and one that sees ahead
     numbers = torch.where(documents, 0.0, -torch.inf)
     for mask in (window, holed, later, wide, numbers, documents[..., 4:, :], documents[..., 3:]):
-        assert attention.find_documents(mask) is None
+        assert on_cpu.find_documents(mask) is None
     given = inputs(1, 8)
     for mask in (window, holed):
-        torch.testing.assert_close(step(attention.attend, given, mask), step(sdpa_attention_forward, given, mask))
+        torch.testing.assert_close(step(on_cpu.attend, given, mask), step(sdpa_attention_forward, given, mask))
 
 
 def test_a_model_computes_packed_rows_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_model_computes_packed_rows_by_document(monkeypatch: pytest.MonkeyPatc
         calls.append((len(given[1]), given[1].shape[2]))
         return sdpa_attention_forward(*given, **options)
 
-    monkeypatch.setattr(attention, "sdpa_attention_forward", counted)
+    monkeypatch.setattr(on_cpu, "sdpa_attention_forward", counted)
 
     def logits() -> Tensor:
         found: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
@@ -92,14 +92,14 @@ def test_a_model_computes_packed_rows_by_document(monkeypatch: pytest.MonkeyPatc
 
     expected = logits()
     assert not calls
-    attention.patch_attention(model)
+    on_cpu.patch_attention(model)
     torch.testing.assert_close(logits(), expected, rtol=1e-10, atol=1e-10)
     # Three documents of one length are one call, and there are few lengths: torch keeps code for each.
     assert calls == [(1, 64), (1, 64), (3, 64)] * 2
-    monkeypatch.setattr(attention, "BY_DOCUMENT_ELEMENTS", 12 * HEADS * WIDTH + 1)
+    monkeypatch.setattr(on_cpu, "BY_DOCUMENT_ELEMENTS", 12 * HEADS * WIDTH + 1)
     calls.clear()
     logits()
     assert calls == [(2, 12)] * 2
     eager = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, attn_implementation="eager"))
-    attention.patch_attention(eager)
+    on_cpu.patch_attention(eager)
     assert eager.config._attn_implementation == "eager"

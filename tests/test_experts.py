@@ -35,8 +35,7 @@ from windlass.train import lora
 from windlass.train.checkpoint.snapshot import save_adapter
 from windlass.train.experts import experts
 from windlass.train.experts.exchange import sort_received
-from windlass.train.kernels import kept
-from windlass.weights import quantized
+from windlass.train.kernels import kept, on_cpu, products
 
 # PEFT and TRL still use names of transformers that its next major version drops.
 # PEFT does not look for rank_pattern among expert parameters when it warns, only when it applies it.
@@ -242,7 +241,7 @@ def test_swapped_expert_packing_changes_the_adapter(monkeypatch: pytest.MonkeyPa
         return view_by_expert(name, matrix, count)
 
     expected, _ = step(peft_of(base(), *BOTH))
-    monkeypatch.setattr(experts, "view_by_expert", swapped)
+    monkeypatch.setattr(on_cpu, "view_by_expert", swapped)
     assert apart(step(ours_of(base(), *BOTH))[0], expected) > 1e-3
 
 
@@ -287,25 +286,25 @@ def test_kept_products_are_computed_once_and_gradients_are_the_same(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    compute = quantized.multiply_frozen
+    compute = products.multiply_frozen
 
     def counted(*given: Any, **options: Any) -> Tensor:
         calls.append(options["transposed"])
         return compute(*given, **options)
 
-    monkeypatch.setattr(quantized, "multiply_frozen", counted)
+    monkeypatch.setattr(products, "multiply_frozen", counted)
     found = {}
-    for products, forwards in ((None, 1), (False, 2), (True, 1)):
+    for keeps_products, forwards in ((None, 1), (False, 2), (True, 1)):
         model = ours_of(base(family, dtype), *BOTH)
         model.train()
-        if products is not None:
+        if keeps_products is not None:
             model.enable_input_require_grads()
-            options = {"use_reentrant": False, "context_fn": kept.checkpoint_contexts(products=products)}
+            options = {"use_reentrant": False, "context_fn": kept.checkpoint_contexts(products=keeps_products)}
             model.gradient_checkpointing_enable(options)
         calls.clear()
         model(**batch()).loss.backward()
         assert (calls.count(True), calls.count(False)) == (forwards * 2 * 2, 2 * 2)  # two products of two layers
-        found[products] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found[keeps_products] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name, gradient in found[None].items():
         assert torch.equal(found[False][name], gradient), name
         assert torch.equal(found[True][name], gradient), name
@@ -318,7 +317,7 @@ def test_other_products_are_not_reported_as_kept() -> None:
     rows, edges = torch.randn(4, 32, dtype=torch.float64), torch.tensor([4] * E, dtype=torch.int32)
     forward, _ = kept.checkpoint_contexts(products=True)()
     with forward, pytest.raises(UserError, match=r"in float32, what they are given in float64: .* can't be kept"):
-        quantized.grouped_linear(rows, layer, "gate_up_proj", edges)
+        products.grouped_linear(rows, layer, "gate_up_proj", edges)
     layer.has_post_expert_norm = True
     forward, _ = kept.checkpoint_contexts(products=True)()
     with forward, pytest.raises(UserError, match="the products of Mistral4Experts can't be kept"):

@@ -32,10 +32,12 @@ from windlass.settings import (
     FOUR_BITS,
 )
 from windlass.train.kernels import lora_linear as fused
+from windlass.train.kernels import products
+from windlass.train.kernels.products import QuantizedLinear, grouped_linear
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
 from windlass.weights import certificate, four_bits, quantized
-from windlass.weights.quantized import Format, QuantizedLinear, dequantize, grouped_linear
+from windlass.weights.quantized import Format, dequantize
 
 # PEFT asks for an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -155,7 +157,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_grouped_products_equal_16_bit_ones(
     dtype: torch.dtype, way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "expert_products", getattr(quantized, way))
+    monkeypatch.setattr(products, "expert_products", getattr(products, way))
     found = []
     for module in experts(dtype):
         x = torch.randn(12, 48, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -183,8 +185,8 @@ def test_dequantized_bytes_match_the_plan(way: str, small_chunks: None, monkeypa
         alive.append(weakref.ref(values.untyped_storage()))
         return values
 
-    monkeypatch.setattr(quantized, "dequantize", counted)
-    monkeypatch.setattr(quantized, "expert_products", getattr(quantized, way))
+    monkeypatch.setattr(products, "dequantize", counted)
+    monkeypatch.setattr(products, "expert_products", getattr(products, way))
     x = torch.randn(12, 48, dtype=torch.bfloat16, requires_grad=True)
     torch.autograd.grad(grouped_linear(x, experts(torch.bfloat16)[0], "gate_up_proj", OFFSETS).sum(), x)
     if way == "multiply_all":
@@ -463,7 +465,7 @@ def test_4_bit_errors_equal_the_plans() -> None:
 def test_grouped_4_bit_products_equal_dequantized_ones(
     way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "expert_products", getattr(quantized, way))
+    monkeypatch.setattr(products, "expert_products", getattr(products, way))
     coding = Format(torch.uint8, (1, 64), torch.float32, "nf4", SHAPE[-1])
     module, plain = nn.Module(), nn.Module()
     quantized.to_quantized_param(module, "gate_up_proj", torch.empty(SHAPE), coding)

@@ -25,6 +25,7 @@ from windlass.ranks.rank import Rank
 from windlass.train import loss
 from windlass.train.experts import experts
 from windlass.train.kernels import lora_linear as fused
+from windlass.train.kernels import products
 from windlass.weights import quantized
 
 CPU = torch.device("cpu")
@@ -62,8 +63,8 @@ WAY = quantized.dequantize_by_torch
         (quantized, "dequantize_by_torch", off_by_one, "FP8 decoding"),
         (quantized, "dequantize_by_torch", off_by_one, "4 bits decoding, nf4"),
         (quantized, "dequantize_by_torch", off_by_one, "4 bits decoding, published nf4"),
-        (quantized, "grouped_linear", doubled(quantized.grouped_linear), "grouped products, bf16"),
-        (quantized, "expert_products", doubled(quantized.expert_products), "grouped products, nf4"),
+        (products, "grouped_linear", doubled(products.grouped_linear), "grouped products, bf16"),
+        (products, "expert_products", doubled(products.expert_products), "grouped products, nf4"),
         (experts, "stack_by_expert", lambda a, b, n, *_: (a.view(n, -1, 64), b.view(n, -1, 48)), "experts with"),
         (fused, "expand_kv", lambda _, kv_nope, k_rot: (kv_nope, k_rot), "fused layers"),
         (torch.ops.windlass, "rms_norm_backward", doubled(torch.ops.windlass.rms_norm_backward), "norm"),

@@ -164,6 +164,7 @@ def measure_on_rank(storage: Path) -> dict[str, Any] | None:
     from windlass import measure
     from windlass.observe.counters import describe_machine
     from windlass.train import lora
+    from windlass.train.kernels import products
     from windlass.weights import quantized
 
     measure_host = partial(
@@ -186,7 +187,7 @@ def measure_on_rank(storage: Path) -> dict[str, Any] | None:
         return measure.measure_products(device, dtype, [(rows[3], widths[3])])[0][2]
 
     def one_by_one(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return quantized.multiply_one_by_one(x, weights, None, ends, None, transposed=True)
+        return products.multiply_one_by_one(x, weights, None, ends, None, transposed=True)
 
     def decode() -> float:
         side = 512 if cpu else 8192

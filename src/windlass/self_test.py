@@ -51,6 +51,7 @@ from windlass.train import loss, parallel
 from windlass.train import run as training
 from windlass.train.experts import experts
 from windlass.train.kernels import lora_linear as fused
+from windlass.train.kernels import products
 from windlass.weights import four_bits, quantized
 
 LIMIT_SECONDS: Final = 170.0
@@ -368,7 +369,7 @@ def check_grouped(device: torch.device, dtype: str) -> str:
         module.weight, module.weight_scale, module.formats = codes, scale, {"weight": coding}
 
     def ours(x: Tensor) -> Tensor:
-        return quantized.grouped_linear(x, module, "weight", ends.to(device, torch.int32))
+        return products.grouped_linear(x, module, "weight", ends.to(device, torch.int32))
 
     def plain(x: Tensor) -> Tensor:
         rows = torch.tensor_split(x, ends[:-1])

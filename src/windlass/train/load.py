@@ -102,7 +102,7 @@ def load_base(
     }
     found: dict[str, torch.dtype | str] = {name: each.dtype for name, each in targets.items()}
     found |= {name: each.format.kind or each.format.codes for name, each in quantized.items()}
-    return model, make_certificate(base, layout, found, digest, checked, measured, errors)
+    return model, make_certificate(base, layout.name, layout.base_dtype, found, digest, checked, measured, errors)
 
 
 def list_unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

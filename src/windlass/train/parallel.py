@@ -27,7 +27,7 @@ from windlass.model import Base
 from windlass.plan.layout import Layout
 from windlass.ranks import collectives as group
 from windlass.train.experts import exchange, experts
-from windlass.weights import quantized
+from windlass.train.kernels import products
 
 FIRST_LAYER: Final = re.compile(r"\blayers\.0(\.|$)")
 
@@ -66,7 +66,7 @@ def build_model(
     # Tried: 2.12 briefly gives every sharded parameter a gradient, which bytes can't have; 2.13 does not.
     if is_sharded(layout) and layout.base_dtype != "bf16" and torch.__version__ < "2.13":
         what = f"torch {torch.__version__} can't shard a base that is stored in {layout.base_dtype.upper()}: 2.13 can"
-        raise UserError(what, quantized.WHERE, f"{quantized.HINT}, set layout.name: resident, or install a newer torch")
+        raise UserError(what, products.WHERE, f"{products.HINT}, set layout.name: resident, or install a newer torch")
     # The text model's config without quantization: FP8 weights are loaded as `dtype` or converted by windlass.
     described = {key: value for key, value in base.config.items() if key not in ("quantization_config", "torch_dtype")}
     tied = all(parameter.name != "lm_head.weight" for parameter in base.parameters)  # a wrapper's config may decide it
@@ -97,7 +97,7 @@ def build_model(
     for name, own in dtypes.items():
         model.get_parameter(name).data = model.get_parameter(name).data.to(own)
     if layout.base_dtype != "bf16":
-        quantized.convert_model(model, base, layout.base_dtype, dtype)
+        products.convert_model(model, base, layout.base_dtype, dtype)
     model = model_class.maybe_distribute_model(model, distributed, mesh)
     # In the backward, FSDP2 prefetches the module that the forward used before: for the first layer that is the
     # embedding, which the backward never uses. A module set to prefetch itself prefetches nothing.

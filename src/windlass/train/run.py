@@ -60,7 +60,7 @@ from windlass.train.checkpoint.resume import (
 from windlass.train.checkpoint.saver import Saver
 from windlass.train.checkpoint.snapshot import load_adapter, save_adapter
 from windlass.train.console import Progress, make_console, print_header
-from windlass.train.kernels.attention import patch_attention
+from windlass.train.kernels.on_cpu import patch_attention
 from windlass.train.liveness import Liveness
 from windlass.train.load import load_base
 from windlass.train.loop import Loop

@@ -24,9 +24,6 @@ from torch.nn.functional import pad
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from windlass.model import Base, Parameter, Piece
-from windlass.plan.layout import (
-    Layout,
-)
 from windlass.ranks.collectives import all_gather
 from windlass.settings import (
     FOUR_BITS,
@@ -41,7 +38,8 @@ ROWS = 8  # rows sampled per matrix
 
 def make_certificate(
     base: Base,
-    layout: Layout,
+    layout: str,
+    base_dtype: str,
     dtypes: Mapping[str, torch.dtype | str],
     digest: str,
     checked: dict[str, int],
@@ -69,9 +67,9 @@ def make_certificate(
     return {
         "checkpoint": str(base.path or base.name),
         "base_digest": digest,
-        "layout": layout.name,
-        "base_dtype": layout.base_dtype,
-        "quantisation": summarize_quantization(layout.base_dtype, base, [each[2] for each in everyones]),
+        "layout": layout,
+        "base_dtype": base_dtype,
+        "quantisation": summarize_quantization(base_dtype, base, [each[2] for each in everyones]),
         "parameters": parameters,
         "loaded": min(own["parameters"] for own, _ in ranks),  # parameters of which every rank has read its part
         "unread": [

@@ -1,17 +1,30 @@
-"""Weights stored in 8 or 4 bits: dequantized just before each use and freed right after.
+"""Weights stored in 8 or 4 bits: how a parameter's bytes are decoded. The products are in train/kernels/products.py.
 
 Such a parameter is bytes: whatever casts a model's floating-point parameters (PEFT, FSDP2's mixed precision,
 `.to(dtype)`) leaves bytes alone, and every backend can gather them. The true value is code x scale in float32, rounded
-once. Only codes are kept for the backward.
+once.
 
 FP8, as published: one byte per code; scales are a small float32 buffer of the same module, unsharded on every rank.
 Values, products and gradients are bit for bit those of the same file loaded in 16 or 32 bits.
 
-4 bits, quantized at load or as published (four_bits.py): rows of codes with their scales behind them, so a rank that
-has a row has all of it. The sharding of rows changes no bit.
+4 bits, quantized at load or as published (four_bits.py): each row carries its own scales, so sharding by rows never
+separates codes from scales.
 
 float8 products are not used: published activation scales are static, which transformers' grouped FP8 path refuses, and
 8-bit activations would change the gradients.
+
+To add a format:
+
+| step                                             | place                                                |
+|--------------------------------------------------|------------------------------------------------------|
+| its name, its block, its bytes per weight        | `FOUR_BITS` or `PUBLISHED` in settings.py            |
+| its keys in a checkpoint: codes, scales, config  | model/quantization.py, model/files.py                |
+| the 16 numbers of its codes                      | `TABLES` in four_bits.py                             |
+| its scales as published, in float32              | `read_scale_decoder` in reading.py                   |
+| `Format` of a parameter                          | `choose_format` in train/kernels/products.py         |
+| decoding in one pass on a GPU                    | dequantize_kernel.py                                 |
+| decoding a second way, as its publisher does     | `Disk` in certificate.py                             |
+| writing it in a test's checkpoint                | tiny.py                                              |
 """
 
 from __future__ import annotations
@@ -25,27 +38,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from transformers.integrations.moe import _grouped_linear, _grouped_mm
 
-from windlass import settings
-from windlass.errors import Problem, UserError, raise_all
-from windlass.model import Base
-from windlass.model.quantization import (
-    published_dtype,
-    quantizable_names,
-)
 from windlass.model.targets import ExpertShard
-from windlass.settings import FOUR_BITS, PUBLISHED
-from windlass.train.kernels import kept
 from windlass.weights import four_bits
-from windlass.weights.reading import DTYPES, NEEDS_SCALE, scale_block, to_float32
-
-# On a CPU, oneDNN prepares each 16-bit product for its number of rows, which takes half a millisecond, and caches 1,024
-# of them.
-ALIGN = 16
-WHERE, HINT = "layout.base_dtype", "set layout.base_dtype: bf16"
+from windlass.weights.reading import to_float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ class Format:
     codes: torch.dtype  # float8_e4m3fn, float8_e5m2, or uint8 for two 4-bit codes each
     block: tuple[int, int]  # rows and columns that share a scale; the last blocks may be smaller
     dtype: torch.dtype  # the parameter's dtype without quantization
-    kind: str = ""  # a name of plan.layout.FOUR_BITS
+    kind: str = ""  # a name of settings.FOUR_BITS
     columns: int = 0  # 4 bits: columns of values; the stored rows are bytes
     scales: torch.dtype = torch.bfloat16  # in 4 bits
     transposed: bool = False  # 4 bits: the parameter's columns are stored as rows
@@ -184,71 +181,6 @@ torch.library.register_fake("windlass::dequantize", empty_result, lib=_LIBRARY)
 _DEQUANTIZE: Final[Any] = torch.ops.windlass.dequantize.default
 
 
-# --- a model whose parameters are quantized ---
-
-
-class QuantizedLinear(nn.Linear):
-    """A linear layer over codes. The weight is frozen: only the input (and the bias) get gradients."""
-
-    weight_scale: Tensor
-    formats: dict[str, Format]
-
-    def __init__(self, linear: nn.Linear, coding: Format) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        to_quantized_param(self, "weight", linear.weight, coding)
-        # PEFT 0.21 first gives an adapter this dtype; with the weight's, A would be rounded to bytes.
-        self.compute_dtype = coding.dtype
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """Dequantize the matrix, for each product anew."""
-        coding = self.formats["weight"]
-        return dequantize(*coding.parts(self.weight, self.weight_scale), coding, dtype)
-
-    def forward(self, input: Tensor) -> Tensor:
-        kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            input.to(dtype), self.weight, self.weight_scale, bias, None, self.formats["weight"]
-        )
-        return product
-
-
-class _Product(torch.autograd.Function):
-    """x W^T + b and dy W for one matrix or (with `offsets`) each expert's own, dequantized for each product."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        offsets: Tensor | None,
-        coding: Format,
-    ) -> Tensor:
-        ctx.save_for_backward(weight, scale, offsets)
-        ctx.coding = coding
-        codes, scale = coding.parts(weight, scale)
-        if offsets is not None:
-            return kept.keep_expert_product(lambda: expert_products(x, codes, scale, offsets, coding, transposed=True))
-        return nn.functional.linear(x, dequantize(codes, scale, coding, x.dtype), bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, scale, offsets = ctx.saved_tensors
-        codes, scale = ctx.coding.parts(weight, scale)
-        dx = None
-        if offsets is not None:
-            dx = expert_products(dy.contiguous(), codes, scale, offsets, ctx.coding, transposed=False)
-        elif ctx.needs_input_grad[0]:
-            dx = dy @ dequantize(codes, scale, ctx.coding, dy.dtype)
-        db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
-        return dx, None, None, db, None, None
-
-
 def to_quantized_param(module: nn.Module, name: str, weight: Tensor, coding: Format) -> None:
     """Replace `module.name` by codes of that weight, and FP8 scales by a buffer. The loader fills both."""
     rows, columns = (math.ceil(size / side) for size, side in zip(weight.shape[-2:], coding.block, strict=True))
@@ -268,49 +200,6 @@ def get_formats(module: nn.Module) -> dict[str, Format]:
     """Return the module's own quantized parameters."""
     found: dict[str, Format] = getattr(module, "formats", {})
     return found
-
-
-def convert_model(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dtype) -> None:
-    """Convert a model on the meta device: parameters that are stored in codes, or are to be quantized to 4 bits,
-    become codes."""
-    problems = []
-    kept = base_dtype == published_dtype(base)
-    names = quantizable_names(base) if kept or base_dtype not in PUBLISHED else frozenset()
-    for parameter in base.parameters:
-        kinds = {p.packed.kind if p.packed else p.stored.dtype: p.stored.key for p in parameter.pieces}
-        in_part = kept and kinds.keys() & {*NEEDS_SCALE, base_dtype}
-        if parameter.name not in names and not in_part:
-            continue
-        owner, _, leaf = parameter.name.rpartition(".")
-        module, packed = model.get_submodule(owner), parameter.pieces[0].packed
-        if packed and kept:
-            columns = parameter.shape[-2 if packed.transposed else -1]
-            scales = torch.float32 if packed.kind == "nf4" else torch.bfloat16
-            coding = Format(
-                torch.uint8, (1, packed.block), dtype, packed.kind, columns, scales, transposed=packed.transposed
-            )
-        elif base_dtype in FOUR_BITS:
-            coding = Format(torch.uint8, (1, FOUR_BITS[base_dtype].block), dtype, base_dtype, parameter.shape[-1])
-        else:
-            coding = Format(DTYPES[next(iter(kinds))], scale_block(parameter, base.block), dtype)
-        if len(kinds) > 1:
-            what = "; ".join(f"{key!r} is {kind}" for kind, key in sorted(kinds.items()))
-            problems.append(Problem(f"{parameter.name} is stored in more than one dtype: {what}", WHERE, HINT))
-        elif coding.columns % 4:
-            what = f"{parameter.name} has {coding.columns} columns: 4 bits take a multiple of 4"
-            problems.append(Problem(what, WHERE, HINT))
-        elif type(module) is nn.Linear:
-            model.set_submodule(owner, QuantizedLinear(module, coding))
-        elif getattr(module, "is_transposed", None) is coding.transposed:
-            to_quantized_param(module, leaf, module.get_parameter(leaf), coding)
-        else:
-            what = f"{parameter.name} belongs to {type(module).__name__}, which can't compute with "
-            problems.append(Problem(f"{what}{base_dtype.upper()} weights", WHERE, HINT))
-    if not names:
-        what = f"is not stored in {base_dtype.upper()}, so it can't be kept in it"
-        what = what if base_dtype in PUBLISHED else "has nothing to quantize"
-        problems.append(Problem(f"{base.name} {what}", WHERE, HINT))
-    raise_all(problems)
 
 
 def list_quantized_params(model: nn.Module) -> dict[str, QuantizedParam]:
@@ -334,125 +223,3 @@ def get_expert_shard(parameter: Tensor) -> ExpertShard | None:
         return None
     count = parameter.shape[0] // mesh["ep"].size()
     return ExpertShard(mesh.get_local_rank("ep") * count, count, parameter.shape[0])
-
-
-# --- products of all experts ---
-
-
-def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) -> Tensor:
-    """Multiply each expert's rows of x [tokens, in] (sorted by expert, `offsets` are their ends) by its own matrix.
-
-    `name` is the parameter [experts, out, in]: gate_up_proj or down_proj. Rows after the last offset belong to no
-    expert; their results are undefined.
-    """
-    weight: Tensor = getattr(experts, name)
-    coding = get_formats(experts).get(name)
-    product: Tensor
-    if coding is None:
-        transposed = not getattr(experts, "is_transposed", False)
-        if x.dtype == weight.dtype and not weight.requires_grad:
-            product = _Frozen.apply(x, weight, offsets, transposed)  # type: ignore[no-untyped-call]
-            return product
-        if kept.keeps_products():
-            what = f"experts' weights are in {weight.dtype}, what they are given in {x.dtype}: products can't be kept"
-            hint = "set model.torch_dtype: bfloat16, or train.gradient_checkpointing: true"
-            raise UserError(what.replace("torch.", ""), "train.gradient_checkpointing", hint)
-        product = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
-        return product
-    # As in transformers: products have the weight's dtype, or the input's under mixed precision.
-    dtype = x.dtype if x.element_size() < coding.dtype.itemsize else coding.dtype
-    scale = getattr(experts, f"{name}_scale")
-    product = _Product.apply(x.to(dtype), weight, scale, None, offsets, coding)  # type: ignore[no-untyped-call]
-    return product
-
-
-def expert_products(
-    x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool
-) -> Tensor:
-    """Return x_e W_e^T (transposed) or x_e W_e for all experts.
-
-    One expert at a time if there are fewer rows than experts, as in generation, or if torch itself would copy the
-    offsets to the host: its grouped kernels need Hopper or later (pytorch's Blas.cpp loops over experts otherwise, here
-    once per chunk).
-    """
-    few = x.shape[0] < codes.shape[0]
-    at_once = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-    way = multiply_all if at_once and not few else multiply_one_by_one
-    return way(x, codes, scale, offsets, coding, transposed=transposed)
-
-
-class _Frozen(torch.autograd.Function):
-    """Each expert's product with its own frozen matrix."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-        ctx.save_for_backward(weight, offsets)
-        ctx.transposed = transposed
-        return kept.keep_expert_product(lambda: multiply_frozen(x, weight, offsets, transposed=transposed))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, offsets = ctx.saved_tensors
-        return multiply_frozen(dy.contiguous(), weight, offsets, transposed=not ctx.transposed), None, None, None
-
-
-def multiply_frozen(x: Tensor, weight: Tensor, offsets: Tensor, *, transposed: bool) -> Tensor:
-    """Return x_e W_e^T (transposed) or x_e W_e for all experts; on a CPU in 16 bits, one expert at a time."""
-    if x.device.type == "cpu" and x.element_size() == 2 and ALIGN > 1:
-        return multiply_one_by_one(x, weight, None, offsets, None, transposed=transposed)
-    found: Tensor = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
-    return found
-
-
-def multiply_one_by_one(
-    x: Tensor, codes: Tensor, scale: Tensor | None, offsets: Tensor, coding: Format | None, *, transposed: bool
-) -> Tensor:
-    """Multiply one expert at a time, skipping those without tokens. Needs the offsets on the host.
-
-    On a CPU in 16 bits, a product includes some rows of the next experts, so that only few shapes occur; those rows are
-    overwritten by their own expert's product.
-    """
-    columns = codes.shape[1] if transposed else codes.shape[2] * (coding.per_byte if coding else 1)
-    product = x.new_zeros(x.shape[0], columns)
-    align = ALIGN if x.device.type == "cpu" and x.element_size() == 2 else 1
-    start = 0
-    for expert, stop in enumerate(offsets.tolist()):
-        if stop > start:
-            weight = codes[expert]
-            if coding is not None and scale is not None:
-                weight = dequantize(weight, scale[expert], coding, x.dtype)
-            weight, along = weight.T if transposed else weight, start + math.ceil((stop - start) / align) * align
-            if along <= len(x):
-                torch.mm(x[start:along], weight, out=product[start:along])
-            else:  # at the end, include preceding rows instead
-                first = max(stop - (along - start), 0)
-                product[start:stop] = (x[first:stop] @ weight)[start - first :]
-            del weight  # or it would live on while the next one is made
-        start = stop
-    return product
-
-
-def multiply_all(
-    x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool
-) -> Tensor:
-    """Multiply all experts together, some columns of the product at a time.
-
-    Nothing waits for the host, nothing is summed over chunks (each column is one product), and weights never exist in
-    more bytes than planned (`memory.dequantized_bytes`). Experts without tokens are dequantized in vain, but with
-    thousands of tokens per micro-batch there are none.
-    """
-    experts, rows, columns = codes.shape[0], codes.shape[1], codes.shape[2] * coding.per_byte
-    width, other = (rows, columns) if transposed else (columns, rows)
-    in_chunk = settings.DEQUANTIZED_BYTES // (experts * other * x.element_size())
-    step = max(
-        settings.DEQUANTIZED_COLUMNS, in_chunk // settings.DEQUANTIZED_COLUMNS * settings.DEQUANTIZED_COLUMNS
-    )  # full tiles, and 16-byte strides
-    product = x.new_empty(x.shape[0], width)
-    for first in range(0, width, step):
-        per = 1 if transposed else coding.per_byte  # a chunk begins with a byte: 128 columns at least
-        part = codes.narrow(-2 if transposed else -1, first // per, min(step, width - first) // per)
-        weight = dequantize(part, scale, coding, x.dtype, (first, 0) if transposed else (0, first))
-        product[:, first : first + step] = _grouped_mm(x, weight.transpose(-2, -1) if transposed else weight, offsets)
-        del weight  # or it would live on while the next one is made
-    return product

@@ -5,7 +5,7 @@ Here W stays as it is. An adapter costs two narrow products and keeps one narrow
 ParamWrapper remains the container, so files are PEFT's; only its forward is bypassed.
 
 Registered as an experts implementation of transformers (`config._experts_implementation`), for every family with fused
-experts. Products with the base go through quantized.grouped_linear, so the base may be quantized.
+experts. Products with the base go through `grouped_linear`, so the base may be quantized.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from windlass.model.targets import pack_experts, view_by_expert
-from windlass.train.kernels import kept
-from windlass.weights.quantized import get_expert_shard, get_formats, grouped_linear
+from windlass.train.kernels import kept, on_cpu
+from windlass.train.kernels.products import grouped_linear
+from windlass.weights.quantized import get_expert_shard, get_formats
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
-AS_ON_GPU = False  # benchmarks set it to count a GPU's operators on a CPU
 ALIGN: Final = 8  # grouped kernels want rows to begin at multiples of 16 bytes: 8 columns of 16 bits
 
 
@@ -164,10 +164,7 @@ class _LowRank(torch.autograd.Function):
     ) -> Tensor:
 
         def add() -> Tensor:
-            # On a CPU, narrow matrices in 16 bits run at a fifth of the speed of 32 bits.
-            down, up = stack_by_expert(
-                a, b, len(edges) - 1, scaling, base.dtype if computes_as_on_gpu(base) else torch.float32
-            )
+            down, up = stack_by_expert(a, b, len(edges) - 1, scaling, base.dtype)
             narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=edges[1:])
             base.add_(grouped_mm(narrow, up, offs=edges[1:]))
             return narrow
@@ -184,35 +181,27 @@ class _LowRank(torch.autograd.Function):
         source, edges, a, b, narrow = ctx.saved_tensors
         ends, experts = edges[1:], len(edges) - 1
         down, up = stack_by_expert(a, b, experts, ctx.scaling, narrow.dtype)
-        sent = gradient.to(narrow.dtype).contiguous()
-        through = grouped_mm(sent, up.transpose(1, 2), offs=ends)
-        for_x = grouped_mm(through, down, offs=ends).to(ctx.dtype) if ctx.needs_input_grad[1] else None
-        for_b = grouped_mm(narrow.t(), sent, offs=ends)
-        for_a = grouped_mm(through.t(), ctx.rows_of(source).to(narrow.dtype), offs=ends)
+        gradient_rows = gradient.to(narrow.dtype).contiguous()
+        grad_narrow = grouped_mm(gradient_rows, up.transpose(1, 2), offs=ends)
+        grad_x = grouped_mm(grad_narrow, down, offs=ends).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        grad_b = grouped_mm(narrow.t(), gradient_rows, offs=ends)
+        grad_a = grouped_mm(grad_narrow.t(), ctx.rows_of(source).to(narrow.dtype), offs=ends)
         # For an expert without tokens a kernel may write nothing (pytorch#172439) and leave uninitialized memory.
         without = (ends == edges[:-1])[:, None, None]
-        for_a.masked_fill_(without, 0)
-        for_b.masked_fill_(without, 0)
+        grad_a.masked_fill_(without, 0)
+        grad_b.masked_fill_(without, 0)
         r = b.shape[1] // experts
-        for_a = pack_experts(".lora_A.", for_a[:, :r]).to(a.dtype)
-        if computes_as_on_gpu(b):
-            packed = torch.empty_like(b)
-            torch.mul(for_b[:, :r], ctx.scaling, out=view_by_expert(".lora_B.", packed, experts))
-        else:  # in two steps that copy full rows and transpose one matrix: see `stack_by_expert`
-            rows = b.new_empty(r, experts, b.shape[0])
-            torch.mul(for_b[:, :r].transpose(0, 1), ctx.scaling, out=rows)
-            packed = pack_experts(".lora_B.", rows.transpose(0, 1)).contiguous()
-        return gradient, for_x, None, None, None, for_a, packed, None
+        grad_a = pack_experts(".lora_A.", grad_a[:, :r]).to(a.dtype)
+        grad_b = pack_grad_b(grad_b[:, :r], b, ctx.scaling)
+        return gradient, grad_x, None, None, None, grad_a, grad_b, None
 
 
 def stack_by_expert(a: Tensor, b: Tensor, experts: int, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return A as [experts, r, in] and s B as [experts, r, out], with r zero-padded to what grouped kernels take."""
+    """Return A as [experts, r, in] and s B as [experts, r, out] in the dtype to compute in, with r zero-padded to what
+    grouped kernels take."""
+    if on_cpu.is_on_cpu(a):
+        return on_cpu.stack_adapters(a, b, experts, scaling)
     down = view_by_expert(".lora_A.", a, experts).to(dtype)
-    if not computes_as_on_gpu(a):
-        # B's innermost dimension is the expert. Transposed as one matrix it can be read by expert without moving each
-        # number. It is scaled afterwards, because copying transposes in blocks and multiplying does not.
-        turned = b.t().contiguous().to(dtype).mul_(scaling)
-        return down, view_by_expert(".lora_B.", turned.t(), experts)
     r = down.shape[1]
     missing = -r % ALIGN
     up = b.new_empty(experts, r + missing, b.shape[0], dtype=dtype)
@@ -223,9 +212,13 @@ def stack_by_expert(a: Tensor, b: Tensor, experts: int, scaling: float, dtype: t
     return down, up
 
 
-def computes_as_on_gpu(tensor: Tensor) -> bool:
-    """Return whether to compute as on a GPU."""
-    return tensor.is_cuda or AS_ON_GPU
+def pack_grad_b(grad_b: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return s times the gradient [experts, r, out], packed like b."""
+    if on_cpu.is_on_cpu(b):
+        return on_cpu.pack_grad_b(grad_b, b, scaling)
+    packed = torch.empty_like(b)
+    torch.mul(grad_b, scaling, out=view_by_expert(".lora_B.", packed, len(grad_b)))
+    return packed
 
 
 # --- patching a model ---

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from windlass.settings import (
     FUSED_INPUTS,
 )
-from windlass.weights.quantized import QuantizedLinear
+from windlass.train.kernels.products import QuantizedLinear
 
 CLOSE: Final = 1e-5
 

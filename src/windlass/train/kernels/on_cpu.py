@@ -1,10 +1,13 @@
-"""Attention of packed rows on a CPU, computed document by document.
+"""What a CPU computes in another way than a GPU, because it is measurably faster there. Nothing else asks for a CPU.
 
-In a packed row each token attends to its own document only. A CPU kernel computes the full square all the same: six
-times too much for six documents. (On GPUs, flash attention handles documents itself.)
+Attention of packed rows, document by document: in a packed row each token attends to its own document only. A CPU
+kernel computes the full square all the same: six times too much for six documents. (On GPUs, flash attention handles
+documents itself.) Registered as an attention implementation of transformers. It handles masks that separate documents
+in long enough rows and passes all others on to transformers' own.
 
-Registered as an attention implementation of transformers. It handles masks that separate documents in long enough rows
-and passes all others on to transformers' own.
+Products of experts, one after the other with rounded numbers of rows: see `rounds_rows`.
+
+Adapters of experts, in float32 and transposed as one matrix: see `stack_adapters`.
 """
 
 from __future__ import annotations
@@ -18,13 +21,52 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from windlass.settings import (
-    BY_DOCUMENT_ELEMENTS,
-    DOCUMENT_TOKENS,
-)
+from windlass.model.targets import pack_experts, view_by_expert
+from windlass.settings import BY_DOCUMENT_ELEMENTS, DOCUMENT_TOKENS
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
+ROWS: Final = 16  # products have multiples of so many rows: see `rounds_rows`
 Lengths = list[int]
+
+
+# --- experts ---
+
+
+def is_on_cpu(tensor: Tensor) -> bool:
+    return not tensor.is_cuda
+
+
+def rounds_rows(x: Tensor) -> bool:
+    """Return whether experts multiply these rows one after the other, in products of rounded numbers of rows.
+
+    On a CPU, oneDNN prepares each 16-bit product for its number of rows, which takes half a millisecond, and caches
+    1,024 of them.
+    """
+    return x.device.type == "cpu" and x.element_size() == 2
+
+
+def stack_adapters(a: Tensor, b: Tensor, experts: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return A as [experts, r, in] and s B as [experts, r, out], in float32: five times as fast as 16 bits for such
+    narrow matrices.
+
+    B's innermost dimension is the expert. Transposed as one matrix it can be read by expert without moving each number.
+    It is scaled afterwards, because copying transposes in blocks and multiplying does not.
+    """
+    down = view_by_expert(".lora_A.", a, experts).float()
+    turned = b.t().contiguous().float().mul_(scaling)
+    return down, view_by_expert(".lora_B.", turned.t(), experts)
+
+
+def pack_grad_b(grad_b: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return s times the gradient [experts, r, out], packed like b. Copies full rows, then transposes one matrix."""
+    experts, r = len(grad_b), grad_b.shape[1]
+    rows = b.new_empty(r, experts, b.shape[0])
+    torch.mul(grad_b.transpose(0, 1), scaling, out=rows)
+    packed: Tensor = pack_experts(".lora_B.", rows.transpose(0, 1)).contiguous()
+    return packed
+
+
+# --- attention ---
 
 
 def attend(

@@ -1,0 +1,275 @@
+"""Products with frozen weights, quantized or not: linear layers, and stacks of experts on their own tokens.
+
+Quantized weights are dequantized just before each product and freed right after it. Only codes are kept for the
+backward.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.integrations.moe import _grouped_linear, _grouped_mm
+
+from windlass import settings
+from windlass.errors import Problem, UserError, raise_all
+from windlass.model import Base, Parameter
+from windlass.model.quantization import published_dtype, quantizable_names
+from windlass.settings import FOUR_BITS, PUBLISHED
+from windlass.train.kernels import kept, on_cpu
+from windlass.weights.quantized import Format, dequantize, get_formats, to_quantized_param
+from windlass.weights.reading import DTYPES, NEEDS_SCALE, scale_block
+
+WHERE: Final = "layout.base_dtype"
+HINT: Final = "set layout.base_dtype: bf16"
+
+
+# --- a model whose parameters are quantized ---
+
+
+def convert_model(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dtype) -> None:
+    """Convert a model on the meta device: parameters that are stored in codes, or are to be quantized to 4 bits,
+    become codes."""
+    problems = []
+    as_published = base_dtype == published_dtype(base)
+    names = quantizable_names(base) if as_published or base_dtype not in PUBLISHED else frozenset()
+    for parameter in base.parameters:
+        kinds = list_stored_kinds(parameter)
+        stored_in_codes = as_published and kinds.keys() & {*NEEDS_SCALE, base_dtype}
+        if parameter.name not in names and not stored_in_codes:
+            continue
+        owner, _, leaf = parameter.name.rpartition(".")
+        module = model.get_submodule(owner)
+        coding = choose_format(parameter, base, base_dtype, dtype, as_published=as_published)
+        if len(kinds) > 1:
+            stored = "; ".join(f"{key!r} is {kind}" for kind, key in sorted(kinds.items()))
+            problems.append(Problem(f"{parameter.name} is stored in more than one dtype: {stored}", WHERE, HINT))
+        elif coding.columns % 4:
+            columns = f"{parameter.name} has {coding.columns} columns: 4 bits take a multiple of 4"
+            problems.append(Problem(columns, WHERE, HINT))
+        elif type(module) is nn.Linear:
+            model.set_submodule(owner, QuantizedLinear(module, coding))
+        elif getattr(module, "is_transposed", None) is coding.transposed:
+            to_quantized_param(module, leaf, module.get_parameter(leaf), coding)
+        else:
+            belongs = f"{parameter.name} belongs to {type(module).__name__}"
+            problem = f"{belongs}, which can't compute with {base_dtype.upper()} weights"
+            problems.append(Problem(problem, WHERE, HINT))
+    if not names:
+        problem = f"{base.name} has nothing to quantize"
+        if base_dtype in PUBLISHED:
+            problem = f"{base.name} is not stored in {base_dtype.upper()}, so it can't be kept in it"
+        problems.append(Problem(problem, WHERE, HINT))
+    raise_all(problems)
+
+
+def list_stored_kinds(parameter: Parameter) -> dict[str, str]:
+    """Return the dtypes and packed formats that a parameter is stored in, each with a key of the checkpoint."""
+    return {piece.packed.kind if piece.packed else piece.stored.dtype: piece.stored.key for piece in parameter.pieces}
+
+
+def choose_format(
+    parameter: Parameter, base: Base, base_dtype: str, dtype: torch.dtype, *, as_published: bool
+) -> Format:
+    """Return the meaning of a parameter's bytes: the published one, or 4 bits that the loader quantizes to."""
+    packed = parameter.pieces[0].packed
+    if packed and as_published:
+        columns = parameter.shape[-2 if packed.transposed else -1]
+        scales = torch.float32 if packed.kind == "nf4" else torch.bfloat16
+        block = (1, packed.block)
+        return Format(torch.uint8, block, dtype, packed.kind, columns, scales, transposed=packed.transposed)
+    if base_dtype in FOUR_BITS:
+        block = (1, FOUR_BITS[base_dtype].block)
+        return Format(torch.uint8, block, dtype, base_dtype, parameter.shape[-1])
+    codes = DTYPES[next(iter(list_stored_kinds(parameter)))]
+    return Format(codes, scale_block(parameter, base.block), dtype)
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer over codes. The weight is frozen: only the input (and the bias) get gradients."""
+
+    weight_scale: Tensor
+    formats: dict[str, Format]
+
+    def __init__(self, linear: nn.Linear, coding: Format) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        to_quantized_param(self, "weight", linear.weight, coding)
+        # PEFT 0.21 first gives an adapter this dtype; with the weight's, A would be rounded to bytes.
+        self.compute_dtype = coding.dtype
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Dequantize the matrix, for each product anew."""
+        coding = self.formats["weight"]
+        return dequantize(*coding.parts(self.weight, self.weight_scale), coding, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            input.to(dtype), self.weight, self.weight_scale, bias, None, self.formats["weight"]
+        )
+        return product
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + b and dy W for one matrix or (with `offsets`) each expert's own, dequantized for each product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor | None,
+        coding: Format,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, scale, offsets)
+        ctx.coding = coding
+        codes, scale = coding.parts(weight, scale)
+        if offsets is not None:
+            return kept.keep_expert_product(lambda: expert_products(x, codes, scale, offsets, coding, transposed=True))
+        return nn.functional.linear(x, dequantize(codes, scale, coding, x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, scale, offsets = ctx.saved_tensors
+        codes, scale = ctx.coding.parts(weight, scale)
+        dx = None
+        if offsets is not None:
+            dx = expert_products(dy.contiguous(), codes, scale, offsets, ctx.coding, transposed=False)
+        elif ctx.needs_input_grad[0]:
+            dx = dy @ dequantize(codes, scale, ctx.coding, dy.dtype)
+        db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+        return dx, None, None, db, None, None
+
+
+# --- products of all experts ---
+
+
+def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) -> Tensor:
+    """Multiply each expert's rows of x [tokens, in] (sorted by expert, `offsets` are their ends) by its own matrix.
+
+    `name` is the parameter [experts, out, in]: gate_up_proj or down_proj. Rows after the last offset belong to no
+    expert; their results are undefined.
+    """
+    weight: Tensor = getattr(experts, name)
+    coding = get_formats(experts).get(name)
+    product: Tensor
+    if coding is None:
+        transposed = not getattr(experts, "is_transposed", False)
+        if x.dtype == weight.dtype and not weight.requires_grad:
+            product = _FrozenProduct.apply(x, weight, offsets, transposed)  # type: ignore[no-untyped-call]
+            return product
+        if kept.keeps_products():
+            problem = (
+                f"experts' weights are in {weight.dtype}, what they are given in {x.dtype}: products can't be kept"
+            )
+            hint = "set model.torch_dtype: bfloat16, or train.gradient_checkpointing: true"
+            raise UserError(problem.replace("torch.", ""), "train.gradient_checkpointing", hint)
+        product = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
+        return product
+    # As in transformers: products have the weight's dtype, or the input's under mixed precision.
+    dtype = x.dtype if x.element_size() < coding.dtype.itemsize else coding.dtype
+    scale = getattr(experts, f"{name}_scale")
+    product = _Product.apply(x.to(dtype), weight, scale, None, offsets, coding)  # type: ignore[no-untyped-call]
+    return product
+
+
+def expert_products(
+    x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool
+) -> Tensor:
+    """Return x_e W_e^T (transposed) or x_e W_e for all experts.
+
+    One expert at a time if there are fewer rows than experts, as in generation, or if torch itself would copy the
+    offsets to the host: its grouped kernels need Hopper or later (pytorch's Blas.cpp loops over experts otherwise, here
+    once per chunk).
+    """
+    few_rows = x.shape[0] < codes.shape[0]
+    has_grouped_kernels = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    if has_grouped_kernels and not few_rows:
+        return multiply_all(x, codes, scale, offsets, coding, transposed=transposed)
+    return multiply_one_by_one(x, codes, scale, offsets, coding, transposed=transposed)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Each expert's product with its own frozen matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+        ctx.save_for_backward(weight, offsets)
+        ctx.transposed = transposed
+        return kept.keep_expert_product(lambda: multiply_frozen(x, weight, offsets, transposed=transposed))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, offsets = ctx.saved_tensors
+        return multiply_frozen(dy.contiguous(), weight, offsets, transposed=not ctx.transposed), None, None, None
+
+
+def multiply_frozen(x: Tensor, weight: Tensor, offsets: Tensor, *, transposed: bool) -> Tensor:
+    """Return x_e W_e^T (transposed) or x_e W_e for all experts."""
+    if on_cpu.rounds_rows(x):
+        return multiply_one_by_one(x, weight, None, offsets, None, transposed=transposed)
+    product: Tensor = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
+    return product
+
+
+def multiply_one_by_one(
+    x: Tensor, codes: Tensor, scale: Tensor | None, offsets: Tensor, coding: Format | None, *, transposed: bool
+) -> Tensor:
+    """Multiply one expert at a time, skipping those without tokens. Needs the offsets on the host.
+
+    Where rows are rounded (`on_cpu.rounds_rows`), a product includes some rows of the next experts; those rows are
+    overwritten by their own expert's product.
+    """
+    columns = codes.shape[1] if transposed else codes.shape[2] * (coding.per_byte if coding else 1)
+    product = x.new_zeros(x.shape[0], columns)
+    align = on_cpu.ROWS if on_cpu.rounds_rows(x) else 1
+    start = 0
+    for expert, stop in enumerate(offsets.tolist()):
+        if stop > start:
+            weight = codes[expert]
+            if coding is not None and scale is not None:
+                weight = dequantize(weight, scale[expert], coding, x.dtype)
+            weight = weight.T if transposed else weight
+            rounded = start + math.ceil((stop - start) / align) * align
+            if rounded <= len(x):
+                torch.mm(x[start:rounded], weight, out=product[start:rounded])
+            else:  # at the end, include preceding rows instead
+                first = max(stop - (rounded - start), 0)
+                product[start:stop] = (x[first:stop] @ weight)[start - first :]
+            del weight  # or it would live on while the next one is made
+        start = stop
+    return product
+
+
+def multiply_all(
+    x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool
+) -> Tensor:
+    """Multiply all experts together, some columns of the product at a time.
+
+    Nothing waits for the host, nothing is summed over chunks (each column is one product), and weights never exist in
+    more bytes than the plan counts (`plan.memory`). Experts without tokens are dequantized in vain, but with thousands
+    of tokens per micro-batch there are none.
+    """
+    experts, rows, columns = codes.shape[0], codes.shape[1], codes.shape[2] * coding.per_byte
+    width, other = (rows, columns) if transposed else (columns, rows)
+    in_chunk = settings.DEQUANTIZED_BYTES // (experts * other * x.element_size())
+    full_tiles = in_chunk // settings.DEQUANTIZED_COLUMNS * settings.DEQUANTIZED_COLUMNS  # and 16-byte strides
+    step = max(settings.DEQUANTIZED_COLUMNS, full_tiles)
+    product = x.new_empty(x.shape[0], width)
+    for first in range(0, width, step):
+        per = 1 if transposed else coding.per_byte  # a chunk begins with a byte: 128 columns at least
+        part = codes.narrow(-2 if transposed else -1, first // per, min(step, width - first) // per)
+        weight = dequantize(part, scale, coding, x.dtype, (first, 0) if transposed else (0, first))
+        product[:, first : first + step] = _grouped_mm(x, weight.transpose(-2, -1) if transposed else weight, offsets)
+        del weight  # or it would live on while the next one is made
+    return product
