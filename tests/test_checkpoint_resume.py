@@ -196,9 +196,10 @@ def steps(run: Path) -> list[tuple[Any, ...]]:
     return [tuple(line[key] for key in ("step", "loss", "grad_norm", "learning_rate")) for line in lines]
 
 
-def evaluations(run: Path) -> dict[int, float]:
+def evaluations(run: Path) -> dict[int, tuple[float, float]]:
+    """Return each evaluation's loss, and the tokens trained on before it."""
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return {line["step"]: line["eval_loss"] for line in lines if line["kind"] == "eval"}
+    return {line["step"]: (line["eval_loss"], line["eval_num_tokens"]) for line in lines if line["kind"] == "eval"}
 
 
 @pytest.mark.parametrize("name", ["plain", "packed stream", "evaluation", "save", "last step", "experts"])
@@ -376,13 +377,13 @@ def test_held_out_losses_on_bases_that_are_stored_in_other_ways(two: Two, materi
     found = json.loads((run / "bases.json").read_text())
     adapter, losses = int(found["adapter"].removeprefix("step-")), found["losses"]
     (own,) = losses.keys() - {"nf4"}
-    assert losses[own][1] == pytest.approx(evaluations(run)[adapter], rel=1e-5)
+    assert losses[own][1] == pytest.approx(evaluations(run)[adapter][0], rel=1e-5)
     assert 1e-5 < abs(losses[own][0] - losses["nf4"][0]) < 0.1
 
 
 def test_best_checkpoint_is_linked_and_loaded_at_the_end(two: Two, material: Path) -> None:
     run = material / "runs" / "experts best"
-    losses = evaluations(run)
+    losses = {step: loss for step, (loss, _) in evaluations(run).items()}
     lowest = min(losses, key=lambda step: losses[step])
     assert lowest != STEPS
     assert (run / "best").resolve() == run / "checkpoints" / f"step-{lowest}"

@@ -25,6 +25,7 @@ from windlass.plan import memory
 from windlass.plan import step_time as operators
 from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
+from windlass.plan.memory import dequantized_bytes
 from windlass.plan.workload import (
     Lora,
     ModelShape,
@@ -192,6 +193,36 @@ def test_offload_moves_the_base_to_the_host() -> None:
     assert pinned > 1.4 * 79.3e9  # a third of a layer's experts is 1.44 GB, and takes 2 GiB
 
 
+def test_split_experts_are_pinned_by_the_rank_that_has_them() -> None:
+    split = estimate_cost(work(2, 2, offload=True, expert_parallel=2, name="expert-parallel"))
+    parts = []
+    for parameter in BASE.parameters:
+        rows = math.ceil(parameter.shape[0] / 4)  # of experts: half of them, in two parts
+        parts.append(2 * rows * math.prod(parameter.shape[1:]))
+    pinned = 2 * sum(2 ** math.ceil(math.log2(part)) for part in parts)  # two ranks on a host
+    assert item(split, "offloaded base weights", place="host") == pinned
+
+
+def test_a_rank_dequantizes_its_own_experts_only() -> None:
+    assert dequantized_bytes((8, 512, 256), 2, 2) == 4 * 512 * 256 * 2
+
+
+def test_experts_that_are_split_and_sharded_are_copied_twice() -> None:
+    """FSDP2 copies them out of its buffer while it fills the next layer's; unsharded ones are copied once."""
+    sharded = estimate_cost(work(1, 8, expert_parallel=4, name="expert-parallel"))
+    whole = estimate_cost(work(2, 4, expert_parallel=4, shard=4, replicate=2, name="expert-parallel"))
+    own = 128 // 4 * 3 * 2048 * 4096 * 2
+    assert item(sharded, "gathered layers") - item(whole, "gathered layers") == own
+
+
+def test_adapters_of_experts_keep_their_low_rank_rows_and_each_tokens_state() -> None:
+    rows = unchecked(work(1, 8, expert_parallel=8, name="expert-parallel"))
+    with_experts = replace(rows, shape=shape(experts=True))
+    kept = item(estimate_cost(with_experts), "activations") - item(estimate_cost(rows), "activations")
+    low_rank = 2 * 4 * 16  # gate_up and down, for each of a token's experts
+    assert kept == pytest.approx(36 * 1024 * 2 * (low_rank * memory.IMBALANCE + 4096))
+
+
 def test_packed_rows_under_a_mask_cost_the_full_square_and_keep_the_mask() -> None:
     rows = work(1, 8, micro=2, shard=1, activation_checkpointing=False)
     plain, masked = estimate_cost(rows), estimate_cost(replace(rows, masked=True))
@@ -239,6 +270,34 @@ def test_split_experts_average_their_adapters_among_their_replicas_only() -> Non
     assert flow(hybrid, "adapter all-reduce, experts") == 2 * (2 - 1) / 2 * 4 * (ALL - PLAIN) / 2
 
 
+def test_tokens_of_experts_cross_the_network_for_ranks_of_other_nodes_only() -> None:
+    split = estimate_cost(work(2, 4, expert_parallel=8, name="expert-parallel"))
+    (dispatch,) = [f for f in split.flows if f.kind == "expert dispatch"]
+    sent = 1024 * 4 * 4096 * 2 * 2 * 3 * 36  # there and back, in three passes
+    assert dispatch.bytes == sent * 7 / 8
+    network = machine().rates.collective("all-to-all", "network", 8)
+    assert dispatch.seconds == pytest.approx(sent / 2 * 4 / (network.gb_per_second * 1e9), rel=1e-6)
+
+
+def test_a_node_reads_its_part_of_the_files_once() -> None:
+    given = work(2, 4)
+    rates = given.machine.rates
+    narrow = sum(p.count for p in BASE.parameters if p.part in ("attention", "shared_experts", "experts"))
+    narrow -= sum(p.count for p in BASE.parameters if p.part == "attention" and len(p.shape) == 1)
+    files = 2 * TOTAL - narrow
+    part = 2 * TOTAL / 8
+    read = min(files, 4 * part) / rates.storage_gb_per_second
+    assert estimate_cost(given).load_seconds == pytest.approx((read + part / rates.host_link_gb_per_second) / 1e9)
+    one = estimate_cost(work(1, 8))
+    read = files / rates.storage_gb_per_second
+    assert one.load_seconds == pytest.approx((read + part / rates.host_link_gb_per_second) / 1e9, rel=1e-3)
+
+
+def test_an_evaluation_batch_takes_its_sequences_times_as_long() -> None:
+    one, eight = (estimate_cost(replace(work(1, 8), evaluated=size)).evaluation_seconds for size in (1, 8))
+    assert eight == pytest.approx(one, rel=0.01)
+
+
 def test_trained_base_weights_stay_sharded() -> None:
     sizes = {p.name: p.count for p in BASE.parameters if p.part in ("embedding", "head")}
     full, plain = sum(sizes.values()), lora()
@@ -248,6 +307,9 @@ def test_trained_base_weights_stay_sharded() -> None:
     assert item(with_it, "optimizer") == 8 * (plain.trainable + full // 4)
     assert item(without, "base weights") - item(with_it, "base weights") == 2 * full // 4
     assert item(with_it, "trained weights, gathered") == full * (4 + 4 - 2)
+    replicated = work(2, 4, shard=4, replicate=2, name="hybrid")  # a part for each rank of a node, on both nodes
+    hybrid = estimate_cost(replace(replicated, shape=read_shape(BASE, found)))
+    assert item(hybrid, "adapter") == 4 * (plain.trainable + full // 4)
 
 
 def test_weights_that_stay_gathered_are_sent_once_a_step_and_need_memory() -> None:

@@ -31,6 +31,7 @@ from windlass.data.cache import SEAL, get_or_create
 from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.data.show import print_audit
+from windlass.data.tokenize import find_supervised_tokens
 from windlass.errors import UserError
 from windlass.runfile import Data, RunFile
 
@@ -364,6 +365,15 @@ def test_tokenizer_without_offsets_keeps_span_edges(prepared: Prepare, tokenizer
     slow, quick = prepared(rows, Slow()), prepared(rows)
     assert slow.fingerprint != quick.fingerprint
     assert slow.train[:1] == quick.train[:1]
+
+
+def test_all_tokens_of_a_spans_last_character_are_supervised(tokenizer: Any) -> None:
+    text = "ahoy 🙂"
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    of_emoji = [end > text.index("🙂") for _, end in encoding.offsets]
+    assert sum(of_emoji) > 1, "one character, several tokens"
+    flags, _ = find_supervised_tokens(encoding, [(5, 6)])
+    assert flags.tolist() == of_emoji
 
 
 def test_the_audit_is_shown(prepared: Prepare) -> None:

@@ -68,7 +68,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"target_modules": ["k_proj", "up_proj"], "use_dora": True},
     ),
     "tied": ({"family": "llama", "tied": True}, {"target_modules": ["gate_proj"], "modules_to_save": ["norm"]}),
-    "wide": ({"family": "llama", "dtype": "float32"}, {"target_modules": ["q_proj"], "use_rslora": True}),
+    "wide": (
+        {"family": "llama", "dtype": "float32"},
+        {"target_modules": ["q_proj"], "use_rslora": True, "rank_pattern": {"q_proj": 2}},
+    ),
 }
 
 

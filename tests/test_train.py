@@ -37,7 +37,7 @@ from windlass.run_folder import ADAPTER
 from windlass.train.batches import Collate
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.kernels.compiled import TOLERANCE as TOLERANCES
-from windlass.train.loss import patch_forward, router_loss_weight
+from windlass.train.loss import ChunkedCrossEntropy, LogitShaping, patch_forward, router_loss_weight
 
 STEPS = 8  # that are compared with TRL in every run of the tests; 20 by `make prove`
 TOLERANCE = 1e-5
@@ -113,6 +113,7 @@ ONLY: dict[str, Any] = {**EXPERTS, "lora__target_modules": ["w1", "w2", "w3"]}
 AS_LOADED: dict[str, Any] = {"layout__base_dtype": "bf16"}  # and not FP8 where the plan finds that faster
 KEPT: dict[str, Any] = {"layout__reshard_after_forward": False, **AS_LOADED}
 BRIEF: dict[str, Any] = {"train__max_steps": 4}
+BALANCED: dict[str, Any] = {**BRIEF, "train__router_aux_loss_coef": 0.5, "layout__base_dtype": "bf16"}
 COUNT: dict[str, Any] = {**BRIEF, "count": 4}  # the steps before also look for dead tensors
 DROPOUT: dict[str, Any] = {**EXPERTS, **BRIEF, "lora__lora_dropout": 0.2}
 CHECKPOINTING: dict[str, Any] = {"train__gradient_checkpointing": True}
@@ -178,6 +179,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "plain pissa": case(1, plain=True, **PISSA),
         **EQUAL[1],
         "evaluated": case(1, **EVALUATED),
+        "balanced": case(1, accumulation=2, **BALANCED),
         "mix": case(1, **MIXED),
         "streamed": case(1, **STREAMED),
     },
@@ -208,6 +210,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "a wait for each": case(2, faults=["wait 0"], **COUNTED),
         "uneven": case(2, micro=3, data__train_split="train[:13]", **SAVING),
         "nan": case(2, faults=["nan"], **SAVING),
+        "overflow": case(
+            2, faults=["overflow 0", "overflow 1"], watch__non_finite="skip", layout="resident", train__max_steps=4
+        ),
+        "balanced": case(2, **BALANCED),
         "nan left out": case(2, faults=["nan"], watch__non_finite="skip", train__max_steps=6),
         "slow": case(2, accumulation=2, faults=["slow"], train__max_steps=3),
         "slow, split": case(2, accumulation=2, faults=["slow"], train__max_steps=3, **SPLIT),
@@ -704,6 +710,39 @@ def test_a_nan_stops_the_run_and_names_step_rank_and_rows(two: Outcomes) -> None
     assert list_checkpoints(folder / "checkpoints") == []
     assert not (folder / "final").exists()
     assert [step["step"] for step in two.steps("nan")] == [1, 2]
+
+
+def test_scaled_logits_have_scaled_gradients() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 8, requires_grad=True)
+    weight = torch.randn(11, 8)
+    targets = torch.arange(5)
+    shaping = LogitShaping(scale=0.25)
+    loss: torch.Tensor = ChunkedCrossEntropy.apply(hidden, weight, targets, shaping)  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
+    plain = hidden.detach().clone().requires_grad_()
+    torch.nn.functional.cross_entropy(0.25 * plain @ weight.T, targets, reduction="sum").backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(hidden.grad, plain.grad)
+
+
+def test_a_routers_balancing_loss_is_shared_among_the_ranks(alone: Outcomes, two: Outcomes) -> None:
+    """Two ranks have the same micro-batches that one has in turn."""
+    steps = two.steps("balanced")
+    expected = alone.steps("balanced")
+    assert len(steps) == 4
+    for key in ("loss", "grad_norm", "router_aux_loss"):
+        assert [step[key] for step in steps] == pytest.approx([step[key] for step in expected], rel=TOLERANCE)
+
+
+def test_gradients_that_overflow_only_in_the_sum_are_not_trained_on(two: Outcomes) -> None:
+    steps = two.steps("overflow")
+    assert [step["step"] for step in steps if step.get("skipped")] == [3]
+    assert all(tensor.isfinite().all() for tensor in adapter(two.folder / "overflow").values())
+
+
+def test_a_skipped_step_advances_the_schedule(two: Outcomes) -> None:
+    rates = [step["learning_rate"] for step in two.steps("nan left out")]
+    assert rates == [step["learning_rate"] for step in two.steps("whole")]
 
 
 def test_non_finite_step_can_be_skipped(two: Outcomes) -> None:

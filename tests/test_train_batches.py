@@ -28,7 +28,7 @@ from windlass.runfile import Train
 from windlass.runfile.names import OPTIMIZERS as NAMES
 from windlass.runfile.names import SCHEDULES
 from windlass.train import optimizer
-from windlass.train.batches import ROW, Batch, Batches, Collate
+from windlass.train.batches import ROW, SOURCE, Batch, Batches, Collate
 from windlass.train.loss import patch_forward
 
 
@@ -223,3 +223,12 @@ def test_forward_needs_no_device_synchronization(collator: Any, lengths: list[in
         wanted = model(**inputs | {"several": None})
     assert asked.values
     assert torch.equal(found, wanted)
+
+
+def test_targets_of_rows_laid_end_to_end_belong_to_their_own_data_set() -> None:
+    rows: list[dict[str, Any]] = [
+        {"input_ids": [5] * length, "labels": [5] * length, ROW: number, SOURCE: [number]}
+        for number, length in enumerate((3, 4))
+    ]
+    batch = Collate(PaddingFreeCollator())(rows)
+    assert batch.inputs["sources"].tolist() == [0, 0, 1, 1, 1]

@@ -78,6 +78,18 @@ def not_a_number(loop: Loop) -> None:
     handle = head.register_forward_hook(poison)
 
 
+def overflow(loop: Loop) -> None:
+    """A gradient that is finite on each rank, and infinite once the ranks' are summed."""
+    average = loop.replicas.average
+
+    def averaged(sums: torch.Tensor) -> torch.Tensor:
+        loop.replicas.average = average  # type: ignore[method-assign]
+        loop.replicas.gradients()[0].fill_(3e38)
+        return average(sums)
+
+    loop.replicas.average = averaged  # type: ignore[method-assign]
+
+
 def drift(loop: Loop) -> None:
     loop.replicas.parameters[3].data[0, 0] += 1e-7
 
@@ -185,6 +197,7 @@ FAULTS = {
     **{f"twice {rank}": At(1, rank, twice) for rank in range(2)},
     **{f"alone {rank}": At(1, rank, averaged_over([])) for rank in range(4)},
     "nan": At(3, 1, not_a_number),
+    **{f"overflow {rank}": At(3, rank, overflow) for rank in range(2)},
     "slow": At(1, 1, slow),
     "drift": At(4, 1, drift),
     **{f"terminate {step}": At(step, 1, terminate) for step in (5, 8)},
