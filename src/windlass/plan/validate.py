@@ -123,7 +123,7 @@ def _check_base_dtype(dtype: str | None, run: RunFile, base: Base, dtypes: BaseD
     if dtypes.published and not dtypes.why_not_kept:
         hint += f", or {dtypes.published}, as published"
     if not dtypes.why_not_four_bits:
-        hint += ", or nf4 or int4, which windlass quantizes to as it loads"
+        hint += ", or nf4, which windlass quantizes to as it loads"
     if run.lora.use_dora:
         hint += "; or set lora.use_dora: false"
     yield Problem(f"base_dtype: {dtype}, but {why_not}", place, hint)
