@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from windlass.errors import UserError
+from windlass.observe.format import format_plural
 from windlass.plan.cost import HEADROOM, Batch, Cost, Workload, estimate_cost
 from windlass.plan.layout import (
     AUTO,
@@ -118,32 +121,51 @@ def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[
     `experts`: routed experts per layer, 0 for a dense model. `kept`: the checkpoint's quantized dtype; each layout is
     then also listed with the base as published, unless the run sets its dtype.
     """
-    # The run's keys apply to the layout that they name, but `offload: false` applies to all layouts.
-    keys = FREE_KEYS if request.name == AUTO else ("offload",) if request.offload is False else ()
     free = replace(request, where="", barred={}, **dict.fromkeys(FREE_KEYS))  # type: ignore[arg-type]
-    dtypes = _list_dtypes(free, kept)
-    nodes, impossible = request.nodes, dict[str, str]()
-    others = range(1, 2 * nodes + 1) if nodes <= 4 else (max(1, nodes // 4), nodes // 2, nodes * 3 // 2, nodes * 2)
-    found = []
-    for count in (nodes, *sorted(set(others) - {nodes})):
-        for dtype in dtypes:
+    layouts: list[Named] = []
+    impossible: dict[str, str] = {}
+    for nodes in (request.nodes, *_list_other_nodes(request.nodes)):
+        is_here = nodes == request.nodes
+        for dtype in _list_dtypes(free, kept):
+            on_nodes = replace(free, nodes=nodes, base_dtype=dtype)
             suffix = IN_NAMES.get(dtype, "")
-            suffix += "" if count == nodes else f", on {count} node{'s' * (count > 1)}"
-            on_nodes = replace(free, nodes=count)
-            for title, name, why_not, sizes in _list_variants(on_nodes, experts, wide=dtype == "bf16"):
-                if why_not:
-                    impossible.setdefault(title, why_not) if count == nodes else None
-                    continue
-                if count != nodes and (name == "no-reshard" or "offload" in sizes):
-                    continue
-                settings = replace(free, nodes=count, name=name, base_dtype=dtype, **sizes)  # type: ignore[arg-type]
-                layout = replace(resolve_layout(settings, experts), reason="compared")
-                found.append((title + suffix, layout))
-                if name in MAY_GATHER_ONCE:
-                    once = replace(layout, reshard_after_forward=False)
-                    found.append((f"{title}, {GATHERED_ONCE}{suffix}", once))
+            if not is_here:
+                suffix += f", on {format_plural(nodes, 'node')}"
+            for variant in _list_variants(on_nodes, experts):
+                if variant.why_not:
+                    if is_here:
+                        impossible.setdefault(variant.title, variant.why_not)
+                elif is_here or not (variant.name == "no-reshard" or "offload" in variant.sizes):
+                    layouts += _resolve_variant(variant, on_nodes, experts, suffix)
+    # The run's keys apply to the layout that they name, but `offload: false` applies to all layouts.
+    keys: Sequence[str] = ()
+    if request.name == AUTO:
+        keys = FREE_KEYS
+    elif request.offload is False:
+        keys = ("offload",)
     wanted = {key: getattr(request, key) for key in keys if getattr(request, key) is not None}
-    return [row for row in found if all(getattr(row[1], key) == value for key, value in wanted.items())], impossible
+    agreeing = [
+        (title, layout)
+        for title, layout in layouts
+        if all(getattr(layout, key) == value for key, value in wanted.items())
+    ]
+    return agreeing, impossible
+
+
+def _list_other_nodes(nodes: int) -> list[int]:
+    """Return the other numbers of nodes that are compared, smallest first."""
+    others = {max(1, nodes // 4), nodes // 2, nodes * 3 // 2, nodes * 2}
+    if nodes <= 4:
+        others = {*range(1, 2 * nodes + 1)}
+    return sorted(others - {nodes})
+
+
+def _resolve_variant(variant: Variant, request: LayoutRequest, experts: int, suffix: str) -> Iterator[Named]:
+    settings = replace(request, name=variant.name, **variant.sizes)  # type: ignore[arg-type]
+    layout = replace(resolve_layout(settings, experts), reason="compared")
+    yield variant.title + suffix, layout
+    if variant.name in MAY_GATHER_ONCE:
+        yield f"{variant.title}, {GATHERED_ONCE}{suffix}", replace(layout, reshard_after_forward=False)
 
 
 def list_named_layouts(request: LayoutRequest, experts: int, kept: str = "") -> list[Named]:
@@ -159,32 +181,41 @@ def _list_dtypes(request: LayoutRequest, kept: str) -> list[str]:
     return ["bf16", kept] if kept and not request.offload else ["bf16"]
 
 
-def _list_variants(
-    request: LayoutRequest, experts: int, *, wide: bool
-) -> Iterator[tuple[str, str, str, Mapping[str, int | bool]]]:
-    """Yield title, layout name, why not, and sizes of each variant, one per number of ranks to split experts over."""
-    ranks, nodes, gpus = request.ranks, request.nodes, request.gpus_per_node
+class Variant(NamedTuple):
+    """A layout with some of its sizes set."""
+
+    title: str
+    name: str  # one of LAYOUTS
+    why_not: str  # why these ranks can't have it; empty if they can
+    sizes: Mapping[str, int | bool] = MappingProxyType({})
+
+
+def _list_variants(request: LayoutRequest, experts: int) -> Iterator[Variant]:
+    """Yield the variants of every layout; of expert-parallel, one for each number of ranks that can share experts."""
+    ranks = request.ranks
+    nodes = request.nodes
+    gpus = request.gpus_per_node
     alone = "one GPU: there is nothing to shard over" if ranks == 1 else ""
-    yield "full-shard", "full-shard", alone, {}
-    if wide:
-        yield "full-shard, parameters offloaded", "full-shard", alone, {"offload": True}
-    yield "no-reshard", "no-reshard", alone, {}
+    yield Variant("full-shard", "full-shard", alone)
+    if request.base_dtype == "bf16":
+        yield Variant("full-shard, parameters offloaded", "full-shard", alone, {"offload": True})
+    yield Variant("no-reshard", "no-reshard", alone)
     no_hybrid = ""
     if nodes == 1:
         no_hybrid = "one node: there is nothing to replicate across, it would be full-shard"
     elif gpus == 1:
         no_hybrid = "one GPU per node: there is nothing to shard over inside a node, it would be resident"
-    yield "hybrid", "hybrid", no_hybrid, {}
+    yield Variant("hybrid", "hybrid", no_hybrid)
     splits = [size for size in list_divisors(ranks) if 1 < size <= experts]
     if not splits:
-        yield "expert-parallel", "expert-parallel", why_not_expert_parallel(experts, ranks, ranks), {}
+        yield Variant("expert-parallel", "expert-parallel", why_not_expert_parallel(experts, ranks, ranks))
     for size in splits:
-        why = why_not_expert_parallel(experts, size, ranks)
-        yield f"expert-parallel {size}", "expert-parallel", why, {"expert_parallel": size}
+        why_not = why_not_expert_parallel(experts, size, ranks)
+        yield Variant(f"expert-parallel {size}", "expert-parallel", why_not, {"expert_parallel": size})
     if nodes > 1 and gpus > 1 and not why_not_expert_parallel(experts, gpus, gpus):
         sizes = {"shard": gpus, "replicate": nodes, "expert_parallel": gpus}
-        yield f"expert-parallel {gpus}, replicated across nodes", "expert-parallel", "", sizes
-    yield "resident" if ranks > 1 else "one GPU", "resident", "", {}
+        yield Variant(f"expert-parallel {gpus}, replicated across nodes", "expert-parallel", "", sizes)
+    yield Variant("resident" if ranks > 1 else "one GPU", "resident", "")
 
 
 # --- candidate micro-batches ------------------
@@ -209,10 +240,12 @@ def try_batches(work: Workload, layout: Layout, usual: int, batches: Sequence[Ba
         tried.append(estimate_cost(replace(work, batch=batch, layout=layout), usual, advise=False))
         if not tried[-1].has_headroom:
             break
-    fitting = [each for each in tried if each.has_headroom]
-    fastest = min((each.step_seconds for each in fitting), default=0.0)
-    equals = [each for each in fitting if each.step_seconds <= fastest * EQUAL]
-    return equals[-1] if equals else tried[0], tuple(tried)
+    fitting = [cost for cost in tried if cost.has_headroom]
+    if not fitting:
+        return tried[0], tuple(tried)
+    fastest = min(cost.step_seconds for cost in fitting)
+    equals = [cost for cost in fitting if cost.step_seconds <= fastest * EQUAL]
+    return equals[-1], tuple(tried)
 
 
 # --- the best layout ------------------
@@ -224,18 +257,21 @@ def compare_layouts(
     """Return every layout with its best micro-batch, best first. `usual`: the tokens of a usual row. `barred`: layouts
     that training cannot use on several ranks, and why.
     """
-    found = []
+    candidates = []
     for name, layout in layouts:
-        here, why_not = layout.nodes == work.layout.nodes, (barred or {}).get(layout.name, "") * (layout.ranks > 1)
-        if here or not why_not:
+        is_here = layout.nodes == work.layout.nodes
+        why_not = ""
+        if barred and layout.ranks > 1:
+            why_not = barred.get(layout.name, "")
+        if is_here or not why_not:
             best, tried = try_batches(work, layout, usual, batches(layout.ranks))
-            found.append(Candidate(name, layout, best, tried, here, why_not))
+            candidates.append(Candidate(name, layout, best, tried, is_here, why_not))
 
-    def rank(c: Candidate) -> tuple[bool, bool, float]:
-        """Return a sort key: possible and fitting first, then by GPU-hours per token: more nodes must pay off."""
+    def sort_key(c: Candidate) -> tuple[bool, bool, float]:
+        """Put possible and fitting layouts first, then sort by GPU-hours per token: more nodes must pay off."""
         return bool(c.why_not), not c.cost.fits, c.layout.ranks / c.cost.tokens_per_second
 
-    return tuple(sorted(found, key=rank))
+    return tuple(sorted(candidates, key=sort_key))
 
 
 def choose_layout(contenders: Sequence[Candidate]) -> Candidate | None:
@@ -245,33 +281,43 @@ def choose_layout(contenders: Sequence[Candidate]) -> Candidate | None:
     if not able:
         return None
     fitting = [c for c in able if c.cost.has_headroom] or [c for c in able if c.cost.fits]
-    if not fitting:
-        best = min(able, key=lambda c: c.cost.gpu_gib)
-        reason = f"none of {len(able)} layouts fits, and this one needs least, {best.cost.gpu_gib:.0f} GiB per GPU"
-    else:
+    if fitting:
         fastest = min(c.seconds for c in fitting)
         equals = [c for c in fitting if c.seconds <= fastest * EQUAL]
         best = min(equals, key=lambda c: c.cost.step_seconds_serial)
-        reason = (
-            f"the only one of {len(able)} layouts that fits" if len(able) > 1 else "the only layout that is possible"
-        )
-        if others := sorted((c for c in fitting if c is not best), key=lambda c: c.seconds):
-            margin, next_best = others[0].seconds / best.seconds, others[0]
-            ahead = f"{margin:.2f} x faster than" if margin >= EQUAL else "as fast as"
-            reason = (
-                f"the fastest of the {len(fitting)} layouts that fit, {best.seconds:.3g} s a step: {ahead} the next"
-            )
-            reason += f", {next_best.name}"
-        tight = [c for c in able if c.cost.fits and not c.cost.has_headroom and c.seconds < best.seconds]
-        if tight and best.cost.has_headroom:
-            reason += f"; {tight[0].name} would be faster, but leaves less than {HEADROOM:.0%} of the GPU free"
-    layout = best.layout
-    kept = f" with the base kept in {layout.base_dtype.upper()} as published"
-    base = {"bf16": "", **dict.fromkeys(PUBLISHED, kept)}.get(
-        layout.base_dtype, f" with the base in {layout.base_dtype.upper()}"
-    )
-    once = f", {GATHERED_ONCE} a step" * (layout.name in MAY_GATHER_ONCE and not layout.reshard_after_forward)
-    return replace(best, layout=replace(layout, reason=f"chosen{base}{once}: {reason}"))
+        reason = _explain_fastest(best, fitting, able)
+    else:
+        best = min(able, key=lambda c: c.cost.gpu_gib)
+        reason = f"none of {len(able)} layouts fits, and this one needs least, {best.cost.gpu_gib:.0f} GiB per GPU"
+    chosen = f"chosen{_describe_base(best.layout.base_dtype)}"
+    if best.layout.name in MAY_GATHER_ONCE and not best.layout.reshard_after_forward:
+        chosen += f", {GATHERED_ONCE} a step"
+    return replace(best, layout=replace(best.layout, reason=f"{chosen}: {reason}"))
+
+
+def _explain_fastest(best: Candidate, fitting: Sequence[Candidate], able: Sequence[Candidate]) -> str:
+    others = sorted((c for c in fitting if c is not best), key=lambda c: c.seconds)
+    if others:
+        margin = others[0].seconds / best.seconds
+        ahead = f"{margin:.2f} x faster than" if margin >= EQUAL else "as fast as"
+        reason = f"the fastest of the {len(fitting)} layouts that fit, {best.seconds:.3g} s a step: {ahead} the next, "
+        reason += others[0].name
+    elif len(able) > 1:
+        reason = f"the only one of {len(able)} layouts that fits"
+    else:
+        reason = "the only layout that is possible"
+    tight = [c for c in able if c.cost.fits and not c.cost.has_headroom and c.seconds < best.seconds]
+    if tight and best.cost.has_headroom:
+        reason += f"; {tight[0].name} would be faster, but leaves less than {HEADROOM:.0%} of the GPU free"
+    return reason
+
+
+def _describe_base(dtype: str) -> str:
+    if dtype == "bf16":
+        return ""
+    if dtype in PUBLISHED:
+        return f" with the base kept in {dtype.upper()} as published"
+    return f" with the base in {dtype.upper()}"
 
 
 def is_same_layout(one: Layout, other: Layout) -> bool:
@@ -282,39 +328,53 @@ def is_same_layout(one: Layout, other: Layout) -> bool:
 def drop_dominated(contenders: Sequence[Candidate], planned: Layout) -> list[Candidate]:
     """Return the contenders worth showing, all of which `plan` accepts. On the run's own nodes, variants of a layout
     that another variant beats in both memory and time are dropped; other numbers of nodes keep only their best."""
-    rows: list[Candidate] = []
     able = [c for c in contenders if not c.why_not]
+    rows: list[Candidate] = []
+    nodes_shown: set[int] = set()
     for c in able:
-        if c.here:
-            figures = c.cost.gpu_gib, c.seconds
-            rivals = [(o.cost.gpu_gib, o.seconds) for o in able if o.here and o.layout.name == c.layout.name]
-            beaten = any(o != figures and o[0] <= figures[0] and o[1] <= figures[1] for o in rivals)
-            rows += [c] if is_same_layout(c.layout, planned) or not beaten else []
-        elif c.layout.nodes not in {o.layout.nodes for o in rows if not o.here}:
+        if not c.here:
+            if c.layout.nodes not in nodes_shown:
+                nodes_shown.add(c.layout.nodes)
+                rows.append(c)
+            continue
+        rivals = [other for other in able if other.here and other.layout.name == c.layout.name]
+        if is_same_layout(c.layout, planned) or not any(_dominates(rival, c) for rival in rivals):
             rows.append(c)
     return rows
 
 
+def _dominates(rival: Candidate, c: Candidate) -> bool:
+    """Return whether `rival` needs no more memory and no more time, and less of one."""
+    theirs = (rival.cost.gpu_gib, rival.seconds)
+    ours = (c.cost.gpu_gib, c.seconds)
+    return theirs != ours and theirs[0] <= ours[0] and theirs[1] <= ours[1]
+
+
 def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
     """Return the overrides with which `windlass plan RUN` takes this row. `kept`: the checkpoint's quantized dtype."""
-    layout, train, cluster = c.layout, loaded.run.train, loaded.run.cluster
-    keys: dict[str, object] = {}
+    layout = c.layout
+    train = loaded.run.train
+    overrides = [f"layout={layout.name}"]  # a name alone replaces the whole section
     if layout.name == "expert-parallel":
-        keys["expert_parallel"] = layout.expert_parallel
-        keys |= {"shard": layout.shard, "replicate": layout.replicate} if layout.replicate > 1 else {}
+        overrides.append(f"layout.expert_parallel={layout.expert_parallel}")
+        if layout.replicate > 1:
+            overrides += [f"layout.shard={layout.shard}", f"layout.replicate={layout.replicate}"]
     if layout.name in MAY_GATHER_ONCE and not layout.reshard_after_forward:
-        keys["reshard_after_forward"] = "false"
-    keys |= {"base_dtype": layout.base_dtype} if kept or layout.base_dtype in FOUR_BITS else {}
-    keys |= {"offload": "true"} if layout.offload else {}
-    keys |= {"activation_checkpointing": "true"} if loaded.run.layout.activation_checkpointing else {}
-    # A name alone replaces the whole section.
-    found = [f"layout={layout.name}", *(f"layout.{key}={value}" for key, value in keys.items())]
-    sizes = ("nodes", layout.nodes), ("gpus_per_node", layout.gpus_per_node)  # an Accelerate file may set them too
-    found += [f"cluster.{key}={size}" for key, size in sizes if size != getattr(cluster, key)]
+        overrides.append("layout.reshard_after_forward=false")
+    if kept or layout.base_dtype in FOUR_BITS:
+        overrides.append(f"layout.base_dtype={layout.base_dtype}")
+    if layout.offload:
+        overrides.append("layout.offload=true")
+    if loaded.run.layout.activation_checkpointing:
+        overrides.append("layout.activation_checkpointing=true")
+    if layout.nodes != loaded.run.cluster.nodes:
+        overrides.append(f"cluster.nodes={layout.nodes}")
+    if layout.gpus_per_node != loaded.run.cluster.gpus_per_node:  # an Accelerate file may set it too
+        overrides.append(f"cluster.gpus_per_node={layout.gpus_per_node}")
     accumulation = c.cost.batch.micro * c.cost.batch.accumulation // train.least_batch
     if not c.here and train.global_batch_size is not None:
-        found.append(f"train.global_batch_size={accumulation * train.least_batch * layout.ranks}")
+        overrides.append(f"train.global_batch_size={accumulation * train.least_batch * layout.ranks}")
     is_set = train.global_batch_size is None or loaded.is_set("train.gradient_accumulation_steps")
     if is_set and accumulation != train.gradient_accumulation_steps:
-        found.append(f"train.gradient_accumulation_steps={accumulation}")
-    return found
+        overrides.append(f"train.gradient_accumulation_steps={accumulation}")
+    return overrides

@@ -16,10 +16,11 @@ from windlass.hardware import GIB, Machine
 from windlass.model.quantization import (
     published_dtype,
 )
-from windlass.observe.format import format_count, format_duration
-from windlass.plan.advice import OF_ALL
+from windlass.observe.format import format_count, format_duration, format_plural
+from windlass.plan.advice import OF_ALL, Advice, Caution
 from windlass.plan.cost import (
     HEADROOM,
+    Batch,
     Cost,
 )
 from windlass.plan.layout import Layout
@@ -38,7 +39,8 @@ def print_plan(plan: AnyPlan, *, details: bool = False, formulas: bool = False, 
     """Print a plan to stdout. `details`: tables; `formulas`: all rows with their formula; `compare`: other layouts."""
     console = Console(highlight=False, emoji=False, markup=False)
     if not isinstance(plan, Plan):
-        for line in _paragraphs([*_script_lines(plan), *(("note", note) for note in plan.notes)], console.width):
+        notes = [("note", note) for note in plan.notes]
+        for line in _paragraphs([*_script_lines(plan), *notes], console.width):
             console.print(line)
         return
     details = details or formulas
@@ -46,10 +48,14 @@ def print_plan(plan: AnyPlan, *, details: bool = False, formulas: bool = False, 
         console.print(line)
     if compare or details:
         console.print()
-    for part in (*(_comparison(plan, console.width) if compare else ()), *(_tables(plan, formulas) if details else ())):
-        console.print(part)
-    for line in _paragraphs([("note", note) for note in plan.notes], console.width) if details else ():
-        console.print(line)
+    if compare:
+        for part in _comparison(plan, console.width):
+            console.print(part)
+    if details:
+        for table in _tables(plan, formulas):
+            console.print(table)
+        for line in _paragraphs([("note", note) for note in plan.notes], console.width):
+            console.print(line)
 
 
 # --- fifteen lines ------------------
@@ -58,37 +64,42 @@ def print_plan(plan: AnyPlan, *, details: bool = False, formulas: bool = False, 
 def _summary(plan: Plan, width: int, most: int) -> list[Text]:
     """Return the summary, verdict first. Warnings include their override, in full if the others keep a line each."""
     lines = [*_paragraphs([_verdict(plan), *_lines(plan)], width)]
-    texts = [w.text + (f": --override {w.override}" if w.override else "") for w in plan.warnings]
-    named = [*(("warning", text) for text in texts), *(("faster", _describe_faster(plan)) for _ in plan.advice[:1])]
-    cut = False
-    for number, (name, text) in enumerate(named, 1):
+    paragraphs = [("warning", _describe_caution(caution)) for caution in plan.warnings]
+    if plan.advice:
+        paragraphs.append(("faster", _describe_faster(plan.advice[0])))
+    details = f"{format_plural(len(plan.notes), 'note')}, tables"
+    for number, (name, text) in enumerate(paragraphs, 1):
         more = [*_paragraphs([(name, text)], width)]
-        if len(lines) + len(more) + max(0, len(texts) - number) < most:
+        if len(lines) + len(more) + max(0, len(plan.warnings) - number) < most:
             lines += more
         elif name == "warning":
-            lines += [*_paragraphs([(name, textwrap.shorten(text, width - LABEL, placeholder=" …"))], width)]
-            cut = True
-    rest = ["warnings in full"] * cut + [_format_count(len(plan.notes), "note"), "tables"]
-    return [*lines, *_paragraphs([("more", f"--details: {', '.join(rest)}; --compare: other layouts")], width)]
+            lines += _paragraphs([(name, textwrap.shorten(text, width - LABEL, placeholder=" …"))], width)
+            details = f"warnings in full, {format_plural(len(plan.notes), 'note')}, tables"
+    return [*lines, *_paragraphs([("more", f"--details: {details}; --compare: other layouts")], width)]
 
 
-def _describe_faster(plan: Plan) -> str:
-    best = plan.advice[0]
-    return f"{best.gain:,.1f} x with " + (best.remark if best.change == OF_ALL else best.change.replace(": ", "="))
+def _describe_caution(caution: Caution) -> str:
+    return f"{caution.text}: --override {caution.override}" if caution.override else caution.text
+
+
+def _describe_faster(best: Advice) -> str:
+    change = best.remark if best.change == OF_ALL else best.change.replace(": ", "=")
+    return f"{best.gain:,.1f} x with {change}"
 
 
 def _paragraphs(named: Iterable[Named], width: int) -> Iterator[Text]:
     """Yield each paragraph's lines, with its name on the left; no word is split."""
     for name, text in named:
         first = f"{name:{LABEL}}"
-        for line in textwrap.wrap(
+        lines = textwrap.wrap(
             text,
             width,
             initial_indent=first,
             subsequent_indent=" " * LABEL,
             break_long_words=False,
             break_on_hyphens=False,
-        ) or [first]:
+        )
+        for line in lines or [first]:
             shown = Text(line)
             if line.startswith(name):
                 shown.stylize(STYLES.get(name, "bold"), 0, len(name))
@@ -99,32 +110,40 @@ STYLES = {"fits:": "bold green", "does not fit:": "bold red", "warning": "yellow
 
 
 def _verdict(plan: Plan) -> Named:
-    cost, each = plan.cost, "rank" if plan.machine.gpu.name == "cpu" else "GPU"
-    need = f"{cost.gpu_gib:,.1f} GiB of {plan.machine.gpu.memory_gib:,.1f} GiB a {each}"
+    cost = plan.cost
+    need = f"{cost.gpu_gib:,.1f} GiB of {plan.machine.gpu.memory_gib:,.1f} GiB a {_gpu_or_rank(plan)}"
     need += f", {cost.host_gib:,.1f} GiB of host memory a node"
     return ("fits:", need) if cost.fits else ("does not fit:", f" {need}")
 
 
+def _gpu_or_rank(plan: Plan) -> str:
+    return "rank" if plan.machine.gpu.name == "cpu" else "GPU"
+
+
 def _lines(plan: Plan) -> Iterator[Named]:
-    cost, layout, batch, length, gpu = plan.cost, plan.layout, plan.batch, plan.schedule, plan.machine.gpu
+    cost = plan.cost
+    layout = plan.layout
+    batch = plan.batch
     if not cost.fits:
         yield "hint:", cost.remedy
-    low, high = format_duration(cost.step_seconds_low), format_duration(cost.step_seconds_high)
     rate = f"{format_rough(cost.tokens_per_second_low)} to {format_rough(cost.tokens_per_second_high)} tokens/s"
-    yield "speed", f"{rate}, {low} to {high} a step (estimated, {cost.basis})"
+    step = f"{format_duration(cost.step_seconds_low)} to {format_duration(cost.step_seconds_high)} a step"
+    yield "speed", f"{rate}, {step} (estimated, {cost.basis})"
     yield "time", _describe_length(plan)
     yield "layout", f"{layout.name}: {layout.reason}"
     yield "limit", LIMITS[cost.bound]
     yield "machine", describe_machines(layout, plan.machine)
     base = "" if plan.base.path else "; no weights here"
     yield "model", f"{plan.base.name}, {format_count(plan.total)}, trained: {plan.adapter.trainable:,}{base}"
-    ranks = _format_count(layout.ranks, "rank" if gpu.name == "cpu" else "GPU")
-    text = f"{_format_count(length.global_sequences, 'row')} a step of up to {batch.length:,} tokens: "
-    text += f"{batch.micro} x {batch.accumulation} micro-batches x {ranks}"
+    rows = format_plural(plan.schedule.global_sequences, "row")
+    gpus = format_plural(layout.ranks, _gpu_or_rank(plan))
+    text = (
+        f"{rows} a step of up to {batch.length:,} tokens: {batch.micro} x {batch.accumulation} micro-batches x {gpus}"
+    )
     yield "batch", f"{text}; {_explain_batch(plan)}" if plan.tried else text
     if plan.chosen:  # each begins with its key and value
-        unset = (" ".join(each.split()[:2]).strip(",:").partition(".")[2] for each in plan.chosen)
-        yield "not set", f"chosen: {', '.join(unset)}"
+        settings = [" ".join(choice.split()[:2]).strip(",:").partition(".")[2] for choice in plan.chosen]
+        yield "not set", f"chosen: {', '.join(settings)}"
 
 
 LIMITS = {
@@ -138,10 +157,10 @@ LIMITS = {
 
 def _explain_batch(plan: Plan) -> str:
     """Return why the plan chose this micro-batch."""
-    last, free = plan.tried[-1], f"{HEADROOM:.0%} of the GPU free"
     if not plan.tried[0].has_headroom:
-        return f"even micro-batches of 1 leave less than {free}"
-    text = f"{plan.batch.micro} chosen of {', '.join(str(each.batch.micro) for each in plan.tried)}"
+        return f"even micro-batches of 1 leave less than {HEADROOM:.0%} of the GPU free"
+    text = f"{plan.batch.micro} chosen of {', '.join(str(cost.batch.micro) for cost in plan.tried)}"
+    last = plan.tried[-1]
     if last.has_headroom:
         return text
     limit = plan.machine.gpu.memory_gib * (1 - HEADROOM)
@@ -149,23 +168,30 @@ def _explain_batch(plan: Plan) -> str:
 
 
 def _describe_length(plan: Plan) -> str:
-    s = plan.schedule
-    if s.steps is None:
-        return f"unknown ({s.rows_reason}): train.max_steps sets it"
-    text = f"{format_duration((plan.hours or 0) * 3600)}: {_format_count(s.steps, 'step')}, "
-    text += f"{_format_count(s.evaluations, 'evaluation')}, {_format_count(s.checkpoints, 'checkpoint')}"
-    return text + (f"; {plan.gpu_hours:,.2f} GPU-hours" if plan.machine.gpu.name != "cpu" else "")
+    schedule = plan.schedule
+    if schedule.steps is None:
+        return f"unknown ({schedule.rows_reason}): train.max_steps sets it"
+    text = f"{format_duration((plan.hours or 0) * 3600)}: {format_plural(schedule.steps, 'step')}, "
+    text += (
+        f"{_format_events(schedule.evaluations, 'evaluation')}, {_format_events(schedule.checkpoints, 'checkpoint')}"
+    )
+    if plan.machine.gpu.name != "cpu":
+        text += f"; {plan.gpu_hours:,.2f} GPU-hours"
+    return text
 
 
-def _format_count(number: int | None, noun: str) -> str:
-    return f"an unknown number of {noun}s" if number is None else f"{number:,} {noun}{'s' * (number != 1)}"
+def _format_events(number: int | None, noun: str) -> str:
+    return f"an unknown number of {noun}s" if number is None else format_plural(number, noun)
 
 
 def describe_machines(layout: Layout | RankGrid, machine: Machine) -> str:
     """Describe nodes, GPUs and, if there are several, the links between them."""
-    text = f"{_format_count(layout.nodes, 'node')} x {layout.gpus_per_node} {machine.gpu.name}"
-    text += f"; {machine.network.name} between nodes" if layout.nodes > 1 else ""
-    return f"{text}; {machine.link.name} inside" if layout.gpus_per_node > 1 else text
+    text = f"{format_plural(layout.nodes, 'node')} x {layout.gpus_per_node} {machine.gpu.name}"
+    if layout.nodes > 1:
+        text += f"; {machine.network.name} between nodes"
+    if layout.gpus_per_node > 1:
+        text += f"; {machine.link.name} inside"
+    return text
 
 
 def _script_lines(plan: ScriptPlan) -> Iterator[Named]:
@@ -190,48 +216,76 @@ expert-parallel N: each of N GPUs stores its part of the experts"""
 
 def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
     """Yield layouts on the run's own nodes, then the best on other numbers of nodes, then impossible layouts."""
-    shown = sorted(drop_dominated(plan.contenders, plan.layout), key=lambda c: -c.cost.tokens_per_second)
-    fitting = [c for c in shown if c.cost.fits]
-    nodes, sequences = plan.layout.nodes, plan.schedule.global_sequences
-    here = f"{_format_count(nodes, 'node')}, {_format_count(sequences, 'sequence')} a step"
-    rows = [c for c in (*fitting, *(c for c in shown if not c.cost.fits)) if c.here]
+    shown = drop_dominated(plan.contenders, plan.layout)
+    here = sorted((c for c in shown if c.here), key=lambda c: (not c.cost.fits, -c.cost.tokens_per_second))
+    elsewhere = sorted((c for c in shown if not c.here), key=lambda c: (c.layout.ranks, -c.cost.tokens_per_second))
+    nodes = format_plural(plan.layout.nodes, "node")
+    title = f"Layouts of this run ({nodes}, {format_plural(plan.schedule.global_sequences, 'sequence')} a step)"
     columns = "layout >batch fits >GiB/GPU >GB/step >s/step >tok/s"
-    yield _table(f"Layouts of this run ({here})", columns, [_cells(plan, c) for c in rows])
-    others = sorted((c for c in shown if not c.here), key=lambda c: c.layout.ranks)
-    if others:
+    yield _table(title, columns, [_cells_here(plan, c) for c in here])
+    if elsewhere:
         columns = ">nodes layout >batch >rows/step fits >GiB/GPU >tok/s >GPU-h"
-        yield _table("The best layout on other numbers of nodes", columns, [_cells(plan, c) for c in others])
-    if hidden := sum(not c.why_not for c in plan.contenders) - len(shown):
+        rows = [(_cells_elsewhere(plan, c), False) for c in elsewhere]
+        yield _table("The best layout on other numbers of nodes", columns, rows)
+    hidden = sum(not c.why_not for c in plan.contenders) - len(shown)
+    if hidden:
         yield Text(f"{hidden} more are slower and no smaller: --json has them all\n")
     yield Text(f"{TERMS}\n")
     yield Text("What makes plan take a row:", style="bold")
-    for c in (*rows, *others):
-        words = " ".join(
-            f"--override {shlex.quote(word)}" for word in list_overrides(c, plan.loaded, published_dtype(plan.base))
-        )
-        lines = textwrap.wrap(words.replace("--override ", "--override="), width - 6, break_on_hyphens=False)
-        name = c.name if c.here else f"{_format_count(c.layout.nodes, 'node')}: {c.name.rpartition(', on ')[0]}"
+    for c in (*here, *elsewhere):
+        overrides = list_overrides(c, plan.loaded, published_dtype(plan.base))
+        words = " ".join(f"--override={shlex.quote(override)}" for override in overrides)
+        lines = textwrap.wrap(words, width - 6, break_on_hyphens=False)
+        name = c.name if c.here else f"{format_plural(c.layout.nodes, 'node')}: {_name_without_nodes(c)}"
         yield Text(f" {name}\n   " + " \\\n   ".join(lines))
     yield Text()
-    reasons = {why: name for name, why in reversed([*plan.impossible.items()])}
+    reasons = {why_not: name for name, why_not in reversed([*plan.impossible.items()])}
     reasons |= {c.why_not: c.name for c in reversed(plan.contenders) if c.why_not}
     if reasons:
-        yield _table("Not possible", "layout why", [([name, why], False) for why, name in reasons.items()])
+        yield _table("Not possible", "layout why", [([name, why_not], False) for why_not, name in reasons.items()])
 
 
-def _cells(plan: Plan, c: Candidate) -> Row:
-    batch, (gib, wire, seconds, rate) = c.cost.batch, _figures(c.cost)
-    ways, fits = f"{batch.micro}x{batch.accumulation}", "yes" if c.cost.fits else "no"
-    if c.here:
-        return [c.name, ways, fits, gib, wire, seconds, rate], is_same_layout(c.layout, plan.layout)
-    hours, rows = plan.estimate_gpu_hours(c), batch.micro * batch.accumulation * c.layout.ranks
-    gpu_hours = "" if hours is None else f"{hours:,.1f}"
-    return [str(c.layout.nodes), c.name.rpartition(", on ")[0], ways, f"{rows:,}", fits, gib, rate, gpu_hours], False
+def _cells_here(plan: Plan, c: Candidate) -> Row:
+    cells = [c.name, _format_batch(c.cost.batch), _yes_or_no(c.cost.fits), *_figures(c.cost)]
+    return cells, is_same_layout(c.layout, plan.layout)
+
+
+def _cells_elsewhere(plan: Plan, c: Candidate) -> list[str]:
+    batch = c.cost.batch
+    rows = batch.micro * batch.accumulation * c.layout.ranks
+    gib, _, _, tokens_per_second = _figures(c.cost)
+    hours = plan.estimate_gpu_hours(c)
+    return [
+        str(c.layout.nodes),
+        _name_without_nodes(c),
+        _format_batch(batch),
+        f"{rows:,}",
+        _yes_or_no(c.cost.fits),
+        gib,
+        tokens_per_second,
+        "" if hours is None else f"{hours:,.1f}",
+    ]
+
+
+def _name_without_nodes(c: Candidate) -> str:
+    return c.name.rpartition(", on ")[0]
+
+
+def _format_batch(batch: Batch) -> str:
+    return f"{batch.micro}x{batch.accumulation}"
+
+
+def _yes_or_no(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def _figures(cost: Cost) -> list[str]:
-    figures = f"{cost.gpu_gib:,.1f} {cost.wire_gb_per_step:,.1f} {cost.step_seconds:,.2f} {cost.tokens_per_second:,.0f}"
-    return figures.split()
+    return [
+        f"{cost.gpu_gib:,.1f}",
+        f"{cost.wire_gb_per_step:,.1f}",
+        f"{cost.step_seconds:,.2f}",
+        f"{cost.tokens_per_second:,.0f}",
+    ]
 
 
 # --- the tables ------------------
@@ -239,45 +293,61 @@ def _figures(cost: Cost) -> list[str]:
 
 def _tables(plan: Plan, formulas: bool) -> Iterator[Table]:
     hide = () if formulas else ("formula",)
-    rows: list[Row]
     if plan.advice:  # estimated by the same formulas as the rest: these gains are right if the rest is
-        rows = [([a.change, f"{a.tokens_per_second:,.0f}", f"{a.gain:,.1f} x", a.remark], False) for a in plan.advice]
-        table = _table("What would make it faster (useful tokens, estimate)", "change >tok/s >gain how", rows)
-        table.columns[0].no_wrap = True
-        yield table
+        yield _advice_table(plan)
     if plan.tried:
-        rows = [
-            (
-                [f"{c.batch.micro}x{c.batch.accumulation}", "yes" if c.has_headroom else "no", *_figures(c)],
-                c.batch == plan.batch,
-            )
-            for c in plan.tried
+        tried = [
+            ([_format_batch(cost.batch), _yes_or_no(cost.has_headroom), *_figures(cost)], cost.batch == plan.batch)
+            for cost in plan.tried
         ]
-        yield _table("Micro-batches, by memory and time", ">batch fits >GiB/GPU >GB/step >s/step >tok/s", rows)
+        yield _table("Micro-batches, by memory and time", ">batch fits >GiB/GPU >GB/step >s/step >tok/s", tried)
     title = "Memory" if formulas else "Memory at the peak (--explain for the rest)"
     yield _table(title, "phase where what >GiB formula", _memory(plan, formulas), hide)
     yield _table("Time (estimate)", "what >value formula", _time(plan), hide)
     if plan.cost.flows:
-        rows = [
-            ([f.kind, f.fabric, format_bytes(f.bytes), f"{f.per_step:,}", format_bytes(f.bytes * f.per_step)], False)
-            for f in plan.cost.flows
-        ]
-        for (cells, _), f in zip(rows, plan.cost.flows, strict=True):
-            cells += [f"{f.seconds * f.per_step:,.3f}", f.formula]
         columns = "what over >each >times >total >s/step formula"
-        yield _table("Network traffic of each GPU in a step", columns, rows, hide)
+        yield _table("Network traffic of each GPU in a step", columns, _traffic(plan), hide)
+    yield _table("Adapter", "pattern matches part >modules >trainable", _targets(plan))
+    yield _table("Parameters", "part >parameters >share", _parameters(plan))
+
+
+def _advice_table(plan: Plan) -> Table:
     rows = [
-        ([t.pattern, ", ".join(t.names), t.part, f"{len(t.modules):,}", f"{t.parameters:,}"], False)
-        for t in plan.adapter.targets
+        ([advice.change, f"{advice.tokens_per_second:,.0f}", f"{advice.gain:,.1f} x", advice.remark], False)
+        for advice in plan.advice
     ]
+    table = _table("What would make it faster (useful tokens, estimate)", "change >tok/s >gain how", rows)
+    table.columns[0].no_wrap = True
+    return table
+
+
+def _traffic(plan: Plan) -> Iterator[Row]:
+    for flow in plan.cost.flows:
+        cells = [
+            flow.kind,
+            flow.fabric,
+            format_bytes(flow.bytes),
+            f"{flow.per_step:,}",
+            format_bytes(flow.bytes * flow.per_step),
+            f"{flow.seconds * flow.per_step:,.3f}",
+            flow.formula,
+        ]
+        yield cells, False
+
+
+def _targets(plan: Plan) -> Iterator[Row]:
+    for target in plan.adapter.targets:
+        counts = [f"{len(target.modules):,}", f"{target.parameters:,}"]
+        yield [target.pattern, ", ".join(target.names), target.part, *counts], False
     share = f"{plan.adapter.trainable / plan.total:.3%} of the model"
-    rows.append((["total", share, "", "", f"{plan.adapter.trainable:,}"], True))
-    yield _table("Adapter", "pattern matches part >modules >trainable", rows)
-    parts = sorted(plan.by_part.items(), key=lambda item: -item[1])
-    rows = [([part, f"{count:,}", f"{count / plan.total:.2%}"], False) for part, count in parts]
+    yield ["total", share, "", "", f"{plan.adapter.trainable:,}"], True
+
+
+def _parameters(plan: Plan) -> Iterator[Row]:
+    for part, count in sorted(plan.by_part.items(), key=lambda item: -item[1]):
+        yield [part, f"{count:,}", f"{count / plan.total:.2%}"], False
     disk = "" if plan.disk_bytes is None else f"{format_bytes(plan.disk_bytes)} on disk"
-    rows.append((["total", f"{plan.total:,}", disk], True))
-    yield _table("Parameters", "part >parameters >share", rows)
+    yield ["total", f"{plan.total:,}", disk], True
 
 
 def _table(title: str, columns: str, rows: Iterable[Row], hide: Container[str] = ()) -> Table:
@@ -302,12 +372,13 @@ def _memory(plan: Plan, formulas: bool) -> Iterator[Row]:
             rows = [row for row in plan.cost.rows if (row.place, row.phase) == (place, phase)]
             if rows:
                 yield [phase, place, "total", f"{sum(row.bytes for row in rows) / GIB:,.2f}", ""], True
-            for row in rows if formulas or (place, phase) == ("gpu", "step") else ():
-                yield ["", "", row.item, f"{row.bytes / GIB:,.2f}", row.formula], False
+            if formulas or (place, phase) == ("gpu", "step"):
+                for row in rows:
+                    yield ["", "", row.item, f"{row.bytes / GIB:,.2f}", row.formula], False
 
 
 def _time(plan: Plan) -> Iterator[Row]:
-    cost, gpu = plan.cost, plan.machine.gpu
+    cost = plan.cost
     flops = f"{cost.flops_per_token / 1e9:,.2f} G + {cost.recompute_flops_per_token / 1e9:,.2f} G recomputed"
     how = "forward + activation gradients of active parameters, attention, adapter"
     yield ["FLOPs a token", flops, how], False
@@ -320,11 +391,10 @@ def _time(plan: Plan) -> Iterator[Row]:
     how = "the slowest of GPU (compute + memory), host, network and host link; in brackets their sum"
     yield ["optimizer step", step, how], False
     rate = f"{cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.2%}"
-    yield ["throughput", rate, f"of {gpu.bf16_tflops:,.0f} TFLOP/s peak a GPU"], False
+    yield ["throughput", rate, f"of {plan.machine.gpu.bf16_tflops:,.0f} TFLOP/s peak a GPU"], False
     if plan.seconds is not None:
-        how = ", ".join(
-            f"{name.replace('_', ' ')} {format_duration(part)}" for name, part in plan.seconds.items() if part
-        )
+        parts = [(name.replace("_", " "), seconds) for name, seconds in plan.seconds.items() if seconds]
+        how = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts)
         yield ["the run", f"{plan.hours:,.2f} h, {plan.gpu_hours:,.2f} GPU-hours", how], False
 
 
