@@ -17,7 +17,7 @@ from windlass.plan.layout import LAYOUTS
 from windlass.runfile.names import NOT_TAKEN, OTHER_NAMES, RENAMED
 from windlass.runfile.read import read_any
 from windlass.runfile.reference import describe, find_item_annotation, format_value, list_documented
-from windlass.variables import DOES_NOT_EXIST, variables
+from windlass.variables import DOES_NOT_EXIST, list_other_names, variables
 
 KINDS = {
     "accelerate": "in an Accelerate file",
@@ -51,7 +51,13 @@ def explain_topic(name: str, run: Path | None = None) -> tuple[ExplainedKey, ...
         return rows
     keys = [*list_documented(), *RENAMED]
     names = [*(key for section in load_key_table().spelled.values() for key in section), *list_documented()]
-    names += [*(path.rpartition(".")[2] for path in keys), *NOT_TAKEN, *variables(), *LAYOUTS]
+    names += [
+        *(path.rpartition(".")[2] for path in keys),
+        *NOT_TAKEN,
+        *variables(),
+        *sorted(list_other_names()),
+        *LAYOUTS,
+    ]
     known = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), list(known), 4, 0.6)
     near += [low for low in known if len(name) > 2 and name.lower() in low]
@@ -117,14 +123,18 @@ def _to(verdict: str, text: str) -> str:
 
 
 def _explain_variable(name: str) -> Iterator[ExplainedKey]:
-    name = name if name in variables() else name.upper()
-    if known := variables().get(name):
-        missing = known.status == DOES_NOT_EXIST
-        yield ExplainedKey("environment", name, "", known.status if missing else "", known.about)
-        yield ExplainedKey("environment", name, "", "", known.windlass)
-        if known.verdict:
-            published = f"{known.published} in the published recipe" if known.published else ""
-            yield ExplainedKey("environment", name, published, "" if missing else known.status, known.verdict)
+    name = name.upper()
+    row = variables().get(name)
+    if name in list_other_names():
+        about = "a variable of NCCL, gloo or torch that windlass neither sets nor reads: see their documentation"
+        yield ExplainedKey("environment", name, "", "", about)
+    if row:
+        missing = row.status == DOES_NOT_EXIST
+        yield ExplainedKey("environment", name, "", row.status if missing else "", row.about)
+        yield ExplainedKey("environment", name, "", "", row.windlass)
+        if row.verdict:
+            published = f"{row.published} in the published recipe" if row.published else ""
+            yield ExplainedKey("environment", name, published, "" if missing else row.status, row.verdict)
 
 
 def explain_file(path: Path) -> tuple[ExplainedKey, ...]:

@@ -21,7 +21,7 @@ from windlass.errors import UserError
 from windlass.files import read_json, read_json_lines, write_atomic
 from windlass.hardware import read_gpus
 from windlass.runfile import read_any
-from windlass.variables import variables
+from windlass.variables import list_other_names, variables
 
 LIBRARIES: Final = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "tokenizers", "triton")
 MASK: Final = "***"
@@ -111,7 +111,10 @@ class Masks:
         if key in TEXT or (SECRET_NAME.search(key) and isinstance(value, str | list)):
             return MASK
         if key == "env" and isinstance(value, dict):
-            return {k: self.mask_value(v, k) if k in variables() else MASK for k, v in value.items()}
+            return {
+                k: self.mask_value(v, k) if k in variables() or k in list_other_names() else MASK
+                for k, v in value.items()
+            }
         if key == "git" and isinstance(value, dict):
             return {**value, "commit": str(value.get("commit"))[:12]}
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Environment variables: what each does, and what windlass does with it. The table is variables.toml."""
+"""Environment variables: what they do, what windlass does with them, and misspelt ones. The table is variables.toml."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+NOT_SET = "windlass doesn't set it"
 WINDLASS = {
-    "never": "windlass doesn't set it",
     "site": "windlass sets it if cluster.env or cluster.network does: the right value depends on the site",
-    "platform": "the platform or the launcher sets it, and windlass reads it",
     "writable": "windlass sets a writable path on OpenShift, whose HOME is not; elsewhere only if cluster.env does",
 }
 CHECKED = ("NCCL_", "TORCH_NCCL_", "GLOO_")  # beginnings of names that are all in the table, under `names` or as rows
@@ -52,29 +51,37 @@ class Variable:
 
 
 @cache
-def _table() -> dict[str, Any]:
-    found = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return {**found, "names": found["names"].split()}
+def _read_table() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+@cache
+def list_other_names() -> frozenset[str]:
+    """Return variables of NCCL, gloo and torch that exist but have no row in the table."""
+    return frozenset(_read_table()["names"].split())
 
 
 @cache
 def variables() -> dict[str, Variable]:
-    rows = {name: dict(row) for name, row in _table().items() if name != "names"}
-    for row in rows.values():
-        word = row.get("windlass", "never")
-        row["windlass"] = WINDLASS.get(word, word)
-    return {name: Variable(**row) for name, row in rows.items()}
+    rows = {}
+    for name, row in _read_table().items():
+        if name != "names":
+            by_launcher = "the platform or the launcher sets it, and windlass reads it"
+            windlass = row.get("windlass", by_launcher if is_set_by_launcher(name) else NOT_SET)
+            rows[name] = Variable(**{**row, "windlass": WINDLASS.get(windlass, windlass)})
+    return rows
 
 
 def find_unread(names: Iterable[str]) -> dict[str, str]:
     """Return names that look like variables of NCCL, gloo or torch for them but are none, and what to do instead."""
-    table, found = variables(), {}
-    known = [name for name in (*table, *_table()["names"]) if name.startswith(CHECKED)]
+    table = variables()
+    known = [name for name in (*table, *sorted(list_other_names())) if name.startswith(CHECKED)]
+    problems = {}
     for name in sorted(names):
+        row = table.get(name)
         if name.startswith(CHECKED) and not name.startswith(PLUGINS) and name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.7)
-            found[name] = f"nothing reads it; did you mean {near[0]}?" if near else "nothing reads it: remove it"
-        elif name in table and table[name].status == DOES_NOT_EXIST:
-            row = table[name]
-            found[name] = f"{row.about}; {row.verdict if row.windlass == WINDLASS['never'] else row.windlass}"
-    return found
+            problems[name] = f"nothing reads it; did you mean {near[0]}?" if near else "nothing reads it: remove it"
+        elif row and row.status == DOES_NOT_EXIST:
+            problems[name] = f"{row.about}; {row.verdict if row.windlass == NOT_SET else row.windlass}"
+    return problems
