@@ -195,15 +195,10 @@ def test_torch_variables_exist_in_torch() -> None:
     assert {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} <= {name for name in variables() if name in allocator}
 
 
-def test_effects_are_of_keys_and_examples_are_accepted(tmp_path: Path) -> None:
-    effects = tomllib.loads((Path(reference.__file__).with_name("effects.toml")).read_text())
+def test_examples_are_of_keys_and_accepted(tmp_path: Path) -> None:
+    examples = tomllib.loads((Path(reference.__file__).with_name("examples.toml")).read_text())
     known = reference.list_documented()
-    assert effects.pop("examples").keys() <= known.keys()
-    assert [f"{top}.{name}" for top, names in effects.items() for name in names if f"{top}.{name}" not in known] == []
-    for text in (text for names in effects.values() for text in names.values()):
-        assert all(
-            re.match(r"(memory|speed|result)( and (memory|speed))?: ", part) for part in re.split(r"\. ", text)
-        ), text
+    assert {key.removesuffix(".*") for key in examples} <= known.keys()
     (tmp_path / "run.yaml").write_text("cluster: {gpus_per_node: 8}")
     for path in reference.list_fields():
         for line in reference.describe(path):
@@ -213,15 +208,13 @@ def test_effects_are_of_keys_and_examples_are_accepted(tmp_path: Path) -> None:
         lines = reference.describe(path)
         if not lines[1].startswith("keys: "):
             assert [line for line in lines if line.startswith("example: ")], path
-            if path.partition(".")[0] in ("model", "lora", "data", "train", "layout"):
-                assert [line for line in lines if re.match("(memory|speed|result)", line)], path
 
 
 def test_explain_shows_where_a_run_sets_a_key(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("lora:\n  r: 5\n")
     texts = [row.text for row in explain.explain_topic("lora.r", tmp_path / "run.yaml")]
     assert texts[-1] == f"in this run: 5 ({tmp_path}/run.yaml:2: lora.r)"
-    assert "memory: weights, gradients and optimizer of the adapter grow with it, 16 bytes a parameter" in texts
+    assert "16 bytes of memory" in texts[0]
     assert [row.text for row in explain.explain_topic("seed", tmp_path / "run.yaml")][
         -1
     ] == "in this run: 42 (default: train.seed)"

@@ -30,15 +30,17 @@ class Model(Section):
     model_name_or_path: Text = "/data/input/Models/Mistral-Small-4-119B-2603"
     """Folder of the checkpoint (config.json and safetensors). `plan` alone also accepts a known model's name."""
     torch_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Dtype of the base weights once loaded."""
+    """Dtype of the base weights once loaded. float32 takes twice the memory; bfloat16 rounds weights published in
+    float32."""
     device_map: str | dict[str, str | int] | None = "auto"
     """Only `auto` or null with more than one GPU: windlass places the model itself."""
     use_cache: bool = False
     """Keep keys and values during the forward pass. Training has no use for it."""
     attn_implementation: Text | None = None
-    """eager, sdpa, flash_attention_2, flash_attention_3, flex_attention or a Hub kernel; null: the model's default."""
+    """eager, sdpa, flash_attention_2, flash_attention_3, flex_attention or a Hub kernel; null: the model's default.
+    flash and flex attention are faster on packed rows: they skip what a row's documents don't see of each other."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the checkpoint."""
+    """Run Python code that comes with the checkpoint, with your rights."""
 
 
 class ExpertLora(Section):
@@ -82,15 +84,18 @@ class Lora(Section):
 
     r: Count = 16
     """Rank: each adapted weight W (out x in) becomes W + scale * B A, with A (r x in) and B (out x r) trained. Capacity
-    and the number of trained parameters grow in proportion to it."""
+    and the number of trained parameters grow in proportion to it. Each trained parameter takes 16 bytes of memory."""
     lora_alpha: Annotated[Number, Field(gt=0)] = 32
-    """Scale of the adapter's update: lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora."""
+    """Scale of the adapter's update: lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora. Doubling it is much like
+    doubling the learning rate."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Dropout on the adapter's input during training, also for routed experts."""
+    """Dropout on the adapter's input during training, also for routed experts. Less overfitting on few rows; above 0 it
+    takes memory and time for masks."""
     target_modules: Annotated[Annotated[list[Text], Field(min_length=1)] | Text, AfterValidator(_check_targets)] = (
         Field(default=["q_proj", "k_proj", "v_proj", "o_proj"])
     )
-    """Modules to adapt: names, `all`, `all-linear`, or one regular expression over full names. Each must match."""
+    """Modules to adapt: names, `all`, `all-linear`, or one regular expression over full names. Each must match.
+    all-linear learns more than attention alone."""
     rank_pattern: dict[Pattern, Count] = Field(default={})
     """Modules with a rank of their own, by name or regular expression, as in PEFT: {"layers.(0|1).*q_proj": 32}."""
     alpha_pattern: dict[Pattern, Annotated[Number, Field(gt=0)]] = Field(default={})
@@ -98,25 +103,31 @@ class Lora(Section):
     layers_to_transform: Annotated[list[Natural], Field(min_length=1)] | Natural | None = None
     """Only adapt these layers, counted from 0. null: all."""
     bias: Literal["none", "all", "lora_only"] = "none"
-    """Also train the base model's bias vectors: none, all, or those of adapted modules."""
+    """Also train the base model's bias vectors: none, all, or those of adapted modules. A merged model then has other
+    biases than the base, and few serving engines take the adapter unmerged."""
     task_type: Literal["CAUSAL_LM"] = "CAUSAL_LM"
     """windlass trains causal language models."""
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r), which keeps large ranks stable."""
     use_dora: bool = False
-    """Train magnitude and direction separately (DoRA). Not for routed experts."""
+    """Train magnitude and direction separately (DoRA). Not for routed experts. Slower: it needs the norm of every
+    adapted weight in each micro-batch. At times better with a small r."""
     init_lora_weights: bool | Literal["gaussian", "pissa", "pissa_niter_4", "pissa_niter_16", "olora"] = True
     """true: A random, B zero; gaussian: A normal; pissa: the weight's largest singular values, found much faster with
     _niter_4 or _niter_16; olora: its QR decomposition. All begin as the base model. With pissa and olora the saved
     adapter has twice the rank and works on the unchanged base. false: both random (for tests)."""
     modules_to_save: list[Text] | None = None
-    """Also train these in full and save them with the adapter: the embedding and the head, [embed_tokens, lm_head]."""
+    """Also train these in full and save them with the adapter: the embedding and the head, [embed_tokens, lm_head]. For
+    new tokens or another language. Takes 16 bytes of memory a parameter, sharded as the base is, and 8 unsharded while
+    a step runs."""
     adapter: Text | None = None
-    """Folder of an existing PEFT adapter to continue from."""
+    """Folder of an existing PEFT adapter to continue from. Its optimizer starts afresh."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the adapter's weights and of the optimizer's state."""
+    """Dtype of the adapter's weights and of the optimizer's state. bfloat16 halves their memory but loses small
+    updates."""
     experts: ExpertLora | None = None
-    """Also adapt the routed experts: true for the same rank, or a section with r, lora_alpha and targets."""
+    """Also adapt the routed experts: true for the same r, or a section with r, lora_alpha and targets. They are most
+    of an adapter's size, and reach most of a mixture's weights."""
 
     @property
     def starts_from_weights(self) -> bool:
@@ -182,7 +193,8 @@ class RowFormat(Section):
     messages_field: Text | None = None
     """Column with chats: lists of {role, content}, formatted by the chat template."""
     chat_template: Text | None = None
-    """Chat template: mistral, chatml, llama3, alpaca, a file, or the template itself. null: the tokenizer's."""
+    """Chat template: mistral, chatml, llama3, alpaca, a file, or the template itself. null: the tokenizer's. Serve the
+    model with the same one."""
     template_kwargs: dict[Text, Any] = Field(default={})
     """Variables of the chat template, such as {enable_thinking: false}."""
     completion_only_loss: bool | None = None
@@ -232,22 +244,26 @@ class Data(RowFormat):
     """The data set, and how text becomes tokens."""
 
     dataset_name_or_path: Text = "/data/input/Datasets/wikitext"
-    """Local folder, file or glob (JSONL, JSON, Parquet, CSV, text, save_to_disk), or a Hub data set."""
+    """Local folder, file or glob (JSONL, JSON, Parquet, CSV, text, save_to_disk), or a Hub data set. The first run
+    tokenizes it; later ones take the tokens from a cache."""
     train_split: Text = "train"
     """Split to train on, or a slice such as `train[:5%]`."""
     val_split: Text | None = "validation"
-    """Split to evaluate on; null for none."""
+    """Split to evaluate on; null for none. Each evaluation reads all of it, and the best checkpoint is chosen by it."""
     max_length: Count = 1024
     """Longest sequence in tokens. Longer ones are cut, and `windlass data` counts them. Not set: a length from 512 to
-    4096 that nearly all of the first rows fit in, within the model's positions."""
+    4096 that nearly all of the first rows fit in, within the model's positions. Memory for activations grows with it,
+    attention's time with its square."""
     packing: bool = False
     """Fill each sequence with several documents that can't attend to each other: several times faster on short texts.
     Not set: true if the model's family isolates documents and no batch size is set (per_device_train_batch_size,
-    gradient_accumulation_steps or global_batch_size), so that a batch size you set still counts rows."""
+    gradient_accumulation_steps or global_batch_size), so that a batch size you set still counts rows. At the same batch
+    size an epoch has fewer, fuller optimizer steps."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the training split to hold out for evaluation, if there is no validation split."""
     streaming: bool = False
-    """Read the data set as a stream, if it is larger than memory."""
+    """Read the data set as a stream, if it is larger than memory. Rows are then shuffled within a window only, and
+    train.max_steps must be set."""
     mix: list[MixedSet] = Field(default=[])
     """Several data sets instead of dataset_name_or_path: [{path: a.jsonl, epochs: 2}, {path: b.jsonl, rows: 5000}]."""
     eval: dict[Text, EvalSet] = Field(default={})
@@ -302,21 +318,23 @@ class Train(Section):
     """The training, in the terms of transformers' TrainingArguments."""
 
     output_dir: Text = "/data/output/Models/mistral4small-lora-fsdp"
-    """The run folder: everything that the run writes goes there."""
+    """The run folder: everything that the run writes goes there. Keep it on a volume that outlives the job."""
     num_train_epochs: Positive = 1
     """Passes over the training data; may be a fraction. If neither this nor max_steps nor a batch size is set: up to 3
-    when one epoch has fewer than 50 optimizer steps."""
+    when one epoch has fewer than 50 optimizer steps. Few rows are learned by heart in more than three."""
     max_steps: Count | Literal[-1] = -1
     """Optimizer steps to train for, overriding num_train_epochs; -1: by epochs."""
     per_device_train_batch_size: Count | Literal["auto"] = 1
     """Sequences per GPU in one micro-batch. auto: the plan picks the fastest that fits and keeps the sequences per
-    optimizer step. Also the default if gradient_accumulation_steps isn't set either."""
+    optimizer step. Also the default if gradient_accumulation_steps isn't set either. Larger takes
+    more memory for activations and keeps a GPU busier."""
     per_device_eval_batch_size: Count = 1
     """Sequences per GPU in one evaluation batch."""
     gradient_accumulation_steps: Count = 16
-    """Micro-batches per optimizer step."""
+    """Micro-batches per optimizer step. More of them take no more memory and reduce gradients less often."""
     global_batch_size: Count | None = None
-    """Sequences per optimizer step over all GPUs; gradient_accumulation_steps is computed from it."""
+    """Sequences per optimizer step over all GPUs; gradient_accumulation_steps is computed from it. Larger means fewer,
+    steadier steps; fewer than 50 steps hardly train."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """Recompute activations in backward instead of storing them: far less memory, about a third more compute.
     selective: keep the products of routed experts and the tokens sent to them. Not set: only if the run doesn't fit
@@ -326,46 +344,51 @@ class Train(Section):
     micro-batch: layers that fail the check run eagerly, and the reason is printed. The plan doesn't estimate the
     gain."""
     optim: Text = "adamw_torch"
-    """Optimizer, by transformers' name."""
+    """Optimizer, by transformers' name. 8-bit ones take 2 bytes of memory a trained parameter instead of 8."""
     learning_rate: Positive = 1e-4
-    """Peak learning rate."""
+    """Peak learning rate. 1e-4 to 3e-4 is usual for LoRA: too high diverges or forgets, too low learns nothing."""
     lr_scheduler_type: Text = "cosine"
-    """Learning rate schedule, by transformers' name."""
+    """Learning rate schedule, by transformers' name. cosine and linear end near 0."""
     lr_scheduler_kwargs: dict[str, int | float | str | bool] | None = None
     """Further arguments of the schedule, such as min_lr for cosine_with_min_lr."""
     warmup_ratio: Share = 0.05
-    """Share of all steps in which the learning rate rises from 0 to its peak; 0 if warmup_steps is set."""
+    """Share of all steps in which the learning rate rises from 0 to its peak; 0 if warmup_steps is set. Without any the
+    first steps may be too large."""
     warmup_steps: Natural | None = None
     """Steps in which the learning rate rises, instead of a share."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Weight decay of the adapter."""
+    """Weight decay of the adapter. It pulls the adapter towards zero, so the model towards the base."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Adam's decay rate of the first moment."""
+    """Adam's decay rate of the first moment. Nearer to 1 averages more gradients into a step."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Adam's decay rate of the second moment."""
+    """Adam's decay rate of the second moment. Nearer to 1 averages the step size over more steps."""
     adam_epsilon: Positive = 1e-8
-    """Adam's term that prevents division by zero."""
+    """Adam's term that prevents division by zero. Larger values damp steps of small gradients."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Clip gradients to this norm; 0: never."""
+    """Clip gradients to this norm; 0: never. If most steps are clipped, it rules the learning rate."""
     router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
     """Weight of the router's balancing loss in a mixture of experts; 0: none. null: from config.json if that sets
-    output_router_logits, else none."""
+    output_router_logits, else none. It evens out the experts' load, a little against the loss."""
     bf16: bool = True
-    """Compute in bfloat16."""
+    """Compute in bfloat16. Half the memory for activations and twice the arithmetic rate of float32, rounded to 3
+    digits."""
     fp16: bool = False
     """Must be false: float16 overflows, and windlass stops a run at a step that isn't finite."""
     neftune_noise_alpha: Positive | None = None
-    """Scale of uniform noise on the input embeddings during training (NEFTune), often 5 to 15; null: none."""
+    """Scale of uniform noise on the input embeddings during training (NEFTune), often 5 to 15; null: none. Less
+    overfitting on few instructions, at times worse on facts."""
     sample: SampleSection | None = None
-    """Prompts that the model continues at evaluations, to read what it learns."""
+    """Prompts that the model continues at evaluations, to read what it learns. Training is bit-equal without them."""
     logging_steps: Count = 25
     """Log every N optimizer steps."""
     eval_strategy: When = "steps"
-    """When to evaluate: never (no), every eval_steps (steps), or after each epoch."""
+    """When to evaluate: never (no), every eval_steps (steps), or after each epoch. Without evaluations no best
+    checkpoint is known."""
     eval_steps: Count = 200
     """Evaluate every N optimizer steps."""
     save_strategy: When = "steps"
-    """When to save a checkpoint: never (no), every save_steps (steps), or after each epoch."""
+    """When to save a checkpoint: never (no), every save_steps (steps), or after each epoch. After a failure the run
+    continues from the newest checkpoint."""
     save_steps: Count = 200
     """Save a checkpoint every N optimizer steps."""
     save_total_limit: Count | None = 3
@@ -383,7 +406,7 @@ class Train(Section):
     data_seed: Natural | None = None
     """Seed of the order of the data alone; null: `seed`."""
     dataloader_num_workers: Natural = 0
-    """Processes per GPU that prepare batches."""
+    """Processes per GPU that prepare batches. Worth it only if the report shows time in data."""
     dataloader_pin_memory: bool = True
     """Keep batches in page-locked host memory, from which GPUs copy faster."""
     ddp_find_unused_parameters: bool = False

@@ -60,23 +60,29 @@ class LayoutSection(Ranks):
     ZeRO-3). no-reshard: layers stay gathered during accumulation. hybrid: sharded in groups. expert-parallel: each GPU
     stores some of the experts. resident: each GPU stores the whole base model."""
     shard: Count | None = None
-    """GPUs that the weights are sharded over."""
+    """GPUs that the weights are sharded over. More of them take less memory and gather more."""
     replicate: Count | None = None
-    """Groups that each store all shards; shard x replicate = ranks."""
+    """Groups that each store all shards; shard x replicate = ranks. More of them gather less across nodes, but each
+    stores the whole base."""
     expert_parallel: Count | None = None
-    """GPUs that the routed experts are split over; must divide the number of experts, and `shard`."""
+    """GPUs that the routed experts are split over; must divide the number of experts, and `shard`. Tokens are sent
+    instead of the experts' weights."""
     reshard_after_forward: bool | None = None
-    """Free a gathered layer after its forward pass and gather it again in backward."""
+    """Free a gathered layer after its forward pass and gather it again in backward. false gathers once, and keeps the
+    gathered weights."""
     base_dtype: Literal["bf16", "fp8", "nf4", "mxfp4"] | None = None
-    """How the frozen base model is stored: bf16; as published: fp8, mxfp4, or bitsandbytes' nf4; or nf4,
-    quantized to 4 bits while loading. Dequantized on use. null: the plan chooses bf16 or the published dtype."""
+    """How the frozen base model is stored: bf16; as published: fp8, mxfp4, or bitsandbytes' nf4; or nf4, quantized to 4
+    bits while loading. Dequantized on use. null: the plan chooses bf16 or the published dtype. fp8 halves the base, 4
+    bits quarter it. As published it keeps bf16's values; quantized to 4 bits while loading each weight is off by about
+    9 %."""
     offload: bool = False
     """Store the frozen base model in host memory. The adapter, its gradients and its optimizer stay on the GPU. Slow:
     every micro-batch copies each layer over PCIe."""
     activation_checkpointing: bool = False
     """Same as train.gradient_checkpointing; one of the two is enough."""
     wrap: Text | Annotated[list[Text], Field(min_length=1)] | None = None
-    """Classes that are sharded as one unit. Default: the model's decoder layer."""
+    """Classes that are sharded as one unit. Default: the model's decoder layer. Small units overlap better; a unit is
+    gathered at once."""
     state_dict: Literal["full"] | None = None
     """How checkpoints store the adapter: always unsharded, in one file."""
 

@@ -129,8 +129,6 @@ def describe(path: str) -> list[str]:
     model, field = list_documented()[path]
     top, _, name = path.rpartition(".")
     lines = [_docstrings(model)[name]]
-    effects = tomllib.loads(Path(__file__).with_name("effects.toml").read_text(encoding="utf-8"))
-    common = f"data.{name}" if top in ("data.mix", "data.eval") else ""  # where a set has keys of all sets
     if find_section(field.annotation) and field.default_factory:
         inside = [name for above, _, name in (key.rpartition(".") for key in list_documented()) if above == path]
         lines.append(f"keys: {', '.join(inside)}")
@@ -140,16 +138,8 @@ def describe(path: str) -> list[str]:
             lines.append(f"default: {format_value(field.default)}")
         elif "Default:" not in lines[0]:
             lines.append("required")
-        # Keys of a list's items have no override of their own.
-        in_list = any(
-            path.startswith(f"{key}.") and not find_section(found.annotation)
-            for key, (_, found) in list_documented().items()
-        )
-        if example := effects["examples"].get(path) or effects["examples"].get(common) or _example(field):
-            whole = example if example.startswith("--") else "--override " + quote(f"{path}={example}")
-            lines.append(f"example: {name}: {example}, in an entry of {top}" if in_list else f"example: {whole}")
-    if effect := effects.get(top, {}).get(name) or effects["data"].get(common.removeprefix("data.")):
-        lines += re.split(r"\. (?=[a-z ]+: )", effect)  # on memory, speed and the result
+        if example := _find_example(path, field):
+            lines.append(f"example: {example}")
     upstream, own = UPSTREAM.get(top, ("", set()))
     if upstream and name not in own:
         lines.append(f"same as: {upstream}.{name}")
@@ -159,7 +149,26 @@ def describe(path: str) -> list[str]:
     return lines
 
 
-def _example(field: FieldInfo) -> str:
+def _find_example(path: str, field: FieldInfo) -> str:
+    """Return an example of a key on a command line, or in an entry of the list that the key is in."""
+    examples: dict[str, str] = tomllib.loads(Path(__file__).with_name("examples.toml").read_text(encoding="utf-8"))
+    top, _, name = path.rpartition(".")
+    set_of_data = top in ("data.mix", "data.eval")  # such a set has keys of `data`
+    example = examples.get(path) or (examples.get(f"data.{name}") if set_of_data else "")
+    above = examples.get(f"{top}.*")
+    if above and not example:
+        path, example = top, above
+    example = example or _make_example(field)
+    in_list = any(
+        path.startswith(f"{key}.") and not find_section(listed.annotation)
+        for key, (_, listed) in list_documented().items()
+    )
+    if in_list and example:  # such keys have no override of their own
+        return f"{name}: {example}, in an entry of {top}"
+    return example if example.startswith("--") or not example else "--override " + quote(f"{path}={example}")
+
+
+def _make_example(field: FieldInfo) -> str:
     """Return a value that the key accepts: a choice that is not the default, or the default."""
     rule = TypeAdapter(field.rebuild_annotation()).json_schema()
     choices = [value for part in rule.get("anyOf", [rule]) for value in part.get("enum", [])]
