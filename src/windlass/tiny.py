@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0  # largest finite e4m3 value
 BLOCK: Final = 128  # side of the square blocks that share one scale
+# NF4 scales that share a scale: 256 as published; fewer here, so that a tiny matrix has several.
+NESTED_BLOCK: Final = 16
 
 NF4: Final = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 # Weights that published FP8 checkpoints quantize: linear layers and routed experts. Routers, norms, embeddings,
@@ -279,14 +281,16 @@ def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Itera
 
 
 def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
-    """Quantize as bitsandbytes does: blocks of 64 values with 8-bit scales, of which 256 share a scale."""
+    """Quantize as bitsandbytes does: blocks of 64 values with 8-bit scales, of which some share a scale."""
     codes, scale = four_bits.encode_rows(weight.float(), "nf4")
     mean, numbers = scale.mean(), torch.linspace(-1, 1, 256)
     apart = scale.flatten() - mean
-    own = nn.functional.pad(apart, (0, -len(apart) % 256)).view(-1, 256).abs().amax(-1).clamp(min=1e-12)
-    units = (apart / own.repeat_interleave(256)[: len(apart)] + 1) * 127.5
+    own = (
+        nn.functional.pad(apart, (0, -len(apart) % NESTED_BLOCK)).view(-1, NESTED_BLOCK).abs().amax(-1).clamp(min=1e-12)
+    )
+    units = (apart / own.repeat_interleave(NESTED_BLOCK)[: len(apart)] + 1) * 127.5
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
-    state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(mean)}
+    state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(mean)}
     return {
         "": (codes[..., ::2] << 4 | codes[..., 1::2]).view(-1, 1),
         ".absmax": units.round().to(torch.uint8),
