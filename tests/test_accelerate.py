@@ -34,9 +34,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
 FSDP = "distributed_type: FSDP\n"
 
 
-def wishes(file: AccelerateFile | None) -> dict[str, Any]:
+def settings_of(file: AccelerateFile | None) -> dict[str, Any]:
     assert file is not None
-    return {name: wish.value for name, wish in file.wishes.items()}
+    return {name: setting.value for name, setting in file.settings.items()}
 
 
 def read(folder: Path, text: str) -> AccelerateFile:
@@ -76,11 +76,11 @@ def test_every_key_of_an_accelerate_file_is_explained(name: str) -> None:
     for entry in file.entries:
         line = int(entry.where.rpartition(": ")[0].rpartition(":")[2])
         assert lines[line - 1].strip().startswith(entry.path.rpartition(".")[2] + ":")
-    verdicts = {entry.key.name: entry.fate.verdict for entry in file.entries}
+    verdicts = {entry.key.name: entry.verdict.word for entry in file.entries}
     assert verdicts["fsdp_cpu_ram_efficient_loading"] == TRANSLATED
     assert verdicts["fsdp_use_orig_params"] == verdicts["fsdp_backward_prefetch"] == NO_EFFECT
     assert verdicts["num_machines"] == verdicts["fsdp_offload_params"] == HONOURED
-    assert wishes(file) == PUBLISHED[name]
+    assert settings_of(file) == PUBLISHED[name]
 
 
 SAMPLES = {"bool": "true", "int": "7", "word": "SOMETHING", "text": "x", "names": "SomeLayer", "any": "x"}
@@ -98,25 +98,25 @@ def sample(key: Key, value: str) -> tuple[str, str]:
 
 def test_every_row_of_the_table_is_reached_by_a_file(tmp_path: Path) -> None:
     rows = [
-        (key, value, fate)
+        (key, value, verdict)
         for key in load_key_table().every
         if key.kind != "section"
-        for value, fate in key.fates.items()
+        for value, verdict in key.verdicts.items()
     ]
     assert len(rows) > 140
-    for key, value, fate in rows:
-        assert fate.because
-        assert fate.verdict in (HONOURED, TRANSLATED, NO_EFFECT, REFUSED)
-        assert bool(fate.hint) == (fate.verdict == REFUSED)
+    for key, value, verdict in rows:
+        assert verdict.because
+        assert verdict.word in (HONOURED, TRANSLATED, NO_EFFECT, REFUSED)
+        assert bool(verdict.hint) == (verdict.word == REFUSED)
         text, path = sample(key, value)
-        if fate.verdict == REFUSED:
+        if verdict.word == REFUSED:
             error = refusal(tmp_path, text)
-            assert fate.because in str(error)
+            assert verdict.because in str(error)
             assert path in error.problems[0].where
         (tmp_path / "fsdp.yaml").write_text(text)
-        file = read_accelerate(tmp_path / "fsdp.yaml", refuse=fate.verdict != REFUSED)
-        assert [entry.fate for entry in file.entries if entry.path == path] == [fate]
-        assert set(fate.sets) <= set(file.wishes)
+        file = read_accelerate(tmp_path / "fsdp.yaml", refuse=verdict.word != REFUSED)
+        assert [entry.verdict for entry in file.entries if entry.path == path] == [verdict]
+        assert set(verdict.sets) <= set(file.settings)
 
 
 def test_misspelt_and_misplaced_keys_and_values_are_reported_at_once_with_what_was_meant(tmp_path: Path) -> None:
@@ -143,10 +143,10 @@ def test_values_are_parsed_as_in_accelerate(tmp_path: Path) -> None:
     text = FSDP + "mixed_precision: no\nfsdp_config:\n  offload_params: 'yes'\n  sharding_strategy: 4\n"
     text += "  fsdp_transformer_layer_cls_to_wrap: [A, B]\n"
     expected = {"precision": "no", "offload": True, "name": "hybrid", "wrap": "A,B"}
-    assert expected.items() <= wishes(read(tmp_path, text)).items()
+    assert expected.items() <= settings_of(read(tmp_path, text)).items()
     unread = read(tmp_path, "distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_offload_params: true\n")
-    assert "offload" not in unread.wishes
-    assert unread.entries[-1].fate.because == "read only with distributed_type: FSDP, and it is MULTI_GPU"
+    assert "offload" not in unread.settings
+    assert unread.entries[-1].verdict.because == "read only with distributed_type: FSDP, and it is MULTI_GPU"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ VALUES = st.one_of(
     SCALARS,
     st.lists(SCALARS, max_size=3),
     st.dictionaries(st.text(max_size=5), SCALARS, max_size=2),
-    st.sampled_from(sorted({value for key in load_key_table().every for value in key.fates})),
+    st.sampled_from(sorted({value for key in load_key_table().every for value in key.verdicts})),
 )
 NAMES = st.one_of(
     st.sampled_from(sorted(n for names in load_key_table().spelled.values() for n in names)), st.text(max_size=6)
@@ -226,19 +226,21 @@ LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "4", "LOCAL_WORLD_
 )
 def test_the_launchers_environment_sets_the_layout_and_its_flags_win_over_the_file() -> None:
     assert load_accelerate(None, {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2"}) is None
-    assert wishes(load_accelerate(None, LAUNCHED)) == {"nodes": 2, "ranks": 4}  # a precision of no is a default
+    assert settings_of(load_accelerate(None, LAUNCHED)) == {"nodes": 2, "ranks": 4}  # a precision of no is a default
     fsdp = LAUNCHED | {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true", "FSDP_VERSION": "2"}
     file = load_accelerate(None, fsdp | {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"})
-    assert wishes(file) == {"nodes": 2, "ranks": 4, "sharded": True, "offload": True}
+    assert settings_of(file) == {"nodes": 2, "ranks": 4, "sharded": True, "offload": True}
     assert file
-    assert file.wishes["offload"].where == "accelerate launch: FSDP_OFFLOAD_PARAMS"
+    assert file.settings["offload"].where == "accelerate launch: FSDP_OFFLOAD_PARAMS"
     assert "--accelerate FILE" in file.notes[0]
-    assert wishes(load_accelerate(None, LAUNCHED | {"ACCELERATE_USE_CPU": "True"}))["cpu"] is True  # refused on a GPU
+    assert (
+        settings_of(load_accelerate(None, LAUNCHED | {"ACCELERATE_USE_CPU": "True"}))["cpu"] is True
+    )  # refused on a GPU
     with pytest.raises(UserError, match="doesn't run DeepSpeed"):
         load_accelerate(None, LAUNCHED | {"ACCELERATE_USE_DEEPSPEED": "true"})
     path = EXAMPLES / "fsdp.yaml"
     file = load_accelerate(path, LAUNCHED | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
-    assert wishes(file) == PUBLISHED["fsdp.yaml"] | {"nodes": 2, "ranks": 2}
+    assert settings_of(file) == PUBLISHED["fsdp.yaml"] | {"nodes": 2, "ranks": 2}
     assert file
     assert [note.partition("fsdp.yaml")[2] for note in file.notes] == [
         ":11: num_machines: 3 is overridden by accelerate launch: WORLD_SIZE=2: its flags win",
@@ -254,7 +256,7 @@ from accelerate.utils import DistributedType
 from windlass.plan.accelerate import load_accelerate
 fields = {field.name for kind in (ClusterConfig, SageMakerConfig) for field in dataclasses.fields(kind)}
 answer = {
-    "wishes": {name: wish.value for name, wish in load_accelerate(None, os.environ).wishes.items()},
+    "settings": {name: setting.value for name, setting in load_accelerate(None, os.environ).settings.items()},
     "environ": list(os.environ),
     "fields": sorted(fields),
     "options": [action.dest for action in launch_command_parser()._actions],
@@ -277,7 +279,7 @@ def test_key_table_covers_accelerate_and_its_launcher(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, env=environ, check=True, timeout=180, capture_output=True)
     found = json.loads((tmp_path / "out.json").read_text())
     set_by_both = {"sharded": True, "precision": "bf16", "reshard_after_forward": False, "offload": True}
-    assert found["wishes"] == {**set_by_both, "nodes": 1, "ranks": 1}
+    assert found["settings"] == {**set_by_both, "nodes": 1, "ranks": 1}
     # With --cpu it starts a single process, which shards nothing.
     unset = {"ACCELERATE_USE_CPU", "FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES", "FSDP_STATE_DICT_TYPE"}
     assert set(load_key_table().launcher) - set(found["environ"]) <= unset
@@ -287,4 +289,4 @@ def test_key_table_covers_accelerate_and_its_launcher(tmp_path: Path) -> None:
         known = {option for option in found["options"] if option.startswith(f"{prefix}_")}
         assert known
         assert {name for name in known if find_key(section, name) is None} == set()
-    assert set(found["types"]) <= set(load_key_table().spelled[""]["distributed_type"].fates)
+    assert set(found["types"]) <= set(load_key_table().spelled[""]["distributed_type"].verdicts)

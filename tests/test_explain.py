@@ -31,8 +31,8 @@ def test_everything_can_be_explained() -> None:
         ):
             rows = [row for row in explain.explain_topic(spelling) if (row.kind, row.name) == ("accelerate", key.path)]
             assert rows[0].text.endswith(key.about)
-            assert len(rows) == 1 + len({id(fate) for fate in key.fates.values()})
-            assert {row.verdict for row in rows[1:]} == {fate.verdict for fate in key.fates.values()}
+            assert len(rows) == 1 + len({id(verdict) for verdict in key.verdicts.values()})
+            assert {row.verdict for row in rows[1:]} == {verdict.word for verdict in key.verdicts.values()}
     for name, variable in variables().items():
         rows = [row for row in explain.explain_topic(name) if row.kind == "environment"]
         assert {variable.about, variable.windlass, variable.verdict} - {row.text for row in rows} <= {""}
@@ -95,7 +95,7 @@ def test_a_file_is_explained_row_by_row(tmp_path: Path, capsys: pytest.CaptureFi
     for name in ("fsdp.yaml", "fsdp-3xH200.yaml", "config/fsdp_2xH200.yaml"):
         rows = explain.explain_file(EXAMPLES / name)
         assert [(row.name, row.verdict, row.where) for row in rows] == [
-            (entry.path, entry.fate.verdict, entry.where) for entry in read_accelerate(EXAMPLES / name).entries
+            (entry.path, entry.verdict.word, entry.where) for entry in read_accelerate(EXAMPLES / name).entries
         ]
         explain.print_rows(rows)
         shown = " ".join(capsys.readouterr().out.split())

@@ -110,12 +110,11 @@ def _explain_accelerate(name: str) -> Iterator[ExplainedKey]:
     }
     for key in found.values():
         yield ExplainedKey("accelerate", key.path, "", "", f"meaning: {key.about}")
-        for fate in {id(fate): fate for fate in key.fates.values()}.values():
-            values = [value for value, other in key.fates.items() if other is fate]
-            others = "any other" if len(key.fates) > 1 else ""
-            shown = [{ANY: others, "TRUE": "true", "FALSE": "false"}.get(value, value) for value in values]
-            text = f"{fate.because}. {fate.hint}" if fate.hint else fate.because
-            yield ExplainedKey("accelerate", key.path, ", ".join(shown), fate.verdict, _to(fate.verdict, text))
+        words = {ANY: "any other" if len(key.verdicts) > 1 else "", "TRUE": "true", "FALSE": "false"}
+        for verdict in {id(verdict): verdict for verdict in key.verdicts.values()}.values():
+            values = [words.get(value, value) for value, other in key.verdicts.items() if other is verdict]
+            text = f"{verdict.because}. {verdict.hint}" if verdict.hint else verdict.because
+            yield ExplainedKey("accelerate", key.path, ", ".join(values), verdict.word, _to(verdict.word, text))
 
 
 def _to(verdict: str, text: str) -> str:
@@ -143,8 +142,8 @@ def explain_file(path: Path) -> tuple[ExplainedKey, ...]:
     for entry in read_accelerate(path, refuse=False).entries:
         value = "null" if entry.value is None else str(entry.value)
         value = value.lower() if isinstance(entry.value, bool) else "" if entry.key.kind == "section" else value
-        text = _to(entry.fate.verdict, entry.fate.because)
-        rows.append(ExplainedKey("accelerate", entry.path, value, entry.fate.verdict, text, entry.where))
+        text = _to(entry.verdict.word, entry.verdict.because)
+        rows.append(ExplainedKey("accelerate", entry.path, value, entry.verdict.word, text, entry.where))
     return tuple(rows)
 
 

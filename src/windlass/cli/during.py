@@ -69,7 +69,7 @@ def train(
         if is_script:
             refuse_accelerate(accelerate)
         loaded, file = read_any(run, overrides), None if is_script else load_accelerate(accelerate, os.environ)
-        sized = file is not None and not file.wishes.keys().isdisjoint(("nodes", "ranks"))
+        sized = file is not None and not file.settings.keys().isdisjoint(("nodes", "ranks"))
         if not sized and (found := default_overrides(loaded, os.environ, len(read_this_machine().gpus))):
             loaded = read_any(run, [*overrides, *found])
         return make_any_plan(loaded, file)

@@ -1,4 +1,4 @@
-"""Read an Accelerate FSDP YAML or `accelerate launch`'s environment and decide how each of its keys is treated."""
+"""Read an Accelerate FSDP YAML or `accelerate launch`'s environment and judge each of its keys."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from windlass.errors import Problem, UserError, raise_all
 from windlass.runfile.document import load_document
 
 HONOURED, TRANSLATED, NO_EFFECT, REFUSED = "honoured", "translated", "no effect", "refused"
-ANY = "*"  # in Key.fates: every value without its own row; in Fate.sets: the value as read
+ANY = "*"  # in Key.verdicts: every value without its own row; in Verdict.sets: the value as read
 TRUE, FALSE = ("true", "yes", "y", "t", "on", "1"), ("false", "no", "n", "f", "off", "0")  # Accelerate's own lists
+PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}  # added by Accelerate to keys that lack it
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class Verdict:
     """How a value is treated. `because` completes: honoured: …, translated to …, no effect: …, refused: …"""
 
-    verdict: str
+    word: str
     because: str
     hint: str = ""
     sets: Mapping[str, object] = field(default_factory=dict)  # fields of the layout request
@@ -38,73 +39,61 @@ class Key:
     section: str  # the mapping it belongs in: fsdp_config; empty at the top level
     about: str
     kind: str  # bool, int, word, text, names, section, any
-    fates: Mapping[str, Fate]  # by upper-case value: TRUE, FULL_SHARD, 2; ANY for all others
+    verdicts: Mapping[str, Verdict]  # by upper-case value: TRUE, FULL_SHARD, 2; ANY for all others
 
     @property
     def path(self) -> str:
         return f"{self.section}.{self.name}" if self.section else self.name
 
 
-class Keys(NamedTuple):
+class KeyTable(NamedTuple):
     every: list[Key]
     spelled: dict[str, dict[str, Key]]  # by section, then by every spelling
     launcher: dict[str, tuple[Key, str]]  # by variable: its key, and the launcher's default
 
 
 @lru_cache
-def load_key_table() -> Keys:
+def load_key_table() -> KeyTable:
     """Read accelerate_keys.toml, which documents its own format."""
-    found = Keys([], {}, {})
-    table = tomllib.loads(Path(__file__).with_name("accelerate_keys.toml").read_text(encoding="utf-8"))
-    for section, rows in table.items():
-        section = section.removeprefix("top")
-        spellings = found.spelled.setdefault(section, {})
-        # In these two sections, Accelerate adds the prefix to keys that lack it.
-        prefix = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}.get(section, "")
-        for title, row in rows.items():
-            names, about, kind = row.pop("names", title), row.pop("about"), row.pop("kind", "any")
+    table = KeyTable([], {}, {})
+    rows = tomllib.loads(Path(__file__).with_name("accelerate_keys.toml").read_text(encoding="utf-8"))
+    for section_title, section_rows in rows.items():
+        section = section_title.removeprefix("top")
+        spellings = table.spelled.setdefault(section, {})
+        for title, row in section_rows.items():
+            names = row.pop("names", title).split()
+            about = row.pop("about")
+            kind = row.pop("kind", "any")
             variable, is_launched, default = row.pop("variable", "").partition("=")
-            fates: dict[str, Fate] = {}
-            for values, (fate, *rest) in row.items():
-                verdict, _, because = fate.partition(": ")
-                sets = next((cell for cell in rest if isinstance(cell, dict)), {})
-                hint = next((cell for cell in rest if isinstance(cell, str)), "")
-                fates |= dict.fromkeys(values.split(", "), Fate(verdict, because, hint, sets))
-            for name in names.split():
-                key = Key(name, section, about, kind, fates)
-                found.every.append(key)
+            verdicts: dict[str, Verdict] = {}
+            for values, cells in row.items():
+                verdicts |= dict.fromkeys(values.split(", "), _read_verdict(*cells))
+            for name in names:
+                key = Key(name, section, about, kind, verdicts)
+                table.every.append(key)
                 if not name.endswith("*"):
-                    spellings |= {name: key, name.removeprefix(prefix): key}
+                    spellings[name] = key
+                    spellings[name.removeprefix(PREFIXES.get(section, ""))] = key
                 if is_launched:
-                    found.launcher[variable or name.upper()] = key, default
-    return found
+                    table.launcher[variable or name.upper()] = key, default
+    return table
+
+
+def _read_verdict(text: str, more: str | Mapping[str, object] = "") -> Verdict:
+    """Return the verdict in a cell. A hint or the settings may follow it."""
+    word, _, because = text.partition(": ")
+    return Verdict(word, because, hint=more) if isinstance(more, str) else Verdict(word, because, sets=more)
 
 
 def find_key(section: str, name: str) -> Key | None:
     """Return the key with this name in this section, or None."""
-    alike = (
-        k
-        for k in load_key_table().every
-        if k.section == section and k.name.endswith("*") and name.startswith(k.name[:-1])
-    )
-    return load_key_table().spelled.get(section, {}).get(name) or next(alike, None)
-
-
-def read_launcher_settings(environ: Mapping[str, str]) -> Iterator[tuple[Key, str, str]]:
-    """Yield key, value and variable of each setting of `accelerate launch` (1.15), if it started this process."""
-    if "ACCELERATE_MIXED_PRECISION" not in environ:
-        return
-    for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        if environ.get(f"ACCELERATE_USE_{engine}", "").lower() == "true":
-            yield load_key_table().spelled[""]["distributed_type"], engine, f"ACCELERATE_USE_{engine}"
-    for variable, (key, default) in load_key_table().launcher.items():
-        value = environ.get(variable, "")
-        if value and value.lower() != default.lower():
-            yield key, value, variable
-    world, local = environ.get("WORLD_SIZE", ""), environ.get("LOCAL_WORLD_SIZE", "")
-    if world.isdigit() and local.isdigit() and int(local):
-        yield load_key_table().spelled[""]["num_machines"], str(max(1, int(world) // int(local))), "WORLD_SIZE"
-        yield load_key_table().spelled[""]["num_processes"], world, "WORLD_SIZE"
+    key = load_key_table().spelled.get(section, {}).get(name)
+    if key:
+        return key
+    for alike in load_key_table().every:
+        if alike.section == section and alike.name.endswith("*") and name.startswith(alike.name[:-1]):
+            return alike
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +104,12 @@ class Entry:
     value: object
     where: str  # fsdp.yaml:12: fsdp_config.fsdp_version
     path: str  # the key as written there
-    fate: Fate
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """The value that the file gives to one field of the layout request."""
+class Setting:
+    """The value that a file gives to one field of the layout request."""
 
     value: Any
     where: str
@@ -128,11 +117,11 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class AccelerateFile:
-    """Accelerate's settings. `wishes` are those that windlass uses: nodes, ranks, precision, name, wrap, offload …"""
+    """Accelerate's settings. `settings` are those that windlass uses: nodes, ranks, precision, name, wrap, offload …"""
 
     path: Path | None  # None: only the launcher's environment
     entries: tuple[Entry, ...]
-    wishes: Mapping[str, Wish]
+    settings: Mapping[str, Setting]
     notes: tuple[str, ...] = ()
 
 
@@ -150,27 +139,70 @@ def read_accelerate(
     """Read Accelerate settings. `refuse=False` keeps refused keys as entries, so that they can be explained."""
     problems: list[Problem] = []
     entries = _read_file(path, problems) if path else []
-    launched = [
-        entry
-        for key, text, variable in read_launcher_settings(environ)
-        if (entry := _read_value(key, text, f"accelerate launch: {variable}", variable, problems))
-    ]
-    problems += [
-        Problem(f"{entry.value} is refused: {entry.fate.because}", entry.where, entry.fate.hint)
-        for entry in (*entries, *launched)
-        if refuse and entry.fate.verdict == REFUSED
-    ]
-    wishes, overriding = _read_wishes(entries, problems), _read_wishes(launched, problems)
+    launched = _read_launcher(environ, problems)
+    for entry in (*entries, *launched):
+        if refuse and entry.verdict.word == REFUSED:
+            text = f"{entry.value} is refused: {entry.verdict.because}"
+            problems.append(Problem(text, entry.where, entry.verdict.hint))
+    settings = _collect_settings(entries, problems)
+    overriding = _collect_settings(launched, problems)
     raise_all(problems)
     notes = [
-        f"{wishes[name].where}: {wishes[name].value} is overridden by {wish.where}={wish.value}: its flags win"
-        for name, wish in overriding.items()
-        if name in wishes and wishes[name].value != wish.value
+        f"{settings[name].where}: {settings[name].value} is overridden by {flag.where}={flag.value}: its flags win"
+        for name, flag in overriding.items()
+        if name in settings and settings[name].value != flag.value
     ]
     if path is None and "sharded" in overriding:
-        what = "layout taken from the launcher's variables, which lack misspelt keys of its file"
-        notes.append(f"{overriding['sharded'].where}: {what}: --accelerate FILE checks those too")
-    return AccelerateFile(path, (*entries, *launched), MappingProxyType(wishes | overriding), tuple(notes))
+        text = "layout taken from the launcher's variables, which lack misspelt keys of its file"
+        notes.append(f"{overriding['sharded'].where}: {text}: --accelerate FILE checks those too")
+    return AccelerateFile(path, (*entries, *launched), MappingProxyType(settings | overriding), tuple(notes))
+
+
+def _collect_settings(entries: Sequence[Entry], problems: list[Problem]) -> dict[str, Setting]:
+    """Collect the value of each field; two keys that disagree are a problem."""
+    settings: dict[str, Setting] = {}
+    for entry in entries:
+        for name, value in entry.verdict.sets.items():
+            setting = Setting(entry.value if value == ANY else value, entry.where)
+            earlier = settings.setdefault(name, setting)
+            if earlier.value != setting.value:
+                text = f"asks for {name} {setting.value}, but {earlier.where} asks for {earlier.value}"
+                problems.append(Problem(text, setting.where, "make the two agree, or keep one of them"))
+    return settings
+
+
+# --- the launcher's environment ---
+
+
+def read_launcher_settings(environ: Mapping[str, str]) -> Iterator[tuple[Key, str, str]]:
+    """Yield key, value and variable of each setting of `accelerate launch` (1.15), if it started this process."""
+    if "ACCELERATE_MIXED_PRECISION" not in environ:
+        return
+    top = load_key_table().spelled[""]
+    for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if environ.get(f"ACCELERATE_USE_{engine}", "").lower() == "true":
+            yield top["distributed_type"], engine, f"ACCELERATE_USE_{engine}"
+    for variable, (key, default) in load_key_table().launcher.items():
+        value = environ.get(variable, "")
+        if value and value.lower() != default.lower():
+            yield key, value, variable
+    world = environ.get("WORLD_SIZE", "")
+    local = environ.get("LOCAL_WORLD_SIZE", "")
+    if world.isdigit() and local.isdigit() and int(local):
+        yield top["num_machines"], str(max(1, int(world) // int(local))), "WORLD_SIZE"
+        yield top["num_processes"], world, "WORLD_SIZE"
+
+
+def _read_launcher(environ: Mapping[str, str], problems: list[Problem]) -> list[Entry]:
+    entries = []
+    for key, text, variable in read_launcher_settings(environ):
+        entry = _read_value(key, text, f"accelerate launch: {variable}", variable, problems)
+        if entry:
+            entries.append(entry)
+    return entries
+
+
+# --- the file ---
 
 
 def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
@@ -194,11 +226,12 @@ def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
             problems.append(_explain_unknown(name, section, where))
         elif key.kind != "section":
             entry = _read_value(key, value, where, ".".join(steps), problems)
-            entries += [entry] if entry else []
+            if entry:
+                entries.append(entry)
         elif value is not None and not isinstance(value, dict):
             problems.append(Problem(f"is {value!r}, not keys and values", where, "indent its keys below it"))
         else:
-            entries.append(Entry(key, None, where, name, key.fates[ANY]))
+            entries.append(Entry(key, None, where, name, key.verdicts[ANY]))
             rows[:0] = [((name, inner), item) for inner, item in (value or {}).items()]
     kind = next((str(entry.value).upper() for entry in entries if entry.key.name == "distributed_type"), "")
     if not kind and not problems:
@@ -206,65 +239,61 @@ def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
         problems.append(Problem("distributed_type is missing", str(path), hint))
     if kind in ("", "FSDP"):
         return entries
-    unread = Fate(NO_EFFECT, f"read only with distributed_type: FSDP, and it is {kind}")
+    unread = Verdict(NO_EFFECT, f"read only with distributed_type: FSDP, and it is {kind}")
     about_fsdp = ("fsdp_config", "parallelism_config")
-    return [replace(entry, fate=unread) if entry.key.section in about_fsdp else entry for entry in entries]
+    return [replace(entry, verdict=unread) if entry.key.section in about_fsdp else entry for entry in entries]
 
 
 def _read_value(key: Key, raw: object, where: str, path: str, problems: list[Problem]) -> Entry | None:
-    """Parse a value as its key requires and find its fate; append a problem if it is invalid."""
-    value, text, expected = raw, str(raw).strip(), ""
+    """Parse a value as its key requires and judge it; append a problem if it is invalid."""
     if raw is None and key.name != "compute_environment":  # there Accelerate reads null as SageMaker
-        return Entry(key, None, where, path, Fate(NO_EFFECT, "null is the same as leaving the key out"))
-    if key.kind == "names" and isinstance(raw, list):
-        value = ",".join(map(str, raw))
-    elif key.kind != "any" and isinstance(raw, list | dict):
-        expected = "a single value"
-    elif key.kind == "bool":
-        value, expected = text.lower() in TRUE, "" if text.lower() in TRUE + FALSE else "true or false"
-    elif key.kind == "int" and re.fullmatch(r"-?\d{1,9}", text):
-        value = int(text)
-    elif key.kind == "int":
-        expected = "a whole number"
-    elif key.kind != "any":
-        value = "no" if raw is False and "NO" in key.fates else text  # YAML 1.1 reads a bare `no` as false
-    fate = key.fates.get(str(value).strip().upper()) or key.fates.get(ANY)
+        return Entry(key, None, where, path, Verdict(NO_EFFECT, "null is the same as leaving the key out"))
+    value, expected = _parse_value(key, raw)
     if expected:
         problems.append(Problem(f"is {raw!r}, not {expected}", where, f"{key.name}: {key.about}"))
         return None
-    if fate is None:
-        near = difflib.get_close_matches(text.upper(), list(key.fates), 1, 0.6)
+    verdict = key.verdicts.get(str(value).strip().upper()) or key.verdicts.get(ANY)
+    if verdict is None:
+        near = difflib.get_close_matches(str(raw).strip().upper(), list(key.verdicts), 1, 0.6)
         meant = f"did you mean {near[0]}? " if near else ""
-        problems.append(Problem(f"{raw!r} is none of its values", where, f"{meant}it takes {', '.join(key.fates)}"))
+        hint = f"{meant}it takes {', '.join(key.verdicts)}"
+        problems.append(Problem(f"{raw!r} is none of its values", where, hint))
         return None
-    return Entry(key, value, where, path, fate)
+    return Entry(key, value, where, path, verdict)
+
+
+def _parse_value(key: Key, raw: object) -> tuple[object, str]:
+    """Return the value, and what was expected if it is of another kind."""
+    text = str(raw).strip()
+    if key.kind == "any":
+        return raw, ""
+    if key.kind == "names" and isinstance(raw, list):
+        return ",".join(map(str, raw)), ""
+    if isinstance(raw, list | dict):
+        return raw, "a single value"
+    if key.kind == "bool":
+        return text.lower() in TRUE, "" if text.lower() in TRUE + FALSE else "true or false"
+    if key.kind == "int":
+        return (int(text), "") if re.fullmatch(r"-?\d{1,9}", text) else (raw, "a whole number")
+    if raw is False and "NO" in key.verdicts:  # YAML 1.1 reads a bare `no` as false
+        return "no", ""
+    return text, ""
 
 
 def _explain_unknown(name: str, section: str, where: str) -> Problem:
     """Return the problem of an unknown key: misspelt, or in the wrong place."""
-    homes = [home for home, names in load_key_table().spelled.items() if name in names and home != section]
-    if homes or (not section and f"fsdp_{name}" in load_key_table().spelled["fsdp_config"]):
-        home = homes[0] if homes else "fsdp_config"
-        place = f"below {home}:, indented" if home else "at the top, not indented"
+    spelled = load_key_table().spelled
+    homes = [home for home, names in spelled.items() if name in names and home != section]
+    if not homes and not section and f"fsdp_{name}" in spelled["fsdp_config"]:
+        homes = ["fsdp_config"]
+    if homes:
+        place = f"below {homes[0]}:, indented" if homes[0] else "at the top, not indented"
         return Problem("is in the wrong place", where, f"write it {place}")
-    everywhere = [spelling for names in load_key_table().spelled.values() for spelling in names]
-    near = [
-        difflib.get_close_matches(name, names, 1, 0.7)
-        for names in (load_key_table().spelled.get(section, {}), everywhere)
-    ]
     hint = f"`windlass explain` knows the keys of {section or 'such a file'}"
-    hint = next((f"did you mean {close[0]}?" for close in near if close), hint)
+    everywhere = [spelling for names in spelled.values() for spelling in names]
+    for among in (spelled.get(section, {}), everywhere):
+        near = difflib.get_close_matches(name, among, 1, 0.7)
+        if near:
+            hint = f"did you mean {near[0]}?"
+            break
     return Problem("no such key: Accelerate would ignore it silently" if section else "no such key", where, hint)
-
-
-def _read_wishes(entries: Sequence[Entry], problems: list[Problem]) -> dict[str, Wish]:
-    """Collect the value of each field; two keys that disagree are a problem."""
-    wishes: dict[str, Wish] = {}
-    for entry in entries:
-        for name, value in entry.fate.sets.items():
-            wish = Wish(entry.value if value == ANY else value, entry.where)
-            earlier = wishes.setdefault(name, wish)
-            if earlier.value != wish.value:
-                what = f"asks for {name} {wish.value}, but {earlier.where} asks for {earlier.value}"
-                problems.append(Problem(what, wish.where, "make the two agree, or keep one of them"))
-    return wishes

@@ -230,7 +230,7 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
 
 
 def _is_checkpointing_set(loaded: Loaded, accelerate: AccelerateFile | None) -> bool:
-    in_accelerate = accelerate is not None and accelerate.wishes.get("activation_checkpointing") is not None
+    in_accelerate = accelerate is not None and accelerate.settings.get("activation_checkpointing") is not None
     return in_accelerate or any(map(loaded.is_set, CHECKPOINTING))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.family import Family
-from windlass.plan.accelerate import AccelerateFile, Wish
+from windlass.plan.accelerate import AccelerateFile, Setting
 from windlass.plan.layout import AUTO, LayoutRequest, rule_out_layouts
 from windlass.runfile import Loaded
 
@@ -36,7 +36,7 @@ KEYS = (
     "train.fp16",
 )
 
-Wishes = Mapping[str, Wish]
+Settings = Mapping[str, Setting]
 
 
 def read_request(
@@ -45,22 +45,24 @@ def read_request(
     """Combine run file and Accelerate file. Report every disagreement, and layer classes that the model lacks."""
     run = loaded.run
     written = _read_written(loaded)
-    wishes: Wishes = accelerate.wishes if accelerate else {}
+    in_accelerate: Settings = accelerate.settings if accelerate else {}
     problems: list[Problem] = []
-    nodes, gpus_per_node = _count_gpus(loaded, written, wishes, problems)
-    name = _name_layout(written, wishes, problems)
-    _check_wrapped_layers(family, written.get("layout.wrap"), wishes.get("wrap"), problems)
+    nodes, gpus_per_node = _count_gpus(loaded, written, in_accelerate, problems)
+    name = _name_layout(written, in_accelerate, problems)
+    _check_wrapped_layers(family, written.get("layout.wrap"), in_accelerate.get("wrap"), problems)
     checkpointing = [
-        Wish(bool(written[key].value), written[key].where)  # the other true values say what is kept
+        Setting(bool(written[key].value), written[key].where)  # the other true values say what is kept
         for key in CHECKPOINTING
         if key in written
     ]
-    recompute = _agree("activation checkpointing", [*checkpointing, wishes.get("activation_checkpointing")], problems)
-    precision = _agree("precision", [*_read_precision(written), wishes.get("precision")], problems)
+    recompute = _agree(
+        "activation checkpointing", [*checkpointing, in_accelerate.get("activation_checkpointing")], problems
+    )
+    precision = _agree("precision", [*_read_precision(written), in_accelerate.get("precision")], problems)
     if precision is None:
         precision = "bf16" if run.train.bf16 else "no"
     sizes = {
-        key: _agree(key, [written.get(f"layout.{key}"), wishes.get(key)], problems)
+        key: _agree(key, [written.get(f"layout.{key}"), in_accelerate.get(key)], problems)
         for key in ("shard", "replicate", "expert_parallel", "reshard_after_forward", "offload", "base_dtype")
     }
     raise_all(problems)
@@ -76,7 +78,7 @@ def read_request(
     )
 
 
-def _read_written(loaded: Loaded) -> dict[str, Wish]:
+def _read_written(loaded: Loaded) -> dict[str, Setting]:
     """Return the values that the user wrote into the run file; layer classes are joined as Accelerate writes them."""
     written = {}
     for key in KEYS:
@@ -87,13 +89,13 @@ def _read_written(loaded: Loaded) -> dict[str, Wish]:
             path = "layout"  # the short form, `layout: hybrid`
         if value is None or value == AUTO or not loaded.is_set(path):
             continue
-        written[key] = Wish(",".join(value) if isinstance(value, list) else value, loaded.where(path))
+        written[key] = Setting(",".join(value) if isinstance(value, list) else value, loaded.where(path))
     return written
 
 
-def _agree(title: str, wishes: list[Wish | None], problems: list[Problem]) -> Any:
+def _agree(title: str, settings: list[Setting | None], problems: list[Problem]) -> Any:
     """Return the value that all sources agree on, or None if none sets it; add a problem for each that disagrees."""
-    given = [wish for wish in wishes if wish]
+    given = [setting for setting in settings if setting]
     if not given:
         return None
     first, *others = given
@@ -104,14 +106,14 @@ def _agree(title: str, wishes: list[Wish | None], problems: list[Problem]) -> An
     return first.value
 
 
-def _count_gpus(loaded: Loaded, written: Wishes, wishes: Wishes, problems: list[Problem]) -> tuple[int, int]:
+def _count_gpus(loaded: Loaded, written: Settings, in_accelerate: Settings, problems: list[Problem]) -> tuple[int, int]:
     """Return the number of nodes, and of GPUs on each."""
     cluster = loaded.run.cluster
-    ranks = wishes.get("ranks")
-    for wish in (wishes.get("nodes"), ranks):
-        if wish and wish.value < 1:
-            raise UserError(f"{wish.value} is too few", wish.where, "give 1 or more")
-    nodes = _agree("the number of nodes", [written.get("cluster.nodes"), wishes.get("nodes")], problems)
+    ranks = in_accelerate.get("ranks")
+    for setting in (in_accelerate.get("nodes"), ranks):
+        if setting and setting.value < 1:
+            raise UserError(f"{setting.value} is too few", setting.where, "give 1 or more")
+    nodes = _agree("the number of nodes", [written.get("cluster.nodes"), in_accelerate.get("nodes")], problems)
     if nodes is None:
         nodes = cluster.nodes
     per_node = cluster.gpus_per_node
@@ -132,44 +134,44 @@ def _count_gpus(loaded: Loaded, written: Wishes, wishes: Wishes, problems: list[
     return nodes, per_node
 
 
-def _name_layout(written: Wishes, wishes: Wishes, problems: list[Problem]) -> Wish:
+def _name_layout(written: Settings, in_accelerate: Settings, problems: list[Problem]) -> Setting:
     """Return the layout's name, or `auto`. The run file comes first; an FSDP file is never `auto`."""
     name = written.get("layout.name") or _imply_name(written, IMPLIED)
-    other = wishes.get("name")
-    reshard = wishes.get("reshard_after_forward")
+    other = in_accelerate.get("name")
+    reshard = in_accelerate.get("reshard_after_forward")
     if name:
         other = other or (_name_by_reshard(reshard) if reshard else None)
         if other and other.value not in ALONGSIDE.get(name.value, ()):
             _agree("the layout", [name, other], problems)
         return name
-    sharded = wishes.get("sharded")
+    sharded = in_accelerate.get("sharded")
     if sharded and sharded.value:
-        replicas = wishes.get("replicate")
+        replicas = in_accelerate.get("replicate")
         if replicas and replicas.value > 1:
-            return Wish("hybrid", replicas.where)
+            return Setting("hybrid", replicas.where)
         if other and (other.value != "full-shard" or not reshard):
             return other
-        return _name_by_reshard(reshard) if reshard else Wish("full-shard", sharded.where)
-    return _imply_name(written, IMPLIED_LAST) or Wish(AUTO, "")
+        return _name_by_reshard(reshard) if reshard else Setting("full-shard", sharded.where)
+    return _imply_name(written, IMPLIED_LAST) or Setting(AUTO, "")
 
 
-def _imply_name(written: Wishes, meanings: Mapping[str, str]) -> Wish | None:
+def _imply_name(written: Settings, meanings: Mapping[str, str]) -> Setting | None:
     """Return the layout that the run file's other keys imply if it names none, so that no key is ignored."""
     for key, name in meanings.items():
-        wish = written.get(f"layout.{key}")
-        if wish and key == "reshard_after_forward":
-            return _name_by_reshard(wish)
-        if wish and (wish.value is True or wish.value > 1):
-            return Wish(name, wish.where)
+        setting = written.get(f"layout.{key}")
+        if setting and key == "reshard_after_forward":
+            return _name_by_reshard(setting)
+        if setting and (setting.value is True or setting.value > 1):
+            return Setting(name, setting.where)
     return None
 
 
-def _name_by_reshard(reshard: Wish) -> Wish:
-    return Wish("full-shard" if reshard.value else "no-reshard", reshard.where)
+def _name_by_reshard(reshard: Setting) -> Setting:
+    return Setting("full-shard" if reshard.value else "no-reshard", reshard.where)
 
 
 def _check_wrapped_layers(
-    family: Family | None, written: Wish | None, other: Wish | None, problems: list[Problem]
+    family: Family | None, written: Setting | None, other: Setting | None, problems: list[Problem]
 ) -> None:
     """Add a problem if the two files disagree about the layers to wrap, or name classes that the model lacks."""
     classes = _agree("the wrapped layer", [written, other], problems)
@@ -183,13 +185,13 @@ def _check_wrapped_layers(
         problems.append(Problem(f"{text}; it is sharded by {family.layer!r}", wrap.where, hint))
 
 
-def _read_precision(written: Wishes) -> list[Wish]:
+def _read_precision(written: Settings) -> list[Setting]:
     """Return each precision that the run file sets: bf16 and fp16 are two keys."""
     precisions = [
-        Wish(kind, written[f"train.{kind}"].where)
+        Setting(kind, written[f"train.{kind}"].where)
         for kind in ("bf16", "fp16")
         if f"train.{kind}" in written and written[f"train.{kind}"].value
     ]
     if not precisions and "train.bf16" in written:
-        return [Wish("no", written["train.bf16"].where)]  # train.bf16: false, and no fp16 either
+        return [Setting("no", written["train.bf16"].where)]  # train.bf16: false, and no fp16 either
     return precisions

@@ -89,17 +89,17 @@ def check_request(
     where: Where,
 ) -> Iterator[Problem]:
     """Yield a problem for each part of the requested layout that this GPU, model or adapter rules out."""
-    wishes = accelerate.wishes if accelerate else {}
+    settings = accelerate.settings if accelerate else {}
     if request.precision == "fp16":
         text = "float16 overflows now and then; its loss scaler skips such steps, and here they would end the run"
         hint = "set train.fp16: false and train.bf16: true (mixed_precision: bf16), which has float32's range"
         yield Problem(text, where("train.fp16"), hint)
-    cpu = wishes.get("cpu")
+    cpu = settings.get("cpu")
     if cpu and cpu.value and gpu != "cpu":
         hint = "write use_cpu: false; for a CPU machine write cluster.gpu: cpu"
         yield Problem(f"use_cpu: true, but the run is planned for {gpu}", cpu.where, hint)
     if gpu == "cpu" and request.offload:
-        offload = wishes.get("offload")
+        offload = settings.get("offload")
         text = "offload on a CPU: the base is stored in host memory already, and nothing would be moved"
         yield Problem(text, offload.where if offload else where("layout.offload"), "leave it out, or write false")
     yield from _check_base_dtype(request.base_dtype, run, base, dtypes, where("layout.base_dtype"))
