@@ -167,7 +167,7 @@ def with_peft(folder: Path, shard_gib: float) -> None:
 def with_windlass(folder: Path, workers: int, *, proven: bool) -> None:
 
     from windlass.export.deltas import read_deltas
-    from windlass.export.merge import OWN, plan_merge, write_merge
+    from windlass.export.merged_files import OWN, plan_merge, write_merge
     from windlass.export.proof import prove_files
     from windlass.export.source import choose_adapter, require_local_base
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from windlass import demo, tiny
 from windlass.export import rounding
 from windlass.export.deltas import read_deltas
-from windlass.export.merge import FP8, plan_merge, write_merge
+from windlass.export.merged_files import FP8, plan_merge, write_merge
 from windlass.export.proof import load_float32
 from windlass.export.source import choose_adapter, require_local_base
 from windlass.model import read_base

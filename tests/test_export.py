@@ -28,17 +28,18 @@ from windlass.errors import RunError, UserError
 from windlass.export import export, push_to_hub
 from windlass.export.deltas import read_deltas
 from windlass.export.generate import generate, load_model
-from windlass.export.merge import plan_merge, write_merge
+from windlass.export.merged_files import plan_merge, write_merge
 from windlass.export.proof import prove_files
 from windlass.export.rounding import FORMATS, encode_fp8, make_dither
 from windlass.export.source import choose_adapter, require_local_base
 from windlass.model import Stored, read_base
 from windlass.model.files import read_header
 from windlass.plan.layout import Layout
+from windlass.run_folder import BASE_MODEL
 from windlass.train.checkpoint.folder import find_best, list_checkpoints, seal_checkpoint
 from windlass.train.load import load_base
 from windlass.train.logits import compute_logits, open_adapter
-from windlass.weights.same_base import RECORD, describe_base, digest_files
+from windlass.weights.same_base import describe_base, digest_files
 
 # PEFT still uses names of transformers that its next major version drops; it does not look for rank_pattern among
 # expert parameters when it warns, only when it applies it.
@@ -568,7 +569,7 @@ def test_a_deviation_is_an_error_and_deletes_nothing(
         flip_bit(UNTOUCHED[0])(made, tmp_path / "out", "")
         (tmp_path / "out" / "tokenizer.json").write_text("{}")
 
-    monkeypatch.setattr("windlass.export.write_merge", write_badly)
+    monkeypatch.setattr("windlass.export.merge.write_merge", write_badly)
     with pytest.raises(RunError, match=r"not base \+ adapter: tokenizer.json is not the base's") as raised:
         merge(made, tmp_path / "out")
     assert "nothing was deleted" in raised.value.problems[0].hint
@@ -606,7 +607,7 @@ def test_adapter_on_another_base_is_refused(
     export(cases["tied"].adapter, tmp_path / "unproven", merge=True, say=printed.append)
     assert [line for line in printed if "that it was trained on base is unproven" in line]
     shutil.copytree(cases["tied"].adapter, adapter)
-    (adapter / RECORD).write_text(json.dumps(describe_base(base, digest_files(base))))
+    (adapter / BASE_MODEL).write_text(json.dumps(describe_base(base, digest_files(base))))
     shutil.copytree(cases["tied"].base, other)
     last = max((piece.stored for each in read_base(other).parameters for piece in each.pieces), key=lambda s: s.end)
     content = bytearray(last.file.read_bytes())

@@ -31,6 +31,7 @@ CHECKPOINTS: Final = "checkpoints"  # step-N: adapter, optimizer, random numbers
 FINAL: Final = "final"  # the adapter
 ADAPTER: Final = "adapter_model.safetensors"  # in `final` and in every checkpoint, as PEFT names it
 ADAPTER_CONFIG: Final = "adapter_config.json"
+BASE_MODEL: Final = "base_model.json"  # next to it: the base that the adapter was trained on; PEFT ignores it
 BASES: Final = "bases.json"  # held-out losses with the base in other dtypes, by `windlass best --base-dtype`
 
 # Libraries whose versions are recorded with a run.

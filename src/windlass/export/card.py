@@ -20,6 +20,7 @@ SETTINGS: Final = {
         *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed"),
     ),
 }
+MOST_CHARACTERS: Final = 200  # of a setting's value
 
 
 def write_card(
@@ -36,14 +37,18 @@ def write_card(
 ) -> None:
     """Write the card. `openers`: the class that opens the adapter as it is named, and a wrapper's other class, which
     names the language model's `model.` `place`."""
-    events = source.run_folder / EVENTS if source.run_folder else None
-    lines = list(read_json_lines(events)) if events and events.is_file() else []
-    evaluations = {line["step"]: line["eval_loss"] for line in lines if isinstance(line.get("eval_loss"), float)}
+    evaluations: dict[int, float] = {}
+    if source.run_folder and (source.run_folder / EVENTS).is_file():
+        for event in read_json_lines(source.run_folder / EVENTS):
+            if isinstance(event.get("eval_loss"), float):
+                evaluations[event["step"]] = event["eval_loss"]
     run: dict[str, Any] = source.manifest.get("run", {})
-    data = public_name((run.get("data") or {}).get("dataset_name_or_path"))
-    # An adapter from another tool has only its own config.
-    settings = {f"{s}.{key}": (run.get(s) or {}).get(key) for s, keys in SETTINGS.items() for key in keys}
-    settings = settings if run else {key: source.config.get(key) for key in ("r", "lora_alpha", "target_modules")}
+    settings: dict[str, Any] = {}
+    if run:
+        for section, keys in SETTINGS.items():
+            settings |= {f"{section}.{key}": (run.get(section) or {}).get(key) for key in keys}
+    else:  # an adapter from another tool has only its own config
+        settings = {key: source.config.get(key) for key in ("r", "lora_alpha", "target_modules")}
     settings["versions"] = [f"{name} {version}" for name, version in (source.manifest.get("versions") or {}).items()]
     template = jinja2.Template(Path(__file__).with_name("card.md.j2").read_text("utf-8"), keep_trailing_newline=True)
     text = template.render(
@@ -54,7 +59,7 @@ def write_card(
         trained_on=trained_on,
         openers=openers,
         place=place,
-        data=data,
+        data=public_name((run.get("data") or {}).get("dataset_name_or_path")),
         name=run.get("name") or source.folder.name,
         why=source.why,
         evaluations=sorted(evaluations.items()),
@@ -64,9 +69,12 @@ def write_card(
 
 
 def _format_cell(key: str, value: Any) -> str:
-    value = public_name(value) if key.endswith("name_or_path") else value
+    if key.endswith("name_or_path"):
+        value = public_name(value)
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return (text if len(text) <= 200 else f"{text[:200]}…").replace("|", "\\|")
+    if len(text) > MOST_CHARACTERS:
+        text = f"{text[:MOST_CHARACTERS]}…"
+    return text.replace("|", "\\|")
 
 
 def public_name(path: str | None) -> str:

@@ -71,7 +71,11 @@ class Factors:
 
     def rows(self, expert: int, start: int, stop: int) -> Tensor:
         """Return s BA for some rows of one matrix."""
-        a, b = (self.a[expert], self.b[expert]) if self.delta.experts else (self.a, self.b)
+        a = self.a
+        b = self.b
+        if self.delta.experts:
+            a = a[expert]
+            b = b[expert]
         return (b[start:stop] @ a) * self.delta.scale
 
 
@@ -85,17 +89,21 @@ class Deltas:
 
     def _factors(self, name: str) -> Factors:
         delta = self.by_name[name]
-        stored = (delta.replaced or delta.a, delta.replaced or delta.b, delta.magnitude)
-        a, b, magnitude = (torch.empty(0) if one is None else read_tensor(one, self.files).float() for one in stored)
         if delta.replaced is not None:
-            return Factors(delta, a, b)
+            value = self._read(delta.replaced)
+            return Factors(delta, value, value)
+        a = self._read(delta.a)
+        b = self._read(delta.b)
         if delta.experts:
-            # PEFT's order: rows of A go by expert, then rank; columns of B by rank, then expert.
+            # PEFT's order: rows of A go by expert, then r; columns of B by r, then expert.
             a = a.reshape(delta.experts, -1, a.shape[-1])
             b = b.reshape(b.shape[0], -1, delta.experts).permute(2, 0, 1).contiguous()
         if delta.parameter.transposed:  # (B A)^T = A^T B^T
             a, b = b.mT.contiguous(), a.mT.contiguous()
-        return Factors(delta, a, b, None if delta.magnitude is None else magnitude.reshape(-1))
+        return Factors(delta, a, b, None if delta.magnitude is None else self._read(delta.magnitude).reshape(-1))
+
+    def _read(self, stored: Stored | None) -> Tensor:
+        return torch.empty(0) if stored is None else read_tensor(stored, self.files).float()
 
 
 def require_supported(config: Mapping[str, Any], where: str) -> None:
@@ -118,21 +126,33 @@ def require_supported(config: Mapping[str, Any], where: str) -> None:
 def read_deltas(source: AdapterSource, base: Base) -> Deltas:
     """Assign every tensor of the adapter to its parameter, or raise one error that lists what does not fit."""
     require_supported(source.config, str(source.folder / CONFIG))
-    saved, config, rename = read_header(source.weights), source.config, inner_name if base.wrapper else str
-    stored = rename_keys(saved, rename)
-    config = config | (rename_config(config, saved, rename) if base.wrapper else {})
+    saved = read_header(source.weights)
+    if not saved:
+        hint = "export from another checkpoint of the run"
+        raise UserError("the adapter contains no tensors", str(source.weights), hint)
+    stored: Mapping[str, Stored] = saved
+    config = source.config
+    if base.wrapper:
+        stored = rename_keys(saved, inner_name)
+        config = config | rename_config(config, saved, inner_name)
     parameters = {parameter.name: parameter for parameter in base.parameters}
     pairs: dict[str, dict[str, Stored]] = {}  # module by PEFT's nested name -> kind -> tensor
     deltas: dict[str, Delta] = {}
-    misfits = ["it has names of the language model and of the wrapper for the same"] if len(stored) < len(saved) else []
+    misfits: list[str] = []
+    if len(stored) < len(saved):
+        misfits.append("it has names of the language model and of the wrapper for the same")
     for key, tensor in stored.items():
-        name = key.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
-        if match := KEY.fullmatch(key.removeprefix(PREFIX)) if tensor.dtype in DTYPES else None:
+        inner_key = key.removeprefix(PREFIX)
+        match = KEY.fullmatch(inner_key)
+        name = inner_key.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+        if tensor.dtype not in DTYPES:
+            misfits.append(_describe_misfit(key, tensor))
+        elif match:
             pairs.setdefault(match["module"], {})[match["kind"]] = tensor
-        elif tensor.dtype in DTYPES and name in parameters and parameters[name].shape == tensor.shape:
+        elif name in parameters and parameters[name].shape == tensor.shape:
             deltas[name] = Delta(parameters[name], replaced=tensor)
         else:
-            misfits.append(f"{key} ({tensor.dtype} {list(tensor.shape)}) belongs to no parameter of it")
+            misfits.append(_describe_misfit(key, tensor))
     for module, kinds in pairs.items():
         delta = _make_delta(module, kinds, parameters, config)
         if isinstance(delta, str):
@@ -141,15 +161,15 @@ def read_deltas(source: AdapterSource, base: Base) -> Deltas:
             misfits.append(f"{delta.parameter.name} is adapted twice")
         else:
             deltas[delta.parameter.name] = delta
-
-    if not stored:
-        hint = "export from another checkpoint of the run"
-        raise UserError("the adapter contains no tensors", str(source.weights), hint)
     if misfits:
         hint = f"is {base.name} the model that it was trained on? Name the right one: --base DIR"
         problem = f"the adapter does not fit this model ({len(misfits)}): {abbreviate(misfits)}"
         raise UserError(problem, str(source.weights), hint)
     return Deltas(deltas)
+
+
+def _describe_misfit(key: str, tensor: Stored) -> str:
+    return f"{key} ({tensor.dtype} {list(tensor.shape)}) belongs to no parameter of it"
 
 
 def _make_delta(
@@ -158,7 +178,9 @@ def _make_delta(
     """Return the change that one LoRA pair makes, or why it makes none."""
     from peft.utils.other import get_pattern_key
 
-    a, b, magnitude = (kinds.get(kind) for kind in ("lora_A", "lora_B", "lora_magnitude_vector"))
+    a = kinds.get("lora_A")
+    b = kinds.get("lora_B")
+    magnitude = kinds.get("lora_magnitude_vector")
     if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2:
         return f"{module} has {', '.join(sorted(kinds))}, not a pair of matrices lora_A and lora_B"
     module = module.replace(".base_layer", "")  # PEFT nests adapters of two parameters of one module
@@ -167,24 +189,24 @@ def _make_delta(
     sides = {True: (a.shape[1], b.shape[0]), False: (b.shape[0], a.shape[1])}  # of a transposed one; of any other
     parameter = candidates[0] or next((p for p in candidates if p and p.shape[-2:] == sides[p.transposed]), None)
     if parameter is None:
-        return (
-            f"{module} is not a module of this model, or its adapter is of other sizes ({a.shape[1]} -> {b.shape[0]})"
-        )
+        sizes = f"{a.shape[1]} -> {b.shape[0]}"
+        return f"{module} is not a module of this model, or its adapter is of other sizes ({sizes})"
     experts = parameter.shape[0] if len(parameter.shape) == 3 else 1
-    rank, rest = divmod(a.shape[0], experts)
+    r, rest = divmod(a.shape[0], experts)
     if sides[parameter.transposed] != parameter.shape[-2:] or a.shape[0] != b.shape[1] or rest:
         return f"{module} is {list(parameter.shape)}, its adapter {list(b.shape)} x {list(a.shape)}"
-    # Rank and alpha, by PEFT's own rule for its patterns
+    # r and alpha, by PEFT's own rule for its patterns
     targeted = any(parameter.name.endswith(name) for name in config.get("target_parameters") or ())
     key = parameter.name if targeted else module
-    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
-    configured = int(ranks.get(get_pattern_key(ranks.keys(), key), config["r"]))
-    alpha = float(alphas.get(get_pattern_key(alphas.keys(), key), config["lora_alpha"]))
-    if configured != rank:
-        return f"{module} has rank {rank}, and {CONFIG} has {configured}"
+    r_by_pattern = config.get("rank_pattern") or {}
+    alpha_by_pattern = config.get("alpha_pattern") or {}
+    configured = int(r_by_pattern.get(get_pattern_key(r_by_pattern.keys(), key), config["r"]))
+    alpha = float(alpha_by_pattern.get(get_pattern_key(alpha_by_pattern.keys(), key), config["lora_alpha"]))
+    if configured != r:
+        return f"{module} has rank {r}, and {CONFIG} has {configured}"
     if bool(config.get("use_dora")) != (magnitude is not None):
         return f"{module}: use_dora is {bool(config.get('use_dora'))} in {CONFIG}, and not in the weights"
     if magnitude is not None and math.prod(magnitude.shape) != parameter.shape[0]:
         return f"{module} has {parameter.shape[0]} rows, and DoRA's magnitude {math.prod(magnitude.shape)}"
-    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    scale = alpha / math.sqrt(r) if config.get("use_rslora") else alpha / r
     return Delta(parameter, scale, a, b, magnitude)

@@ -12,8 +12,10 @@ from transformers import AutoTokenizer, TextStreamer
 
 from windlass.errors import UserError
 from windlass.export.deltas import read_deltas
-from windlass.export.proof import GIB, read_free_memory
+from windlass.export.proof import read_free_memory
+from windlass.export.screen import Say
 from windlass.export.source import CONFIG, AdapterSource, choose_adapter, require_local_base
+from windlass.hardware import GIB
 from windlass.model import Base, read_base
 from windlass.model.files import CONFIG as MODEL_CONFIG
 from windlass.model.quantization import (
@@ -32,7 +34,7 @@ from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
 from windlass.weights.same_base import read_recorded_base, require_same_base
 
-SHARE_OF_MEMORY: Final = 0.9
+MODEL_SHARE: Final = 0.9  # of free memory, that a model may take
 
 
 def generate(
@@ -45,7 +47,7 @@ def generate(
     seed: int = 0,
     chat: bool = False,
     allow_other_base: bool = False,
-    say: Callable[[str], None] = print,
+    say: Say = print,
     write: Callable[[str], None] | None = None,
 ) -> str:
     """Return the continuation of `prompt`; `write` receives it piece by piece."""
@@ -57,11 +59,7 @@ def generate(
         model_base = require_local_base(source, base)
         require_intact(source.folder)
         read_deltas(source, model_base)  # refuses an adapter of another model, by name
-    folders = [one for one in (folder, source and source.folder, model_base.path) if one]
-    named = [one for one in folders if any((one / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))]
-    if not named:
-        raise UserError("the model folder has no tokenizer", str(folder), "copy the base model's tokenizer there")
-    tokenizer = AutoTokenizer.from_pretrained(named[0])
+    tokenizer = AutoTokenizer.from_pretrained(_find_tokenizer(folder, source, model_base))
     if chat:
         if not tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template", str(folder), "leave --chat out")
@@ -70,20 +68,29 @@ def generate(
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat)
     if encoded["input_ids"].shape[-1] == 0:
         raise UserError("the prompt is empty", "--prompt", "give a text to continue")
-    quantization = read_recorded_base(source.folder).get("base_quantisation", {}) if source else {}
-    base_dtype = choose_base_dtype(model_base, folder, quantization.get("format", ""))
-    kept = f" in {base_dtype.upper()}" * (base_dtype != "bf16")
-    say(f"loading {model_base.name}{kept}" + (f" with {source.folder}" if source else ""))
-    where = "--base" if base else str(source.folder / CONFIG) if source else ""
+    trained_in = ""
+    where = ""
+    if source:
+        trained_in = read_recorded_base(source.folder).get("base_quantisation", {}).get("format", "")
+        where = "--base" if base else str(source.folder / CONFIG)
+    base_dtype = choose_base_dtype(model_base, folder, trained_in)
+    loading = f"loading {model_base.name}"
+    if base_dtype != "bf16":
+        loading += f" in {base_dtype.upper()}"
+    if source:
+        loading += f" with {source.folder}"
+    say(loading)
     model = load_model(model_base, source, base_dtype, where, allow_other_base=allow_other_base, say=say)
     encoded = encoded.to(next(model.parameters()).device)
     torch.manual_seed(seed)
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature}
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         output = model.generate(
             **encoded,
-            **{"do_sample": False, **sampling},
+            **sampling,
             max_new_tokens=tokens,
             use_cache=True,
             streamer=_Streamer(tokenizer, write) if write else None,
@@ -91,6 +98,14 @@ def generate(
         )
     text: str = tokenizer.decode(output[0][encoded["input_ids"].shape[-1] :], skip_special_tokens=True)
     return text
+
+
+def _find_tokenizer(folder: Path, source: AdapterSource | None, base: Base) -> Path:
+    """Return the first folder with a tokenizer: the one that was named, the adapter's, the base's."""
+    for place in (folder, source.folder if source else None, base.path):
+        if place and any((place / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            return place
+    raise UserError("the model folder has no tokenizer", str(folder), "copy the base model's tokenizer there")
 
 
 class _Streamer(TextStreamer):  # type: ignore[misc]
@@ -106,13 +121,14 @@ def choose_base_dtype(base: Base, folder: Path, trained_in: str = "") -> str:
     """Choose layout.base_dtype: the 4 bits that windlass trained on; else 16 bits if they fit, which is fastest;
     else as published, if that fits."""
     free = read_free_memory()
-    stored = sum(piece.stored.end - piece.stored.start for each in base.parameters for piece in each.pieces)
+    stored = sum(piece.stored.end - piece.stored.start for p in base.parameters for piece in p.pieces)
     ways = [("bf16", 2 * base.total), (published_dtype(base) or "bf16", stored)]
     if trained_in:
-        names, size = quantizable_names(base), FOUR_BITS[trained_in].bytes
-        ways = [(trained_in, int(sum(p.count * (size if p.name in names else 2) for p in base.parameters)))]
+        names = quantizable_names(base)
+        in_four_bits = FOUR_BITS[trained_in].bytes
+        ways = [(trained_in, int(sum(p.count * (in_four_bits if p.name in names else 2) for p in base.parameters)))]
     for dtype, needed in ways:
-        if needed <= SHARE_OF_MEMORY * free:
+        if needed <= MODEL_SHARE * free:
             return dtype
     problem = f"the model needs {min(needed for _, needed in ways) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free"
     hint = "generate where it fits, or on more GPUs with a server such as vLLM"
@@ -126,7 +142,7 @@ def load_model(
     where: str = "",
     *,
     allow_other_base: bool = False,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> Any:
     if base_dtype != "bf16" and source and source.config.get("use_dora"):
         hint = f"merge it first: `windlass export {source.folder} --to MERGED --merge`, then generate from MERGED"

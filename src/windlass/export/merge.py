@@ -1,229 +1,139 @@
-"""Merge an adapter into its base's files: planned from headers alone, then written in small blocks, several files at a
-time.
-
-config.json is written last, so an interrupted merge does not open as a model; the same command starts it over.
-"""
+"""Merge an adapter into its base: check, write, open it again and prove it."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import shutil
-import struct
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from math import prod
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
-from threading import Event
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
-from windlass.errors import Problem, UserError, raise_all
-from windlass.export.deltas import Deltas
-from windlass.export.rounding import MergedTensor, round_to
-from windlass.files import flush_to_disk, write_atomic
-from windlass.hardware import count_usable_cpus
-from windlass.model import Base, Piece, Stored
-from windlass.model.family import ACTIVATIONS
-from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, SINGLE
-from windlass.model.packed import BLOCKS
-from windlass.weights.reading import DTYPES, NEEDS_SCALE, DamagedError, Files
-
-OWN, BF16, FP8 = "own", "bf16", "fp8"
-COPIED, MERGED, CONVERTED, SCALE = "copied", "merged", "converted", "rescaled"
-ALIGNMENT: Final = 8  # alignment of a header, as safetensors writes it
-AT_ONCE: Final = 2**22  # bytes copied at a time
-# Not copied: weights in any other form, into which the adapter is not merged, and what points servers to them.
-LEFT_OUT: Final = (
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.index.json"),
-    *("params.json", "README.md", ".*"),
+from windlass.export.card import write_card
+from windlass.export.deltas import read_deltas
+from windlass.export.folder import MERGED, claim_folder
+from windlass.export.merged_files import COPIED, OWN, plan_merge, write_merge
+from windlass.export.proof import Proof, compare_logits, prove_files
+from windlass.export.screen import Say, ShowProgress
+from windlass.export.source import CONFIG, AdapterSource, require_local_base
+from windlass.files import read_json
+from windlass.hardware import GIB
+from windlass.model import Base
+from windlass.model.quantization import published_dtype
+from windlass.run_folder import BASES
+from windlass.weights.same_base import (
+    bytes_to_digest,
+    describe_quantization,
+    digest_files,
+    read_recorded_base,
+    require_same_base,
 )
-Advance = Callable[[int], None]  # bytes done
+
+LOST: Final = 0.9  # below this share of the adapter a warning is printed
 
 
-@dataclass(frozen=True, slots=True)
-class MergedEntry:
-    """One tensor of the merged model."""
+def merge_adapter(
+    source: AdapterSource,
+    to: Path,
+    *,
+    base_folder: str | None,
+    base_name: str,
+    dtype: str | None,
+    workers: int | None,
+    allow_other_base: bool,
+    say: Say,
+    progress: ShowProgress,
+) -> dict[str, Any]:
+    """Write and prove the merged model; return what export.json records."""
+    # 1. The adapter checked against the base, and every file of the result planned from headers.
+    base = require_local_base(source, base_folder)
+    deltas = read_deltas(source, base)
+    plan = plan_merge(base, deltas, to, dtype or OWN)
+    if not any(bool(torch.any(deltas.factors(name).b)) for name in deltas.by_name):
+        say("note      every lora_B is zero: the adapter was never trained, and the merged model is the base")
+    say(f"base      {base.name}: {len(deltas.by_name)} parameters are adapted")
+    recorded = read_recorded_base(source.folder)
+    quantization = recorded.get("base_quantisation", {})
+    trained_on = describe_quantization(quantization)
+    if trained_on:
+        say(f"note      trained on the base in {trained_on}")
+        say("note      merged into the published weights, which are nearer to the original")
+        say(_compare_base_losses(source, base))
+    digest = ""
+    if recorded:
+        with progress("comparing", bytes_to_digest(base)) as advance:
+            digest = digest_files(base, advance)
+    where = "--base" if base_folder else str(source.folder / CONFIG)
+    other_base = require_same_base(source.folder, base, digest, where, allow_other=allow_other_base, say=say)
 
-    out: Stored
-    source: Stored  # its tensor in the base
-    how: str
-    parameter: str = ""
-    piece: Piece | None = None
+    # 2. Write.
+    claim_folder(source, base.path, to, MERGED, plan.size)
+    counts = Counter(entry.how for entry in plan.entries)
+    tensors = ", ".join(f"{count} {how}" for how, count in counts.items())
+    say(f"writing   {plan.size / GIB:.2f} GiB in {len(plan.headers)} files: {tensors}")
+    if plan.dropped:
+        say(f"dropped   {len(plan.dropped)} scales: the weights are 16-bit now, and scales mean nothing")
+    if plan.left_out:
+        say(f"left out  {', '.join(plan.left_out)}: they hold, or point to, weights without the adapter")
+    with progress("merging", plan.size) as advance:
+        write_merge(plan, base, deltas, to, advance, workers)
+    written_dtype = None if plan.dtype == OWN else plan.dtype
+    write_card(source, to, base_name, merged=True, dtype=written_dtype, other_base=other_base, trained_on=trained_on)
+
+    # 3. Open it again and compare it with base and adapter.
+    copied = sum(entry.out.end - entry.out.start for entry in plan.entries if entry.how == COPIED)
+    with progress("proving", copied) as advance:
+        proof = prove_files(base, deltas, plan, to, source.weights, advance)
+    _report_files(proof, say)
+    proof.logits = {"skipped": "the files are wrong"}
+    if not proof.deviations:
+        proof.logits = compare_logits(base, source, to)
+    if "deviation" in proof.logits:
+        proof.deviations.append(proof.logits["deviation"])
+    _report_logits(proof.logits, say)
+    return {
+        "dtype": plan.dtype,
+        "base_digest": digest or None,
+        "other_base": other_base,
+        "base_quantisation": quantization or None,
+        **asdict(proof),
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class MergePlan:
-    """All files to write, and what happens to the rest of the base's folder."""
-
-    dtype: str
-    headers: dict[Path, bytes]  # headers of the files to write, with their eight bytes of length
-    entries: tuple[MergedEntry, ...]
-    dropped: tuple[str, ...]  # tensors of the base that the new dtype does not need
-    config: bytes
-    index: bytes | None
-    others: tuple[Path, ...]  # files that are copied unchanged
-    left_out: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.headers.values())) + sum(entry.out.end - entry.out.start for entry in self.entries)
+def _compare_base_losses(source: AdapterSource, base: Base) -> str:
+    """Return held-out losses on the base as it was trained on, and as it is published."""
+    run = source.run_folder
+    record = read_json(run / BASES) if run else {}
+    if not record:
+        dtype = published_dtype(base) or "bf16"
+        return f"hint      windlass best {run or 'RUN'} --base-dtype {dtype}: both bases' held-out losses"
+    losses = [
+        f"{dtype.upper()} {alone:.4f}, with the adapter {adapted:.4f}"
+        for dtype, (alone, adapted) in record["losses"].items()
+    ]
+    return f"held out  loss of {record['rows']} rows, by base ({record['adapter']}): {'; '.join(losses)}"
 
 
-def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
-    """Plan what is written, or raise if the base can't be written in that dtype. Files keep their names."""
-    assert base.path is not None
-    sources = sorted({s.key: s for s in base.stored()}.values(), key=lambda s: (s.file.name, s.start, s.key))
-    raise_all(list(_find_unsupported(base, sources, dtype)))
-    weights = {piece.stored.key: (p.name, piece) for p in base.parameters for piece in p.pieces}
-    scales = {each.key: (p.name, piece) for p in base.parameters for piece in p.pieces for each in piece.tensors[1:]}
-    entries: list[MergedEntry] = []
-    dropped: list[str] = []
-    for stored in sources:
-        if stored.key in weights:
-            name, piece = weights[stored.key]
-            key = stored.key.removesuffix(BLOCKS) if piece.packed else stored.key
-            out = replace(stored, key=key, dtype="BF16", shape=piece.shape) if dtype == BF16 else stored
-            how = MERGED if name in deltas.by_name else COPIED if out.dtype == stored.dtype else CONVERTED
-            entries.append(MergedEntry(out, stored, how, name, piece))
-        elif dtype == BF16 and (stored.key in scales or (scales and base.unread.get(stored) == ACTIVATIONS)):
-            dropped.append(stored.key)
-        elif stored.key in scales and scales[stored.key][0] in deltas.by_name:
-            entries.append(MergedEntry(stored, stored, SCALE, *scales[stored.key]))
-        else:
-            entries.append(MergedEntry(stored, stored, COPIED))
-
-    # Byte-equal to the base's, unless a tensor's dtype changes.
-    config = (base.path / CONFIG).read_bytes()
-    index = None if (base.path / SINGLE).is_file() else (base.path / INDEX).read_bytes()
-    converted = bool(dropped) or any(entry.out.dtype != entry.source.dtype for entry in entries)
-    headers: dict[Path, bytes] = {}
-    placed: list[MergedEntry] = []
-    for file, group in itertools.groupby(entries, key=lambda entry: entry.source.file):
-        own, path = list(group), to / file.name
-        with file.open("rb") as opened:
-            length = opened.read(LENGTH)
-            headers[path] = length + opened.read(struct.unpack("<Q", length)[0])
-        outs = [replace(entry.out, file=path) for entry in own]
-        if converted:
-            headers[path], outs = _lay_out(outs)
-        placed += [replace(entry, out=out) for entry, out in zip(own, outs, strict=True)]
-    if converted:
-        settings: dict[str, Any] = json.loads(config)
-        for part in (settings, settings.get("text_config") or {}):
-            part.pop("quantization_config", None)
-            part.update({name: "bfloat16" for name in ("dtype", "torch_dtype") if name in part})
-        config = (json.dumps(settings, indent=2) + "\n").encode()
-        total = {"total_size": sum(entry.out.end - entry.out.start for entry in placed)}
-        table = {"metadata": total, "weight_map": {entry.out.key: entry.out.file.name for entry in placed}}
-        index = index and (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()
-    others = [p for p in sorted(base.path.iterdir()) if p.name not in (CONFIG, SINGLE, INDEX) and p.is_file()]
-    left = [path for path in others if any(path.match(pattern) for pattern in LEFT_OUT)]
-    return MergePlan(
-        dtype=OWN if dtype == FP8 else dtype,
-        headers=headers,
-        entries=tuple(placed),
-        dropped=tuple(dropped),
-        config=config,
-        index=index,
-        others=tuple(path for path in others if path not in left),
-        left_out=tuple(p.name for p in left if not p.match("model*.safetensors") and p.name[0] != "."),
+def _report_files(proof: Proof, say: Say) -> None:
+    say(
+        f"proven    {proof.tensors} tensors opened again; {proof.untouched} untouched are byte-equal "
+        f"({proof.untouched_bytes / GIB:.2f} GiB); {proof.touched} touched computed again, {proof.elements:,} values"
     )
+    if proof.kept is None or proof.least_kept is None:
+        return
+    parameter, least = proof.least_kept
+    say(f"kept      {proof.kept:.1%} of the adapter is in the rounded weights; least: {least:.1%} in {parameter}")
+    if proof.kept < LOST:
+        say("note      rounding took a part of the adapter: serve it unmerged, or merge with --dtype bf16")
 
 
-def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iterator[Problem]:
-    if dtype not in (OWN, BF16, FP8):
-        yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", "bf16, or fp8")
-    packed = next((piece for p in base.parameters for piece in p.pieces if piece.packed), None)
-    if packed and dtype != BF16:
-        problem = f"{base.name} is stored in 4 bits ({packed.stored.key}): what an adapter adds would be rounded away"
-        yield Problem(problem, "--merge", "add --dtype bf16: the merged model has 16 bits; or leave --merge out")
-    elif dtype == FP8 and not any(stored.dtype in NEEDS_SCALE for stored in sources):
-        problem = f"{base.name} is not quantized, and --dtype fp8 re-applies the base's own quantization"
-        yield Problem(problem, "--dtype", "leave --dtype out, and quantize it afterwards with a server's own tool")
-    vision = [stored.key for stored in base.unread if stored.dtype in NEEDS_SCALE]
-    if dtype == BF16 and vision:
-        problem = f"quantized tensors outside of the language model ({len(vision)}): {vision[0]}"
-        yield Problem(problem, "--dtype", "leave --dtype out, and they are kept as they are")
-
-
-def _lay_out(outs: Sequence[Stored]) -> tuple[bytes, list[Stored]]:
-    """Return a file's header, and its tensors' places in the file."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for out in outs:
-        offsets = [at, at + prod(out.shape) * BITS[out.dtype] // 8]
-        table[out.key] = {"dtype": out.dtype, "shape": list(out.shape), "data_offsets": offsets}
-        at = offsets[1]
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    spans = [[LENGTH + len(text) + offset for offset in table[out.key]["data_offsets"]] for out in outs]
-    placed = [replace(out, start=start, end=end) for out, (start, end) in zip(outs, spans, strict=True)]
-    return struct.pack("<Q", len(text)) + text, placed
-
-
-def write_merge(
-    plan: MergePlan, base: Base, deltas: Deltas, to: Path, advance: Advance, workers: int | None = None
-) -> None:
-    files, stop = Files(), Event()
-    scales: dict[str, Tensor] = {}  # new scales of FP8 weights: a scale may be in another file than its weight
-
-    def data(entry: MergedEntry) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in order."""
-        if entry.how == COPIED:
-            size = entry.source.end - entry.source.start
-            for skip in range(0, size, AT_ONCE):
-                copied = memoryview(bytearray(min(AT_ONCE, size - skip)))
-                files.read(entry.source, skip, copied)
-                yield copied
-            return
-        assert entry.piece is not None
-        factors = None if entry.how == CONVERTED else deltas.factors(entry.parameter)
-        tensor, key, scale = MergedTensor(entry.piece, factors, files, base.block), entry.piece.stored.key, None
-        if entry.how == SCALE or entry.out.dtype in NEEDS_SCALE:
-            if key not in scales:
-                scales[key] = tensor.new_scale()
-            scale = scales[key]
-        if entry.how == SCALE:
-            assert scale is not None
-            yield _view_bytes(scale.reshape(entry.out.shape))
-            return
-        for box in tensor.blocks():
-            values = tensor.values(box, None if scale is None else scale.float())
-            yield _view_bytes(round_to(values, DTYPES[entry.out.dtype], entry.out.key, box))
-
-    def write_file(path: Path) -> None:
-        """Write tensors one after another, without gaps, as the format requires."""
-        with path.open("wb") as opened:
-            opened.write(plan.headers[path])
-            for entry in plan.entries:
-                for block in data(entry) if entry.out.file == path else ():
-                    if stop.is_set():
-                        return
-                    opened.write(block)
-                    advance(len(block))
-
-    # Writing more than a few files at a time only makes the disk seek.
-    workers = workers or max(1, min(len(plan.headers), count_usable_cpus(), 4))
-    with files, deltas.files, ThreadPoolExecutor(workers) as pool:
-        try:
-            for _ in pool.map(write_file, plan.headers):
-                pass
-        except DamagedError as error:
-            raise UserError(str(error), str(to), "fetch the base model again, then repeat the command") from None
-        finally:
-            stop.set()  # after an error or a signal the others end at their next block
-    for path in plan.others:
-        shutil.copyfile(path, to / path.name)
-    if plan.index is not None:
-        write_atomic(to / INDEX, plan.index)
-    flush_to_disk(to)
-    write_atomic(to / CONFIG, plan.config)
-    flush_to_disk(to / CONFIG)
-
-
-def _view_bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+def _report_logits(logits: dict[str, Any], say: Say) -> None:
+    if "skipped" in logits:
+        say(f"logits    not compared: {logits['skipped']}")
+        return
+    say(
+        f"logits    base + adapter to merged: KL {logits['kl']:.2e} nats a token (bound {logits['bound_kl']:.1e}; "
+        f"the adapter itself {logits['adapter_kl']:.2e}), same top token {logits['same_top_token']:.1%}\n"
+        f"          difference at most {logits['max_difference']:.3g}, of the median token "
+        f"{logits['median_difference']:.3g} (bound on the {logits['judged']}: {logits['bound_difference']:.3g})"
+    )

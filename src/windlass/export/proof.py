@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,21 +23,22 @@ from torch import Tensor
 
 from windlass.errors import UserError
 from windlass.export.deltas import Delta, Deltas
-from windlass.export.merge import COPIED, MergePlan
+from windlass.export.merged_files import COPIED, MergePlan
 from windlass.export.rounding import FORMATS
+from windlass.export.screen import Advance
 from windlass.export.source import AdapterSource
-from windlass.model import Base, Piece, Stored, read_base
+from windlass.hardware import GIB
+from windlass.model import Base, Parameter, Piece, Stored, read_base
 from windlass.plan.layout import Layout
 from windlass.train.logits import compute_both_logits, compute_logits, kl_divergence, open_adapter, sample_rows
 from windlass.weights.certificate import Disk, sample_boxes
 from windlass.weights.reading import DTYPES, Box, Files, intersect, locate_piece, to_stored_box
 
-GIB: Final = 2**30
-AT_ONCE: Final = 2**23  # bytes compared at a time
+COMPARED_BYTES: Final = 2**23  # compared at a time
 SLACK: Final = 1e-5  # relative to the terms: float32 sums in another order
 # Allowed relative distance from the exact value: half the distance to its neighbour.
 NEAREST: Final = {torch.float64: 2.0**-24, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-SHARE_OF_MEMORY: Final = 0.6  # share of free memory that float32 weights may take
+FLOAT32_SHARE: Final = 0.6  # of free memory, that float32 weights may take
 # Bounds of KL (mean, nats per token) and of the difference of a token's logits: absolute, or relative to what the
 # adapter itself changes, whichever is larger. From the finest dtype to the coarsest. Set from trained adapters on wide
 # and narrow tiny models: about ten times what a correct merge shows there.
@@ -67,102 +67,149 @@ class Proof:
     logits: dict[str, Any] | None = None
 
 
-def prove_files(
-    base: Base, deltas: Deltas, plan: MergePlan, to: Path, adapter: Path, advance: Callable[[int], None]
-) -> Proof:
+def prove_files(base: Base, deltas: Deltas, plan: MergePlan, to: Path, adapter: Path, advance: Advance) -> Proof:
+    """Do steps 1 and 2."""
     try:
         merged = read_base(to)
     except UserError as error:
         return Proof(deviations=[problem.problem for problem in error.problems])
-    found, planned = (
-        {s.key: (s.dtype, s.shape, s.file.name, s.start, s.end) for s in each}
-        for each in (merged.stored(), (entry.out for entry in plan.entries))
-    )
-    proof = Proof(tensors=len(found))
-    for key in sorted(found.keys() | planned.keys()):
-        if found.get(key) != planned.get(key):
-            proof.deviations.append(f"{key} is {found.get(key, 'missing')}, planned {planned.get(key, 'not at all')}")
-    for path in plan.others:
-        if not (to / path.name).is_file() or (to / path.name).read_bytes() != path.read_bytes():
-            proof.deviations.append(f"{path.name} is not the base's")
+    proof = Proof()
+    _prove_places(proof, merged, plan, to)
     if proof.deviations:
         return proof
-    untouched = [entry for entry in plan.entries if entry.how == COPIED]
-    with Files() as files, ThreadPoolExecutor(2) as pool:
-        equal = pool.map(lambda entry: _are_bytes_equal(entry.source, entry.out, files), untouched)
-        for entry, same in zip(untouched, equal, strict=True):
-            size = entry.source.end - entry.source.start
-            proof.untouched, proof.untouched_bytes = proof.untouched + 1, proof.untouched_bytes + size
-            advance(size)
-            if not same:
-                proof.deviations.append(f"{entry.out.key} is not byte-equal to the base's, though not adapted")
+    _prove_untouched(proof, plan, advance)
     _prove_touched(proof, base, deltas, merged, adapter)
     return proof
 
 
-def _are_bytes_equal(one: Stored, other: Stored, files: Files) -> bool:
-    size = one.end - one.start
-    for skip in range(0, size, AT_ONCE):
-        pair = [bytearray(min(AT_ONCE, size - skip)) for _ in range(2)]
-        for stored, into in zip((one, other), pair, strict=True):
-            files.read(stored, skip, memoryview(into))
-        if pair[0] != pair[1]:
+def _prove_places(proof: Proof, merged: Base, plan: MergePlan, to: Path) -> None:
+    """Compare each tensor's dtype, shape and place with the plan, and the other files with the base's."""
+    written = {stored.key: _describe_stored(stored) for stored in merged.stored()}
+    planned = {entry.out.key: _describe_stored(entry.out) for entry in plan.entries}
+    proof.tensors = len(written)
+    for key in sorted(written.keys() | planned.keys()):
+        if written.get(key) != planned.get(key):
+            text = f"{key} is {written.get(key, 'missing')}, planned {planned.get(key, 'not at all')}"
+            proof.deviations.append(text)
+    for path in plan.others:
+        if not (to / path.name).is_file() or (to / path.name).read_bytes() != path.read_bytes():
+            proof.deviations.append(f"{path.name} is not the base's")
+
+
+def _describe_stored(stored: Stored) -> tuple[Any, ...]:
+    return stored.dtype, stored.shape, stored.file.name, stored.start, stored.end
+
+
+def _prove_untouched(proof: Proof, plan: MergePlan, advance: Advance) -> None:
+    """Compare the bytes of every copied tensor with the base's."""
+    untouched = [entry for entry in plan.entries if entry.how == COPIED]
+    with Files() as files, ThreadPoolExecutor(2) as pool:
+        equal = pool.map(lambda entry: _are_bytes_equal(entry.source, entry.out, files), untouched)
+        for entry, is_equal in zip(untouched, equal, strict=True):
+            size = entry.source.end - entry.source.start
+            proof.untouched += 1
+            proof.untouched_bytes += size
+            advance(size)
+            if not is_equal:
+                proof.deviations.append(f"{entry.out.key} is not byte-equal to the base's, though not adapted")
+
+
+def _are_bytes_equal(before: Stored, after: Stored, files: Files) -> bool:
+    size = before.end - before.start
+    for skip in range(0, size, COMPARED_BYTES):
+        bytes_before = bytearray(min(COMPARED_BYTES, size - skip))
+        bytes_after = bytearray(len(bytes_before))
+        files.read(before, skip, memoryview(bytes_before))
+        files.read(after, skip, memoryview(bytes_after))
+        if bytes_before != bytes_after:
             return False
     return True
 
 
+@dataclass
+class Sums:
+    """Sums over the sampled values of one parameter."""
+
+    elements: int = 0
+    over: int = 0  # values further from W + s BA than allowed
+    worst: float = 0.0  # the largest distance, in units of what is allowed
+    change: float = 0.0  # (s BA) squared
+    kept: float = 0.0  # (merged - base) x s BA
+    noise: float = 0.0  # the variance that dithered rounding may add to `kept`
+
+
 def _prove_touched(proof: Proof, base: Base, deltas: Deltas, merged: Base, adapter: Path) -> None:
     """Compare sampled rows of every tensor that was rounded anew, because of the adapter or of a new dtype."""
-    others = {parameter.name: parameter for parameter in merged.parameters}
-    places = [{stored.key: stored.file for stored in each.stored()} for each in (base, merged)]
-    all_wanted = all_found = 0.0
+    merged_parameters = {parameter.name: parameter for parameter in merged.parameters}
+    files_before = {stored.key: stored.file for stored in base.stored()}
+    files_after = {stored.key: stored.file for stored in merged.stored()}
+    change = kept = 0.0
     for parameter in base.parameters:
-        name, delta, other = parameter.name, deltas.by_name.get(parameter.name), others[parameter.name]
-        if delta is None and {p.stored.dtype for p in parameter.pieces} == {p.stored.dtype for p in other.pieces}:
+        delta = deltas.by_name.get(parameter.name)
+        after = merged_parameters[parameter.name]
+        if delta is None and _list_dtypes(parameter) == _list_dtypes(after):
             continue
-        proof.touched += 1
-        disk, disk_merged = Disk(places[0], base.block), Disk(places[1], base.block)
-        # Sums of delta squared, of (merged - base) x delta, and of the variance that dithered rounding may add to the
-        # latter.
-        wanted = found = noise = 0.0
-        over, worst = 0, 0.0
+        disk_before = Disk(files_before, base.block)
+        disk_after = Disk(files_after, base.block)
         with safe_open(adapter, framework="pt") as opened:
             expected = Expected(delta, opened)
-        for sample in sample_boxes(parameter.shape, name):
-            row = (*sample[:-1], (0, parameter.shape[-1])) if sample else sample  # full rows: DoRA needs their length
-            for piece, new in zip(parameter.pieces, other.pieces, strict=True):
-                shared = intersect(row, locate_piece(piece))
-                if shared is None:
-                    continue
-                shape = [stop - start for start, stop in shared]
-                before = disk.values(piece, shared)[0].double().reshape(shape)
-                got = disk_merged.values(new, shared)[0].double().reshape(shape)
-                exact, size = expected.values(before, shared)
-                step = allowed_rounding_error(exact, new.stored.dtype, disk_merged, new, shared)
-                off, allowed = (exact - got).abs(), step + SLACK * size
-                bad = (off > allowed) | ~got.isfinite()
-                over += int(bad.sum())
-                worst = max(worst, *(off / allowed)[bad].tolist(), 0.0)
-                proof.elements += got.numel()
-                if delta is not None:
-                    change = exact - before
-                    wanted += float((change * change).sum())
-                    found += float(((got - before) * change).sum())
-                    noise += float((change * step).square().sum()) / 4 if DTYPES[new.stored.dtype] in FORMATS else 0.0
-        if over:
-            proof.deviations.append(f"{name} is not W + s BA: {over} sampled values, {worst:.3g} x allowed")
-        if not wanted:
-            continue
-        # FP8 steps are larger than an adapter's changes: only sums over many values show whether it is there.
-        kept, explained = found / wanted, 6 * math.sqrt(noise) / wanted
-        if proof.least_kept is None or kept < proof.least_kept[1]:
-            proof.least_kept = (name, kept)
-        if noise and not abs(kept - 1) <= 0.05 + explained:
-            least, most = 1 - explained, 1 + explained
-            problem = f"{name} holds {kept:.2f} of its adapter, and rounding explains {least:.2f} to {most:.2f}"
-            proof.deviations.append(problem)
-        all_wanted, all_found = all_wanted + wanted, all_found + found
-    proof.kept = all_found / all_wanted if all_wanted else None
+        sums = _sum_samples(parameter, after, expected, disk_before, disk_after)
+        proof.touched += 1
+        proof.elements += sums.elements
+        if sums.over:
+            text = f"{parameter.name} is not W + s BA: {sums.over} sampled values, {sums.worst:.3g} x allowed"
+            proof.deviations.append(text)
+        if sums.change:
+            _prove_kept(proof, parameter.name, sums)
+            change += sums.change
+            kept += sums.kept
+    proof.kept = kept / change if change else None
+
+
+def _list_dtypes(parameter: Parameter) -> set[str]:
+    return {piece.stored.dtype for piece in parameter.pieces}
+
+
+def _sum_samples(parameter: Parameter, after: Parameter, expected: Expected, disk: Disk, disk_after: Disk) -> Sums:
+    """Compare sampled rows of one parameter with the expected values."""
+    sums = Sums()
+    for sample in sample_boxes(parameter.shape, parameter.name):
+        row = (*sample[:-1], (0, parameter.shape[-1])) if sample else sample  # full rows: DoRA needs their length
+        for piece, merged_piece in zip(parameter.pieces, after.pieces, strict=True):
+            box = intersect(row, locate_piece(piece))
+            if box is None:
+                continue
+            shape = [stop - start for start, stop in box]
+            before = disk.values(piece, box)[0].double().reshape(shape)
+            merged = disk_after.values(merged_piece, box)[0].double().reshape(shape)
+            exact, size = expected.values(before, box)
+            step = allowed_rounding_error(exact, merged_piece.stored.dtype, disk_after, merged_piece, box)
+            error = (exact - merged).abs()
+            allowed = step + SLACK * size
+            over = (error > allowed) | ~merged.isfinite()
+            sums.elements += merged.numel()
+            sums.over += int(over.sum())
+            sums.worst = max(sums.worst, *(error / allowed)[over].tolist(), 0.0)
+            if expected.delta is None:
+                continue
+            change = exact - before
+            sums.change += float((change * change).sum())
+            sums.kept += float(((merged - before) * change).sum())
+            if DTYPES[merged_piece.stored.dtype] in FORMATS:
+                sums.noise += float((change * step).square().sum()) / 4
+    return sums
+
+
+def _prove_kept(proof: Proof, name: str, sums: Sums) -> None:
+    """Check that a parameter holds its adapter. FP8 steps are larger than an adapter's changes: only sums over many
+    values show whether it is there."""
+    kept = sums.kept / sums.change
+    if proof.least_kept is None or kept < proof.least_kept[1]:
+        proof.least_kept = (name, kept)
+    explained = 6 * math.sqrt(sums.noise) / sums.change
+    if sums.noise and not abs(kept - 1) <= 0.05 + explained:
+        explained_range = f"{1 - explained:.2f} to {1 + explained:.2f}"
+        proof.deviations.append(f"{name} holds {kept:.2f} of its adapter, and rounding explains {explained_range}")
 
 
 class Expected:
@@ -170,31 +217,39 @@ class Expected:
 
     def __init__(self, delta: Delta | None, opened: Any) -> None:
         self.delta = delta
-        stored = {name: getattr(delta, name, None) for name in ("a", "b", "magnitude", "replaced")}
-        self.factors = {name: opened.get_tensor(each.key).double() for name, each in stored.items() if each is not None}
+        self.factors: dict[str, Tensor] = {}
+        for name in ("a", "b", "magnitude", "replaced"):
+            stored = getattr(delta, name, None)
+            if stored is not None:
+                self.factors[name] = opened.get_tensor(stored.key).double()
 
     def values(self, base: Tensor, box: Box) -> tuple[Tensor, Tensor]:
         """Return the merged values of full rows before rounding, and the size of the terms."""
         if self.delta is None:
             return base, base.abs()
         if "replaced" in self.factors:
-            given = self.factors["replaced"][tuple(slice(*extent) for extent in box)].reshape(base.shape)
-            return given, given.abs()
-        a, b, scale = self.factors["a"], self.factors["b"], self.delta.scale
+            new = self.factors["replaced"][tuple(slice(*extent) for extent in box)].reshape(base.shape)
+            return new, new.abs()
+        a = self.factors["a"]
+        b = self.factors["b"]
         if len(box) == 3:  # "o r e, e r i -> e o i"
-            expert, experts = box[0][0], self.delta.experts
-            rank = a.shape[0] // experts
-            b = b[:, [r * experts + expert for r in range(rank)]]
-            a = a[expert * rank : (expert + 1) * rank]
+            expert = box[0][0]
+            experts = self.delta.experts
+            r = a.shape[0] // experts
+            b = b[:, [index * experts + expert for index in range(r)]]
+            a = a[expert * r : (expert + 1) * r]
         if self.delta.parameter.transposed:  # "o r e, e r i -> e i o"
             a, b = b.T, a.T
         (top, bottom), (left, right) = box[-2:]
-        a, b = a[:, left:right], b[top:bottom]
+        a = a[:, left:right]
+        b = b[top:bottom]
+        scale = self.delta.scale
         value = base + (b @ a * scale).view(base.shape)
         size = base.abs() + (b.abs() @ a.abs() * abs(scale)).view(base.shape)
         if "magnitude" in self.factors:
             factor = self.factors["magnitude"].reshape(-1)[top] / torch.linalg.norm(value)
-            value, size = value * factor, size * factor
+            value = value * factor
+            size = size * factor
         return value, size
 
 
@@ -225,8 +280,9 @@ def compare_logits(base: Base, source: AdapterSource, to: Path) -> dict[str, Any
     Everything runs in float32 on exactly the stored values, so the difference is the merge's alone. Rounding is
     harmless while it is small compared with what the adapter itself changes.
     """
-    needed, free = 4 * base.total, read_free_memory()
-    if needed > SHARE_OF_MEMORY * free:
+    needed = 4 * base.total
+    free = read_free_memory()
+    if needed > FLOAT32_SHARE * free:
         return {"skipped": f"the model needs {needed / GIB:.1f} GiB in float32, and {free / GIB:.1f} GiB are free"}
     rows = sample_rows(source.run_folder, base.dims["vocab"])
     plain, adapted = compute_both_logits(open_adapter(load_float32(base), source.folder), rows)
@@ -234,23 +290,31 @@ def compare_logits(base: Base, source: AdapterSource, to: Path) -> dict[str, Any
     merged_base = read_base(to)
     merged = compute_logits(load_float32(merged_base), rows)
     record: dict[str, Any] = {"same_top_token": float((adapted.argmax(-1) == merged.argmax(-1)).float().mean())}
-    for prefix, other in (("", merged), ("adapter_", plain)):  # the adapter's own change, for comparison
-        worst = (adapted - other).abs().amax(-1)
-        record[f"{prefix}kl"] = kl_divergence(adapted, other)
-        record |= {f"{prefix}max_difference": float(worst.max()), f"{prefix}median_difference": float(worst.median())}
+    for prefix, logits in (("", merged), ("adapter_", plain)):  # the adapter's own change, for comparison
+        by_token = (adapted - logits).abs().amax(-1)
+        record[f"{prefix}kl"] = kl_divergence(adapted, logits)
+        record[f"{prefix}max_difference"] = float(by_token.max())
+        record[f"{prefix}median_difference"] = float(by_token.median())
     # At a tie between two experts the last bit of a weight decides where a token goes, and its logits jump: with
     # experts the median token is judged, not the worst.
-    judged, name = ("median_difference", "median token") if "experts" in base.dims else ("max_difference", "largest")
-    dtype = max({p.stored.dtype for each in merged_base.parameters for p in each.pieces}, key=list(BOUNDS).index)
+    judged_key = "max_difference"
+    judged = "largest"
+    if "experts" in base.dims:
+        judged_key = "median_difference"
+        judged = "median token"
+    dtypes = {piece.stored.dtype for parameter in merged_base.parameters for piece in parameter.pieces}
+    dtype = max(dtypes, key=list(BOUNDS).index)
+    kl_bound, difference_bound = BOUNDS[dtype]
     over = []
-    for key, bound, what, (least, share) in (
-        ("kl", "bound_kl", "KL", BOUNDS[dtype][0]),
-        (judged, "bound_difference", f"the difference of the {name}", BOUNDS[dtype][1]),
+    for key, bound_key, title, (least, share) in (
+        ("kl", "bound_kl", "KL", kl_bound),
+        (judged_key, "bound_difference", f"the difference of the {judged}", difference_bound),
     ):
-        record[bound] = max(least, share * record[f"adapter_{key}"])
-        if not record[key] <= record[bound]:
-            over.append(f"{what} is {record[key]:.3g}, over {record[bound]:.3g}")
-    record |= {"judged": name, "dtype": dtype, "rows": list(rows.shape)}
+        bound = max(least, share * record[f"adapter_{key}"])
+        record[bound_key] = bound
+        if not record[key] <= bound:
+            over.append(f"{title} is {record[key]:.3g}, over {bound:.3g}")
+    record |= {"judged": judged, "dtype": dtype, "rows": list(rows.shape)}
     if over:
         record["deviation"] = (
             f"the logits of base + adapter and merged differ: {', '.join(over)}; "

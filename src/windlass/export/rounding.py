@@ -35,7 +35,7 @@ from windlass.weights.reading import (
     to_float32,
 )
 
-AT_ONCE: Final = 2**20  # elements: 4 MiB in float32, a few of them alive per worker
+BLOCK_VALUES: Final = 2**20  # merged at a time: 4 MiB in float32, a few of them alive per worker
 
 # (bits of the mantissa, exponent of the smallest normal value, largest value)
 FORMATS: Final = {
@@ -43,7 +43,8 @@ FORMATS: Final = {
     torch.float8_e5m2: (2, -14, 57344.0),
 }
 # Powers of 1 / plastic number: the additive sequence that fills a square most evenly (R2, Roberts 2018).
-ROW, COLUMN = 0.7548776662466927, 0.5698402909980532
+ROW: Final = 0.7548776662466927
+COLUMN: Final = 0.5698402909980532
 
 
 def iter_row_blocks(shape: Sequence[int], side: int) -> Iterator[Box]:
@@ -52,8 +53,11 @@ def iter_row_blocks(shape: Sequence[int], side: int) -> Iterator[Box]:
         yield tuple((0, size) for size in shape)
         return
     rows, columns = shape[-2:]
-    step = max(1, AT_ONCE // max(1, columns) // side) * side
-    for outer in [((i, i + 1),) for i in range(shape[0])] if len(shape) == 3 else [()]:
+    step = max(1, BLOCK_VALUES // max(1, columns) // side) * side
+    matrices: list[Box] = [()]
+    if len(shape) == 3:
+        matrices = [((i, i + 1),) for i in range(shape[0])]
+    for outer in matrices:
         for start in range(0, rows, step):
             yield (*outer, (start, min(rows, start + step)), (0, columns))
 
@@ -62,54 +66,65 @@ class MergedTensor:
     """The merged values of one stored tensor."""
 
     def __init__(self, piece: Piece, factors: Factors | None, files: Files, block: Sequence[int]) -> None:
-        self.piece, self.factors, self.files, self.block = piece, factors, files, block
-        self.scale = None if piece.scale is None or piece.packed else read_scale(piece.scale, files)[0]
+        self.piece = piece
+        self.factors = factors
+        self.files = files
+        self.block = block
+        self.scale: Tensor | None = None
+        if piece.scale is not None and not piece.packed:
+            self.scale, _ = read_scale(piece.scale, files)
 
     def blocks(self) -> Iterator[Box]:
-        packed, shape = self.piece.packed, self.piece.shape
-        return iter_row_blocks(
-            shape, shape[-2] if packed and packed.transposed else self.block[0]
-        )  # whole rows of its file
+        side = self.block[0]
+        if self.piece.packed and self.piece.packed.transposed:
+            side = self.piece.shape[-2]  # whole rows of its file
+        return iter_row_blocks(self.piece.shape, side)
 
     def values(self, box: Box, unit: Tensor | None = None) -> Tensor:
         """Return a block's values in float32, divided by `unit`, a scale, if given."""
-        stored, factors = self.piece.stored, self.factors
+        shape = self.piece.stored.shape
         outer = len(self.piece.offset) - len(box)  # an expert's matrix is a slice of the fused parameter
         inside = (*((0, 1),) * outer, *box)
         place = tuple((start + at, stop + at) for (start, stop), at in zip(inside, self.piece.offset, strict=True))
-        if self.piece.packed:
-            values = torch.empty([stop - start for start, stop in place])
-            with ThreadPoolExecutor(1) as pool:
-                fill_parameter(values, [start for start, _ in place], [self.piece], self.files, self.block, pool)
-            values = values.view([stop - start for start, stop in box])
-        else:
-            codes = torch.empty([stop - start for start, stop in box], dtype=DTYPES[stored.dtype])
-            read_box(stored, box, codes, self.files)
-            values = to_float32(codes)
-        scale = None if self.scale is None else expand_scale(self.scale, stored.shape, box, self.block)
-        per = None if unit is None else expand_scale(unit, stored.shape, box, self.block)
-        if scale is not None:  # their ratio is a power of two: exact
-            values = values * (scale if per is None else torch.where(scale == 0, 0.0, scale / per))
+        scale = None if self.scale is None else expand_scale(self.scale, shape, box, self.block)
+        if unit is not None:
+            unit = expand_scale(unit, shape, box, self.block)
+        values = self._read_base(box, place)
+        if scale is not None and unit is not None:  # their ratio is a power of two: exact
+            values = values * torch.where(scale == 0, 0.0, scale / unit)
+        elif scale is not None:
+            values = values * scale
+        factors = self.factors
         if factors is None:
             return values
-
-        def in_units(true: Tensor) -> Tensor:
-            return true if per is None else torch.where(per == 0, 0.0, true / per)  # a block of zeros has the scale 0
-
         if factors.delta.replaced is not None:
-            return in_units(factors.a[tuple(slice(*extent) for extent in place)].reshape(values.shape))
-        expert, rows = (place[0][0] if len(place) == 3 else 0), place[-2]
-        values += in_units(factors.rows(expert, *rows).view(values.shape))
+            new = factors.a[tuple(slice(*extent) for extent in place)].reshape(values.shape)
+            return _in_units(new, unit)
+        expert = place[0][0] if len(place) == 3 else 0
+        rows = place[-2]
+        values += _in_units(factors.rows(expert, *rows).view(values.shape), unit)
         if factors.magnitude is not None:  # a ratio of two lengths, taken in true units
-            length = torch.linalg.norm(values if per is None else values * per, dim=-1, keepdim=True)
-            values *= factors.magnitude[slice(*rows)].unsqueeze(-1) / length
+            true = values if unit is None else values * unit
+            values *= factors.magnitude[slice(*rows)].unsqueeze(-1) / torch.linalg.norm(true, dim=-1, keepdim=True)
         return values
+
+    def _read_base(self, box: Box, place: Box) -> Tensor:
+        """Return the base's values; those in 8 bits without their scale. `place`: the box in the whole parameter."""
+        size = [stop - start for start, stop in box]
+        if not self.piece.packed:
+            codes = torch.empty(size, dtype=DTYPES[self.piece.stored.dtype])
+            read_box(self.piece.stored, box, codes, self.files)
+            return to_float32(codes)
+        values = torch.empty([stop - start for start, stop in place])
+        with ThreadPoolExecutor(1) as pool:
+            fill_parameter(values, [start for start, _ in place], [self.piece], self.files, self.block, pool)
+        return values.view(size)
 
     def new_scale(self) -> Tensor:
         """Return the base's scale, doubled as often as the peak of its block needs."""
         assert self.piece.scale is not None
         assert self.scale is not None
-        largest = FORMATS[DTYPES[self.piece.stored.dtype]][2]
+        _, _, largest = FORMATS[DTYPES[self.piece.stored.dtype]]
         unit = torch.where(self.scale == 0, 1.0, self.scale)
         peaks = torch.zeros_like(unit)
         for box in self.blocks():
@@ -137,6 +152,11 @@ class MergedTensor:
         peaks.copy_(torch.maximum(peaks, values))
 
 
+def _in_units(values: Tensor, unit: Tensor | None) -> Tensor:
+    """Divide by a scale, if there is one: a block of zeros has the scale 0."""
+    return values if unit is None else torch.where(unit == 0, 0.0, values / unit)
+
+
 def round_to(values: Tensor, dtype: torch.dtype, key: str, box: Box) -> Tensor:
     """Round once, to the nearest value; FP8 codes with dither."""
     return encode_fp8(values, dtype, make_dither(key, box)) if dtype in FORMATS else values.to(dtype)
@@ -157,7 +177,7 @@ def make_dither(key: str, box: Box) -> Tensor:
     outer = box[0][0] if len(box) == 3 else 0
     digest = hashlib.sha256(f"{key}:{outer}".encode()).digest()
     start = int.from_bytes(digest[:6], "big") / 2**48
-    (top, bottom), (left, right) = box[-2:] if len(box) > 1 else ((0, 1), box[0])
+    (top, bottom), (left, right) = ((0, 1), *box)[-2:]
     rows = (torch.arange(top, bottom, dtype=torch.float64) * ROW + start).frac().float()
     columns = (torch.arange(left, right, dtype=torch.float64) * COLUMN).frac().float()
     return (rows.unsqueeze(-1) + columns).frac_().reshape([stop - start for start, stop in box])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from windlass.export.merge import Advance
-
 LOG_SECONDS = 30  # between lines in a log
+Say = Callable[[str], None]
+Advance = Callable[[int], None]  # bytes done since the last call
+ShowProgress = Callable[[str, int], AbstractContextManager[Advance]]  # stage, its bytes
 
 
 def print_line(text: str) -> None:
@@ -29,17 +30,21 @@ def show_progress(stage: str, size: int) -> Iterator[Advance]:
             task = bar.add_task(f"{stage:<9}", total=size)
             yield lambda count: bar.advance(task, count)
         return
-    lock, began = Lock(), time.monotonic()
-    done, logged = 0, began
+    lock = Lock()
+    began = time.monotonic()
+    logged = began
+    done = 0
 
     def advance(count: int) -> None:
         nonlocal done, logged
         with lock:
             done += count
             now = time.monotonic()
-            if done and now - logged >= LOG_SECONDS:
-                logged, rate = now, done / (now - began)
-                left = (size - done) / rate / 60
-                print_line(f"{stage:<9} {done / size:.0%} at {rate / 2**20:,.0f} MiB/s, {left:.0f} min left")
+            if not done or now - logged < LOG_SECONDS:
+                return
+            logged = now
+            rate = done / (now - began)
+            minutes = (size - done) / rate / 60
+            print_line(f"{stage:<9} {done / size:.0%} at {rate / 2**20:,.0f} MiB/s, {minutes:.0f} min left")
 
     yield advance

@@ -38,11 +38,12 @@ def choose_adapter(path: Path) -> AdapterSource:
         raise UserError("no such folder", str(path), "name a run folder, or a folder that holds an adapter")
     run_folder: Path | None = None
     if (path / CONFIG).is_file():
-        folder, why = path, "the folder that was named"
+        folder = path
+        why = "the folder that was named"
         parents = (path.resolve().parent, path.resolve().parent.parent)  # run/final, run/checkpoints/step-N
         run_folder = next((parent for parent in parents if "run" in read_json(parent / MANIFEST)), None)
     elif (path / MANIFEST).is_file():
-        folder, why = _best(path)
+        folder, why = _choose_best(path)
         run_folder = path
     else:
         hint = f"a run folder contains {MANIFEST}; an adapter's folder {CONFIG}, as PEFT and windlass write it"
@@ -56,13 +57,14 @@ def choose_adapter(path: Path) -> AdapterSource:
     return AdapterSource(folder, why, config, run_folder, read_json(run_folder / MANIFEST) if run_folder else {})
 
 
-def _best(run: Path) -> tuple[Path, str]:
+def _choose_best(run: Path) -> tuple[Path, str]:
     """Return the undamaged checkpoint with the lowest evaluation loss; without evaluations the run's final adapter."""
-    state = {folder: find_damage(folder) for folder in list_checkpoints(run / CHECKPOINTS)}
-    intact = [folder for folder, damage in state.items() if not damage]
-    skipped = "".join(f"; skipped {folder.name}: {damage}" for folder, damage in state.items() if damage)
-    losses = [loss for folder in intact if math.isfinite(loss := read_eval_loss(folder))]
-    if lowest := find_best(intact):
+    damage_by_folder = {folder: find_damage(folder) for folder in list_checkpoints(run / CHECKPOINTS)}
+    intact = [folder for folder, damage in damage_by_folder.items() if not damage]
+    skipped = "".join(f"; skipped {folder.name}: {damage}" for folder, damage in damage_by_folder.items() if damage)
+    lowest = find_best(intact)
+    if lowest:
+        losses = [loss for loss in map(read_eval_loss, intact) if math.isfinite(loss)]
         return lowest, f"lowest evaluation loss of {len(losses)} saved: {min(losses):.4f} at {lowest.name}{skipped}"
     if (run / FINAL / CONFIG).is_file():
         return run / FINAL, f"the run's last step: no intact checkpoint was evaluated{skipped}"
@@ -78,19 +80,19 @@ def find_local_base(source: AdapterSource, base: str | None = None) -> Base | No
     name = base or source.config.get("base_model_name_or_path")
     if not name or not (base or Path(name).exists()):  # an export names its base, not a folder
         return None
-    found = find_base(name, "--base" if base else str(source.folder / CONFIG))
-    return found if found.path else None
+    local = find_base(name, "--base" if base else str(source.folder / CONFIG))
+    return local if local.path else None
 
 
 def require_local_base(source: AdapterSource, base: str | None = None) -> Base:
     """Return the same, or raise an error."""
-    found = find_local_base(source, base)
-    if found is None:
-        name = base or source.config.get("base_model_name_or_path")
-        what = f"the weights of the base model {name} are not on this machine" if name else "it names no base model"
-        where = "--base" if base else str(source.folder / CONFIG)
-        raise UserError(what, where, "name the folder that holds its weights: --base DIR")
-    return found
+    local = find_local_base(source, base)
+    if local is not None:
+        return local
+    name = base or source.config.get("base_model_name_or_path")
+    problem = f"the weights of the base model {name} are not on this machine" if name else "it names no base model"
+    where = "--base" if base else str(source.folder / CONFIG)
+    raise UserError(problem, where, "name the folder that holds its weights: --base DIR")
 
 
 def public_base_name(source: AdapterSource, base: str | None, given: str | None) -> str:

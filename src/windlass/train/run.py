@@ -35,6 +35,7 @@ from windlass.ranks import collectives as group
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.ranks.supervisor import remove_accelerate_settings, set_allocator
 from windlass.run_folder import (
+    BASE_MODEL,
     CHECKPOINTS,
     DATA,
     FINAL,
@@ -70,7 +71,7 @@ from windlass.train.parallel import assert_sharded, get_device
 from windlass.train.samples import Samples, read_prompts
 from windlass.train.sync import ReplicaGroups
 from windlass.train.trackers import Trackers
-from windlass.weights.same_base import RECORD, describe_base, describe_files, describe_quantization, read_forward_config
+from windlass.weights.same_base import describe_base, describe_files, describe_quantization, read_forward_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -191,7 +192,7 @@ def save_final(
                 if number := re.search(r"os error (\d+)", str(error)):
                     raise OSError(int(number[1]), os.strerror(int(number[1])), str(final / "tokenizer.json")) from None
                 raise
-            write_json(partial / RECORD, base | describe_files(partial))
+            write_json(partial / BASE_MODEL, base | describe_files(partial))
             commit_dir(partial, final)
     except OSError as error:
         error.filename = str(error.filename or final).replace(str(partial), str(final))

@@ -17,7 +17,7 @@ from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.model import Base, Stored
 from windlass.model.files import DIGEST, PUBLISHED
-from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, MANIFEST
+from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, BASE_MODEL, MANIFEST
 from windlass.settings import (
     CONVERTED_VALUES,
     LOADER_THREADS,
@@ -25,7 +25,6 @@ from windlass.settings import (
 from windlass.weights.digest import digest_box, format_digest
 from windlass.weights.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, read_box, split_box
 
-RECORD: Final = "base_model.json"  # next to adapter_config.json; PEFT ignores it
 FETCH_AGAIN: Final = "remove {folder}, then `windlass fetch RUN` again"
 FLAG: Final = "--allow-other-base"
 # Keys of an adapter's configuration that users may change.
@@ -123,7 +122,7 @@ def describe_quantization(found: Mapping[str, Any]) -> str:
 def read_recorded_base(adapter: Path) -> dict[str, Any]:
     """Return what is recorded next to an adapter about the base it was trained on; empty for adapters made
     elsewhere."""
-    found = read_json(adapter / RECORD) or read_json(adapter / MANIFEST)
+    found = read_json(adapter / BASE_MODEL) or read_json(adapter / MANIFEST)
     keys = ("base_name", "base_digest", "base_config", "other_base", "base_quantisation")
     return {key: found[key] for key in keys if found.get(key)}
 

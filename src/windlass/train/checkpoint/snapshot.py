@@ -33,10 +33,10 @@ from windlass.errors import RunError, UserError
 from windlass.files import read_json
 from windlass.model.targets import ExpertShard, ExpertShards, view_by_expert
 from windlass.ranks.collectives import all_gather, get_rank
-from windlass.run_folder import ADAPTER, MANIFEST, read_manifest
+from windlass.run_folder import ADAPTER, BASE_MODEL, MANIFEST, read_manifest
 from windlass.train.checkpoint.folder import find_damage, seal_checkpoint
 from windlass.train.parallel import reshard, shard_like
-from windlass.weights.same_base import RECORD, describe_files
+from windlass.weights.same_base import describe_files
 
 if TYPE_CHECKING:
     from windlass.train.loop import Loop
@@ -212,9 +212,9 @@ def require_intact(adapter: Path) -> None:
     """Refuse an adapter that was damaged or changed since it was saved, or that has non-finite values."""
     damage = find_damage(adapter) if (adapter / MANIFEST).is_file() else ""
     sealed_by = MANIFEST
-    recorded = read_json(adapter / RECORD).get("files")
+    recorded = read_json(adapter / BASE_MODEL).get("files")
     if recorded:
-        sealed_by = RECORD
+        sealed_by = BASE_MODEL
         now = describe_files(adapter)["files"]
         changed = [name for name, digest in recorded.items() if now.get(name) != digest]
         damage = f"{', '.join(changed)}: not what was written" if changed else ""

@@ -1,0 +1,142 @@
+"""Export an adapter alone, in PEFT's format: as saved or in 16 bits, with its base's name instead of a path."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from windlass.errors import UserError
+from windlass.export.card import write_card
+from windlass.export.deltas import read_deltas
+from windlass.export.folder import ADAPTER, claim_folder
+from windlass.export.screen import Say
+from windlass.export.source import CONFIG, WEIGHTS, AdapterSource, find_local_base, require_local_base
+from windlass.files import write_json
+from windlass.model import Base
+from windlass.run_folder import BASE_MODEL, FINAL
+from windlass.train.checkpoint.snapshot import save_tensors
+from windlass.train.wrapped import inner_name, outer_name, rename_config, rename_keys
+from windlass.weights.same_base import describe_files, describe_quantization, read_recorded_base
+
+OUTPUT_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# The adapter's files that are needed to use it. Optimizer, scheduler and random state belong to the run.
+COMPANIONS: Final = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "*.model")
+
+
+def export_adapter(
+    source: AdapterSource,
+    to: Path,
+    *,
+    base_folder: str | None,
+    base_name: str,
+    dtype: str | None,
+    model_class: str | None,
+    say: Say,
+) -> dict[str, Any]:
+    """Write and prove the adapter; return what export.json records."""
+    # 1. If the base is available, the adapter must fit it.
+    base = require_local_base(source, base_folder) if base_folder else find_local_base(source)
+    if base is None:
+        say("base      not on this machine: the adapter's names and shapes are not checked against it")
+    else:
+        say(f"base      {base.name}: {len(read_deltas(source, base).by_name)} of its parameters are adapted")
+    openers = list_model_classes(base, model_class)
+    if dtype is not None and dtype not in OUTPUT_DTYPES:
+        raise UserError(f"an adapter can't be written as {dtype!r}", "--dtype", f"one of {', '.join(OUTPUT_DTYPES)}")
+
+    # 2. Write.
+    claim_folder(source, base.path if base else None, to, ADAPTER)
+    config = {**source.config, "base_model_name_or_path": base_name, "inference_mode": True}
+    saved = load_file(source.weights)
+    tensors = saved
+    if base and base.wrapper:
+        rename = inner_name if openers[0] == base.family.causal_lm else partial(outer_name, place=base.wrapper.place)
+        config |= rename_config(config, saved, rename)
+        tensors = rename_keys(saved, rename)
+        say(f"named     for {openers[0]}; for {openers[1]}: --for {openers[1]}")
+    # PEFT writes this list as a set, in varying order: sorted, two exports can be compared.
+    if isinstance(config.get("target_modules"), list):
+        config["target_modules"] = sorted(config["target_modules"])
+    write_json(to / CONFIG, config)
+    if dtype:
+        tensors = {key: tensor.to(OUTPUT_DTYPES[dtype]) for key, tensor in tensors.items()}
+    if dtype is None and tensors.keys() == saved.keys():
+        shutil.copyfile(source.weights, to / WEIGHTS)
+    else:
+        save_tensors(tensors, to / WEIGHTS, {"format": "pt"})
+    for companion in _find_companions(source):
+        shutil.copyfile(companion, to / companion.name)
+    recorded = read_recorded_base(source.folder)
+    if recorded:
+        write_json(to / BASE_MODEL, recorded | describe_files(to))
+    trained_on = describe_quantization(recorded.get("base_quantisation", {}))
+    if trained_on:
+        say(f"trained   on the base in {trained_on}")
+    write_card(
+        source,
+        to,
+        base_name,
+        merged=False,
+        dtype=dtype,
+        other_base=recorded.get("other_base", ""),
+        trained_on=trained_on,
+        openers=openers,
+        place=base.wrapper.place if base and base.wrapper else "",
+    )
+
+    # 3. Open it again: the same tensors, each the one that was saved.
+    deviations = [*_compare_tensors(tensors, load_file(to / WEIGHTS))]
+    if not deviations:
+        say(f"proven    opened again: every tensor present, {'rounded once' if dtype else 'byte-equal'}")
+    return {
+        "dtype": dtype,
+        "opened_by": openers[:1],
+        "base_digest": recorded.get("base_digest"),
+        "other_base": recorded.get("other_base", ""),
+        "deviations": deviations,
+    }
+
+
+def list_model_classes(base: Base | None, wanted: str | None) -> list[str]:
+    """Return the classes of transformers that open the adapter: the one it is named for, and a wrapper's other one."""
+    if base is None:
+        if wanted:
+            problem = "the names of its modules follow from the base model, which is not on this machine"
+            raise UserError(problem, "--for", "name the folder that holds it: --base DIR")
+        return []
+    classes = [base.family.causal_lm]
+    if base.wrapper:
+        classes.insert(0, base.wrapper.architecture)
+    if wanted and wanted not in classes:
+        raise UserError(f"{base.name} is no {wanted}", "--for", f"known: {', '.join(classes)}")
+    return sorted(classes, key=lambda name: name != wanted)
+
+
+def _find_companions(source: AdapterSource) -> list[Path]:
+    """Return the tokenizer's files: of the adapter's folder, or else of the run's final adapter."""
+    folders = [source.folder]
+    if source.run_folder:
+        folders.append(source.run_folder / FINAL)
+    for folder in folders:
+        companions = {path for pattern in COMPANIONS for path in folder.glob(pattern)}
+        if companions:
+            return sorted(companions)
+    return []
+
+
+def _compare_tensors(expected: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield what is wrong with each tensor that is not bit-equal to the expected one, or not finite."""
+    for key in sorted(expected.keys() | written.keys()):
+        before = expected.get(key)
+        after = written.get(key)
+        if before is None or after is None or before.dtype != after.dtype or not torch.equal(before, after):
+            yield f"{key} is not what was saved"
+        elif not bool(after.isfinite().all()):
+            yield f"{key} is not finite"

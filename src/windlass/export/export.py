@@ -1,0 +1,98 @@
+"""Export an adapter, alone or merged into its base."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from windlass import __version__
+from windlass.errors import RunError, UserError
+from windlass.export.adapter import export_adapter
+from windlass.export.folder import ADAPTER, EXPORT, MERGED
+from windlass.export.merge import merge_adapter
+from windlass.export.screen import Say, ShowProgress, show_progress
+from windlass.export.source import choose_adapter, public_base_name
+from windlass.files import write_json
+from windlass.train.checkpoint.snapshot import require_intact
+
+SHOWN: Final = 8  # deviations in an error; export.json lists all
+OUT_OF_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """The result of an export."""
+
+    folder: Path
+    kind: str  # adapter or merged
+    base: str
+    record: dict[str, Any]
+
+
+def export(
+    path: Path,
+    to: Path,
+    *,
+    merge: bool = False,
+    dtype: str | None = None,
+    base: str | None = None,
+    called: str | None = None,
+    model_class: str | None = None,
+    workers: int | None = None,
+    allow_other_base: bool = False,
+    say: Say = print,
+    progress: ShowProgress = show_progress,
+) -> ExportResult:
+    """Write and prove. `base`: the base's folder, `called`: its name; by default the adapter gives both. `model_class`:
+    the class on which an adapter for a multimodal model is to be opened.
+
+    A deviation is raised after everything is written: nothing is deleted.
+    """
+    source = choose_adapter(path)
+    say(f"adapter   {source.folder}: {source.why}")
+    require_intact(source.folder)
+    name = public_base_name(source, base, called)
+    kind = MERGED if merge else ADAPTER
+    record: dict[str, Any] = {
+        "windlass": __version__,
+        "kind": kind,
+        "base": name,
+        "adapter": source.folder.name,
+        "why": source.why,
+        "run": source.run_folder.name if source.run_folder else None,
+    }
+    try:
+        if merge:
+            if model_class:
+                raise UserError("a merged model has its base's class", "--for", "leave it out")
+            record |= merge_adapter(
+                source,
+                to,
+                base_folder=base,
+                base_name=name,
+                dtype=dtype,
+                workers=workers,
+                allow_other_base=allow_other_base,
+                say=say,
+                progress=progress,
+            )
+        else:
+            record |= export_adapter(
+                source, to, base_folder=base, base_name=name, dtype=dtype, model_class=model_class, say=say
+            )
+        write_json(to / EXPORT, record)
+    except OSError as error:
+        problem = f"{error.filename or to} can't be written: {error.strerror or error}"
+        if error.errno in OUT_OF_SPACE:
+            raise RunError(problem, f"--to {to}", "make room and repeat the command") from None
+        raise UserError(problem, f"--to {to}", "check that the folder can be written, and has room") from None
+    deviations = record["deviations"]
+    if deviations:
+        problem = f"the export is not base + adapter: {'; '.join(deviations[:SHOWN])}"
+        if len(deviations) > SHOWN:
+            problem += f"; and {len(deviations) - SHOWN} more"
+        hint = f"nothing was deleted, {to / EXPORT} lists all; don't use it: export into a new folder"
+        raise RunError(problem, str(to), hint)
+    return ExportResult(to, kind, name, record)

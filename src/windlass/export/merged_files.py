@@ -1,0 +1,284 @@
+"""The files of a merged model: planned from headers alone, then written in small blocks, several files at a time.
+
+config.json is written last, so an interrupted merge does not open as a model; the same command starts it over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from threading import Event
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from windlass.errors import Problem, UserError, raise_all
+from windlass.export.deltas import Deltas
+from windlass.export.rounding import MergedTensor, round_to
+from windlass.export.screen import Advance
+from windlass.files import flush_to_disk, write_atomic
+from windlass.hardware import count_usable_cpus
+from windlass.model import Base, Piece, Stored
+from windlass.model.family import ACTIVATIONS
+from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, SINGLE
+from windlass.model.packed import BLOCKS
+from windlass.weights.reading import DTYPES, NEEDS_SCALE, DamagedError, Files
+
+# Dtypes of a merged model.
+OWN: Final = "own"
+BF16: Final = "bf16"
+FP8: Final = "fp8"
+# How a tensor of a merged model is made.
+COPIED: Final = "copied"
+MERGED: Final = "merged"
+CONVERTED: Final = "converted"
+RESCALED: Final = "rescaled"
+ALIGNMENT: Final = 8  # alignment of a header, as safetensors writes it
+COPIED_BYTES: Final = 2**22  # copied at a time
+# Not copied: weights in any other form, into which the adapter is not merged, and what points servers to them.
+LEFT_OUT: Final = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.index.json"),
+    *("params.json", "README.md", ".*"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MergedEntry:
+    """One tensor of the merged model."""
+
+    out: Stored
+    source: Stored  # its tensor in the base
+    how: str  # COPIED, MERGED, CONVERTED or RESCALED
+    parameter: str = ""
+    piece: Piece | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MergePlan:
+    """All files to write, and what happens to the rest of the base's folder."""
+
+    dtype: str
+    headers: dict[Path, bytes]  # headers of the files to write, with their eight bytes of length
+    entries: tuple[MergedEntry, ...]
+    dropped: tuple[str, ...]  # tensors of the base that the new dtype does not need
+    config: bytes
+    index: bytes | None
+    others: tuple[Path, ...]  # files that are copied unchanged
+    left_out: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.headers.values())) + sum(entry.out.end - entry.out.start for entry in self.entries)
+
+
+def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
+    """Plan what is written, or raise if the base can't be written in that dtype. Files keep their names."""
+    assert base.path is not None
+    sources = sorted({s.key: s for s in base.stored()}.values(), key=lambda s: (s.file.name, s.start, s.key))
+    raise_all(list(_find_unsupported(base, sources, dtype)))
+
+    # 1. Each tensor: copied, merged, converted, rescaled or dropped.
+    entries, dropped = _plan_tensors(base, sources, deltas, dtype)
+
+    # 2. The files: headers, config.json and index are byte-equal to the base's, unless a tensor's dtype changes.
+    headers = {to / file.name: _read_header(file) for file in {entry.source.file: None for entry in entries}}
+    entries = [replace(entry, out=replace(entry.out, file=to / entry.source.file.name)) for entry in entries]
+    config = (base.path / CONFIG).read_bytes()
+    index = None if (base.path / SINGLE).is_file() else (base.path / INDEX).read_bytes()
+    if dropped or any(entry.out.dtype != entry.source.dtype for entry in entries):
+        headers, entries = _lay_out(entries)
+        config = _convert_config(config)
+        if index is not None:
+            index = _make_index(entries)
+
+    # 3. The rest of the base's folder.
+    others = [path for path in sorted(base.path.iterdir()) if path.name not in (CONFIG, SINGLE, INDEX)]
+    others = [path for path in others if path.is_file()]
+    left_out = [path for path in others if any(path.match(pattern) for pattern in LEFT_OUT)]
+    return MergePlan(
+        dtype=OWN if dtype == FP8 else dtype,
+        headers=headers,
+        entries=tuple(entries),
+        dropped=tuple(dropped),
+        config=config,
+        index=index,
+        others=tuple(path for path in others if path not in left_out),
+        left_out=tuple(p.name for p in left_out if not p.match("model*.safetensors") and p.name[0] != "."),
+    )
+
+
+def _plan_tensors(
+    base: Base, sources: Sequence[Stored], deltas: Deltas, dtype: str
+) -> tuple[list[MergedEntry], list[str]]:
+    """Return what becomes of each of the base's tensors, and the names of those that are dropped."""
+    weights: dict[str, tuple[str, Piece]] = {}
+    scales: dict[str, tuple[str, Piece]] = {}
+    for parameter in base.parameters:
+        for piece in parameter.pieces:
+            weights[piece.stored.key] = (parameter.name, piece)
+            scales |= {scale.key: (parameter.name, piece) for scale in piece.tensors[1:]}
+    entries: list[MergedEntry] = []
+    dropped: list[str] = []
+    for stored in sources:
+        key = stored.key
+        if key in weights:
+            name, piece = weights[key]
+            out = stored
+            if dtype == BF16:
+                out_key = key.removesuffix(BLOCKS) if piece.packed else key
+                out = replace(stored, key=out_key, dtype="BF16", shape=piece.shape)
+            how = COPIED if out.dtype == stored.dtype else CONVERTED
+            if name in deltas.by_name:
+                how = MERGED
+            entries.append(MergedEntry(out, stored, how, name, piece))
+        elif dtype == BF16 and (key in scales or (scales and base.unread.get(stored) == ACTIVATIONS)):
+            dropped.append(key)
+        elif key in scales and scales[key][0] in deltas.by_name:
+            entries.append(MergedEntry(stored, stored, RESCALED, *scales[key]))
+        else:
+            entries.append(MergedEntry(stored, stored, COPIED))
+    return entries, dropped
+
+
+def _read_header(file: Path) -> bytes:
+    """Return a file's header with its eight bytes of length."""
+    with file.open("rb") as opened:
+        length = opened.read(LENGTH)
+        return length + opened.read(struct.unpack("<Q", length)[0])
+
+
+def _convert_config(config: bytes) -> bytes:
+    """Return config.json of the model in bfloat16."""
+    settings: dict[str, Any] = json.loads(config)
+    for section in (settings, settings.get("text_config") or {}):
+        section.pop("quantization_config", None)
+        section.update({name: "bfloat16" for name in ("dtype", "torch_dtype") if name in section})
+    return (json.dumps(settings, indent=2) + "\n").encode()
+
+
+def _make_index(entries: Sequence[MergedEntry]) -> bytes:
+    table = {
+        "metadata": {"total_size": sum(entry.out.end - entry.out.start for entry in entries)},
+        "weight_map": {entry.out.key: entry.out.file.name for entry in entries},
+    }
+    return (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iterator[Problem]:
+    if dtype not in (OWN, BF16, FP8):
+        yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", "bf16, or fp8")
+    packed = next((piece for p in base.parameters for piece in p.pieces if piece.packed), None)
+    if packed and dtype != BF16:
+        problem = f"{base.name} is stored in 4 bits ({packed.stored.key}): what an adapter adds would be rounded away"
+        yield Problem(problem, "--merge", "add --dtype bf16: the merged model has 16 bits; or leave --merge out")
+    elif dtype == FP8 and not any(stored.dtype in NEEDS_SCALE for stored in sources):
+        problem = f"{base.name} is not quantized, and --dtype fp8 re-applies the base's own quantization"
+        yield Problem(problem, "--dtype", "leave --dtype out, and quantize it afterwards with a server's own tool")
+    vision = [stored.key for stored in base.unread if stored.dtype in NEEDS_SCALE]
+    if dtype == BF16 and vision:
+        problem = f"quantized tensors outside of the language model ({len(vision)}): {vision[0]}"
+        yield Problem(problem, "--dtype", "leave --dtype out, and they are kept as they are")
+
+
+def _lay_out(entries: Sequence[MergedEntry]) -> tuple[dict[Path, bytes], list[MergedEntry]]:
+    """Return new headers, and the entries at their new places in the files."""
+    headers: dict[Path, bytes] = {}
+    placed: list[MergedEntry] = []
+    for file, group in itertools.groupby(entries, key=lambda entry: entry.out.file):
+        in_file = list(group)
+        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for entry in in_file:
+            start = end
+            end += prod(entry.out.shape) * BITS[entry.out.dtype] // 8
+            shape = list(entry.out.shape)
+            table[entry.out.key] = {"dtype": entry.out.dtype, "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % ALIGNMENT)
+        headers[file] = struct.pack("<Q", len(text)) + text
+        for entry in in_file:
+            start, end = (len(headers[file]) + offset for offset in table[entry.out.key]["data_offsets"])
+            placed.append(replace(entry, out=replace(entry.out, start=start, end=end)))
+    return headers, placed
+
+
+def write_merge(
+    plan: MergePlan, base: Base, deltas: Deltas, to: Path, advance: Advance, workers: int | None = None
+) -> None:
+    """Write everything that is planned; config.json, which makes it a model, is last."""
+    files = Files()
+    stop = Event()
+    scales: dict[str, Tensor] = {}  # new scales of FP8 weights: a scale may be in another file than its weight
+
+    def write_file(path: Path) -> None:
+        """Write tensors one after another, without gaps, as the format requires."""
+        with path.open("wb") as opened:
+            opened.write(plan.headers[path])
+            for entry in plan.entries:
+                if entry.out.file != path:
+                    continue
+                for block in _iter_bytes(entry, base, deltas, files, scales):
+                    if stop.is_set():
+                        return
+                    opened.write(block)
+                    advance(len(block))
+
+    # Writing more than a few files at a time only makes the disk seek.
+    workers = workers or max(1, min(len(plan.headers), count_usable_cpus(), 4))
+    with files, deltas.files, ThreadPoolExecutor(workers) as pool:
+        try:
+            for _ in pool.map(write_file, plan.headers):
+                pass
+        except DamagedError as error:
+            raise UserError(str(error), str(to), "fetch the base model again, then repeat the command") from None
+        finally:
+            stop.set()  # after an error or a signal the others end at their next block
+    for path in plan.others:
+        shutil.copyfile(path, to / path.name)
+    if plan.index is not None:
+        write_atomic(to / INDEX, plan.index)
+    flush_to_disk(to)
+    write_atomic(to / CONFIG, plan.config)
+    flush_to_disk(to / CONFIG)
+
+
+def _iter_bytes(
+    entry: MergedEntry, base: Base, deltas: Deltas, files: Files, scales: dict[str, Tensor]
+) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in order. `scales`: the new scales by weight, which are added as they are computed."""
+    if entry.how == COPIED:
+        size = entry.source.end - entry.source.start
+        for skip in range(0, size, COPIED_BYTES):
+            copied = memoryview(bytearray(min(COPIED_BYTES, size - skip)))
+            files.read(entry.source, skip, copied)
+            yield copied
+        return
+    assert entry.piece is not None
+    factors = None if entry.how == CONVERTED else deltas.factors(entry.parameter)
+    tensor = MergedTensor(entry.piece, factors, files, base.block)
+    scale: Tensor | None = None
+    if entry.how == RESCALED or entry.out.dtype in NEEDS_SCALE:
+        key = entry.piece.stored.key
+        if key not in scales:
+            scales[key] = tensor.new_scale()
+        scale = scales[key]
+    if entry.how == RESCALED:
+        assert scale is not None
+        yield _view_bytes(scale.reshape(entry.out.shape))
+        return
+    unit = None if scale is None else scale.float()
+    for box in tensor.blocks():
+        values = tensor.values(box, unit)
+        yield _view_bytes(round_to(values, DTYPES[entry.out.dtype], entry.out.key, box))
+
+
+def _view_bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
