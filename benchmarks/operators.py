@@ -66,7 +66,7 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
     from windlass.train.kernels.lora_linear import fuse_layers
     from windlass.train.load import load_base
     from windlass.train.lora import attach_adapter
-    from windlass.train.run import make_loop, open_base_tokenizer
+    from windlass.train.run import Session, make_loop, open_base_tokenizer
 
     plan = planning.make_plan(runfile.read_run_file(run))
     here = Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -75,16 +75,16 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
     peft = attach_adapter(model, plan.run.lora, plan.adapter, 0)
     data = prepare_data(plan.run, tokenizer)
     out = plan.folder
-    arguments: Any = (Console(quiet=True), StopSignal(), BackgroundReport(out), {}, 0)
-    loop = make_loop(plan, here, peft, data, tokenizer, *arguments)
-    loop.adapters = fuse_layers(loop.causal_lm, torch.bfloat16, always=fused)
+    session = Session(here, Console(quiet=True), StopSignal(), BackgroundReport(out))
+    loop = make_loop(plan, session, peft, data, tokenizer, facts={}, debug_freq=0)
+    loop.model.adapters = fuse_layers(loop.model.causal_lm, torch.bfloat16, always=fused)
     vars(on_cpu)["is_on_cpu"] = lambda _: not fused
     loop.watch.report = lambda: None
     counting = Counting()
     train_step, mark, update, end_step = (
         loop.train_step,
         loop.recorder.mark,
-        loop.optimizer.step,
+        loop.updater.optimizer.step,
         loop.recorder.end_step,
     )
 
@@ -116,7 +116,7 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
         (loop, "train_step", step),
         (loop.recorder, "mark", marked),
         (loop.recorder, "end_step", recorded),
-        (loop.optimizer, "step", updated),
+        (loop.updater.optimizer, "step", updated),
     ):
         setattr(owner, name, replacement)
     with loop.watch:

@@ -100,12 +100,12 @@ class Bench:
 
         from windlass.observe.background import BackgroundReport
         from windlass.ranks.rank import Rank, StopSignal
-        from windlass.train.run import make_loop
+        from windlass.train.run import Session, make_loop
 
         self.turn += 1
-        console, report = Console(quiet=True), BackgroundReport(self.folder)
+        session = Session(Rank(), Console(quiet=True), StopSignal(), BackgroundReport(self.folder))
         self.plan.run.train.__dict__["output_dir"] = str(self.folder / f"out-{self.turn}")
-        loop = make_loop(self.plan, Rank(), self.model, self.data, self.tokenizer, console, StopSignal(), report, {}, 0)
+        loop = make_loop(self.plan, session, self.model, self.data, self.tokenizer, facts={}, debug_freq=0)
         loop.watch.report = lambda: None
 
         def train() -> None:

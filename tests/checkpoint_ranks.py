@@ -56,7 +56,7 @@ def emptied(loop: Loop) -> None:
 
 def spoilt(loop: Loop) -> None:
     """Turn the adapter against what it has learned, on all ranks alike."""
-    for parameter in loop.replicas.parameters:
+    for parameter in loop.updater.replicas.parameters:
         parameter.data.mul_(-3)
 
 

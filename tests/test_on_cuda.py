@@ -35,9 +35,9 @@ from windlass.ranks.rank import Rank, StopSignal
 from windlass.train import parallel
 from windlass.train.kernels import lora_linear as fused
 from windlass.train.liveness import Liveness
-from windlass.train.loop import Loop
 from windlass.train.lora import attach_adapter
-from windlass.train.run import make_loop, open_base_tokenizer
+from windlass.train.run import Session, make_loop, open_base_tokenizer
+from windlass.train.step import StepSums
 from windlass.weights import quantized
 
 pytestmark = [
@@ -150,20 +150,20 @@ def test_step_makes_no_unexpected_gpu_calls(
 @pytest.mark.parametrize(
     ("planted", "seen"),
     [
-        (lambda self, loss, *_: loss.item(), "waits"),
-        (lambda self, loss, *_: loss.cpu(), "waits"),
-        (lambda self, loss, *_: loss.expand(2, 2) @ loss.expand(2, 2), "wide"),
-        (lambda self, loss, *_: loss.expand(2)[torch.zeros(2, dtype=torch.long)], "mixed"),
+        (lambda loss: loss.item(), "waits"),
+        (lambda loss: loss.cpu(), "waits"),
+        (lambda loss: loss.expand(2, 2) @ loss.expand(2, 2), "wide"),
+        (lambda loss: loss.expand(2)[torch.zeros(2, dtype=torch.long)], "mixed"),
     ],
 )
 def test_planted_faults_are_detected(planted: Any, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_sums = Loop._local_sums
+    pack = StepSums.pack
 
-    def faulty(self: Loop, *given: Any) -> Tensor:
-        planted(self, *given)
-        return own_sums(self, *given)
+    def faulty(sums: StepSums, rank: int, world: int) -> Tensor:
+        planted(sums.loss)
+        return pack(sums, rank, world)
 
-    monkeypatch.setattr(Loop, "_local_sums", faulty)
+    monkeypatch.setattr(StepSums, "pack", faulty)
     found = getattr(steps_of("llama", "resident", "bf16", tmp_path, monkeypatch), seen)
     assert any(where.endswith("loop.py train_step") for where in found - Counter(WAITS)), found
 
@@ -194,12 +194,12 @@ def steps_of(family: str, layout: str, dtype: str, folder: Path, monkeypatch: py
             model.requires_grad_(False)
             peft = attach_adapter(model, plan.run.lora, plan.adapter, 0)
             parallel.assert_sharded(peft, plan.layout)
-            arguments: Any = (Console(quiet=True), StopSignal(), BackgroundReport(out), {}, 0)
-            loop = make_loop(plan, Rank(0, 0, world), peft, data, tokenizer, *arguments)
-        assert loop.adapters.groups
-        micro_batches = loop.batches.train(0, loop.accumulation, loop.steps_per_epoch)
-        real = [list(itertools.islice(micro_batches, loop.accumulation)) for _ in range(STEPS)]
-        loop.causal_lm.train()
+            session = Session(Rank(0, 0, world), Console(quiet=True), StopSignal(), BackgroundReport(out))
+            loop = make_loop(plan, session, peft, data, tokenizer, facts={}, debug_freq=0)
+        assert loop.model.adapters.groups
+        micro_batches = loop.batches.train(0, loop.length)
+        real = [list(itertools.islice(micro_batches, loop.length.accumulation)) for _ in range(STEPS)]
+        loop.model.causal_lm.train()
         loop.watch.report = lambda: None
         with loop.watch, contextlib.closing(loop.recorder), fake, gpu:
             loop.recorder.start(0)

@@ -28,7 +28,7 @@ from windlass.runfile import Train
 from windlass.runfile.names import OPTIMIZERS as NAMES
 from windlass.runfile.names import SCHEDULES
 from windlass.train import optimizer
-from windlass.train.batches import ROW, SOURCE, Batch, Batches, Collate
+from windlass.train.batches import ROW, SOURCE, Batch, Batches, Collate, RunLength
 from windlass.train.loss import patch_forward
 
 
@@ -43,7 +43,7 @@ def batches(count: int, micro: int, world: int, rank: int, step: int, *, stream:
 
 
 def taken(of: Batches, step: int, accumulation: int, per_epoch: int | None, count: int) -> list[Batch]:
-    found = of.train(step, accumulation, per_epoch)
+    found = of.train(step, RunLength(0, per_epoch, accumulation))
     return [next(found) for _ in range(count)]
 
 

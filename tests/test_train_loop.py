@@ -87,8 +87,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
         data = run.prepare_on_all_ranks(plan, tokenizer, console, WriteGuard(print))
         model, _ = load_base(plan.base, plan.layout, **run.describe_precision(plan))
         adapted = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
-        report = BackgroundReport(folder)
-        return run.make_loop(plan, Rank(), adapted, data, tokenizer, console, StopSignal(), report, {}, None)
+        session = run.Session(Rank(), console, StopSignal(), BackgroundReport(folder))
+        return run.make_loop(plan, session, adapted, data, tokenizer, facts={})
 
     yield made
     for number, handler in handlers.items():
@@ -130,14 +130,14 @@ def test_schedule_free_optimizers_save_their_evaluation_weights(
     def create(train: Any, named: Any, _steps: int) -> Halved:
         return Halved([parameter for _, parameter in named if parameter.requires_grad], lr=train.learning_rate)
 
-    monkeypatch.setattr("windlass.train.loop.create_optimizer", create)
+    monkeypatch.setattr("windlass.train.step.create_optimizer", create)
     settings = {"lr_scheduler_type": "constant", "eval_strategy": "no"}
     loop = make(**settings)
     train_step, trained = loop.train_step, dict[int, float]()
 
     def step(micro_batches: Any) -> Any:
         done = train_step(micro_batches)
-        trained[loop.step] = sum(float(p.detach().abs().sum()) for p in loop.replicas.parameters)
+        trained[loop.step] = sum(float(p.detach().abs().sum()) for p in loop.updater.replicas.parameters)
         return done
 
     loop.train_step = step  # type: ignore[method-assign]
@@ -146,10 +146,10 @@ def test_schedule_free_optimizers_save_their_evaluation_weights(
         saved = adapter(tmp_path / "run" / "checkpoints" / f"step-{number}")
         assert sum(float(t.abs().sum()) for t in saved.values()) == pytest.approx(trained[number] / 2)
     last = adapter(tmp_path / "run" / "checkpoints" / "step-4")
-    assert all(torch.equal(last[name], tensor) for name, tensor in adapter_state(loop.model).items())
+    assert all(torch.equal(last[name], tensor) for name, tensor in adapter_state(loop.model.peft).items())
     resumed = make(**settings)
     resumed.run(tmp_path / "run" / "checkpoints" / "step-2")
-    assert all(torch.equal(last[name], tensor) for name, tensor in adapter_state(resumed.model).items())
+    assert all(torch.equal(last[name], tensor) for name, tensor in adapter_state(resumed.model.peft).items())
 
 
 def test_slow_checkpoint_has_the_log_of_its_own_step(
@@ -304,7 +304,7 @@ def test_update_uses_the_clipped_gradient(make: Make, tmp_path: Path, limit: flo
     """By its norm: without momentum an update is the learning rate times the gradient."""
     plain = {"optim": "sgd", "weight_decay": "0", "lr_scheduler_type": "constant"}
     loop = make(max_grad_norm=str(limit), max_steps="1", **plain)
-    trained = [p for p in loop.model.parameters() if p.requires_grad]
+    trained = [p for p in loop.model.peft.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in trained]
     loop.run()
     (line,) = read_json_lines(tmp_path / "run" / "steps-rank0.jsonl")
@@ -341,7 +341,7 @@ def test_without_a_compiler_layers_run_eagerly_and_the_reason_is_printed(
     text = console.export_text()
     assert "layers run eagerly on all ranks" in text
     assert "/nonexistent" in text
-    assert loop.compiled is None
+    assert loop.model.compiled is None
     assert losses(loop) == losses(eager)  # what was tried has changed nothing
 
 
@@ -355,7 +355,7 @@ def test_compiled_layers_equal_eager_and_resume_exactly(
     (eager := make(output_dir=str(tmp_path / "eager"))).run()
     console = printed(loop := make(compile="true"))
     loop.run()
-    assert loop.compiled, console.export_text()
+    assert loop.model.compiled, console.export_text()
     assert "proven equal to eager" in console.export_text()
     assert losses(loop) == pytest.approx(losses(eager), rel=1e-5)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -363,7 +363,7 @@ def test_compiled_layers_equal_eager_and_resume_exactly(
     torch._dynamo.reset()
     resumed = make(compile="true")
     resumed.run(checkpoints / "step-2")
-    assert resumed.compiled
+    assert resumed.model.compiled
     again = adapter(checkpoints / "step-4")
     assert all(torch.equal(again[name], whole[name]) for name in whole)
 
@@ -372,6 +372,6 @@ def test_compiled_layers_equal_eager_and_resume_exactly(
     limited = make(compile="true")
     console = printed(limited)
     limited.run()
-    assert limited.compiled is None
+    assert limited.model.compiled is None
     assert "FailOnRecompileLimitHit" in console.export_text()
     assert losses(limited) == pytest.approx(losses(eager), rel=1e-5)

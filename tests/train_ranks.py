@@ -48,7 +48,7 @@ class At:
         self.step, self.rank, self.act = step, rank, act
 
     def plant(self, loop: Loop) -> None:
-        if loop.replicas.world > self.rank == rank():
+        if loop.updater.replicas.world > self.rank == rank():
             before(loop, "train_step", lambda: self.act(loop) if loop.step + 1 == self.step else None)
 
 
@@ -69,7 +69,7 @@ def rank() -> int:
 
 def not_a_number(loop: Loop) -> None:
     """Return NaN once, in the next forward of this rank."""
-    head = loop.model.get_base_model().model.norm
+    head = loop.model.causal_lm.model.norm
 
     def poison(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         handle.remove()
@@ -80,18 +80,18 @@ def not_a_number(loop: Loop) -> None:
 
 def overflow(loop: Loop) -> None:
     """A gradient that is finite on each rank, and infinite once the ranks' are summed."""
-    average = loop.replicas.average
+    average = loop.updater.replicas.average
 
     def averaged(sums: torch.Tensor) -> torch.Tensor:
-        loop.replicas.average = average  # type: ignore[method-assign]
-        loop.replicas.gradients()[0].fill_(3e38)
+        loop.updater.replicas.average = average  # type: ignore[method-assign]
+        loop.updater.replicas.gradients()[0].fill_(3e38)
         return average(sums)
 
-    loop.replicas.average = averaged  # type: ignore[method-assign]
+    loop.updater.replicas.average = averaged  # type: ignore[method-assign]
 
 
 def drift(loop: Loop) -> None:
-    loop.replicas.parameters[3].data[0, 0] += 1e-7
+    loop.updater.replicas.parameters[3].data[0, 0] += 1e-7
 
 
 def terminate(_loop: Loop) -> None:
@@ -100,18 +100,18 @@ def terminate(_loop: Loop) -> None:
 
 def detach(loop: Loop) -> None:
     """A frozen path: layer 0's shared expert no longer reaches the loss."""
-    module = loop.model.get_base_model().model.layers[0].mlp.shared_experts
+    module = loop.model.causal_lm.model.layers[0].mlp.shared_experts
     module.register_forward_hook(lambda _module, _args, output: output.detach())
 
 
 def slow(loop: Loop) -> None:
     """Slow down this rank's attention; the others wait for its weights, or its experts' tokens."""
-    loop.causal_lm.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: time.sleep(0.15))
+    loop.model.causal_lm.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: time.sleep(0.15))
 
 
 def twice(loop: Loop) -> None:
     """All ranks begin with the part of rank 0."""
-    for parameter in loop.replicas.split:
+    for parameter in loop.updater.replicas.split:
         torch.distributed.broadcast(parameter.data, 0)
 
 
@@ -119,41 +119,41 @@ def averaged_over(groups: Any) -> Callable[[Loop], None]:
     """Average the gradient of a rank's own experts with those of others' ([None]: all), or with nobody's."""
 
     def plant(loop: Loop) -> None:
-        average, alike = loop.replicas.average, loop.replicas.alike
+        average, alike = loop.updater.replicas.average, loop.updater.replicas.alike
 
         def averaged(sums: torch.Tensor) -> torch.Tensor:
-            loop.replicas.alike = groups
+            loop.updater.replicas.alike = groups
             found = average(sums)
-            loop.replicas.alike = alike
+            loop.updater.replicas.alike = alike
             return found
 
-        loop.replicas.average = averaged  # type: ignore[method-assign]
+        loop.updater.replicas.average = averaged  # type: ignore[method-assign]
 
     return plant
 
 
 def each_time(loop: Loop) -> None:
     """Reshard weights after every micro-batch."""
-    loop.kept_gathered = []
+    loop.model.kept_gathered = []
 
 
 def a_wait_for_each(loop: Loop) -> None:
     """Read a value from the device after every micro-batch."""
-    original = loop.causal_lm.forward
+    original = loop.model.causal_lm.forward
 
     def forward(**inputs: Any) -> Any:
         loss = original(**inputs)
         float(loss)
         return loss
 
-    loop.causal_lm.forward = forward
+    loop.model.causal_lm.forward = forward
 
 
 class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the collectives of one optimizer step, bytes gathered, and where the loop reads the device's values."""
 
     WAITS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
-    HERE = ("loop.py", "loss.py", "sync.py", "liveness.py", "train_ranks.py")
+    HERE = ("loop.py", "step.py", "loss.py", "sync.py", "liveness.py", "train_ranks.py")
 
     def __init__(self, step: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -229,8 +229,10 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         seen["placements"] = placements(arguments[2])
         loop = seen["loop"] = original(*arguments, **others)
         if case.get("fused"):  # as on a GPU
-            loop.adapters = fuse_layers(loop.causal_lm, torch.bfloat16 if loop.train.bf16 else None, always=True)
-            assert loop.adapters.groups
+            loop.model.adapters = fuse_layers(
+                loop.model.causal_lm, torch.bfloat16 if loop.train.bf16 else None, always=True
+            )
+            assert loop.model.adapters.groups
         watched.plant(loop)
         for name in case.get("faults", []):
             FAULTS[name].plant(loop)
@@ -267,7 +269,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     loop = seen.pop("loop", None)  # it is compiled still if no layer had to run eagerly
     seen |= {
-        "compiled": bool(loop and loop.compiled),
+        "compiled": bool(loop and loop.model.compiled),
         "collectives": watched.names,
         "gathered": watched.gathered,
         "waits": watched.waits,

@@ -42,13 +42,13 @@ def plant(loop: Loop, act: Callable[[Loop, int], None]) -> None:
 def sleeper(loop: Loop, step: int) -> None:
     """Slow in forward."""
     if step == 1:
-        loop.causal_lm.register_forward_pre_hook(lambda *_: time.sleep(0.15))
+        loop.model.causal_lm.register_forward_pre_hook(lambda *_: time.sleep(0.15))
 
 
 def poison(loop: Loop, step: int) -> None:
     """One batch whose gradient is a thousand times too large."""
     if step == 23:
-        norm = loop.model.get_base_model().model.norm
+        norm = loop.model.causal_lm.model.norm
 
         def blown(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
             handle.remove()
@@ -72,12 +72,12 @@ def rising(loop: Loop, step: int) -> None:
             grown[0] *= 1.15
             return output * grown[0]
 
-        loop.model.get_base_model().model.norm.register_forward_hook(grow)
+        loop.model.causal_lm.model.norm.register_forward_hook(grow)
 
 
 def blown_up(loop: Loop, step: int) -> None:
     if step == 6:
-        norm = loop.model.get_base_model().model.norm
+        norm = loop.model.causal_lm.model.norm
 
         def nan(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
             handle.remove()

@@ -81,7 +81,11 @@ class Recorder:
         rates: Rates | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        self.folder, self.rank, self.device, self.unit = folder, rank, torch.device(device), unit
+        self.folder = folder
+        self.rank = rank
+        self.ranks = ranks
+        self.device = torch.device(device)
+        self.unit = unit
         self.sample_every = sample_every
         self.unwritten = WriteGuard(lambda text: print(f"rank {rank}: {text}", file=sys.stderr, flush=True))
         self.latest: dict[str, Any] = {}  # the last record written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
@@ -18,6 +19,7 @@ from windlass.data.packing import to_numpy
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
 from windlass.ranks import collectives as group
+from windlass.runfile import Train
 
 FILL: Final = -1  # row number of the filler that completes the last step; it has no supervised tokens
 ROW: Final = "row"
@@ -139,13 +141,34 @@ class Batches:
         options = {"collate_fn": self.collate, "num_workers": self.workers, **self.options}
         return iter(DataLoader(rows, batch_sampler=dealt.tolist(), **options))
 
-    def train(self, step: int, accumulation: int, steps_per_epoch: int | None) -> Iterator[Batch]:
+    def train(self, step: int, length: RunLength) -> Iterator[Batch]:
         """Yield micro-batches of epoch after epoch, starting after optimizer step `step`."""
-        first, done = (0, step) if steps_per_epoch is None else divmod(step, steps_per_epoch)
-        assert self.round_rows == accumulation * self.micro * self.world
+        first, done = (0, step) if length.steps_per_epoch is None else divmod(step, length.steps_per_epoch)
+        assert self.round_rows == length.accumulation * self.micro * self.world
         for number in itertools.count(first):
             yield from self.epoch(number, done)
             done = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """The number of optimizer steps of a run."""
+
+    total: int
+    steps_per_epoch: int | None  # unknown for a stream
+    accumulation: int  # micro-batches per step
+
+    @classmethod
+    def of(cls, train: Train, batches: Batches, accumulation: int) -> Self:
+        steps_per_epoch = None if batches.order is None else len(batches)
+        epochs = math.ceil(train.num_train_epochs * (steps_per_epoch or 1))
+        return cls(train.max_steps if train.max_steps > 0 else epochs, steps_per_epoch, accumulation)
+
+    def epoch(self, step: int) -> float:
+        return step / (self.steps_per_epoch or self.total)
+
+    def ends_epoch(self, step: int) -> bool:
+        return self.steps_per_epoch is not None and step % self.steps_per_epoch == 0
 
 
 class RowError(UserError):

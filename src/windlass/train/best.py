@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from peft import PeftModel
 from windlass.data.prepare import prepare_data
 from windlass.errors import UserError
 from windlass.files import write_json
+from windlass.plan import Plan
 from windlass.ranks import collectives as group
 from windlass.ranks.rank import Rank
 from windlass.run_folder import BASES, CHECKPOINTS
@@ -31,9 +32,6 @@ from windlass.train.loss import patch_forward
 from windlass.train.parallel import get_device
 from windlass.train.run import create_process_group, describe_precision, open_base_tokenizer, require_device
 from windlass.weights.same_base import read_recorded_base, require_same_base
-
-if TYPE_CHECKING:
-    from windlass.plan import Plan
 
 BASE: Final = "base model"  # without an adapter, as the reference
 NOISE: Final = 1.96  # standard errors: 95 % of a normal distribution

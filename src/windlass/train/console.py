@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from rich.console import Console
@@ -22,13 +22,11 @@ from rich.text import Text
 
 from windlass.observe.counters import describe_machine
 from windlass.observe.steps import format_clock
+from windlass.plan import Plan
 from windlass.ranks.rank import Rank
 from windlass.run_folder import LIBRARIES, read_versions
+from windlass.train.step import Step
 from windlass.variables import find_unread
-
-if TYPE_CHECKING:
-    from windlass.plan import Plan
-    from windlass.train.loop import Step
 
 LABEL, LOG_WIDTH = 10, 80  # width of the header's labels; line width of a log that is no terminal
 WINDOW: Final = 20  # steps over which speed and time left are averaged

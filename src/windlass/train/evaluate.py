@@ -3,64 +3,98 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from windlass.observe.recorder import Recorder
+from windlass.ranks import collectives as group
+from windlass.ranks.rank import StopSignal
+from windlass.train.batches import Batches
+from windlass.train.console import Progress
 from windlass.train.loss import SourceLosses
-from windlass.train.optimizer import is_metric_scheduler
-
-if TYPE_CHECKING:
-    from windlass.train.loop import Loop
+from windlass.train.samples import Samples
+from windlass.train.step import Number, TrainedModel
 
 
-def evaluate(loop: Loop) -> bool:
-    """Compute the mean loss of the validation rows. A stop signal interrupts it; the evaluation then stays due."""
-    assert loop.validation is not None
-    began = time.monotonic()
-    loop.causal_lm.eval()
-    loop.set_optimizer_mode("eval")
-    by_set = SourceLosses(loop.validation.names, loop.device, torch.float64)
-    # Loss, correct first choices, entropy, tokens; interruptions; then per data set.
-    sums = torch.zeros(5 + len(by_set.sums), dtype=torch.float64, device=loop.device)
-    requested = None  # a stop signal up to the previous batch: reading it then lets the device run ahead
-    with loop.adapters.unchanged():
-        for host_batch in loop.validation.epoch(0):
-            loop.recorder.mark("pause")
-            loop.progress.start_evaluation(loop.step)
-            with torch.no_grad(), loop.autocast:
-                figures = loop.causal_lm(**(inputs := host_batch.to(loop.device).inputs), per_token=True)
-            if by_set.names and "sources" in inputs:
-                by_set.add(inputs["sources"], figures[0])
-            counts = figures.new_tensor([host_batch.supervised, loop.stop_signal.received])
-            of_batch = torch.cat([figures.double().sum(1), counts.double(), by_set.take()])
-            if loop.replicas.world > 1:
-                dist.all_reduce(of_batch)
-            sums += of_batch
-            if requested is not None and bool(requested):  # an evaluation can outlast the grace period
-                break
-            requested = of_batch[4]
-    loop.causal_lm.train()
-    loss, right, entropy, tokens, interrupted, *of_sets = sums.tolist()
-    loop.stopped = loop.evaluation_due = interrupted > 0
-    if interrupted:
-        return False
-    loop.eval_loss = loss / max(tokens, 1)
-    if is_metric_scheduler(loop.train):
-        loop.scheduler.step(loop.eval_loss)
-    named = by_set.means(of_sets) if by_set.names else dict.fromkeys(loop.validation.names, loop.eval_loss)
-    metrics = {
-        "eval_loss": loop.eval_loss,
-        **{f"eval_{name}_loss": mean for name, mean in named.items()},
-        "eval_mean_token_accuracy": right / max(tokens, 1),
-        "eval_entropy": entropy / max(tokens, 1),
-        "eval_num_tokens": loop.tokens,
-        "eval_runtime": time.monotonic() - began,
-    }
-    loop.recorder.event("eval", loop.step, **metrics)
-    loop.progress.end_evaluation(loop.step, loop.eval_loss)
-    loop.log(metrics)
-    if loop.samples is not None:
-        loop.samples.generate(loop)
-    return True
+class EvaluationSums(NamedTuple):
+    """What an evaluation adds up over batches and ranks, in one vector of float64."""
+
+    loss: Number  # summed over supervised tokens, as the next two
+    correct: Number  # first choices that are the next token
+    entropy: Number
+    supervised: Number  # tokens
+    interrupted: Number  # ranks that received a signal
+    by_source: Any  # losses per data set, then tokens
+
+    @staticmethod
+    def pack(figures: Tensor, supervised: int, interrupted: bool, by_source: Tensor) -> Tensor:
+        """Return a batch's vector. figures: per token its loss, whether the first choice is correct, entropy."""
+        counts = figures.new_tensor([supervised, interrupted])
+        return torch.cat([figures.double().sum(1), counts.double(), by_source])
+
+    @classmethod
+    def unpack(cls, sums: Tensor | Sequence[float]) -> Self:
+        numbers = cls._fields.index("by_source")
+        return cls._make([*sums[:numbers], sums[numbers:]])
+
+
+@dataclass(eq=False)
+class Evaluator:
+    """Evaluates the model on the validation rows."""
+
+    batches: Batches
+    model: TrainedModel
+    stop_signal: StopSignal
+    recorder: Recorder
+    progress: Progress
+    samples: Samples | None = None  # prompts continued after an evaluation
+
+    def evaluate(self, step: int, tokens: int) -> dict[str, float] | None:
+        """Return the mean loss of the validation rows and more about them; None if a stop signal interrupted it.
+
+        tokens: those that were trained on up to this step.
+        """
+        began = time.monotonic()
+        model = self.model
+        model.causal_lm.eval()
+        losses = SourceLosses(self.batches.names, model.device, torch.float64)
+        size = EvaluationSums._fields.index("by_source") + len(losses.sums)
+        sums = torch.zeros(size, dtype=torch.float64, device=model.device)
+        requested = None  # a stop signal up to the previous batch: reading it then lets the device run ahead
+        with model.adapters.unchanged():
+            for host_batch in self.batches.epoch(0):
+                self.recorder.mark("pause")
+                self.progress.start_evaluation(step)
+                inputs = host_batch.to(model.device).inputs
+                with torch.no_grad(), model.autocast:
+                    figures = model.causal_lm(**inputs, per_token=True)
+                if losses.names and "sources" in inputs:
+                    losses.add(inputs["sources"], figures[0])
+                supervised = host_batch.supervised
+                vector = EvaluationSums.pack(figures, supervised, self.stop_signal.received, losses.take())
+                if group.get_world_size() > 1:
+                    dist.all_reduce(vector)
+                sums += vector
+                if requested is not None and bool(requested):  # an evaluation can outlast the grace period
+                    break
+                requested = EvaluationSums.unpack(vector).interrupted
+        model.causal_lm.train()
+        total = EvaluationSums.unpack(sums.tolist())
+        if total.interrupted:
+            return None
+        supervised = max(total.supervised, 1)
+        loss = total.loss / supervised
+        means = losses.means(total.by_source) if losses.names else dict.fromkeys(self.batches.names, loss)
+        return {
+            "eval_loss": loss,
+            **{f"eval_{name}_loss": mean for name, mean in means.items()},
+            "eval_mean_token_accuracy": total.correct / supervised,
+            "eval_entropy": total.entropy / supervised,
+            "eval_num_tokens": tokens,
+            "eval_runtime": time.monotonic() - began,
+        }

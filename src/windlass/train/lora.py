@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
@@ -19,14 +19,12 @@ from transformers import set_seed
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.targets import Adapter, ExpertShards
+from windlass.runfile import Lora
 from windlass.train.experts import experts
 from windlass.train.initial import NAME, init_from_weights
 from windlass.train.parallel import get_device, shard_like
 from windlass.train.wrapped import read_inner_config
 from windlass.weights.quantized import get_expert_shard, get_formats
-
-if TYPE_CHECKING:
-    from windlass.runfile import Lora
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -15,10 +15,8 @@ from transformers import get_scheduler
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
 from transformers.training_args import OptimizerNames
 
+from windlass.runfile import Train
 from windlass.runfile.names import EVALUATED_SCHEDULES
-
-if TYPE_CHECKING:
-    from windlass.runfile import Train
 
 # Parameters that no weight decay is applied to: transformers' trainer, get_decay_parameter_names.
 UNDECAYED: Final = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")

@@ -10,18 +10,21 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from peft import PeftModel
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from windlass.data.packing import Order
 from windlass.data.prepare import PreparedData, open_tokenizer, prepare_data
 from windlass.errors import SAVED, Problem, UserError
 from windlass.files import WriteGuard, commit_dir, write_json
@@ -31,6 +34,7 @@ from windlass.observe.flops import Rates
 from windlass.observe.recorder import Recorder
 from windlass.observe.watch import patrol
 from windlass.observe.watch.run import RunWatch
+from windlass.plan import Plan
 from windlass.ranks import collectives as group
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.ranks.supervisor import remove_accelerate_settings, set_allocator
@@ -47,7 +51,7 @@ from windlass.run_folder import (
     read_versions,
     update_manifest,
 )
-from windlass.train.batches import Batches, Collate
+from windlass.train.batches import Batches, Collate, RunLength
 from windlass.train.checkpoint.folder import find_intact_best
 from windlass.train.checkpoint.resume import (
     claim_run_folder,
@@ -61,26 +65,29 @@ from windlass.train.checkpoint.resume import (
 from windlass.train.checkpoint.saver import Saver
 from windlass.train.checkpoint.snapshot import load_adapter, save_adapter
 from windlass.train.console import Progress, make_console, print_header
-from windlass.train.kernels.on_cpu import patch_attention
-from windlass.train.liveness import Liveness
+from windlass.train.evaluate import Evaluator
 from windlass.train.load import load_base
 from windlass.train.loop import Loop
 from windlass.train.lora import DTYPES, attach_adapter
 from windlass.train.loss import router_loss_weight
 from windlass.train.parallel import assert_sharded, get_device
 from windlass.train.samples import Samples, read_prompts
-from windlass.train.sync import ReplicaGroups
+from windlass.train.step import TrainedModel, Updater
 from windlass.train.trackers import Trackers
 from windlass.weights.same_base import describe_base, describe_files, describe_quantization, read_forward_config
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from windlass.plan import Plan
-
-
 # Nodes differ: one may have the weights in its page cache, another read them from slow storage.
 LOADING_SECONDS = 2 * 3600
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a rank has from its start to its end."""
+
+    here: Rank
+    console: Console  # prints on rank 0 only
+    stop_signal: StopSignal
+    report: BackgroundReport  # report.html, written again after every checkpoint
 
 
 def train_rank(
@@ -90,7 +97,8 @@ def train_rank(
     job, folder = plan.run, plan.folder
 
     # 1. Connect to the other ranks; only rank 0 prints. All must be about to run the same.
-    console, stop_signal = make_console(here), StopSignal()
+    console = make_console(here)
+    session = Session(here, console, StopSignal(), BackgroundReport(folder))
     unwritten = WriteGuard(console.print)
     require_device(plan)
     create_process_group(here, job.train.ddp_timeout, patrol.make_environment(os.environ, job, folder))
@@ -140,9 +148,8 @@ def train_rank(
 
             # 6. The loop, and what it calls by name.
             here.phase("setting up the loop")
-            report = BackgroundReport(folder)  # report.html, written again after every checkpoint
-            run_facts = {**describe_run(plan, identity), **base, "data": data.fingerprint}
-            loop = make_loop(plan, here, model, data, tokenizer, console, stop_signal, report, run_facts, debug_freq)
+            facts = {**describe_run(plan, identity), **base, "data": data.fingerprint}
+            loop = make_loop(plan, session, model, data, tokenizer, facts=facts, debug_freq=debug_freq)
 
         # 7. Train. The first steps prove that gradients reach every part of the adapter.
         with loop.watch, record_failure(folder), contextlib.ExitStack() as stack:
@@ -151,7 +158,7 @@ def train_rank(
             loop.run(from_checkpoint)
             if not loop.stopped:
                 loop.watch.finish()
-                if from_checkpoint is None and not loop.liveness.is_done:
+                if from_checkpoint is None and not loop.updater.liveness.is_done:
                     what = f"too few steps ({loop.step}) to see all of the adapter train: parts may be as they began"
                     console.print(f"warning: {what}; set a larger train.max_steps", style="yellow")
         if loop.stopped:
@@ -368,97 +375,138 @@ def describe_precision(plan: Plan) -> dict[str, Any]:
 
 def make_loop(
     plan: Plan,
-    here: Rank,
+    session: Session,
     model: PeftModel,
     data: PreparedData,
     tokenizer: PreTrainedTokenizerBase,
-    console: Console,
-    stop_signal: StopSignal,
-    report: BackgroundReport,
-    run_facts: dict[str, Any],
-    debug_freq: int | None,
+    *,
+    facts: dict[str, Any],
+    debug_freq: int | None = None,
 ) -> Loop:
-    """Assemble the loop from the plan and the run file."""
-    job, train, folder = plan.run, plan.run.train, plan.folder
-    replicas, device = ReplicaGroups(model), get_device()
-    if device.type == "cpu":
-        patch_attention(model.get_base_model())
-    recorder = Recorder(
-        folder,
+    """Assemble the loop from the plan and the run file. facts: recorded in every checkpoint."""
+    train = plan.run.train
+    here = session.here
+    console = session.console
+    recorder = make_recorder(plan, here, model, debug_freq)
+    watch = RunWatch(
+        plan.run,
+        recorder,
+        vocabulary=plan.base.dims["vocab"],
+        say=console.print,
+        report=session.report.finish,
+        on_stall=partial(report_stall, here),
+    )
+    progress = Progress(here, console, train.logging_steps, lambda: recorder.counters.peak_gib)
+    weighs_router = bool(router_loss_weight(model.get_base_model(), train.router_aux_loss_coef))
+    batches = make_batches(plan, data, tokenizer.pad_token_id, mark_tokens=weighs_router)
+    length = RunLength.of(train, batches, plan.batch.accumulation)
+    updater = Updater(model, train, length.total)
+    trained = TrainedModel(plan, model, batches.names, recorder.now)
+    evaluator = None
+    if train.eval_strategy != "no" and data.validation is not None:
+        validation = make_validation_batches(plan, data, tokenizer.pad_token_id)
+        evaluator = Evaluator(validation, trained, session.stop_signal, recorder, progress)
+        if train.sample is not None:
+            evaluator.samples = Samples(
+                read_prompts(train.sample, tokenizer, data.validation, plan.run.data.max_length, plan.where),
+                train.sample,
+                tokenizer,
+                plan.run.data.max_length,
+                train.per_device_eval_batch_size,
+                trained,
+                session.stop_signal,
+                recorder,
+                progress,
+            )
+    return Loop(
+        plan,
+        trained,
+        updater,
+        batches,
+        length,
+        evaluator,
+        session.stop_signal,
+        recorder,
+        watch,
+        Saver(
+            plan.folder,
+            train.save_total_limit,
+            facts,
+            say=console.print,
+            saved=session.report.start,
+            unwritten=recorder.unwritten,
+        ),
+        progress,
+        Trackers(
+            train.report_to if here.rank == 0 else "none",
+            plan.folder,
+            train.run_name,
+            resolve_run(plan),
+            recorder.unwritten,
+        ),
+    )
+
+
+def report_stall(here: Rank, problem: Problem) -> None:
+    """Report a stall as the error of this rank, which ends without returning."""
+    here.report("error", json.dumps({"problems": [problem.as_dict()], "code": 1, "time": 0}))
+    here.report("code", "1")
+
+
+def make_recorder(plan: Plan, here: Rank, model: PeftModel, debug_freq: int | None) -> Recorder:
+    """Create the recorder of steps. debug_freq: from the command line, how often it samples every counter."""
+    device = get_device()
+    rates = Rates(
+        device,
+        seq_len=plan.batch.length,
+        flops_per_token=plan.cost.flops_per_token,
+        recompute_flops_per_token=plan.cost.recompute_flops_per_token,
+    )
+    return Recorder(
+        plan.folder,
         here.rank,
         here.world,
         device,
-        sample_every=train.logging_steps if debug_freq is None else debug_freq,
+        sample_every=plan.run.train.logging_steps if debug_freq is None else debug_freq,
         model=model,
-        rates=Rates(
-            device,
-            seq_len=plan.batch.length,
-            flops_per_token=plan.cost.flops_per_token,
-            recompute_flops_per_token=plan.cost.recompute_flops_per_token,
-        ),
+        rates=rates,
         about={"script_name": "windlass train"},
     )
 
-    def on_stall(problem: Problem) -> None:
-        here.report("error", json.dumps({"problems": [problem.as_dict()], "code": 1, "time": 0}))
-        here.report("code", "1")
 
-    watch = RunWatch(
-        folder,
-        here.rank,
-        here.world,
-        job.watch,
-        recorder,
-        name=job.name or folder.resolve().name,
-        network=str(job.cluster.network),
-        vocabulary=plan.base.dims["vocab"],
-        stall_seconds=job.watch.stall_seconds or train.ddp_timeout / 2,
-        say=console.print,
-        on_stall=on_stall,
-        report=report.finish,
-        unwritten=recorder.unwritten,
+def make_batches(plan: Plan, data: PreparedData, pad_token_id: int, *, mark_tokens: bool) -> Batches:
+    """Return the micro-batches to train on. Their order follows from seed and epoch alone: equal on any number of
+    ranks. A stream has its own order."""
+    train = plan.run.train
+    sequences = plan.schedule.global_sequences
+
+    def order(epoch: int) -> Order:
+        return data.order(seed=train.order_seed, epoch=epoch, global_batch=sequences)
+
+    return Batches(
+        data.train,
+        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu"), mark_tokens=mark_tokens),
+        plan.batch.micro,
+        order=None if data.lengths is None else order,
+        round_rows=sequences,
+        workers=train.dataloader_num_workers,
+        pin=train.dataloader_pin_memory,
+        names=data.sources,
     )
-    options: dict[str, Any] = {"workers": train.dataloader_num_workers, "pin": train.dataloader_pin_memory}
-    seed, sequences = train.order_seed, plan.schedule.global_sequences
-    # The order follows from seed and epoch alone: equal on any number of ranks. A stream has its own order.
-    order = None if data.lengths is None else lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences)
-    collator = data.collator(tokenizer.pad_token_id, on_cpu=device.type == "cpu")
-    collate = Collate(
-        collator, mark_tokens=bool(router_loss_weight(model.get_base_model(), train.router_aux_loss_coef))
-    )
-    batches = Batches(
-        data.train, collate, plan.batch.micro, order=order, round_rows=sequences, names=data.sources, **options
-    )
-    validation = None
-    if train.eval_strategy != "no" and data.validation is not None:
-        rows, size = np.arange(len(data.validation)), train.per_device_eval_batch_size
-        options |= {"round_rows": size * here.world, "names": data.evaluated}
-        validation = Batches(data.validation, Collate(collator), size, order=lambda _: rows, **options)
-    samples = None
-    if train.sample is not None and validation is not None:
-        prompts = read_prompts(train.sample, tokenizer, validation, job.data.max_length, plan.where)
-        at_once = train.per_device_eval_batch_size
-        samples = Samples(prompts, train.sample, tokenizer, job.data.max_length, at_once, folder)
-    report_to = train.report_to if here.rank == 0 else "none"
-    return Loop(
-        plan,
-        model,
-        batches,
-        validation,
-        replicas=replicas,
-        liveness=Liveness(model, replicas, train.output_dir),
-        stop_signal=stop_signal,
-        recorder=recorder,
-        watch=watch,
-        saver=Saver(
-            folder,
-            train.save_total_limit,
-            run_facts,
-            say=console.print,
-            saved=report.start,
-            unwritten=recorder.unwritten,
-        ),
-        progress=Progress(here, console, train.logging_steps, lambda: recorder.counters.peak_gib),
-        trackers=Trackers(report_to, folder, train.run_name, resolve_run(plan), recorder.unwritten),
-        samples=samples,
+
+
+def make_validation_batches(plan: Plan, data: PreparedData, pad_token_id: int) -> Batches:
+    """Return the batches to evaluate on: every validation row, in its order."""
+    assert data.validation is not None
+    train = plan.run.train
+    rows = np.arange(len(data.validation))
+    return Batches(
+        data.validation,
+        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu")),
+        train.per_device_eval_batch_size,
+        order=lambda _: rows,
+        round_rows=train.per_device_eval_batch_size * group.get_world_size(),
+        workers=train.dataloader_num_workers,
+        pin=train.dataloader_pin_memory,
+        names=data.evaluated,
     )

@@ -11,26 +11,25 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from windlass.data.inputs import read_prompt_lines
 from windlass.errors import UserError
 from windlass.files import append_json_line
+from windlass.observe.recorder import Recorder
 from windlass.observe.steps import IGNORED
 from windlass.ranks import collectives as group
+from windlass.ranks.rank import StopSignal
 from windlass.run_folder import SAMPLES
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from windlass.runfile.fields import SampleSection
-    from windlass.train.batches import Batches
-    from windlass.train.loop import Loop
+from windlass.runfile.fields import SampleSection
+from windlass.train.console import Progress
+from windlass.train.step import TrainedModel
 
 DUMMY: Final = [0, 0]  # input of a rank without a prompt, which still takes part in every gather
 
@@ -44,80 +43,91 @@ class Prompt:
 
 @dataclass(eq=False)
 class Samples:
-    """A run's prompts."""
+    """A run's prompts, and what continues them."""
 
     prompts: Sequence[Prompt]
     settings: SampleSection
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     at_once: int  # sequences in one forward pass
-    folder: Path
+    model: TrainedModel
+    stop_signal: StopSignal
+    recorder: Recorder
+    progress: Progress
 
-    def generate(self, loop: Loop) -> None:
-        """Continue every prompt and append the texts to samples.jsonl. A collective."""
-        evaluations = sum("eval_loss" in values for values in loop.log_history)
+    def generate(self, step: int, evaluations: int) -> None:
+        """Continue every prompt and append the texts to samples.jsonl, after some evaluations. A collective.
+
+        evaluations: how many there have been with this one.
+        """
         if (evaluations - 1) % self.settings.every:
             return
-        ends = time.monotonic() + self.settings.max_seconds
-        rank, world = group.get_rank(), group.get_world_size()
-        own = [list(prompt.ids) for prompt in self.prompts[rank::world]]
+        until = time.monotonic() + self.settings.max_seconds
+        rank = group.get_rank()
+        world = group.get_world_size()
+        prompts = self.prompts[rank::world]
+        rows = [list(prompt.ids) for prompt in prompts]
         rounds = -(-len(self.prompts) // (world * self.at_once))  # the same on every rank
-        loop.causal_lm.eval()
-        ended, stopped = list[bool](), False
+        self.model.causal_lm.eval()
+        ended: list[bool] = []
+        stopped = False
         for start in range(0, rounds * self.at_once, self.at_once):
             if not stopped:  # on all ranks or none
-                finished, stopped = self._continue_rows(loop, own[start : start + self.at_once], ends)
+                finished, stopped = self._continue_rows(rows[start : start + self.at_once], until)
                 ended += finished
-        loop.causal_lm.train()
+        self.model.causal_lm.train()
         texts = [
             self.tokenizer.decode(ids[len(prompt.ids) :], skip_special_tokens=True)
-            for ids, prompt in zip(own[: len(ended)], self.prompts[rank::world], strict=False)
+            for ids, prompt in zip(rows[: len(ended)], prompts, strict=False)
         ]
         everyones = group.all_gather(list(zip(texts, ended, strict=True)))
         if rank == 0:
-            reached = sum(map(len, everyones))
-            if reached < len(self.prompts) and not loop.stop_signal.received:
-                of, seconds = f"{reached:,} of {len(self.prompts):,}", f"{self.settings.max_seconds:g}"
-                text = f"warning: train.sample: {of} prompts were reached within max_seconds: {seconds}"
-                loop.progress.console.print(text, style="yellow")
-            for number, prompt in enumerate(self.prompts[:reached]):
-                text, at_end = everyones[number % world][number // world]
-                line = {
-                    "step": loop.step,
-                    "prompt": prompt.text,
-                    "reference": prompt.reference,
-                    "text": text,
-                    "ended": at_end,
-                }
-                with loop.recorder.unwritten(self.folder / SAMPLES):
-                    append_json_line(self.folder / SAMPLES, line)
-        loop.recorder.mark("pause")
+            self._write(step, everyones)
+        self.recorder.mark("pause")
 
-    def _continue_rows(self, loop: Loop, rows: list[list[int]], until: float) -> tuple[list[bool], bool]:
+    def _write(self, step: int, everyones: list[list[tuple[str, bool]]]) -> None:
+        """Append a line per prompt. everyones: by rank, the text of each of its prompts and whether it has ended."""
+        reached = sum(map(len, everyones))
+        if reached < len(self.prompts) and not self.stop_signal.received:
+            count = f"{reached:,} of {len(self.prompts):,}"
+            text = f"{count} prompts were reached within max_seconds: {self.settings.max_seconds:g}"
+            self.progress.console.print(f"warning: train.sample: {text}", style="yellow")
+        path = self.recorder.folder / SAMPLES
+        world = len(everyones)
+        for number, prompt in enumerate(self.prompts[:reached]):
+            text, ended = everyones[number % world][number // world]
+            line = {"step": step, "prompt": prompt.text, "reference": prompt.reference, "text": text, "ended": ended}
+            with self.recorder.unwritten(path):
+                append_json_line(path, line)
+
+    def _continue_rows(self, rows: list[list[int]], until: float) -> tuple[list[bool], bool]:
         """Append tokens to the rows as often as any rank needs. Returns which rows have ended, and whether time is
         up."""
-        device, ends = loop.device, _find_end_tokens(loop.causal_lm, self.tokenizer)
+        model = self.model
+        device = model.device
+        ends = _find_end_tokens(model.causal_lm, self.tokenizer)
         finished = [False] * len(rows)
         for _ in range(self.settings.max_new_tokens):
-            loop.recorder.mark("pause")
+            self.recorder.mark("pause")
             batch = rows or [DUMMY]
             width = max(map(len, batch))
             ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in batch], device=device)
             last = torch.tensor([number * width + len(row) - 1 for number, row in enumerate(batch)], device=device)
-            with torch.no_grad(), loop.autocast:
-                choices = loop.causal_lm(input_ids=ids, supervised=last, targets=last, choose=True)
+            with torch.no_grad(), model.autocast:
+                choices = model.causal_lm(input_ids=ids, supervised=last, targets=last, choose=True)
             for number, (row, choice) in enumerate(zip(rows, choices.tolist(), strict=False)):
                 if not finished[number] and len(row) < self.max_length:
                     row.append(choice)
                     finished[number] = choice in ends
             open_rows = any(not end and len(row) < self.max_length for row, end in zip(rows, finished, strict=True))
-            stop = time.monotonic() > until or loop.stop_signal.received
+            stop = time.monotonic() > until or self.stop_signal.received
             state = torch.tensor([float(open_rows), float(stop)], device=device)
             if group.get_world_size() > 1:
                 dist.all_reduce(state)
-            if not state[0] or state[1]:
+            any_open, any_stop = state
+            if not any_open or any_stop:
                 break
-        return finished, bool(state[1])
+        return finished, bool(any_stop)
 
 
 def _find_end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -128,7 +138,7 @@ def _find_end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]
 def read_prompts(
     settings: SampleSection,
     tokenizer: PreTrainedTokenizerBase,
-    validation: Batches,
+    validation: pa.Table,
     max_length: int,
     where: Callable[[str], str],
 ) -> list[Prompt]:
@@ -165,10 +175,10 @@ def _parse_line(line: str) -> str:
     return str(value["prompt"]) if isinstance(value, dict) and "prompt" in value else line
 
 
-def _prompts_from_rows(validation: Batches, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def _prompts_from_rows(validation: pa.Table, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Return prompts from the first validation documents: up to the first supervised token, or half of the document."""
     prompts: list[Prompt] = []
-    blocks = validation.rows.to_batches(max_chunksize=16)
+    blocks = validation.to_batches(max_chunksize=16)
     for row in itertools.chain.from_iterable(block.to_pylist() for block in blocks):
         ids, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"] if "labels" in row else row["input_ids"])
         sizes = row["seq_lengths"] if "seq_lengths" in row else [len(ids)]

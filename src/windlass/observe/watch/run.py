@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from windlass import run_folder
 from windlass.errors import Problem, RunError
-from windlass.files import WriteGuard, read_json
+from windlass.files import read_json
+from windlass.observe.recorder import Recorder
 from windlass.observe.watch.detectors import Alarm, AlarmError
 from windlass.observe.watch.heartbeat import Heartbeat, Position, read_recent_calls
 from windlass.observe.watch.patrol import CHECKPOINT, OFF, STOP, Patrol, report_alarm
-from windlass.runfile import ScriptRun, Watch
+from windlass.runfile import RunFile, ScriptRun
 
 REQUESTS: Final = {CHECKPOINT: 1, STOP: 1000}  # what rank 0 adds to a step's all-reduce
 SCRIPT_STALL_SECONDS: Final = 300.0  # for a script that sets none: half of torch's own timeout with NCCL
@@ -34,38 +35,44 @@ class RunWatch:
             total = all_reduce(watch.request)   # summed over the ranks, with the step's other sums
             save = watch.act(total)             # all ranks alike; raises AlarmError if the run must stop
 
-    say: prints, on rank 0. on_stall: called on each rank before a stall ends it. report: writes the run's page.
+    say: prints, on rank 0. report: writes the run's page. on_stall: called on each rank before a stall ends it.
     """
 
     def __init__(
         self,
-        folder: Path,
-        rank: int,
-        ranks: int,
-        limits: Watch,
-        recorder: Any,  # its position() is the rank's
+        run: RunFile,
+        recorder: Recorder,
         *,
-        name: str,
-        network: str = "",
-        vocabulary: int | None = None,
-        stall_seconds: float,
+        vocabulary: int,
         say: Callable[[str], None],
-        on_stall: Callable[[Problem], None] = lambda _: None,
-        report: Callable[[], None] = lambda: None,
-        unwritten: WriteGuard | None = None,
+        report: Callable[[], None],
+        on_stall: Callable[[Problem], None],
     ) -> None:
-        self.folder, self.rank, self.ranks, self.limits, self.recorder = folder, rank, ranks, limits, recorder
-        self.name, self.say, self.on_stall, self.report = name, say, on_stall, report
+        self.folder = recorder.folder
+        self.rank = recorder.rank
+        self.ranks = recorder.ranks
+        self.limits = run.watch
+        self.recorder = recorder
+        self.name = run.name or self.folder.resolve().name
+        self.say = say
+        self.report = report
+        self.on_stall = on_stall
         self.request = 0  # rank 0's request to all ranks; 0 on the others
         self.stopped_by = ""
-        self.patrol = Patrol(folder, limits, ranks, network=network, raised=self._on_alarm)
+        network = str(run.cluster.network)
+        self.patrol = Patrol(self.folder, self.limits, self.ranks, network=network, raised=self._on_alarm)
         self.patrol.history.vocabulary = vocabulary
-        stall = None if limits.stall == OFF else stall_seconds
-        leave = self._leave if limits.stall == STOP else None
-        if unwritten is not None:
-            unwritten.say = self._on_write_error
+        recorder.unwritten.say = self._on_write_error
         self.heartbeat = Heartbeat(
-            folder, rank, ranks, stall, recorder.position, self._on_stall, leave, read_flight_recorder, unwritten
+            self.folder,
+            self.rank,
+            self.ranks,
+            None if self.limits.stall == OFF else self.limits.stall_seconds or run.train.ddp_timeout / 2,
+            recorder.position,
+            self._on_stall,
+            self._leave if self.limits.stall == STOP else None,
+            read_flight_recorder,
+            recorder.unwritten,
         )
 
     def __enter__(self) -> Self:

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -25,7 +25,9 @@ from windlass.files import (
     write_atomic,
     write_json,
 )
+from windlass.model import Base
 from windlass.model.files import PUBLISHED
+from windlass.plan import Plan
 from windlass.ranks import collectives as group
 from windlass.run_folder import ADAPTER, read_manifest
 from windlass.settings import (
@@ -34,10 +36,6 @@ from windlass.settings import (
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints, read_step, remove_partial_checkpoints
 from windlass.train.checkpoint.snapshot import require_intact
 from windlass.weights.same_base import FETCH_AGAIN, FLAG, require_same_base
-
-if TYPE_CHECKING:
-    from windlass.model import Base
-    from windlass.plan import Plan
 
 # What must not change when a run is resumed: full sections, and the keys of `train` that an update depends on. Settings
 # of the optimizer and the schedule come from the checkpoint, so a change would silently have no effect.

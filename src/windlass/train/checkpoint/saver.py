@@ -7,19 +7,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from windlass.errors import RunError, UserError
 from windlass.files import WriteGuard, commit_dir
 from windlass.ranks import collectives as group
 from windlass.run_folder import CHECKPOINTS, log_event
-from windlass.train.checkpoint.folder import list_checkpoints, point_to_best, prune_checkpoints
-from windlass.train.checkpoint.snapshot import take_snapshot
-
-if TYPE_CHECKING:
-    from windlass.train.batches import RowError
-    from windlass.train.checkpoint.snapshot import Snapshot
-    from windlass.train.loop import Loop
+from windlass.train.batches import RowError
+from windlass.train.checkpoint.folder import list_checkpoints, name_checkpoint, point_to_best, prune_checkpoints
+from windlass.train.checkpoint.snapshot import Snapshot, TrainerState, take_snapshot
+from windlass.train.step import Updater
 
 PATIENCE_SECONDS: Final = 5.0  # after waiting this long for the previous checkpoint, training reports it
 
@@ -47,56 +44,48 @@ class Saver:
         self.step = 0  # of the latest checkpoint
         self.failure = ""  # why the latest checkpoint could not be written
 
-    def save(self, loop: Loop, *, wait: bool) -> None:
+    def save(self, state: TrainerState, updater: Updater, *, wait: bool) -> None:
         """Copy what is to be saved; wait for the write only if `wait`. A collective."""
-        if differing := loop.replicas.find_differing():
+        differing = updater.replicas.find_differing()
+        if differing:
             raise RunError(
                 f"{len(differing)} adapter tensors differ between ranks, the first is {differing[0]}",
                 str(self.folder),
                 "nothing was saved; a rank with faulty memory or other library versions does this",
             )
         began = time.monotonic()
-        taken = take_snapshot(
-            loop.step,
-            model=loop.model,
-            optimizer=loop.optimizer,
-            scheduler=loop.scheduler,
-            state={
-                "global_step": loop.step,
-                "epoch": loop.epoch,
-                "max_steps": loop.total,
-                "num_input_tokens_seen": loop.tokens,
-                "log_history": list(loop.log_history),  # a copy: it is written while training goes on
-            },
-            manifest={
-                **self.facts,
-                "epoch": loop.epoch,
-                "eval_loss": loop.eval_loss,
-                "evaluation_due": loop.evaluation_due,
-            },
+        evaluation = {"eval_loss": state.eval_loss, "evaluation_due": state.evaluation_due}
+        snapshot = take_snapshot(
+            state.step,
+            model=updater.model,
+            optimizer=updater.optimizer,
+            scheduler=updater.scheduler,
+            state=state.as_dict(),
+            manifest={**self.facts, "epoch": state.epoch, **evaluation},
         )
-        if taken is not None:
-            self.start_writing(taken, time.monotonic() - began)
-        if wait and (failure := group.broadcast(self.close())):
-            kept = list_checkpoints(self.checkpoints)
-            before = f"the checkpoint before is {kept[-1].name}" if kept else "there is no checkpoint before"
+        if snapshot is not None:
+            self.start_writing(snapshot, time.monotonic() - began)
+        if not wait:
+            return
+        failure = group.broadcast(self.close())
+        if failure:
+            older = list_checkpoints(self.checkpoints)
+            before = f"the checkpoint before is {older[-1].name}" if older else "there is no checkpoint before"
             raise RunError(
-                f"step {loop.step} could not be saved: {failure}",
+                f"step {state.step} could not be saved: {failure}",
                 str(self.checkpoints),
                 f"{before}; make room, then run again with --resume",
             )
 
-    def save_before(self, loop: Loop, error: RowError, began_at: int) -> UserError:
-        """Save what was trained before a faulty row; return the error with what to do about both. A collective."""
-        problem, folder = error.problems[0], self.checkpoints / f"step-{loop.step}"
-        if loop.step > began_at and self.step != loop.step:
-            loop.set_optimizer_mode("eval")
-            self.save(loop, wait=True)
+    def explain_row_error(self, error: RowError, step: int) -> UserError:
+        """Return a stream's error with what to do about the row, and about the steps before it."""
+        problem = error.problems[0]
         hint = f"{problem.hint}; `windlass data RUN --override data.streaming=false` reads every row"
-        if loop.step:
-            hint += f". Then go on from the adapter of step {loop.step}: `windlass train RUN --override"
+        if step:
+            folder = self.checkpoints / name_checkpoint(step)
+            hint += f". Then go on from the adapter of step {step}: `windlass train RUN --override"
             hint += f" train.output_dir={self.folder}-2 --override lora.adapter={folder}`"
-        return UserError(f"{problem.problem} (met in step {loop.step + 1} of the stream)", problem.where, hint)
+        return UserError(f"{problem.problem} (met in step {step + 1} of the stream)", problem.where, hint)
 
     def start_writing(self, taken: Snapshot, copying_seconds: float = 0.0) -> None:
         """Start writing, after the previous checkpoint is written."""

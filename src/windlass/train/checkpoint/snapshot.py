@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -37,9 +37,6 @@ from windlass.run_folder import ADAPTER, BASE_MODEL, MANIFEST, read_manifest
 from windlass.train.checkpoint.folder import find_damage, seal_checkpoint
 from windlass.train.parallel import reshard, shard_like
 from windlass.weights.same_base import describe_files
-
-if TYPE_CHECKING:
-    from windlass.train.loop import Loop
 
 OPTIMIZER, SCHEDULER, RANDOM = "optimizer.pt", "scheduler.json", "random.json"
 STATE: Final = "trainer_state.json"  # the name that other tools look for
@@ -73,6 +70,29 @@ class Snapshot:
         seal_checkpoint(partial, {**self.manifest, "step": self.step})
 
 
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """A run's counters and log after a step."""
+
+    step: int
+    epoch: float
+    max_steps: int
+    tokens: int  # trained on by all ranks since the run began
+    log_history: tuple[dict[str, Any], ...]
+    eval_loss: float | None  # at this step
+    evaluation_due: bool  # it was skipped to stop in time
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return trainer_state.json, with the names that other tools look for."""
+        return {
+            "global_step": self.step,
+            "epoch": self.epoch,
+            "max_steps": self.max_steps,
+            "num_input_tokens_seen": self.tokens,
+            "log_history": list(self.log_history),
+        }
+
+
 def take_snapshot(
     step: int,
     *,
@@ -99,15 +119,25 @@ def take_snapshot(
     )
 
 
-def restore_checkpoint(loop: Loop, folder: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The counters and the log of a checkpoint."""
+
+    step: int
+    tokens: int
+    log_history: list[dict[str, Any]]
+    evaluation_due: bool
+
+
+def restore_checkpoint(folder: Path, model: PeftModel, optimizer: torch.optim.Optimizer, scheduler: Any) -> Restored:
     """Load a checkpoint, to continue after its step."""
-    manifest, state = read_manifest(folder), read_json(folder / STATE)
-    loop.step, loop.tokens, loop.log_history = manifest["step"], state["num_input_tokens_seen"], state["log_history"]
-    loop.evaluation_due = manifest["evaluation_due"] and loop.validation is not None
-    load_adapter(loop.model, folder)
-    load_optimizer(loop.optimizer, loop.scheduler, folder, loop.model)
-    states = json.loads((folder / RANDOM).read_text())
-    set_random_state(states[min(get_rank(), len(states) - 1)])  # ranks beyond those that saved take the last one's
+    manifest = read_manifest(folder)
+    state = read_json(folder / STATE)
+    load_adapter(model, folder)
+    load_optimizer(optimizer, scheduler, folder, model)
+    generators = json.loads((folder / RANDOM).read_text())
+    set_random_state(generators[min(get_rank(), len(generators) - 1)])  # ranks beyond those that saved: the last one's
+    return Restored(manifest["step"], state["num_input_tokens_seen"], state["log_history"], manifest["evaluation_due"])
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any, folder: Path, model: PeftModel) -> None:

@@ -7,9 +7,8 @@ rank that can't compile a part runs it eagerly and keeps no other rank waiting.
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import torch
 import torch._functorch.config
@@ -20,9 +19,6 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.distributed.fsdp import FSDPModule
 
 from windlass.ranks import collectives as group
-
-if TYPE_CHECKING:
-    from windlass.train.loop import Loop
 
 LAYER: Final = re.compile(r"\blayers\.\d+$")
 GRAPHS: Final = 64  # per forward: by shape, dtype, training or evaluation
@@ -88,43 +84,21 @@ class Compiled:
     def graphs(self) -> int:
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
-    def prove(self, loop: Loop) -> str:
-        """Return why the layers can't be used, or nothing. Compares one micro-batch eager and compiled, with the same
-        random numbers, without training on it. A collective.
-
-        It is always the data's first micro-batch, so a resumed run compiles for the same shapes.
-        """
-        began = time.monotonic()
-        host_batch = next(loop.batches.train(0, loop.accumulation, loop.steps_per_epoch))
-        batch = host_batch.to(loop.device)
-        share = loop.balance_share([host_batch]) if loop.router_weight else None
-
-        def compute() -> tuple[list[Tensor], list[Tensor]]:
-            with torch.random.fork_rng():
-                with loop.autocast:
-                    outcome = loop.causal_lm(**batch.inputs, balance_share=share)
-                loss = outcome[0] if loop.router_weight else outcome
-                loss.backward()
-            gradients = loop.replicas.gradients()
-            loop.optimizer.zero_grad()
-            loop.sources.take()
-            return [loss.detach()], gradients
-
-        narrow = loop.train.bf16 or loop.causal_lm.dtype != torch.float32
+    def prove(self, compute: Callable[[], tuple[Tensor, list[Tensor]]], *, narrow: bool, timeout_seconds: float) -> str:
+        """Return why the layers can't be used, or nothing. Compares what `compute` returns, a loss and gradients, for
+        eager and compiled layers. A collective. narrow: whether layers compute in 16 bits."""
         tolerance = TOLERANCE[torch.bfloat16 if narrow else torch.float32]
-        group.set_timeout(max(COMPILING_SECONDS, loop.train.ddp_timeout))
+        group.set_timeout(max(COMPILING_SECONDS, timeout_seconds))
         self.on = False
-        eager = compute()
+        eager_loss, eager_gradients = compute()
         self.on = True
-        far = [_largest_difference(one, other) for one, other in zip(compute(), eager, strict=True)]
+        loss, gradients = compute()
+        far = (_largest_difference([loss], [eager_loss]), _largest_difference(gradients, eager_gradients))
         if not self.problem and not all(map(float.__le__, far, tolerance)):
             self.problem = "loss and gradients differ from eager layers' by {:.1e} and {:.1e}".format(*far)
-        why = self.reason()
-        group.set_timeout(loop.train.ddp_timeout)
-        if not why:
-            took = f"{self.graphs} graphs in {time.monotonic() - began:.0f} s"
-            loop.progress.console.print(f"compiled  {len(self.parts)} parts of layers, {took}; proven equal to eager")
-        return why
+        reason = self.reason()
+        group.set_timeout(timeout_seconds)
+        return reason
 
     def reason(self) -> str:
         """Return the first rank's problem and the ranks that have one; empty if none has. A collective."""

@@ -1,0 +1,195 @@
+"""What an optimizer step works with: the model as it is trained, its updates, and the sums over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from windlass.plan import Plan
+from windlass.runfile import Train
+from windlass.train.batches import Batch
+from windlass.train.experts.exchange import overlap_shared_experts
+from windlass.train.initial import FixedHalves
+from windlass.train.kernels import kept
+from windlass.train.kernels.compiled import Compiled
+from windlass.train.kernels.lora_linear import FusedAdapters, fuse_layers
+from windlass.train.kernels.on_cpu import patch_attention
+from windlass.train.liveness import Liveness
+from windlass.train.loss import SourceLosses, patch_forward, router_loss_weight
+from windlass.train.noise import add_embedding_noise
+from windlass.train.optimizer import create_optimizer, create_scheduler, is_metric_scheduler
+from windlass.train.parallel import get_device, is_sharded, list_fsdp_modules
+from windlass.train.sync import ReplicaGroups, WaitTimer
+
+
+@dataclass(slots=True)
+class Step:
+    """What one optimizer step did, over all ranks."""
+
+    step: int
+    loss: float  # mean per supervised token
+    grad_norm: float  # before clipping
+    learning_rate: float
+    job_tokens: int  # over all ranks, without padding
+    requested: int  # what rank 0's watch requests of all ranks
+    interrupted: bool  # any rank received a signal
+    skipped: bool = False
+
+
+Number = Any  # a Python number, or a value on the device before the host has read it
+
+
+class StepSums(NamedTuple):
+    """One rank's part of what a step adds up over the ranks, or the sum."""
+
+    loss: Number  # summed over supervised tokens
+    balance: Number  # the router's balancing loss, summed over micro-batches
+    supervised: Number  # tokens
+    tokens: Number  # without padding
+    interrupted: Number  # a signal was received
+    requested: Number  # by the watch
+    failed: Number  # a layer did not compile
+    non_finite: Any  # loss or gradient; summed: a flag per rank
+    by_source: Any  # losses per data set of a mix, then tokens
+
+    def pack(self, rank: int, world: int) -> Tensor:
+        """Return the vector that is reduced, in float32, on the device of the loss."""
+        device = self.loss.device
+        known = [self.supervised, self.tokens, self.interrupted, self.requested, self.failed, *[0] * world]
+        counts = torch.tensor(known, dtype=torch.float32, pin_memory=device.type == "cuda")
+        sums = torch.cat([torch.stack([self.loss, self.balance]), counts.to(device, non_blocking=True), self.by_source])
+        sums[self._fields.index("non_finite") + rank] = self.non_finite.float()
+        return torch.nan_to_num(sums)
+
+    @classmethod
+    def unpack(cls, sums: Tensor | Sequence[float], world: int) -> Self:
+        """Name the parts of the reduced vector: still on the device, or as it was read."""
+        flags = cls._fields.index("non_finite")
+        return cls._make([*sums[:flags], sums[flags : flags + world], sums[flags + world :]])
+
+
+class TrainedModel:
+    """The model as it is trained: its forward computes the loss, its layers are fused or compiled."""
+
+    def __init__(self, plan: Plan, model: PeftModel, sources: Sequence[str], now: Callable[[], Any]) -> None:
+        train = plan.run.train
+        layout = plan.layout
+        self.peft = model
+        self.causal_lm = model.get_base_model()
+        self.device = get_device()
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=train.bf16)
+        self.router_weight = router_loss_weight(self.causal_lm, train.router_aux_loss_coef)
+        # Weights can stay gathered through a step's micro-batches. Collected once: walking all modules takes
+        # milliseconds.
+        gather_once = is_sharded(layout) and not layout.reshard_after_forward
+        self.kept_gathered = list_fsdp_modules(model) if gather_once else []
+        self.waits = WaitTimer(model, now, split_experts=layout.expert_parallel > 1)
+        self.sources = SourceLosses(sources, self.device)  # per data set of a mix
+        self.compiled: Compiled | None = None
+        self._patch(train, recompute=bool(train.gradient_checkpointing or layout.activation_checkpointing))
+
+    def _patch(self, train: Train, *, recompute: bool) -> None:
+        """Replace the forward of the model and of its layers, in this order."""
+        if self.device.type == "cpu":
+            patch_attention(self.causal_lm)
+        patch_forward(self.causal_lm, self.sources)
+        self.compiled = Compiled(self.causal_lm) if train.compile else None
+        self.fuse(train)
+        if train.neftune_noise_alpha:
+            add_embedding_noise(self.causal_lm.get_input_embeddings(), train.neftune_noise_alpha)
+        if recompute:
+            keeps = {} if self.compiled else {"context_fn": kept.checkpoint_contexts(train.keeps_products)}
+            self.causal_lm.activation_checkpointing_enable({"use_reentrant": False, **keeps})
+
+    def fuse(self, train: Train) -> None:
+        """Fuse the operations of layers that aren't compiled; a compiler does that itself."""
+        dtype = torch.bfloat16 if train.bf16 else None
+        self.adapters = FusedAdapters([], dtype) if self.compiled else fuse_layers(self.causal_lm, dtype)
+        overlap_shared_experts(self.causal_lm)
+
+    def compute_loss(self, batch: Batch, balance_share: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the summed loss of a micro-batch, and the router's balancing loss in it if there is one."""
+        with self.autocast:
+            outcome = self.causal_lm(**batch.inputs, balance_share=balance_share)
+        return outcome if self.router_weight else (outcome, None)
+
+
+class Updater:
+    """Averages, clips and applies the adapter's gradients, and proves in the first steps that all of it trains."""
+
+    def __init__(self, model: PeftModel, train: Train, steps: int) -> None:
+        self.model = model
+        self.train = train
+        self.replicas = ReplicaGroups(model)
+        self.liveness = Liveness(model, self.replicas, train.output_dir)
+        self.optimizer = create_optimizer(train, model.named_parameters(), steps)
+        self.scheduler = create_scheduler(train, self.optimizer, steps)
+        self.halves: FixedHalves | None = None  # fixed halves of adapters initialized from weights
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def set_mode(self, mode: str) -> None:
+        """Switch schedule-free optimizers between the weights to train with and those to evaluate and save."""
+        switch = getattr(self.optimizer, mode, None)
+        if callable(switch):
+            switch()
+
+    def fix_halves(self) -> None:
+        """Keep the halves of adapters that subtract their initial values as they are now."""
+        self.halves = FixedHalves(self.model.get_base_model())
+
+    def clear_fixed(self) -> None:
+        """Clear the gradients of fixed halves: nothing of them may count, nor change."""
+        if self.halves:
+            self.halves.clear_gradients()
+
+    def is_finite(self, loss: Tensor) -> Tensor:
+        """Return on the device whether the loss and all of this rank's gradients are finite."""
+        gradients = self.replicas.gradients()
+        largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else loss.new_zeros(1)
+        return torch.isfinite(loss) & torch.isfinite(largest).all()
+
+    def clip(self, supervised: Tensor) -> Tensor:
+        """Turn gradients of the summed loss, averaged over ranks, into those of the mean loss, and clip them, in one
+        pass. Returns their norm before clipping."""
+        scale = self.replicas.world / supervised.clamp(min=1)
+        norm = self.replicas.norm() * scale
+        if self.train.max_grad_norm:
+            scale = scale * (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+        gradients = self.replicas.gradients()
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+        return norm
+
+    def update(self, *, skip: bool) -> None:
+        """Apply the gradients, unless this step is skipped."""
+        if skip:
+            self.optimizer.zero_grad()  # to None, so that the optimizer skips the parameters
+            self.liveness.skip_update()
+        else:
+            self.liveness.before_update(self.learning_rate)
+        self.optimizer.step()
+        if self.halves:
+            self.halves.restore()
+
+    def finish(self, *, skipped: bool) -> str:
+        """Check the update and prepare the next one. Returns the tensors that have stopped changing, if many have."""
+        self.liveness.after_update()
+        share = self.learning_rate / self.train.learning_rate
+        unchanged = "" if skipped else self.liveness.find_unchanged(share)
+        if not is_metric_scheduler(self.train):
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+        return unchanged
+
+    def follow(self, eval_loss: float) -> None:
+        """Lower the learning rate if the schedule follows the evaluation loss."""
+        if is_metric_scheduler(self.train):
+            self.scheduler.step(eval_loss)
