@@ -31,6 +31,12 @@ def test_files_and_functions_stay_small_and_exit_codes_are_in_one_place() -> Non
     assert numbered == ["errors.py"] * 4
 
 
+def test_the_training_package_has_no_imports_for_types_only() -> None:
+    """Such an import hides a circle: a guest of the loop that knows the loop."""
+    modules = (ROOT / "src" / "windlass" / "train").rglob("*.py")
+    assert [path.name for path in modules if "TYPE_CHECKING" in path.read_text(encoding="utf-8")] == []
+
+
 SCRIPT = """
 import contextlib, io, json, sys
 from windlass.cli import main

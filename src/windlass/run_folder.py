@@ -29,7 +29,8 @@ SAMPLES: Final = "samples.jsonl"  # step, prompt, text: continuations of fixed p
 ALARMS: Final = "alarms.jsonl"  # time, step, rank, kind, level, message
 CHECKPOINTS: Final = "checkpoints"  # step-N: adapter, optimizer, random numbers, position in the data
 FINAL: Final = "final"  # the adapter
-ADAPTER: Final = "adapter_model.safetensors"  # in `final` and in every checkpoint, as PEFT names it
+# In `final` and in every checkpoint, as PEFT names them.
+ADAPTER: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 BASE_MODEL: Final = "base_model.json"  # next to it: the base that the adapter was trained on; PEFT ignores it
 BASES: Final = "bases.json"  # held-out losses with the base in other dtypes, by `windlass best --base-dtype`

@@ -57,7 +57,7 @@ def best(
     from windlass import train as training
 
     def show(ranking: Any) -> None:
-        from windlass.train.best import print_ranking as show_table
+        from windlass.train.ranking import print_ranking as show_table
 
         write_result(ranking, as_json, show_table)
 

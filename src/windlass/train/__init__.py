@@ -28,19 +28,17 @@ import sys
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.errors import SAVED, Problem, UserError, raise_all
+from windlass.plan import Plan
 from windlass.ranks import supervisor as ranks
 from windlass.ranks.rank import Rank, read_rank, run_rank, translate_srun
 from windlass.run_folder import MANIFEST, read_manifest
 from windlass.runfile import Data, Loaded, RunFile
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import find_absent_trackers
-
-if TYPE_CHECKING:
-    from windlass.plan import Plan
-    from windlass.train.best import Ranking
+from windlass.train.ranking import Ranking
 
 
 def train(

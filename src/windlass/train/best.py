@@ -7,7 +7,7 @@ out, so the interval of a difference is far narrower than the spread of the loss
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import patch_forward
 from windlass.train.parallel import get_device
+from windlass.train.ranking import Candidate, Ranking
 from windlass.train.run import create_process_group, describe_precision, open_base_tokenizer, require_device
 from windlass.weights.same_base import read_recorded_base, require_same_base
 
@@ -37,32 +38,6 @@ BASE: Final = "base model"  # without an adapter, as the reference
 NOISE: Final = 1.96  # standard errors: 95 % of a normal distribution
 
 Rows = np.ndarray[Any, Any]  # per row: summed loss, supervised tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """An adapter's loss and its distance from the best one."""
-
-    name: str
-    loss: float  # mean per supervised token
-    difference: float  # from the best loss
-    low: float  # 95 % interval of the difference
-    high: float
-    apart: bool  # the interval excludes 0
-
-
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """Candidates from best to worst."""
-
-    candidates: tuple[Candidate, ...]
-    rows: int
-    tokens: int
-    skipped: dict[str, str]
-
-    def as_dict(self) -> dict[str, Any]:
-        ranked = [asdict(candidate) for candidate in self.candidates]
-        return {"best": ranked, "rows": self.rows, "tokens": self.tokens, "passed_over": self.skipped}
 
 
 def rank_checkpoints(
@@ -75,12 +50,13 @@ def rank_checkpoints(
     allow_other_base: bool = False,
 ) -> int:
     """Do one rank's part; rank 0 shows the ranking. `base_dtypes`: further dtypes of the base to compare."""
-    job, console = plan.run, make_console(here)
+    run = plan.run
+    console = make_console(here)
     try:
         require_device(plan)
     except UserError as error:  # evaluating a small model on a CPU is fine
         console.print(f"warning: {error.problems[0].problem}: evaluating on the CPU", style="yellow")
-    create_process_group(here, job.train.ddp_timeout)
+    create_process_group(here, run.train.ddp_timeout)
     saved = list_checkpoints(run_folder / CHECKPOINTS)[::-1]
     faults = group.run_on_rank_0(lambda: {folder: find_damage(folder) for folder in saved})
     intact = [folder for folder, fault in faults.items() if not fault]
@@ -88,10 +64,11 @@ def rank_checkpoints(
         raise UserError("there is no intact checkpoint", str(run_folder / CHECKPOINTS), "let the run save one")
     here.phase("preparing the data")
     tokenizer = open_base_tokenizer(plan)
-    data = prepare_data(job, tokenizer, where=plan.where, cache=run_folder / "tokens", say=console.print)
+    data = prepare_data(run, tokenizer, where=plan.where, cache=run_folder / "tokens", say=console.print)
     if data.validation is None or len(data.validation) < 2:
         raise UserError("there are no rows to compare on", str(run_folder), "name some with --eval-data FILE")
-    size, order = job.train.per_device_eval_batch_size, np.arange(len(data.validation))
+    size = run.train.per_device_eval_batch_size
+    order = np.arange(len(data.validation))
     collate = Collate(data.collator(tokenizer.pad_token_id, on_cpu=get_device().type == "cpu"))
     batches = Batches(data.validation, collate, size, order=lambda _: order, round_rows=size * here.world)
 
@@ -101,7 +78,8 @@ def rank_checkpoints(
         model, certificate = load_base(
             plan.base, replace(plan.layout, base_dtype=base_dtype), **describe_precision(plan)
         )
-        for folder in {read_recorded_base(folder).get("base_digest"): folder for folder in folders}.values():
+        one_per_base = {read_recorded_base(folder).get("base_digest"): folder for folder in folders}
+        for folder in one_per_base.values():
             require_same_base(
                 folder,
                 plan.base,
@@ -110,25 +88,25 @@ def rank_checkpoints(
                 allow_other=allow_other_base,
                 say=console.print,
             )
-        model = attach_adapter(model, job.lora, plan.adapter, job.train.seed).eval()
+        model = attach_adapter(model, run.lora, plan.adapter, run.train.seed).eval()
         patch_forward(model.get_base_model())
         with model.disable_adapter():
-            found = {BASE + suffix: row_losses(model, batches, bf16=job.train.bf16)}
+            losses = {BASE + suffix: row_losses(model, batches, bf16=run.train.bf16)}
         for folder in folders:
             here.phase(f"evaluating {folder.name}{suffix}")
             load_adapter(model, folder)
-            found[folder.name + suffix] = row_losses(model, batches, bf16=job.train.bf16)
+            losses[folder.name + suffix] = row_losses(model, batches, bf16=run.train.bf16)
             console.print(f"{folder.name}{suffix}  evaluated")
-        return found
+        return losses
 
     losses = evaluate(plan.layout.base_dtype, intact)
     lowest = min(intact, key=lambda folder: mean_loss(losses[folder.name]))
     on_bases = {plan.layout.base_dtype: [mean_loss(losses[BASE]), mean_loss(losses[lowest.name])]}
     for base_dtype in dict.fromkeys(base_dtypes):
         if base_dtype not in on_bases:
-            found = evaluate(base_dtype, [lowest], f", base in {base_dtype.upper()}")
-            on_bases[base_dtype] = list(map(mean_loss, found.values()))
-            losses |= found
+            others = evaluate(base_dtype, [lowest], f", base in {base_dtype.upper()}")
+            on_bases[base_dtype] = list(map(mean_loss, others.values()))
+            losses |= others
     if here.rank == 0:
         if len(on_bases) > 1:
             write_json(run_folder / BASES, {"adapter": lowest.name, "rows": len(order), "losses": on_bases})
@@ -144,15 +122,16 @@ def mean_loss(rows: Rows) -> float:
 @torch.no_grad()
 def row_losses(model: PeftModel, batches: Batches, *, bf16: bool) -> Rows:
     """Return every row's loss, on every rank, in the precision of training."""
-    device, found = get_device(), np.zeros((len(batches.rows), 2))
+    device = get_device()
+    figures = np.zeros((len(batches.rows), 2))
     for batch in batches.epoch(0):
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             losses = model.get_base_model()(**batch.to(device).inputs, per_token=True)[0].double().cpu()
         row_of = batch.inputs["supervised"] // batch.inputs["input_ids"].shape[1]
         for place, number in enumerate(batch.rows):  # filler rows come after the real ones
-            own = losses[row_of == place]
-            found[number] = float(own.sum()), len(own)
-    total: Rows = sum(group.all_gather(found))  # each row is nonzero on one rank only
+            of_row = losses[row_of == place]
+            figures[number] = float(of_row.sum()), len(of_row)
+    total: Rows = sum(group.all_gather(figures))  # each row is nonzero on one rank only
     return total
 
 
@@ -169,26 +148,7 @@ def rank_candidates(losses: Mapping[str, Rows], skipped: dict[str, str]) -> Rank
         residuals = losses[name][:, 0] - lowest[:, 0] - difference * tokens
         few = len(tokens) / max(len(tokens) - 3, 1)  # widens the interval of few rows as Student's t does, within 2 %
         half = NOISE * np.sqrt(np.square(residuals).sum() * few) / tokens.sum()
-        low, high = float(difference - half), float(difference + half)
-        ranked.append(Candidate(name, means[name], difference, low, high, low > 0))
+        low = float(difference - half)
+        high = float(difference + half)
+        ranked.append(Candidate(name, means[name], difference, low, high, apart=low > 0))
     return Ranking(tuple(ranked), len(lowest), int(tokens.sum()), skipped)
-
-
-def print_ranking(ranking: Ranking) -> None:
-    """Print the ranking as a table on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{ranking.rows} rows, {ranking.tokens} supervised tokens", title_justify="left")
-    for name in ("adapter", "loss", "worse by", "95% interval", ""):
-        table.add_column(name, justify="right" if name in ("loss", "worse by") else "left")
-    for place, each in enumerate(ranking.candidates):
-        row = ["", "", "best"]
-        if place:
-            verdict = "worse" if each.apart else "no clear difference from the best"
-            row = [f"{each.difference:.4f}", f"{each.low:+.4f} to {each.high:+.4f}", verdict]
-        table.add_row(each.name, f"{each.loss:.4f}", *row)
-    console = Console()
-    console.print(table)
-    for name, why in ranking.skipped.items():
-        console.print(f"skipped {name}: {why}", markup=False)
