@@ -41,7 +41,7 @@ from windlass.files import read_json_lines
 from windlass.hardware import MEMORY_SHARE
 from windlass.plan import Plan
 from windlass.plan.layout import Layout
-from windlass.plan.step_time import CPU_SKEW
+from windlass.plan.step_time import SKEW
 
 TIE = 0.15
 MEGABITS, TCP = 16, 0.95  # of the link, and the share of it that TCP's payload gets
@@ -203,8 +203,8 @@ def throttle(machines: Hosts) -> None:
 def calibrated(folder: Path, found: Mapping[str, Any]) -> Rates:
     """Return the processor's rate, from the measured time of a layout with next to no traffic."""
     plan = plan_of(folder, WAYS[CALIBRATED], Rates(memory=found["memory"]))
-    wire = plan.cost.step_seconds / CPU_SKEW - SEQUENCES * plan.cost.compute_seconds
-    work = (found["seconds"][CALIBRATED] / CPU_SKEW - max(wire, 0.0)) / SEQUENCES
+    wire = plan.cost.step_seconds / SKEW - SEQUENCES * plan.cost.compute_seconds
+    work = (found["seconds"][CALIBRATED] / SKEW - max(wire, 0.0)) / SEQUENCES
     return Rates(Rates().tflops * plan.cost.compute_seconds / work, found["memory"])
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -41,6 +42,7 @@ from windlass.plan.layout import (
     Layout,
 )
 from windlass.plan.step_time import AHEAD, Time, estimate_time
+from windlass.plan.workload import ModelShape
 from windlass.runfile import Lora
 from windlass.settings import (
     FOUR_BITS,
@@ -239,9 +241,10 @@ def replay(row: dict[str, str], line: int) -> Replay:
     if "lora" not in row["method"].lower():
         raise SkipError("not LoRA")
     work, engine, usual = work_of(row)
-    planned = estimate_cost(work, usual, advise=False)
+    with patch.object(memory, "loss_bytes", loss_bytes if work.full_logits else memory.loss_bytes):
+        planned = estimate_cost(work, usual, advise=False)
+        gib = memory_of(work, planned, engine, row)
     batch, layout = work.batch, work.layout
-    gib = memory_of(work, planned, engine, row)
     step = seconds_of(work, planned, engine)
     published_gib = published_of(row, "peak_gib", "memory")
     published, seconds = published_of(row, "tok_s_gpu", "rate"), published_of(row, "step_s", "seconds")
@@ -273,7 +276,23 @@ def replay(row: dict[str, str], line: int) -> Replay:
     )
 
 
-def work_of(row: dict[str, str]) -> tuple[Workload, Engine, int | None]:
+@dataclass(frozen=True, slots=True)
+class OtherWorkload(Workload):
+    """The work of an engine with the operators of transformers and PEFT, one by one."""
+
+    full_logits: bool = False  # its loss needs all logits at once
+
+    @property
+    def separate(self) -> bool:
+        return True
+
+
+def loss_bytes(shape: ModelShape, t: memory.Tokens) -> tuple[float, str]:
+    """Return the bytes of all logits, their copy and their gradient, in float32."""
+    return 3.0 * t.count * shape.vocab * memory.FLOAT, "all logits"
+
+
+def work_of(row: dict[str, str]) -> tuple[OtherWorkload, Engine, int | None]:
     """Return the planned work of a row, its engine, and the usual length of its rows."""
     engine = Engine.of(row)
     gpu, (nodes, per_node) = gpu_of(row["gpu"]), ranks_of(row)
@@ -314,7 +333,7 @@ def work_of(row: dict[str, str]) -> tuple[Workload, Engine, int | None]:
         rates = replace(rates, decode_gb_per_second=rates.memory_gb_per_second / decoded)
     if engine.upcast:  # products are made in 16 bits all the same
         rates = replace(rates, products={**rates.products, "float32": rates.products["bfloat16"]})
-    work = Workload(
+    work = OtherWorkload(
         shape=shape,
         layout=layout,
         batch=Batch(micro, whole(accumulation, "accum", empty=1), length),
@@ -322,7 +341,6 @@ def work_of(row: dict[str, str]) -> tuple[Workload, Engine, int | None]:
         optim="adamw_8bit" if "8-bit" in row["notes"].lower() or "8bit" in row["notes"].lower() else "adamw_torch",
         base_bytes=4 if engine.upcast or row["base_dtype"].strip().lower().startswith("fp32") else 2,
         scores=row["attn"].strip().lower() == "eager",
-        separate=True,
         full_logits=not re.search("liger|fused cross|cut cross|chunked", row["notes"].lower()),
     )
     return work, engine, usual

@@ -1,87 +1,81 @@
-"""`windlass calibrate`: measure this machine as training uses it, with real ranks, and write its machine file."""
+"""`windlass calibrate`: measure this machine as training uses it, with real ranks, and write its machine file.
+
+GPUs are measured rate by rate. A CPU has one factor: the time of a step of a few whole layers in a short training run,
+relative to what the plan computes for it from the hardware table.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import random
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from windlass import hardware
+from windlass import hardware, run_folder, tiny
 from windlass.errors import RunError, UserError
-from windlass.hardware import KINDS, NARROW, Collective, Points, Rates
+from windlass.files import read_json, read_json_lines
+from windlass.hardware import KINDS, Collective, Rates
+from windlass.plan import make_plan
 from windlass.plan.machine import own_machine_file, write_machine
-from windlass.ranks import supervisor as ranks
+from windlass.ranks import supervisor
 from windlass.ranks.rank import translate_srun
+from windlass.runfile import read_run_file
 
-# Measured / planned step time of calibrated plans (benchmarks/cpu_plan.py: 0.84 to 1.32, and short runs warm up in the
-# middle of it), wider where the machine itself varies.
-LOW, HIGH = 0.8, 1.4
+# Range of measured / planned step times of calibrated plans, wider where the machine itself varies: on GPUs assumed; on
+# CPUs tiny dense models and mixtures of experts, packed and not, took 0.7 to 1.3 of it.
+RANGES = {"cpu": (0.67, 1.5), "cuda": (0.8, 1.4)}
 STORAGE_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 LIMIT_SECONDS = 300.0  # limit of the whole calibration: a collective may hang
+TABLE = "table.json"  # a machine file with the hardware table's rates
+# Variables that make a process a rank, or a node, of a job that something else started.
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PET_", "SLURM_")
+BUSY = 0.1  # share of the processors' time from which other processes are worth a warning
 
 
 def calibrate(
     count: int | None, out: Path | None, environ: MutableMapping[str, str], say: Callable[[str], None]
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Measure with real ranks and write the file; return its path and content. Under torchrun this is one of the
-    ranks, and returns None on those that don't write."""
+    """Measure with real ranks and write the file; return its path and content. On GPUs under torchrun this is one of
+    the ranks, and returns None on those that don't write."""
     gpus = hardware.read_this_machine().gpus
     kind = _gpu_kind(gpus[0].name) if gpus else "cpu"
     environ.update(translate_srun(environ))
     under_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys()
+    if under_torchrun and not gpus and int(environ["WORLD_SIZE"]) > 1:
+        hint = f"`windlass calibrate --ranks {environ['LOCAL_WORLD_SIZE']}`, without a launcher"
+        raise UserError("a launcher started several ranks, but a CPU's are started here", "windlass calibrate", hint)
     count = int(environ["LOCAL_WORLD_SIZE"]) if under_torchrun else count or len(gpus) or 1
-    most, what = (len(gpus), "GPUs") if gpus else (os.cpu_count() or 1, "processors")
+    most, name = (len(gpus), "GPUs") if gpus else (os.cpu_count() or 1, "processors")
     if count > most:
-        raise UserError(f"{count} ranks, but this machine has {most} {what}", "--ranks", f"give at most {most}")
-    path, began = out or own_machine_file(kind, count), time.monotonic()
-    storage = path.absolute().parent
-    if under_torchrun:
-        measured = measure_on_rank(storage)
+        raise UserError(f"{count} ranks, but this machine has {most} {name}", "--ranks", f"give at most {most}")
+    path = out or own_machine_file(kind, count)
+    began = time.monotonic()
+    if not under_torchrun:
+        ranks = "1 rank" if count == 1 else f"{count} ranks"
+        say(f"measuring {kind} with {ranks}, about {60 if gpus else 15} s")
+    if not gpus:
+        rates, conditions = _calibrate_cpu(count, path.absolute().parent, environ)
+        if conditions["busy"]:
+            others = f"other processes used {conditions['busy']:.0%} of the processors' time"
+            say(f"! {others}: beside them, steps take longer than planned")
     else:
-        say(f"measuring {kind} with {count} rank{'s' * (count > 1)}, about {15 if kind == 'cpu' else 60} s")
-        measured = _start(count, storage, environ)
-    if measured is None:
-        return None
-    conditions = {**measured["conditions"], "seconds": round(time.monotonic() - began, 1)}
-    return path, write_machine(path, kind, count, conditions, _combine_rates(measured, kind, count))
-
-
-def _start(count: int, storage: Path, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Start one process per rank; return what rank 0 writes."""
-    with tempfile.TemporaryDirectory(prefix="windlass-calibrate-") as folder, ranks.reserve_port() as port:
-        result = Path(folder) / "rates.json"
-        started = [
-            ranks.start_process(
-                [sys.executable, "-m", "windlass.calibrate", str(result), str(storage)],
-                environment,
-                Path(folder) / f"output-{rank}",
-            )
-            for rank, environment in enumerate(ranks.make_environments(count, environ, port, alone=True))
-        ]
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while time.monotonic() < deadline and any(each.poll() is None for each in started):
-            if any(each.poll() for each in started):  # the others would wait for it
-                break
-            time.sleep(0.1)
-        codes = [each.poll() for each in started]
-        for each in started:
-            each.kill()
-            each.wait()
-        if any(codes) or not result.exists():
-            failed = next((rank for rank, code in enumerate(codes) if code), 0)
-            last = (Path(folder) / f"output-{failed}").read_text(errors="replace").strip().splitlines()[-1:]
-            what = f"rank {failed} failed: {''.join(last) or 'it did not end'}"
-            raise RunError(what, "windlass calibrate", "run it with --ranks 1, then with more")
-        return dict(json.loads(result.read_text()))
+        storage = path.absolute().parent
+        measured = measure_on_rank(storage) if under_torchrun else _start_ranks(count, storage, environ)
+        if measured is None:
+            return None
+        rates, conditions = _combine_rates(measured, kind, count), measured["conditions"]
+    conditions = {**conditions, "seconds": round(time.monotonic() - began, 1)}
+    return path, write_machine(path, kind, count, conditions, rates)
 
 
 def _gpu_kind(name: str) -> str:
@@ -92,70 +86,202 @@ def _gpu_kind(name: str) -> str:
         return name
 
 
-def _combine_rates(measured: Mapping[str, Any], kind: str, count: int) -> Rates:
-    """Combine measured rates with data sheets' for what one node can't measure."""
-    found = dict(measured["rates"])
-    collectives = [Collective(**each) for each in found.pop("collectives")]
-    gpu = hardware.GPUS.get(kind) or hardware.GPUS["h100"]
-    link = hardware.find_fabric(gpu.link)
-    sheet = hardware.Machine(gpu, link, link, hardware.find_fabric(gpu.host_link), 1, None).rates
-    for name in ("link", "network"):
-        missing = set(KINDS) - {c.kind for c in collectives if c.fabric == name}
-        collectives += [c for c in sheet.collectives if c.fabric == name and c.kind in missing]
-    spread = measured["conditions"]["spread"]
-    date = measured["conditions"]["date"]
-    busy = found.pop("busy")  # everything that the processor does takes so much longer
-    found |= {key: found[key] * busy for key in ("operator_seconds", "module_seconds")}
-    found |= {key: found[key] / busy for key in ("memory_gb_per_second", "decode_gb_per_second")}
-    products, narrow = (
-        {dtype: _points(rows, busy) for dtype, rows in found.pop(key).items()} for key in ("products", "narrow")
-    )
-    return replace(
-        sheet,
-        products=products,
-        narrow=narrow,
-        grouped=_points(found.pop("grouped"), busy),
-        attention=_points(found.pop("attention"), busy),
-        attention_backward=_points(found.pop("attention_backward"), busy),
-        **found,
-        basis=f"calibrated on {count} x {kind}, {date}",
-        collectives=tuple(collectives),
-        low=LOW / (1 + spread),
-        high=HIGH * (1 + spread),
-    )
-
-
-def _points(rows: list[list[float]], busy: float) -> Points:
-    return tuple((a, b, c / busy) for a, b, c in rows)
-
-
 def print_rates(content: Mapping[str, Any]) -> None:
     """Print what was measured, in a dozen lines."""
     rates, conditions = content["rates"], content["conditions"]
-    curves = {f"products, {name}": rows for name, rows in rates["products"].items()}
-    curves |= {name: rates[name] for name in ("grouped", "attention")}
-    rows = {
-        "machine": f"{content['ranks']} x {content['kind']}, {conditions['processor']}, load {conditions['load']:g}",
-        **{name: f"to {max(rate for *_, rate in points):,.3g} TFLOP/s" for name, points in curves.items()},
-        **{
-            name: f"{rates[f'{name}_gb_per_second']:,.3g} GB/s" for name in ("memory", "decode", "host_link", "storage")
-        },
-        "host": f"{rates['operator_seconds'] * 1e6:,.3g} us an operator, {rates['module_seconds'] * 1e6:,.3g} a module",
-    }
-    for each in rates["collectives"]:
-        if each["fabric"] == "link" and each["ranks"] == content["ranks"]:
-            text = f"{each['latency_seconds'] * 1e6:,.0f} us, {each['gb_per_second']:,.3g} GB/s"
-            rows[each["kind"]] = f"{text} over {each['ranks']} ranks"
-    rows["other work"] = f"{1 - 1 / conditions['busy']:.0%} of the processors' time; the rates are what is left"
+    machine = f"{content['ranks']} x {content['kind']}"
+    rows = {"machine": f"{machine}, {conditions['processor']}, load {conditions['load']:g}"}
+    if content["kind"] == "cpu":
+        rows["a step"] = f"{conditions['factor']:.2f} times as long as by the hardware table"
+        rows["storage"] = f"{rates['storage_gb_per_second']:,.3g} GB/s"
+        rows["other work"] = f"{conditions['busy']:.0%} of the processors' time"
+    else:
+        curves = {f"products, {name}": points for name, points in rates["products"].items()}
+        curves |= {name: rates[name] for name in ("grouped", "attention")}
+        rows |= {name: f"to {max(rate for *_, rate in points):,.3g} TFLOP/s" for name, points in curves.items()}
+        for name in ("memory", "decode", "host_link", "storage"):
+            rows[name] = f"{rates[f'{name}_gb_per_second']:,.3g} GB/s"
+        operator, module = rates["operator_seconds"] * 1e6, rates["module_seconds"] * 1e6
+        rows["host"] = f"{operator:,.3g} us an operator, {module:,.3g} a module"
+        for collective in rates["collectives"]:
+            if collective["fabric"] == "link" and collective["ranks"] == content["ranks"]:
+                text = f"{collective['latency_seconds'] * 1e6:,.0f} us, {collective['gb_per_second']:,.3g} GB/s"
+                rows[collective["kind"]] = f"{text} over {collective['ranks']} ranks"
     rows["spread"] = f"{conditions['spread']:.0%}: the plan's range is {rates['low']:.2f} to {rates['high']:.2f} of it"
     for name, text in rows.items():
         print(f"{name:20} {text}")
 
 
-# --- one rank ------------------
+# --- CPUs ------------------
+
+VOCABULARY, LENGTH, SEQUENCES, STEPS = 2048, 128, 4, 24
 
 
-def measure_on_rank(storage: Path) -> dict[str, Any] | None:
+def _calibrate_cpu(count: int, storage: Path, environ: Mapping[str, str]) -> tuple[Rates, dict[str, Any]]:
+    """Train a small mixture of experts, and return the hardware table's rates, all slowed down by one factor."""
+    import psutil  # type: ignore[import-untyped]
+
+    link, network, memory = (hardware.FABRICS[name] for name in ("loopback", "ethernet-25", "memory"))
+    sheet = hardware.derive_rates(hardware.GPUS["cpu"], link, network, memory, 1)
+    threads = int(supervisor.make_environments(count, environ, 0, alone=True)[0]["OMP_NUM_THREADS"])
+    with tempfile.TemporaryDirectory(prefix="windlass-calibrate-") as name:
+        folder = Path(name)
+        run = _write_run(folder, count)
+        write_machine(folder / TABLE, "cpu", count, {}, sheet)
+        psutil.cpu_percent()
+        began, own = time.monotonic(), _children_seconds()
+        _train(run, environ)
+        busy = psutil.cpu_percent() / 100 * psutil.cpu_count()
+        others = max(busy - (_children_seconds() - own) / (time.monotonic() - began), 0.0)
+        planned = make_plan(read_run_file(run)).cost.step_seconds
+        steps = [
+            step
+            for rank in range(count)
+            for step in list(read_json_lines(folder / "run" / run_folder.STEPS.format(rank=rank)))[STEPS // 4 :]
+        ]
+        facts = read_json(folder / "run" / run_folder.METER.format(rank=0))["hardware"]
+    # With one thread a rank: the processor's time, which other processes hardly change.
+    seconds = [step["step_seconds"] * (step["cpu_cores"] if threads == 1 else 1.0) for step in steps]
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    factor, spread = middle / planned, (high - low) / middle / 2
+    crowded = others + count * threads > psutil.cpu_count() * (1 + BUSY)
+    date = time.strftime("%Y-%m-%d")
+    rates = replace(
+        hardware.slow_down(sheet, factor),
+        storage_gb_per_second=measure_storage(storage, STORAGE_BYTES["cpu"]),
+        basis=f"calibrated on {count} x cpu, {date}",
+        low=RANGES["cpu"][0] / (1 + spread),
+        high=RANGES["cpu"][1] * (1 + spread),
+    )
+    return rates, {
+        "host": facts["host"],
+        "processor": facts["processor"],
+        "date": date,
+        "torch": facts["versions"]["torch"],
+        "threads": threads,
+        "load": round(os.getloadavg()[0], 2),
+        "factor": round(factor, 3),
+        "spread": round(spread, 3),
+        "busy": round(others / psutil.cpu_count(), 3) if crowded else 0.0,
+    }
+
+
+def _write_run(folder: Path, count: int) -> Path:
+    """Write the model, rows that are all full, and the run file."""
+    sizes = {"hidden": 192, "layers": 3, "experts": 16, "top_k": 4, "moe_intermediate": 96, "vocab": VOCABULARY}
+    tiny.write_model(folder / "model", "qwen3_moe", **sizes)  # type: ignore[arg-type]
+    draw = random.Random(0)
+    rows = [[draw.randrange(VOCABULARY) for _ in range(LENGTH)] for _ in range(STEPS * SEQUENCES * count)]
+    text = "".join(json.dumps({"input_ids": row}) + "\n" for row in rows)
+    (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+    run = {
+        "model": {"model_name_or_path": str(folder / "model")},
+        "lora": {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-linear"},
+        "data": {"dataset_name_or_path": str(folder / "rows.jsonl"), "val_split": None, "max_length": LENGTH},
+        "train": {
+            "output_dir": str(folder / "run"),
+            "max_steps": STEPS,
+            "per_device_train_batch_size": SEQUENCES,
+            "gradient_accumulation_steps": 1,
+            "bf16": False,
+            "eval_strategy": "no",
+            "save_strategy": "no",
+        },
+        "layout": "resident",
+        "cluster": {"nodes": 1, "gpus_per_node": count, "gpu": "cpu", "machine": str(folder / TABLE)},
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(run), encoding="utf-8")
+    return path
+
+
+def _train(run: Path, environ: Mapping[str, str]) -> None:
+    kept = {name: value for name, value in environ.items() if not name.startswith(LAUNCHERS)}
+    command = [sys.executable, "-m", "windlass", "train", str(run)]
+    done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
+    if done.returncode:
+        last = "".join(done.stderr.strip().splitlines()[-1:])
+        raise RunError(f"its training run failed: {last}", "windlass calibrate", "try --ranks 1, then more")
+
+
+def _children_seconds() -> float:
+    """Return the processor's seconds of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+# --- GPUs ------------------
+
+
+def _start_ranks(count: int, storage: Path, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Start one process per rank; return what rank 0 writes."""
+    with tempfile.TemporaryDirectory(prefix="windlass-calibrate-") as name, supervisor.reserve_port() as port:
+        folder = Path(name)
+        result = folder / "rates.json"
+        command = [sys.executable, "-m", "windlass.calibrate", str(result), str(storage)]
+        environments = supervisor.make_environments(count, environ, port, alone=True)
+        processes = [
+            supervisor.start_process(command, environment, folder / f"output-{rank}")
+            for rank, environment in enumerate(environments)
+        ]
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):  # the others would wait for it
+                break
+            time.sleep(0.1)
+        codes = [process.poll() for process in processes]
+        for process in processes:
+            process.kill()
+            process.wait()
+        if any(codes) or not result.exists():
+            failed = next((rank for rank, code in enumerate(codes) if code), 0)
+            last = (folder / f"output-{failed}").read_text(errors="replace").strip().splitlines()[-1:]
+            text = f"rank {failed} failed: {''.join(last) or 'it did not end'}"
+            raise RunError(text, "windlass calibrate", "run it with --ranks 1, then with more")
+        return read_json(result)
+
+
+def _combine_rates(measured: Mapping[str, Any], kind: str, count: int) -> Rates:
+    """Combine measured rates with data sheets' for what one node can't measure."""
+    rates = dict(measured["rates"])
+    collectives = [Collective(**values) for values in rates.pop("collectives")]
+    gpu = hardware.GPUS.get(kind) or hardware.GPUS["h100"]
+    link = hardware.find_fabric(gpu.link)
+    sheet = hardware.Machine(gpu, link, link, hardware.find_fabric(gpu.host_link), 1, None).rates
+    for fabric in ("link", "network"):
+        missing = set(KINDS) - {c.kind for c in collectives if c.fabric == fabric}
+        collectives += [c for c in sheet.collectives if c.fabric == fabric and c.kind in missing]
+    for name in ("grouped", "attention", "attention_backward"):
+        rates[name] = tuple(map(tuple, rates[name]))
+    rates["products"] = {dtype: tuple(map(tuple, points)) for dtype, points in rates["products"].items()}
+    spread = measured["conditions"]["spread"]
+    low, high = RANGES["cuda"]
+    return replace(
+        sheet,
+        **rates,
+        basis=f"calibrated on {count} x {kind}, {measured['conditions']['date']}",
+        collectives=tuple(collectives),
+        low=low / (1 + spread),
+        high=high * (1 + spread),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes that are measured."""
+
+    rows: tuple[int, ...] = (1, 16, 64, 256, 1024, 4096, 16384)
+    widths: tuple[int, ...] = (64, 256, 1024, 2048, 4096, 8192)
+    lengths: tuple[int, ...] = (128, 512, 2048, 8192)
+    heads: tuple[int, ...] = (64, 128)
+    attention_tokens: int = 16384
+    decoded_side: int = 8192
+    elements: int = 1 << 28  # of an elementwise operation, and bytes of a copy
+    message_bytes: int = 256 << 20
+    storage_bytes: int = STORAGE_BYTES["cuda"]
+
+
+def measure_on_rank(storage: Path, sizes: Sizes = Sizes()) -> dict[str, Any] | None:
     """Measure on all ranks at the same time, as they train; rank 0 returns their common result."""
     import torch
     import torch.distributed as dist
@@ -163,78 +289,59 @@ def measure_on_rank(storage: Path) -> dict[str, Any] | None:
 
     from windlass import measure
     from windlass.observe.counters import describe_machine
-    from windlass.train import lora
-    from windlass.train.kernels import products
     from windlass.weights import quantized
 
-    measure_host = partial(
-        measure_host_rates, attach=lora.attach_adapter
-    )  # imported before: that takes longer than to measure
-    rank, world, local = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    cpu = device.type == "cpu"
-    if not cpu:
+    rank, world, local, per_node = (
+        int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if cpu else "nccl")
-    rows = (1, 8, 64, 512, 4096) if cpu else (1, 16, 64, 256, 1024, 4096, 16384)
-    widths = (32, 64, 128, 256, 512, 1024) if cpu else (64, 256, 1024, 2048, 4096, 8192)
-    lengths, heads = ((32, 128, 512), (16, 64, 128)) if cpu else ((128, 512, 2048, 8192), (64, 128))
-    dtype = torch.bfloat16  # of most checkpoints, in which a CPU computes too
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    dtype = torch.bfloat16  # of most checkpoints
 
     def reference() -> float:
-        """Time a product before and after, to see changes of the machine's state."""
-        return measure.measure_products(device, dtype, [(rows[3], widths[3])])[0][2]
-
-    def one_by_one(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return products.multiply_one_by_one(x, weights, None, ends, None, transposed=True)
+        """Time a product now and then, to see changes of the machine's state."""
+        return measure.measure_products(device, dtype, [(sizes.rows[3], sizes.widths[3])])[0][2]
 
     def decode() -> float:
-        side = 512 if cpu else 8192
+        side = sizes.decoded_side
         codes = torch.randint(0, 120, (side, side), dtype=torch.uint8, device=device)
         format = quantized.Format(torch.float8_e4m3fn, (side, side), dtype)
         scale = torch.ones(1, 1, device=device)
-        return (
-            codes.numel() / measure.time_call(lambda: quantized.dequantize(codes, scale, format, dtype), device) / 1e9
-        )
+        seconds = measure.time_call(lambda: quantized.dequantize(codes, scale, format, dtype), device)
+        return codes.numel() / seconds / 1e9
 
-    if cpu:  # once one as large was freed, as in training, glibc no longer pages every smaller tensor in anew
-        torch.zeros(31 << 20, dtype=torch.uint8)
     dist.barrier()
-    began, used = time.perf_counter(), time.process_time()
+    rates: dict[str, Any] = {"products": {}}
     with torch.no_grad():
         states = [reference()]
-        found: dict[str, Any] = {
-            key: {
-                str(each).removeprefix("torch."): measure.measure_products(device, each, product(rows, widths), columns)
-                for each in (torch.bfloat16, torch.float32)
-            }
-            for key, columns in (("products", None), ("narrow", NARROW))
-        }
+        for each in (torch.bfloat16, torch.float32):
+            points = measure.measure_products(device, each, product(sizes.rows, sizes.widths))
+            rates["products"][str(each).removeprefix("torch.")] = points
         states.append(reference())
-        narrower = product(rows[:-1], widths[:-1])
-        found["grouped"] = measure.measure_grouped(device, dtype, narrower, one_by_one if cpu else _grouped_linear)
+        narrower = product(sizes.rows[:-1], sizes.widths[:-1])
+        rates["grouped"] = measure.measure_grouped(device, dtype, narrower, _grouped_linear)
         states.append(reference())
-        found["memory_gb_per_second"] = measure.measure_memory(device, 1 << (18 if cpu else 28))
-        found["decode_gb_per_second"] = decode()
-        found["host_link_gb_per_second"] = measure.measure_copy(device, 1 << (24 if cpu else 28))
+        rates["memory_gb_per_second"] = measure.measure_memory(device, sizes.elements)
+        rates["decode_gb_per_second"] = decode()
+        rates["host_link_gb_per_second"] = measure.measure_copy(device, sizes.elements)
     for key, backward in (("attention", False), ("attention_backward", True)):
-        tokens = 1024 if cpu else 16384
-        found[key] = measure.measure_attention(device, dtype, product(lengths, heads), tokens, backward=backward)
-    found |= measure_host(device)
-    found["sync_seconds"] = measure.measure_sync(device)
-    # Medians of short turns don't show how often other work takes the processor away; a step of training does.
-    busy = (time.perf_counter() - began) / (time.process_time() - used) if cpu and torch.get_num_threads() == 1 else 1.0
-    found["busy"] = max(1.0, busy)
+        pairs = product(sizes.lengths, sizes.heads)
+        rates[key] = measure.measure_attention(device, dtype, pairs, sizes.attention_tokens, backward=backward)
+    rates |= measure_host_rates(device)
+    rates["sync_seconds"] = measure.measure_sync(device)
     states.append(reference())
-    found["storage_gb_per_second"] = measure_storage(storage, STORAGE_BYTES[device.type]) if local == 0 else None
+    rates["storage_gb_per_second"] = measure_storage(storage, sizes.storage_bytes) if local == 0 else None
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (found, states))
-    collectives = measure_groups(device, world, per_node)
+    dist.all_gather_object(everyone, (rates, states))
+    collectives = measure_groups(device, world, per_node, sizes.message_bytes)
     dist.destroy_process_group()
     if rank:
         return None
-    middle, facts = sorted(value for _, each in everyone for value in each), describe_machine()
+    middle = sorted(state for _, states in everyone for state in states)
+    facts = describe_machine()
     conditions = {
         **{key: facts[key] for key in ("host", "processor", "gpus", "driver") if facts.get(key)},
         "date": time.strftime("%Y-%m-%d"),
@@ -243,12 +350,11 @@ def measure_on_rank(storage: Path) -> dict[str, Any] | None:
         "load": round(os.getloadavg()[0], 2),
         "spread": round((middle[-1] - middle[0]) / middle[len(middle) // 2] / 2, 3),
     }
-    merged = _mean_over_ranks([each for each, _ in everyone])
-    conditions["busy"] = round(merged["busy"], 3)
+    merged = _mean_over_ranks([rates for rates, _ in everyone])
     return {"rates": {**merged, "collectives": collectives}, "conditions": conditions}
 
 
-def measure_host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, float]:
+def measure_host_rates(device: Any) -> dict[str, float]:
     """Measure the host's time per operator and per module call, by the plan's own counts: layers as in training,
     with so few tokens that nothing else takes time. A chain of one kind of operator would take half as long."""
     import torch
@@ -260,6 +366,7 @@ def measure_host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, flo
     from windlass.plan.workload import read_shape
     from windlass.runfile import Lora
     from windlass.train.kernels.lora_linear import fuse_layers
+    from windlass.train.lora import attach_adapter
 
     few, many, tokens = 2, 8, 8
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
@@ -270,57 +377,63 @@ def measure_host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, flo
     with torch.device(device):
         model = transformers.LlamaForCausalLM(described).to(torch.bfloat16).requires_grad_(False)
         ids = torch.zeros(1, tokens, dtype=torch.long)
-    layers = attach(model, lora, adapter, 0).get_base_model().train().model
-    adapters, every, now = fuse_layers(layers, torch.bfloat16), layers.layers, measure.choose_clock(device)
-    taken = dict[int, list[tuple[float, float]]]()
+    layers = attach_adapter(model, lora, adapter, 0).get_base_model().train().model
+    adapters = fuse_layers(layers, torch.bfloat16)
+    all_layers = layers.layers
+    forwards = dict[int, float]()
+    backwards = dict[int, float]()
     for count in (few, many):
-        layers.layers, taken[count] = every[:count], []
+        layers.layers = all_layers[:count]
+        turns = []
         for _ in range(3 * measure.TURNS):
             with adapters.unchanged():
                 measure.synchronize(device)
-                began = now()
+                began = time.perf_counter()
                 with torch.autocast(device.type, torch.bfloat16):
                     states = layers(ids, use_cache=False).last_hidden_state.sum()
-                middle = now()
+                middle = time.perf_counter()
                 states.backward()
-                taken[count].append((middle - began, now() - middle))
+                turns.append((middle - began, time.perf_counter() - middle))
             model.zero_grad()
-    medians = {count: [statistics.median(each) for each in zip(*turns, strict=True)] for count, turns in taken.items()}
-    forward, backward = ((more - less) / (many - few) for more, less in zip(medians[many], medians[few], strict=True))
-    shape, separate = read_shape(base, adapter), device.type == "cpu"
-    ahead, back = (
-        count_dispatch(shape, shape.layers[0], phase, tokens, separate=separate) for phase in ("forward", "backward")
-    )
+        forwards[count] = statistics.median(forward for forward, _ in turns)
+        backwards[count] = statistics.median(backward for _, backward in turns)
+    forward = (forwards[many] - forwards[few]) / (many - few)
+    backward = (backwards[many] - backwards[few]) / (many - few)
+    shape = read_shape(base, adapter)
+    ahead = count_dispatch(shape, shape.layers[0], "forward", tokens, separate=False)
+    back = count_dispatch(shape, shape.layers[0], "backward", tokens, separate=False)
     operator = max(backward / back.operators, 1e-7)
-    return {
-        "operator_seconds": operator,
-        "module_seconds": max((forward - operator * ahead.operators) / ahead.modules, 1e-7),
-    }
+    module = max((forward - operator * ahead.operators) / ahead.modules, 1e-7)
+    return {"operator_seconds": operator, "module_seconds": module}
 
 
-def measure_groups(device: Any, world: int, per_node: int) -> list[dict[str, Any]]:
+def measure_groups(device: Any, world: int, per_node: int, large_bytes: int) -> list[dict[str, Any]]:
     """Measure groups of several sizes of a node's ranks, and of all ranks if they are on several nodes."""
     import torch.distributed as dist
 
     from windlass import measure
 
-    found = []
-    for size in sorted({2**i for i in range(1, 10) if 2**i < per_node} | ({per_node} if per_node > 1 else set())):
-        own = None
-        for first in range(0, world, size) if per_node % size == 0 else ():
+    collectives = []
+    sizes = {2**i for i in range(1, 10) if 2**i < per_node}
+    if per_node > 1:
+        sizes.add(per_node)
+    for size in sorted(sizes):
+        if per_node % size:
+            continue
+        for first in range(0, world, size):
             group = dist.new_group(list(range(first, first + size)))
-            own = group if first <= dist.get_rank() < first + size else own
-        if own is not None:
-            found += measure.measure_collectives(device, own, "link", size)
+            if first <= dist.get_rank() < first + size:
+                mine = group
+        collectives += measure.measure_collectives(device, mine, "link", size, large_bytes)
     if world > per_node:
-        found += measure.measure_collectives(device, None, "network", per_node)
-    return [asdict(each) for each in found]
+        collectives += measure.measure_collectives(device, None, "network", per_node, large_bytes)
+    return [asdict(collective) for collective in collectives]
 
 
 def measure_storage(folder: Path, size: int) -> float:
     """Return GB/s of a file that is not in the page cache."""
-    place = next(each for each in (folder, *folder.parents) if each.is_dir())
-    with tempfile.NamedTemporaryFile(dir=place, prefix=".windlass-") as file:
+    existing = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    with tempfile.NamedTemporaryFile(dir=existing, prefix=".windlass-") as file:
         file.write(os.urandom(1 << 20) * (size >> 20))
         file.flush()
         os.fsync(file.fileno())
@@ -339,7 +452,7 @@ def _mean_over_ranks(values: list[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _mean_over_ranks([value[key] for value in values]) for key in first}
     if isinstance(first, (list, tuple)):
-        return [_mean_over_ranks(list(each)) for each in zip(*values, strict=True)]
+        return [_mean_over_ranks(list(elements)) for elements in zip(*values, strict=True)]
     return sum(values) / len(values)
 
 

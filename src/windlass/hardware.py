@@ -45,9 +45,6 @@ class Rates:
 
     basis: str  # "data sheet", or "calibrated on 2 x h100, 2026-01-31"
     products: Mapping[str, Points]  # by dtype (bfloat16, float32): rows, sqrt(inputs x outputs), TFLOP/s
-    narrow: Mapping[
-        str, Points
-    ]  # to and from NARROW columns, as an adapter's: rows, width, TFLOP/s; empty: not measured
     grouped: Points  # one product of all experts, in the dtype of compute: rows per expert, the same width, TFLOP/s
     attention: Points  # causal attention forward: length, head width, TFLOP/s of the unmasked half
     attention_backward: Points  # the same operations over its backward's time
@@ -68,9 +65,6 @@ class Rates:
         """Return the measured collective of the most similar group."""
         alike = [c for c in self.collectives if (c.kind, c.fabric) == (kind, fabric)]
         return min(alike, key=lambda c: abs(log(c.ranks / ranks)))
-
-
-NARROW = 8
 
 
 @lru_cache(maxsize=10_000)
@@ -165,8 +159,8 @@ ALIASES, FABRIC_ALIASES = (
 )
 FABRICS = {name: Fabric(name, row["gb"]) for name, row in _TABLE["fabrics"].items()}
 GPUS = {name: _read_gpu(name, row) for name, row in _TABLE["gpus"].items()}
-# A round figure for two CPU cores; memory: what this machine has.
-GPUS["cpu"] = Gpu("cpu", 16.0, 0.1, 0.03, 10.0, "loopback", "memory")
+# A round figure for a rank on a core or two; memory: what this machine has.
+GPUS["cpu"] = Gpu("cpu", 16.0, 0.4, 0.2, 20.0, "loopback", "memory")
 ALIASES["none"] = "cpu"
 
 # Host time: a launch takes about 5 us, and autograd and the dispatcher as much again; a module's call in Python, with
@@ -201,7 +195,6 @@ def derive_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric, nic
     return Rates(
         basis="data sheet",
         products={"bfloat16": halves, "float32": wide},
-        narrow={},
         grouped=halves,
         attention=attention,
         attention_backward=tuple((n, width, rate / BACKWARD) for n, width, rate in attention),
@@ -220,6 +213,33 @@ def derive_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric, nic
         storage_gb_per_second=STORAGE,
         low=UNTRIED[0],
         high=UNTRIED[1],
+    )
+
+
+def slow_down(rates: Rates, factor: float) -> Rates:
+    """Return rates at which all that a node computes, copies and exchanges takes `factor` times as long."""
+
+    def slower(points: Points) -> Points:
+        return tuple((first, second, rate / factor) for first, second, rate in points)
+
+    return replace(
+        rates,
+        products={dtype: slower(points) for dtype, points in rates.products.items()},
+        grouped=slower(rates.grouped),
+        attention=slower(rates.attention),
+        attention_backward=slower(rates.attention_backward),
+        memory_gb_per_second=rates.memory_gb_per_second / factor,
+        decode_gb_per_second=rates.decode_gb_per_second / factor,
+        operator_seconds=rates.operator_seconds * factor,
+        module_seconds=rates.module_seconds * factor,
+        sync_seconds=rates.sync_seconds * factor,
+        collectives=tuple(
+            replace(c, latency_seconds=c.latency_seconds * factor, gb_per_second=c.gb_per_second / factor)
+            if c.fabric == "link"
+            else c
+            for c in rates.collectives
+        ),
+        host_link_gb_per_second=rates.host_link_gb_per_second / factor,
     )
 
 

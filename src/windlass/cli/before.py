@@ -219,9 +219,9 @@ def calibrate(
 ) -> None:
     """Measure this machine for the plan, in about a minute.
 
-    Products, memory, the host, FP8 decoding, collectives between real ranks, and storage. The plan takes the file that
-    cluster.machine names, or on one node the one found for this host. Under torchrun over several nodes it measures
-    the network too.
+    On GPUs: products, memory, the host, FP8 decoding, collectives between real ranks, and storage; under torchrun over
+    several nodes the network too. On a CPU: a short training run, whose steps give one factor for the plan's times.
+    The plan takes the file that cluster.machine names, or on one node the one found for this host.
     """
     from windlass import calibrate as calibrating
 

@@ -96,13 +96,11 @@ def read_machine(path: Path, gpu: Gpu, ranks: int, where: str) -> Rates:
             f"{file} {what}", where, "write one on such a machine: `windlass calibrate --out FILE`"
         ) from None
     raise_all([*_problems(content, file, gpu, ranks)])
-    made = content["rates"]
-    points = {key: tuple(map(tuple, made[key])) for key in ("grouped", "attention", "attention_backward")}
-    by_dtype = {
-        key: {dtype: tuple(map(tuple, rows)) for dtype, rows in made[key].items()} for key in ("products", "narrow")
-    }
-    collectives = tuple(Collective(**each) for each in made["collectives"])
-    return Rates(**{**made, **points, **by_dtype, "collectives": collectives})
+    rates = content["rates"]
+    points = {key: tuple(map(tuple, rates[key])) for key in ("grouped", "attention", "attention_backward")}
+    products = {dtype: tuple(map(tuple, rows)) for dtype, rows in rates["products"].items()}
+    collectives = tuple(Collective(**values) for values in rates["collectives"])
+    return Rates(**{**rates, **points, "products": products, "collectives": collectives})
 
 
 def _problems(content: Any, file: str, gpu: Gpu, ranks: int) -> Iterator[Problem]:

@@ -23,11 +23,9 @@ FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
 # Driver context, cuBLAS workspace and NCCL's channels: 0.5 + 0.1 + 1.0-1.4 GiB on Hopper; an assumption. Plus memory
 # that CUDA withholds: an H100 has 79.65 GiB according to nvidia-smi, 79.11 according to torch (vllm#27508).
 RESERVE_GPU = 2.6 * GIB
-RESERVE_CPU = 0.46 * GIB  # a process that has imported torch, transformers and PEFT
-# oneDNN caches up to 1,024 prepared products, one per shape: few for packed rows, a new one for every number of tokens
-# sent to an expert, or for every batch length. Measured with small models, after 60 to 120 steps: 0.03 to 0.08 GiB,
-# 0.09 to 0.15, and 0.11 to 0.2.
-PREPARED_CPU, PREPARED_ROUTED, PREPARED_BY_LENGTH = 0.05 * GIB, 0.12 * GIB, 0.17 * GIB
+# A process that has imported torch, transformers and PEFT: 0.46 GiB. Plus the products that oneDNN has prepared, one
+# per shape: 0.03 to 0.2 GiB after 60 to 120 steps of small models.
+RESERVE_CPU = 0.6 * GIB
 # Memory that the caching allocator cannot use, as a fraction of all temporary tensors; an assumption.
 FRAGMENTATION = 0.05
 # Resident memory of one training process on the host: interpreter, libraries, CUDA's and NCCL's host side, pinned
@@ -76,13 +74,8 @@ def estimate_memory(work: Workload) -> tuple[tuple[MemoryRow, ...], str]:
     reserve = MemoryRow("reserve", RESERVE_GPU, "driver and its context, cuBLAS workspace, NCCL channels, assumed")
     if work.on_cpu:
         reserve = MemoryRow("reserve", RESERVE_CPU, "a process with the training libraries, assumed")
-    routed = any(layer.experts for layer in work.shape.layers)
-    prepared_bytes = PREPARED_BY_LENGTH * work.on_cpu
-    if work.masked or work.document is not None:
-        prepared_bytes = (PREPARED_ROUTED if routed else PREPARED_CPU) * work.on_cpu
-    prepared = MemoryRow("prepared products", prepared_bytes, "oneDNN's, one for each number of tokens in a batch")
-    permanent = [base, adapter, optimizer, reserve, prepared]
-    training = [base, adapter, gradients, optimizer, reserve, prepared]
+    permanent = [base, adapter, optimizer, reserve]
+    training = [base, adapter, gradients, optimizer, reserve]
     moments = {name: [*training, *rows] for name, rows in list_training_moments(work).items()}
     moments |= {name: [*permanent, *rows] for name, rows in _list_evaluation_moments(work).items()}
     peak = max(moments, key=lambda name: sum(row.bytes for row in moments[name]))
@@ -194,7 +187,7 @@ def list_training_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     saved = MemoryRow("activations", kept, words)
     early = MemoryRow("activations", kept * (layers - 1) / layers, words)
     first = MemoryRow("activations", kept / layers, words)
-    loss, loss_words = loss_bytes(shape, t, work.full_logits)
+    loss, loss_words = loss_bytes(shape, t)
     states = t.count * shape.hidden * (FLOAT + t.width)
     gradient = f"{loss_words}; gradient of {t.count} x {shape.hidden} in float32 and {t.width}"
     words = "gradients within the widest layer"
@@ -237,7 +230,7 @@ def _list_evaluation_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     forward = [MemoryRow("forward of a layer", worst, words), *_dequantized_rows(work, t), *dora_norm_rows(work, t)]
     words = f"2 x {t.count} x {shape.hidden} x {t.width}"
     hidden = MemoryRow("hidden states", 2.0 * t.count * shape.hidden * t.width, words)
-    loss, words = loss_bytes(shape, t, work.full_logits)
+    loss, words = loss_bytes(shape, t)
     words = f"an evaluation's; {words}; hidden states, and the final norm's in float32"
     states = t.count * shape.hidden * (FLOAT + t.width)
     return {
@@ -385,7 +378,7 @@ class Tokens:
             top_k=work.shape.top_k,
             routed=work.width if work.shape.base.family.narrow_routing else FLOAT,
             surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
-            masked=work.batch.length if work.masked and work.attention_length == work.batch.length else 0,
+            masked=work.batch.length if work.masked else 0,
             scores=work.batch.length if work.scores else 0,
             length=work.batch.length,
         )
@@ -466,11 +459,8 @@ def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
     return stream + max(options)
 
 
-def loss_bytes(shape: ModelShape, t: Tokens, full_logits: bool) -> tuple[float, str]:
+def loss_bytes(shape: ModelShape, t: Tokens) -> tuple[float, str]:
     """Return the bytes of the loss's forward on top of the hidden states; its backward adds the states' gradient."""
-    if full_logits:
-        total = 3.0 * t.count * shape.vocab * FLOAT
-        return total, f"all logits: 3 x {t.count} tokens x {shape.vocab} vocabulary x 4"
     rows, columns = min(t.count, TILE_TOKENS), min(shape.vocab * 4 // 3, TILE_VOCABULARY)
     words = f"fused head: a tile of {rows} tokens x {columns} x {t.width}, and its input"
     return rows * columns * t.width + t.count * shape.hidden * t.width, words

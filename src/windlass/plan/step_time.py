@@ -13,26 +13,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from windlass.hardware import NARROW, Fabric, get_product_rate, interpolate
+from windlass.hardware import Fabric, get_product_rate, interpolate
 from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes
 from windlass.plan.workload import Layer, Lora, ModelShape, Workload
 from windlass.settings import FUSED_INPUTS
 
-# Ranks wait for the slowest one, and collectives use some of the GPU's own units and memory. Processors that ranks
-# share with everything else vary more: two ranks of benchmarks/cpu_plan.py wait for 7 to 13 % of a step.
-SKEW, CPU_SKEW = 1.03, 1.1
+SKEW = 1.03  # ranks wait for the slowest one, and collectives use some of the GPU's own units and memory
 LOGIT_BYTES = 26  # per logit in the loss: written, read, in float32, exponentiated, its gradient written and read
 OPTIMIZER_BYTES = 40  # per trained parameter: gradient, two moments and value, read and written, and its norm
 GATHER_OPERATORS = 40  # to gather and free a layer: a few kernels, and FSDP2's Python; assumed
 EXCHANGE_OPERATORS = 12  # per pass, to send tokens to experts and back: benchmarks/operators.py counts 24 in two
-DECODE_OPERATORS = 13  # per matrix on a CPU, which decodes with torch's own operators: see benchmarks/operators.py
-# GPUs before Hopper, for which torch has no grouped product of all experts: the host reads back the rows of each
-# expert every time and starts one product per expert.
-ONE_BY_ONE = ("a10", "l4")
+# Devices for which torch has no grouped product of all experts (GPUs before Hopper, and CPUs): the host reads back the
+# rows of each expert every time and starts one product per expert.
+ONE_BY_ONE = ("a10", "l4", "cpu")
 # Python outside the layers, per micro-batch and per step: batch, mask, loss, optimizer, measuring; assumed.
 MICRO_BATCH_OPERATORS, STEP_OPERATORS = 150, 600
-# On a CPU: per step, assumed; and per tensor that AdamW updates, counted: there it updates tensors one by one.
-CPU_STEP_OPERATORS, TENSOR_OPERATORS = 150, 10
 # Exponent of the norm that replaces max(GPU, host): neither is ahead of the other all of the time.
 AHEAD = 4
 PHASES = ("forward", "backward")
@@ -131,7 +126,7 @@ def estimate_time(work: Workload) -> Time:
     if work.on_cpu:  # gloo's collectives, copies and dispatch all run on the processor that computes
         longest, busiest = serial, {**busiest, **within, "wire": exchanged + gathered, "gpu": 0.0}
     bound = max(busiest, key=lambda name: busiest[name])
-    skew = (CPU_SKEW if work.on_cpu else SKEW) if ranks > 1 else 1.0
+    skew = SKEW if ranks > 1 else 1.0
     step = (accumulation * longest + once) * skew
     tokens = work.batch.tokens * accumulation * ranks
     return Time(
@@ -178,7 +173,7 @@ def count_flops(work: Workload) -> tuple[float, float]:
     # Kernels skip the upper half of the square only if nothing else is masked.
     square = 2 if work.masked and length == work.batch.length else 1
     attention, back = (causal_attention_flops(shape, length, phase) * square for phase in PHASES)
-    recomputed = 0.0 if work.full_logits else 2.0 * shape.head  # the fused head projects again in its backward
+    recomputed = 2.0 * shape.head  # the fused head projects again in its backward
     if work.layout.activation_checkpointing:
         recomputed += 2 * (shape.active - shape.head) + 2 * adapter + attention
     return 4 * shape.active + 6 * adapter + attention + back, recomputed
@@ -211,13 +206,6 @@ def _product_seconds(
     return 2 * max(experts, 1) * rows * inputs * outputs / rate / 1e12
 
 
-def _narrow_product_seconds(work: Workload, rows: float, width: int, r: int, *, wide: bool) -> float:
-    """Return the seconds of an adapter's product: a narrow one takes longer than a square one with the same FLOPs."""
-    points = work.machine.rates.narrow.get("bfloat16" if work.width == 2 and not wide else "float32")
-    least = 2 * rows * width * NARROW / interpolate(points, rows, width) / 1e12 if points else 0.0
-    return max(least, _product_seconds(work, rows, width, r, wide=wide))
-
-
 def _estimate_pass(work: Workload, phase: str, *, products: bool = True) -> Passes:
     """Return the time of all layers' forward or backward. `products`: include those of the routed experts."""
     found = Passes()
@@ -234,9 +222,8 @@ def _estimate_layer(work: Workload, layer: Layer, phase: str, *, products: bool)
             compute += _product_seconds(work, tokens, p.shape[1], p.shape[0])
     wide = work.layout.precision != "bf16" and shape.adapter.dtype_bytes > work.width
     for lora in layer.plain_lora:  # its backward also makes the gradients of A and B
-        once = _narrow_product_seconds(work, tokens, lora.inputs, lora.r, wide=wide) + _narrow_product_seconds(
-            work, tokens, lora.outputs, lora.r, wide=wide
-        )
+        once = _product_seconds(work, tokens, lora.inputs, lora.r, wide=wide)
+        once += _product_seconds(work, tokens, lora.outputs, lora.r, wide=wide)
         compute += once * (2 if back else 1)
     if layer.experts:
         # Each rank has some experts, and is sent the tokens of all ranks that route to them.
@@ -251,25 +238,19 @@ def _estimate_layer(work: Workload, layer: Layer, phase: str, *, products: bool)
             once += _product_seconds(work, rows, lora.r, lora.outputs, experts=used)
             compute += once * (2 if back else 1)
     length = work.attention_length
-    # A CPU's kernel computes in tiles as wide as short rows, so masking saves nothing.
-    square = (
-        _attention_flops(layer, length) * tokens * work.padding_ratio * (2 if work.masked and not work.on_cpu else 1)
-    )
+    square = _attention_flops(layer, length) * tokens * (2 if work.masked else 1)
     head = layer.query / max(shape.heads, 1)
     if layer.traced:
         others = layer.traced.at(f"{phase}_products", length) / length * tokens
         rate = get_product_rate(rates, "bfloat16" if work.width == 2 else "float32", length, (head * length) ** 0.5)
         compute += others / rate / 1e12
     compute += square / interpolate(rates.attention_backward if back else rates.attention, length, head) / 1e12
-    did = count_dispatch(shape, layer, phase, length, separate=work.on_cpu or work.separate, dora=work.dora)
+    did = count_dispatch(shape, layer, phase, length, separate=work.separate, dora=work.dora)
     moved = did.bytes * work.width / 2  # counted in 16 bits
     memory = moved * tokens / rates.memory_gb_per_second / 1e9
     operators = did.operators + GATHER_OPERATORS * (work.layout.shard > 1)
     operators += EXCHANGE_OPERATORS * (work.layout.expert_parallel > 1 and layer.experts > 0)
     operators += _count_unfused_products(work, layer, phase) * layer.experts / work.layout.expert_parallel
-    if work.on_cpu and work.layout.base_dtype != "bf16":
-        stored = [len(p.shape) for p in layer.parameters if p.name in shape.narrow]
-        operators += DECODE_OPERATORS * sum(used if dimensions > 2 else 1 for dimensions in stored)
     host = operators * rates.operator_seconds + did.modules * rates.module_seconds
     return Passes(compute, memory, host) + _adapter_options(work, layer, phase, wide=wide)
 
@@ -285,12 +266,12 @@ def _adapter_options(work: Workload, layer: Layer, phase: str, *, wide: bool) ->
     if work.dora:
         found += _linear_option(work, "dora" + ", dropout" * bool(work.dropout), every, phase)
     elif work.dropout:
-        way = "separate" if work.on_cpu or work.separate else "fused"
+        way = "separate" if work.separate else "fused"
         found += _linear_option(work, f"dropout, {way}", every, phase)
     for lora, rows in every if work.dora else ():
         if phase == "forward":  # an identity matrix through A and B
-            compute += _narrow_product_seconds(work, lora.inputs, lora.inputs, lora.r, wide=False)
-            compute += _narrow_product_seconds(work, lora.inputs, lora.outputs, lora.r, wide=False)
+            compute += _product_seconds(work, lora.inputs, lora.inputs, lora.r)
+            compute += _product_seconds(work, lora.inputs, lora.outputs, lora.r)
         if work.dropout:  # the frozen weight's product with the input after dropout
             compute += _product_seconds(work, rows, lora.inputs, lora.outputs)
     return found + Passes(compute)
@@ -316,11 +297,9 @@ def _estimate_outside_layers(work: Workload) -> Passes:
 
 def _optimizer_seconds(work: Workload) -> float:
     """Return the seconds of the optimizer, once per step: every trained parameter, and the Python around it."""
-    rates, (mine, _), operators = work.machine.rates, adapter_share(work), STEP_OPERATORS
-    if work.on_cpu:
-        adapted = sum(times * len((*layer.plain_lora, *layer.expert_lora)) for layer, times in work.shape.kinds)
-        operators = CPU_STEP_OPERATORS + 2 * adapted * TENSOR_OPERATORS
-    return OPTIMIZER_BYTES * mine / rates.memory_gb_per_second / 1e9 + operators * rates.operator_seconds
+    rates = work.machine.rates
+    trained, _ = adapter_share(work)
+    return OPTIMIZER_BYTES * trained / rates.memory_gb_per_second / 1e9 + STEP_OPERATORS * rates.operator_seconds
 
 
 def _count_unfused_products(work: Workload, layer: Layer, phase: str) -> int:
@@ -348,8 +327,7 @@ def _weights_seconds(work: Workload) -> float:
     routed = shape.routed // layout.expert_parallel
     seconds = 0.0
     if layout.base_dtype != "bf16":  # GPUs also decode unused experts
-        used = 1 - (1 - shape.top_k / max(shape.layers[-1].experts, 1)) ** work.batch.tokens if work.on_cpu else 1.0
-        codes = work.passes * (shape.elements - shape.routed).narrow + work.expert_passes * routed.narrow * used
+        codes = work.passes * (shape.elements - shape.routed).narrow + work.expert_passes * routed.narrow
         seconds += codes / rates.decode_gb_per_second / 1e9
     if layout.shard > 1:  # written by the gather, then read and written by the copy out of the buffer
         gathers = 2 if layout.reshard_after_forward else 1 / work.batch.accumulation
@@ -458,11 +436,11 @@ def _dispatch_flows(work: Workload) -> list[Flow]:
 
 def _exchange_overlap(work: Workload, seconds: float) -> float:
     """Return the seconds of the token exchange that overlap with shared experts (train/exchange.py): in each pass, one
-    of its two directions, for as long as they compute. On a CPU none: gloo uses the processor that computes."""
+    of its two directions, for as long as they compute."""
     layers = [(layer, times) for layer, times in work.shape.kinds if layer.experts]
     passes = work.expert_passes
     one_way, hidden = seconds / max(2 * passes * sum(times for _, times in layers), 1), 0.0
-    for layer, times in layers if seconds and not work.on_cpu else ():
+    for layer, times in layers if seconds else ():
         matrices = [p.shape for p in layer.parameters if p.part == "shared_experts" and len(p.shape) == 2]
         shared = sum(_product_seconds(work, work.batch.tokens, inputs, outputs) for outputs, inputs in matrices)
         hidden += passes * times * min(one_way, shared)

@@ -13,7 +13,6 @@ from windlass.model import Base, Parameter
 from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.model.targets import Adapter
 from windlass.plan.layout import Layout
-from windlass.settings import BY_DOCUMENT_ELEMENTS, DOCUMENT_TOKENS
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 # Names of the projections that make the queries, and of those that read attention's result.
@@ -50,9 +49,7 @@ class Workload:
     scores: bool = False  # attention keeps each head's score matrix, as `eager` does
     masked: bool = False  # a mask separates the documents of packed rows
     document: int | None = None  # usual tokens of a document in packed rows
-    full_logits: bool = False  # the loss needs all logits at once, as label smoothing does
     four_bits: bool = False  # the base could be stored in 4 bits: see layout.FOUR_BITS
-    separate: bool = False  # unfused operators of transformers and PEFT on GPUs too, as in other engines
     keeps_products: bool = False  # recomputed layers keep routed experts' products and the tokens sent to them
     evaluated: int = 0  # sequences per GPU in one evaluation batch; 0: no evaluation
 
@@ -61,22 +58,14 @@ class Workload:
         return self.machine.gpu.name == "cpu"
 
     @property
-    def attends_by_document(self) -> bool:
-        """Return whether a CPU computes attention one document at a time."""
-        large = self.shape.layers[-1].query * self.batch.length >= BY_DOCUMENT_ELEMENTS
-        return self.masked and self.on_cpu and self.document is not None and large and not self.scores
+    def separate(self) -> bool:
+        """Return whether operators stay separate, as in transformers and PEFT. On GPUs they are fused."""
+        return self.on_cpu
 
     @property
     def attention_length(self) -> int:
-        """Return the tokens that attention covers: a document's or a row's. Under a mask, GPUs compute the row's."""
-        if self.document is None or (self.masked and not self.attends_by_document):
-            return self.batch.length
-        return self.document + self.attends_by_document * DOCUMENT_TOKENS // 2  # padded by half of it on average
-
-    @property
-    def padding_ratio(self) -> float:
-        """Return the ratio of the tokens that attention is computed for, with padding, to the document's tokens."""
-        return self.attention_length / self.document if self.attends_by_document and self.document else 1.0
+        """Return the tokens that attention covers: a document's, or under a mask the whole row's."""
+        return self.batch.length if self.document is None or self.masked else self.document
 
     @property
     def passes(self) -> int:
