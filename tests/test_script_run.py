@@ -33,7 +33,7 @@ from windlass.launch.platforms import kubernetes
 from windlass.launch.submit import render
 from windlass.meter import StepProfiler
 from windlass.observe import report
-from windlass.observe.watch.patrol import format_prometheus
+from windlass.observe.watch.prometheus import format_prometheus
 from windlass.plan.script import ScriptPlan, make_any_plan
 from windlass.ranks import supervisor as ranks
 from windlass.runfile import LoadedScript, read_any, read_preset, read_run_file

@@ -25,10 +25,12 @@ from windlass.files import Table, WriteGuard, read_json_lines
 from windlass.launch.check.inputs import check_trackers
 from windlass.launch.check.results import FAIL
 from windlass.observe.reader import Tail
-from windlass.observe.watch import live, patrol
+from windlass.observe.watch import live
 from windlass.observe.watch.detectors import BY_KIND, SAMPLES, Alarm, make_hint
 from windlass.observe.watch.heartbeat import find_absent_ranks
-from windlass.observe.watch.patrol import Patrol, ScriptWatch, make_environment, report_alarm
+from windlass.observe.watch.monitor import Monitor, make_environment, report_alarm
+from windlass.observe.watch.prometheus import format_prometheus
+from windlass.observe.watch.script import ScriptWatch
 from windlass.runfile import Watch, names
 
 ROOT = Path(__file__).parent.parent
@@ -86,9 +88,9 @@ def write_evaluations(folder: Path, losses: list[float]) -> None:
 
 def found(folder: Path, max_steps: int = 2000, ranks: int = 4, **settings: Any) -> list[Alarm]:
     raised: list[Alarm] = []
-    patrol = Patrol(folder, Watch(**settings), ranks, network="infiniband-400", raised=raised.append)
-    patrol.history.max_steps, patrol.history.vocabulary = max_steps, VOCABULARY
-    patrol.check_new_records()
+    monitor = Monitor(folder, Watch(**settings), ranks, network="infiniband-400", raised=raised.append)
+    monitor.history.max_steps, monitor.history.vocabulary = max_steps, VOCABULARY
+    monitor.check_new_records()
     return raised
 
 
@@ -241,7 +243,7 @@ def test_a_script_is_stopped_by_a_loss_that_is_not_finite(tmp_path: Path) -> Non
 
         watch = ScriptWatch(job, 2, stop, lambda _: None)
         write(folder, count=80, ranks=2, fault=fault)
-        watch.patrol.check_new_records()
+        watch.monitor.check_new_records()
         assert (stops[0], watch.why != "") == ((1, True) if name == "loss" else (0, False))
 
 
@@ -281,13 +283,13 @@ def test_sockets_are_found_in_nccls_log_also_in_submitted_jobs(tmp_path: Path) -
 
 def test_a_long_run_is_watched_in_constant_space(tmp_path: Path) -> None:
     raised: list[Alarm] = []
-    patrol = Patrol(write(tmp_path, 3, count=1000, ranks=1), Watch(), 1, raised=raised.append)
-    patrol.check_new_records()
+    monitor = Monitor(write(tmp_path, 3, count=1000, ranks=1), Watch(), 1, raised=raised.append)
+    monitor.check_new_records()
     assert raised == []
-    assert len(patrol.history.memory[0].whole_run) <= SAMPLES
-    assert patrol.history.memory[0].whole_run[0][0] == 1
-    assert len(patrol.history.joined) < 100
-    assert not patrol.joined.waiting
+    assert len(monitor.history.memory[0].whole_run) <= SAMPLES
+    assert monitor.history.memory[0].whole_run[0][0] == 1
+    assert len(monitor.history.joined) < 100
+    assert not monitor.joined.waiting
 
 
 def test_every_detector_is_a_setting_and_documented(tmp_path: Path) -> None:
@@ -365,7 +367,7 @@ def test_the_page_for_prometheus() -> None:
         0: {"step": 3, "loss": 2.5, "rss_gib": 1.0, "gpu_throttle": []},
         1: {"step": 3, "rss_gib": 2},
     }
-    text = patrol.format_prometheus('a "b"\n', latest, {"straggler": 2})
+    text = format_prometheus('a "b"\n', latest, {"straggler": 2})
     lines = text.splitlines()
     assert 'windlass_loss{run="a \\"b\\"\\n"} 2.5' in lines
     assert 'windlass_rss_gib{run="a \\"b\\"\\n",rank="1"} 2.0' in lines

@@ -19,7 +19,7 @@ import warm
 
 from windlass import run_folder, tiny
 from windlass.files import read_json, read_json_lines
-from windlass.observe.watch.patrol import Patrol
+from windlass.observe.watch.monitor import Monitor
 from windlass.runfile import Watch
 
 pytestmark = pytest.mark.long
@@ -190,8 +190,8 @@ def test_a_poisoned_batch_is_named_by_its_rows_and_a_checkpoint_saved(runs: Outc
     assert list((runs.folder / "poison" / "checkpoints").glob("step-*")), "action: checkpoint"
     assert not list((runs.folder / "sleeper" / "checkpoints").glob("step-*"))
     raised: list[Any] = []
-    patrol = Patrol(runs.folder / "poison", Watch(), 2, raised=raised.append)
-    patrol.check_new_records()  # afterwards, from the files alone
+    monitor = Monitor(runs.folder / "poison", Watch(), 2, raised=raised.append)
+    monitor.check_new_records()  # afterwards, from the files alone
     assert [(a.kind, a.step) for a in raised if a.kind == "gradient_spike"] == [("gradient_spike", 23)]
 
 

@@ -111,7 +111,7 @@ SCRAPED: dict[str, str] = {}
 
 def scrape(loop: Loop, step: int) -> None:
     if step == 22:
-        time.sleep(1.5)  # the patrol's round
+        time.sleep(1.5)  # the monitor's round
         address = f"http://127.0.0.1:{os.environ['SCRAPED_PORT']}/metrics"
         with urllib.request.urlopen(address, timeout=5) as page:
             SCRAPED["type"], SCRAPED["text"] = page.headers["Content-Type"], page.read().decode()

@@ -32,7 +32,7 @@ from windlass.hardware import read_gpus
 from windlass.observe.background import BackgroundReport
 from windlass.observe.flops import Rates
 from windlass.observe.recorder import Recorder
-from windlass.observe.watch import patrol
+from windlass.observe.watch.monitor import make_environment
 from windlass.observe.watch.run import RunWatch
 from windlass.plan import Plan
 from windlass.ranks import collectives as group
@@ -101,7 +101,7 @@ def train_rank(
     session = Session(here, console, StopSignal(), BackgroundReport(folder))
     unwritten = WriteGuard(console.print)
     require_device(plan)
-    create_process_group(here, job.train.ddp_timeout, patrol.make_environment(os.environ, job, folder))
+    create_process_group(here, job.train.ddp_timeout, make_environment(os.environ, job, folder))
     group.check_links(get_device())
     group.set_timeout(max(LOADING_SECONDS, job.train.ddp_timeout))
     identity = fingerprint_base(plan.base)

@@ -21,8 +21,8 @@ from typing import Final
 from windlass import run_folder
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 from windlass.files import write_json
-from windlass.observe.watch import patrol
-from windlass.observe.watch.patrol import ScriptWatch
+from windlass.observe.watch.monitor import make_environment
+from windlass.observe.watch.script import ScriptWatch
 from windlass.plan.script import ScriptPlan
 from windlass.ranks import supervisor as ranks
 from windlass.ranks.rank import SUPERVISED, read_rank, run_rank, translate_srun, wait_for_peers
@@ -77,7 +77,7 @@ def run_script(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resum
     # Where the recorder writes, and what the watch needs.
     more = {
         run_folder.OUTPUT_DIR: str(folder.absolute()),
-        **patrol.make_environment(environs[0], job, folder.absolute()),
+        **make_environment(environs[0], job, folder.absolute()),
     }
     with contextlib.ExitStack() as stack:
         if is_leader:

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from windlass import run_folder
 from windlass.observe import steps
-from windlass.observe.concerns import find_concerns
 from windlass.observe.format import format_duration, format_plural
 from windlass.observe.reader import NAN, as_list, as_number, drop_nan, get_path, mean, median
 from windlass.observe.report.read import Run, finite_numbers
+from windlass.observe.symptoms import find_symptoms
 
 Facts = dict[str, Any]
 PLAN: Final = run_folder.PLAN
@@ -277,7 +277,7 @@ def highest_peak_gib(made: Facts) -> float:
 
 
 def judge_run(run: Run, made: Facts) -> Facts:
-    """Return good, warn or bad, a sentence, and the concerns about the run."""
+    """Return good, warn or bad, a sentence, and the symptoms about the run."""
     head, saved, throttled = made["headline"], made["saves"], made["gpu"]["throttled_samples"]
     first, last = head["first_loss"], head["final_loss"]
     least, final = head["least_eval_loss"], head["final_eval_loss"]
@@ -308,7 +308,7 @@ def judge_run(run: Run, made: Facts) -> Facts:
     ]
     balances = [each for each in run.first.objects["experts"].values() if isinstance(each, dict)]
     on_gpu = made["memory"]["place"] == "gpu"  # on a CPU the plan's figures are rough
-    odd_figures = find_concerns(
+    odd_figures = find_symptoms(
         head["steps"],
         head["clipped_share"],
         limit,

@@ -18,8 +18,8 @@ from windlass import run_folder
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe import steps
-from windlass.observe.concerns import find_concerns
 from windlass.observe.reader import NAN, JoinedSteps, Tail, as_list, as_number, drop_nan, get_path, median
+from windlass.observe.symptoms import find_symptoms
 from windlass.observe.watch.detectors import make_hint
 from windlass.observe.watch.heartbeat import read_beats
 
@@ -143,7 +143,7 @@ class View:
         lines.append(table)
 
         on_gpu = self.peak_gib == self.peak_gib  # on a CPU the plan's figures are rough
-        concerns = find_concerns(
+        symptoms = find_symptoms(
             step,
             self.clipped / self.norms if self.norms else NAN,
             self.max_grad_norm,
@@ -154,7 +154,7 @@ class View:
             ),
             peak_gib=(as_number(get_path(plan, "memory", "gpu_gib")), self.peak_gib),
         )
-        lines += [Text(f"note: {concern}", style="yellow") for concern in concerns]
+        lines += [Text(f"note: {symptom}", style="yellow") for symptom in symptoms]
         if not self.alarm_count:
             return Group(*lines, Text("no alarm", style="green"))
         lines.append(Text(f"{self.alarm_count} alarm{'s' if self.alarm_count > 1 else ''}", style="bold"))

@@ -20,7 +20,7 @@ from windlass.files import read_json
 from windlass.observe.recorder import Recorder
 from windlass.observe.watch.detectors import Alarm, AlarmError
 from windlass.observe.watch.heartbeat import Heartbeat, Position, read_recent_calls
-from windlass.observe.watch.patrol import CHECKPOINT, OFF, STOP, Patrol, report_alarm
+from windlass.observe.watch.monitor import CHECKPOINT, OFF, STOP, Monitor, report_alarm
 from windlass.runfile import RunFile, ScriptRun
 
 REQUESTS: Final = {CHECKPOINT: 1, STOP: 1000}  # what rank 0 adds to a step's all-reduce
@@ -60,8 +60,8 @@ class RunWatch:
         self.request = 0  # rank 0's request to all ranks; 0 on the others
         self.stopped_by = ""
         network = str(run.cluster.network)
-        self.patrol = Patrol(self.folder, self.limits, self.ranks, network=network, raised=self._on_alarm)
-        self.patrol.history.vocabulary = vocabulary
+        self.monitor = Monitor(self.folder, self.limits, self.ranks, network=network, raised=self._on_alarm)
+        self.monitor.history.vocabulary = vocabulary
         recorder.unwritten.say = self._on_write_error
         self.heartbeat = Heartbeat(
             self.folder,
@@ -77,15 +77,15 @@ class RunWatch:
 
     def __enter__(self) -> Self:
         if self.rank == 0:
-            self.patrol.serve(self.name)
+            self.monitor.serve(self.name)
         return self
 
     def start(self, step: int, max_steps: int) -> None:
         """Start watching a loop that begins after `step`."""
-        self.patrol.from_step, self.patrol.history.max_steps = step, max_steps
+        self.monitor.from_step, self.monitor.history.max_steps = step, max_steps
         self.heartbeat.start()
         if self.rank == 0:
-            self.patrol.start()
+            self.monitor.start()
 
     def act(self, total: float) -> bool:
         """Act on the all-reduced `request`; return whether to save a checkpoint. Raise AlarmError to stop."""
@@ -104,7 +104,7 @@ class RunWatch:
         if self.ranks > 1:
             dist.barrier()  # all have written their last step
         if self.rank == 0:
-            self.patrol.close()
+            self.monitor.close()
         requests = [self.request]
         if self.ranks > 1:
             dist.broadcast_object_list(requests, src=0)
@@ -113,16 +113,16 @@ class RunWatch:
     def __exit__(self, _kind: type | None, error: BaseException | None, *_: Any) -> None:
         self.heartbeat.close()
         if self.rank == 0:
-            self.patrol.close()
+            self.monitor.close()
             if isinstance(error, RunError) and not (isinstance(error, AlarmError) and error.logged):
                 kind = error.kind if isinstance(error, AlarmError) else "failed"
-                self.patrol.raise_alarm(
+                self.monitor.raise_alarm(
                     Alarm(kind, self.recorder.position().step, error.problems[0].problem, level=STOP)
                 )
             self.report()
 
     def _on_alarm(self, alarm: Alarm) -> None:
-        """Handle an alarm on rank 0, in the patrol's thread or the heartbeat's."""
+        """Handle an alarm on rank 0, in the monitor's thread or the heartbeat's."""
         report_alarm(self.folder, alarm, self.say)
         if alarm.kind not in ("stall", "non_finite", "failed") and alarm.level in REQUESTS:
             self.stopped_by = self.stopped_by if self.request >= REQUESTS[STOP] else str(alarm)
@@ -131,12 +131,12 @@ class RunWatch:
     def _on_write_error(self, message: str) -> None:
         """Report a failed write on its own rank, whose console may be quiet."""
         alarm = Alarm("disk", self.recorder.position().step, message, self.rank)
-        self.patrol.counts[alarm.kind] += 1
+        self.monitor.counts[alarm.kind] += 1
         report_alarm(self.folder, alarm, self.say if self.rank == 0 else _print)
 
     def _on_stall(self, alarm: Alarm) -> None:
         """Report a stall on the lowest live rank, which need not be rank 0."""
-        self.patrol.raise_alarm(alarm)
+        self.monitor.raise_alarm(alarm)
         if self.limits.stall == STOP:
             self.report()
 

@@ -1,4 +1,4 @@
-"""Find concerns about a run in which nothing failed, for the report and for the live view."""
+"""Find signs of trouble in a run in which nothing failed, for the report and for the live view."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLOWER: Final = 1.5  # times the planned seconds per step
 MORE_MEMORY: Final = 1.1  # times the planned peak
 
 
-def find_concerns(
+def find_symptoms(
     steps: int,
     clipped_share: float,
     max_grad_norm: float,
@@ -23,22 +23,24 @@ def find_concerns(
     step_seconds: tuple[float, float],
     peak_gib: tuple[float, float],
 ) -> list[str]:
-    """Return one sentence per concern. Pairs: planned and measured, NaN if unknown.
+    """Return one sentence per symptom. Pairs: planned and measured, NaN if unknown.
 
     busiest: for each sampled step, of each layer, the busiest expert's share x experts."""
-    found = []
+    symptoms = []
     if steps >= MIN_STEPS and clipped_share >= CLIPPED_SHARE:
-        found.append(f"{clipped_share:.0%} of the gradients were clipped to max_grad_norm {max_grad_norm:g}")
+        symptoms.append(f"{clipped_share:.0%} of the gradients were clipped to max_grad_norm {max_grad_norm:g}")
     layer, before, after = _find_expert_drift(busiest)
     if after >= DRIFT * before:
         text = f"the busiest expert of layer {layer} takes {after:.1f} times an even share of the tokens"
-        found.append(f"{text}, {before:.1f} times at the start")
-    (planned, measured), (planned_gib, measured_gib) = step_seconds, peak_gib
+        symptoms.append(f"{text}, {before:.1f} times at the start")
+    planned, measured = step_seconds
     if steps >= MIN_STEPS and 0 < planned * SLOWER < measured:
-        found.append(f"a step takes {measured:.3g} s, {measured / planned:.1f} times the planned {planned:.3g} s")
+        text = f"a step takes {measured:.3g} s, {measured / planned:.1f} times the planned {planned:.3g} s"
+        symptoms.append(text)
+    planned_gib, measured_gib = peak_gib
     if 0 < planned_gib * MORE_MEMORY < measured_gib:
-        found.append(f"the peak memory is {measured_gib:.1f} GiB, the plan has {planned_gib:.1f} GiB")
-    return found
+        symptoms.append(f"the peak memory is {measured_gib:.1f} GiB, the plan has {planned_gib:.1f} GiB")
+    return symptoms
 
 
 def _find_expert_drift(busiest: Sequence[Sequence[float]]) -> tuple[int, float, float]:
@@ -48,7 +50,8 @@ def _find_expert_drift(busiest: Sequence[Sequence[float]]) -> tuple[int, float, 
         return 0, NAN, NAN
     drifts = []
     for layer in range(min(map(len, busiest))):
-        before, after = (median(s[layer] for s in part) for part in (busiest[:quarter], busiest[-quarter:]))
+        before = median(sample[layer] for sample in busiest[:quarter])
+        after = median(sample[layer] for sample in busiest[-quarter:])
         if before > 0 and after > 0:
             drifts.append((after / before, layer, before, after))
     return max(drifts)[1:] if drifts else (0, NAN, NAN)

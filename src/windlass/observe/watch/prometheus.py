@@ -1,0 +1,73 @@
+"""The page for Prometheus: the latest steps and the number of alarms."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
+
+from windlass.errors import UserError
+from windlass.observe import steps
+
+# Fields of the whole job: all ranks have the first rank's value.
+OF_THE_JOB: Final = ("step", "epoch", "loss", "grad_norm", "learning_rate", "job_tokens")
+ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+
+
+def format_prometheus(run: str, latest: Mapping[int, Mapping[str, Any]], alarms: Mapping[str, int]) -> str:
+    """Format `windlass_FIELD{run,rank}` for every numeric field of the step files, and `windlass_alarms_total`."""
+    unit_fields = {name for record in latest.values() for name in steps.unit_fields(steps.read_unit(record))}
+    script_fields = {name: ["", "as the script's meter counts"] for name in sorted(unit_fields - steps.FIELDS.keys())}
+    run_label = f'run="{run.translate(ESCAPES)}"'
+    lines = []
+    for field, (unit, meaning) in (steps.FIELDS | script_fields).items():
+        by_rank = {rank: record[field] for rank, record in latest.items() if type(record.get(field)) in (int, float)}
+        if not by_rank:
+            continue
+        lines.append(f"# HELP windlass_{field} {meaning} ({unit})" if unit else f"# HELP windlass_{field} {meaning}")
+        lines.append(f"# TYPE windlass_{field} gauge")
+        if field in OF_THE_JOB:
+            lines.append(f"windlass_{field}{{{run_label}}} {float(next(iter(by_rank.values())))!r}")
+        else:
+            for rank, value in by_rank.items():
+                lines.append(f'windlass_{field}{{{run_label},rank="{rank}"}} {float(value)!r}')
+    lines.append("# HELP windlass_alarms_total alarms of the watch since this run was started or resumed")
+    lines.append("# TYPE windlass_alarms_total counter")
+    lines += [f'windlass_alarms_total{{{run_label},kind="{kind}"}} {count}' for kind, count in sorted(alarms.items())]
+    return "".join(f"{line}\n" for line in lines)
+
+
+class MetricsServer:
+    """Serves `/metrics` from its own thread."""
+
+    def __init__(self, address: str, port: int, text: Callable[[], str]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.path.split("?")[0] == "/metrics":
+                    status = 200
+                    body = text().encode()
+                else:
+                    status = 404
+                    body = b"see /metrics\n"
+                self.send_response(status)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                """Log nothing for scrapes."""
+
+        try:
+            self.server = ThreadingHTTPServer((address, port), Handler)
+        except OSError as error:
+            problem = f"can't listen on {address}:{port}: {error.strerror}"
+            raise UserError(problem, "watch.prometheus_port", "choose a free port") from None
+        self.thread = threading.Thread(target=self.server.serve_forever, name="windlass prometheus", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join(5)
