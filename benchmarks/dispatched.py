@@ -7,7 +7,7 @@ Tiny replicas of each family run one forward and backward under a dispatch mode,
 training. Models with two numbers of layers are compared, so that everything outside the layers cancels. Counted per
 layer: operators that launch work, views, module calls, and bytes read and written by operators other than matrix
 products. Bytes per token are linear in the layer's widths; several sizes give the coefficients, and a remainder is an
-error. "separate" is what a CPU and other engines dispatch, "fused" (train/fused.py) what a GPU does.
+error. "separate" is what a CPU and other engines dispatch, "fused" (train/patches.py) what a GPU does.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from windlass.runfile import Lora
 from windlass.tiny import EXTRA
 from windlass.train import parallel
 from windlass.train.kernels import on_cpu
-from windlass.train.kernels.lora_linear import FusedAdapters, fuse_layers
+from windlass.train.kernels.lora_linear import FusedAdapters
 from windlass.train.lora import attach_adapter
-from windlass.train.loss import patch_forward
+from windlass.train.patches import PARTS, Patches
 
 TABLE = Path(work.__file__).with_name("operators.json")
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "grouped_mm", "linear", "scaled_dot_product", "flash_attention")
@@ -147,8 +147,9 @@ def count_step(base: Base, count: int, tokens: int, way: str) -> dict[str, dict[
     model.requires_grad_(False)
     peft = attach_adapter(model, lora, adapter, 0)
     causal_lm = peft.get_base_model()
-    patch_forward(causal_lm)
-    fused = fuse_layers(causal_lm, torch.bfloat16, always=True) if way == "fused" else FusedAdapters([], None)
+    patches = Patches()
+    patches.patch_forward(causal_lm)
+    fused = patches.fuse_layers(causal_lm, torch.bfloat16, parts=PARTS if way == "fused" else (), always=True)
     causal_lm.train()
     calls = 0
 
@@ -161,7 +162,7 @@ def count_step(base: Base, count: int, tokens: int, way: str) -> dict[str, dict[
     ids = torch.randint(1, 64, (1, tokens))
     grouped = patch.object(on_cpu, "rounds_rows", lambda _: False)  # experts one after the other are a CPU's way alone
     adapters = patch.object(on_cpu, "is_on_cpu", lambda _: way != "fused")
-    with grouped, adapters, fused.unchanged(), Counting() as counting:
+    with patches, grouped, adapters, fused.unchanged(), Counting() as counting:
         with torch.autocast("cpu", torch.bfloat16):
             loss = causal_lm(ids, torch.arange(tokens - 1), ids[0, 1:])
         counting.phase = PHASES[1]
@@ -219,6 +220,7 @@ def count_linear(
         model, calls = nn.Module(), 0
         model.q_proj = linear
         fused = FusedAdapters([model] if way == "fused" else [], torch.bfloat16)
+        Patches().patch_adapters(fused)
 
         def called(*_: Any) -> None:
             nonlocal calls

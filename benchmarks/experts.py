@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Mistral4Config
 from transformers.models.mistral4.modeling_mistral4 import Mistral4Experts
 
-from windlass.train.experts import experts as alongside
 from windlass.train.load import read_peak_rss, reset_peak_rss
+from windlass.train.patches import Patches
 
 EXPERTS, TOP_K, RANK = 32, 4, 16
 TIMED = (512, 256)  # hidden size, width of an expert
@@ -76,7 +76,7 @@ def layers(way: str, count: int, sizes: tuple[int, int], dtype: torch.dtype) -> 
                 if "lora_B" in name:
                     nn.init.normal_(parameter, std=0.02)
             if way == UNMERGED:
-                alongside.patch_experts(model)
+                Patches().patch_experts(model)
         made.append(layer)
     return made
 

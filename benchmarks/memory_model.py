@@ -44,7 +44,7 @@ from windlass.model.targets import Adapter
 from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.step_time import causal_attention_flops
-from windlass.train.loss import patch_forward
+from windlass.train.patches import Patches
 
 GIB, MIB = 2**30, 2**20
 RANK = 16
@@ -354,7 +354,7 @@ def run(case: Case) -> dict[str, Any]:
     model = build(case)
     found = checkpoint(model)
     peft, adapter = adapt(case, model)
-    patch_forward(model)
+    Patches().patch_forward(model)
     predicted = estimate_cost(work(case, found, adapter))
     rows = {r.item: r.bytes for r in predicted.rows if (r.phase, r.place) == ("step", "gpu") and r.item not in ASSUMED}
     total, measured = sum(rows.values()), measure(case, model, peft)

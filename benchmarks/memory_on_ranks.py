@@ -39,7 +39,7 @@ from windlass.runfile import ExpertLora, Lora
 from windlass.train import parallel
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
-from windlass.train.loss import patch_forward
+from windlass.train.patches import Patches
 
 RANKS, MICRO, LENGTH = 2, 2, 512
 SIZES = {"hidden": 1024, "layers": 2, "heads": 8, "experts": 32, "top_k": 4, "moe_intermediate": 512, "vocab": 8192}
@@ -93,7 +93,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     work = Workload(read_shape(found, adapter), layout, Batch(MICRO, 2, LENGTH), processor, "adamw_torch", 2)
     model, _ = load_base(found, layout, dtype=torch.bfloat16)
     peft = attach_adapter(model, lora, adapter, 0)
-    patch_forward(model)
+    Patches().patch_forward(model)
     if layout.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     peft.train()

@@ -29,7 +29,7 @@ from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel
 from windlass.train.lora import attach_adapter
-from windlass.train.loss import patch_forward
+from windlass.train.patches import Patches
 from windlass.weights import quantized
 
 GIB = 2**30
@@ -164,7 +164,7 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool) -> Built:
     model.requires_grad_(False)
     peft = attach_adapter(model, lora, adapter, 0)
     causal_lm = peft.get_base_model()
-    patch_forward(causal_lm)
+    Patches().patch_forward(causal_lm)
     causal_lm.activation_checkpointing_enable()
     peft.train()
     gpu = card()

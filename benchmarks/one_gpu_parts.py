@@ -43,9 +43,9 @@ from windlass.model import Base
 from windlass.model import targets as adapters
 from windlass.plan.cost import Batch, Cost, estimate_cost
 from windlass.train import parallel
-from windlass.train.experts import experts as unmerged
 from windlass.train.kernels import products
 from windlass.train.lora import attach_adapter
+from windlass.train.patches import Patches
 from windlass.weights import quantized
 
 OURS, PEFTS = "ours", "PEFT's"  # ways to compute the adapters of experts
@@ -266,7 +266,7 @@ def one_layer(sizes: Sizes, way: str, per_expert: int) -> tuple[nn.Module, list[
     torch.manual_seed(0)
     fill(model)
     model.requires_grad_(False)
-    with mock.patch.object(unmerged, "patch_experts") if way == PEFTS else nullcontext():
+    with mock.patch.object(Patches, "patch_experts") if way == PEFTS else nullcontext():
         peft = attach_adapter(model, lora, adapters.resolve_adapter(lora, found, str), 0)
     experts = peft.get_base_model().model.layers[0].mlp.experts
     trained = [p for p in experts.parameters() if p.requires_grad]

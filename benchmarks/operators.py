@@ -5,7 +5,7 @@
 Tiny models of each family with two and with three layers: the difference is one layer's. The step is the training
 loop's own, in bfloat16 over gloo ranks, with adapters on all linear layers and the routed experts, without
 recomputation. Views are counted separately. An operator that windlass registers (torch.ops.windlass) is one kernel on a
-GPU and several of torch's on a CPU. "separate" is what a CPU trains with, "fused" (train/fused.py) what a GPU does;
+GPU and several of torch's on a CPU. "separate" is what a CPU trains with, "fused" (train/patches.py) what a GPU does;
 both are counted on this CPU, with the expert products of a Hopper GPU. The host waits where it reads a value, or a size
 that depends on values, from the device; what the recorder reads is in host memory and no wait.
 """
@@ -63,7 +63,6 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
     from windlass.observe.background import BackgroundReport
     from windlass.ranks.rank import Rank, StopSignal
     from windlass.train.kernels import on_cpu
-    from windlass.train.kernels.lora_linear import fuse_layers
     from windlass.train.load import load_base
     from windlass.train.lora import attach_adapter
     from windlass.train.run import Session, make_loop, open_base_tokenizer
@@ -77,7 +76,8 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
     out = plan.folder
     session = Session(here, Console(quiet=True), StopSignal(), BackgroundReport(out))
     loop = make_loop(plan, session, peft, data, tokenizer, facts={}, debug_freq=0)
-    loop.model.adapters = fuse_layers(loop.model.causal_lm, torch.bfloat16, always=fused)
+    patches = loop.model.patches
+    patches.adapters = patches.of_layers.fuse_layers(loop.model.causal_lm, torch.bfloat16, always=fused)
     vars(on_cpu)["is_on_cpu"] = lambda _: not fused
     loop.watch.report = lambda: None
     counting = Counting()

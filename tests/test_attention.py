@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from windlass.train.kernels import on_cpu
+from windlass.train.patches import Patches
 
 HEADS, SHARED, WIDTH = 4, 2, 8
 
@@ -92,7 +93,8 @@ def test_a_model_computes_packed_rows_by_document(monkeypatch: pytest.MonkeyPatc
 
     expected = logits()
     assert not calls
-    on_cpu.patch_attention(model)
+    patches = Patches()
+    patches.patch_attention(model)
     torch.testing.assert_close(logits(), expected, rtol=1e-10, atol=1e-10)
     # Three documents of one length are one call, and there are few lengths: torch keeps code for each.
     assert calls == [(1, 64), (1, 64), (3, 64)] * 2
@@ -101,5 +103,5 @@ def test_a_model_computes_packed_rows_by_document(monkeypatch: pytest.MonkeyPatc
     logits()
     assert calls == [(2, 12)] * 2
     eager = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, attn_implementation="eager"))
-    on_cpu.patch_attention(eager)
+    patches.patch_attention(eager)
     assert eager.config._attn_implementation == "eager"

@@ -24,10 +24,10 @@ from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel
-from windlass.train.experts.exchange import Exchange, overlap_shared_experts
+from windlass.train.experts.exchange import Exchange
 from windlass.train.kernels import kept
 from windlass.train.lora import attach_adapter
-from windlass.train.loss import patch_forward
+from windlass.train.patches import Patches
 from windlass.train.sync import ReplicaGroups
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's and torch's of what is to come
@@ -92,7 +92,7 @@ def recorded(base: Base, layout: Layout) -> list[tuple[str, str, int]]:
     model.requires_grad_(False)
     adapted = attach_adapter(model, LORA, resolve_adapter(LORA, base, str), 0)
     causal_lm: Any = adapted.get_base_model()
-    patch_forward(causal_lm)
+    Patches().patch_forward(causal_lm)
     causal_lm.train()
     replicas, ids = ReplicaGroups(adapted), torch.arange(1, TOKENS + 1)[None]
     with Recording() as recording:
@@ -199,11 +199,10 @@ def test_shared_experts_are_computed_while_tokens_are_exchanged(
         for module in model.modules():
             if isinstance(module, Mistral4MLP):
                 module.act_fn = Noting(happened)
-        once = overlap_shared_experts(model)
-        shared = overlap_shared_experts(
-            model
-        )  # again, as when compiled layers fall back to eager: in the place of the first
-        assert [each.forward for each in shared] == [each.forward for each in once] != []
+        with Patches() as patches:
+            once = patches.overlap_shared_experts(model)
+        shared = Patches().overlap_shared_experts(model)  # again, as when compiled layers fall back to eager
+        assert [each.original for each in shared] == [each.original for each in once] != []
         logits = model.train()(torch.arange(1, TOKENS + 1)[None], use_cache=False).logits
         forward = ["start", "shared", "wait", "start", "wait"]
         assert happened == forward * LAYERS

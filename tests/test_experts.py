@@ -36,6 +36,7 @@ from windlass.train.checkpoint.snapshot import save_adapter
 from windlass.train.experts import experts
 from windlass.train.experts.exchange import sort_received
 from windlass.train.kernels import kept, on_cpu, products
+from windlass.train.patches import Patches
 
 # PEFT and TRL still use names of transformers that its next major version drops.
 # PEFT does not look for rank_pattern among expert parameters when it warns, only when it applies it.
@@ -249,7 +250,7 @@ def test_unsupported_experts_are_refused() -> None:
     model = ours_of(base(), *BOTH)
     stack_of(model).get_base_layer().has_post_expert_norm = True
     with pytest.raises(AssertionError, match="the plan adapts Mistral4Experts"):
-        experts.patch_experts(model)
+        Patches().patch_experts(model)
 
 
 def saved_bytes(model: PeftModel) -> int:

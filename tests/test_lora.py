@@ -25,8 +25,10 @@ from windlass.run_folder import ADAPTER
 from windlass.train import lora, sync
 from windlass.train.checkpoint.snapshot import save_adapter
 from windlass.train.initial import FixedHalves, init_from_weights
-from windlass.train.kernels import lora_linear as fused
+from windlass.train.kernels import family_layers
+from windlass.train.kernels.lora_linear import LoraLinears
 from windlass.train.liveness import Liveness
+from windlass.train.patches import Patches
 from windlass.train.sync import ReplicaGroups, compute_fingerprints
 from windlass.train.wrapped import outer_name, rename_config, rename_keys
 
@@ -421,62 +423,70 @@ def peft_alone(family: str, **keys: Any) -> PeftModel:
 def test_fused_layers_have_pefts_values_and_gradients(family: str, keys: dict[str, Any], checkpointing: bool) -> None:
     """Compared with PEFT in float64: within 1e-5, or within PEFT's own float32 error if that is larger."""
     ours, theirs, exact = (peft_alone(family, **keys) for _ in range(3))
-    assert not fused.fuse_layers(ours).groups  # on a CPU, where they are not faster
-    adapters = fused.fuse_layers(ours, always=True)
-    assert bool(adapters.groups) != bool(keys.get("use_dora"))
-    models: dict[PeftModel, Callable[[], Any]] = {
-        ours: adapters.unchanged,
-        theirs: nullcontext,
-        exact.double(): nullcontext,
-    }
-    for turn in range(2):  # the second time with other weights
+    exact.double()
+
+    def two_steps(model: PeftModel, unchanged: Callable[[], Any]) -> list[dict[str, Tensor]]:
+        """Return logits and gradients of two steps, the second with other weights."""
         found = []
-        for model, unchanged in models.items():
+        for turn in range(2):
             torch.manual_seed(turn)
             model.zero_grad()
             with unchanged():
                 logits, gradients = step(model, checkpointing=checkpointing)
-            found.append({"logits": logits, **gradients})
+            found.append({"logits": logits, **{name: grad.clone() for name, grad in gradients.items()}})
             for parameter in trained(model).values():
                 parameter.data *= 0.9
-        assert found[0].keys() == found[2].keys()
-        for name, truth in found[2].items():
-            assert apart(found[0][name], truth) < max(1e-5, 2 * apart(found[1][name], truth)), name
+        return found
 
     def logits_of(model: PeftModel) -> Tensor:
         with torch.no_grad():
             output: Tensor = model.eval()(**batch()).logits
             return output
 
-    adapted = logits_of(ours)
-    assert apart(adapted, logits_of(exact)) < 1e-4
-    with ours.disable_adapter(), exact.disable_adapter():
-        bare = logits_of(ours)
-        assert apart(bare, logits_of(exact)) < 1e-4
-    assert apart(bare, adapted) > 0.01
-    ours.merge_adapter()
-    assert apart(logits_of(ours), adapted) < 1e-3
-    assert not any(group.waiting for group in adapters.groups)
+    # PEFT first: some replacements are the family's functions, for every model of it.
+    by_peft = two_steps(theirs, nullcontext)
+    truths = two_steps(exact, nullcontext)
+    adapted_truth = logits_of(exact)
+    with exact.disable_adapter():
+        bare_truth = logits_of(exact)
+    with Patches() as patches:
+        assert not patches.fuse_layers(ours).groups  # on a CPU, where they are not faster
+        adapters = patches.fuse_layers(ours, always=True)
+        assert bool(adapters.groups) != bool(keys.get("use_dora"))
+        for by_us, by_theirs, true in zip(two_steps(ours, adapters.unchanged), by_peft, truths, strict=True):
+            assert by_us.keys() == true.keys()
+            for name, truth in true.items():
+                assert apart(by_us[name], truth) < max(1e-5, 2 * apart(by_theirs[name], truth)), name
+        adapted = logits_of(ours)
+        assert apart(adapted, adapted_truth) < 1e-4
+        with ours.disable_adapter():
+            bare = logits_of(ours)
+        assert apart(bare, bare_truth) < 1e-4
+        assert apart(bare, adapted) > 0.01
+        ours.merge_adapter()
+        assert apart(logits_of(ours), adapted) < 1e-3
+        assert not any(group.waiting for group in adapters.groups)
 
 
 def test_cached_casts_of_adapters_are_never_stale() -> None:
     model = peft_alone("llama").to(torch.bfloat16)
     for parameter in trained(model).values():
         parameter.data = parameter.data.float()
-    adapters = fused.fuse_layers(model, torch.bfloat16, always=True)
 
     def logits() -> Tensor:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             output: Tensor = model.eval()(**batch()).logits
             return output
 
-    for _ in range(2):
-        with adapters.unchanged():
-            cast_once = logits()
-        torch.testing.assert_close(cast_once, logits(), rtol=0, atol=0)
-        for parameter in trained(model).values():
-            parameter.data = parameter.data * 1.5  # new memory, and no version that counts it
-        assert apart(logits(), cast_once) > 0.01
+    with Patches() as patches:
+        adapters = patches.fuse_layers(model, torch.bfloat16, always=True)
+        for _ in range(2):
+            with adapters.unchanged():
+                cast_once = logits()
+            torch.testing.assert_close(cast_once, logits(), rtol=0, atol=0)
+            for parameter in trained(model).values():
+                parameter.data = parameter.data * 1.5  # new memory, and no version that counts it
+            assert apart(logits(), cast_once) > 0.01
 
 
 def test_unsupported_norms_and_rotations_are_not_fused() -> None:
@@ -489,15 +499,17 @@ def test_unsupported_norms_and_rotations_are_not_fused() -> None:
             return nn.functional.rms_norm(x, (8,), 1 + self.weight, self.eps)
 
     here = torch.device("cpu")
-    assert fused.fuse_norm(OnePlus(), here) is None
-    assert not fused.check_rotation(lambda q, k, cos, sin: (q * cos, k * sin), fused.rotate_halves, here)
-    assert not fused.check_rotation(None, fused.rotate_halves, here)
+    assert family_layers.fuse_norm(OnePlus(), here) is None
+    assert not family_layers.check_rotation(
+        lambda q, k, cos, sin: (q * cos, k * sin), family_layers.rotate_halves, here
+    )
+    assert not family_layers.check_rotation(None, family_layers.rotate_halves, here)
 
 
 @pytest.mark.parametrize("graded", [True, False])
 @pytest.mark.parametrize("length", [4, 5, 9])
 def test_unscaled_positions_skip_the_multiplication(length: int, *, graded: bool) -> None:
-    asked, query = fused.cache_last(get_llama_4_attn_scale), torch.randn(1, 2, length, 3, requires_grad=True)
+    asked, query = family_layers.cache_last(get_llama_4_attn_scale), torch.randn(1, 2, length, 3, requires_grad=True)
     positions = torch.arange(length)[None]
     with torch.set_grad_enabled(graded):
         scale = asked(positions, 0.1, 4)
@@ -508,13 +520,13 @@ def test_unscaled_positions_skip_the_multiplication(length: int, *, graded: bool
 
 
 def test_fused_layers_are_disabled_on_a_device_with_other_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = fused.LoraLinears.backward
+    original = LoraLinears.backward
 
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """The planted fault: a missing scaling."""
         ctx.scalings = [1.0] * len(ctx.scalings)
         return original(ctx, *gradients)
 
-    monkeypatch.setattr(fused.LoraLinears, "backward", staticmethod(backward))
+    monkeypatch.setattr(LoraLinears, "backward", staticmethod(backward))
     with pytest.warns(UserWarning, match="layers are not fused"):
-        assert not fused.fuse_layers(peft_alone("llama"), always=True).groups
+        assert not Patches().fuse_layers(peft_alone("llama"), always=True).groups

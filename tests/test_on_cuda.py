@@ -33,7 +33,7 @@ from windlass.model.family import FAMILIES
 from windlass.observe.background import BackgroundReport
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.train import parallel
-from windlass.train.kernels import lora_linear as fused
+from windlass.train.kernels import compare
 from windlass.train.liveness import Liveness
 from windlass.train.lora import attach_adapter
 from windlass.train.run import Session, make_loop, open_base_tokenizer
@@ -123,11 +123,10 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answer reads of values, and treat compared values as equal."""
     monkeypatch.setattr(dist, "all_gather_object", everyones)
     monkeypatch.setattr(Liveness, "_require", lambda *_: None)
-    monkeypatch.setattr(fused, "_are_close", lambda one, other: one.shape == other.shape and one.dtype == other.dtype)
+    monkeypatch.setattr(compare, "_are_close", lambda one, other: one.shape == other.shape and one.dtype == other.dtype)
     monkeypatch.setattr(torch.utils, "weakref", SimpleNamespace(getweakrefs=lambda _: []))
     optimizers = importlib.import_module("torch.optim.optimizer")
     monkeypatch.setattr(optimizers, "_foreach_supported_types", [torch.nn.Parameter, FakeTensor])
-    fused._with_positions.cache_clear()
 
 
 CASES = [

@@ -31,11 +31,11 @@ from windlass.runfile import Lora
 from windlass.settings import (
     FOUR_BITS,
 )
-from windlass.train.kernels import lora_linear as fused
 from windlass.train.kernels import products
 from windlass.train.kernels.products import QuantizedLinear, grouped_linear
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
+from windlass.train.patches import Patches
 from windlass.weights import certificate, four_bits, quantized
 from windlass.weights.quantized import Format, dequantize
 
@@ -379,11 +379,12 @@ def test_fused_adapters_have_the_gradients_of_separate_ones(published: Base, bas
     model = live(attach_adapter(base, lora, resolve_adapter(lora, published, lambda key: key), seed=1), 0.05)
     separate = step(model)
     model.zero_grad()
-    adapters = fused.fuse_layers(model, always=True)
-    layers = [each.get_base_layer() for group in adapters.groups for each in group.modules]
-    assert any(isinstance(layer, QuantizedLinear) for layer in layers)
-    with adapters.unchanged():
-        same(step(model), separate)
+    with Patches() as patches:
+        adapters = patches.fuse_layers(model, always=True)
+        layers = [layer.get_base_layer() for group in adapters.groups for layer in group.layers]
+        assert any(isinstance(layer, QuantizedLinear) for layer in layers)
+        with adapters.unchanged():
+            same(step(model), separate)
 
 
 # --- 4 bits ---

@@ -23,7 +23,7 @@ from windlass.files import read_json_lines
 from windlass.observe import report
 from windlass.runfile import read_run_file
 from windlass.train.logits import open_adapter
-from windlass.train.noise import add_embedding_noise
+from windlass.train.patches import Patches
 
 pytestmark = pytest.mark.long
 
@@ -124,7 +124,7 @@ def test_quantized_base_generates_without_changing_training(tmp_path: Path, layo
 def test_embedding_noise_equals_transformers_and_skips_evaluations() -> None:
     embeddings, ids = nn.Embedding(16, 8), torch.arange(12).view(2, 6)
     plain = embeddings(ids)
-    add_embedding_noise(embeddings, 5.0)
+    Patches().add_embedding_noise(embeddings, 5.0)
     torch.manual_seed(1)
     noisy = embeddings(ids)
     torch.manual_seed(1)

@@ -24,8 +24,7 @@ from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, failed, pas
 from windlass.ranks.rank import Rank
 from windlass.train import loss
 from windlass.train.experts import experts
-from windlass.train.kernels import lora_linear as fused
-from windlass.train.kernels import products
+from windlass.train.kernels import family_layers, products
 from windlass.weights import quantized
 
 CPU = torch.device("cpu")
@@ -41,7 +40,7 @@ def test_each_part_passes_on_a_cpu_or_says_that_it_was_not_tested() -> None:
     found = verdicts()
     assert found.pop("attention, efficient") == SKIPPED
     assert set(found.values()) == {PASS}
-    assert len(found) == 15
+    assert len(found) == 14
 
 
 def doubled(function: Any) -> Any:
@@ -66,7 +65,7 @@ WAY = quantized.dequantize_by_torch
         (products, "grouped_linear", doubled(products.grouped_linear), "grouped products, bf16"),
         (products, "expert_products", doubled(products.expert_products), "grouped products, nf4"),
         (experts, "stack_by_expert", lambda a, b, n, *_: (a.view(n, -1, 64), b.view(n, -1, 48)), "experts with"),
-        (fused, "expand_kv", lambda _, kv_nope, k_rot: (kv_nope, k_rot), "fused layers"),
+        (family_layers, "expand_kv", lambda _, kv_nope, k_rot: (kv_nope, k_rot), "fused layers"),
         (torch.ops.windlass, "rms_norm_backward", doubled(torch.ops.windlass.rms_norm_backward), "norm"),
         (loss, "_times_weight", doubled(loss._times_weight), "loss"),
         (
@@ -80,10 +79,8 @@ WAY = quantized.dequantize_by_torch
 @pytest.mark.fault("a kernel that computes something else", "`windlass check --self-test`", "4 bits decoding, nf4")
 def test_a_broken_part_is_named(owner: Any, name: str, broken: Any, test: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, broken)
-    fused._with_positions.cache_clear()
     (full,) = (each for each in self_test.list_tests(CPU) if each.startswith(test))
     result = self_test.run_test(full, self_test.list_tests(CPU)[full])
-    fused._with_positions.cache_clear()
     assert result.verdict == FAIL, result
     assert "self-test.json" in result.hint
 

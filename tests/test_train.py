@@ -37,7 +37,8 @@ from windlass.run_folder import ADAPTER
 from windlass.train.batches import Collate
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.kernels.compiled import TOLERANCE as TOLERANCES
-from windlass.train.loss import ChunkedCrossEntropy, LogitShaping, patch_forward, router_loss_weight
+from windlass.train.loss import ChunkedCrossEntropy, LogitShaping, router_loss_weight
+from windlass.train.patches import Patches
 
 STEPS = 8  # that are compared with TRL in every run of the tests; 20 by `make prove`
 TOLERANCE = 1e-5
@@ -605,7 +606,7 @@ def test_micro_batch_loss_and_gradients_equal_trls(tmp_path: Path, monkeypatch: 
     expected = trl.compute_loss(theirs.train(), trl.data_collator(rows), num_items_in_batch=torch.tensor(tokens))
     expected.backward()
 
-    patch_forward(ours)
+    Patches().patch_forward(ours)
     ours.get_output_embeddings().requires_grad_(False)
     batch = Collate(PaddedCollator(0), mark_tokens=True)(rows)
     assert batch.supervised == 5 + 4

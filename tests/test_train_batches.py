@@ -29,7 +29,7 @@ from windlass.runfile.names import OPTIMIZERS as NAMES
 from windlass.runfile.names import SCHEDULES
 from windlass.train import optimizer
 from windlass.train.batches import ROW, SOURCE, Batch, Batches, Collate, RunLength
-from windlass.train.loss import patch_forward
+from windlass.train.patches import Patches
 
 
 def batches(count: int, micro: int, world: int, rank: int, step: int, *, stream: bool = False, **more: Any) -> Batches:
@@ -213,7 +213,7 @@ def test_forward_needs_no_device_synchronization(collator: Any, lengths: list[in
     torch.manual_seed(0)
     sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
-    patch_forward(model)
+    Patches().patch_forward(model)
     row = {"input_ids": np.arange(1, 10), "seq_lengths": lengths, ROW: 0}
     inputs = Collate(collator)([row]).inputs
     with torch.no_grad(), Asked() as asked:  # type: ignore[no-untyped-call]

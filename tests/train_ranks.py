@@ -34,11 +34,10 @@ from windlass.observe.background import BackgroundReport
 from windlass.ranks.rank import Rank, read_rank
 from windlass.train import run
 from windlass.train.best import rank_checkpoints as evaluate_all
-from windlass.train.experts import experts
-from windlass.train.kernels.lora_linear import fuse_layers
 from windlass.train.load import load_base
 from windlass.train.loop import Loop
 from windlass.train.lora import attach_adapter, make_peft_config
+from windlass.train.patches import Patches
 
 
 class At:
@@ -229,9 +228,8 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         seen["placements"] = placements(arguments[2])
         loop = seen["loop"] = original(*arguments, **others)
         if case.get("fused"):  # as on a GPU
-            loop.model.adapters = fuse_layers(
-                loop.model.causal_lm, torch.bfloat16 if loop.train.bf16 else None, always=True
-            )
+            dtype = torch.bfloat16 if loop.train.bf16 else None
+            loop.model.patches.adapters = Patches().fuse_layers(loop.model.causal_lm, dtype, always=True)
             assert loop.model.adapters.groups
         watched.plant(loop)
         for name in case.get("faults", []):
@@ -344,7 +342,7 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     job = plan.run
     how = {**run.describe_precision(plan), "dtype": torch.float32}
     model, _ = load_base(plan.base, replace(plan.layout, base_dtype="bf16"), **how)
-    with mock.patch.object(experts, "patch_experts"):  # PEFT's own forward of experts' adapters
+    with mock.patch.object(Patches, "patch_experts"):  # PEFT's own forward of experts' adapters
         if not (job.lora.modules_to_save or job.lora.starts_from_weights):
             model = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
     if job.lora.starts_from_weights:  # PEFT's own, which changes the base

@@ -365,8 +365,8 @@ def measure_host_rates(device: Any) -> dict[str, float]:
     from windlass.plan.step_time import count_dispatch
     from windlass.plan.workload import read_shape
     from windlass.runfile import Lora
-    from windlass.train.kernels.lora_linear import fuse_layers
     from windlass.train.lora import attach_adapter
+    from windlass.train.patches import Patches
 
     few, many, tokens = 2, 8, 8
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
@@ -378,7 +378,7 @@ def measure_host_rates(device: Any) -> dict[str, float]:
         model = transformers.LlamaForCausalLM(described).to(torch.bfloat16).requires_grad_(False)
         ids = torch.zeros(1, tokens, dtype=torch.long)
     layers = attach_adapter(model, lora, adapter, 0).get_base_model().train().model
-    adapters = fuse_layers(layers, torch.bfloat16)
+    adapters = Patches().fuse_layers(layers, torch.bfloat16)
     all_layers = layers.layers
     forwards = dict[int, float]()
     backwards = dict[int, float]()

@@ -50,8 +50,8 @@ from windlass.settings import (
 from windlass.train import loss, parallel
 from windlass.train import run as training
 from windlass.train.experts import experts
-from windlass.train.kernels import lora_linear as fused
-from windlass.train.kernels import products
+from windlass.train.kernels import compare, family_layers, products
+from windlass.train.kernels.lora_linear import check_lora_linears
 from windlass.weights import four_bits, quantized
 
 LIMIT_SECONDS: Final = 170.0
@@ -231,8 +231,8 @@ def compare_with_cpu(
     """Compare values and gradients in bfloat16 on the device with the plain function's in float32 on the CPU."""
     dice = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=dice).bfloat16() for shape in shapes]
-    found = fused.compute_values(ours, [each.to(device) for each in inputs])
-    wanted = fused.compute_values(plain, [each.float() for each in inputs])
+    found = compare.compute_values(ours, [each.to(device) for each in inputs])
+    wanted = compare.compute_values(plain, [each.float() for each in inputs])
     pairs = zip((each.cpu().float() for each in found), wanted, strict=True)
     apart = max(float((one - other).norm() / other.norm().clamp(min=1e-12)) for one, other in pairs)
     if not apart < CLOSE:
@@ -269,10 +269,10 @@ def check_attention(device: torch.device, backend: SDPBackend | None) -> str:
 
 
 def check_norm(device: torch.device) -> str:
-    weight = fused.make_numbers(device, 512).bfloat16()
+    weight = compare.make_numbers(device, 512).bfloat16()
 
     def ours(x: Tensor) -> Tensor:
-        product: Tensor = fused.RmsNorm.apply(x, weight, 1e-6)  # type: ignore[no-untyped-call]
+        product: Tensor = family_layers.RmsNorm.apply(x, weight, 1e-6)  # type: ignore[no-untyped-call]
         return product
 
     def plain(x: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ def check_norm(device: torch.device) -> str:
 
 def check_head_loss(device: torch.device) -> str:
     """Test the chunked cross entropy, in chunks that don't divide the tokens."""
-    head, targets = fused.make_numbers(torch.device("cpu"), 999, 64).bfloat16(), torch.arange(77) * 7
+    head, targets = compare.make_numbers(torch.device("cpu"), 999, 64).bfloat16(), torch.arange(77) * 7
 
     def ours(hidden: Tensor) -> Tensor:
         total: Tensor = loss.ChunkedCrossEntropy.apply(hidden, head.to(device), targets.to(device))  # type: ignore[no-untyped-call]
@@ -302,24 +302,26 @@ def check_fused_layers(device: torch.device) -> str:
         sizes = {"hidden_size": 64, "n_routed_experts": 8, "num_hidden_layers": 1, "vocab_size": 64}
         model = Mistral4ForCausalLM(Mistral4Config(**sizes, q_lora_rank=32, kv_lora_rank=32))
     modules, names = list(model.modules()), vars(sys.modules[type(model).__module__])
-    positions = {name: ours for name, ours in fused.POSITIONS.items() if name in names}
+    positions = {name: ours for name, ours in family_layers.POSITIONS.items() if name in names}
     same = {
-        "norms": any(fused.fuse_norm(module, device) for module in modules),
-        "routers": any(fused.fuse_router(module, device) for module in modules),
-        "keys": all(fused.check_keys(module, device) for module in modules if hasattr(module, "expand_kv")),
-        "rotary positions": all(fused.check_rotation(names[name], ours, device) for name, ours in positions.items()),
-        "adapted linear layers": fused.check_lora_linears(device),
+        "norms": any(family_layers.fuse_norm(module, device) for module in modules),
+        "routers": any(family_layers.fuse_router(module, device) for module in modules),
+        "keys": all(family_layers.check_keys(module, device) for module in modules if hasattr(module, "expand_kv")),
+        "rotary positions": all(
+            family_layers.check_rotation(names[name], ours, device) for name, ours in positions.items()
+        ),
+        "adapted linear layers": check_lora_linears(device),
     }
     if differing := [name for name, equal in same.items() if not equal]:
         raise ArithmeticError(f"{', '.join(differing)} differ from plain operations on this device")
-    return f"{', '.join(same)} equal plain operations to {fused.CLOSE:g}"
+    return f"{', '.join(same)} equal plain operations to {compare.CLOSE:g}"
 
 
 def make_codes(kind: str, device: torch.device) -> tuple[quantized.Format, Tensor, Tensor, Tensor]:
     """Return a stack of weights in FP8 or 4 bits on the device, as a module has it, and its values in float32 on the
     CPU."""
     cpu, (count, rows, columns) = torch.device("cpu"), (5, 48, 320)
-    values = fused.make_numbers(cpu, count, rows, columns).bfloat16().float()
+    values = compare.make_numbers(cpu, count, rows, columns).bfloat16().float()
     if kind:
         block, dtype = PACKED.get(kind) or (FOUR_BITS[kind].block, torch.bfloat16)
         coding = quantized.Format(torch.uint8, (1, block), torch.bfloat16, kind.split()[-1], columns, dtype)
@@ -336,7 +338,7 @@ def make_codes(kind: str, device: torch.device) -> tuple[quantized.Format, Tenso
         wanted = units * scales.float().repeat_interleave(block, -1)[..., :columns]
         return coding, codes.to(device), torch.empty(0), wanted
     coding = quantized.Format(torch.float8_e4m3fn, (16, 128), torch.bfloat16)
-    codes, scale = values.to(coding.codes), fused.make_numbers(cpu, count, 3, 3).abs() + 0.1
+    codes, scale = values.to(coding.codes), compare.make_numbers(cpu, count, 3, 3).abs() + 0.1
     wanted = codes.float() * scale.repeat_interleave(16, 1).repeat_interleave(128, 2)[..., :columns]
     return coding, codes.view(torch.uint8).to(device), scale.to(device), wanted
 
@@ -363,7 +365,7 @@ def check_grouped(device: torch.device, dtype: str) -> str:
     module: Any = nn.Module()
     coding, codes, scale, matrices = make_codes({"nf4": "nf4"}.get(dtype, ""), device)
     if dtype == "bf16":
-        matrices = fused.make_numbers(torch.device("cpu"), 5, 48, 320).bfloat16().float()
+        matrices = compare.make_numbers(torch.device("cpu"), 5, 48, 320).bfloat16().float()
         module.weight = matrices.to(device, torch.bfloat16)
     else:
         module.weight, module.weight_scale, module.formats = codes, scale, {"weight": coding}

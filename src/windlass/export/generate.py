@@ -29,9 +29,9 @@ from windlass.settings import (
     FOUR_BITS,
 )
 from windlass.train.checkpoint.snapshot import require_intact
-from windlass.train.experts import experts
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
+from windlass.train.patches import Patches
 from windlass.weights.same_base import read_recorded_base, require_same_base
 
 MODEL_SHARE: Final = 0.9  # of free memory, that a model may take
@@ -156,5 +156,5 @@ def load_model(
     digest = certificate["base_digest"]
     require_same_base(source.folder, base, digest, where, allow_other=allow_other_base, say=say)
     adapted = open_adapter(model, source.folder)
-    experts.patch_experts(adapted)  # PEFT adds to the experts' weights, which is impossible in FP8
+    Patches().patch_experts(adapted)  # PEFT adds to the experts' weights, which is impossible in FP8
     return adapted

@@ -74,6 +74,32 @@ class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live -= size
 
 
+class LeftOut(nn.Module):
+    """Stands in for routed experts, which have formulas."""
+
+    def forward(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return states
+
+
+class Recorded(nn.Module):
+    """Stands in for a layer, and records what it is called with."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.call: Any = None
+
+    def __getattr__(self, name: str) -> Any:  # some models read their layers' attributes
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.call = (states, args, kwargs)
+        return states
+
+
 def trace_layers(model: Any, numbers: Collection[int]) -> dict[int, dict[str, list[float]]]:
     """Return what one pass of each of these decoder layers keeps and does, at each of LENGTHS tokens in 16 bits.
 
@@ -83,28 +109,23 @@ def trace_layers(model: Any, numbers: Collection[int]) -> dict[int, dict[str, li
     backbone.layers = backbone.layers[: max(numbers) + 1]  # those after it would compute for nothing
     backbone.config.num_hidden_layers = len(backbone.layers)
     backbone.to(torch.bfloat16).train().requires_grad_(False)
-    for module in backbone.modules():
+    for name, module in list(backbone.named_modules()):
         if EXPERTS.search(type(module).__name__):
-            module.forward = lambda states, *_, **__: states
-    calls: dict[int, Any] = {}
-    found: dict[int, dict[str, list[float]]] = {number: {} for number in numbers}
+            backbone.set_submodule(name, LeftOut())
+    traced: dict[int, dict[str, list[float]]] = {number: {} for number in numbers}
     with FakeTensorMode(allow_non_fake_inputs=True):
         backbone.to_empty(device="cpu")
         for length in LENGTHS:
-            for number, layer in enumerate(backbone.layers):  # what each is called with
-
-                def forward(states: Tensor, *args: Any, number: int = number, **kwargs: Any) -> Tensor:
-                    calls[number] = (states, args, kwargs)
-                    return states
-
-                layer.forward = forward
+            layers = backbone.layers
+            backbone.layers = nn.ModuleList(map(Recorded, layers))
             with torch.no_grad():
                 backbone(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
+            calls = [recorded.call for recorded in backbone.layers]
+            backbone.layers = layers
             for number in numbers:
-                del backbone.layers[number].forward
-                for key, value in _trace_layer(backbone.layers[number], *calls[number]).items():
-                    found[number].setdefault(key, []).append(value)
-    return found
+                for key, value in _trace_layer(layers[number], *calls[number]).items():
+                    traced[number].setdefault(key, []).append(value)
+    return traced
 
 
 def _trace_layer(layer: nn.Module, states: Tensor, args: Any, kwargs: Any) -> dict[str, float]:

@@ -28,8 +28,8 @@ from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.console import make_console
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
-from windlass.train.loss import patch_forward
 from windlass.train.parallel import get_device
+from windlass.train.patches import Patches
 from windlass.train.ranking import Candidate, Ranking
 from windlass.train.run import create_process_group, describe_precision, open_base_tokenizer, require_device
 from windlass.weights.same_base import read_recorded_base, require_same_base
@@ -89,7 +89,7 @@ def rank_checkpoints(
                 say=console.print,
             )
         model = attach_adapter(model, run.lora, plan.adapter, run.train.seed).eval()
-        patch_forward(model.get_base_model())
+        Patches().patch_forward(model.get_base_model())
         with model.disable_adapter():
             losses = {BASE + suffix: row_losses(model, batches, bf16=run.train.bf16)}
         for folder in folders:

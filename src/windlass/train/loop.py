@@ -177,7 +177,7 @@ class Loop:
         *values, grad_norm = torch.cat([reduced, norm[None]]).tolist()
         sums = StepSums.unpack(values, world)
         if sums.failed and model.compiled:  # on any rank: a shape that fails to compile, or too many shapes
-            self._disable_compiled(model.compiled, model.compiled.reason())
+            self._disable_compiled(model.compiled.reason())
         step = Step(
             self.step + 1,
             loss=sums.loss / max(sums.supervised, 1),
@@ -261,16 +261,14 @@ class Loop:
         narrow = self.train.bf16 or self.model.causal_lm.dtype != torch.float32
         reason = compiled.prove(compute, narrow=narrow, timeout_seconds=self.train.ddp_timeout)
         if reason:
-            self._disable_compiled(compiled, reason)
+            self._disable_compiled(reason)
         else:
             took = f"{compiled.graphs} graphs in {time.monotonic() - began:.0f} s"
             parts = f"{len(compiled.parts)} parts of layers"
             self.progress.console.print(f"compiled  {parts}, {took}; proven equal to eager")
 
-    def _disable_compiled(self, compiled: Compiled, reason: str) -> None:
-        compiled.remove()
-        self.model.compiled = None
-        self.model.fuse(self.train)
+    def _disable_compiled(self, reason: str) -> None:
+        self.model.patches.disable_compiled()
         self.progress.console.print(
             f"warning: train.compile: layers run eagerly on all ranks: {reason}\n"
             "hint: compiling needs `c++` on CPUs and triton on GPUs; or set train.compile: false",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import set_seed
@@ -20,9 +17,9 @@ from transformers import set_seed
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.targets import Adapter, ExpertShards
 from windlass.runfile import Lora
-from windlass.train.experts import experts
 from windlass.train.initial import NAME, init_from_weights
 from windlass.train.parallel import get_device, shard_like
+from windlass.train.patches import Patches, patch_peft
 from windlass.train.wrapped import read_inner_config
 from windlass.weights.quantized import get_expert_shard, get_formats
 
@@ -55,7 +52,7 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
         config.lora_dropout = 0.0 if config.target_parameters else lora.lora_dropout
     else:
         config = make_peft_config(lora, adapter)
-    with report_unsharded_sizes(), experts.create_own_parts(), warnings.catch_warnings():
+    with patch_peft(), warnings.catch_warnings():
         # PEFT looks for rank_pattern among modules only, although it applies it to expert parameters too.
         warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=lora.dtype == "float32")
@@ -72,7 +69,7 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
     if lora.starts_from_weights and not lora.adapter:
         init_from_weights(peft_model, str(lora.init_lora_weights))
     if adapter.target_parameters:
-        experts.patch_experts(peft_model)
+        Patches().patch_experts(peft_model)
         # PEFT refuses dropout with experts: the saved configuration says 0, so that PEFT opens it.
         if lora.lora_dropout:
             for module in peft_model.modules():
@@ -106,32 +103,6 @@ def unfreeze_modules(peft_model: PeftModel, lora: Lora, adapter: Adapter) -> Non
 
 def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
     return output.to(dtype)
-
-
-@contextmanager
-def report_unsharded_sizes() -> Iterator[None]:
-    """Make PEFT size adapters by a layer's full weight: not a rank's part, not the bytes of a 4-bit weight.
-
-    PEFT 0.21.2 (tuners_utils._get_in_out_features) takes a weight on any mesh not named "fsdp" for tensor parallel and
-    uses the rank's part: under hybrid sharding, with a mesh of (dp_replicate, fsdp), too small. windlass has no tensor
-    parallelism. Remove when PEFT checks for a "tp" dimension of the mesh instead.
-    """
-    original: Callable[..., Any] = LoraLayer._get_in_out_features
-    of_stack: Callable[..., Any] = ParamWrapper._get_in_out_features
-
-    def sizes(self: LoraLayer, module: nn.Module) -> Any:
-        return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else original(self, module)
-
-    def stack_sizes(self: ParamWrapper, module: nn.Module) -> Any:
-        sizes = of_stack(self, module)
-        coding = get_formats(self.get_base_layer()).get(self.parameter_name)
-        return coding.shape(sizes) if coding else sizes
-
-    LoraLayer._get_in_out_features, ParamWrapper._get_in_out_features = sizes, stack_sizes
-    try:
-        yield
-    finally:
-        LoraLayer._get_in_out_features, ParamWrapper._get_in_out_features = original, of_stack
 
 
 def make_peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
 from windlass.errors import UserError
 from windlass.introspect.describe import read_logit_shaping
@@ -48,11 +46,27 @@ class SourceLosses:
         return {name: loss / n for name, loss, n in zip(self.names, losses, tokens, strict=True) if n}
 
 
-def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None) -> None:
-    """Give a causal LM a forward that returns its summed loss, or per-token figures if `per_token` is set.
+class DocumentSearch:
+    """transformers' search for restarted positions, for which the host waits in every forward, skipped where a batch
+    says whether a row has more than one document."""
 
-    `forward` is replaced, and the model not wrapped, so that the hooks by which FSDP2 gathers weights stay in place.
-    """
+    def __init__(self, original: Callable[[Tensor], Tensor | None]) -> None:
+        self.original = original
+        self.several: bool | None = None  # whether a row has more than one document; None: search
+
+    def __call__(self, positions: Tensor) -> Tensor | None:
+        """Return the document's number of each position, None if each row is one document."""
+        if self.several is None:
+            return self.original(positions)
+        if not self.several:
+            return None
+        return (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+
+
+def make_forward(
+    model: PreTrainedModel, search: DocumentSearch, by_source: SourceLosses | None = None
+) -> Callable[..., Any]:
+    """Return a forward for a causal LM that returns its summed loss, or per-token figures if `per_token` is set."""
     config = model.config.get_text_config()
     scale, cap = read_logit_shaping(config)
 
@@ -79,16 +93,19 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
         """
         if balance_share is not None:
             inputs["output_router_logits"] = True
-        with skip_document_search(several):
+        search.several = several
+        try:
             outputs = self.model(input_ids=input_ids, use_cache=False, **inputs)
+        finally:
+            search.several = None
         hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, supervised)
         head = self.get_output_embeddings()
         weight, bias = _unsharded(head.weight), getattr(head, "bias", None)
         bias = None if bias is None else _unsharded(bias.detach())
         shaping = LogitShaping(scale, cap, bias)
         if choose:  # return the likeliest next tokens
-            found = (logits if bias is None else logits + bias for _, logits, _ in _iter_chunks(hidden, weight))
-            return torch.cat([logits.argmax(1) for logits in found])
+            chunks = (logits if bias is None else logits + bias for _, logits, _ in _iter_chunks(hidden, weight))
+            return torch.cat([logits.argmax(1) for logits in chunks])
         if per_token:
             return token_figures(hidden, weight, targets, shaping)
         counted = (sources, by_source) if by_source is not None else (None, None)
@@ -102,23 +119,7 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
             return loss + balance_share * balance, balance.detach()
         return loss
 
-    model.forward = types.MethodType(forward, model)
-
-
-@contextmanager
-def skip_document_search(several: bool | None) -> Iterator[None]:
-    """Replace transformers' search for restarted positions, for which the host would wait in every forward."""
-    original = masking_utils.find_packed_sequence_indices
-
-    def numbered(positions: Tensor) -> Tensor | None:
-        return (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1) if several else None
-
-    if several is not None:
-        masking_utils.find_packed_sequence_indices = numbered
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = original
+    return forward
 
 
 def _unsharded(tensor: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wants_gradient = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if wants_gradient else None
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows, logits, blocks in _iter_chunks(hidden, weight):
             slope = shaping.apply(logits)
@@ -196,29 +197,29 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 total -= picked.sum()
                 if sources is not None and by_source is not None:
                     by_source.add(sources[rows][part], -picked.squeeze(1))
-                if wants_gradient or of_weight is not None:  # overwrite the logits with softmax - 1 at the target
+                if wants_gradient or grad_weight is not None:  # overwrite the logits with softmax - 1 at the target
                     at_target = log_probs.exp_().gather(1, target) - 1
                     logits[part] = log_probs.scatter_(1, target, at_target)
                 del log_probs
-            if gradient is not None or of_weight is not None:
+            if gradient is not None or grad_weight is not None:
                 if slope is not None:
                     logits *= slope
                 if shaping.scale != 1.0:
                     logits *= shaping.scale
             if gradient is not None:
                 gradient[rows] = _times_weight(logits, blocks)
-            if of_weight is not None:
-                of_weight += logits.t() @ hidden[rows].to(logits.dtype)
+            if grad_weight is not None:
+                grad_weight += logits.t() @ hidden[rows].to(logits.dtype)
             del logits
-        ctx.gradients = gradient, None if of_weight is None else of_weight.to(weight.dtype)
+        ctx.gradients = gradient, None if grad_weight is None else grad_weight.to(weight.dtype)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         gradients, ctx.gradients = ctx.gradients, None
-        of_hidden, of_weight = (None if each is None else each.mul_(upstream) for each in gradients)
-        return of_hidden, of_weight, None, None, None, None
+        grad_hidden, grad_weight = (None if each is None else each.mul_(upstream) for each in gradients)
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 @torch.no_grad()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-def add_embedding_noise(embeddings: nn.Module, alpha: float) -> None:
-    """Add noise of up to alpha / sqrt(length x width) to every value, except in evaluations."""
+def add_noise(alpha: float) -> Callable[..., Tensor]:
+    """Return a forward hook that adds noise of up to alpha / sqrt(length x width) to every value, except in
+    evaluations."""
 
     def add(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         if not module.training:
@@ -17,4 +19,4 @@ def add_embedding_noise(embeddings: nn.Module, alpha: float) -> None:
         most = alpha / (output.size(1) * output.size(2)) ** 0.5
         return output + torch.empty_like(output).uniform_(-most, most)
 
-    embeddings.register_forward_hook(add)
+    return add

@@ -13,17 +13,15 @@ from torch import Tensor
 from windlass.plan import Plan
 from windlass.runfile import Train
 from windlass.train.batches import Batch
-from windlass.train.experts.exchange import overlap_shared_experts
 from windlass.train.initial import FixedHalves
 from windlass.train.kernels import kept
 from windlass.train.kernels.compiled import Compiled
-from windlass.train.kernels.lora_linear import FusedAdapters, fuse_layers
-from windlass.train.kernels.on_cpu import patch_attention
+from windlass.train.kernels.lora_linear import FusedAdapters
 from windlass.train.liveness import Liveness
-from windlass.train.loss import SourceLosses, patch_forward, router_loss_weight
-from windlass.train.noise import add_embedding_noise
+from windlass.train.loss import SourceLosses, router_loss_weight
 from windlass.train.optimizer import create_optimizer, create_scheduler, is_metric_scheduler
 from windlass.train.parallel import get_device, is_sharded, list_fsdp_modules
+from windlass.train.patches import ModelPatches
 from windlass.train.sync import ReplicaGroups, WaitTimer
 
 
@@ -90,27 +88,25 @@ class TrainedModel:
         self.kept_gathered = list_fsdp_modules(model) if gather_once else []
         self.waits = WaitTimer(model, now, split_experts=layout.expert_parallel > 1)
         self.sources = SourceLosses(sources, self.device)  # per data set of a mix
-        self.compiled: Compiled | None = None
-        self._patch(train, recompute=bool(train.gradient_checkpointing or layout.activation_checkpointing))
-
-    def _patch(self, train: Train, *, recompute: bool) -> None:
-        """Replace the forward of the model and of its layers, in this order."""
-        if self.device.type == "cpu":
-            patch_attention(self.causal_lm)
-        patch_forward(self.causal_lm, self.sources)
-        self.compiled = Compiled(self.causal_lm) if train.compile else None
-        self.fuse(train)
-        if train.neftune_noise_alpha:
-            add_embedding_noise(self.causal_lm.get_input_embeddings(), train.neftune_noise_alpha)
-        if recompute:
+        self.patches = ModelPatches(
+            self.causal_lm,
+            by_source=self.sources,
+            dtype=torch.bfloat16 if train.bf16 else None,
+            compiles=train.compile,
+            noise_alpha=train.neftune_noise_alpha,
+        )
+        if train.gradient_checkpointing or layout.activation_checkpointing:
             keeps = {} if self.compiled else {"context_fn": kept.checkpoint_contexts(train.keeps_products)}
             self.causal_lm.activation_checkpointing_enable({"use_reentrant": False, **keeps})
 
-    def fuse(self, train: Train) -> None:
-        """Fuse the operations of layers that aren't compiled; a compiler does that itself."""
-        dtype = torch.bfloat16 if train.bf16 else None
-        self.adapters = FusedAdapters([], dtype) if self.compiled else fuse_layers(self.causal_lm, dtype)
-        overlap_shared_experts(self.causal_lm)
+    @property
+    def compiled(self) -> Compiled | None:
+        """The compiled parts of layers, if they are compiled."""
+        return self.patches.compiled
+
+    @property
+    def adapters(self) -> FusedAdapters:
+        return self.patches.adapters
 
     def compute_loss(self, batch: Batch, balance_share: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the summed loss of a micro-batch, and the router's balancing loss in it if there is one."""

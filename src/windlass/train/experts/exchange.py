@@ -6,7 +6,7 @@ it is waited for. In the backward their gradients overlap with the exchange of g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -41,7 +41,7 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
         self.experts.exchange = self
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if is_unsupported(self.experts):  # these are never adapted: see patch_experts
+        if is_unsupported(self.experts):  # these are never adapted: see `Patches.patch_experts`
             kept.refuse_experts(self.experts)
             plain: Tensor = super().__call__(hidden_states, top_k_index, top_k_weights)
             return plain
@@ -146,25 +146,21 @@ class WaitForExchange(torch.autograd.Function):
 
 
 class SharedExperts:
-    """A layer's shared experts, computed before the layer calls them."""
+    """A layer's shared experts, computed before the layer calls them. Their forward becomes `take`."""
 
-    def __init__(self, module: nn.Module) -> None:
-        before = getattr(module.forward, "__self__", None)  # called again for layers that fall back to eager
-        self.forward: Callable[[Tensor], Tensor] = (
-            before.forward if isinstance(before, SharedExperts) else module.forward
-        )
+    def __init__(self, original: Callable[[Tensor], Tensor]) -> None:
+        self.original = original
         self.first = False  # the layer calls them before the routed experts: nothing left to overlap
-        self.computed: tuple[Tensor, Tensor] | None = None
-        module.forward = self.take
+        self.computed: tuple[Tensor, Tensor] | None = None  # input and output
 
     def compute(self, x: Tensor) -> None:
-        self.computed = None if self.first else (x, self.forward(x))
+        self.computed = None if self.first else (x, self.original(x))
 
     def take(self, x: Tensor) -> Tensor:
         computed, self.computed = self.computed, None
         if computed is None or not _share_memory(computed[0], x):
             self.first = True
-            return self.forward(x)
+            return self.original(x)
         return computed[1].view(*x.shape[:-1], -1)
 
 
@@ -174,15 +170,14 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
     return len({*places}) == 1
 
 
-def overlap_shared_experts(model: nn.Module) -> list[SharedExperts]:
-    """Let the shared experts of all layers run during their exchanges. Call again after their forwards have been
-    replaced."""
-    found = []
-    for layer in list(model.modules()):
+def find_shared_experts(model: nn.Module) -> Iterator[tuple[Exchange, nn.Module]]:
+    """Yield each layer's exchange of tokens with the shared experts next to it, in families that have them."""
+    for layer in model.modules():
         children = dict(layer.named_children())
         shared = [children[name] for name in SHARED if name in children]
-        for routed in children["experts"].modules() if shared and "experts" in children else ():
-            if exchange := vars(routed).get("exchange"):
-                exchange.shared = SharedExperts(*shared)
-                found.append(exchange.shared)
-    return found
+        if not shared or "experts" not in children:
+            continue
+        for routed in children["experts"].modules():
+            exchange = vars(routed).get("exchange")
+            if exchange:
+                yield exchange, *shared

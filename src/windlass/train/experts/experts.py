@@ -10,12 +10,10 @@ experts. Products with the base go through `grouped_linear`, so the base may be 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
-from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -39,7 +37,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     an expert group shares a batch, under tensor parallelism, which windlass does not have.
     """
     experts: Any = self
-    if is_unsupported(experts):  # never adapted: see patch_experts
+    if is_unsupported(experts):  # never adapted: see `Patches.patch_experts`
         kept.refuse_experts(experts)
         plain: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return plain
@@ -221,7 +219,7 @@ def pack_grad_b(grad_b: Tensor, b: Tensor, scaling: float) -> Tensor:
     return packed
 
 
-# --- patching a model ---
+# --- PEFT's containers ---
 
 
 class UnmergedExpertLora(ParamWrapper):  # type: ignore[misc]
@@ -233,17 +231,6 @@ class UnmergedExpertLora(ParamWrapper):  # type: ignore[misc]
         return output
 
 
-def patch_experts(model: PeftModel) -> None:
-    """Make the experts' forward compute the adapters that PEFT has wrapped around them."""
-    for wrapper in (module for module in model.modules() if isinstance(module, ParamWrapper)):
-        experts = wrapper.get_base_layer()
-        if is_unsupported(experts):
-            raise AssertionError(f"the plan adapts {type(experts).__name__}, which no adapter is written for")
-        wrapper.__class__ = UnmergedExpertLora
-        experts.config._experts_implementation = NAME
-        experts.adapters = {**getattr(experts, "adapters", {}), wrapper.parameter_name: wrapper}
-
-
 def expert_peer_groups(model: nn.Module) -> list[ProcessGroup]:
     """Return process groups that together span the ranks with the same experts as this one."""
     for module in model.modules():
@@ -253,30 +240,25 @@ def expert_peer_groups(model: nn.Module) -> list[ProcessGroup]:
     return []
 
 
-@contextlib.contextmanager
-def create_own_parts() -> Iterator[None]:
-    """While PEFT creates adapters, keep only this rank's part of split experts' adapters.
+def cut_adapter(wrapper: Any, adapter_name: str) -> None:
+    """Keep only this rank's part of split experts' new adapter.
 
     PEFT draws the full adapter on the CPU, in the same order on every rank, so the parts are slices of the adapter that
     a single process would have drawn. One layer's exists at a time: it is cut before PEFT moves it to the device.
     """
-    original = ParamWrapper._move_adapter_to_device_of_base_layer
+    part = get_expert_shard(wrapper.get_param())
+    if part is None:
+        return
+    for kind, linear in ((".lora_A.", wrapper.lora_A[adapter_name]), (".lora_B.", wrapper.lora_B[adapter_name])):
+        linear.weight = nn.Parameter(part.own(kind, linear.weight.detach()))
+        linear.out_features, linear.in_features = linear.weight.shape
+    wrapper.num_experts = part.count
+    wrapper.part = part
 
-    def cut(self: ParamWrapper, adapter_name: str, device: torch.device | None = None) -> None:
-        both = ((".lora_A.", self.lora_A[adapter_name]), (".lora_B.", self.lora_B[adapter_name]))
-        if part := get_expert_shard(self.get_param()):
-            for kind, linear in both:
-                linear.weight = nn.Parameter(part.own(kind, linear.weight.detach()))
-                linear.out_features, linear.in_features = linear.weight.shape
-            self.num_experts, self.part = part.count, part
-        original(self, adapter_name, device)
-        if coding := get_formats(self.get_base_layer()).get(self.parameter_name):
-            # PEFT first gives an adapter its weight's dtype, and leaves it there if that is bytes.
-            for _, linear in both:
-                linear.to(coding.dtype)
 
-    ParamWrapper._move_adapter_to_device_of_base_layer = cut
-    try:
-        yield
-    finally:
-        ParamWrapper._move_adapter_to_device_of_base_layer = original
+def cast_adapter(wrapper: Any, adapter_name: str) -> None:
+    """Give the adapter of a quantized stack a floating-point dtype: PEFT gives it its weight's, which is bytes."""
+    coding = get_formats(wrapper.get_base_layer()).get(wrapper.parameter_name)
+    if coding:
+        wrapper.lora_A[adapter_name].to(coding.dtype)
+        wrapper.lora_B[adapter_name].to(coding.dtype)

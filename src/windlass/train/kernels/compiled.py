@@ -48,7 +48,6 @@ class Part:
         self.module, self.eager, self.of = module, module.forward, compiled
         self.fast = torch.compile(self.eager, fullgraph=True, dynamic=True)
         self.works: bool | None = None
-        module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.of.on and (not self.of.problem if self.works is None else self.works):
@@ -74,11 +73,6 @@ class Compiled:
         self.on, self.problem = True, ""
         layers = [module for name, module in model.named_modules() if LAYER.search(name)]
         self.parts = [Part(module, self) for layer in layers for module in _find_parts_without_collectives(layer)]
-
-    def remove(self) -> None:
-        for part in self.parts:
-            part.module.forward = part.eager
-        self.on = False
 
     @property
     def graphs(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -125,9 +125,3 @@ def _read_mask(mask: Tensor) -> list[Lengths] | None:
 
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-def patch_attention(model: PreTrainedModel) -> None:
-    """Use attention by document in a model that uses torch's SDPA."""
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(NAME)
