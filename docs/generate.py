@@ -1,5 +1,5 @@
-"""Write the generated pages: one per command from its help, the published recipe's claims compared with the plan,
-and the marked blocks of other pages. `make docs` writes them; a test fails if a committed page differs."""
+"""Write the generated pages: one per command from its help, the reference, and the marked blocks of other pages.
+`make docs` writes them; a test fails if a committed page differs."""
 
 from __future__ import annotations
 
@@ -200,10 +200,8 @@ MARKS: dict[str, Callable[[str, list[str]], str]] = {
 
 def pages() -> dict[Path, str]:
     """Return every generated page and its text."""
-    sys.path.insert(0, str(ROOT / "docs"))
     sys.path.insert(0, str(ROOT / "tests"))
     import faults
-    from claims import page
 
     made = {COMMANDS / f"{name}.md": command_page(name) for name in commands()}
     for page_with_output in (
@@ -214,8 +212,7 @@ def pages() -> dict[Path, str]:
         made[page_with_output] = with_output(page_with_output.read_text(encoding="utf-8"))
     reference = ROOT / "docs" / "reference"
     made |= {reference / "run-file.md": run_file_page(), reference / "run-folder.md": run_folder_page()}
-    made |= {COMMANDS / "README.md": index_page(), ROOT / "docs" / "recipe-claims.md": page()}
-    return {**made, ROOT / "docs" / "faults.md": faults.page()}
+    return {**made, COMMANDS / "README.md": index_page(), ROOT / "docs" / "faults.md": faults.page()}
 
 
 def descriptions() -> dict[Path, str]:
