@@ -34,10 +34,9 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write report.html and report.json for one run, or compare several."""
-    from windlass.observe import report as reporting
-    from windlass.observe.report import print_report
+    from windlass.observe.report import make_report, print_report
 
-    write_result(reporting.make_report(folders, out), as_json, print_report)
+    write_result(make_report(folders, out), as_json, print_report)
 
 
 @command(AFTER, "best run", "best run --eval-data held-out.jsonl --ranks 1", "best run --base-dtype bf16,nf4")
@@ -54,12 +53,12 @@ def best(
     The base model is loaded once. Differences come with a paired 95 % confidence interval, which shows which adapters
     are significantly worse.
     """
-    from windlass import train as training
+    from windlass.train import best, plan_finished_run
 
     def show(ranking: Any) -> None:
-        from windlass.train.ranking import print_ranking as show_table
+        from windlass.train.ranking import print_ranking
 
-        write_result(ranking, as_json, show_table)
+        write_result(ranking, as_json, print_ranking)
 
     dtypes = base_dtype.split(",") if base_dtype else []
     arguments = [
@@ -67,11 +66,12 @@ def best(
         str(folder),
         *option_words("--eval-data", eval_data),
         *option_words("--ranks", ranks),
-        *["--json"] * as_json,
+        *option_words("--base-dtype", base_dtype),
+        *option_words("--json", as_json),
+        *option_words("--allow-other-base", allow_other_base),
     ]
-    arguments += [*option_words("--base-dtype", base_dtype), *["--allow-other-base"] * allow_other_base]
-    code = training.best(
-        lambda: training.plan_finished_run(folder, eval_data=eval_data, ranks=ranks, base_dtypes=dtypes),
+    code = best(
+        lambda: plan_finished_run(folder, eval_data=eval_data, ranks=ranks, base_dtypes=dtypes),
         folder,
         arguments=arguments,
         environ=os.environ,
@@ -101,10 +101,10 @@ def export(
 
     Exits with 1 if the verification finds a deviation; nothing is deleted then.
     """
-    from windlass import export as exporting
-    from windlass.export import screen
+    from windlass.export import export, push_to_hub
+    from windlass.export.screen import print_line
 
-    made = exporting.export(
+    exported = export(
         source,
         to,
         merge=merge,
@@ -114,11 +114,11 @@ def export(
         model_class=model_class,
         workers=workers,
         allow_other_base=allow_other_base,
-        say=screen.print_line,
+        say=print_line,
     )
-    address = exporting.push_to_hub(to, push, say=screen.print_line) if push else None
+    address = push_to_hub(to, push, say=print_line) if push else None
     if as_json:
-        write_json({**made.record, "pushed": address})
+        write_json({**exported.record, "pushed": address})
     else:
         print(to)
 
@@ -135,10 +135,10 @@ def generate(
     allow_other_base: OtherBase = False,
 ) -> None:
     """Generate text with a model on this machine, as a quick check."""
-    from windlass.export import screen
-    from windlass.export.generate import generate as generating
+    from windlass.export.generate import generate
+    from windlass.export.screen import print_line
 
-    generating(
+    generate(
         folder,
         prompt,
         base=base,
@@ -147,6 +147,6 @@ def generate(
         seed=seed,
         chat=chat,
         allow_other_base=allow_other_base,
-        say=screen.print_line,
+        say=print_line,
         write=lambda text: print(text, end="", flush=True),
     )

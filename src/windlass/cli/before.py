@@ -42,26 +42,25 @@ def init(
     names: Annotated[bool, flag("--list", "List the presets.")] = False,
 ) -> None:
     """Print a run file to start from: a commented preset, or one made for your model and data."""
-    from windlass import runfile
+    from windlass.init import draft_run
+    from windlass.runfile import read_preset, read_presets
 
     if model or data or gpus or columns:
-        from windlass import init as draft
-
         if preset:
             raise UserError(f"takes either a preset or --model, not {preset} too", "windlass init", "leave one out")
         if not (model and data):
             hint = "`windlass init --model DIR --data PATH > run.yaml`"
             raise UserError("needs both --model and --data", "windlass init", hint)
-        made = draft.draft_run(model, data, gpus, say, columns)
-        for warning in made.warnings:
+        draft = draft_run(model, data, gpus, say, columns)
+        for warning in draft.warnings:
             say(f"warning: {warning}")
-        print(made.text, end="")
-        return
-    if names:
-        for name, text in runfile.read_presets().items():
-            print(f"{name}\n  {text.splitlines()[0].removeprefix('# ')}")
+        print(draft.text, end="")
+    elif names:
+        for name, text in read_presets().items():
+            summary = text.splitlines()[0].removeprefix("# ")
+            print(f"{name}\n  {summary}")
     else:
-        print(runfile.read_preset(preset or "mistral-small-4"), end="")
+        print(read_preset(preset or "mistral-small-4"), end="")
 
 
 @command(BEFORE, "import axolotl.yml > run.yaml", "import sft.sh --from swift > run.yaml")
@@ -94,9 +93,9 @@ def schema() -> None:
 
     `# yaml-language-server: $schema=windlass.schema.json` as the first line of run.yaml names it to most editors.
     """
-    from windlass import runfile
+    from windlass.runfile import make_schema
 
-    write_json(runfile.make_schema())
+    write_json(make_schema())
 
 
 @command(
@@ -120,9 +119,12 @@ def plan(
     from windlass.plan import write_plan
     from windlass.plan.show import print_plan
 
-    made = make_plan(run, override, accelerate)
-    written = write_plan(made, out)
-    write_result(made, as_json, lambda made: print_plan(made, details=details, formulas=explain, compare=compare))
+    planned = make_plan(run, override, accelerate)
+    written = write_plan(planned, out)
+    if as_json:
+        write_json(planned.as_dict())
+    else:
+        print_plan(planned, details=details, formulas=explain, compare=compare)
     if written:
         say(f"plan written to {written}")
 
@@ -139,18 +141,18 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Explain a setting: what it means and what windlass does with it."""
-    from windlass import explain as explaining
+    from windlass.explain import explain_file, explain_topic, print_rows
 
     rows = [
-        *(explaining.explain_topic(topic, run) if topic else ()),
-        *(explaining.explain_file(accelerate) if accelerate else ()),
+        *(explain_topic(topic, run) if topic else ()),
+        *(explain_file(accelerate) if accelerate else ()),
     ]
     if not rows:
         raise UserError("nothing to explain", "windlass explain", "give a key, or a file with --accelerate FILE")
     if as_json:
         write_json([asdict(row) for row in rows])
     else:
-        explaining.print_rows(rows)
+        print_rows(rows)
 
 
 @command(BEFORE, "data run.yaml", "data run.yaml --override data.packing=true")
@@ -159,7 +161,7 @@ def data(
     override: Overrides = None,
     sample: Annotated[int | None, opt("--sample", "N", "Show N rows of every set token by token.", min=1)] = None,
     row: Annotated[int | None, opt("--row", "K", "Show row K, counted from 0, token by token.", min=0)] = None,
-    source: Annotated[str | None, opt("--source", "NAME", "Of this set of a mix.")] = None,
+    source: Annotated[str | None, opt("--source", "NAME", "Only rows of this data set of a mix.")] = None,
     as_json: Json = False,
 ) -> None:
     """Tokenize the data and show what the model will be trained on.
@@ -167,20 +169,22 @@ def data(
     Prints rows, tokens, how many of them the loss is computed on, what is cut off, and what packing would gain; of a
     mix, for each of its sets. With --sample or --row only those rows, and where loss is computed on them.
     """
-    from windlass import plan as planning
     from windlass.data.prepare import audit_data, sample_token_rows
     from windlass.data.show import print_audit, print_rows
+    from windlass.plan import fill_in_choices
     from windlass.runfile import read_run_file
 
-    loaded = planning.fill_in_choices(read_run_file(run, override or ()), say)
+    loaded = fill_in_choices(read_run_file(run, override or ()), say)
     if source and not sample and row is None:
         raise UserError("it says of which set rows are shown, and none are", "--source", "add --row K or --sample N")
-    if sample or row is not None:
-        (write_json if as_json else print_rows)(
-            sample_token_rows(loaded, say=say, sample=sample, row=row, source=source)
-        )
+    if not sample and row is None:
+        audit_data(loaded, say=say, audited=write_json if as_json else print_audit)
         return
-    audit_data(loaded, say=say, audited=write_json if as_json else print_audit)
+    rows = sample_token_rows(loaded, say=say, sample=sample, row=row, source=source)
+    if as_json:
+        write_json(rows)
+    else:
+        print_rows(rows)
 
 
 @command(BEFORE, "fetch run.yaml")
@@ -194,11 +198,11 @@ def fetch(
     They go into the hub's cache (HF_HOME), where a run file that names them by their hub id finds them. An interrupted
     download is resumed.
     """
-    from windlass import fetch as fetching
+    from windlass.fetch import fetch_run
     from windlass.runfile import read_run_file
 
     loaded = read_run_file(run, override or ())
-    for name, folder in fetching.fetch_run(loaded.run, loaded.where, say, headers_only=headers_only).items():
+    for name, folder in fetch_run(loaded.run, loaded.where, say, headers_only=headers_only).items():
         print(f"{name}\t{folder}")
 
 
@@ -223,13 +227,18 @@ def calibrate(
     several nodes the network too. On a CPU: a short training run, whose steps give one factor for the plan's times.
     The plan takes the file that cluster.machine names, or on one node the one found for this host.
     """
-    from windlass import calibrate as calibrating
+    from windlass.calibrate import calibrate, print_rates
 
     require_libraries(TRAINING, "calibrate")
-    if measured := calibrating.calibrate(ranks, out, os.environ, say):
-        path, content = measured
-        write_json(content) if as_json else calibrating.print_rates(content)
-        say(f"written to {path}")
+    measured = calibrate(ranks, out, os.environ, say)
+    if measured is None:  # one rank prints
+        return
+    path, rates = measured
+    if as_json:
+        write_json(rates)
+    else:
+        print_rates(rates)
+    say(f"written to {path}")
 
 
 @command(BEFORE, "check run.yaml", "check run.yaml --here", "check run.yaml --in-pod --json", "check --self-test")
@@ -250,7 +259,7 @@ def check(
     Writes check.json into the run folder if it exists. Exits with 1 if a check fails. With --in-pod all nodes agree on
     one verdict and exit with 13, or with 1 if the only problem is that nodes are missing.
     """
-    from windlass.launch import check as checking
+    from windlass.launch.check import ALONE, HERE, IN_POD, print_report, run_checks, write_error
     from windlass.plan.accelerate import read_accelerate
     from windlass.plan.script import refuse_accelerate
     from windlass.runfile import LoadedScript, read_any
@@ -258,10 +267,10 @@ def check(
     if (run is None) != self_test or (self_test and (override or accelerate or here or in_pod)):
         raise UserError("give a run file, or --self-test alone", "windlass check", "`windlass check run.yaml`")
     if run is None:
-        from windlass import self_test as testing
+        from windlass.self_test import run as run_self_test
 
-        report = testing.run(os.environ, Path("self-test.json"), say)
-        write_result(report, as_json, checking.print_report)
+        report = run_self_test(os.environ, Path("self-test.json"), say)
+        write_result(report, as_json, print_report)
         raise typer.Exit(report.exit_code)
     try:
         loaded = read_any(run, override or ())
@@ -272,23 +281,28 @@ def check(
             raise
         print_error(error)
         raise typer.Exit(RANK_USER_INPUT) from None
-    report = checking.run_checks(
+    depth = ALONE
+    if here:
+        depth = HERE
+    if in_pod:
+        depth = IN_POD
+    report = run_checks(
         loaded,
         lambda: read_accelerate(accelerate) if accelerate else None,
-        depth=checking.IN_POD if in_pod else checking.HERE if here else checking.ALONE,
+        depth=depth,
         environ=os.environ,
         patience_seconds=wait,
         say=say,
     )
     if report.is_leader:
         written = report.write(Path(loaded.run.folder))
-        write_result(report, as_json, checking.print_report)
+        write_result(report, as_json, print_report)
         if written:
             say(f"checks written to {written}")
     else:  # whoever reads this node's log alone
         for result in report.failures:
             say(f"check failed: {result.title}: {result.seen}")
-    checking.write_error(report, os.environ)
+    write_error(report, os.environ)
     raise typer.Exit(report.exit_code)
 
 
@@ -305,11 +319,9 @@ def rehearse(
     Takes minutes: your first rows, your launch script and as many workers as the run has go through plan, check, train,
     stop, resume, export, merge and reload. Exits with 1 if a stage fails and 2 if the input is wrong.
     """
-    from windlass import rehearse as rehearsing
+    from windlass.rehearse import print_record, rehearse
 
     require_libraries(TRAINING, "rehearse")
-    record = rehearsing.rehearse(
-        run, overrides=override or (), accelerate=accelerate, keep=keep, environ=os.environ, say=say
-    )
-    write_result(record, as_json, rehearsing.print_record)
+    record = rehearse(run, overrides=override or (), accelerate=accelerate, keep=keep, environ=os.environ, say=say)
+    write_result(record, as_json, print_record)
     raise typer.Exit(record.exit_code)

@@ -46,17 +46,20 @@ def train(
     Exits with 0 when finished, 1 if the run failed, 2 if the input is wrong (13 from a worker), and 75 if a signal
     stopped it and everything was saved.
     """
-    from windlass import train as training
     from windlass.runfile import read_kind
-    from windlass.train import script
+    from windlass.train import train
+    from windlass.train.script import train_script
 
-    overrides = [*(override or ()), *([] if ranks is None else ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"])]
+    overrides = list(override or ())
+    if ranks is not None:
+        overrides += ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"]
     is_script = read_kind(run, overrides) == "script"
-    overrides += ["layout.ranks=null"] if is_script and ranks is not None else []
+    if is_script and ranks is not None:
+        overrides.append("layout.ranks=null")
     require_libraries(("torch",) if is_script else TRAINING, "train")
 
     def planned() -> Any:
-        """On the machines that a launcher started, or on this one, unless the files say which."""
+        """Plan for the launcher's ranks, else for this machine, unless the files set nodes and GPUs."""
         from windlass.hardware import read_this_machine
         from windlass.plan.accelerate import load_accelerate
         from windlass.plan.script import make_any_plan, refuse_accelerate
@@ -68,20 +71,26 @@ def train(
             raise UserError("has no effect on a script, which measures itself", "--debug-freq", hint)
         if is_script:
             refuse_accelerate(accelerate)
-        loaded, file = read_any(run, overrides), None if is_script else load_accelerate(accelerate, os.environ)
-        sized = file is not None and not file.settings.keys().isdisjoint(("nodes", "ranks"))
-        if not sized and (found := default_overrides(loaded, os.environ, len(read_this_machine().gpus))):
-            loaded = read_any(run, [*overrides, *found])
+        loaded = read_any(run, overrides)
+        file = None if is_script else load_accelerate(accelerate, os.environ)
+        if file is None or file.settings.keys().isdisjoint(("nodes", "ranks")):
+            defaults = default_overrides(loaded, os.environ, len(read_this_machine().gpus))
+            if defaults:
+                loaded = read_any(run, [*overrides, *defaults])
         return make_any_plan(loaded, file)
 
     if is_script:
-        raise typer.Exit(script.train_script(planned, environ=os.environ, resume=resume, say=print_error))
-    arguments = ["train", str(run), *(word for each in overrides for word in ("--override", each))]
-    arguments += (
-        option_words("--accelerate", accelerate) + option_words("--debug-freq", debug_freq) + ["--resume"] * resume
-    )
-    arguments += ["--allow-other-base"] * allow_other_base
-    code = training.train(
+        raise typer.Exit(train_script(planned, environ=os.environ, resume=resume, say=print_error))
+    arguments = [
+        "train",
+        str(run),
+        *(word for value in overrides for word in ("--override", value)),
+        *option_words("--accelerate", accelerate),
+        *option_words("--debug-freq", debug_freq),
+        *option_words("--resume", resume),
+        *option_words("--allow-other-base", allow_other_base),
+    ]
+    code = train(
         planned,
         arguments=arguments,
         environ=os.environ,
@@ -99,14 +108,14 @@ def demo(
     make_only: Annotated[bool, flag("--make-only", "Create model, data and run file, but don't train.")] = False,
 ) -> None:
     """Create a tiny Mistral 4 and train it on this CPU with two workers."""
-    from windlass import calibrate as calibration
-    from windlass import demo as demonstration
+    from windlass.calibrate import calibrate
+    from windlass.demo import MACHINE, RANKS, can_calibrate, make_demo
 
-    calibrated = not make_only and demonstration.can_calibrate()
-    run = demonstration.make_demo(directory, calibrated=calibrated)
+    calibrated = not make_only and can_calibrate()
+    run = make_demo(directory, calibrated=calibrated)
     say(f"created {directory / 'model'}, {directory / 'data'} and {run}")
     if calibrated:  # or the plan would know this processor's kind alone
-        calibration.calibrate(demonstration.RANKS, directory / demonstration.MACHINE, os.environ, say)
+        calibrate(RANKS, directory / MACHINE, os.environ, say)
     if not make_only:
         train(run)
 
@@ -128,11 +137,11 @@ def submit(
     openshift and runai use the commands sbatch, kubectl (or oc) and runai; without them, only the files are written.
     Submit an interrupted run again to resume it.
     """
-    from windlass.launch import submit as submitting
+    from windlass.launch.submit import require_platform, submit
 
-    submitting.require_platform(to)
+    require_platform(to)
     plan = make_plan(run, override, accelerate)
-    code = submitting.submit(
+    code = submit(
         plan,
         to or plan.run.cluster.platform,
         overrides=override or (),
@@ -181,6 +190,6 @@ def watch(folder: RunDir, once: Annotated[bool, flag("--once", "Print the curren
     """
     from rich.console import Console
 
-    from windlass.observe.watch import live
+    from windlass.observe.watch.live import watch
 
-    live.watch(folder, once=once, console=Console(highlight=False))
+    watch(folder, once=once, console=Console(highlight=False))

@@ -12,9 +12,13 @@ from windlass.cli.options import HELP, Json, arg, command, opt, say, write_json
 @command(HELP, "version", "version --json")
 def version(as_json: Json = False) -> None:
     """Print the versions that matter for a bug report: libraries, CUDA, driver, GPUs, system."""
-    from windlass import support
+    from windlass.support import print_versions, read_versions
 
-    (write_json if as_json else support.print_versions)(support.read_versions())
+    versions = read_versions()
+    if as_json:
+        write_json(versions)
+    else:
+        print_versions(versions)
 
 
 @command(HELP, "bug-report run", "bug-report run.yaml --out bug-report.tar.gz")
@@ -27,6 +31,6 @@ def bug_report(
     Versions, the resolved run with secrets masked, plan, loading certificate, counts of the data audit, and the last
     lines of logs and events. No rows, no weights, no samples. Read it before you send it.
     """
-    from windlass import support
+    from windlass.support import bug_report
 
-    print(support.bug_report(run, out, os.environ, say))
+    print(bug_report(run, out, os.environ, say))

@@ -27,9 +27,9 @@ class Groups(TyperGroup):
 
     def format_commands(self, _context: Any, formatter: Any) -> None:
         for title in (BEFORE, DURING, AFTER, HELP):
-            commands = [each for each in self.commands.values() if getattr(each, "rich_help_panel", None) == title]
+            commands = [item for item in self.commands.values() if getattr(item, "rich_help_panel", None) == title]
             with formatter.section(title):
-                formatter.write_dl([(each.name or "", each.get_short_help_str(limit=200)) for each in commands])
+                formatter.write_dl([(item.name or "", item.get_short_help_str(limit=200)) for item in commands])
 
 
 class Help(TyperCommand):
@@ -39,14 +39,15 @@ class Help(TyperCommand):
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(context)]
 
     def format_options(self, context: Any, formatter: Any) -> None:
-        rows: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        for each in self.get_params(context):
-            if each.param_type_name == "argument":
-                several = "..." * (each.nargs == -1)
-                rows["Arguments"].append((f"{each.metavar}{several}", getattr(each, "help", "")))
-            elif record := each.get_help_record(context):
-                rows["Options"].append(record)
-        for title, lines in rows.items():
+        arguments = []
+        options = []
+        for parameter in self.get_params(context):
+            if parameter.param_type_name == "argument":
+                name = f"{parameter.metavar}..." if parameter.nargs == -1 else parameter.metavar
+                arguments.append((name, getattr(parameter, "help", "")))
+            elif record := parameter.get_help_record(context):
+                options.append(record)
+        for title, lines in (("Arguments", arguments), ("Options", options)):
             if lines:
                 with formatter.section(title):
                     formatter.write_dl(lines)
@@ -66,12 +67,13 @@ app = typer.Typer(
 
 def command(group: str, *examples: str) -> Callable[[Command], Command]:
     """Register a command, with examples below its help; their first word is its name."""
+    title = "Examples" if len(examples) > 1 else "Example"
     lines = "".join(f"  windlass {example}\n" for example in examples)
     return app.command(
         examples[0].split()[0],
         cls=Help,
         rich_help_panel=group,
-        epilog=f"Example{'s' * (len(examples) > 1)}:\n\n\b\n{lines}",
+        epilog=f"{title}:\n\n\b\n{lines}",
     )
 
 
@@ -100,7 +102,7 @@ def windlass(
 
 
 def remember_run_file(parameter: typer.CallbackParam, run: Path | None) -> Path | None:
-    """For hints, which name it."""
+    """Remember the run file so that hints can quote it."""
     GIVEN.clear()
     if run is not None and run.is_dir() == (parameter.metavar == "RUN_DIR"):
         GIVEN[str(parameter.metavar)] = str(run)
@@ -112,8 +114,10 @@ def say(text: str) -> None:
 
 
 def option_words(option: str, value: object) -> list[str]:
-    """An option of the ranks' command line, if it was given."""
-    return [] if value is None else [option, str(value)]
+    """Return an option of the ranks' command line, if it was given."""
+    if value is None or value is False:
+        return []
+    return [option] if value is True else [option, str(value)]
 
 
 def write_json(value: Any) -> None:
@@ -121,7 +125,10 @@ def write_json(value: Any) -> None:
 
 
 def write_result(value: Any, as_json: bool, show: Callable[[Any], None]) -> None:
-    write_json(value.as_dict()) if as_json else show(value)
+    if as_json:
+        write_json(value.as_dict())
+    else:
+        show(value)
 
 
 def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) -> AnyPlan:
@@ -129,7 +136,8 @@ def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) ->
     from windlass.plan.script import make_any_plan
     from windlass.runfile import read_any
 
-    return make_any_plan(read_any(run, override or ()), read_accelerate(accelerate) if accelerate else None)
+    file = read_accelerate(accelerate) if accelerate else None
+    return make_any_plan(read_any(run, override or ()), file)
 
 
 Run = Annotated[Path, arg("RUN", "The run file (YAML).", callback=remember_run_file)]
@@ -142,9 +150,7 @@ Follow = Annotated[bool, flag("--follow -f", "Keep printing the log as lines arr
 Ranks = Annotated[int | None, opt("--ranks", "N", "Run N workers, on this machine only.", min=1)]
 Base = Annotated[str | None, opt("--base", "DIR", "Folder of the base model.")]
 
-BaseDtypes = Annotated[
-    str | None, opt("--base-dtype", "DTYPES", "Also evaluate the base, and the best adapter on it, stored so.")
-]
+BaseDtypes = Annotated[str | None, opt("--base-dtype", "DTYPES", "Also evaluate with the base stored in these dtypes.")]
 OtherBase = Annotated[
     bool, flag("--allow-other-base", "Accept a base model whose weights are not those the adapter was trained on.")
 ]
