@@ -26,56 +26,66 @@ def client_model(path: str) -> Any:
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "mistral-small-4"
+
+
+def in_pods(*settings: str) -> tuple[str, ...]:
+    """Set keys of pods in both sections that have them."""
+    return tuple(f"cluster.{section}.{setting}" for setting in settings for section in ("kubernetes", "runai"))
+
+
 # What a site says besides: every key that a launcher looks at.
 SITE = (
-    "cluster.project=research",
-    "cluster.namespace=ml",
     "cluster.image=registry.example/team/windlass@sha256:" + "0123456789abcdef" * 4,
     "cluster.volumes=[{claim: project-001, path: /data}]",
-    "cluster.networks=[ssa]",
-    "cluster.extended_resources={openshift.io/mellanoxnics: 1}",
     "cluster.env={NCCL_SOCKET_IFNAME: net1, HF_TOKEN: {secret: hub, key: token}}",
     "cluster.cpu=16",
+    "cluster.kubernetes.namespace=ml",
+    "cluster.runai.project=research",
+    *in_pods("networks=[ssa]", "extended_resources={openshift.io/mellanoxnics: 1}"),
 )
 FULL = (
     *SITE,
     "cluster.memory_request=64Gi",
     "cluster.memory_limit=96Gi",
-    "cluster.queue=gpus",
-    "cluster.service_account=trainer",
-    "cluster.image_pull_secrets=[pull]",
-    "cluster.node_selector={gpu: h200}",
-    "cluster.tolerations=[{key: nvidia.com/gpu}, {key: team, value: research, effect: NoSchedule}]",
-    "cluster.topology_key=topology.kubernetes.io/zone",
-    "cluster.affinity={nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: "
-    "[{matchExpressions: [{key: gpu, operator: In, values: [h200, b200]}]}]}}}",
-    "cluster.user={uid: 2000, gid: 2000}",
     "cluster.deadline_seconds=86400",
     "cluster.grace_seconds=300",
     "cluster.working_dir=/data/scripts",
+    "cluster.kubernetes.queue=gpus",
+    "cluster.kubernetes.service_account=trainer",
+    "cluster.kubernetes.image_pull_secrets=[pull]",
+    "cluster.kubernetes.node_selector={gpu: h200}",
+    "cluster.kubernetes.affinity={nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: "
+    "[{matchExpressions: [{key: gpu, operator: In, values: [h200, b200]}]}]}}}",
+    *in_pods(
+        "tolerations=[{key: nvidia.com/gpu}, {key: team, value: research, effect: NoSchedule}]",
+        "topology_key=topology.kubernetes.io/zone",
+        "user={uid: 2000, gid: 2000}",
+    ),
 )
 # And every other option of a pod; labels and annotations that a person may write.
 EVERY = (
     *FULL,
-    "cluster.labels={cost-center: a1, no: 'true'}",
-    "cluster.annotations={site/contact: 'ml@site, room 1'}",
-    "cluster.fs_group=0",
-    "cluster.supplemental_groups=[5000, 5001]",
     "cluster.volumes=[{claim: project-001, path: /data}, {claim: base, path: /models, sub_path: a/b, read_only: true},"
     " {config_map: ca, path: /etc/ssl/site.crt, sub_path: ca.crt}, {secret: netrc, path: /secrets, read_only: true},"
     " {empty_dir: 200Gi, path: /scratch}, {empty_dir: 1Gi, medium: Memory, path: /ram}]",
     "cluster.cpu_limit=16",
     "cluster.memory_request=96Gi",
-    "cluster.hugepages={2Mi: 4Gi}",
-    "cluster.ephemeral_storage=100Gi",
-    "cluster.runtime_class=nvidia",
-    "cluster.queue_priority=urgent",
-    "cluster.priority_class=high",
-    "cluster.topology=preferred",
-    "cluster.image_pull_policy=IfNotPresent",
-    "cluster.ttl_seconds=86400",
-    "cluster.network_policy=all",
-    "cluster.pod_monitor=true",
+    "cluster.kubernetes.fs_group=0",
+    "cluster.kubernetes.hugepages={2Mi: 4Gi}",
+    "cluster.kubernetes.ephemeral_storage=100Gi",
+    "cluster.kubernetes.runtime_class=nvidia",
+    "cluster.kubernetes.queue_priority=urgent",
+    "cluster.kubernetes.network_policy=all",
+    "cluster.kubernetes.pod_monitor=true",
+    *in_pods(
+        "labels={cost-center: a1, no: 'true'}",
+        "annotations={site/contact: 'ml@site, room 1'}",
+        "supplemental_groups=[5000, 5001]",
+        "priority_class=high",
+        "topology=preferred",
+        "image_pull_policy=IfNotPresent",
+        "ttl_seconds=86400",
+    ),
     "watch.prometheus_port=9400",
     "watch.prometheus_address=0.0.0.0",
 )

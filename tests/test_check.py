@@ -208,7 +208,9 @@ def test_what_the_plan_refuses_fails_with_its_place_and_the_rest_is_checked(soun
 
 
 def test_a_run_for_a_cluster_is_not_compared_with_the_machine_that_plans_it() -> None:
-    loaded = read_run_file(RECIPE, ["cluster.platform=kubernetes", "cluster.image=x/y:1", "cluster.namespace=n"])
+    loaded = read_run_file(
+        RECIPE, ["cluster.platform=kubernetes", "cluster.image=x/y:1", "cluster.kubernetes.namespace=n"]
+    )
     report = check.run_checks(loaded)
     assert report.exit_code == 0
     for name in ("libraries", "run folder", "weights", "data"):

@@ -102,11 +102,23 @@ def test_keys_without_effect_on_the_platform_are_reported() -> None:
     def notes(to: str, *overrides: str) -> str:
         return "\n".join(submitting.review(build_job(example("train", overrides)[0]), to))
 
-    printed = notes("runai", *FULL, "cluster.priority_class=high", "cluster.gpu_resource=nvidia.com/mig-7g.141gb")
+    printed = notes(
+        "runai",
+        *FULL,
+        "cluster.kubernetes.priority_class=high",
+        "cluster.kubernetes.gpu_resource=nvidia.com/mig-7g.141gb",
+    )
     for key in ("queue", "node_selector", "deadline_seconds", "service_account", "gpu_resource"):
         assert f"cluster.{key} has no effect on Run:ai" in printed
     env = "cluster.env={NCCL_TIMEOUT: '1', RDMAV_FORK_SAFE: '1', NCCL_IB_HCA: mlx5_0, OURS: x}"
-    printed = notes("kubernetes", *FULL, "cluster.user={uid: 0}", "cluster.image=a/b:1", env, "cluster.engine=trainer")
+    printed = notes(
+        "kubernetes",
+        *FULL,
+        "cluster.kubernetes.user={uid: 0}",
+        "cluster.image=a/b:1",
+        env,
+        "cluster.kubernetes.engine=trainer",
+    )
     for part in (
         "cluster.project has no effect on Kubernetes",
         "a tag may change",
@@ -117,17 +129,21 @@ def test_keys_without_effect_on_the_platform_are_reported() -> None:
         assert part in printed
     assert "NCCL_IB_HCA" not in printed
     volumes = "cluster.volumes=[{host: /data, path: /data}]"
-    printed = notes("slurm", volumes, "cluster.memory_request=64Gi", "cluster.memory_limit=96Gi", "cluster.runtime=r")
+    printed = notes(
+        "slurm", volumes, "cluster.memory_request=64Gi", "cluster.memory_limit=96Gi", "cluster.kubernetes.runtime=r"
+    )
     for key in ("volumes", "memory_request", "runtime"):
         assert f"cluster.{key} has no effect on Slurm" in printed
-    assert "yunikorn is given no PodGroup" in notes("kubernetes", *SITE, "cluster.scheduler_name=yunikorn")
-    assert "cluster's queue, labels" in notes("script", "cluster.queue=gpus", "cluster.labels={a: b}")
+    assert "yunikorn is given no PodGroup" in notes("kubernetes", *SITE, "cluster.kubernetes.scheduler_name=yunikorn")
+    assert "cluster's queue, labels" in notes(
+        "script", "cluster.kubernetes.queue=gpus", "cluster.kubernetes.labels={a: b}"
+    )
     one = (
         "cluster.nodes=1",
         "cluster.gpus_per_node=1",
         "cluster.gpu=cpu",
         "cluster.host_memory_gib=4000",
-        "cluster.queue=gpus",
+        "cluster.kubernetes.queue=gpus",
         "cluster.install=[a]",
     )
     assert "cluster's queue\ncluster.install has no effect" in notes("local", *one)
@@ -135,12 +151,14 @@ def test_keys_without_effect_on_the_platform_are_reported() -> None:
     assert "SCC" not in printed
     assert "SCC nonroot-v2" in notes("runai", *FULL), "which may run on OpenShift"
     # anyuid itself refuses every pod that names a profile.
-    assert "a copy of the SCC anyuid with seccompProfiles" in notes("openshift", *SITE, "cluster.user={uid: 0}")
+    assert "a copy of the SCC anyuid with seccompProfiles" in notes(
+        "openshift", *SITE, "cluster.kubernetes.user={uid: 0}"
+    )
     assert "must not be root" not in notes("openshift", *SITE)
-    assert "restricted-v2 refuses group 7" in notes("openshift", *SITE, "cluster.fs_group=7")
-    assert "runs as root (alpine:3.10)" in notes("kubernetes", *SITE, "cluster.engine=pytorchjob")
+    assert "restricted-v2 refuses group 7" in notes("openshift", *SITE, "cluster.kubernetes.fs_group=7")
+    assert "runs as root (alpine:3.10)" in notes("kubernetes", *SITE, "cluster.kubernetes.engine=pytorchjob")
     # OpenShift's admission gives that container a user of the namespace too.
-    assert "alpine" not in notes("openshift", *SITE, "cluster.engine=pytorchjob")
+    assert "alpine" not in notes("openshift", *SITE, "cluster.kubernetes.engine=pytorchjob")
     plain = notes("kubernetes", *SITE)
     assert "alpine" not in plain
     assert "must not be root (runAsNonRoot)" in plain
@@ -184,7 +202,7 @@ def volume(here: Path) -> tuple[str, ...]:
     words = [word for word in SITE if not word.startswith("cluster.volumes")]
     return (
         *words,
-        "cluster.tolerations=[{key: team}]",
+        "cluster.kubernetes.tolerations=[{key: team}]",
         f"cluster.volumes=[{{claim: project-001, path: {here}}}]",
         f"train.output_dir={here}/run",
     )
@@ -289,12 +307,12 @@ def test_submit_dry_runs_then_creates_the_same_file(cluster: Cluster) -> None:
 def test_cluster_problems_are_found_before_creation(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     mount = f"cluster.volumes=[{{claim: a, path: {cluster.folder}}}, {{config_map: ca, path: /etc/ssl/ca}}]"
     for more, missing in (
-        ("cluster.engine=auto", "persistentvolumeclaim project-001"),
-        ("cluster.engine=auto", "network-attachment-definitions.k8s.cni.cncf.io ssa"),
+        ("cluster.kubernetes.engine=auto", "persistentvolumeclaim project-001"),
+        ("cluster.kubernetes.engine=auto", "network-attachment-definitions.k8s.cni.cncf.io ssa"),
         (mount, "configmap ca"),
-        ("cluster.runtime_class=nvidia", "runtimeclass.node.k8s.io nvidia"),
-        ("cluster.queue=gpus", "localqueue.kueue.x-k8s.io gpus"),
-        ("cluster.engine=trainer", "clustertrainingruntime.trainer.kubeflow.org torch-distributed"),
+        ("cluster.kubernetes.runtime_class=nvidia", "runtimeclass.node.k8s.io nvidia"),
+        ("cluster.kubernetes.queue=gpus", "localqueue.kueue.x-k8s.io gpus"),
+        ("cluster.kubernetes.engine=trainer", "clustertrainingruntime.trainer.kubeflow.org torch-distributed"),
     ):
         cluster.answer(MISSING=missing)
         with pytest.raises(UserError, match=f"the cluster has no {missing}"):
@@ -307,9 +325,9 @@ def test_cluster_problems_are_found_before_creation(cluster: Cluster, monkeypatc
         cluster.answer(DENIED="nobody")
     cluster.answer(MISSING="queue.scheduling.volcano.sh gpus")
     with pytest.raises(UserError, match=r"queue\.scheduling\.volcano\.sh gpus"):
-        cluster.submit("cluster.queue=gpus", "cluster.gang=volcano")
+        cluster.submit("cluster.kubernetes.queue=gpus", "cluster.kubernetes.gang=volcano")
     cluster.answer(MISSING="-", REFUSES='error: strict decoding error: unknown field "spec.foo"')
-    with pytest.raises(RunError, match=r"spec.foo(.|\n)*cluster.engine names another one"):
+    with pytest.raises(RunError, match=r"spec.foo(.|\n)*name another cluster.kubernetes.engine"):
         cluster.submit()
     # kubectl logs each of its tries before it prints what is wrong.
     logged = 'E1121 16:29:24.069138 28924 memcache.go:265] "Unhandled Error" err="no API group list"\n'
@@ -340,7 +358,7 @@ def test_pod_refusals_are_found_before_creation(cluster: Cluster, monkeypatch: p
         for text in (invalid, limits):
             cluster.answer(REFUSES_POD=text)
             with pytest.raises(RunError) as caught:
-                cluster.submit(f"cluster.engine={engine}")
+                cluster.submit(f"cluster.kubernetes.engine={engine}")
             assert (caught.value.problems[0].where, caught.value.problems[0].problem) == ("run: its pods", text)
             assert cluster.applied is None
             pod = json.loads(tried.read_text())
@@ -400,7 +418,11 @@ def test_documented_role_is_sufficient(cluster: Cluster, capfd: pytest.CaptureFi
     for engine, kind in (("jobset", "JobSet"), ("job", "Job")):
         cluster.has(asked="", state=ended("Failed"), pods="\n\nRunning Running Running\n")
         cluster.answer(AFTER=ended("Suspended"), OVER=ended("Complete"))
-        options = (f"cluster.engine={engine}", "cluster.queue=gpus", "cluster.network_policy=ingress")
+        options = (
+            f"cluster.kubernetes.engine={engine}",
+            "cluster.kubernetes.queue=gpus",
+            "cluster.kubernetes.network_policy=ingress",
+        )
         assert cluster.submit(*options, follow=True) == 0
         platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.printed.append)
         assert platform.status(record) == platform.stop(record) == platform.logs(record, follow=False) == 0
@@ -435,7 +457,7 @@ def test_nodes_without_the_gpus_are_a_note(cluster: Cluster) -> None:
         "planned for h200, but pods may get NVIDIA-A100-SXM4-80GB"
         in notes(*[("NVIDIA-H200", 8)] * 3, ("NVIDIA-A100-SXM4-80GB", 8))[0]
     )
-    chosen = f"cluster.node_selector={{{kubectl.PRODUCT}: NVIDIA-H200}}"
+    chosen = f"cluster.kubernetes.node_selector={{{kubectl.PRODUCT}: NVIDIA-H200}}"
     assert notes(*[("NVIDIA-H200", 8)] * 3, ("NVIDIA-A100-SXM4-80GB", 8), more=chosen) == []
     (cluster.folder / "nodes").unlink()
     assert cluster.submit() == 0
@@ -444,7 +466,7 @@ def test_nodes_without_the_gpus_are_a_note(cluster: Cluster) -> None:
 
 def test_companion_objects_are_deleted_with_the_job(cluster: Cluster) -> None:
     """Deleted by hand, by its time to live or by windlass stop."""
-    assert cluster.submit("cluster.network_policy=ingress") == 0
+    assert cluster.submit("cluster.kubernetes.network_policy=ingress") == 0
     owned = {
         (one["kind"], one["metadata"]["name"]) for one in yaml.safe_load_all((cluster.folder / "owned").read_text())
     }
@@ -536,7 +558,7 @@ def test_first_suitable_engine_is_chosen(cluster: Cluster) -> None:
     ):
         cluster.answer(KINDS=kinds, DENIED=denied or "nobody", RUNTIME=shipped)
         cluster.printed.clear()
-        section = plan_of(EXAMPLES / "train.yaml", volume(cluster.folder)).loaded.run.cluster
+        section = plan_of(EXAMPLES / "train.yaml", volume(cluster.folder)).run.cluster.kubernetes
         assert kubectl.find_engine(section, cluster.printed.append) == engine, (kinds, denied, shipped)
         assert why in "\n".join(cluster.printed)
         assert bool(why) == bool(cluster.printed), cluster.printed
@@ -545,7 +567,7 @@ def test_first_suitable_engine_is_chosen(cluster: Cluster) -> None:
     assert "kind: JobSet" in (cluster.applied or "")
     assert "no cluster was asked" not in "\n".join(cluster.printed)
     (cluster.folder / "applied").unlink()
-    assert cluster.submit("cluster.engine=trainer") == 0, "it was asked for"
+    assert cluster.submit("cluster.kubernetes.engine=trainer") == 0, "it was asked for"
     assert "counts each node that is stopped as one of 6 failures" in "\n".join(cluster.printed)
     assert cluster.submit(dry_run=True) == 0
     assert "auto, and no cluster was asked: an indexed Job" in "\n".join(cluster.printed)

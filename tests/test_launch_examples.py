@@ -68,7 +68,7 @@ def valid(documents: list[dict[str, Any]]) -> None:
 
 def test_a_base_for_kustomize_has_the_same_objects(tmp_path: Path) -> None:
     """One file each; kubectl, if installed, reads them all."""
-    plan, overrides, _ = example("train", (*SITE, "cluster.network_policy=ingress"))
+    plan, overrides, _ = example("train", (*SITE, "cluster.kubernetes.network_policy=ingress"))
     submit = submitting.submit
     for to in ("kubernetes", "openshift"):
         base, out = tmp_path / to, tmp_path / f"{to}-job"

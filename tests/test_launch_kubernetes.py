@@ -38,8 +38,8 @@ def manifests(engine: str, site: tuple[str, ...] = FULL) -> list[dict[str, Any]]
 
 def every(engine: str) -> tuple[str, ...]:
     """Set all options that the engine has a field for."""
-    refused = pod.REFUSED.get(engine, {})
-    return tuple(word for word in EVERY if word.partition("=")[0].partition(".")[2] not in refused)
+    refused = {f"cluster.kubernetes.{key}" for key in pod.REFUSED.get(engine, {})}
+    return tuple(word for word in EVERY if word.partition("=")[0] not in refused)
 
 
 def pod_templates(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def pods_of(document: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("run", ["train", "two-gpus"])
 def test_golden_manifests(run: str, engine: str) -> None:
-    plan, overrides, _ = example(run, (*SITE, f"cluster.engine={engine}"))
+    plan, overrides, _ = example(run, (*SITE, f"cluster.kubernetes.engine={engine}"))
     made = render(plan, "kubernetes", overrides=overrides)
     compared(f"{run}/kubernetes/{engine}.yaml", workload_of(made["job.yaml"]))
 
@@ -148,7 +148,7 @@ def test_every_option_reaches_job_and_pods(engine: str) -> None:
         refused = [word for word in EVERY if word not in every(engine)]
         assert len(refused) == 5
         with pytest.raises(UserError) as caught:
-            render(example("train", (*every(engine), "cluster.engine=trainer", *refused))[0], "kubernetes")
+            render(example("train", (*every(engine), "cluster.kubernetes.engine=trainer", *refused))[0], "kubernetes")
         assert str(caught.value).count("engine trainer can't set it") == len(refused)
         return
     spec = pods[0]["spec"]
@@ -165,12 +165,29 @@ def test_every_option_reaches_job_and_pods(engine: str) -> None:
 def test_a_gang_scheduler_gets_a_group_of_all_nodes(engine: str) -> None:
     """Each pod names the group as that scheduler expects; a queue is the scheduler's own if it has queues."""
     for more, scheduler, kind, name in (
-        (("cluster.scheduler_name=volcano",), "volcano", "annotations", "scheduling.k8s.io/group-name"),
-        (("cluster.gang=volcano", "cluster.scheduler_name=vc2"), "vc2", "annotations", "scheduling.k8s.io/group-name"),
-        (("cluster.gang=coscheduling",), "scheduler-plugins-scheduler", "labels", "scheduling.x-k8s.io/pod-group"),
+        (("cluster.kubernetes.scheduler_name=volcano",), "volcano", "annotations", "scheduling.k8s.io/group-name"),
+        (
+            ("cluster.kubernetes.gang=volcano", "cluster.kubernetes.scheduler_name=vc2"),
+            "vc2",
+            "annotations",
+            "scheduling.k8s.io/group-name",
+        ),
+        (
+            ("cluster.kubernetes.gang=coscheduling",),
+            "scheduler-plugins-scheduler",
+            "labels",
+            "scheduling.x-k8s.io/pod-group",
+        ),
     ):
         documents = manifests(
-            engine, (*SITE, "cluster.queue=gpus", "cluster.topology_key=rack", "cluster.topology=preferred", *more)
+            engine,
+            (
+                *SITE,
+                "cluster.kubernetes.queue=gpus",
+                "cluster.kubernetes.topology_key=rack",
+                "cluster.kubernetes.topology=preferred",
+                *more,
+            ),
         )
         (group,) = (document for document in documents if document["kind"] == "PodGroup")
         volcano = kind == "annotations"
@@ -244,8 +261,8 @@ def test_openshifts_default_policy_admits_the_pod() -> None:
     locked = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     for more, context, nonroot in (
         ((), {}, {"runAsNonRoot": True}),  # the Pod Security level `restricted` refuses pods without it
-        (("cluster.user={uid: 0}",), {"runAsUser": 0}, {}),
-        (("cluster.user={uid: 7, gid: 8}",), {"runAsUser": 7, "runAsGroup": 8}, {"runAsNonRoot": True}),
+        (("cluster.kubernetes.user={uid: 0}",), {"runAsUser": 0}, {}),
+        (("cluster.kubernetes.user={uid: 7, gid: 8}",), {"runAsUser": 7, "runAsGroup": 8}, {"runAsNonRoot": True}),
     ):
         # Not of the whole pod: the Training Operator adds a container to workers that runs as root.
         for engine in ("job", "jobset", "pytorchjob"):
@@ -279,7 +296,11 @@ def test_settings_invalid_for_pods_are_refused() -> None:
             problem.where.rpartition(" ")[2].partition("=")[0]: problem.problem for problem in caught.value.problems
         }
 
-    trainer = ("cluster.engine=trainer", "cluster.trainer_version='2.2'", "cluster.priority_class=high")
+    trainer = (
+        "cluster.kubernetes.engine=trainer",
+        "cluster.kubernetes.trainer_version='2.2'",
+        "cluster.kubernetes.priority_class=high",
+    )
     wrong = ("cluster.memory_request=1Gi", "train.output_dir=out", "cluster.image=null", "train.save_strategy=no")
     problems = refused(*wrong, *trainer)
     for key, what in (
@@ -287,8 +308,8 @@ def test_settings_invalid_for_pods_are_refused() -> None:
         ("train.output_dir", "out is a path of this machine's working folder"),
         ("train.save_strategy", "would start from the beginning"),
         ("cluster.image", "no container image"),
-        ("cluster.trainer_version", "Kubeflow Trainer 2.2 is too old"),
-        ("cluster.priority_class", "engine trainer can't set it"),
+        ("cluster.kubernetes.trainer_version", "Kubeflow Trainer 2.2 is too old"),
+        ("cluster.kubernetes.priority_class", "engine trainer can't set it"),
     ):
         assert what in problems.pop(key)
     assert not problems
@@ -305,24 +326,24 @@ def test_settings_invalid_for_pods_are_refused() -> None:
         ("cluster.volumes=[{claim: a, path: /data}, {claim: b, path: /dev/shm/}]", "none that windlass mounts itself"),
         ("cluster.volumes=[{claim: a, path: '/a:b'}]", "without a colon or comma"),
         ("cluster.volumes=[{claim: a, path: '/a,b'}]", "without a colon or comma"),
-        ("cluster.node_selector={gpu: 'h 200'}", "at most 63 letters"),
-        ("cluster.tolerations=[{key: a, value: 'b c'}]", "at most 63 letters"),
-        ("cluster.queue=" + "a" * 60 + ".bbbb", "at most 63 letters"),
+        ("cluster.kubernetes.node_selector={gpu: 'h 200'}", "at most 63 letters"),
+        ("cluster.kubernetes.tolerations=[{key: a, value: 'b c'}]", "at most 63 letters"),
+        ("cluster.kubernetes.queue=" + "a" * 60 + ".bbbb", "at most 63 letters"),
         ("cluster.volumes=[{path: /data}]", "nothing to mount at /data"),
         ("cluster.volumes=[{claim: a, secret: b, path: /data}]", "claim and secret to mount at /data"),
         ("cluster.volumes=[{claim: a, path: /data, medium: Memory}]", "only an empty_dir has a medium"),
         ("cluster.volumes=[{claim: a, path: /data, sub_path: a/../../b}]", "a path inside the volume"),
-        ("cluster.labels={app.kubernetes.io/instance: a}", "windlass finds the run's objects by it"),
-        ("cluster.hugepages={4Mi: 1Gi}", "must be 2Mi or 1Gi, not '4Mi'"),
-        ("cluster.queue_priority=high", "no queue to have a place in"),
-        ("cluster.topology=preferred", "no label for the nodes to share"),
+        ("cluster.kubernetes.labels={app.kubernetes.io/instance: a}", "windlass finds the run's objects by it"),
+        ("cluster.kubernetes.hugepages={4Mi: 1Gi}", "must be 2Mi or 1Gi, not '4Mi'"),
+        ("cluster.kubernetes.queue_priority=high", "no queue to have a place in"),
+        ("cluster.kubernetes.topology=preferred", "no label for the nodes to share"),
         ("cluster.volumes=[{claim: a, path: /data}, {claim: b, path: /data/}]", "two volumes at /data/"),
         ("cluster.volumes=[{claim: a, path: /etc/windlass/x}]", "windlass mounts itself"),
-        ("cluster.labels={kueue.x-k8s.io/queue-name: gpus}", "cluster.queue sets it"),
-        ("cluster.annotations={k8s.v1.cni.cncf.io/networks: a}", "cluster.networks sets it"),
-        ("cluster.pod_monitor=true", "nothing to scrape"),
-        ("cluster.extended_resources={gpu: 1}", "a device as domain/name"),
-        ("cluster.gpu_resource=gpu", "a device as domain/name"),
+        ("cluster.kubernetes.labels={kueue.x-k8s.io/queue-name: gpus}", "cluster.kubernetes.queue sets it"),
+        ("cluster.kubernetes.annotations={k8s.v1.cni.cncf.io/networks: a}", "cluster.kubernetes.networks sets it"),
+        ("cluster.kubernetes.pod_monitor=true", "nothing to scrape"),
+        ("cluster.kubernetes.extended_resources={gpu: 1}", "a device as domain/name"),
+        ("cluster.kubernetes.gpu_resource=gpu", "a device as domain/name"),
     ],
 )
 def test_values_that_kubernetes_refuses_are_refused_by_their_type(more: str, what: str) -> None:
@@ -355,18 +376,23 @@ _TEXT = st.one_of(st.text(max_size=30), st.sampled_from(["no", "1e3", "~", "a\n 
 def test_user_text_survives_rendering(engine: str, text: str, odd: str) -> None:
     plan, overrides, _ = example("train", FULL)
     job = build_job(plan, overrides=overrides)
-    section = job.cluster.model_copy(
+    section = job.cluster.kubernetes.model_copy(
         update={
             "annotations": {"no": text},
             "affinity": {"nodeAffinity": {"a": [text]}},
             "queue": None,
             "namespace": "1e3",
+        }
+    )
+    cluster = job.cluster.model_copy(
+        update={
+            "kubernetes": section,
             "working_dir": f"/{text}",
             "volumes": [Volume.model_construct(claim="0x1", path=f"/{text}")],
         }
     )
     variables = (Variable("A", text, text), Variable("ODD", odd, odd))
-    job = replace(job, name="true", cluster=section, environment=variables, files={"run.yaml": text + "\n"})
+    job = replace(job, name="true", cluster=cluster, environment=variables, files={"run.yaml": text + "\n"})
     documents = list(yaml.safe_load_all(kubernetes.render_job_yaml(job, engine)))
     assert documents[0]["data"]["run.yaml"] == text + "\n"
     assert documents[0]["metadata"]["namespace"] == "1e3"

@@ -176,9 +176,9 @@ OVERRIDES: list[tuple[str, str, Any]] = [
     ("layout.offload=true", "layout.offload", True),
     ("lora.experts={r: 2}", "lora.experts.r", 2),
     ("lora.experts.r=2", "lora.experts.r", 2),
-    ("cluster.annotations.k8s.v1.cni/net=a", "cluster.annotations", {"k8s.v1.cni/net": "a"}),
+    ("cluster.kubernetes.annotations.k8s.v1.cni/net=a", "cluster.kubernetes.annotations", {"k8s.v1.cni/net": "a"}),
     ("cluster.env.A=1", "cluster.env", {"A": "1"}),
-    ("cluster.extended_resources.rdma/nic=2", "cluster.extended_resources", {"rdma/nic": 2}),
+    ("cluster.kubernetes.extended_resources.rdma/nic=2", "cluster.kubernetes.extended_resources", {"rdma/nic": 2}),
 ]
 
 
@@ -245,8 +245,8 @@ def test_presets_have_no_remarks(tmp_path: Path) -> None:
         "cluster.platform=runai",
         "cluster.image=registry.example/pytorch@sha256:0",
         "cluster.volumes=[{claim: project-001, path: /data}]",
-        "cluster.networks=[ssa]",
-        "cluster.extended_resources={openshift.io/mellanoxnics: 1}",
+        "cluster.kubernetes.networks=[ssa]",
+        "cluster.kubernetes.extended_resources={openshift.io/mellanoxnics: 1}",
         "cluster.env.NCCL_SOCKET_IFNAME=net1",
         "cluster.env.HF_TOKEN={secret: hub, key: token}",
     ]

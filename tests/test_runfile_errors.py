@@ -165,10 +165,18 @@ BAD_VALUES = {
     "cluster: {volumes: [{claim: a}]}": ("cluster.volumes[0].path", "is missing", ""),
     "cluster: {volumes: [{claim: a, path: x}]}": ("cluster.volumes[0].path", "must be an absolute path", ""),
     "cluster: {memory_limit: '64'}": ("cluster.memory_limit", "must be an amount with its unit", ""),
-    "cluster: {trainer_version: 2.3}": ("cluster.trainer_version", "must be text, not 2.3", 'quotes: "2.3"'),
+    "cluster: {kubernetes: {trainer_version: 2.3}}": (
+        "cluster.kubernetes.trainer_version",
+        "must be text, not 2.3",
+        'quotes: "2.3"',
+    ),
     "cluster: {env: {A-B: x}}": ("cluster.env.A-B", "must be a variable's name", ""),
     "cluster: {env: {A: true}}": ("cluster.env.A", "must be text or a section, not true", ""),
-    "cluster: {extended_resources: {rdma/nic: 0}}": ("cluster.extended_resources.rdma/nic", "at least 1, not 0", ""),
+    "cluster: {runai: {extended_resources: {rdma/nic: 0}}}": (
+        "cluster.runai.extended_resources.rdma/nic",
+        "at least 1, not 0",
+        "",
+    ),
     "cluster: {image: 'a b'}": ("cluster.image", "must be an image's name, without spaces", ""),
     "cluster: {gpu: {name: x}}": ("cluster.gpu.memory_gib", "is missing", ""),
 }
@@ -186,13 +194,16 @@ def test_bad_settings(problems: Problems) -> None:
 def test_a_hint_to_explain_names_a_key_that_explain_knows(problems: Problems) -> None:
     """Entries of mappings have names that explain doesn't know."""
     hints = set()
-    for path in {*list_keys()} - {"cluster.affinity", "data.template_kwargs"}:  # whose entries may be anything
+    for path in {*list_keys()} - {
+        "cluster.kubernetes.affinity",
+        "data.template_kwargs",
+    }:  # whose entries may be anything
         tree: Any = {"layers.0 x": [[1]], "": {"zzzzzzz": [1]}}
         for key in reversed(path.split(".")):
             tree = {key: tree}
         hints |= {problem.hint for problem in problems(yaml.safe_dump(tree))}
     explained = [name for hint in hints for name in re.findall("`windlass explain (.*?)`", hint)]
-    assert {"lora.rank_pattern", "cluster.env", "cluster.labels", "data.eval"} <= {*explained}
+    assert {"lora.rank_pattern", "cluster.env", "cluster.kubernetes.labels", "data.eval"} <= {*explained}
     for name in explained:
         assert explain_topic(name), name
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from windlass.errors import UserError
 from windlass.plan.accelerate import ANY, TRANSLATED, find_key, load_key_table, read_accelerate
 from windlass.plan.layout import LAYOUTS
+from windlass.runfile.moved import find_new_places
 from windlass.runfile.names import NOT_TAKEN, OTHER_NAMES, RENAMED
 from windlass.runfile.read import read_any
 from windlass.runfile.reference import describe, find_item_annotation, format_value, list_documented
@@ -69,9 +70,8 @@ def explain_topic(name: str, run: Path | None = None) -> tuple[ExplainedKey, ...
 def _explain_run_keys(name: str) -> Iterator[ExplainedKey]:
     """Yield a key by its path, the last part of it, or another name."""
     path, last = re.sub(r"\[\d*\]", "", name), name.rpartition(".")[2]
-    found = (
-        [path] if path in list_documented() else [key for key in list_documented() if key.rpartition(".")[2] == path]
-    )
+    found = [path] if path in list_documented() else find_new_places(path.removeprefix("cluster."))
+    found = found or [key for key in list_documented() if key.rpartition(".")[2] == path]
     parent = path.rpartition(".")[0]
     if (
         not found

@@ -20,7 +20,8 @@ from windlass.hardware import GIB
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.runfile import ScriptRun
-from windlass.runfile.machines import GRACE_SECONDS, Cluster, Secret
+from windlass.runfile.machines import GRACE_SECONDS, PLATFORM_SECTIONS, Cluster, Secret
+from windlass.runfile.values import Section
 from windlass.variables import DEFAULTS, variables
 
 RECORD = "submitted.json"  # from which status, logs and stop find a job again
@@ -133,7 +134,7 @@ def build_job(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path 
         cluster=cluster,
         title=f"{name}: {layout.nodes} x {layout.gpus_per_node} {plan.machine.gpu.name}, {layout.name}",
         source=path.name,
-        engine="job" if cluster.engine == "auto" else cluster.engine,
+        engine="job" if cluster.kubernetes.engine == "auto" else cluster.kubernetes.engine,
     )
 
 
@@ -211,9 +212,6 @@ def keep_record(job: Job, platform: str, folder: Path, **more: Any) -> None:
     facts = {
         "platform": platform,
         "name": job.name,
-        "engine": job.engine if platform == "kubernetes" else None,
-        "namespace": job.cluster.namespace,
-        "project": job.cluster.project,
         "nodes": job.nodes,
         "submitted": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
@@ -295,15 +293,17 @@ def escape_variables(value: str) -> str:
     return value.replace("$", "$$") if "$(" in value or "$$" in value else value
 
 
-def list_refused_keys(job: Job, refused: Mapping[str, str], platform: str) -> Iterator[Problem]:
-    """Yield a problem for each configured key that this platform doesn't support, with an alternative."""
+def list_refused_keys(job: Job, name: str, refused: Mapping[str, str], what: str) -> Iterator[Problem]:
+    """Yield a problem for each configured key of a section of `cluster` that `what` doesn't support, with a hint."""
+    section: Section = getattr(job.cluster, name)
     for key, hint in refused.items():
-        if getattr(job.cluster, key) != Cluster.model_fields[key].default:
-            yield Problem(f"{platform} can't set it", job.where(f"cluster.{key}"), hint)
+        if getattr(section, key) != type(section).model_fields[key].default:
+            yield Problem(f"{what} can't set it", job.where(f"cluster.{name}.{key}"), hint)
 
 
-def list_ignored_keys(cluster: Cluster, ignored: Mapping[str, str], platform: str) -> Iterator[str]:
-    """Yield a note for each configured key that has no effect on this platform, so that none is dropped silently."""
-    for key, why in ignored.items():
-        if key in cluster.model_fields_set and getattr(cluster, key):
-            yield f"cluster.{key} has no effect on {platform}: {why}"
+def list_other_sections(cluster: Cluster, platform: str) -> Iterator[str]:
+    """Yield a note for each section of another platform: a run file may describe several."""
+    for name in dict.fromkeys(PLATFORM_SECTIONS.values()):
+        keys = getattr(cluster, name).model_fields_set
+        if keys and name != PLATFORM_SECTIONS.get(platform):
+            yield f"cluster.{name} has no effect on platform {platform}: {', '.join(sorted(keys))}"

@@ -10,7 +10,7 @@ from typing import Protocol
 from windlass import run_folder
 from windlass.errors import Problem, UserError, raise_all
 from windlass.launch import script
-from windlass.launch.job import RECORD, Job, Record, build_job, quote_words, write_files
+from windlass.launch.job import RECORD, Job, Record, build_job, list_other_sections, quote_words, write_files
 from windlass.launch.platforms import kubernetes, local, openshift, runai, slurm
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan
@@ -42,7 +42,8 @@ def require_platform(to: str | None) -> None:
 
 def review(job: Job, to: str) -> list[str]:
     """Return the notes about a job before it is submitted. Raise if something is wrong."""
-    cluster, found = job.cluster, [*PLATFORMS[to].review(job)]
+    cluster = job.cluster
+    found = [*PLATFORMS[to].review(job), *list_other_sections(cluster, to)]
     raise_all([one for one in found if isinstance(one, Problem)])
     table, notes = variables(), [one for one in found if isinstance(one, str)]
     known = {name: table[name] for name in cluster.env if name in table}

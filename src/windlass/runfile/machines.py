@@ -169,6 +169,110 @@ class Toleration(Section):
     """Its effect; null: any."""
 
 
+class Pods(Section):
+    """Keys of the pods that Kubernetes, OpenShift and Run:ai create."""
+
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When the image is pulled; null: the platform's default."""
+    priority_class: Subdomain | None = None
+    """Priority class of the pods."""
+    networks: list[Text] = Field(default=[])
+    """Secondary networks of the pods (annotation k8s.v1.cni.cncf.io/networks)."""
+    labels: dict[Qualified, LabelValue] = Field(default={})
+    """Labels of the job and its pods, such as a cost center."""
+    annotations: dict[Qualified, str] = Field(default={})
+    """Annotations of the job and its pods."""
+    extended_resources: dict[Device, Count] = Field(default={})
+    """Devices that each pod requests besides GPUs, such as `openshift.io/mellanoxnics: 1`."""
+    topology_key: Qualified | None = None
+    """Node label, such as a rack's or a switch's, whose value all nodes of the run share."""
+    topology: Literal["required", "preferred"] = "required"
+    """Whether nodes must share topology_key's value, or should."""
+    tolerations: list[Toleration] = Field(default=[])
+    """Node taints that the run tolerates."""
+    user: User | None = None
+    """User that the container runs as; null: the platform's default."""
+    supplemental_groups: list[Natural] = Field(default=[])
+    """Further groups of the user, such as the one that may read a shared volume."""
+    ttl_seconds: Natural | None = None
+    """Delete the job this long after its end, with its pods and their logs; null: keep it."""
+
+
+class Kubernetes(Pods):
+    """Keys of Kubernetes and OpenShift."""
+
+    engine: Literal["auto", "trainer", "pytorchjob", "jobset", "job"] = "auto"
+    """Kubeflow Trainer, PyTorchJob, JobSet or an indexed Job; auto: JobSet where it is installed."""
+    trainer_version: Release | None = None
+    """Version of Kubeflow Trainer, "2.3" or newer."""
+    runtime: Subdomain = "torch-distributed"
+    """ClusterTrainingRuntime of Kubeflow Trainer that a TrainJob uses."""
+    namespace: Label | None = None
+    """Namespace of the job."""
+    service_account: Subdomain | None = None
+    """Service account of the pods."""
+    image_pull_secrets: list[Subdomain] = Field(default=[])
+    """Secrets to pull the image with."""
+    queue: LabelValue | None = None
+    """Kueue queue, which starts all pods of the run together or none; or a Volcano queue."""
+    queue_priority: LabelValue | None = None
+    """Kueue's WorkloadPriorityClass, which decides the run's place in the queue."""
+    gang: Literal["volcano", "coscheduling"] | None = None
+    """Scheduler that starts all pods together by a PodGroup, where that isn't Kueue; null: as scheduler_name says."""
+    scheduler_name: Subdomain | None = None
+    """Scheduler of the pods; null: that of `gang`, or the cluster's default."""
+    gpu_resource: Device = "nvidia.com/gpu"
+    """Resource name of the GPUs, such as nvidia.com/mig-7g.141gb."""
+    hugepages: dict[HugePage, Quantity] = Field(default={})
+    """Huge pages of each pod by their size, such as `2Mi: 4Gi`."""
+    ephemeral_storage: Quantity | None = None
+    """Disk of the node that each pod may use for logs and temporary files."""
+    node_selector: dict[Qualified, LabelValue] = Field(default={})
+    """Labels that nodes must have."""
+    affinity: dict[str, Any] = Field(default={})
+    """The pods' `affinity`, as in Kubernetes."""
+    fs_group: Natural | None = None
+    """Group that volumes belong to; null: the platform's default."""
+    runtime_class: Subdomain | None = None
+    """RuntimeClass of the pods, such as nvidia."""
+    network_policy: Literal["ingress", "all"] | None = None
+    """A NetworkPolicy that lets the ranks talk. ingress: only pods of the run may connect to them. all: besides, they
+    may connect only to each other and to DNS, unless another policy allows more."""
+    pod_monitor: bool = False
+    """A PodMonitor, by which the Prometheus operator scrapes watch.prometheus_port."""
+
+
+class Runai(Pods):
+    """Keys of Run:ai."""
+
+    project: Label | None = None
+    """Run:ai project."""
+    node_pools: list[Text] = Field(default=[])
+    """Node pools, in the order in which they are tried."""
+    preemptible: bool | None = None
+    """May be preempted by other jobs; null: the platform's default."""
+
+
+class Slurm(Section):
+    """Keys of Slurm."""
+
+    account: Label | None = None
+    """Account that the job is charged to."""
+    partition: LabelValue | None = None
+    """Partition that the job waits in."""
+    qos: Subdomain | None = None
+    """Quality of service."""
+    container: Literal["pyxis", "apptainer"] | None = None
+    """What runs `cluster.image`: pyxis with enroot, or apptainer; null: run without a container."""
+    sbatch: dict[OptionName, LooseText] = Field(default={})
+    """Further options of sbatch without dashes, such as `reservation: gpus`, `constraint: ib` or `switches: 1`; empty
+    text for a switch."""
+
+
+# Platform -> the section of `cluster` with its own keys; a run on this machine and a script have none.
+PLATFORM_SECTIONS: Final = {"slurm": "slurm", "runai": "runai", "kubernetes": "kubernetes", "openshift": "kubernetes"}
+
+
 class Cluster(Section):
     """The machines, and how a job is submitted to them."""
 
@@ -191,87 +295,20 @@ class Cluster(Section):
     """Host memory per node that the run can use, in GiB; null: not checked."""
     platform: Literal["local", "script", "runai", "kubernetes", "openshift", "slurm"] = "local"
     """How the run is started: on this machine, as a script for each node, or by one of these platforms."""
-    engine: Literal["auto", "trainer", "pytorchjob", "jobset", "job"] = "auto"
-    """On Kubernetes: Kubeflow Trainer, PyTorchJob, JobSet or an indexed Job; auto: JobSet where it is installed."""
-    trainer_version: Release | None = None
-    """Version of Kubeflow Trainer, "2.3" or newer."""
     image: Image | None = None
-    """Container image, preferably with its digest."""
-    image_pull_secrets: list[Subdomain] = Field(default=[])
-    """Secrets to pull the image with."""
-    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    """When the image is pulled; null: the platform's default."""
-    project: Label | None = None
-    """Run:ai project, or Slurm account."""
-    namespace: Label | None = None
-    """Kubernetes namespace."""
-    service_account: Subdomain | None = None
-    """Service account of the pods."""
-    runtime: Subdomain = "torch-distributed"
-    """ClusterTrainingRuntime of Kubeflow Trainer that a TrainJob uses."""
-    queue: LabelValue | None = None
-    """Kueue queue, which starts all pods of the run together or none; a Volcano queue, or a Slurm partition."""
-    queue_priority: LabelValue | None = None
-    """Kueue's WorkloadPriorityClass, which decides the run's place in the queue."""
-    gang: Literal["volcano", "coscheduling"] | None = None
-    """Scheduler that starts all pods together by a PodGroup, where that isn't Kueue; null: as scheduler_name says."""
-    scheduler_name: Subdomain | None = None
-    """Scheduler of the pods; null: that of `gang`, or the cluster's default."""
-    node_pools: list[Text] = Field(default=[])
-    """Run:ai node pools, in the order in which they are tried."""
-    priority_class: Subdomain | None = None
-    """Priority class of the pods, or Slurm QOS."""
-    preemptible: bool | None = None
-    """May be preempted by other jobs; null: the platform's default."""
+    """Container image, preferably with its digest; on Slurm for cluster.slurm.container."""
     volumes: list[Volume] = Field(default=[])
     """What is mounted into the container, and where."""
-    networks: list[Text] = Field(default=[])
-    """Secondary networks of the pods (annotation k8s.v1.cni.cncf.io/networks)."""
-    labels: dict[Qualified, LabelValue] = Field(default={})
-    """Labels of the job and its pods, such as a cost center."""
-    annotations: dict[Qualified, str] = Field(default={})
-    """Annotations of the job and its pods."""
-    gpu_resource: Device = "nvidia.com/gpu"
-    """Resource name of the GPUs, such as nvidia.com/mig-7g.141gb."""
-    extended_resources: dict[Device, Count] = Field(default={})
-    """Devices that each pod requests besides GPUs, such as `openshift.io/mellanoxnics: 1`."""
     cpu: Cpus | None = None
-    """CPUs of each pod."""
+    """CPUs of each pod, or of a Slurm job on each node."""
     cpu_limit: Cpus | None = None
     """CPUs that each pod may use; the same as `cpu`, with memory alike, is the QoS class Guaranteed."""
-    hugepages: dict[HugePage, Quantity] = Field(default={})
-    """Huge pages of each pod by their size, such as `2Mi: 4Gi`."""
-    ephemeral_storage: Quantity | None = None
-    """Disk of the node that each pod may use for logs and temporary files."""
     memory_request: Quantity | None = None
     """Host memory that each pod requests, such as 500Gi."""
     memory_limit: Quantity | None = None
-    """Host memory that each pod may use."""
+    """Host memory that each pod, or a Slurm job on each node, may use."""
     large_shm: bool = True
     """Mount a /dev/shm as large as the run needs; data loader processes pass their batches through it."""
-    node_selector: dict[Qualified, LabelValue] = Field(default={})
-    """Labels that nodes must have."""
-    affinity: dict[str, Any] = Field(default={})
-    """The pods' `affinity`, as in Kubernetes."""
-    topology_key: Qualified | None = None
-    """Node label, such as a rack's or a switch's, whose value all nodes of the run share."""
-    topology: Literal["required", "preferred"] = "required"
-    """Whether nodes must share topology_key's value, or should."""
-    tolerations: list[Toleration] = Field(default=[])
-    """Node taints that the run tolerates."""
-    user: User | None = None
-    """User that the container runs as; null: the platform's default."""
-    fs_group: Natural | None = None
-    """Group that volumes belong to; null: the platform's default."""
-    supplemental_groups: list[Natural] = Field(default=[])
-    """Further groups of the user, such as the one that may read a shared volume."""
-    runtime_class: Subdomain | None = None
-    """RuntimeClass of the pods, such as nvidia."""
-    network_policy: Literal["ingress", "all"] | None = None
-    """A NetworkPolicy that lets the ranks talk. ingress: only pods of the run may connect to them. all: besides, they
-    may connect only to each other and to DNS, unless another policy allows more."""
-    pod_monitor: bool = False
-    """A PodMonitor, by which the Prometheus operator scrapes watch.prometheus_port."""
     working_dir: AbsolutePath | None = None
     """Folder that the run is started in."""
     install: list[Text] = Field(default=[])
@@ -284,11 +321,11 @@ class Cluster(Section):
     """Seconds to save in after a stop signal; null: from the plan."""
     deadline_seconds: Count | None = None
     """End the job after this time, whatever it is doing; null: never. On Slurm the time limit of each try."""
-    ttl_seconds: Natural | None = None
-    """Delete the job this long after its end, with its pods and their logs; null: keep it."""
-    container: Literal["pyxis", "apptainer"] | None = None
-    """What runs `image` on Slurm: pyxis with enroot, or apptainer; null: run without a container."""
-    sbatch: dict[OptionName, LooseText] = Field(default={})
-    """Further options of Slurm's sbatch without dashes, such as `reservation: gpus`; empty text for a switch."""
     log_format: Literal["text", "json"] = "text"
     """json: each line of a node's log as JSON with time, run, node and host."""
+    kubernetes: Kubernetes = Field(default_factory=Kubernetes)
+    """Keys of Kubernetes and OpenShift."""
+    runai: Runai = Field(default_factory=Runai)
+    """Keys of Run:ai."""
+    slurm: Slurm = Field(default_factory=Slurm)
+    """Keys of Slurm."""

@@ -35,6 +35,12 @@ NOT_TAKEN: dict[str, str] = {
     **group_by_name(_TABLES["not_taken_alike"]),
 }
 NOT_VALUES = {(key, value): hint for key, hints in _TABLES["not_values"].items() for value, hint in hints.items()}
+# (platform's section, key of another platform's section) -> what to do instead.
+INSTEAD = {
+    (section, name): hint
+    for section, hints in _TABLES["instead"].items()
+    for name, hint in group_by_name(hints).items()
+}
 OPTIMIZERS = group_by_name(_TABLES["optimizers"])  # name -> package it needs
 OPTIMIZERS_REFUSED = group_by_name(_TABLES["optimizers_refused"])  # name -> why
 SCHEDULES = {name: tuple(needs.split()) for name, needs in group_by_name(_TABLES["schedules"]).items()}

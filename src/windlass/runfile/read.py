@@ -14,7 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 from windlass.errors import Problem, UserError, raise_all
 from windlass.runfile.document import Steps, find_unprintable, join_steps, load_document, parse_document, parse_scalar
 from windlass.runfile.fields import RunFile, ScriptRun
-from windlass.runfile.names import NOT_TAKEN, NOT_VALUES, OTHER_NAMES, RENAMED, find_close_names
+from windlass.runfile.machines import PLATFORM_SECTIONS
+from windlass.runfile.moved import refuse_moved_override, take_moved_keys
+from windlass.runfile.names import INSTEAD, NOT_TAKEN, NOT_VALUES, OTHER_NAMES, RENAMED, find_close_names
 from windlass.runfile.reference import (
     SECTIONS,
     Root,
@@ -99,9 +101,14 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
             _apply_override(tree, places, text, root)
         except UserError as error:
             problems += error.problems
+    problems += take_moved_keys(tree, places)
     if isinstance(tree.get("layout"), str):
         places["layout.name"] = places["layout"]
+    # A header may have nothing under it.
     tree.update({name: {} for name in SECTIONS if name in tree and tree[name] is None})
+    cluster = tree.get("cluster")
+    if isinstance(cluster, dict):
+        cluster.update({name: {} for name in PLATFORM_SECTIONS.values() if name in cluster and cluster[name] is None})
 
     wrong: list[str] = []
     run: RunFile | ScriptRun = RunFile() if root is RunFile else ScriptRun(kind="script")
@@ -173,6 +180,7 @@ def _apply_override(tree: dict[str, Any], places: dict[str, str], text: str, roo
             break
     annotation = find_annotation(steps, root)
     if annotation is None:
+        refuse_moved_override(tree, path, value_text, place)
         hint = "give the whole list: KEY=[a, b]" if "[" in path else _explain_unknown(steps, root)[1]
         raise UserError(f"the run file has no {path}", place, hint)
     try:
@@ -332,6 +340,8 @@ def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = Non
         return "is a section of `kind: script` runs", "write `kind: script` above it"
     if root is ScriptRun and path in list_keys(RunFile):
         return "is not for `kind: script` runs", "remove it: the script has its own settings"
+    if parent.startswith("cluster.") and (parent.removeprefix("cluster."), key) in INSTEAD:
+        return what, INSTEAD[parent.removeprefix("cluster."), key]
     if key in NOT_TAKEN:
         return what, NOT_TAKEN[key]
     if elsewhere and not parent and tree is not None:

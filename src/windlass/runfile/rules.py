@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from windlass.errors import Problem, UserError
 from windlass.runfile import names
 from windlass.runfile.fields import Data, Run, RunFile, ScriptRun, Train, Watch
-from windlass.runfile.machines import MANAGED_BY, RUN_LABEL
+from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Kubernetes, Pods
 from windlass.variables import find_unread, is_set_by_launcher
 
 Where = Callable[[str], str]
@@ -209,31 +209,42 @@ def _check_machines(run: Run) -> Iterator[Clash]:
             yield key, "only an empty_dir has a medium", "remove medium"
         if any(volume.path.rstrip("/") == other.path.rstrip("/") for other in cluster.volumes[:index]):
             yield key, f"two volumes at {volume.path}", "mount one of them elsewhere"
-    if cluster.queue_priority and not cluster.queue:
-        yield "cluster.queue_priority cluster.queue", "there is no queue to have a place in", "set cluster.queue"
-    if "topology" in cluster.model_fields_set and not cluster.topology_key:
-        hint = "set cluster.topology_key, such as topology.kubernetes.io/zone"
-        yield "cluster.topology cluster.topology_key", "there is no label for the nodes to share", hint
-    if cluster.pod_monitor and run.watch.prometheus_port is None:
-        yield "cluster.pod_monitor watch.prometheus_port", "nothing to scrape", "set watch.prometheus_port: 9400"
-    elif cluster.pod_monitor and run.watch.prometheus_address == "127.0.0.1":
-        hint = "set watch.prometheus_address: 0.0.0.0"
-        yield "cluster.pod_monitor watch.prometheus_address", "only the pod itself could scrape it", hint
-    for name in sorted({RUN_LABEL, MANAGED_BY} & set(cluster.labels)):
-        yield f"cluster.labels.{name}", "windlass finds the run's objects by it", "remove it"
-    for key, name, other in (
-        ("labels", "kueue.x-k8s.io/queue-name", "queue"),
-        ("labels", "kueue.x-k8s.io/priority-class", "queue_priority"),
-        ("annotations", "k8s.v1.cni.cncf.io/networks", "networks"),
-    ):
-        if name in getattr(cluster, key):
-            yield f"cluster.{key}.{name}", f"cluster.{other} sets it", f"set cluster.{other} instead"
+    yield from _check_pods("cluster.runai", cluster.runai)
+    yield from _check_pods("cluster.kubernetes", cluster.kubernetes)
+    yield from _check_kubernetes(cluster.kubernetes, run.watch)
     for name, value in cluster.env.items():
         if is_set_by_launcher(name):
             yield f"cluster.env.{name}", "is set by the launcher", "remove it"
         elif isinstance(value, str) and value and name.upper().endswith(_SECRET):
             hint = f"keep it in a secret: {name}: {{secret: NAME, key: KEY}}"
             yield f"cluster.env.{name}", "looks like a secret, but a run file is copied into the run folder", hint
+
+
+def _check_pods(name: str, pods: Pods) -> Iterator[Clash]:
+    """Yield clashes in a section whose pods have labels, annotations and a topology."""
+    if "topology" in pods.model_fields_set and not pods.topology_key:
+        hint = f"set {name}.topology_key, such as topology.kubernetes.io/zone"
+        yield f"{name}.topology {name}.topology_key", "there is no label for the nodes to share", hint
+    for label in sorted({RUN_LABEL, MANAGED_BY} & set(pods.labels)):
+        yield f"{name}.labels.{label}", "windlass finds the run's objects by it", "remove it"
+    annotation = "k8s.v1.cni.cncf.io/networks"
+    if annotation in pods.annotations:
+        yield f"{name}.annotations.{annotation}", f"{name}.networks sets it", f"set {name}.networks instead"
+
+
+def _check_kubernetes(section: Kubernetes, watch: Watch) -> Iterator[Clash]:
+    name = "cluster.kubernetes"
+    for key, label in (("queue", "kueue.x-k8s.io/queue-name"), ("queue_priority", "kueue.x-k8s.io/priority-class")):
+        if label in section.labels:
+            yield f"{name}.labels.{label}", f"{name}.{key} sets it", f"set {name}.{key} instead"
+    if section.queue_priority and not section.queue:
+        keys = f"{name}.queue_priority {name}.queue"
+        yield keys, "there is no queue to have a place in", f"set {name}.queue"
+    if section.pod_monitor and watch.prometheus_port is None:
+        yield f"{name}.pod_monitor watch.prometheus_port", "nothing to scrape", "set watch.prometheus_port: 9400"
+    elif section.pod_monitor and watch.prometheus_address == "127.0.0.1":
+        hint = "set watch.prometheus_address: 0.0.0.0"
+        yield f"{name}.pod_monitor watch.prometheus_address", "only the pod itself could scrape it", hint
 
 
 def _check_script(run: ScriptRun) -> Iterator[Clash]:

@@ -155,7 +155,10 @@ def check_run_variables(c: Context) -> list[Result]:
 
 def check_interfaces(c: Context) -> list[Result]:
     """Check that each interface chosen by the environment exists, is up and has an address."""
-    hint, results = "set it to one that has an address, or cluster.networks so that the pod gets it", []
+    hint, results = (
+        "set it to one that has an address, or give the pod one: `networks` in its section of cluster",
+        [],
+    )
     for choice in list_choices(c.environ, c.plan.layout.nodes if c.plan else 1, c.root):
         title = f"interface {choice.variable}"
         shown = ", ".join(f"{name} {address}" for name, address in choice.addresses)
@@ -208,7 +211,7 @@ def check_infiniband(c: Context, plan: AnyPlan) -> Result:
                 closed.append(name)
     # A fabric's name gives its line rate: infiniband-400.
     line_rate, ports = network.rpartition("-")[2], ", ".join(seen)
-    request = "request the network cards in cluster.extended_resources"
+    request = "request the network cards: `extended_resources` in the platform's section of cluster"
     for bad, problem, hint in (
         (not every, f"{network} is planned, and this container sees no RDMA card", request),
         (not seen, f"NCCL_IB_HCA={hca} matches none of {', '.join(every)}", "name one of these"),

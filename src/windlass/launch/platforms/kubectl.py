@@ -16,7 +16,7 @@ import yaml
 from windlass.errors import SAVED, Problem, RunError, UserError, raise_all
 from windlass.launch.job import NAME_LETTERS, Job
 from windlass.launch.platforms.pod import kueue_queue
-from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Cluster
+from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Kubernetes
 
 SECONDS = 60  # timeout of one call
 PAUSE_SECONDS = 2.0  # between two polls
@@ -30,7 +30,7 @@ RESOURCES = {  # by engine; `auto` takes the first that supports the run
 RUNTIME = "clustertrainingruntime.trainer.kubeflow.org"
 JOBSET_FIELD = "jobsets.spec.failurePolicy.rules.onJobFailureMessagePatterns"  # since JobSet 0.10
 VOLUMES = {"claim": "persistentvolumeclaim", "secret": "secret", "config_map": "configmap"}
-REFERENCES = {  # key of `cluster` that names an object -> the object's kind
+REFERENCES = {  # key of `cluster.kubernetes` that names an object -> the object's kind
     "queue_priority": "workloadpriorityclass.kueue.x-k8s.io",
     "service_account": "serviceaccount",
     "priority_class": "priorityclass",
@@ -40,7 +40,9 @@ ABSENT = re.compile(r"not ?found|doesn't have a resource type", re.IGNORECASE)
 PRODUCT = "nvidia.com/gpu.product"  # a node label set by NVIDIA's GPU feature discovery
 LOG = re.compile(r"^[EWIF]\d{4} .*\n?", re.MULTILINE)  # kubectl logs each attempt before it prints the error
 HINT = "is it the right cluster (kubectl config get-contexts), are you logged in, may you do that? --dry-run needs none"
-OTHER_VERSION = "that operator is older than JobSet 0.10 or Kubeflow Trainer 2.3: cluster.engine names another one"
+OTHER_VERSION = (
+    "that operator is older than JobSet 0.10 or Kubeflow Trainer 2.3: name another cluster.kubernetes.engine"
+)
 POD_HINT = "the values come from `cluster` in the run file: `windlass explain cluster` prints its keys"
 SUCCEEDED = ("Complete", "Completed", "Succeeded")
 ENDED = (*SUCCEEDED, "Failed", "FailureTarget")
@@ -76,20 +78,20 @@ def run(
     return done
 
 
-def find_engine(cluster: Cluster, say: Callable[[str], None]) -> str:
+def find_engine(section: Kubernetes, say: Callable[[str], None]) -> str:
     """Return the first engine that is installed, that the user may use here, and that resumes a stopped run. Any
     logged-in user may query what is installed and what they may do."""
     done = run("api-resources", "--output", "name", check=False)  # also fails if only one API group doesn't answer
     kinds = set((done.stdout or run("api-resources", "--output", "name").stdout).split())
     for engine, resource in RESOURCES.items():
         if resource in kinds:
-            may = run("auth", "can-i", "create", resource, namespace=cluster.namespace, check=False)
+            may = run("auth", "can-i", "create", resource, namespace=section.namespace, check=False)
             why = "you may not create it here" if may.stdout.strip() == "no" else ""
             if engine == "jobset" and not why:
                 explained = run("explain", JOBSET_FIELD, "--api-version=jobset.x-k8s.io/v1alpha2", check=False)
                 why = "it is older than 0.10" if "does not exist" in explained.stderr else ""
             if engine == "trainer" and not why:
-                why = find_runtime_problem(cluster.runtime)
+                why = find_runtime_problem(section.runtime)
             if not why:
                 return engine
             say(f"note: {resource} is installed and not used: {why}")
@@ -280,7 +282,9 @@ def list_node_notes(job: Job) -> Iterator[str]:
     if done.returncode:
         yield f"whether nodes have the GPUs could not be looked up: {done.stderr.strip()}"
         return
-    selector, resource, count = job.cluster.node_selector, job.cluster.gpu_resource, job.ranks_per_node
+    selector = job.cluster.kubernetes.node_selector
+    resource = job.cluster.kubernetes.gpu_resource
+    count = job.ranks_per_node
     nodes = [
         (one["metadata"].get("labels", {}), one["status"]["allocatable"]) for one in json.loads(done.stdout)["items"]
     ]
@@ -296,31 +300,31 @@ def list_node_notes(job: Job) -> Iterator[str]:
     products, words = {labels[PRODUCT] for labels in fit if PRODUCT in labels}, job.plan.machine.gpu.name.split("-")
     wrong = sorted(name for name in products if not all(word in name.lower() for word in words))
     if wrong and job.gpu:
-        where, hint = job.where("cluster.gpu"), f"cluster.node_selector: {{{PRODUCT}: NAME}} chooses"
+        where, hint = job.where("cluster.gpu"), f"cluster.kubernetes.node_selector: {{{PRODUCT}: NAME}} chooses"
         yield f"{where}: planned for {'-'.join(words)}, but pods may get {', '.join(wrong)}; {hint}"
 
 
 def list_references(job: Job) -> Iterator[tuple[str, ...]]:
     """Yield the objects that must exist: kind, name, key of `cluster`, and the namespace if it isn't the job's."""
-    cluster = job.cluster
-    for index, volume in enumerate(cluster.volumes):
+    section = job.cluster.kubernetes
+    for index, volume in enumerate(job.cluster.volumes):
         for key, name in volume.sources.items():
             if key in VOLUMES:
                 yield VOLUMES[key], name, f"volumes[{index}].{key}"
-    for index, network in enumerate(cluster.networks):  # Multus' format: NAMESPACE/NAME@INTERFACE
+    for index, network in enumerate(section.networks):  # Multus' format: NAMESPACE/NAME@INTERFACE
         namespace, _, name = network.partition("@")[0].rpartition("/")
         where = (f"--namespace={namespace}",) if namespace else ()
-        yield "network-attachment-definitions.k8s.cni.cncf.io", name, f"networks[{index}]", *where
-    if cluster.queue:
-        kind = "localqueue.kueue.x-k8s.io" if kueue_queue(cluster) else "queue.scheduling.volcano.sh"
-        yield kind, cluster.queue, "queue"
+        yield "network-attachment-definitions.k8s.cni.cncf.io", name, f"kubernetes.networks[{index}]", *where
+    if section.queue:
+        kind = "localqueue.kueue.x-k8s.io" if kueue_queue(section) else "queue.scheduling.volcano.sh"
+        yield kind, section.queue, "kubernetes.queue"
     if job.engine == "trainer":
-        yield RUNTIME, cluster.runtime, "runtime"
+        yield RUNTIME, section.runtime, "kubernetes.runtime"
     for key, kind in REFERENCES.items():
-        if name := getattr(cluster, key):
-            yield kind, name, key
-    for name in cluster.image_pull_secrets:
-        yield "secret", name, "image_pull_secrets"
-    for variable, value in cluster.env.items():
+        if name := getattr(section, key):
+            yield kind, name, f"kubernetes.{key}"
+    for name in section.image_pull_secrets:
+        yield "secret", name, "kubernetes.image_pull_secrets"
+    for variable, value in job.cluster.env.items():
         if not isinstance(value, str):
             yield "secret", value.secret, f"env.{variable}"

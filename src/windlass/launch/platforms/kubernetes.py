@@ -22,7 +22,6 @@ from windlass.launch.job import (
     escape_variables,
     find_pod_problems,
     keep_record,
-    list_ignored_keys,
     list_refused_keys,
     to_one_line,
 )
@@ -33,13 +32,6 @@ from windlass.ranks.rendezvous import PORT
 
 FILES = "/etc/windlass"  # where run.yaml, launch.sh and accelerate.yaml are mounted
 OLDEST_TRAINER = "2.3"  # the first Kubeflow Trainer whose TrainJob can set what a run needs
-IGNORED = {
-    "project": "it is Run:ai's; here it is cluster.namespace and cluster.queue",
-    "preemptible": "set cluster.priority_class",
-    "node_pools": "they are Run:ai's; here it is cluster.node_selector",
-    "container": "it is Slurm's",
-    "sbatch": "they are Slurm's",
-}
 
 
 def render_job_yaml(job: Job, engine: str) -> str:
@@ -52,6 +44,7 @@ def render_job_yaml(job: Job, engine: str) -> str:
     text: str = _template().render(
         job=job,
         cluster=cluster,
+        kubernetes=cluster.kubernetes,
         restarts=cluster.max_restarts,
         engine=engine,
         version=__version__,
@@ -59,12 +52,12 @@ def render_job_yaml(job: Job, engine: str) -> str:
         files=files,
         config_map=f"{job.name}-{content[:12]}",
         marks={of: pod.labels_and_annotations(job, of, engine) for of in ("job", "pod", "other")},
-        fields=pod.pod_fields(cluster),
+        fields=pod.pod_fields(cluster.kubernetes),
         resources=pod.resources(job),
         affinity=pod.affinity(job),
         volumes=[(f"volume-{index}", volume) for index, volume in enumerate(cluster.volumes)],
         companions=pod.companion_objects(job, engine),
-        metrics_port=watch.prometheus_port if cluster.pod_monitor else None,
+        metrics_port=watch.prometheus_port if cluster.kubernetes.pod_monitor else None,
         port=str(PORT),
         exit_input=RANK_USER_INPUT,
         exit_saved=SAVED,
@@ -127,41 +120,44 @@ def indent(text: str, columns: int) -> str:
 
 def review(job: Job) -> Iterator[Problem | str]:
     yield from find_problems(job)
-    if job.cluster.user is None:
-        yield f"{job.where('cluster.user')}: not set: the image's own user, which must not be root (runAsNonRoot)"
+    if job.cluster.kubernetes.user is None:
+        where = job.where("cluster.kubernetes.user")
+        yield f"{where}: not set: the image's own user, which must not be root (runAsNonRoot)"
     if job.engine == "pytorchjob" and job.nodes > 1:
         what = "the Training Operator adds a container to workers that runs as root (alpine:3.10)"
-        yield f"{job.where('cluster.engine')}: {what}: a namespace with Pod Security `restricted` refuses it"
+        yield f"{job.where('cluster.kubernetes.engine')}: {what}: a namespace with Pod Security `restricted` refuses it"
 
 
 def find_problems(job: Job) -> Iterator[Problem | str]:
     """Yield the findings that apply to OpenShift too."""
-    cluster = job.cluster
+    section = job.cluster.kubernetes
     yield from find_pod_problems(job)
-    yield from list_refused_keys(job, pod.REFUSED.get(job.engine, {}), f"engine {job.engine}")
-    yield from list_ignored_keys(cluster, IGNORED, "Kubernetes")
-    if cluster.scheduler_name and not pod.gang_scheduler(cluster) and not cluster.queue and job.nodes > 1:
-        what = f"{cluster.scheduler_name} is given no PodGroup: nodes may start one by one, and wait for each other"
-        yield f"{job.where('cluster.scheduler_name')}: {what}; cluster.gang or cluster.queue start them together"
+    yield from list_refused_keys(job, "kubernetes", pod.REFUSED.get(job.engine, {}), f"engine {job.engine}")
+    if section.scheduler_name and not pod.gang_scheduler(section) and not section.queue and job.nodes > 1:
+        where = job.where("cluster.kubernetes.scheduler_name")
+        what = f"{section.scheduler_name} is given no PodGroup: nodes may start one by one, and wait for each other"
+        yield f"{where}: {what}; cluster.kubernetes.gang or .queue start them together"
     if job.engine == "trainer":
-        hint = "use cluster.engine: jobset, which every Kubeflow Trainer comes with"
-        version = cluster.trainer_version or OLDEST_TRAINER
+        version = section.trainer_version or OLDEST_TRAINER
         if tuple(map(int, version.split("."))) < tuple(map(int, OLDEST_TRAINER.split("."))):
             what = f"Kubeflow Trainer {version} is too old: its TrainJob can't set all that a run needs"
-            yield Problem(what, job.where("cluster.trainer_version"), hint)
-        yield f"restarts are the runtime's ({cluster.runtime}): cluster.max_restarts has no effect"
+            hint = "use cluster.kubernetes.engine: jobset, which every Kubeflow Trainer comes with"
+            yield Problem(what, job.where("cluster.kubernetes.trainer_version"), hint)
+        yield f"restarts are the runtime's ({section.runtime}): cluster.max_restarts has no effect"
 
 
 def choose_engine(job: Job, *, ask: bool, say: Callable[[str], None] = lambda _: None) -> Job:
     """Choose the run file's engine, or the first that the cluster supports, if `ask` allows a query."""
-    ask, where = ask and kubectl.find_client() is not None, job.where("cluster.engine")
-    if job.cluster.engine == "trainer" and ask and (why := kubectl.find_runtime_problem(job.cluster.runtime)):
-        say(f"note: {where}: {why}; cluster.engine: jobset would")
-    if job.cluster.engine != "auto":
+    section = job.cluster.kubernetes
+    where = job.where("cluster.kubernetes.engine")
+    ask = ask and kubectl.find_client() is not None
+    if section.engine == "trainer" and ask and (why := kubectl.find_runtime_problem(section.runtime)):
+        say(f"note: {where}: {why}; cluster.kubernetes.engine: jobset would")
+    if section.engine != "auto":
         return job
     if ask:
-        return replace(job, engine=kubectl.find_engine(job.cluster, say))
-    say(f"note: {job.where('cluster.engine')}: auto, and no cluster was asked: an indexed Job, which all have")
+        return replace(job, engine=kubectl.find_engine(section, say))
+    say(f"note: {where}: auto, and no cluster was asked: an indexed Job, which all have")
     return job
 
 
@@ -183,10 +179,10 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
         return False
     # The server would compare the manifest with the existing job of that name, so it validates another name.
     trial = replace(job, name=f"{job.name[: NAME_LETTERS - 7]}-{secrets.token_hex(3)}")
-    target = KubernetesJob(job.name, job.engine, job.cluster.namespace)
+    target = KubernetesJob(job.name, job.engine, job.cluster.kubernetes.namespace)
     pod = [*yaml.safe_load_all(render_job_yaml(job, "job"))][-1]["spec"]["template"]
     target.create(job, render_job_yaml(job, job.engine), render_job_yaml(trial, job.engine), pod, say)
-    keep_record(job, "kubernetes", folder)
+    keep_record(job, "kubernetes", folder, engine=job.engine, namespace=target.namespace)
     return True
 
 

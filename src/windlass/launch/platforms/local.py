@@ -16,7 +16,7 @@ from typing import Any
 from windlass import run_folder
 from windlass.errors import Problem, UserError, make_pasteable
 from windlass.files import read_json, read_json_lines
-from windlass.launch.job import RECORD, Job, Record, keep_record, list_ignored_keys
+from windlass.launch.job import RECORD, Job, Record, keep_record
 from windlass.observe.watch.heartbeat import read_beats
 
 ALIVE_SECONDS = 30  # a rank writes a heartbeat every 5 s
@@ -24,14 +24,9 @@ ALIVE_SECONDS = 30  # a rank writes a heartbeat every 5 s
 
 # Keys of `cluster` that only a scheduler can apply.
 SCHEDULED = (
-    *("engine", "trainer_version", "runtime", "image", "image_pull_secrets", "image_pull_policy", "container"),
-    *("project", "namespace", "service_account", "queue", "queue_priority", "priority_class", "preemptible", "gang"),
-    *("scheduler_name", "node_pools", "node_selector", "affinity", "tolerations", "topology_key", "topology", "sbatch"),
-    *("volumes", "networks", "network_policy", "labels", "annotations", "gpu_resource", "extended_resources", "cpu"),
-    *("cpu_limit", "memory_request", "memory_limit", "large_shm", "hugepages", "ephemeral_storage", "runtime_class"),
-    *("user", "fs_group", "supplemental_groups", "pod_monitor", "max_restarts", "deadline_seconds", "ttl_seconds"),
+    *("image", "volumes", "cpu", "cpu_limit", "memory_request", "memory_limit", "large_shm", "max_restarts"),
+    "deadline_seconds",
 )
-
 IGNORED = {
     "working_dir": "the run starts in this folder",
     "install": "install it in this environment",
@@ -47,7 +42,9 @@ def list_scheduler_keys(job: Job) -> Iterator[str]:
 
 def review(job: Job) -> Iterator[Problem | str]:
     yield from list_scheduler_keys(job)
-    yield from list_ignored_keys(job.cluster, IGNORED, "this machine")
+    for key, why in IGNORED.items():
+        if key in job.cluster.model_fields_set and getattr(job.cluster, key):
+            yield f"cluster.{key} has no effect on this machine: {why}"
     if job.nodes > 1:
         hint = "--to script writes a script for each node; --to runai and --to kubernetes start them"
         yield Problem(f"{job.nodes} nodes, and this is one", job.where("cluster.nodes"), hint)

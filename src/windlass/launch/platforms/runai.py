@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +19,6 @@ from windlass.launch.job import (
     escape_variables,
     find_pod_problems,
     keep_record,
-    list_ignored_keys,
-    list_refused_keys,
     parse_cores,
     quote,
     quote_words,
@@ -29,31 +28,13 @@ from windlass.launch.platforms import openshift
 from windlass.launch.script import render_launch_sh
 from windlass.runfile.machines import Secret
 
-# Keys that Run:ai's command line has no option for, and what replaces them there.
-IGNORED = {
-    "namespace": "the project has its own",
-    "queue": "the project is the queue",
-    "service_account": "the project's is used",
-    "image_pull_secrets": "register the credential in Run:ai",
-    "node_selector": "use the project's node pools",
-    "affinity": "use the project's node pools",
-    "deadline_seconds": "the project's policy has time limits",
-    "gpu_resource": "Run:ai counts GPUs in its own way, and the project's node pools decide the kind",
-    **dict.fromkeys(("engine", "trainer_version", "runtime"), "it is Kubernetes'"),
-    "container": "it is Slurm's",
-    "sbatch": "they are Slurm's",
-}
-_POLICY = "ask for it in the project's policy, or use --to kubernetes"
-REFUSED = dict.fromkeys(
-    ("fs_group", "hugepages", "ephemeral_storage", "runtime_class", "scheduler_name", "gang", "network_policy"), _POLICY
-) | {"queue_priority": "set cluster.priority_class", "pod_monitor": "use --to kubernetes"}
-# Keys of `cluster` that are sent unchanged: key, option of the command line, key in the REST API's body.
+# Keys that are sent unchanged: key, option of the command line, key in the REST API's body.
 PLAIN = (
-    ("project", "project", ""),
+    ("runai.project", "project", ""),
     ("image", "image", "image"),
     ("working_dir", "working-dir", "workingDir"),
-    ("priority_class", "priority", "priorityClass"),
-    ("image_pull_policy", "image-pull-policy", "imagePullPolicy"),
+    ("runai.priority_class", "priority", "priorityClass"),
+    ("runai.image_pull_policy", "image-pull-policy", "imagePullPolicy"),
 )
 # Options in the reference of Run:ai 3.0 that are missing in that of 2.18 and its neighbors.
 LATER = (
@@ -119,10 +100,12 @@ exec {command} "${{options[@]}}" \\
 def list_options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Yield for each setting the reason, the option and value of the command line, and its part of the REST API's body;
     a dot in a key leads into a section."""
-    cluster, workers = job.cluster, job.nodes - 1
+    cluster = job.cluster
+    section = cluster.runai
+    workers = job.nodes - 1
     body: dict[str, Any]
     for key, option, path in PLAIN:
-        if value := getattr(cluster, key):
+        if value := attrgetter(key)(cluster):
             yield "", option, value, {path: value} if path else {}
     if workers:
         why = f"{job.nodes} nodes: a master, which has options of its own, and {workers} workers"
@@ -146,40 +129,43 @@ def list_options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
         yield why, "large-shm", "", {"compute.largeShmRequest": True}
     for volume in cluster.volumes:
         (key, name), *_ = volume.sources.items()
-        option, section, parts, fields = VOLUMES[key]
+        option, storage, parts, fields = VOLUMES[key]
         found: dict[str, Any] = {"name": name, "path": volume.path, "subpath": volume.sub_path, "medium": volume.medium}
         text = ",".join(f"{word}={found[part]}" for word, part in parts.items() if found[part])
         fixed = {"existingPvc": True} if key == "claim" else {}
         sent = {word: found[part] for word, part in fields.items() if found[part]}
-        yield "", option, text, {f"storage.{section}": [{**sent, **fixed}]}
-    networks = {"k8s.v1.cni.cncf.io/networks": ",".join(cluster.networks)} if cluster.networks else {}
-    for name, value in {**networks, **cluster.annotations}.items():
+        yield "", option, text, {f"storage.{storage}": [{**sent, **fixed}]}
+    networks = {"k8s.v1.cni.cncf.io/networks": ",".join(section.networks)} if section.networks else {}
+    for name, value in {**networks, **section.annotations}.items():
         why = "a second network card in each pod" if name in networks else ""
         yield why, "annotation", f"{name}={value}", {"annotations": [{"name": name, "value": value}]}
-    for name, value in cluster.labels.items():
+    for name, value in section.labels.items():
         yield "", "label", f"{name}={value}", {"labels": [{"name": name, "value": value}]}
-    for pool in cluster.node_pools:
+    for pool in section.node_pools:
         yield "", "node-pools", pool, {"nodePools": [pool]}
-    if cluster.topology_key:
-        option, why = f"{cluster.topology}-pod-topology-key", "nodes that share the label's value"
-        body = {"type": cluster.topology.capitalize(), "key": cluster.topology_key}
-        yield why, option, cluster.topology_key, {"podAffinity": body}
-    for name, count in cluster.extended_resources.items():
+    if section.topology_key:
+        option, why = f"{section.topology}-pod-topology-key", "nodes that share the label's value"
+        body = {"type": section.topology.capitalize(), "key": section.topology_key}
+        yield why, option, section.topology_key, {"podAffinity": body}
+    for name, count in section.extended_resources.items():
         body = {"resource": name, "quantity": str(count)}
         yield "", "extended-resource", f"{name}={count}", {"compute.extendedResources": [body]}
-    for index, one in enumerate(cluster.tolerations):
-        parts = {"operator": "Exists" if one.value is None else "Equal", **one.model_dump(exclude_none=True)}
+    for index, toleration in enumerate(section.tolerations):
+        parts = {
+            "operator": "Exists" if toleration.value is None else "Equal",
+            **toleration.model_dump(exclude_none=True),
+        }
         text = ",".join(f"{key}={value}" for key, value in parts.items())
         yield "", "toleration", text, {"tolerations": [{"name": f"toleration-{index}", **parts}]}
-    if cluster.user is not None:
-        uid, gid = cluster.user.uid, cluster.user.gid
+    if section.user is not None:
+        uid, gid = section.user.uid, section.user.gid
         body = {"security.uidGidSource": "custom", "security.runAsUid": uid}
-        yield "set by cluster.user", "run-as-uid", str(uid), body
+        yield "set by cluster.runai.user", "run-as-uid", str(uid), body
         if gid is not None:
             yield "", "run-as-gid", str(gid), {"security.runAsGid": gid}
-    if groups := ",".join(map(str, cluster.supplemental_groups)):
+    if groups := ",".join(map(str, section.supplemental_groups)):
         yield "", "supplemental-groups", groups, {"security.supplementalGroups": groups}
-    if (ttl := cluster.ttl_seconds) is not None:
+    if (ttl := section.ttl_seconds) is not None:
         body = {"autoDeletionTimeAfterCompletionSeconds": ttl}
         yield "deleted this long after its end", "auto-deletion-time-after-completion", f"{ttl}s", body
     why, seconds = f"to end a step and save after a stop signal; {job.grace_reason}", job.grace_seconds
@@ -189,8 +175,8 @@ def list_options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
         why, limit = f"{limit} restarts of the run are {limit * job.nodes} of pods, which are counted", job.pod_restarts
     yield why, "backoff-limit", str(limit), {"backoffLimit": limit}
     yield "", "restart-policy", "OnFailure", {"restartPolicy": "OnFailure"}
-    if cluster.preemptible is not None:
-        kind = "preemptible" if cluster.preemptible else "non-preemptible"
+    if section.preemptible is not None:
+        kind = "preemptible" if section.preemptible else "non-preemptible"
         yield "", "preemptibility", kind, {"preemptibility": kind}
     for variable in job.environment:
         name, content = variable.name, variable.value
@@ -240,7 +226,7 @@ def render_submit_sh(job: Job) -> str:
         folder=to_one_line(job.folder),
         files=" and ".join(job.files),
         later=textwrap.fill(" ".join(f"--{name}" for name in LATER if f"--{name}" in used), 118, **_COMMENT),
-        delete=to_one_line(quote_words(client_command(job.name, job.nodes, job.cluster.project, "delete"))),
+        delete=to_one_line(quote_words(client_command(job.name, job.nodes, job.cluster.runai.project, "delete"))),
         options="\n".join(lines),
         command=quote_words(client_command(job.name, job.nodes, None, "submit")),
         inner=quote_words(container_command(job)),
@@ -263,16 +249,17 @@ def make_payload(job: Job) -> dict[str, Any]:
 def review(job: Job) -> Iterator[Problem | str]:
     cluster = job.cluster
     yield from find_pod_problems(job)
-    if not cluster.project:
-        hint = "set cluster.project: without it the job goes to whatever project was used last"
-        yield Problem("no Run:ai project", job.where("cluster.project"), hint)
+    if not cluster.runai.project:
+        hint = "set cluster.runai.project: without it the job goes to whatever project was used last"
+        yield Problem("no Run:ai project", job.where("cluster.runai.project"), hint)
     for index, volume in enumerate(cluster.volumes):
-        where, hint = job.where(f"cluster.volumes[{index}]"), "mount the whole volume, read and write"
         if volume.read_only or (volume.sub_path and not volume.config_map):
+            where = job.where(f"cluster.volumes[{index}]")
+            hint = "mount the whole volume, read and write"
             yield Problem("Run:ai's command line mounts no part of a volume, and none read-only", where, hint)
-    yield from openshift.find_scc_problems(job)
-    yield from list_refused_keys(job, REFUSED, "Run:ai")
-    yield from list_ignored_keys(cluster, IGNORED, "Run:ai")
+    yield from openshift.find_scc_problems(job, "runai")
+    if cluster.deadline_seconds:
+        yield "cluster.deadline_seconds has no effect on Run:ai: the project's policy has time limits"
 
 
 def files(job: Job) -> dict[str, str]:
@@ -293,7 +280,7 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
     if code := subprocess.run(submit_command(job), check=False).returncode:
         hint = "not logged in: runai login; the name is taken: `windlass stop RUN`, or another name"
         raise RunError(f"runai ended with {code}: its own message is above", by_hand, hint)
-    keep_record(job, "runai", folder)
+    keep_record(job, "runai", folder, project=job.cluster.runai.project)
     return True
 
 

@@ -18,8 +18,6 @@ from windlass.launch.job import (
     Job,
     Record,
     keep_record,
-    list_ignored_keys,
-    list_refused_keys,
     parse_cores,
     parse_gib,
     quote,
@@ -32,28 +30,6 @@ from windlass.launch.script import render_launch_sh
 BATCH = "job.sbatch"
 SECONDS = 60  # timeout of one Slurm command
 PAUSE_SECONDS = 2.0
-IGNORED = {
-    "namespace": "it is Kubernetes'; on Slurm cluster.project is the account, cluster.queue the partition",
-    **dict.fromkeys(("service_account", "labels", "annotations", "networks"), "it is for pods"),
-    **dict.fromkeys(("tolerations", "image_pull_secrets", "image_pull_policy", "ttl_seconds"), "it is for pods"),
-    "user": "a job runs as the user who submits it",
-    "node_pools": "they are Run:ai's",
-    "preemptible": "set the QOS by cluster.priority_class",
-    **dict.fromkeys(("engine", "trainer_version", "runtime", "gpu_resource"), "it is Kubernetes'"),
-}
-_OPTION = "write sbatch's own option: cluster.sbatch: {{{}}}".format
-REFUSED = {
-    "node_selector": _OPTION("constraint: FEATURE"),
-    "affinity": _OPTION("constraint: FEATURE"),
-    **dict.fromkeys(("topology_key", "topology"), _OPTION("switches: 1")),
-    "extended_resources": _OPTION("gres: NAME"),
-    "ephemeral_storage": _OPTION("tmp: 100G"),
-    "hugepages": _OPTION("gres: NAME"),
-    "cpu_limit": "set cluster.cpu",
-    "queue_priority": "set the QOS by cluster.priority_class",
-    **dict.fromkeys(("gang", "scheduler_name", "network_policy", "pod_monitor"), "remove it: it is Kubernetes'"),
-    **dict.fromkeys(("runtime_class", "fs_group", "supplemental_groups"), "remove it: it is Kubernetes'"),
-}
 # Options of sbatch that `logs`, `stop`, the rendezvous and the saving at the time limit rely on.
 RELIED_ON = (
     *("job-name", "nodes", "ntasks-per-node", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "chdir"),
@@ -63,14 +39,16 @@ RELIED_ON = (
 
 def list_options(job: Job) -> dict[str, str]:
     """Return sbatch's options by their long names; a switch has an empty value. The user's own come last."""
-    cluster, seconds = job.cluster, job.cluster.deadline_seconds
+    cluster = job.cluster
+    section = cluster.slurm
+    seconds = cluster.deadline_seconds
     limit = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}" if seconds else None
     known = not job.is_script or cluster.memory_limit or cluster.memory_request  # a script's needs are unknown
     rows = {
         "job-name": job.name,
-        "partition": cluster.queue,
-        "account": cluster.project,
-        "qos": cluster.priority_class,
+        "partition": section.partition,
+        "account": section.account,
+        "qos": section.qos,
         "nodes": str(job.nodes),
         "ntasks-per-node": "1",
         "gpus-per-node": str(job.ranks_per_node) if job.gpu else None,
@@ -85,33 +63,28 @@ def list_options(job: Job) -> dict[str, str]:
         "chdir": None if Path(job.folder).is_absolute() else str(Path.cwd()),
         "output": f"{Path(job.folder).absolute()}/slurm-%j.log",
     }
-    return {key: value for key, value in rows.items() if value is not None} | cluster.sbatch
+    return {key: value for key, value in rows.items() if value is not None} | section.sbatch
 
 
 def container_options(job: Job) -> tuple[list[str], list[str]]:
     """Return srun's options, and the words before `bash launch.sh`."""
-    cluster, image = job.cluster, job.cluster.image or ""
+    container = job.cluster.slurm.container
+    image = job.cluster.image or ""
     mounts = []
-    for volume in cluster.volumes if cluster.container else ():
+    for volume in job.cluster.volumes if container else ():
         source = str(PurePosixPath(volume.host or "/", volume.sub_path or ""))
         mounts.append(f"{source}:{volume.path}{':ro' if volume.read_only else ''}")
     is_file = image.startswith(("/", "./")) or "://" in image
-    if cluster.container == "pyxis":
+    if container == "pyxis":
         registry, slash, rest = image.partition("/")
         if slash and not is_file and ("." in registry or ":" in registry or registry == "localhost"):
             image = f"{registry}#{rest}"  # enroot's syntax for a registry
         bound = [f"--container-mounts={','.join(mounts)}"] if mounts else []
-        fixed = ["--no-container-mount-home", "--no-container-entrypoint"]
-        return [f"--container-image={image}", *bound, *fixed], []
-    if cluster.container == "apptainer":
+        return [f"--container-image={image}", *bound, "--no-container-mount-home", "--no-container-entrypoint"], []
+    if container == "apptainer":
         bound = [word for mount in mounts for word in ("--bind", mount)]
-        return [], [
-            "apptainer",
-            "exec",
-            *(["--nv"] if job.gpu else []),
-            *bound,
-            image if is_file else f"docker://{image}",
-        ]
+        gpu = ["--nv"] if job.gpu else []
+        return [], ["apptainer", "exec", *gpu, *bound, image if is_file else f"docker://{image}"]
     return [], []
 
 
@@ -140,39 +113,50 @@ def render_batch_script(job: Job) -> str:
 
 
 def review(job: Job) -> Iterator[Problem | str]:
-    cluster, folder = job.cluster, PurePosixPath(job.folder)
-    if cluster.container and not folder.is_absolute():
-        hint = "give an absolute path, which is the same inside the container"
-        yield Problem(f"{folder} is a path of this working folder", job.where(job.plan.run.folder_key), hint)
-    if cluster.container and not cluster.image:
-        yield Problem(f"nothing for {cluster.container} to run", job.where("cluster.image"), "set cluster.image")
-    if cluster.image and not cluster.container:
-        yield "cluster.image has no effect on Slurm unless cluster.container is pyxis or apptainer"
-    if cluster.volumes and not cluster.container:
-        yield "cluster.volumes has no effect on Slurm unless cluster.container is pyxis or apptainer"
+    cluster = job.cluster
+    if cluster.slurm.container:
+        yield from _find_container_problems(job, cluster.slurm.container)
+    else:
+        for key in ("image", "volumes"):
+            if getattr(cluster, key):
+                yield f"cluster.{key} has no effect on Slurm unless cluster.slurm.container is pyxis or apptainer"
     if cluster.memory_request and cluster.memory_limit:
         yield "cluster.memory_request has no effect on Slurm: a job gets cluster.memory_limit"
-    for index, volume in enumerate(cluster.volumes if cluster.container else ()):
-        if not volume.host:
-            hint = f"mount a folder of the nodes: {{host: {volume.path}, path: {volume.path}}}"
-            yield Problem("Slurm mounts folders of its nodes only", job.where(f"cluster.volumes[{index}]"), hint)
-    shared = [one.path for one in cluster.volumes if one.host == one.path and not one.sub_path and not one.read_only]
-    if cluster.container and folder.is_absolute() and not any(folder.is_relative_to(path) for path in shared):
-        top = f"/{folder.parts[1]}"
-        hint = f"cluster.volumes: [{{host: {top}, path: {top}}}]"
-        what = f"{folder} is not mounted at its own path, to be written to"
-        yield Problem(what, job.where(job.plan.run.folder_key), hint)
-    if cluster.container == "pyxis" and "@" in (cluster.image or ""):
-        yield f"{job.where('cluster.image')}: enroot's documented names have a tag and no digest: try it once by srun"
+    if cluster.cpu_limit:
+        yield Problem("Slurm can't set it", job.where("cluster.cpu_limit"), "set cluster.cpu")
     seconds = cluster.deadline_seconds
     if seconds and seconds <= job.grace_seconds:
         what = f"{seconds} s, and saving may take {job.grace_seconds} s of them"
         yield Problem(what, job.where("cluster.deadline_seconds"), "raise it")
-    for option in sorted({*RELIED_ON} & cluster.sbatch.keys()):
+    for option in sorted({*RELIED_ON} & cluster.slurm.sbatch.keys()):
         hint = "remove it; nodes and time to save are cluster.nodes and cluster.grace_seconds"
-        yield Problem("windlass sets it, and relies on it", job.where(f"cluster.sbatch.{option}"), hint)
-    yield from list_refused_keys(job, REFUSED, "Slurm")
-    yield from list_ignored_keys(cluster, IGNORED, "Slurm")
+        yield Problem("windlass sets it, and relies on it", job.where(f"cluster.slurm.sbatch.{option}"), hint)
+
+
+def _find_container_problems(job: Job, container: str) -> Iterator[Problem | str]:
+    cluster = job.cluster
+    folder = PurePosixPath(job.folder)
+    if not folder.is_absolute():
+        hint = "give an absolute path, which is the same inside the container"
+        yield Problem(f"{folder} is a path of this working folder", job.where(job.plan.run.folder_key), hint)
+    if not cluster.image:
+        yield Problem(f"nothing for {container} to run", job.where("cluster.image"), "set cluster.image")
+    for index, volume in enumerate(cluster.volumes):
+        if not volume.host:
+            hint = f"mount a folder of the nodes: {{host: {volume.path}, path: {volume.path}}}"
+            yield Problem("Slurm mounts folders of its nodes only", job.where(f"cluster.volumes[{index}]"), hint)
+    shared = [
+        volume.path
+        for volume in cluster.volumes
+        if volume.host == volume.path and not volume.sub_path and not volume.read_only
+    ]
+    if folder.is_absolute() and not any(folder.is_relative_to(path) for path in shared):
+        top = f"/{folder.parts[1]}"
+        hint = f"cluster.volumes: [{{host: {top}, path: {top}}}]"
+        what = f"{folder} is not mounted at its own path, to be written to"
+        yield Problem(what, job.where(job.plan.run.folder_key), hint)
+    if container == "pyxis" and "@" in (cluster.image or ""):
+        yield f"{job.where('cluster.image')}: enroot's documented names have a tag and no digest: try it once by srun"
 
 
 def files(job: Job) -> dict[str, str]:

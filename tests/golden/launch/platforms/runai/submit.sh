@@ -31,7 +31,7 @@ options=(
   # a second network card in each pod
   --annotation k8s.v1.cni.cncf.io/networks=ssa
   --extended-resource openshift.io/mellanoxnics=1 --master-extended-resource openshift.io/mellanoxnics=1
-  # set by cluster.user
+  # set by cluster.runai.user
   --run-as-uid 2000
   --run-as-gid 2000
   # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
