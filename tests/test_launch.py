@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,34 +29,33 @@ from windlass.launch import submit as submitting
 from windlass.launch.job import build_job
 from windlass.launch.platforms import kubectl, local
 from windlass.launch.submit import open_record, render
-from windlass.runfile import machines
+from windlass.plan import Plan
+from windlass.runfile import machines, read_run_file
+from windlass.runfile.reference import list_keys
 
 
-@pytest.mark.parametrize(
-    ("run", "to", "files"),
-    [
-        ("train", "script", ("launch.sh", "accelerate.yaml")),
-        ("train", "runai", ("submit.sh", "payload.json")),
-        ("two-gpus", "script", ("launch.sh",)),
-        ("two-gpus", "runai", ("submit.sh", "payload.json")),
-        ("train-with-fsdp", "script", ("accelerate.yaml",)),
-        ("third-form", "script", ("accelerate.yaml",)),
-    ],
-)
-def test_golden_scripts_and_commands(run: str, to: str, files: tuple[str, ...]) -> None:
+def test_golden_launch_script() -> None:
+    plan, overrides, _ = example("train")
+    made = render(plan, "script", overrides=overrides)
+    for name in ("launch.sh", "accelerate.yaml"):
+        compared(f"train/script/{name}", made[name])
+
+
+@pytest.mark.parametrize("run", ["train-with-fsdp", "third-form"])
+def test_an_accelerate_file_is_passed_on(run: str) -> None:
     plan, overrides, accelerate = example(run)
-    made = render(plan, to, overrides=overrides, accelerate=accelerate)
-    for name in files:
-        compared(f"{run}/{to}/{name}", made[name])
+    assert accelerate is not None
+    made = render(plan, "script", overrides=overrides, accelerate=accelerate)
+    assert made["accelerate.yaml"] == accelerate.read_text()
 
 
 def test_golden_files_are_all_used() -> None:
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_launch*.py"))
     for path in GOLDEN.rglob("*.*"):
         run, to, _ = path.relative_to(GOLDEN).parts
-        assert f'"{run}"' in tests, path
+        assert f'"{run}/' in tests, path
         assert to in ("script", "runai", "kubernetes", "openshift", "slurm"), path
-        assert to in ("kubernetes", "openshift") or f'"{path.name}"' in tests, path
+        assert to == "kubernetes" or f'"{path.name}"' in tests, path
 
 
 def test_rendering_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
@@ -80,47 +80,137 @@ def test_multi_node_run_is_refused_on_one_machine() -> None:
         render(plan, "local")
 
 
+# A value of each key that all platforms share, other than its default and SITE's.
+SHARED = {
+    "nodes": "2",
+    "gpus_per_node": "2",
+    "gpu": "b200",
+    "machine": "there-is-no-such-file.json",
+    "link": "pcie-5",
+    "network": "ethernet-25",
+    "nics_per_node": "2",
+    "host_memory_gib": "1",
+    "image": "a/b:1",
+    "volumes": "[{claim: other, path: /data}]",
+    "cpu": "3",
+    "cpu_limit": "20",
+    "memory_request": "200Gi",
+    "memory_limit": "300Gi",
+    "large_shm": "false",
+    "working_dir": "/data/scripts",
+    "install": "[a]",
+    "env": "{A: b}",
+    "max_restarts": "7",
+    "grace_seconds": "777",
+    "deadline_seconds": "86400",
+    "log_format": "json",
+}
+PLANNED = ("nodes", "gpus_per_node", "gpu", "machine", "link", "network", "nics_per_node", "host_memory_gib")
+PODS = {
+    "image_pull_policy": "Always",
+    "priority_class": "high",
+    "networks": "[other]",
+    "labels": "{a: b}",
+    "annotations": "{a: b}",
+    "extended_resources": "{rdma/nic: 1}",
+    "topology_key": "rack",
+    "topology": "preferred",
+    "tolerations": "[{key: a}]",
+    "user": "{uid: 7}",
+    "supplemental_groups": "[7]",
+    "ttl_seconds": "7",
+}
+OWN = {
+    "kubernetes": {
+        **PODS,
+        "engine": "pytorchjob",
+        "trainer_version": "'2.2'",
+        "runtime": "other",
+        "namespace": "other",
+        "service_account": "a",
+        "image_pull_secrets": "[a]",
+        "queue": "a",
+        "queue_priority": "a",
+        "gang": "volcano",
+        "scheduler_name": "a",
+        "gpu_resource": "rdma/nic",
+        "hugepages": "{2Mi: 4Gi}",
+        "ephemeral_storage": "1Gi",
+        "node_selector": "{a: b}",
+        "affinity": "{nodeAffinity: {}}",
+        "fs_group": "7",
+        "runtime_class": "a",
+        "network_policy": "all",
+        "pod_monitor": "true",
+    },
+    "runai": {**PODS, "project": "other", "node_pools": "[a]", "preemptible": "true"},
+    "slurm": {"account": "a", "partition": "a", "qos": "a", "container": "pyxis", "sbatch": "{exclusive: ''}"},
+}
+NEEDS = {  # what a key refers to
+    "topology": ("cluster.{section}.topology_key=rack",),
+    "queue_priority": ("cluster.{section}.queue=a",),
+    "trainer_version": ("cluster.{section}.engine=trainer",),
+    "runtime": ("cluster.{section}.engine=trainer",),
+    "pod_monitor": ("watch.prometheus_port=9400", "watch.prometheus_address=0.0.0.0"),
+    "container": ("cluster.volumes=[{host: /data, path: /data}]",),
+}
+
+
+def seen(to: str, plan: Plan, overrides: tuple[str, ...]) -> tuple[Any, str]:
+    """Return what is written, and what is reported, of a run on a platform with these overrides."""
+    loaded = read_run_file(EXAMPLES / "train.yaml", overrides)
+    try:
+        if overrides[-1].partition("=")[0].removeprefix("cluster.") in PLANNED:
+            plan = plan_of(EXAMPLES / "train.yaml", overrides)
+        job = build_job(replace(plan, loaded=loaded))  # the overrides themselves are in no file
+        return (submitting.PLATFORMS[to].files(job), plan.cost, job.grace_seconds), "\n".join(
+            submitting.review(job, to)
+        )
+    except UserError as error:
+        return None, str(error)
+
+
 @pytest.mark.parametrize("to", submitting.PLATFORMS)
 def test_every_key_has_an_effect_or_is_reported(to: str) -> None:
-    """Every key occurs in the code that renders a platform's files, plans or checks."""
-    folder, windlass = Path(submitting.__file__).parent, Path(submitting.__file__).parent.parent
-    pods = ("kubernetes.py", "pod.py", "kubectl.py", "job.yaml.j2")
-    modules = {
-        "kubernetes": pods,
-        "openshift": (*pods, "openshift.py"),
-        "local": ("local.py",),
-        "script": ("local.py",),
+    """Set alone, a key changes the plan or the platform's files, or is named in a note or an error."""
+    section = machines.PLATFORM_SECTIONS.get(to, "")
+    keys = {f"cluster.{key}": value for key, value in SHARED.items()}
+    keys |= {f"cluster.{section}.{key}": value for key, value in OWN.get(section, {}).items()}
+    own = {"cluster.platform", *(f"cluster.{name}" for name in OWN)}
+    assert {*keys} | own == {
+        key
+        for key in list_keys()
+        if key.count(".") == 1 + key.startswith(f"cluster.{section}.") and key.startswith("cluster.")
     }
-    own = [folder / "platforms" / name for name in modules.get(to, (f"{to}.py",))]
-    shared = [*(windlass / "plan").glob("*.py"), windlass / "hardware.py", folder / "script.py", folder / "job.py"]
-    text = "".join(path.read_text() for path in [*own, *shared])
-    silent = [key for key in machines.Cluster.model_fields if not re.search(rf'cluster\.{key}\b|"{key}"', text)]
-    assert silent == []
+    site = (*SITE, "cluster.nodes=1", "cluster.network=null") if to == "local" else SITE
+    plan = plan_of(EXAMPLES / "train.yaml", site)
+    silent = []
+    for key, value in keys.items():
+        name = key.rpartition(".")[2]
+        before = (*site, *(need.replace("{section}", section) for need in NEEDS.get(name, ())))
+        files, _ = seen(to, plan, before)
+        changed, report = seen(to, plan, (*before, f"{key}={value}"))
+        if changed in (None, files) and not re.search(rf"\b{name}\b", report):
+            silent.append(key)
+    # Nothing is between the nodes of one machine.
+    assert silent == (["cluster.network", "cluster.nics_per_node"] if to == "local" else [])
 
 
 def test_keys_without_effect_on_the_platform_are_reported() -> None:
     def notes(to: str, *overrides: str) -> str:
         return "\n".join(submitting.review(build_job(example("train", overrides)[0]), to))
 
-    printed = notes(
-        "runai",
-        *FULL,
-        "cluster.kubernetes.priority_class=high",
-        "cluster.kubernetes.gpu_resource=nvidia.com/mig-7g.141gb",
-    )
-    for key in ("queue", "node_selector", "deadline_seconds", "service_account", "gpu_resource"):
-        assert f"cluster.{key} has no effect on Run:ai" in printed
+    printed = notes("runai", *FULL)
+    assert "cluster.deadline_seconds has no effect on Run:ai" in printed
+    own = "affinity, extended_resources, image_pull_secrets, namespace, networks, node_selector, queue, service_account"
+    assert f"cluster.kubernetes has no effect on platform runai: {own}" in printed
+    assert "cluster.runai has no effect" not in printed
+    assert "SCC nonroot-v2" in printed, "which may run on OpenShift"
     env = "cluster.env={NCCL_TIMEOUT: '1', RDMAV_FORK_SAFE: '1', NCCL_IB_HCA: mlx5_0, OURS: x}"
-    printed = notes(
-        "kubernetes",
-        *FULL,
-        "cluster.kubernetes.user={uid: 0}",
-        "cluster.image=a/b:1",
-        env,
-        "cluster.kubernetes.engine=trainer",
-    )
+    root = "cluster.kubernetes.user={uid: 0}"
+    printed = notes("kubernetes", *FULL, root, "cluster.image=a/b:1", env, "cluster.kubernetes.engine=trainer")
     for part in (
-        "cluster.project has no effect on Kubernetes",
+        "cluster.runai has no effect on platform kubernetes: extended_resources, networks, project",
         "a tag may change",
         "NCCL_TIMEOUT: no effect",
         "RDMAV_FORK_SAFE: redundant",
@@ -128,32 +218,23 @@ def test_keys_without_effect_on_the_platform_are_reported() -> None:
     ):
         assert part in printed
     assert "NCCL_IB_HCA" not in printed
-    volumes = "cluster.volumes=[{host: /data, path: /data}]"
-    printed = notes(
-        "slurm", volumes, "cluster.memory_request=64Gi", "cluster.memory_limit=96Gi", "cluster.kubernetes.runtime=r"
-    )
-    for key in ("volumes", "memory_request", "runtime"):
-        assert f"cluster.{key} has no effect on Slurm" in printed
-    assert "yunikorn is given no PodGroup" in notes("kubernetes", *SITE, "cluster.kubernetes.scheduler_name=yunikorn")
-    assert "cluster's queue, labels" in notes(
-        "script", "cluster.kubernetes.queue=gpus", "cluster.kubernetes.labels={a: b}"
-    )
-    one = (
-        "cluster.nodes=1",
-        "cluster.gpus_per_node=1",
-        "cluster.gpu=cpu",
-        "cluster.host_memory_gib=4000",
-        "cluster.kubernetes.queue=gpus",
-        "cluster.install=[a]",
-    )
-    assert "cluster's queue\ncluster.install has no effect" in notes("local", *one)
     assert "OURS" not in printed
     assert "SCC" not in printed
-    assert "SCC nonroot-v2" in notes("runai", *FULL), "which may run on OpenShift"
-    # anyuid itself refuses every pod that names a profile.
-    assert "a copy of the SCC anyuid with seccompProfiles" in notes(
-        "openshift", *SITE, "cluster.kubernetes.user={uid: 0}"
+    volumes = "cluster.volumes=[{host: /data, path: /data}]"
+    printed = notes("slurm", volumes, "cluster.memory_request=64Gi", "cluster.memory_limit=96Gi")
+    for key in ("volumes", "memory_request"):
+        assert f"cluster.{key} has no effect on Slurm" in printed
+    assert "cluster.kubernetes" not in printed
+    assert "yunikorn is given no PodGroup" in notes("kubernetes", *SITE, "cluster.kubernetes.scheduler_name=yunikorn")
+    printed = notes("script", "cluster.kubernetes.queue=gpus", "cluster.slurm.partition=gpu", "cluster.max_restarts=1")
+    assert "cluster's max_restarts" in printed
+    assert "cluster.slurm has no effect on platform script: partition\ncluster.kubernetes has no effect" in printed
+    here = ("cluster.nodes=1", "cluster.gpus_per_node=1", "cluster.gpu=cpu", "cluster.host_memory_gib=4000")
+    assert "cluster's cpu\ncluster.install has no effect" in notes(
+        "local", *here, "cluster.cpu=3", "cluster.install=[a]"
     )
+    # anyuid itself refuses every pod that names a profile.
+    assert "a copy of the SCC anyuid with seccompProfiles" in notes("openshift", *SITE, root)
     assert "must not be root" not in notes("openshift", *SITE)
     assert "restricted-v2 refuses group 7" in notes("openshift", *SITE, "cluster.kubernetes.fs_group=7")
     assert "runs as root (alpine:3.10)" in notes("kubernetes", *SITE, "cluster.kubernetes.engine=pytorchjob")

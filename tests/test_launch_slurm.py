@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from launch_jobs import EXAMPLES, calls, compared, environ, example, plan_of, program
+from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program
 
 from windlass import demo, run_folder
 from windlass.errors import RunError, UserError
@@ -278,7 +278,3 @@ def test_unsupported_slurm_settings_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=what):
             render(example("train", more)[0], "slurm")
-
-
-def test_golden_batch_script() -> None:
-    compared("train/slurm/job.sbatch", render(example("train", ())[0], "slurm")["job.sbatch"])

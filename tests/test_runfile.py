@@ -245,8 +245,8 @@ def test_presets_have_no_remarks(tmp_path: Path) -> None:
         "cluster.platform=runai",
         "cluster.image=registry.example/pytorch@sha256:0",
         "cluster.volumes=[{claim: project-001, path: /data}]",
-        "cluster.kubernetes.networks=[ssa]",
-        "cluster.kubernetes.extended_resources={openshift.io/mellanoxnics: 1}",
+        "cluster.runai.networks=[ssa]",
+        "cluster.runai.extended_resources={openshift.io/mellanoxnics: 1}",
         "cluster.env.NCCL_SOCKET_IFNAME=net1",
         "cluster.env.HF_TOKEN={secret: hub, key: token}",
     ]
@@ -259,7 +259,13 @@ def test_presets_have_no_remarks(tmp_path: Path) -> None:
 
 def test_the_schema_accepts_what_is_read_and_refuses_what_is_not(tmp_path: Path) -> None:
     validator = jsonschema.Draft202012Validator(make_schema())
-    for text in (*(path.read_text() for path in RUNS), *read_presets().values(), "layout: {shard: 1}", "watch:"):
+    for text in (
+        *(path.read_text() for path in RUNS),
+        *read_presets().values(),
+        "layout: {shard: 1}",
+        "watch:",
+        "cluster: {slurm: }",
+    ):
         (tmp_path / "run.yaml").write_text(text)
         read_any(tmp_path / "run.yaml")
         validator.validate(yaml.safe_load(text.replace("2e-5", "2.0e-5").replace("1e-", "1.0e-")))

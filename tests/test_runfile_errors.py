@@ -102,6 +102,9 @@ BAD_KEYS = {
     "train: {deepspeed: x}": ("train.deepspeed", "", "full-shard"),
     "model: {load_in_4bit: true}": ("model.load_in_4bit", "", "write layout.base_dtype: nf4"),
     "cluster: {volumes: [{claim: a, pth: /a, path: /b}]}": ("cluster.volumes[0].pth", "", "did you mean path?"),
+    "cluster: {slurm: {queue: a}}": ("cluster.slurm.queue", "", "write cluster.slurm.partition"),
+    "cluster: {slurm: {node_selector: {a: b}}}": ("cluster.slurm.node_selector", "", "sbatch: {constraint: FEATURE}"),
+    "cluster: {openshift: {queue: a}}": ("cluster.openshift", "", "write cluster.kubernetes"),
     "watch: {zzzzzzz: 1}": ("watch.zzzzzzz", "", "windlass explain watch"),
     "lora: {experts: {zzzzzzz: 1}}": ("lora.experts.zzzzzzz", "", "its keys are r, lora_alpha, targets"),
     "layout: {rank: 2}": ("layout.rank", "", "did you mean ranks?"),
@@ -189,6 +192,41 @@ def test_bad_settings(problems: Problems) -> None:
         assert what in found.problem, text
         assert found.hint, text
         assert hint in found.hint, text
+
+
+MOVED = """
+cluster:
+  platform: slurm
+  queue: gpu
+  project: research
+  node_selector: {a: b}
+  tolerations: [{key: a}]
+"""
+
+
+def test_former_keys_of_cluster_are_answered_with_their_place(problems: Problems) -> None:
+    """On the chosen platform, or else on each that has it; the last hint is the whole section."""
+    partition, account, selector, tolerations = problems(MOVED)
+    assert (partition.where, partition.problem) == ("F:4: cluster.queue", "it is cluster.slurm.partition now")
+    assert account.hint == "below `cluster:` write  slurm: {partition: gpu, account: research}"
+    assert selector.problem == "it is cluster.kubernetes.node_selector now"
+    assert selector.hint == "on platform slurm, write cluster.slurm.sbatch: {constraint: FEATURE}"
+    assert tolerations.problem == "it is cluster.kubernetes.tolerations or cluster.runai.tolerations now"
+    assert tolerations.hint == "below `cluster:` write  kubernetes: {tolerations: [{key: a}]}"
+    (found,) = problems("cluster: {priority_class: a}", "cluster.platform=openshift")
+    assert found.problem == "it is cluster.kubernetes.priority_class now"
+    (found,) = problems("cluster: {platform: runai}", "cluster.user.uid=5")
+    assert found == Problem(
+        "it is cluster.runai.user now",
+        "--override cluster.user.uid=5",
+        "--override cluster.runai.user.uid=5",
+    )
+    (found,) = problems("cluster: {platform: slurm}", "cluster.sbatch={mem: 0}")
+    assert found.hint == "--override 'cluster.slurm.sbatch={mem: 0}'"
+    assert {row.name for row in explain_topic("cluster.queue")} >= {
+        "cluster.kubernetes.queue",
+        "cluster.slurm.partition",
+    }
 
 
 def test_a_hint_to_explain_names_a_key_that_explain_knows(problems: Problems) -> None:

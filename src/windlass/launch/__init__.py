@@ -7,5 +7,3 @@ job         the parts of the plan that every launcher needs
 submit      the table of platforms; submit, status, logs, stop
 local, script, slurm, runai, kubernetes, openshift    the platforms; the last two use pod and kubectl
 """
-
-PLATFORMS = ("local", "script", "slurm", "runai", "kubernetes", "openshift")

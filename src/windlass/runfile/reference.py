@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from windlass.errors import UserError
 from windlass.runfile.document import Steps, parse_scalar
 from windlass.runfile.fields import RunFile, ScriptRun
+from windlass.runfile.machines import PLATFORM_SECTIONS
 from windlass.runfile.names import OTHER_NAMES, RENAMED, find_close_names
 from windlass.runfile.values import Section
 
@@ -211,6 +212,10 @@ def make_schema() -> dict[str, Any]:
             properties[path.rpartition(".")[2]]["description"] = _docstrings(model)[path.rpartition(".")[2]]
         for name in SECTIONS:  # a header may have nothing under it
             if rule := found["properties"].get(name):
+                rule["anyOf"] = [{"$ref": rule.pop("$ref")}, {"type": "null"}]
+        for name in PLATFORM_SECTIONS.values():
+            rule = found["$defs"]["Cluster"]["properties"][name]
+            if "$ref" in rule:
                 rule["anyOf"] = [{"$ref": rule.pop("$ref")}, {"type": "null"}]
     script, lora = roots[ScriptRun], roots[RunFile]
     sections = {**script.pop("$defs"), **lora.pop("$defs")}

@@ -29,6 +29,7 @@ SCHEDULED = (
 )
 IGNORED = {
     "working_dir": "the run starts in this folder",
+    "env": "export the variables before",
     "install": "install it in this environment",
     "log_format": "nothing collects these lines",
 }
