@@ -227,7 +227,7 @@ def canonical_split(split: str) -> str:
 
 
 def parse_split_name(name: str) -> str | None:
-    """Return the split in the name of a file or folder: `train-00000-of-00002`, `wiki.valid`, `dev`."""
+    """Return the split in the name of a file or folder: train-00000-of-00002, wiki.valid, dev."""
     named = {canonical_split(word) for word in re.split(r"[^A-Za-z]+", name)} & {"train", "validation", "test"}
     return named.pop() if len(named) == 1 else None
 

@@ -400,7 +400,7 @@ def view_by_expert(name: str, matrix: Any, experts: int) -> Any:
 
 
 def pack_experts(name: str, stack: Any) -> Any:
-    """Return the packed matrix whose view by expert is `stack`: the inverse of `by_expert`."""
+    """Return the packed matrix whose view by expert is `stack`: the inverse of `view_by_expert`."""
     rows = stack.shape[0] * stack.shape[1]
     if ".lora_A." in name:
         return stack.reshape(rows, -1)

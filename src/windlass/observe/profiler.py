@@ -87,7 +87,7 @@ class StepProfiler(_Profiler):
     `communication`; those inside DDP or FSDP count as the phase they happen in.
 
     output_dir: the run folder; default: that of the run file that started the script.
-    unit: what is counted, in the plural: `images` becomes `images` and `images_per_second` of every step.
+    unit: what is counted, in the plural: "images" counts images and images_per_second of every step.
     debug_freq: every that many steps, also wait for the GPU and sample every counter; 0: never.
     report_meta, script_name: shown in the report as they are.
     from_step: steps that were trained before, if the loop continues from a checkpoint.

@@ -33,7 +33,7 @@ _TAGS = {"", *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves the interpretation of plain text to `scalar`."""
+    """Leaves the interpretation of plain text to `parse_scalar`."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
     DEFAULT_SCALAR_TAG = ""  # type: ignore[misc]

@@ -77,7 +77,7 @@ def read_kind(path: Path, overrides: Sequence[str] = ()) -> str:
     try:
         value = load_document(Path(path)).value
     except UserError:
-        return "lora"  # `read` reports what is wrong
+        return "lora"  # reading the run reports what is wrong
     return "script" if isinstance(value, dict) and _find_root(value, overrides) is ScriptRun else "lora"
 
 

@@ -21,7 +21,7 @@ TAIL = 0.1  # below this share of the run's learning rate an update may be too s
 
 
 class Liveness:
-    """Call `before_update` and `after_update` around every optimizer step; both do nothing once `done`.
+    """Call `before_update` and `after_update` around every optimizer step; both do nothing once `is_done`.
 
     B starts at zero, so A has no gradient until B has moved: A is checked one step with a positive learning rate after
     B. If no B starts at zero (a continued adapter, a resumed run), all are checked at once. Warm-up steps at rate 0

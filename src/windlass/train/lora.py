@@ -118,7 +118,7 @@ def make_peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
-        # PEFT refuses dropout with experts: see `attach`.
+        # PEFT refuses dropout with experts: see `UnmergedExpertLora`.
         lora_dropout=0.0 if adapter.target_parameters else lora.lora_dropout,
         target_modules=list(adapter.target_modules),
         target_parameters=list(adapter.target_parameters) or None,

@@ -27,7 +27,7 @@ class ReplicaGroups:
     comes from the tokens of all ranks of their expert group. `sharded` by FSDP2 (the base's own biases): no two ranks,
     and FSDP2 averages their gradients.
 
-    Only `differing` makes the host wait for the device.
+    Only `find_differing` makes the host wait for the device.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -114,7 +114,7 @@ class RowExchange:
 
 
 class StartExchange(torch.autograd.Function):
-    """Starts an exchange. Its output is valid only after `Wait`, whose backward starts the exchange of gradients."""
+    """Starts an exchange. Its output is valid only after `WaitForExchange`, whose backward starts that of gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, way: RowExchange) -> Tensor:

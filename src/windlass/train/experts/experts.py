@@ -223,8 +223,8 @@ def pack_grad_b(grad_b: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 class UnmergedExpertLora(ParamWrapper):  # type: ignore[misc]
-    """PEFT's container of one expert parameter's adapter. Its forward only passes on; `forward` above computes the
-    adapter."""
+    """PEFT's container of one expert parameter's adapter. Its forward only passes on: `experts_forward` computes
+    the adapter."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = self.base_layer(x, *args, **kwargs)

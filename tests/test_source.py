@@ -1,9 +1,11 @@
-"""Rules of the source: sizes, light imports, one place for exit codes."""
+"""Rules of the source: sizes, names in docstrings, light imports, one place for exit codes."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +37,47 @@ def test_the_training_package_has_no_imports_for_types_only() -> None:
     """Such an import hides a circle: a guest of the loop that knows the loop."""
     modules = (ROOT / "src" / "windlass" / "train").rglob("*.py")
     assert [path.name for path in modules if "TYPE_CHECKING" in path.read_text(encoding="utf-8")] == []
+
+
+LIBRARIES = {"datasets", "distributed_config", "key_mapping", "context_fn"}  # and their arguments
+
+
+def find_names(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """Return the names that a file's text contains, and those of them that it defines for others."""
+    named, defined = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            defined.add(node.name)
+        if isinstance(node, ast.Module | ast.ClassDef):
+            targets = [target for part in node.body if isinstance(part, ast.Assign) for target in part.targets]
+            targets += [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+            defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            defined |= {*re.findall(r"\w+", node.value)}
+        for field in ("id", "attr", "arg", "name"):
+            named.add(str(getattr(node, field, "")))
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            named |= {step for alias in node.names for step in alias.name.split(".")}
+    return named | defined, defined
+
+
+def test_names_in_docstrings_exist() -> None:
+    """A word in backticks is a name of the same file, or one that another file defines: a rename leaves none behind."""
+    paths = sorted((ROOT / "src").rglob("*.py"))
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    everywhere = {*dir(builtins), *LIBRARIES}
+    everywhere |= {step for path in paths for step in path.relative_to(ROOT / "src").with_suffix("").parts}
+    everywhere |= {name for tree in trees.values() for name in find_names(tree)[1]}
+    assert "no_such_name" not in everywhere
+    stale = []
+    for path, tree in trees.items():
+        known = everywhere | find_names(tree)[0]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                words = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)`", ast.get_docstring(node) or "")
+                unknown = [word for word in words if not known.issuperset(word.split("."))]
+                stale += [f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {word}" for word in unknown]
+    assert not stale
 
 
 SCRIPT = """
