@@ -133,8 +133,8 @@ def rank(folder: Path) -> None:
     import torch
 
     from windlass.ranks.rank import Rank
+    from windlass.train.connect import create_process_group
     from windlass.train.kernels import on_cpu, products
-    from windlass.train.run import create_process_group
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -21,8 +21,8 @@ from windlass.ranks.rank import Rank
 from windlass.ranks.supervisor import set_allocator
 from windlass.train import parallel
 from windlass.train.checkpoint.snapshot import get_random_state, set_random_state
+from windlass.train.connect import choose_gpu, create_process_group, require_own_gpus
 from windlass.train.console import Progress
-from windlass.train.run import choose_gpu, create_process_group, require_own_gpus
 
 
 @pytest.mark.parametrize(("local_rank", "seen", "wanted"), [(0, 1, 0), (3, 1, 0), (0, 8, 0), (7, 8, 7)])

@@ -38,6 +38,7 @@ from windlass.train import run
 from windlass.train.checkpoint.folder import list_checkpoints, read_step
 from windlass.train.checkpoint.resume import claim_run_folder, fingerprint_base
 from windlass.train.checkpoint.snapshot import STATE, Snapshot, adapter_state
+from windlass.train.connect import require_device
 from windlass.train.kernels import compiled
 from windlass.train.load import load_base
 from windlass.train.loop import Loop
@@ -257,13 +258,13 @@ def test_resume_keeps_files_and_machine_kind(
     assert f"this run began with torch 2.0.0 and continues with {torch.__version__}" in capsys.readouterr().err
 
     # A GPU that torch can't use would otherwise mean weeks on the CPU.
-    run.require_device(plan)
+    require_device(plan)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     gpu = planning.make_plan(
         runfile.read_run_file(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set", "cluster.gpu=h200"])
     )
     with pytest.raises(UserError, match=r"planned for h200, and torch .* finds no usable GPU"):
-        run.require_device(gpu)
+        require_device(gpu)
 
 
 def test_a_signal_before_the_ranks_are_started_ends_the_command() -> None:

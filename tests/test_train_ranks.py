@@ -18,7 +18,7 @@ from windlass.errors import SAVED, Problem, RunError, UserError
 from windlass.ranks import supervisor as ranks
 from windlass.ranks.rank import read_rank, translate_srun
 from windlass.runfile import read_run_file
-from windlass.train.run import choose_gpu
+from windlass.train.connect import choose_gpu
 
 PROLOGUE = """
 import os, signal, sys, time

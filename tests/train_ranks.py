@@ -32,7 +32,7 @@ from windlass.errors import RunError, UserError
 from windlass.model import find_base
 from windlass.observe.background import BackgroundReport
 from windlass.ranks.rank import Rank, read_rank
-from windlass.train import run
+from windlass.train import connect, run
 from windlass.train.best import rank_checkpoints as evaluate_all
 from windlass.train.load import load_base
 from windlass.train.loop import Loop
@@ -236,7 +236,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
             FAULTS[name].plant(loop)
         return loop
 
-    original, run.make_loop, libraries = run.make_loop, loop_of, vars(run)["read_versions"]
+    original, run.make_loop, libraries = run.make_loop, loop_of, vars(connect)["read_versions"]
     folder = Path.cwd()
     try:
         if here.rank == 1 and "folder_of_rank_1" in case:
@@ -249,7 +249,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         if here.rank == 1 and "model_of_rank_1" in case:  # another node's files under the same name
             plan = replace(plan, base=find_base(case["model_of_rank_1"], "model"))
         if here.rank == 1:  # another image on another node
-            vars(run)["read_versions"] = lambda names: libraries(names) | case.get("versions_of_rank_1", {})
+            vars(connect)["read_versions"] = lambda names: libraries(names) | case.get("versions_of_rank_1", {})
         allowed = {"allow_other_base": case.get("allow_other_base", False)}
         if case.get("best"):
             folder_of_run = plan.folder
@@ -263,7 +263,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         seen["where"] = error.problems[0].where
     finally:
         os.chdir(folder)
-        run.make_loop, vars(run)["read_versions"] = original, libraries
+        run.make_loop, vars(connect)["read_versions"] = original, libraries
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     loop = seen.pop("loop", None)  # it is compiled still if no layer had to run eagerly
     seen |= {
@@ -368,7 +368,7 @@ def main() -> None:
     here = read_rank(os.environ)
     assert here is not None
     torch.set_num_threads(1)
-    run.create_process_group(here, 60)
+    connect.create_process_group(here, 60)
     for name in ("start", "finish"):
         setattr(BackgroundReport, name, lambda _: None)  # it would take half the time
     outcomes = {}

@@ -48,10 +48,11 @@ from windlass.settings import (
     FOUR_BITS,
 )
 from windlass.train import loss, parallel
-from windlass.train import run as training
+from windlass.train.connect import create_process_group
 from windlass.train.experts import experts
 from windlass.train.kernels import compare, family_layers, products
 from windlass.train.kernels.lora_linear import check_lora_linears
+from windlass.train.run import train_rank
 from windlass.weights import four_bits, quantized
 
 LIMIT_SECONDS: Final = 170.0
@@ -179,7 +180,7 @@ def run_tests(folder: Path) -> None:
     signal.alarm(math.ceil(LIMIT_SECONDS) + 10)  # ends this process even if the one that started it was killed
     here, alone = read_rank(os.environ), os.environ.get(CPU_ALONE)
     assert here is not None
-    training.create_process_group(here, 60)
+    create_process_group(here, 60)
     device, world = parallel.get_device(), int(alone or here.world)
     every: dict[str, Callable[[], str]] = {
         f"reference on the CPU, {dtype}": partial(train_reference, here, folder, dtype, world) for dtype in REFERENCES
@@ -449,7 +450,7 @@ def train_here(
     path.write_text(RUN.format(**given, batch=2 * count))
     plan = planning.make_plan(runfile.read_run_file(path))
     gc.collect()  # what an earlier one left
-    training.train_rank(plan, here)
+    train_rank(plan, here)
     only_there = ("reserve", "fragmentation")  # nothing that torch counts
     rows = (row for row in plan.cost.rows if (row.phase, row.place) == ("step", "gpu") and row.item not in only_there)
     return read_steps(folder / name), sum(row.bytes for row in rows) / GIB

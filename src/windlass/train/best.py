@@ -25,13 +25,14 @@ from windlass.run_folder import BASES, CHECKPOINTS
 from windlass.train.batches import Batches, Collate
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.checkpoint.snapshot import load_adapter
+from windlass.train.connect import create_process_group, require_device
 from windlass.train.console import make_console
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
 from windlass.train.parallel import get_device
 from windlass.train.patches import Patches
 from windlass.train.ranking import Candidate, Ranking
-from windlass.train.run import create_process_group, describe_precision, open_base_tokenizer, require_device
+from windlass.train.run import describe_precision, open_base_tokenizer
 from windlass.weights.same_base import read_recorded_base, require_same_base
 
 BASE: Final = "base model"  # without an adapter, as the reference

@@ -1,4 +1,4 @@
-"""A training run as every rank executes it: read `run` from top to bottom."""
+"""A training run as every rank executes it: read `train_rank` from top to bottom."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ import json
 import os
 import re
 import shutil
-import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from peft import PeftModel
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -28,7 +21,6 @@ from windlass.data.packing import Order
 from windlass.data.prepare import PreparedData, open_tokenizer, prepare_data
 from windlass.errors import SAVED, Problem, UserError
 from windlass.files import WriteGuard, commit_dir, write_json
-from windlass.hardware import read_gpus
 from windlass.observe.background import BackgroundReport
 from windlass.observe.flops import Rates
 from windlass.observe.recorder import Recorder
@@ -37,18 +29,15 @@ from windlass.observe.watch.run import RunWatch
 from windlass.plan import Plan
 from windlass.ranks import collectives as group
 from windlass.ranks.rank import Rank, StopSignal
-from windlass.ranks.supervisor import remove_accelerate_settings, set_allocator
 from windlass.run_folder import (
     BASE_MODEL,
     CHECKPOINTS,
     DATA,
     FINAL,
     FINISHED,
-    LIBRARIES,
     LOAD,
     MANIFEST,
     STOPPED,
-    read_versions,
     update_manifest,
 )
 from windlass.train.batches import Batches, Collate, RunLength
@@ -64,6 +53,7 @@ from windlass.train.checkpoint.resume import (
 )
 from windlass.train.checkpoint.saver import Saver
 from windlass.train.checkpoint.snapshot import load_adapter, save_adapter
+from windlass.train.connect import create_process_group, find_differences, require_device, require_same_plan
 from windlass.train.console import Progress, make_console, print_header
 from windlass.train.evaluate import Evaluator
 from windlass.train.load import load_base
@@ -74,7 +64,7 @@ from windlass.train.parallel import assert_sharded, get_device
 from windlass.train.samples import Samples, read_prompts
 from windlass.train.step import TrainedModel, Updater
 from windlass.train.trackers import Trackers
-from windlass.weights.same_base import describe_base, describe_files, describe_quantization, read_forward_config
+from windlass.weights.same_base import describe_base, describe_files, describe_quantization
 
 # Nodes differ: one may have the weights in its page cache, another read them from slow storage.
 LOADING_SECONDS = 2 * 3600
@@ -94,7 +84,8 @@ def train_rank(
     plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None = None, allow_other_base: bool = False
 ) -> int:
     """Do one rank's part of the run. Returns 0, or 75 if a signal stopped it and everything is saved."""
-    job, folder = plan.run, plan.folder
+    job = plan.run
+    folder = plan.folder
 
     # 1. Connect to the other ranks; only rank 0 prints. All must be about to run the same.
     console = make_console(here)
@@ -135,7 +126,8 @@ def train_rank(
             digest = certificate["base_digest"]
             other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
             base = describe_base(plan.base, digest, other, certificate["quantisation"])
-            if line := describe_quantization(certificate["quantisation"] or {}):
+            line = describe_quantization(certificate["quantisation"] or {})
+            if line:
                 console.print(f"base      {line}; the files hold other weights than the adapter is trained on")
             if here.rank == 0:
                 with unwritten(folder / MANIFEST):
@@ -159,8 +151,8 @@ def train_rank(
             if not loop.stopped:
                 loop.watch.finish()
                 if from_checkpoint is None and not loop.updater.liveness.is_done:
-                    what = f"too few steps ({loop.step}) to see all of the adapter train: parts may be as they began"
-                    console.print(f"warning: {what}; set a larger train.max_steps", style="yellow")
+                    few = f"too few steps ({loop.step}) to see all of the adapter train: parts may be as they began"
+                    console.print(f"warning: {few}; set a larger train.max_steps", style="yellow")
         if loop.stopped:
             if here.rank == 0:
                 update_manifest(folder, state=STOPPED)
@@ -182,12 +174,13 @@ def save_final(
     plan: Plan, model: PeftModel, tokenizer: PreTrainedTokenizerBase, base: dict[str, Any], console: Console
 ) -> None:
     """Save the final adapter into a folder that exists in full or not at all. A collective; rank 0 writes."""
-    job, folder = plan.run, plan.folder
-    wanted = job.train.load_best_model_at_end
-    if wanted and (best := group.run_on_rank_0(lambda: find_intact_best(folder / CHECKPOINTS))):
-        load_adapter(model, best)
-        console.print(f"the adapter is that of {best.name}, which evaluated best")
-    final, partial = folder / FINAL, folder / f".{FINAL}.partial"
+    if plan.run.train.load_best_model_at_end:
+        best = group.run_on_rank_0(lambda: find_intact_best(plan.folder / CHECKPOINTS))
+        if best is not None:
+            load_adapter(model, best)
+            console.print(f"the adapter is that of {best.name}, which evaluated best")
+    final = plan.folder / FINAL
+    partial = plan.folder / f".{FINAL}.partial"
     try:
         if group.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -196,9 +189,11 @@ def save_final(
             try:
                 tokenizer.save_pretrained(partial)
             except Exception as error:  # a library error, such as tokenizers' own for a full disk
-                if number := re.search(r"os error (\d+)", str(error)):
-                    raise OSError(int(number[1]), os.strerror(int(number[1])), str(final / "tokenizer.json")) from None
-                raise
+                number = re.search(r"os error (\d+)", str(error))
+                if number is None:
+                    raise
+                code = int(number[1])
+                raise OSError(code, os.strerror(code), str(final / "tokenizer.json")) from None
             write_json(partial / BASE_MODEL, base | describe_files(partial))
             commit_dir(partial, final)
     except OSError as error:
@@ -207,126 +202,7 @@ def save_final(
         raise
 
 
-# --- 1. connect, agree ---
-
-
-def require_device(plan: Plan) -> None:
-    """Refuse to train on the CPU what was planned for GPUs: it would take weeks without a message."""
-    if plan.machine.gpu.name != "cpu" and not torch.cuda.is_available():
-        raise UserError(
-            f"the run is planned for {plan.machine.gpu.name}, and torch {torch.__version__} finds no usable GPU "
-            f"(driver {(found := read_gpus(health=False)).driver or found.error})",
-            plan.where("cluster.gpu"),
-            "see `windlass check RUN --here`; to train on the CPU set cluster.gpu: cpu",
-        )
-
-
-def create_process_group(
-    here: Rank, timeout_seconds: float, recorders: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    """Create the process group: NCCL between GPUs, gloo between CPUs and for Python objects."""
-    remove_accelerate_settings(os.environ)
-    os.environ |= {"RANK": str(here.rank), "LOCAL_RANK": str(here.local_rank), "WORLD_SIZE": str(here.world)}
-    os.environ |= recorders
-    set_allocator(os.environ)
-    gpu = torch.cuda.is_available()
-    if gpu:
-        torch.cuda.set_device(index := choose_gpu(here.local_rank, torch.cuda.device_count()))
-        os.environ["LOCAL_RANK"] = str(index)  # transformers uses this GPU index when it shards
-    here.phase("waiting for the other ranks")
-    if not dist.is_initialized():
-        if here.world > 1 and not os.environ.get("MASTER_ADDR"):
-            what = f"{here.world} ranks, and MASTER_ADDR is not set: they can't find each other"
-            raise UserError(what, "the environment", "set it to rank 0's host, on all ranks; torchrun does")
-        os.environ.setdefault("MASTER_PORT", "29500")
-        connected: Future[None] = Future()
-
-        def connect() -> None:
-            try:
-                backend, timeout = "cpu:gloo,cuda:nccl" if gpu else "gloo", timedelta(seconds=timeout_seconds)
-                connected.set_result(dist.init_process_group(backend, timeout=timeout))
-            except BaseException as error:
-                connected.set_exception(error)
-
-        # Connecting waits in C++: a thread lets Python handle signals meanwhile.
-        threading.Thread(target=connect, name="windlass connect", daemon=True).start()
-        connected.result()
-    if gpu:
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        require_own_gpus(group.all_gather(str(getattr(device, "uuid", ""))))
-
-
-def choose_gpu(local_rank: int, visible: int) -> int:
-    """Return this rank's GPU: schedulers show a rank either its own GPU, as number 0, or all of the node's."""
-    if local_rank >= visible > 1:
-        raise UserError(
-            f"rank {local_rank} of this node has no GPU of its own: it sees {visible}",
-            "cluster.gpus_per_node",
-            "start as many ranks on a node as it has GPUs",
-        )
-    return local_rank % visible
-
-
-def require_own_gpus(gpus: list[str]) -> None:
-    """Refuse ranks that share a GPU: each would plan with all of its memory, and NCCL refuses them."""
-    for rank, one in enumerate(gpus):
-        if one.strip("0-") and (first := gpus.index(one)) != rank:  # some drivers report only zeros
-            raise UserError(
-                f"rank {first} and rank {rank} see the same GPU, {one}",
-                "cluster.gpus_per_node",
-                "start as many ranks on a node as it has GPUs, and let each see its own or all of them",
-            )
-
-
-def require_same_plan(plan: Plan, identity: str) -> None:
-    """Refuse ranks whose plans, run files, adapters or weights differ.
-
-    Layout and batch follow from the run file and from the node, so different nodes may get different ones. They decide
-    which collectives a rank takes part in: ranks that differ would wait for ever. With other differences, ranks would
-    train together on something that nobody requested.
-    """
-    run = plan.run.model_dump(mode="json")
-    of_node = {
-        **{f"layout.{name}": value for name, value in asdict(replace(plan.layout, reason="")).items()},
-        "train.per_device_train_batch_size": plan.batch.micro,
-        "train.gradient_accumulation_steps": plan.batch.accumulation,
-    }
-    of_files = {
-        f"{name}.{key}": run[name][key] for name in ("model", "lora", "data", "train", "watch") for key in run[name]
-    }
-    libraries = {f"{name}'s version": one for name, one in read_versions(LIBRARIES).items() if name != "python"}
-    config = {f"config.json's {key}": value for key, value in read_forward_config(plan.base).items()}
-    plans = group.all_gather({**of_files, **of_node, "the base model's fingerprint": identity} | config | libraries)
-    if differing := find_differences(plans):
-        differs = "; ".join(f"{name} is {values}" for name, values in differing.items())
-        hint = "the nodes differ: set the layout and the batch in the run file, so that the plan has nothing to choose"
-        if not differing.keys() <= of_node.keys():
-            hint = "start all ranks with the same run file, and give all nodes the same copy of the base model"
-        if differing.keys() <= libraries.keys():
-            hint = "use one image, or one environment, on all nodes"
-        raise UserError(f"the ranks plan different runs: {differs}", plan.where("cluster.gpu"), hint)
-
-
-def find_differences(plans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return what differs between ranks, and who has what: `32 on rank 1, 8 on the others`."""
-    differing = {}
-    for name in dict.fromkeys(name for plan in plans for name in plan):
-        ranks_of: dict[str, list[str]] = {}
-        for rank, plan in enumerate(plans):
-            ranks_of.setdefault(str(plan.get(name)), []).append(str(rank))
-        usual = max(ranks_of, key=lambda value: len(ranks_of[value]))
-        if len(ranks_of) > 1:
-            odd = [
-                f"{value} on rank{'s' * (len(ranks) > 1)} {group.list_first(ranks, ', ')}"
-                for value, ranks in ranks_of.items()
-                if value != usual
-            ]
-            alone = len(ranks_of[usual]) == 1
-            differing[name] = ", ".join([*odd, f"{usual} on {f'rank {ranks_of[usual][0]}' if alone else 'the others'}"])
-    return differing
-
-
-# --- 3. to 8. ---
+# --- what the steps call ---
 
 
 def open_base_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
@@ -339,15 +215,15 @@ def prepare_on_all_ranks(
     plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console, unwritten: WriteGuard
 ) -> PreparedData:
     """Tokenize once and write the audit before it is judged; check that all ranks have the same rows."""
-    job = plan.run
+    path = plan.folder / DATA
 
     def write_audit(audit: dict[str, Any]) -> None:
         if group.get_rank() == 0:
-            with unwritten(path := Path(job.train.output_dir) / DATA):
+            with unwritten(path):
                 write_json(path, audit)
 
     data = prepare_data(
-        job,
+        plan.run,
         tokenizer,
         where=plan.where,
         vocabulary=plan.base.dims["vocab"],
@@ -355,7 +231,9 @@ def prepare_on_all_ranks(
         say=console.print,
         audited=write_audit,
     )
-    if differing := find_differences([{"data": one} for one in group.all_gather(data.fingerprint)]):
+    fingerprints = group.all_gather(data.fingerprint)
+    differing = find_differences([{"data": fingerprint} for fingerprint in fingerprints])
+    if differing:
         raise UserError(
             f"the ranks have different data, though the run file names the same: fingerprint {differing['data']}",
             plan.where("data.dataset_name_or_path"),
@@ -365,11 +243,11 @@ def prepare_on_all_ranks(
 
 
 def describe_precision(plan: Plan) -> dict[str, Any]:
-    model, trained = plan.run.model, DTYPES[plan.run.lora.dtype]
+    model = plan.run.model
     return {
         "dtype": getattr(torch, model.torch_dtype),
         "attn_implementation": model.attn_implementation or plan.base.family.usual_attention,
-        "dtypes": dict.fromkeys(plan.adapter.in_full, trained),
+        "dtypes": dict.fromkeys(plan.adapter.in_full, DTYPES[plan.run.lora.dtype]),
     }
 
 
