@@ -33,17 +33,19 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Mistral4Config, Mistral4ForCausalLM
 
-from windlass import hardware, runfile, tiny
-from windlass import plan as planning
+from windlass import hardware, tiny
 from windlass.errors import UserError
 from windlass.files import append_json_line, read_json_lines, write_json
 from windlass.hardware import GIB
 from windlass.launch.check.results import FAIL, STYLES, Report, Result, failed, passed, skipped, warned
 from windlass.model.targets import view_by_expert
 from windlass.observe.counters import describe_machine
-from windlass.ranks import supervisor as ranks
+from windlass.observe.format import format_plural
+from windlass.plan import make_plan
+from windlass.ranks import supervisor
 from windlass.ranks.rank import Rank, read_rank
-from windlass.run_folder import FINAL, is_finished
+from windlass.run_folder import ADAPTER, FINAL, STEPS, is_finished
+from windlass.runfile import read_run_file
 from windlass.settings import (
     FOUR_BITS,
 )
@@ -58,9 +60,13 @@ from windlass.weights import four_bits, quantized
 LIMIT_SECONDS: Final = 170.0
 COMMAND: Final = (sys.executable, "-m", "windlass.self_test")
 CLOSE: Final = 0.02  # relative, of bfloat16 on a device to float32 on the CPU
-# Relative, of a loss, a gradient's norm and a part's adapters: tokens change sides between near experts.
-LOSS, NORM, ADAPTERS = 0.01, 0.1, 0.3
-PLANNED, WORKSPACE = 1.25, 0.0625  # times what was planned, and GiB of cuBLAS's own: more is a warning
+# Relative, to the CPU's: tokens change sides between near experts.
+CLOSE_LOSS: Final = 0.01
+CLOSE_NORM: Final = 0.1  # of the gradient
+CLOSE_ADAPTERS: Final = 0.3  # of one kind
+# A larger peak than so many times the planned one, and cuBLAS's own workspace, is a warning.
+OVER_PLAN: Final = 1.25
+WORKSPACE_GIB: Final = 0.0625
 EXPERTS: Final = 8
 BEGUN: Final = "did not end"
 PACKED: Final = {"mxfp4": (32, torch.bfloat16), "published nf4": (64, torch.float32)}  # columns a scale, its dtype
@@ -89,11 +95,11 @@ cluster: {{nodes: 1, gpus_per_node: {ranks}{gpu}}}
 """
 
 
-class Untested(Exception):  # noqa: N818
+class NotApplicable(Exception):  # noqa: N818
     """Why a test does not apply here."""
 
 
-class Doubt(Exception):  # noqa: N818
+class DiffersFromPlan(Exception):  # noqa: N818
     """A correct result that differs from the plan."""
 
 
@@ -102,18 +108,20 @@ class Doubt(Exception):  # noqa: N818
 
 def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> Report:
     """Test this machine's GPUs, or its CPU with two ranks, and write the file."""
-    began, found = time.monotonic(), hardware.read_gpus()
+    began = time.monotonic()
+    seen = hardware.read_gpus()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    what = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "this CPU with 2 ranks"
-    say(f"testing {what}: takes a minute, {LIMIT_SECONDS:.0f} s at most")
-    results = [passed("GPUs", f"{gpus} x {torch.cuda.get_device_name(0)}")] if gpus else []
-    if not gpus and found.gpus:
-        why = f"{len(found.gpus)} GPUs, and torch {torch.__version__} can use none"
-        results = [failed("GPUs", why, "see `windlass check run.yaml --here`")]
-    elif not gpus:
-        results = [skipped("GPUs", f"none tested: {found.error}; below is this CPU")]
-    with tempfile.TemporaryDirectory(prefix="windlass-self-test-") as made:
-        folder = Path(made)
+    devices = format_plural(gpus, "GPU") if gpus else "this CPU with 2 ranks"
+    say(f"testing {devices}: takes a minute, {LIMIT_SECONDS:.0f} s at most")
+    if gpus:
+        results = [passed("GPUs", f"{gpus} x {torch.cuda.get_device_name(0)}")]
+    elif seen.gpus:
+        problem = f"{len(seen.gpus)} GPUs, and torch {torch.__version__} can use none"
+        results = [failed("GPUs", problem, "see `windlass check run.yaml --here`")]
+    else:
+        results = [skipped("GPUs", f"none tested: {seen.error}; below is this CPU")]
+    with tempfile.TemporaryDirectory(prefix="windlass-self-test-") as name:
+        folder = Path(name)
         tiny.write_model(folder / "model", hidden=256, experts=EXPERTS, vocab=1024, config={"initializer_range": 0.1})
         texts = (text for page in topics.values() for text in page.split("\n\n") if len(text) > 300)
         rows = [json.dumps({"text": text}) + "\n" for text in texts][: 2 * 5 * max(2, gpus)]
@@ -131,40 +139,49 @@ def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> R
 
 def run_in_ranks(folder: Path, count: int, environ: Mapping[str, str], until: float) -> list[Result]:
     """Run a rank on each device, and a process that trains the reference on the CPU."""
-    with ranks.reserve_port() as port, ranks.reserve_port() as other:
-        cpu = {**environ, "CUDA_VISIBLE_DEVICES": "", CPU_ALONE: str(count)}
-        everyone = [
-            *ranks.make_environments(1, cpu, other, alone=True),
-            *ranks.make_environments(count, environ, port, alone=True),
+    with supervisor.reserve_port() as port, supervisor.reserve_port() as cpu_port:
+        on_cpu = {**environ, "CUDA_VISIBLE_DEVICES": "", CPU_ALONE: str(count)}
+        environments = [
+            *supervisor.make_environments(1, on_cpu, cpu_port, alone=True),
+            *supervisor.make_environments(count, environ, port, alone=True),
         ]
         command = [*COMMAND, str(folder)]
-        started = [ranks.start_process(command, each, folder / f"output-{n}") for n, each in enumerate(everyone)]
-        while time.monotonic() < until and any(each.poll() is None for each in started):
-            if any(each.poll() for each in started):  # the others wait for it
+        processes = [
+            supervisor.start_process(command, environment, folder / f"output-{number}")
+            for number, environment in enumerate(environments)
+        ]
+        while time.monotonic() < until and any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):  # the others wait for it
                 until = min(until, time.monotonic() + 5)
             time.sleep(0.1)
-        codes = [each.poll() for each in started]
-        for each in started:
-            each.kill()
-            each.wait()
+        codes = [process.poll() for process in processes]
+        for process in processes:
+            process.kill()
+            process.wait()
     return merge_results(folder, codes)
 
 
 def merge_results(folder: Path, codes: Sequence[int | None]) -> list[Result]:
     """Return the worst result of each test. If a process died, the test that it was in has failed."""
-    rows: dict[str, list[Result]] = {}
+    by_test: dict[str, list[Result]] = {}
     for number, code in enumerate(codes):  # 0 is the CPU's, the ranks follow
         path = folder / f"results-{number}.jsonl"
-        found = {line["name"]: Result(**line) for line in read_json_lines(path)} if path.exists() else {}
+        results: dict[str, Result] = {}
+        if path.exists():
+            results = {line["name"]: Result(**line) for line in read_json_lines(path)}
         if code:
-            last = (folder / f"output-{number}").read_text(errors="replace").strip().splitlines()[-1:]
-            name = next((name for name, result in found.items() if result.seen == BEGUN), "start")
-            found[name] = failed(name, f"its process ended with {code}: {''.join(last)[-300:]}", _meaning(name))
-        for name, result in found.items():
-            if not (result.seen == BEGUN and any(codes)):  # then it waited for the one that died
-                node = f"rank {number - 1}" if result.verdict == FAIL and number and len(codes) > 2 else ""
-                rows.setdefault(name, []).append(replace(result, node=node))
-    return [max(each, key=lambda result: list(STYLES).index(result.verdict)) for each in rows.values()]
+            last_line = (folder / f"output-{number}").read_text(errors="replace").strip().splitlines()[-1:]
+            name = next((name for name, result in results.items() if result.seen == BEGUN), "start")
+            problem = f"its process ended with {code}: {''.join(last_line)[-300:]}"
+            results[name] = failed(name, problem, _meaning(name))
+        for name, result in results.items():
+            if result.seen == BEGUN and any(codes):  # it waited for the one that died
+                continue
+            names_rank = result.verdict == FAIL and number > 0 and len(codes) > 2
+            node = f"rank {number - 1}" if names_rank else ""
+            by_test.setdefault(name, []).append(replace(result, node=node))
+    worst_last = list(STYLES)
+    return [max(results, key=lambda result: worst_last.index(result.verdict)) for results in by_test.values()]
 
 
 def _meaning(name: str) -> str:
@@ -178,17 +195,20 @@ def run_tests(folder: Path) -> None:
     """Run all tests of this rank, or the CPU's part."""
     warnings.simplefilter("ignore")
     signal.alarm(math.ceil(LIMIT_SECONDS) + 10)  # ends this process even if the one that started it was killed
-    here, alone = read_rank(os.environ), os.environ.get(CPU_ALONE)
+    here = read_rank(os.environ)
     assert here is not None
     create_process_group(here, 60)
-    device, world = parallel.get_device(), int(alone or here.world)
-    every: dict[str, Callable[[], str]] = {
-        f"reference on the CPU, {dtype}": partial(train_reference, here, folder, dtype, world) for dtype in REFERENCES
-    }
-    if not alone:
-        every = list_tests(device) | list_collective_tests(device) | list_training_tests(here, folder)
-    path = folder / f"results-{0 if alone else here.rank + 1}.jsonl"
-    for name, test in every.items():
+    tests: dict[str, Callable[[], str]] = {}
+    cpu_alone = os.environ.get(CPU_ALONE)
+    if cpu_alone:
+        path = folder / "results-0.jsonl"
+        for dtype in REFERENCES:
+            tests[f"reference on the CPU, {dtype}"] = partial(train_reference, here, folder, dtype, int(cpu_alone))
+    else:
+        path = folder / f"results-{here.rank + 1}.jsonl"
+        device = parallel.get_device()
+        tests = list_tests(device) | list_collective_tests(device) | list_training_tests(here, folder)
+    for name, test in tests.items():
         append_json_line(path, asdict(failed(name, BEGUN, _meaning(name))))
         append_json_line(path, asdict(run_test(name, test)))
     torch.distributed.destroy_process_group()
@@ -197,10 +217,10 @@ def run_tests(folder: Path) -> None:
 def run_test(name: str, test: Callable[[], str]) -> Result:
     try:
         return passed(name, test())
-    except Untested as why:
-        return skipped(name, str(why))
-    except Doubt as doubt:
-        return warned(name, str(doubt), SEND)
+    except NotApplicable as why_not:
+        return skipped(name, str(why_not))
+    except DiffersFromPlan as difference:
+        return warned(name, str(difference), SEND)
     except Exception as error:
         text = str(error) if isinstance(error, ArithmeticError) else f"{type(error).__name__}: {error}"
         return failed(name, " ".join(text.split())[-400:], _meaning(name))
@@ -232,13 +252,15 @@ def compare_with_cpu(
     """Compare values and gradients in bfloat16 on the device with the plain function's in float32 on the CPU."""
     dice = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=dice).bfloat16() for shape in shapes]
-    found = compare.compute_values(ours, [each.to(device) for each in inputs])
-    wanted = compare.compute_values(plain, [each.float() for each in inputs])
-    pairs = zip((each.cpu().float() for each in found), wanted, strict=True)
-    apart = max(float((one - other).norm() / other.norm().clamp(min=1e-12)) for one, other in pairs)
-    if not apart < CLOSE:
-        raise ArithmeticError(f"{apart:.2g} away from torch's float32 on the CPU, {CLOSE:g} allowed")
-    return f"within {apart:.1e} of torch's float32 on the CPU"
+    on_device = compare.compute_values(ours, [value.to(device) for value in inputs])
+    on_cpu = compare.compute_values(plain, [value.float() for value in inputs])
+    distances = [
+        float((value.cpu().float() - expected).norm() / expected.norm().clamp(min=1e-12))
+        for value, expected in zip(on_device, on_cpu, strict=True)
+    ]
+    if not max(distances) < CLOSE:
+        raise ArithmeticError(f"{max(distances):.2g} away from torch's float32 on the CPU, {CLOSE:g} allowed")
+    return f"within {max(distances):.1e} of torch's float32 on the CPU"
 
 
 def check_attention(device: torch.device, backend: SDPBackend | None) -> str:
@@ -264,9 +286,8 @@ def check_attention(device: torch.device, backend: SDPBackend | None) -> str:
     except RuntimeError as error:
         if not str(error).startswith(("No available kernel", "No viable backend")):
             raise
-        raise Untested(
-            f"torch has none for {torch.cuda.get_device_name() if device.type == 'cuda' else 'a CPU'}"
-        ) from None
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU"
+        raise NotApplicable(f"torch has none for {name}") from None
 
 
 def check_norm(device: torch.device) -> str:
@@ -284,7 +305,8 @@ def check_norm(device: torch.device) -> str:
 
 def check_head_loss(device: torch.device) -> str:
     """Test the chunked cross entropy, in chunks that don't divide the tokens."""
-    head, targets = compare.make_numbers(torch.device("cpu"), 999, 64).bfloat16(), torch.arange(77) * 7
+    head = compare.make_numbers(torch.device("cpu"), 999, 64).bfloat16()
+    targets = torch.arange(77) * 7
 
     def ours(hidden: Tensor) -> Tensor:
         total: Tensor = loss.ChunkedCrossEntropy.apply(hidden, head.to(device), targets.to(device))  # type: ignore[no-untyped-call]
@@ -302,60 +324,63 @@ def check_fused_layers(device: torch.device) -> str:
     with torch.device("meta"):
         sizes = {"hidden_size": 64, "n_routed_experts": 8, "num_hidden_layers": 1, "vocab_size": 64}
         model = Mistral4ForCausalLM(Mistral4Config(**sizes, q_lora_rank=32, kv_lora_rank=32))
-    modules, names = list(model.modules()), vars(sys.modules[type(model).__module__])
-    positions = {name: ours for name, ours in family_layers.POSITIONS.items() if name in names}
-    same = {
+    modules = list(model.modules())
+    names = vars(sys.modules[type(model).__module__])
+    rotations = [(names[name], ours) for name, ours in family_layers.POSITIONS.items() if name in names]
+    is_equal = {
         "norms": any(family_layers.fuse_norm(module, device) for module in modules),
         "routers": any(family_layers.fuse_router(module, device) for module in modules),
         "keys": all(family_layers.check_keys(module, device) for module in modules if hasattr(module, "expand_kv")),
-        "rotary positions": all(
-            family_layers.check_rotation(names[name], ours, device) for name, ours in positions.items()
-        ),
+        "rotary positions": all(family_layers.check_rotation(plain, ours, device) for plain, ours in rotations),
         "adapted linear layers": check_lora_linears(device),
     }
-    if differing := [name for name, equal in same.items() if not equal]:
+    differing = [name for name, equal in is_equal.items() if not equal]
+    if differing:
         raise ArithmeticError(f"{', '.join(differing)} differ from plain operations on this device")
-    return f"{', '.join(same)} equal plain operations to {compare.CLOSE:g}"
+    return f"{', '.join(is_equal)} equal plain operations to {compare.CLOSE:g}"
 
 
 def make_codes(kind: str, device: torch.device) -> tuple[quantized.Format, Tensor, Tensor, Tensor]:
     """Return a stack of weights in FP8 or 4 bits on the device, as a module has it, and its values in float32 on the
     CPU."""
-    cpu, (count, rows, columns) = torch.device("cpu"), (5, 48, 320)
+    cpu = torch.device("cpu")
+    count, rows, columns = 5, 48, 320
     values = compare.make_numbers(cpu, count, rows, columns).bfloat16().float()
-    if kind:
-        block, dtype = PACKED.get(kind) or (FOUR_BITS[kind].block, torch.bfloat16)
-        coding = quantized.Format(torch.uint8, (1, block), torch.bfloat16, kind.split()[-1], columns, dtype)
-        codes = torch.empty(count, rows, four_bits.row_bytes(columns, block, dtype), dtype=torch.uint8)
-        bytes_of, scales = four_bits.split_rows(codes, columns, dtype)
-        if kind in FOUR_BITS:
-            four_bits.quantize(values, kind, codes)
-        else:  # read, and never made
-            bytes_of.copy_(torch.arange(bytes_of.numel()).view_as(bytes_of) % 251)
-            scales.copy_(values[..., ::block].abs() if dtype == torch.float32 else values[..., ::block].round().exp2())
-        units = four_bits.code_table(coding.kind, cpu)[
-            torch.stack([bytes_of >> 4, bytes_of & 15], -1).flatten(-2).long()
-        ]
-        wanted = units * scales.float().repeat_interleave(block, -1)[..., :columns]
-        return coding, codes.to(device), torch.empty(0), wanted
-    coding = quantized.Format(torch.float8_e4m3fn, (16, 128), torch.bfloat16)
-    codes, scale = values.to(coding.codes), compare.make_numbers(cpu, count, 3, 3).abs() + 0.1
-    wanted = codes.float() * scale.repeat_interleave(16, 1).repeat_interleave(128, 2)[..., :columns]
-    return coding, codes.view(torch.uint8).to(device), scale.to(device), wanted
+    if not kind:
+        coding = quantized.Format(torch.float8_e4m3fn, (16, 128), torch.bfloat16)
+        codes = values.to(coding.codes)
+        scale = compare.make_numbers(cpu, count, 3, 3).abs() + 0.1
+        decoded = codes.float() * scale.repeat_interleave(16, 1).repeat_interleave(128, 2)[..., :columns]
+        return coding, codes.view(torch.uint8).to(device), scale.to(device), decoded
+    block, dtype = PACKED.get(kind) or (FOUR_BITS[kind].block, torch.bfloat16)
+    coding = quantized.Format(torch.uint8, (1, block), torch.bfloat16, kind.split()[-1], columns, dtype)
+    codes = torch.empty(count, rows, four_bits.row_bytes(columns, block, dtype), dtype=torch.uint8)
+    code_bytes, scales = four_bits.split_rows(codes, columns, dtype)
+    if kind in FOUR_BITS:
+        four_bits.quantize(values, kind, codes)
+    else:  # read, and never made
+        code_bytes.copy_(torch.arange(code_bytes.numel()).view_as(code_bytes) % 251)
+        first = values[..., ::block]  # of each block
+        scales.copy_(first.abs() if dtype == torch.float32 else first.round().exp2())
+    indices = torch.stack([code_bytes >> 4, code_bytes & 15], -1).flatten(-2).long()
+    units = four_bits.code_table(coding.kind, cpu)[indices]
+    decoded = units * scales.float().repeat_interleave(block, -1)[..., :columns]
+    return coding, codes.to(device), torch.empty(0), decoded
 
 
 def check_decoding(device: torch.device, kind: str) -> str:
     """Test decoding bit for bit; on a GPU with our kernel, which is not used where it differs from torch's passes."""
-    coding, codes, scale, wanted = make_codes(kind, device)
-    with warnings.catch_warnings(record=True) as doubts:
+    coding, codes, scale, expected = make_codes(kind, device)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quantized.kernel_is_exact.cache_clear()
         codes, scale = coding.parts(codes, scale)
-        found = quantized.dequantize(codes, scale, coding, torch.bfloat16).cpu()
-    if differing := int((found != wanted.bfloat16()).sum()):
-        raise ArithmeticError(f"{differing} of {wanted.numel()} values differ from torch's on the CPU")
-    if device.type == "cuda" and doubts:
-        raise ArithmeticError(f"right, but {doubts[0].message}")
+        decoded = quantized.dequantize(codes, scale, coding, torch.bfloat16).cpu()
+    differing = int((decoded != expected.bfloat16()).sum())
+    if differing:
+        raise ArithmeticError(f"{differing} of {expected.numel()} values differ from torch's on the CPU")
+    if device.type == "cuda" and caught:
+        raise ArithmeticError(f"right, but {caught[0].message}")
     way = "our kernel" if device.type == "cuda" else "torch: our kernel is for GPUs"
     return f"equal to torch's on the CPU, bit for bit, by {way}"
 
@@ -364,37 +389,41 @@ def check_grouped(device: torch.device, dtype: str) -> str:
     """Test each expert's rows times its own matrix; one expert has none."""
     ends = torch.tensor([7, 7, 40, 41, 64])
     module: Any = nn.Module()
-    coding, codes, scale, matrices = make_codes({"nf4": "nf4"}.get(dtype, ""), device)
+    coding, codes, scale, matrices = make_codes("nf4" if dtype == "nf4" else "", device)
     if dtype == "bf16":
         matrices = compare.make_numbers(torch.device("cpu"), 5, 48, 320).bfloat16().float()
         module.weight = matrices.to(device, torch.bfloat16)
     else:
-        module.weight, module.weight_scale, module.formats = codes, scale, {"weight": coding}
+        module.weight = codes
+        module.weight_scale = scale
+        module.formats = {"weight": coding}
 
     def ours(x: Tensor) -> Tensor:
         return products.grouped_linear(x, module, "weight", ends.to(device, torch.int32))
 
     def plain(x: Tensor) -> Tensor:
         rows = torch.tensor_split(x, ends[:-1])
-        return torch.cat([each @ matrix.t() for each, matrix in zip(rows, matrices, strict=True)])
+        return torch.cat([part @ matrix.t() for part, matrix in zip(rows, matrices, strict=True)])
 
     return compare_with_cpu(device, ours, plain, (64, 320))
 
 
 def check_adapted_experts(device: torch.device) -> str:
-    """Test unmerged adapters of rank 3, which grouped kernels need padded."""
-    edges, r, scaling = torch.tensor([0, 7, 7, 40, 41, 64]), 3, 0.5
+    """Test unmerged adapters of r = 3, which grouped kernels need padded."""
+    edges = torch.tensor([0, 7, 7, 40, 41, 64])
+    r = 3
+    scaling = 0.5
 
     def ours(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        base = x.new_zeros(64, 48)
-        given = base, x, x.detach(), lambda rows: rows, edges.to(device, torch.int32), a, b, scaling
-        added: Tensor = experts._LowRank.apply(*given)  # type: ignore[no-untyped-call]
-        return added
+        arguments = x.new_zeros(64, 48), x, x.detach(), lambda rows: rows, edges.to(device, torch.int32), a, b, scaling
+        total: Tensor = experts._LowRank.apply(*arguments)  # type: ignore[no-untyped-call]
+        return total
 
     def plain(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        down, up = view_by_expert(".lora_A.", a, 5), view_by_expert(".lora_B.", b, 5)
-        rows = enumerate(torch.tensor_split(x, edges[1:-1]))
-        return torch.cat([scaling * (each @ down[i].t()) @ up[i] for i, each in rows])
+        a_by_expert = view_by_expert(".lora_A.", a, 5)
+        b_by_expert = view_by_expert(".lora_B.", b, 5)
+        parts = enumerate(torch.tensor_split(x, edges[1:-1]))
+        return torch.cat([scaling * (part @ a_by_expert[i].t()) @ b_by_expert[i] for i, part in parts])
 
     return compare_with_cpu(device, ours, plain, (64, 64), (5 * r, 64), (48, 5 * r))
 
@@ -414,28 +443,34 @@ def list_collective_tests(device: torch.device) -> dict[str, Callable[[], str]]:
 
 def check_exchange(device: torch.device, group: Any) -> str:
     """Test a collective against its known result, not against another collective."""
-    world, rank, size = dist.get_world_size(group), dist.get_rank(group), 1 << 20
+    world = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    size = 1 << 20
     if world == 1:
-        raise Untested("one rank sends nothing")
+        raise NotApplicable("one rank sends nothing")
     everyone = torch.arange(1.0, world + 1, device=device)
-    mine, parts = everyone[rank].expand(size).clone(), everyone[:, None].expand(world, size)
-    gathered, scattered, received = (torch.zeros(n, device=device) for n in (world * size, size, world * (rank + 1)))
+    mine = everyone[rank].expand(size).clone()
+    parts = everyone[:, None].expand(world, size)
+    gathered = torch.zeros(world * size, device=device)
+    scattered = torch.zeros(size, device=device)
+    received = torch.zeros(world * (rank + 1), device=device)
     dist.all_gather_into_tensor(gathered, mine, group=group)
     dist.reduce_scatter_tensor(scattered, (parts + rank).flatten(), group=group)  # the sum of all ranks' numbers
-    counts = [each + 1 for each in range(world)]
+    counts = [*range(1, world + 1)]
     sent = mine[:1].expand(sum(counts)).contiguous()
     dist.all_to_all_single(received, sent, [rank + 1] * world, counts, group=group)
     dist.all_reduce(mine, group=group)
     total = world * (world + 1) / 2
-    off = {
+    differences = {
         "all-reduce": mine - total,
         "all-gather": gathered.view(world, size) - parts,
         "reduce-scatter": scattered - world * (rank + 1) - total + world,
         "all-to-all": received.view(world, -1) - everyone[:, None],
     }
-    if wrong := [name for name, difference in off.items() if difference.any()]:
+    wrong = [name for name, difference in differences.items() if difference.any()]
+    if wrong:
         raise ArithmeticError(f"{', '.join(wrong)} gave wrong numbers")
-    return f"{', '.join(off)} right with {size * 4 >> 20} MiB a rank"
+    return f"{', '.join(differences)} right with {size * 4 >> 20} MiB a rank"
 
 
 # --- a tiny model ---
@@ -445,34 +480,45 @@ def train_here(
     here: Rank, folder: Path, name: str, layout: str, dtype: str, count: int
 ) -> tuple[list[dict[str, Any]], float]:
     """Train in this process as one of its ranks, as `windlass train` does. Returns its steps and the planned GiB."""
-    path, cpu = folder / f"{name}-{here.rank}.yaml", "" if torch.cuda.is_available() else ", gpu: cpu"
-    given = {"folder": folder, "name": name, "layout": layout, "dtype": dtype, "ranks": here.world, "gpu": cpu}
-    path.write_text(RUN.format(**given, batch=2 * count))
-    plan = planning.make_plan(runfile.read_run_file(path))
+    path = folder / f"{name}-{here.rank}.yaml"
+    text = RUN.format(
+        folder=folder,
+        name=name,
+        batch=2 * count,
+        layout=layout,
+        dtype=dtype,
+        ranks=here.world,
+        gpu="" if torch.cuda.is_available() else ", gpu: cpu",
+    )
+    path.write_text(text)
+    plan = make_plan(read_run_file(path))
     gc.collect()  # what an earlier one left
     train_rank(plan, here)
-    only_there = ("reserve", "fragmentation")  # nothing that torch counts
-    rows = (row for row in plan.cost.rows if (row.phase, row.place) == ("step", "gpu") and row.item not in only_there)
-    return read_steps(folder / name), sum(row.bytes for row in rows) / GIB
+    rows = [row for row in plan.cost.rows if (row.phase, row.place) == ("step", "gpu")]
+    uncounted = ("reserve", "fragmentation")  # by torch
+    return read_steps(folder / name), sum(row.bytes for row in rows if row.item not in uncounted) / GIB
 
 
-def largest_adapter_difference(one: Path, other: Path) -> float:
+def largest_adapter_difference(run: Path, reference: Path) -> float:
     """Return the largest difference between two runs' adapters of any kind. SGD keeps the error of gradients' sizes."""
-    while not is_finished(one):  # rank 0 writes
+    while not is_finished(run):  # rank 0 writes
         time.sleep(0.1)
-    ours, theirs = (load_file(folder / FINAL / "adapter_model.safetensors") for folder in (one, other))
-    kinds: dict[str, list[str]] = {}
-    for name in sorted(theirs):
+    adapter = load_file(run / FINAL / ADAPTER)
+    expected = load_file(reference / FINAL / ADAPTER)
+    by_kind: dict[str, list[str]] = {}
+    for name in sorted(expected):
         if ".lora_B." in name:  # from zero, in steps of the gradient
-            kinds.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(name)
-    both = [
-        [torch.cat([each[name].flatten() for name in names]) for each in (ours, theirs)] for names in kinds.values()
-    ]
-    return max(float((a - b).norm() / b.norm()) for a, b in both)
+            by_kind.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(name)
+    distances = []
+    for names in by_kind.values():
+        b = torch.cat([adapter[name].flatten() for name in names])
+        expected_b = torch.cat([expected[name].flatten() for name in names])
+        distances.append(float((b - expected_b).norm() / expected_b.norm()))
+    return max(distances)
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    return list(read_json_lines(folder / "steps-rank0.jsonl"))
+    return list(read_json_lines(folder / STEPS.format(rank=0)))
 
 
 def train_reference(here: Rank, folder: Path, dtype: str, count: int) -> str:
@@ -492,30 +538,31 @@ def list_training_tests(here: Rank, folder: Path) -> dict[str, Callable[[], str]
 def compare_training(here: Rank, folder: Path, layout: str, dtype: str) -> str:
     """Compare each step's loss and gradient norm with the CPU's, and peak memory with the plan."""
     if layout == "expert-parallel" and EXPERTS % here.world:
-        raise Untested(f"{here.world} ranks can't share {EXPERTS} experts")
+        raise NotApplicable(f"{here.world} ranks can't share {EXPERTS} experts")
     steps, planned = train_here(here, folder, f"{layout}-{dtype}", layout, dtype, here.world)
-    by_cpu = folder / f"reference-{dtype if dtype in REFERENCES else REFERENCES[0]}"
-    while not is_finished(by_cpu):  # this process is ended if it never is
+    reference = folder / f"reference-{dtype if dtype in REFERENCES else REFERENCES[0]}"
+    while not is_finished(reference):  # this process is ended if it never is
         time.sleep(0.1)
-    wanted, apart = read_steps(by_cpu), {}
-    for what, close in (("loss", LOSS), ("grad_norm", NORM)):
-        each = [abs(a[what] / b[what] - 1) for a, b in zip(steps, wanted, strict=True)]
-        apart[what] = max(each)
-        if not all(one <= close for one in each):  # NaN is not
-            values = ", ".join(f"{a[what]:.4g} and {b[what]:.4g}" for a, b in zip(steps, wanted, strict=True))
-            raise ArithmeticError(f"{what} here and on the CPU: {values}; {close:.0%} apart at most are noise")
-    learned = largest_adapter_difference(folder / f"{layout}-{dtype}", by_cpu)
-    if not learned <= ADAPTERS:
-        raise ArithmeticError(f"an adapter is {learned:.0%} away from the CPU's; {ADAPTERS:.0%} at most is noise")
-    seen = (
-        f"loss within {apart['loss']:.2%} of the CPU's in {len(steps)} steps, gradients' norm {apart['grad_norm']:.1%}"
-        f", adapters {learned:.1%}"
-    )
-    if not (peak := max((step.get("gpu_peak_gib", 0.0) for step in steps), default=0.0)):
+    expected = read_steps(reference)
+    distance: dict[str, float] = {}
+    for field, close in (("loss", CLOSE_LOSS), ("grad_norm", CLOSE_NORM)):
+        pairs = [(step[field], on_cpu[field]) for step, on_cpu in zip(steps, expected, strict=True)]
+        distances = [abs(value / on_cpu - 1) for value, on_cpu in pairs]
+        distance[field] = max(distances)
+        if not all(value <= close for value in distances):  # NaN is not
+            values = ", ".join(f"{value:.4g} and {on_cpu:.4g}" for value, on_cpu in pairs)
+            raise ArithmeticError(f"{field} here and on the CPU: {values}; {close:.0%} apart at most are noise")
+    learned = largest_adapter_difference(folder / f"{layout}-{dtype}", reference)
+    if not learned <= CLOSE_ADAPTERS:
+        raise ArithmeticError(f"an adapter is {learned:.0%} away from the CPU's; {CLOSE_ADAPTERS:.0%} at most is noise")
+    seen = f"loss within {distance['loss']:.2%} of the CPU's in {len(steps)} steps"
+    seen += f", gradients' norm {distance['grad_norm']:.1%}, adapters {learned:.1%}"
+    peak = max((step.get("gpu_peak_gib", 0.0) for step in steps), default=0.0)
+    if not peak:
         return seen
     seen += f"; peak {peak:.2f} GiB, planned {planned:.2f}"
-    if peak > PLANNED * planned + WORKSPACE:
-        raise Doubt(f"{seen}: more than {PLANNED:.0%} of it")
+    if peak > OVER_PLAN * planned + WORKSPACE_GIB:
+        raise DiffersFromPlan(f"{seen}: more than {OVER_PLAN:.0%} of it")
     return seen
 
 
