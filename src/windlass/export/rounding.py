@@ -23,13 +23,13 @@ from torch import Tensor
 
 from windlass.export.deltas import Factors
 from windlass.model import Piece
+from windlass.weights.fill import LocalPart, Source, fill_values
 from windlass.weights.reading import (
     DTYPES,
     Box,
     Files,
     block_side,
     expand_scale,
-    fill_parameter,
     read_box,
     read_scale,
     to_float32,
@@ -117,7 +117,7 @@ class MergedTensor:
             return to_float32(codes)
         values = torch.empty([stop - start for start, stop in place])
         with ThreadPoolExecutor(1) as pool:
-            fill_parameter(values, [start for start, _ in place], [self.piece], self.files, self.block, pool)
+            fill_values(LocalPart(values, place), [self.piece], Source(self.files, self.block, pool))
         return values.view(size)
 
     def new_scale(self) -> Tensor:

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -43,10 +42,10 @@ from windlass.settings import (
     LOADER_THREADS,
 )
 from windlass.train import parallel
-from windlass.weights import four_bits
 from windlass.weights.certificate import check_parameters, make_certificate
+from windlass.weights.fill import LocalPart, Source, fill_codes, fill_quantized, fill_scale, fill_values
 from windlass.weights.quantized import QuantizedParam, list_quantized_params
-from windlass.weights.reading import NEEDS_SCALE, DamagedError, Files, fill_parameter, fill_scale
+from windlass.weights.reading import NEEDS_SCALE, DamagedError, Files
 from windlass.weights.same_base import FETCH_AGAIN, Part, combine_digests, find_fetch_differences
 
 NOTHING: Mapping[str, QuantizedParam] = MappingProxyType({})
@@ -141,24 +140,30 @@ def read_all(
     Whatever the headers promise, memory that nothing was read into is a problem: it would train as random numbers.
     """
     problems: list[str] = []
-    unread, parts = dict.fromkeys(targets), dict[str, Part]()
+    unread = dict.fromkeys(targets)
+    parts = dict[str, Part]()
     with Files() as files, ThreadPoolExecutor(LOADER_THREADS) as pool:
+        source = Source(files, base.block, pool)
         for parameter in base.parameters:
-            part, offset = view_own_part(targets[parameter.name])
+            memory, offset = view_own_part(targets[parameter.name])
             weight = quantized.get(parameter.name)
-            shape, put, sums = unquantized_shape(parameter.name, part.shape, quantized), None, list[Tensor]()
+            shape = unquantized_shape(parameter.name, memory.shape, quantized)
+            box = tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+            sums = list[Tensor]()
             bare = [p.stored.key for p in parameter.pieces if p.stored.dtype in NEEDS_SCALE and p.scale is None]
             problems += [f"{key!r} is FP8 and has no scale" for key in bare]
             try:
-                if weight and weight.format.kind and not parameter.pieces[0].packed:
-                    put = partial(quantize_chunk, weight.format.kind, sums)
-                elif weight and not weight.format.kind:
+                if weight is None:
+                    filled, digest = fill_values(LocalPart(memory, box), parameter.pieces, source)
+                elif not weight.format.kind:
                     fill_scale(weight.scale, weight.first, parameter, files, base.block, weight.format.block)
-                    part = part.view(weight.format.codes)
-                codes = weight is not None and put is None
-                filled, digest = fill_parameter(
-                    part, offset, parameter.pieces, files, base.block, pool, codes=codes, shape=shape, put=put
-                )
+                    codes = LocalPart(memory.view(weight.format.codes), box)
+                    filled, digest = fill_codes(codes, parameter.pieces, source)
+                elif parameter.pieces[0].packed:
+                    filled, digest = fill_codes(LocalPart(memory, box), parameter.pieces, source)
+                else:
+                    part = LocalPart(memory, box)
+                    filled, digest = fill_quantized(part, parameter.pieces, source, weight.format.kind, sums)
                 if filled != math.prod(shape):
                     continue
                 parts[parameter.name] = offset, shape, digest
@@ -173,11 +178,6 @@ def read_all(
 def unquantized_shape(name: str, stored: Sequence[int], quantized: Mapping[str, QuantizedParam]) -> tuple[int, ...]:
     """Return the shape of a parameter's values (or of a part's): stored rows of 4-bit weights are bytes."""
     return quantized[name].format.shape(stored) if name in quantized else tuple(stored)
-
-
-def quantize_chunk(kind: str, sums: list[Tensor], rows: Tensor, values: Tensor) -> None:
-    """Quantize one chunk. Called by several threads at once: appending is atomic."""
-    sums.append(four_bits.quantize(values, kind, rows))
 
 
 def reset_peak_rss() -> int:

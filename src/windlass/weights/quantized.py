@@ -20,7 +20,7 @@ To add a format:
 | its name, its block, its bytes per weight        | `FOUR_BITS` or `PUBLISHED` in settings.py            |
 | its keys in a checkpoint: codes, scales, config  | model/quantization.py, model/files.py                |
 | the 16 numbers of its codes                      | `TABLES` in four_bits.py                             |
-| its scales as published, in float32              | `read_scale_decoder` in reading.py                   |
+| its scales as published, in float32              | `read_scale_decoder` in fill.py                      |
 | `Format` of a parameter                          | `choose_format` in train/kernels/products.py         |
 | decoding in one pass on a GPU                    | dequantize_kernel.py                                 |
 | decoding a second way, as its publisher does     | `Disk` in certificate.py                             |

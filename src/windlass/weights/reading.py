@@ -7,12 +7,10 @@ counts as the process's resident memory, which reading by ranges is meant to kee
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -21,14 +19,9 @@ import torch
 from torch import Tensor
 
 from windlass.model import Parameter, Piece, Stored
-from windlass.settings import (
-    CONVERTED_VALUES,
-)
-from windlass.weights import four_bits
-from windlass.weights.digest import MODULUS, digest_box
+from windlass.weights.digest import digest_box
 
 Box = tuple[tuple[int, int], ...]  # start and stop per dimension
-Meaning = Callable[[Tensor, Box], Tensor]  # (stored scales, their place) -> scales in float32
 
 DTYPES: Final = {
     "F64": torch.float64,
@@ -129,174 +122,6 @@ def require_finite(values: Tensor, key: str) -> None:
     bits = values.detach().view(kind).numpy()
     if bits.size and (bits.max() >= limit or bits.view(f"u{bits.itemsize}").max() >= sign + limit):
         raise DamagedError(f"{key!r} contains values that are not finite numbers")
-
-
-# --- fill parts of parameters from pieces
-
-
-def fill_parameter(
-    target: Tensor,
-    offset: Sequence[int],
-    pieces: Sequence[Piece],
-    files: Files,
-    block: Sequence[int],
-    pool: ThreadPoolExecutor,
-    *,
-    codes: bool = False,
-    shape: Sequence[int] = (),
-    put: Callable[[Tensor, Tensor], None] | None = None,
-) -> tuple[int, int]:
-    """Fill `target`, the part of a parameter that begins at `offset`, from the pieces that overlap it.
-
-    Values are scaled in float32 and rounded once to the target's dtype; `codes` are copied. `put` instead writes
-    float32 values into rows of the target that stand for values of this `shape`. Returns the number of elements filled
-    and the digest of what was read; a piece's scale is counted on the rank where the piece begins.
-    """
-    own = tuple((start, start + size) for start, size in zip(offset, shape or target.shape, strict=True))
-
-    def fill_box(piece: Piece, box: Box, scale: Tensor | None, zeros: Tensor | None) -> int:
-        """Fill one chunk. `box` has the parameter's coordinates; `zeros` is its scale if that has zeros. Returns its
-        digest."""
-        place = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, own, strict=True))
-        region = target[place if put is None else place[:-1]]
-        there = to_stored_box(piece, box)
-        dtype = DTYPES[piece.stored.dtype]
-        in_place = region.device.type == "cpu" and region.is_contiguous() and region.dtype == dtype
-        if scale is None and put is None and in_place:
-            read(piece.stored, there, region)
-            require_finite(region, piece.stored.key)
-            if zeros is not None:
-                require_no_erased(region, expand_scale(zeros, piece.stored.shape, there, block), piece.stored.key)
-            return digest_box(piece.stored, there, region, read)
-        values = torch.empty([b - a for a, b in box], dtype=dtype)
-        read(piece.stored, there, values)
-        require_finite(values, piece.stored.key)
-        if zeros is not None:
-            require_no_erased(values, expand_scale(zeros, piece.stored.shape, there, block), piece.stored.key)
-        digest = digest_box(piece.stored, there, values, read)
-        values = values.to(region.device)
-        if scale is not None:
-            values = to_float32(values)
-            values *= expand_scale(scale, piece.stored.shape, there, block)
-        if put is None:
-            region.copy_(values)
-        elif box[-1] != own[-1]:
-            raise DamagedError(f"{piece.stored.key!r} contains parts of rows, and 4 bits need whole ones")
-        else:
-            put(region, values.float())
-        return digest
-
-    def fill_packed(piece: Piece, box: Box, meaning: Meaning) -> int:
-        """Fill one chunk of a 4-bit piece, full rows of its file. `box` is in the file's order. Returns its digest."""
-        packed, scales = piece.packed, piece.scale
-        assert packed is not None
-        assert scales is not None
-        there, parts, digest = to_stored_box(piece, box), list[Tensor](), 0
-        for stored in (piece.stored, scales):
-            rows = (*there[:-1], (0, stored.shape[-1]))
-            parts.append(torch.empty([stop - start for start, stop in rows], dtype=DTYPES[stored.dtype]))
-            read(stored, rows, parts[-1])
-            digest += digest_box(stored, rows, parts[-1], read)
-        halves = parts[0] << 4 | parts[0] >> 4 if packed.kind == "mxfp4" else parts[0]
-        factors = meaning(parts[1], there)
-        begin = [start for start, _ in own]
-        begin = [*begin[:-2], begin[-1], begin[-2]] if packed.transposed else begin
-        place = tuple(slice(a - first, b - first) for (a, b), first in zip(box[:-1], begin, strict=False))
-        if codes:  # the target's rows are bytes
-            wide = torch.float32 if packed.kind == "nf4" else torch.bfloat16
-            own_codes, own_scales = four_bits.split_rows(target[place], 2 * halves.shape[-1], wide)
-            own_codes.copy_(halves)
-            own_scales.copy_(factors)
-        else:
-            halves, factors = halves.to(target.device), factors.to(target.device)
-            region = target.transpose(-1, -2) if packed.transposed else target
-            region[place].copy_(four_bits.decode_codes(halves, factors, packed.block, packed.kind))
-        return digest
-
-    read, jobs, filled, digest = partial(read_box, files=files), [], 0, 0
-    for piece in pieces:
-        if (shared := intersect(own, locate_piece(piece))) is None:
-            continue
-        filled += math.prod(stop - start for start, stop in shared)
-        scale, zeros, of_scale = None, None, 0
-        if piece.packed:
-            meaning, of_scale = read_scale_decoder(piece, files)
-            rows = (*shared[:-2], shared[-1], shared[-2]) if piece.packed.transposed else shared
-            if rows[-1] != (0, 2 * piece.stored.shape[-1]):
-                raise DamagedError(f"{piece.stored.key!r} is needed in parts of rows, and 4 bits are whole ones")
-            jobs += [pool.submit(fill_packed, piece, box, meaning) for box in split_box(rows, CONVERTED_VALUES)]
-        else:
-            if piece.scale:
-                scale, of_scale = read_scale(piece.scale, files)
-                zeros = scale if bool((scale == 0).any()) else None
-                scale = None if codes else scale.to(target.device)
-            as_stored = scale is None and put is None and target.dtype == DTYPES[piece.stored.dtype]
-            limit = CONVERTED_VALUES * UNCONVERTED if as_stored else CONVERTED_VALUES
-            jobs += [pool.submit(fill_box, piece, box, scale, zeros) for box in split_box(shared, limit)]
-        if all(start <= first < stop for (start, stop), first in zip(own, piece.offset, strict=True)):
-            digest += of_scale
-    return filled, (digest + sum(job.result() for job in jobs)) % MODULUS
-
-
-def fill_scale(
-    target: Tensor, first: int, parameter: Parameter, files: Files, block: Sequence[int], every: Sequence[int]
-) -> None:
-    """Fill the scales of a parameter that stays in FP8, one per `every` block; of a stack, those of experts from
-    `first`.
-
-    A piece's scale is repeated for each of these blocks that it covers.
-    """
-    stack = target if target.ndim == 3 else target[None]
-    own = ((first, first + len(stack)), *((0, size) for size in parameter.shape[-2:]))[-len(parameter.shape) :]
-    for piece in parameter.pieces:
-        shared = intersect(own, locate_piece(piece))
-        if shared is None or piece.scale is None:
-            continue
-        there = to_stored_box(piece, shared)
-        scale = expand_scale(read_scale(piece.scale, files)[0], piece.stored.shape, there, block, every)
-        experts = slice(shared[0][0] - first, shared[0][1] - first) if len(shared) == 3 else slice(None)
-        rows, columns = (slice(a // side, -(-b // side)) for (a, b), side in zip(shared[-2:], every, strict=True))
-        stack[experts, rows, columns] = scale.to(stack.device)
-
-
-def read_scale_decoder(piece: Piece, files: Files) -> tuple[Meaning, int]:
-    """Return a function from stored scales of a 4-bit piece to float32 scales, and the digest of the tensors behind
-    it."""
-    assert piece.packed is not None
-    assert piece.scale is not None
-    key, groups = piece.scale.key, piece.scale.shape[-1]
-    if piece.packed.kind == "mxfp4":
-        powers = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
-        return lambda scales, _: require_numbers(powers[scales.int()], key), 0
-    state, table, *nested = every = [read_tensor(each, files) for each in piece.packed.more]
-    numbers_of_nf4 = four_bits.code_table("nf4", table.device).tolist()
-    try:
-        described = json.loads(bytes(state.tolist()))
-        block, mean = described.get("nested_blocksize", 1), float(described.get("nested_offset", 0))
-        found = described["quant_type"], described["blocksize"], tuple(described["shape"]), table.tolist()
-        if found != ("nf4", piece.packed.block, piece.shape, numbers_of_nf4):
-            raise ValueError(found)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise DamagedError(f"{piece.packed.more[0].key!r} does not describe its weight") from None
-
-    def scale(codes: Tensor, box: Box) -> Tensor:
-        """Decode as bitsandbytes does: blocks of scales run through all rows, each with its own scale, all with one
-        mean."""
-        if not nested:
-            return require_numbers(codes, key)
-        first, (largest, numbers) = box[-2][0] * groups, nested
-        places = torch.arange(first, first + codes.numel()).view(codes.shape) // block
-        return require_numbers(numbers[codes.int()] * largest[places] + mean, key)
-
-    return scale, sum(
-        digest_tensor(stored, values, files) for stored, values in zip(piece.packed.more, every, strict=True)
-    )
-
-
-def require_numbers(scales: Tensor, key: str) -> Tensor:
-    if not bool(scales.isfinite().all()):
-        raise DamagedError(f"{key!r} contains scales that are not finite numbers")
-    return scales
 
 
 def to_float32(codes: Tensor) -> Tensor:

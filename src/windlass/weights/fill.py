@@ -1,0 +1,349 @@
+"""Fill a rank's parts of parameters from the pieces that they are stored in, in bounded chunks, by several threads.
+
+There is one function for what a part's memory holds:
+
+| memory                                                | function         |
+|-------------------------------------------------------|------------------|
+| values, scaled in float32 and rounded once            | `fill_values`    |
+| codes as published, FP8 or with scales in 4 bits      | `fill_codes`     |
+| codes in 4 bits, quantized here                       | `fill_quantized` |
+| scales of FP8 codes                                   | `fill_scale`     |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from windlass.model import Parameter, Piece
+from windlass.settings import CONVERTED_VALUES
+from windlass.weights import four_bits
+from windlass.weights.digest import MODULUS, digest_box
+from windlass.weights.reading import (
+    DTYPES,
+    UNCONVERTED,
+    Box,
+    DamagedError,
+    Files,
+    digest_tensor,
+    expand_scale,
+    intersect,
+    locate_piece,
+    read_box,
+    read_scale,
+    read_tensor,
+    require_finite,
+    require_no_erased,
+    split_box,
+    to_float32,
+    to_stored_box,
+)
+
+ScaleDecoder = Callable[[Tensor, Box], Tensor]  # (stored scales, their place) -> scales in float32
+Job = Callable[[], int]  # fills one chunk and returns the digest of what was read
+
+
+class LocalPart(NamedTuple):
+    """This rank's part of a parameter."""
+
+    memory: Tensor
+    box: Box  # of the parameter's values
+
+    def region(self, box: Box) -> Tensor:
+        """Return the memory of a box inside this part."""
+        return self.memory[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, self.box, strict=True))]
+
+    def rows(self, box: Box) -> Tensor:
+        """Return the memory of a box of whole rows, which hold other things than values."""
+        return self.memory[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box[:-1], self.box, strict=False))]
+
+
+class Source(NamedTuple):
+    """What parts are filled with."""
+
+    files: Files
+    block: Sequence[int]  # rows and columns that share an FP8 scale
+    pool: ThreadPoolExecutor
+
+
+def fill_values(part: LocalPart, pieces: Sequence[Piece], source: Source) -> tuple[int, int]:
+    """Fill a part with values. Returns the number of values filled and the digest of what was read."""
+
+    def plan_chunks(piece: Piece, shared: Box) -> tuple[Iterable[Job], int]:
+        if piece.packed:
+            return plan_packed(piece, shared, source, partial(write_decoded, part, piece))
+        scale, digest = read_own_scale(piece, source)
+        limit = CONVERTED_VALUES
+        if scale is None and part.memory.dtype == DTYPES[piece.stored.dtype]:
+            limit *= UNCONVERTED
+        zeros = keep_zeros(scale)
+        factor = None if scale is None else scale.to(part.memory.device)
+        return [partial(fill_chunk, piece, box, factor, zeros) for box in split_box(shared, limit)], digest
+
+    def fill_chunk(piece: Piece, box: Box, factor: Tensor | None, zeros: Tensor | None) -> int:
+        region = part.region(box)
+        if factor is None:
+            return copy_chunk(piece, box, region, zeros, source)
+        values, digest = read_chunk(piece, box, zeros, source)
+        region.copy_(multiply_scale(values.to(region.device), piece, box, factor, source))
+        return digest
+
+    return fill_from_pieces(part, pieces, source, plan_chunks)
+
+
+def fill_codes(part: LocalPart, pieces: Sequence[Piece], source: Source) -> tuple[int, int]:
+    """Fill a part with codes as they are stored, and in 4 bits with the scales behind them; those of FP8 have their own
+    memory. Returns the number of codes filled and the digest of what was read."""
+
+    def plan_chunks(piece: Piece, shared: Box) -> tuple[Iterable[Job], int]:
+        if piece.packed:
+            return plan_packed(piece, shared, source, partial(write_packed, part, piece))
+        scale, digest = read_own_scale(piece, source)
+        zeros = keep_zeros(scale)
+        limit = CONVERTED_VALUES
+        if part.memory.dtype == DTYPES[piece.stored.dtype]:
+            limit *= UNCONVERTED
+        boxes = split_box(shared, limit)
+        return [partial(copy_chunk, piece, box, part.region(box), zeros, source) for box in boxes], digest
+
+    return fill_from_pieces(part, pieces, source, plan_chunks)
+
+
+def fill_quantized(
+    part: LocalPart, pieces: Sequence[Piece], source: Source, kind: str, errors: list[Tensor]
+) -> tuple[int, int]:
+    """Fill a part with 4-bit codes of its values, and their scales. Appends each chunk's sums of squares of the errors
+    and of the values to `errors`. Returns the number of values quantized and the digest of what was read."""
+
+    def plan_chunks(piece: Piece, shared: Box) -> tuple[Iterable[Job], int]:
+        scale, digest = read_own_scale(piece, source)
+        zeros = keep_zeros(scale)
+        factor = None if scale is None else scale.to(part.memory.device)
+        return [partial(fill_chunk, piece, box, factor, zeros) for box in split_box(shared, CONVERTED_VALUES)], digest
+
+    def fill_chunk(piece: Piece, box: Box, factor: Tensor | None, zeros: Tensor | None) -> int:
+        rows = part.rows(box)
+        values, digest = read_chunk(piece, box, zeros, source)
+        values = values.to(rows.device)
+        if factor is not None:
+            values = multiply_scale(values, piece, box, factor, source)
+        if box[-1] != part.box[-1]:
+            raise DamagedError(f"{piece.stored.key!r} contains parts of rows, and 4 bits need whole ones")
+        errors.append(four_bits.quantize(values.float(), kind, rows))  # by several threads: appending is atomic
+        return digest
+
+    return fill_from_pieces(part, pieces, source, plan_chunks)
+
+
+def fill_from_pieces(
+    part: LocalPart,
+    pieces: Sequence[Piece],
+    source: Source,
+    plan_chunks: Callable[[Piece, Box], tuple[Iterable[Job], int]],
+) -> tuple[int, int]:
+    """Run the jobs that `plan_chunks` returns, with the digest of the scales, for each piece that overlaps this part.
+
+    Returns the number of values filled and the digest of what was read; a piece's scales are counted on the rank where
+    the piece begins.
+    """
+    jobs = []
+    filled = 0
+    digest = 0
+    for piece in pieces:
+        shared = intersect(part.box, locate_piece(piece))
+        if shared is None:
+            continue
+        filled += math.prod(stop - start for start, stop in shared)
+        chunks, digest_of_scales = plan_chunks(piece, shared)
+        jobs += [source.pool.submit(chunk) for chunk in chunks]
+        if all(start <= first < stop for (start, stop), first in zip(part.box, piece.offset, strict=True)):
+            digest += digest_of_scales
+    return filled, (digest + sum(job.result() for job in jobs)) % MODULUS
+
+
+# --- chunks of values and FP8 codes ---
+
+
+def read_own_scale(piece: Piece, source: Source) -> tuple[Tensor | None, int]:
+    """Return the scale of an FP8 piece in float32, and its digest."""
+    return read_scale(piece.scale, source.files) if piece.scale else (None, 0)
+
+
+def keep_zeros(scale: Tensor | None) -> Tensor | None:
+    """Return a scale if it has zeros, which would erase weights."""
+    return scale if scale is not None and bool((scale == 0).any()) else None
+
+
+def read_chunk(piece: Piece, box: Box, zeros: Tensor | None, source: Source) -> tuple[Tensor, int]:
+    """Return a chunk as it is stored, and its digest. `box` has the parameter's coordinates."""
+    values = torch.empty([stop - start for start, stop in box], dtype=DTYPES[piece.stored.dtype])
+    return values, read_into(piece, box, values, zeros, source)
+
+
+def multiply_scale(codes: Tensor, piece: Piece, box: Box, factor: Tensor, source: Source) -> Tensor:
+    """Return the true values of FP8 codes in float32."""
+    values = to_float32(codes)
+    values *= expand_scale(factor, piece.stored.shape, to_stored_box(piece, box), source.block)
+    return values
+
+
+def copy_chunk(piece: Piece, box: Box, region: Tensor, zeros: Tensor | None, source: Source) -> int:
+    """Fill `region` with a chunk as it is stored, or as its dtype has it, and return the chunk's digest."""
+    if region.device.type == "cpu" and region.is_contiguous() and region.dtype == DTYPES[piece.stored.dtype]:
+        return read_into(piece, box, region, zeros, source)
+    values, digest = read_chunk(piece, box, zeros, source)
+    region.copy_(values.to(region.device))
+    return digest
+
+
+def read_into(piece: Piece, box: Box, values: Tensor, zeros: Tensor | None, source: Source) -> int:
+    """Read a chunk, refuse what can't be weights, and return its digest."""
+    read = partial(read_box, files=source.files)
+    stored_box = to_stored_box(piece, box)
+    read(piece.stored, stored_box, values)
+    require_finite(values, piece.stored.key)
+    if zeros is not None:
+        scale = expand_scale(zeros, piece.stored.shape, stored_box, source.block)
+        require_no_erased(values, scale, piece.stored.key)
+    return digest_box(piece.stored, stored_box, values, read)
+
+
+# --- chunks of published 4-bit weights ---
+
+
+def plan_packed(
+    piece: Piece, shared: Box, source: Source, write: Callable[[Box, Tensor, Tensor], None]
+) -> tuple[Iterable[Job], int]:
+    """Return jobs that read full rows of the file and give `write` their box, codes and scales; and the scales'
+    digest."""
+    assert piece.packed is not None
+    decode, digest = read_scale_decoder(piece, source.files)
+    rows = to_file_order(piece, shared)
+    if rows[-1] != (0, 2 * piece.stored.shape[-1]):
+        raise DamagedError(f"{piece.stored.key!r} is needed in parts of rows, and 4 bits are whole ones")
+    return [
+        partial(read_packed, piece, box, decode, source, write) for box in split_box(rows, CONVERTED_VALUES)
+    ], digest
+
+
+def to_file_order(piece: Piece, box: Box) -> Box:
+    """Return a parameter's box with its columns as rows, if the file has them so."""
+    assert piece.packed is not None
+    return (*box[:-2], box[-1], box[-2]) if piece.packed.transposed else box
+
+
+def read_packed(
+    piece: Piece,
+    box: Box,
+    decode: ScaleDecoder,
+    source: Source,
+    write: Callable[[Box, Tensor, Tensor], None],
+) -> int:
+    """Read one chunk, full rows of its file, and return its digest. `box` is in the file's order."""
+    assert piece.packed is not None
+    assert piece.scale is not None
+    read = partial(read_box, files=source.files)
+    there = to_stored_box(piece, box)
+    tensors = []
+    digest = 0
+    for stored in (piece.stored, piece.scale):
+        rows = (*there[:-1], (0, stored.shape[-1]))
+        tensor = torch.empty([stop - start for start, stop in rows], dtype=DTYPES[stored.dtype])
+        read(stored, rows, tensor)
+        digest += digest_box(stored, rows, tensor, read)
+        tensors.append(tensor)
+    codes, scales = tensors
+    if piece.packed.kind == "mxfp4":  # the lower half of a byte comes first
+        codes = codes << 4 | codes >> 4
+    write(box, codes, decode(scales, there))
+    return digest
+
+
+def write_packed(part: LocalPart, piece: Piece, box: Box, codes: Tensor, scales: Tensor) -> None:
+    """Copy codes, and scales behind them, to rows of bytes."""
+    assert piece.packed is not None
+    rows = LocalPart(part.memory, to_file_order(piece, part.box)).rows(box)
+    dtype = torch.float32 if piece.packed.kind == "nf4" else torch.bfloat16
+    own_codes, own_scales = four_bits.split_rows(rows, 2 * codes.shape[-1], dtype)
+    own_codes.copy_(codes)
+    own_scales.copy_(scales)
+
+
+def write_decoded(part: LocalPart, piece: Piece, box: Box, codes: Tensor, scales: Tensor) -> None:
+    """Write the values of codes."""
+    assert piece.packed is not None
+    memory = part.memory.transpose(-1, -2) if piece.packed.transposed else part.memory
+    rows = LocalPart(memory, to_file_order(piece, part.box)).rows(box)
+    codes, scales = codes.to(memory.device), scales.to(memory.device)
+    rows.copy_(four_bits.decode_codes(codes, scales, piece.packed.block, piece.packed.kind))
+
+
+# --- scales ---
+
+
+def fill_scale(
+    target: Tensor, first: int, parameter: Parameter, files: Files, block: Sequence[int], every: Sequence[int]
+) -> None:
+    """Fill the scales of a parameter that stays in FP8, one per `every` block; of a stack, those of experts from
+    `first`.
+
+    A piece's scale is repeated for each of these blocks that it covers.
+    """
+    stack = target if target.ndim == 3 else target[None]
+    own = ((first, first + len(stack)), *((0, size) for size in parameter.shape[-2:]))[-len(parameter.shape) :]
+    for piece in parameter.pieces:
+        shared = intersect(own, locate_piece(piece))
+        if shared is None or piece.scale is None:
+            continue
+        there = to_stored_box(piece, shared)
+        scale = expand_scale(read_scale(piece.scale, files)[0], piece.stored.shape, there, block, every)
+        experts = slice(shared[0][0] - first, shared[0][1] - first) if len(shared) == 3 else slice(None)
+        rows, columns = (slice(a // side, -(-b // side)) for (a, b), side in zip(shared[-2:], every, strict=True))
+        stack[experts, rows, columns] = scale.to(stack.device)
+
+
+def read_scale_decoder(piece: Piece, files: Files) -> tuple[ScaleDecoder, int]:
+    """Return a function from stored scales of a 4-bit piece to float32 scales, and the digest of the tensors behind
+    it."""
+    assert piece.packed is not None
+    assert piece.scale is not None
+    key, groups = piece.scale.key, piece.scale.shape[-1]
+    if piece.packed.kind == "mxfp4":
+        powers = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
+        return lambda scales, _: require_numbers(powers[scales.int()], key), 0
+    state, table, *nested = every = [read_tensor(each, files) for each in piece.packed.more]
+    numbers_of_nf4 = four_bits.code_table("nf4", table.device).tolist()
+    try:
+        described = json.loads(bytes(state.tolist()))
+        block, mean = described.get("nested_blocksize", 1), float(described.get("nested_offset", 0))
+        found = described["quant_type"], described["blocksize"], tuple(described["shape"]), table.tolist()
+        if found != ("nf4", piece.packed.block, piece.shape, numbers_of_nf4):
+            raise ValueError(found)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DamagedError(f"{piece.packed.more[0].key!r} does not describe its weight") from None
+
+    def scale(codes: Tensor, box: Box) -> Tensor:
+        """Decode as bitsandbytes does: blocks of scales run through all rows, each with its own scale, all with one
+        mean."""
+        if not nested:
+            return require_numbers(codes, key)
+        first, (largest, numbers) = box[-2][0] * groups, nested
+        places = torch.arange(first, first + codes.numel()).view(codes.shape) // block
+        return require_numbers(numbers[codes.int()] * largest[places] + mean, key)
+
+    return scale, sum(
+        digest_tensor(stored, values, files) for stored, values in zip(piece.packed.more, every, strict=True)
+    )
+
+
+def require_numbers(scales: Tensor, key: str) -> Tensor:
+    if not bool(scales.isfinite().all()):
+        raise DamagedError(f"{key!r} contains scales that are not finite numbers")
+    return scales
