@@ -1,21 +1,17 @@
-"""Tokenizing and packing in tokens per second: windlass, `datasets.map` and TRL on the same file, in one run.
+"""Tokenizing in tokens per second: windlass, `datasets.map` and TRL on the same rows of each format, in one run.
 
-    python benchmarks/data.py                       text that every Python carries, as JSON lines
-    python benchmarks/data.py --formats             the same in every format, not packed: some 6 minutes
-    python benchmarks/data.py --file rows.txt       another file
-    python benchmarks/data.py --json                one JSON object
+    python benchmarks/data.py [--copies 3] [--rounds 2]     some 6 minutes
 
-TRL runs SFTTrainer's own preparation, from rows to packed labels. Each way starts from the same file with nothing
-cached, in its own process, and is timed after its imports. With several rounds the ways alternate, and the fastest
-round of each is shown. With `map`, chats and completions get the labels that a careful script would make, from the
-character offsets of what follows the prompt. TRL computes its loss on whole chats here, which is less work; it has no
-counterpart to alpaca rows.
+The rows are text that every Python carries. TRL runs SFTTrainer's own preparation, from rows to labels. Each way starts
+from the same file with nothing cached, in its own process, and is timed after its imports. The ways alternate, and the
+fastest round of each is shown. With `map`, chats and completions get the labels that a careful script would make, from
+the character offsets of what follows the prompt. TRL computes its loss on whole chats here, which is less work; it has
+no counterpart to alpaca rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -62,14 +58,14 @@ def write_rows(path: Path, copies: int, kind: str = "text") -> None:
                     file.write(json.dumps(row) + "\n")
 
 
-def windlass_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[float, Any]:
+def windlass_way(rows: Path, tokenizer: Any, folder: Path) -> tuple[float, Any]:
     from windlass.data.prepare import prepare_data
     from windlass.runfile import RunFile
 
     run = RunFile.model_validate(
         {
             "model": {"model_name_or_path": "unused"},
-            "data": {"dataset_name_or_path": str(rows), "max_length": MAX_LENGTH, "packing": packing},
+            "data": {"dataset_name_or_path": str(rows), "max_length": MAX_LENGTH, "packing": False},
             "train": {"output_dir": str(folder), "max_steps": 1},
         }
     )
@@ -78,7 +74,7 @@ def windlass_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tup
     return time.perf_counter() - start, found
 
 
-def trl_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[float, Any]:
+def trl_way(rows: Path, tokenizer: Any, folder: Path) -> tuple[float, Any]:
     """Run SFTTrainer's preparation without a model: the method reads only these attributes of the trainer."""
     from types import SimpleNamespace
 
@@ -86,30 +82,27 @@ def trl_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[fl
     from trl import SFTConfig, SFTTrainer
 
     settings = SFTConfig(
-        output_dir=str(folder), max_length=MAX_LENGTH, packing=packing, use_cpu=True, bf16=False, report_to=[]
+        output_dir=str(folder), max_length=MAX_LENGTH, packing=False, use_cpu=True, bf16=False, report_to=[]
     )
     trainer = SimpleNamespace(
         _tokenizer=tokenizer, completion_only_loss=True, chat_template=None, _is_vision_dataset=False
     )
     start = time.perf_counter()
-    kind = "text" if rows.suffix == ".txt" else "json"
-    found = load_dataset(kind, data_files=str(rows), split="train", cache_dir=str(folder / "cache"))
+    found = load_dataset("json", data_files=str(rows), split="train", cache_dir=str(folder / "cache"))
     if "text" in found.column_names:
         found = found.filter(lambda row: bool(row["text"].strip()))
     if "instruction" in found.column_names:  # as a formatting function would
         found = found.map(lambda row: {"messages": chat(row["instruction"], row["output"])})
-    found = SFTTrainer._prepare_dataset(trainer, found, tokenizer, settings, packing, None, "train")
+    found = SFTTrainer._prepare_dataset(trainer, found, tokenizer, settings, False, None, "train")
     return time.perf_counter() - start, found
 
 
-def map_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[float, Any]:
-    """Run the batched `map` that a careful script would write, with TRL's packing."""
+def map_way(rows: Path, tokenizer: Any, folder: Path) -> tuple[float, Any]:
+    """Run the batched `map` that a careful script would write."""
     from datasets import load_dataset
-    from trl import pack_dataset
 
     start = time.perf_counter()
-    kind = "text" if rows.suffix == ".txt" else "json"
-    found = load_dataset(kind, data_files=str(rows), split="train", cache_dir=str(folder / "cache"))
+    found = load_dataset("json", data_files=str(rows), split="train", cache_dir=str(folder / "cache"))
     if "text" in found.column_names:
         found = found.filter(lambda row: bool(row["text"].strip()))
     roles = {"human": "user", "gpt": "assistant"}
@@ -147,107 +140,74 @@ def map_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[fl
         }
 
     found = found.map(tokenized, batched=True, remove_columns=[c for c in found.column_names if c != "input_ids"])
-    if packing:
-        found = pack_dataset(found, MAX_LENGTH, "bfd")
     return time.perf_counter() - start, found
 
 
-WAYS: dict[str, Callable[[Path, Any, Path, bool], tuple[float, Any]]] = {
+WAYS: dict[str, Callable[[Path, Any, Path], tuple[float, Any]]] = {
     "windlass": windlass_way,
     "datasets.map, batched": map_way,
     "TRL SFTTrainer": trl_way,
 }
 
 
-def measure(way: str, rows: Path, tokenizer: Path, packing: bool) -> dict[str, Any]:
+def measure(way: str, rows: Path, tokenizer: Path) -> dict[str, Any]:
     """Measure one way in this process, which does nothing else."""
     import datasets
     from transformers import AutoTokenizer
 
     datasets.disable_progress_bars()
-    with tempfile.TemporaryDirectory() as folder:
-        kind = AutoTokenizer.from_pretrained(tokenizer)
-        WAYS[way](small(rows, Path(folder)), kind, Path(folder) / "warm", packing)  # imports and first calls
-        seconds, found = WAYS[way](rows, kind, Path(folder) / "out", packing)
-        tokens = sum(len(row) for row in found["input_ids"])
-        return {"way": way, "packing": packing, "seconds": seconds, "rows_out": len(found), "tokens": tokens}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        opened = AutoTokenizer.from_pretrained(tokenizer)
+        few = folder / "few.jsonl"
+        with rows.open() as file:
+            few.write_text("".join(next(file) for _ in range(50)))
+        WAYS[way](few, opened, folder / "warm")  # imports and first calls
+        seconds, found = WAYS[way](rows, opened, folder / "out")
+        return {"seconds": seconds, "tokens": sum(len(row) for row in found["input_ids"])}
 
 
-def small(rows: Path, folder: Path) -> Path:
-    with rows.open() as file:
-        head = [next(file, "") for _ in range(50)]
-    path = folder / f"small{rows.suffix}"
-    path.write_text("".join(head))
-    return path
-
-
-def apart(way: str, rows: Path, tokenizer: Path, packing: bool) -> dict[str, Any]:
+def measure_apart(way: str, rows: Path, tokenizer: Path) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", way, "--file", str(rows), "--tokenizer", str(tokenizer)]
-    done = subprocess.run([*command, *(["--packing"] if packing else [])], capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", type=Path, help="JSON lines with `text`, or text of a row a line")
-    parser.add_argument("--copies", type=int, help="of the built-in text; default: 20, with --formats 3")
-    parser.add_argument("--rounds", type=int, help="default: 1, with --formats 2")
-    parser.add_argument("--formats", action="store_true", help="every format, not packed")
-    parser.add_argument("--tokenizer", type=Path, help="a folder; else one is trained")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--copies", type=int, default=3, help="of the text")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--packing", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.one:
-        print(json.dumps(measure(asked.one, asked.file, asked.tokenizer, asked.packing)))
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--tokenizer", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(options.one, options.file, options.tokenizer)))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        from windlass import tiny
+    from windlass import tiny
 
-        kinds = [*FORMATS] if asked.formats else [""]
-        copies, rounds = asked.copies or (3 if asked.formats else 20), asked.rounds or (2 if asked.formats else 1)
-        files = {kind: asked.file or Path(folder) / f"{kind or 'rows'}.jsonl" for kind in kinds}
-        for kind, rows in files.items() if not asked.file else ():
-            write_rows(rows, copies, kind or "text")
-        tokenizer = asked.tokenizer or tiny.write_tokenizer(Path(folder) / "tokenizer", vocab=4096)
-        with files[kinds[0]].open("rb") as file:
+    best: dict[tuple[str, str], dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        tokenizer = tiny.write_tokenizer(Path(name) / "tokenizer", vocab=4096)
+        for kind in FORMATS:
+            rows = Path(name) / f"{kind}.jsonl"
+            write_rows(rows, options.copies, kind)
+            for number in range(options.rounds):
+                for way in [*WAYS][:: -1 if number % 2 else 1]:
+                    print(f"round {number + 1} of {options.rounds}: {way}, {kind}", file=sys.stderr, flush=True)
+                    taken = measure_apart(way, rows, tokenizer)
+                    best[kind, way] = min(best.get((kind, way), taken), taken, key=lambda once: once["seconds"])
+        with rows.open("rb") as file:
             count = sum(1 for _ in file)
-        cases = [(kind, packing) for kind in kinds for packing in ((False,) if asked.formats else (False, True))]
-        best: dict[tuple[str, bool, str], dict[str, Any]] = {}
-        for number in range(rounds):
-            for (kind, packing), way in itertools.product(cases, list(WAYS)[:: -1 if number % 2 else 1]):
-                print(f"round {number + 1} of {rounds}: {way}, {kind or 'text'}", file=sys.stderr, flush=True)
-                one, key = apart(way, files[kind], tokenizer, packing), (kind, packing, way)
-                if key not in best or one["seconds"] < best[key]["seconds"]:
-                    best[key] = one | ({"format": kind} if kind else {})
-        found = [best[kind, packing, way] for kind, packing in cases for way in WAYS]
-    report(found, count, as_json=asked.json)
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether both were measured on the same rows, packed or not."""
-    return (one.get("format"), one["packing"]) == (other.get("format"), other["packing"])
-
-
-def report(found: list[dict[str, Any]], rows: int, *, as_json: bool) -> None:
-    machine = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("datasets", "tokenizers", "trl", "transformers")},
-        "rows": rows,
-    }
-    if as_json:
-        print(json.dumps({**machine, "results": found}))
-        return
-    print(machine)
-    print(f"{'':24} {'':17} {'seconds':>8} {'rows/s':>10} {'tokens/s':>12} {'rows out':>9} {'windlass':>9}")
-    for one in found:
-        rates = f"{rows / one['seconds']:10,.0f} {one['tokens'] / one['seconds']:12,.0f}"
-        kind = one.get("format") or ("packed" if one["packing"] else "not packed")
-        ours = next(each for each in found if each["way"] == "windlass" and same(each, one))
-        ratio = one["seconds"] / one["tokens"] * ours["tokens"] / ours["seconds"]
-        print(f"{one['way']:24} {kind:17} {one['seconds']:8.2f} {rates} {one['rows_out']:9,} {ratio:8.2f}x")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("datasets", "tokenizers", "trl", "transformers"))
+    print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores; {versions}; {count:,} rows\n")
+    print("| format | engine | s | rows/s | tokens/s | time, windlass = 1 |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for (kind, way), taken in best.items():
+        seconds, tokens, ours = taken["seconds"], taken["tokens"], best[kind, "windlass"]
+        ratio = seconds / tokens * ours["tokens"] / ours["seconds"]
+        rates = f"{count / seconds:,.0f} | {tokens / seconds:,.0f}"
+        print(f"| {kind} | {way} | {seconds:.2f} | {rates} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

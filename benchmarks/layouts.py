@@ -6,9 +6,10 @@ link.
 
 Needs root and iproute2. The rule, fixed before anything is measured: of any two layouts whose predicted times differ by
 TIE or more, the one predicted to be faster is measured to be faster; and `auto`'s choice is measured to be no slower
-than any other by TIE. The processor's rate comes from one layout that needs no network (CALIBRATED), the memory's rate
-from measured layers, and the link's rate is its throttle: full-shard then spends about fifty times as long on the
-network as on compute, like the published recipe on three nodes. Everything else is the plan's.
+than any other by TIE. The processor has one factor, as after `windlass calibrate`: the measured time of a layout that
+needs next to no network (CALIBRATED) relative to its planned one. The link's rate is its throttle: full-shard then
+spends about fifty times as long on the network as on compute, like the published recipe on three nodes. Everything else
+is the plan's.
 
 All layouts train the same rows through the code of `windlass train`. Rounds are interleaved, and each layout's fastest
 step counts: other work on the machine only ever adds to a step.
@@ -21,7 +22,6 @@ import itertools
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,16 +35,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from launch_hosts import Hosts, hosts, why_not
 
+from windlass import hardware, run_folder, runfile, tiny
 from windlass import plan as planning
-from windlass import run_folder, runfile, tiny
 from windlass.files import read_json_lines
-from windlass.hardware import MEMORY_SHARE
 from windlass.plan import Plan
 from windlass.plan.layout import Layout
-from windlass.plan.step_time import SKEW
+from windlass.plan.machine import write_machine
 
 TIE = 0.15
 MEGABITS, TCP = 16, 0.95  # of the link, and the share of it that TCP's payload gets
+LINK = MEGABITS / 8e3 * TCP  # GB/s
 # What does not fit the kernel's buffers gloo sends before it receives, at half the rate of smaller messages; no fabric
 # of a cluster is like that. So: room for messages, a queue that drops nothing, and a model whose gathers stay small.
 TCP_WORDS = ("tcp_rmem=4096 33554432 67108864", "tcp_wmem=4096 33554432 67108864", "tcp_slow_start_after_idle=0")
@@ -89,18 +89,10 @@ train:
 cluster:
   nodes: 2
   gpus_per_node: 1
-  gpu: {{name: cpu, memory_gib: 4, bf16_tflops: 1, achieved_tflops: {tflops}, memory_gb_per_second: {memory}}}
+  gpu: cpu
+  machine: {machine}
   network: {{name: throttled, gb_per_second: {link}}}
 """
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The machine's rates for the plan. The first guess is used until the ranks have measured."""
-
-    tflops: float = 0.02
-    memory: float = 5.0
-    link: float = MEGABITS / 8e3 * TCP
 
 
 @dataclass(frozen=True)
@@ -121,7 +113,12 @@ def make(folder: Path) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
 
 
-def plan_of(folder: Path, way: Sequence[str], rates: Rates, out: str = "run", name: str = "run") -> Plan:
+def plan_of(folder: Path, way: Sequence[str], factor: float, out: str = "run", name: str = "run") -> Plan:
+    """Plan for a processor that takes `factor` times as long as the hardware table's."""
+    link, memory = hardware.FABRICS["loopback"], hardware.FABRICS["memory"]
+    table = hardware.derive_rates(hardware.GPUS["cpu"], link, hardware.Fabric("throttled", LINK), memory, 1)
+    machine = folder / f"{name}-machine.json"
+    write_machine(machine, "cpu", 1, {}, hardware.slow_down(table, factor))
     file = folder / f"{name}.yaml"
     text = RUN.format(
         model=json.dumps(str(folder / "model")),
@@ -129,7 +126,8 @@ def plan_of(folder: Path, way: Sequence[str], rates: Rates, out: str = "run", na
         out=json.dumps(str(folder / out)),
         length=LENGTH,
         steps=STEPS,
-        **vars(rates),
+        machine=json.dumps(str(machine)),
+        link=LINK,
     )
     file.write_text(text)
     return planning.make_plan(runfile.read_run_file(file, [*BASE, *way]))
@@ -139,7 +137,6 @@ def rank(folder: Path) -> None:
     """Run every layout, round by round, in one of the two processes, as `windlass train` does."""
     import torch
 
-    from windlass import measure
     from windlass.ranks.rank import read_rank
     from windlass.train import run
 
@@ -148,10 +145,8 @@ def rank(folder: Path) -> None:
     torch.set_num_threads(1)
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     sent: dict[str, float] = {}
-    memory = []
     for turn, (way, keys) in itertools.product(range(ROUNDS), WAYS.items()):
-        memory.append(measure.measure_memory(torch.device("cpu"), 2**18))
-        plan = plan_of(folder, keys, Rates(), f"{turn} {way}", f"run-{here.rank}")  # each rank writes its own file
+        plan = plan_of(folder, keys, 1.0, f"{turn} {way}", f"run-{here.rank}")  # each rank writes its own file
         before = int(SENT.read_text())
         if run.train_rank(plan, here):
             raise SystemExit(f"{way} did not finish")
@@ -160,9 +155,7 @@ def rank(folder: Path) -> None:
         took = [line["step_seconds"] for line in read_json_lines(out / run_folder.STEPS.format(rank=here.rank))]
         taken[way] += took[1:]
     torch.distributed.destroy_process_group()
-    (folder / f"taken-{here.rank}.json").write_text(
-        json.dumps({"seconds": taken, "sent": sent, "memory": statistics.median(memory) / MEMORY_SHARE})
-    )
+    (folder / f"taken-{here.rank}.json").write_text(json.dumps({"seconds": taken, "sent": sent}))
 
 
 def measure(folder: Path, machines: Hosts) -> dict[str, Any]:
@@ -176,7 +169,7 @@ def measure(folder: Path, machines: Hosts) -> dict[str, Any]:
             raise SystemExit((folder / f"log-{node}").read_text()[-3000:])
     found = [json.loads((folder / f"taken-{node}.json").read_text()) for node in (0, 1)]
     seconds = {way: min(map(max, *(one["seconds"][way] for one in found))) for way in WAYS}
-    return {"seconds": seconds, "memory": statistics.mean(one["memory"] for one in found), "sent": found[0]["sent"]}
+    return {"seconds": seconds, "sent": found[0]["sent"]}
 
 
 def command(folder: Path) -> list[str]:
@@ -200,14 +193,6 @@ def throttle(machines: Hosts) -> None:
         subprocess.run(["ip", "netns", "exec", name, "sysctl", "-qw", *words], check=True, timeout=20)
 
 
-def calibrated(folder: Path, found: Mapping[str, Any]) -> Rates:
-    """Return the processor's rate, from the measured time of a layout with next to no traffic."""
-    plan = plan_of(folder, WAYS[CALIBRATED], Rates(memory=found["memory"]))
-    wire = plan.cost.step_seconds / SKEW - SEQUENCES * plan.cost.compute_seconds
-    work = (found["seconds"][CALIBRATED] / SKEW - max(wire, 0.0)) / SEQUENCES
-    return Rates(Rates().tflops * plan.cost.compute_seconds / work, found["memory"])
-
-
 def wrong_pairs(rows: Sequence[Outcome]) -> tuple[int, list[tuple[Outcome, Outcome]]]:
     """Return how many pairs the prediction separates, and those measured in the other order."""
     output = [
@@ -223,19 +208,19 @@ def proof() -> dict[str, Any]:
         make(folder)
         with hosts(2) as machines:
             found = measure(folder, machines)
-        rates = calibrated(folder, found)
-        costs = {way: plan_of(folder, keys, rates).cost for way, keys in WAYS.items()}
+        factor = found["seconds"][CALIBRATED] / plan_of(folder, WAYS[CALIBRATED], 1.0).cost.step_seconds
+        costs = {way: plan_of(folder, keys, factor).cost for way, keys in WAYS.items()}
         rows = [
             Outcome(way, c.step_seconds, found["seconds"][way], c.wire_gb_per_step * 1e3, found["sent"][way] / 1e6)
             for way, c in costs.items()
         ]
-        auto = plan_of(folder, ("layout.name=auto", "train.per_device_train_batch_size=auto"), rates)
-        free = plan_of(folder, ("layout.name=auto", "layout.base_dtype=null"), rates)
+        auto = plan_of(folder, ("layout.name=auto", "train.per_device_train_batch_size=auto"), factor)
+        free = plan_of(folder, ("layout.name=auto", "layout.base_dtype=null"), factor)
         shutil.rmtree(folder / "model")
     pairs, wrong = wrong_pairs(rows)
     rows.sort(key=lambda row: row.predicted)
     return {
-        "rates": vars(rates),
+        "factor": factor,
         "rows": [vars(row) for row in rows],
         "pairs": pairs,
         "wrong": [f"{one.way} before {other.way}" for one, other in wrong],
@@ -269,10 +254,9 @@ def main() -> None:
 
 
 def show(answer: Mapping[str, Any]) -> None:
-    rates = answer["rates"]
     print(
         f"{time.strftime('%Y-%m-%d')}, two ranks over gloo, {MEGABITS} Mbit/s between them; load {answer['load']:.1f};"
-        f" calibrated: {rates['tflops'] * 1e3:.1f} GFLOP/s, {rates['memory']:.1f} GB/s"
+        f" calibrated: {answer['factor']:.2f} times as long as by the hardware table"
     )
     print(f"{'way':30} {'predicted s':>12} {'measured s':>11} {'ratio':>6} {'predicted MB':>13} {'sent MB':>8}")
     for row in answer["rows"]:

@@ -1,13 +1,10 @@
 """Loading: each rank reads its own part, against rank 0 loading everything and broadcasting. Prints its own table.
 
-    python benchmarks/load.py [--gib 1] [--ranks 2] [--repeat 3] [--warm] [--digest]
+    python benchmarks/load.py [--gib 1] [--ranks 2] [--repeat 3] [--warm]
 
 Both fill the same sharded model from the same FP8 checkpoint, in fresh processes, taking turns; files are dropped from
 the page cache before each turn unless --warm. Time is the slowest rank's, from the start of loading to a filled model;
 ours includes the certificate's second reading. Memory is a rank's growth since before loading.
-
---digest: the cost of the base's digest instead: loads with and without it alternate in one process, for a BF16 and an
-FP8 checkpoint, with the interval of the median ratio.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import random
 import statistics
 import subprocess
 import sys
@@ -33,8 +29,6 @@ from windlass.model import read_base
 from windlass.plan.layout import Layout
 from windlass.train import parallel
 from windlass.train.load import list_unique_tensors, load_base, read_all, read_peak_rss, reset_peak_rss, view_own_part
-from windlass.weights import reading
-from windlass.weights.digest import digest_box
 
 GIB = 2**30
 WAYS = {"own part": "every rank reads its own part", "broadcast": "rank 0 reads all and broadcasts"}
@@ -46,15 +40,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--warm", action="store_true", help="leave the files in the page cache")
-    parser.add_argument("--digest", action="store_true", help="what the digest of the base costs")
     parser.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.way:
         run_rank(asked.way, asked.checkpoint)
-        return
-    if asked.digest:
-        digest_cost(asked)
         return
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = write(Path(directory), asked.gib)
@@ -68,43 +58,10 @@ def main() -> None:
     show(turns, size, asked)
 
 
-def digest_cost(asked: argparse.Namespace) -> None:
-    """Return one rank's loading times, in seconds and in processor seconds, which other work on the machine affects
-    less."""
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    real, chance = digest_box, random.Random(0)
-    for kind, fp8 in (("BF16", False), ("FP8 read as BF16", True), ("FP8 kept", True)):
-        with tempfile.TemporaryDirectory() as directory:
-            checkpoint = write(Path(directory), asked.gib if fp8 else asked.gib / 2, fp8=fp8)
-            dtype = "fp8" if kind == "FP8 kept" else "bf16"
-            layout = Layout("full-shard", "benchmark", 1, 1, shard=1, precision="no", base_dtype=dtype)
-            base, taken = read_base(checkpoint), dict[bool, list[tuple[float, float]]]({True: [], False: []})
-            for turn in range(asked.repeat + 1):
-                for hashed in chance.sample([True, False], 2):
-                    vars(reading)["digest_box"] = real if hashed else lambda *_: 0
-                    if not asked.warm:
-                        forget(checkpoint)
-                    began = time.perf_counter(), time.process_time()
-                    load_base(base, layout)
-                    seconds = time.perf_counter() - began[0], time.process_time() - began[1]
-                    taken[hashed] += [seconds] * bool(turn)  # the first one is to warm up
-        for name, index in (("seconds", 0), ("processor seconds", 1)):
-            ratios = [a[index] / b[index] for a, b in zip(taken[True], taken[False], strict=True)]
-            medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(2000))
-            print(
-                f"{kind:18} {name:18} with / without the digest: {statistics.median(ratios):.3f} "
-                f"({medians[100]:.3f}-{medians[1899]:.3f}, 90%)"
-            )
-    os._exit(0)
-
-
-def write(directory: Path, gib: float, *, fp8: bool = True) -> Path:
+def write(directory: Path, gib: float) -> Path:
     """Write a mixture of experts in the published layout and widths: 4 experts of 3 x 4096 x 2048 per layer."""
     sizes: dict[str, Any] = {"hidden": 4096, "heads": 8, "experts": 4, "moe_intermediate": 2048}
     layers = max(1, round(gib * GIB / (5 * 3 * 4096 * 2048)))
-    sizes |= {} if fp8 else {"quantization": "none"}
     return tiny.write_model(directory, layers=layers, files=4, tokenizer=False, **sizes)
 
 
