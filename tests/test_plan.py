@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from windlass import hardware
-from windlass import plan as planning
 from windlass.data.sources import Rows
 from windlass.errors import UserError
-from windlass.plan import Plan
+from windlass.plan import Plan, make_plan
 from windlass.plan.accelerate import read_accelerate
 from windlass.plan.cost import HEADROOM, Batch
 from windlass.plan.schedule import count_sequences, make_schedule
@@ -49,14 +48,14 @@ CASES: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
 @cache
 def planned(case: str) -> Plan:
     file, accelerate, overrides = CASES[case]
-    return planning.make_plan(
+    return make_plan(
         read_run_file(EXAMPLES / file, overrides), read_accelerate(EXAMPLES / accelerate) if accelerate else None
     )
 
 
 @cache
 def of_train(*overrides: str) -> Plan:
-    return planning.make_plan(read_run_file(EXAMPLES / "train.yaml", overrides))
+    return make_plan(read_run_file(EXAMPLES / "train.yaml", overrides))
 
 
 def rounded(value: Any) -> Any:
@@ -223,7 +222,7 @@ def test_a_rank_on_a_cpu_is_compared_with_its_share_of_the_memory(
 ) -> None:
     here = hardware.read_this_machine()
     monkeypatch.setattr(hardware, "read_this_machine", lambda: type(here)((), 8, gib, None))
-    made = planning.make_plan(read_run_file(EXAMPLES / "train.yaml", (*ON_CPU, f"cluster.gpus_per_node={ranks}")))
+    made = make_plan(read_run_file(EXAMPLES / "train.yaml", (*ON_CPU, f"cluster.gpus_per_node={ranks}")))
     assert (made.machine.gpu.memory_gib, made.machine.host_memory_gib) == (gib / ranks, gib)
     assert made.cost.fits == (made.cost.gpu_gib <= gib / ranks) == fits
     assert made.cost.host_gib >= ranks * made.cost.gpu_gib
@@ -243,15 +242,15 @@ def test_gpu_runs_are_refused_on_a_cpu_and_vice_versa(tmp_path: Path) -> None:
     file = read_accelerate(tmp_path / "fsdp.yaml")
     sizes = ("cluster.nodes=1", "cluster.gpus_per_node=2")
     with pytest.raises(UserError, match="use_cpu: true, but the run is planned for h200") as caught:
-        planning.make_plan(read_run_file(EXAMPLES / "train.yaml", sizes), file)
+        make_plan(read_run_file(EXAMPLES / "train.yaml", sizes), file)
     assert caught.value.problems[0].where.endswith("fsdp.yaml:2: use_cpu")
     assert "cluster.gpu: cpu" in caught.value.problems[0].hint
-    assert planning.make_plan(read_run_file(EXAMPLES / "train.yaml", (*ON_CPU, *sizes)), file).machine.gpu.name == "cpu"
+    assert make_plan(read_run_file(EXAMPLES / "train.yaml", (*ON_CPU, *sizes)), file).machine.gpu.name == "cpu"
     # A network is needed also if an Accelerate file sets the nodes.
     (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_machines: 2\nnum_processes: 2\n")
     (tmp_path / "run.yaml").write_text("model: {model_name_or_path: Qwen3-30B-A3B}\ncluster: {gpu: h200}\n")
     with pytest.raises(UserError, match=r"2 nodes, but no cluster\.network"):
-        planning.make_plan(read_run_file(tmp_path / "run.yaml", ON_CPU[-1:]), read_accelerate(tmp_path / "fsdp.yaml"))
+        make_plan(read_run_file(tmp_path / "run.yaml", ON_CPU[-1:]), read_accelerate(tmp_path / "fsdp.yaml"))
 
 
 @pytest.mark.fault("a router's loss for a model without experts", "`windlass plan`", "has no routed experts")
@@ -259,7 +258,7 @@ def test_a_dense_models_balancing_loss_is_refused(tmp_path: Path) -> None:
     run = "model: {model_name_or_path: Mistral-7B-v0.1}\ntrain: {router_aux_loss_coef: 0.01}\ncluster: {gpu: h200}\n"
     (tmp_path / "run.yaml").write_text(run)
     with pytest.raises(UserError, match="has no routed experts") as caught:
-        planning.make_plan(read_run_file(tmp_path / "run.yaml", ON_CPU[-1:]))
+        make_plan(read_run_file(tmp_path / "run.yaml", ON_CPU[-1:]))
     assert caught.value.problems[0].where.endswith("run.yaml:2: train.router_aux_loss_coef")
 
 
@@ -316,7 +315,7 @@ def test_every_compared_layout_equals_its_own_plan(
 ) -> None:
     text = (EXAMPLES / "train.yaml").read_text()
     (tmp_path / "run.yaml").write_text(text.replace("  gradient_accumulation_steps:", batch))
-    made = planning.make_plan(read_run_file(tmp_path / "run.yaml", overrides))
+    made = make_plan(read_run_file(tmp_path / "run.yaml", overrides))
     rows = drop_dominated(made.contenders, made.layout)
     assert [c for c in rows if is_same_layout(c.layout, made.layout)]
     assert len({c.layout.nodes for c in rows}) > 2
@@ -326,7 +325,7 @@ def test_every_compared_layout_equals_its_own_plan(
     for row in rows[::3] if overrides else rows:
         nodes = f"{row.layout.nodes} node{'s' * (row.layout.nodes > 1)}: "
         name = row.name if row.here else nodes + row.name.rpartition(", on ")[0]
-        again = planning.make_plan(read_run_file(tmp_path / "run.yaml", (*overrides, *changes[name])))
+        again = make_plan(read_run_file(tmp_path / "run.yaml", (*overrides, *changes[name])))
         assert is_same_layout(again.layout, row.layout)
         assert again.batch == row.cost.batch
         assert again.cost.step_seconds == pytest.approx(row.seconds), row.name
@@ -377,14 +376,14 @@ def test_suggested_overrides_fit_when_pasted(key: str) -> None:
 
 def test_the_full_model_in_4_bits_fits_one_gpu_of_80_gb() -> None:
     """As in the example: suggested if nothing else fits, never chosen by itself."""
-    made = planning.make_plan(read_run_file(EXAMPLES / "one-80gb.yaml"))
+    made = make_plan(read_run_file(EXAMPLES / "one-80gb.yaml"))
     assert (made.layout.base_dtype, made.machine.gpu.name) == ("nf4", "h100")
     assert 65 < made.cost.gpu_gib < 0.95 * made.machine.gpu.memory_gib
     assert made.batch.tokens >= 8192
     base = next(row for row in made.cost.rows if row.item == "base weights")
     narrow = sum(p.count for p in made.base.parameters if p.part in ("attention", "shared_experts", "experts"))
     assert base.bytes == pytest.approx(narrow * 4.25 / 8 + 2 * (made.base.total - narrow), rel=1e-4)
-    unasked = planning.make_plan(read_run_file(EXAMPLES / "one-80gb.yaml", ["layout=auto"]))
+    unasked = make_plan(read_run_file(EXAMPLES / "one-80gb.yaml", ["layout=auto"]))
     assert unasked.layout.base_dtype == "fp8"
     assert "with layout.base_dtype: nf4 it needs" in unasked.cost.remedy
     assert re.search(

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from windlass import plan as planning
 from windlass import run_folder, runfile, tiny, train
 from windlass.errors import UserError
 from windlass.files import Table, WriteGuard, read_json_lines
@@ -31,6 +30,7 @@ from windlass.observe.watch.heartbeat import find_absent_ranks
 from windlass.observe.watch.monitor import Monitor, make_environment, report_alarm
 from windlass.observe.watch.prometheus import format_prometheus
 from windlass.observe.watch.script import ScriptWatch
+from windlass.plan import make_plan
 from windlass.runfile import Watch, names
 
 ROOT = Path(__file__).parent.parent
@@ -486,7 +486,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(tm
     (tmp_path / "run.yaml").write_text(textwrap.dedent(text))
     with pytest.raises(UserError) as caught:
         train.train(
-            lambda: planning.make_plan(runfile.read_run_file(tmp_path / "run.yaml")),
+            lambda: make_plan(runfile.read_run_file(tmp_path / "run.yaml")),
             arguments=[],
             environ={},
             resume=False,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from windlass.data.collate import Collator
     from windlass.model import Base
-    from windlass.runfile import Data, Loaded, RunFile
+    from windlass.runfile import Data, Loaded, Model, RunFile
 
 CACHE_VERSION = 7  # raise it when what is written into the cached folder changes
 # Larger files are identified by a sample of their content, which is equal on every node whatever the modification
@@ -311,14 +311,14 @@ def open_model_tokenizer(loaded: Loaded) -> tuple[Any, int]:
     from windlass.model import find_base
 
     base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
-    return open_tokenizer(base, loaded), base.dims["vocab"]
+    return open_tokenizer(base, loaded.run.model, loaded.where), base.dims["vocab"]
 
 
-def open_tokenizer(base: Base, loaded: Loaded) -> Any:
+def open_tokenizer(base: Base, model: Model, where: Where) -> Any:
     """Open the tokenizer in the model's folder."""
     from transformers import AutoTokenizer
 
-    model, place = loaded.run.model, loaded.where("model.model_name_or_path")
+    place = where("model.model_name_or_path")
     if base.path is None:
         hint = "name the model's folder, or download it with `windlass fetch RUN`"
         raise UserError(f"no tokenizer at {model.model_name_or_path}", place, hint)

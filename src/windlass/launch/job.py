@@ -91,7 +91,7 @@ class Job:
 
 def build_job(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Job:
     """Convert a plan to a job. `overrides` and `accelerate` are those that the plan was made with."""
-    run, layout, cluster, path = plan.run, plan.layout, plan.run.cluster, plan.loaded.path
+    run, layout, cluster, path = plan.run, plan.layout, plan.run.cluster, plan.file
     slug = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")
     slug = slug if slug[:1].isalpha() else f"run-{slug}"
     name = run.name or slug[:NAME_LETTERS].strip("-") or "run"

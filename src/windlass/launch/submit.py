@@ -14,7 +14,7 @@ from windlass.launch.job import RECORD, Job, Record, build_job, list_other_secti
 from windlass.launch.platforms import kubernetes, local, openshift, runai, slurm
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan
-from windlass.runfile import Loaded, LoadedScript, read_any
+from windlass.runfile import Loaded, LoadedScript, RunFile, ScriptRun, read_any
 from windlass.runfile.names import NOT_VALUES
 from windlass.variables import variables
 
@@ -78,7 +78,7 @@ def submit(
     if kustomize and (to not in ("kubernetes", "openshift") or not dry_run or out):
         hint = "give it with --to kubernetes or --to openshift, with --dry-run, and without --out"
         raise UserError("writes a base for kustomize, and starts nothing", "--kustomize", hint)
-    platform, folder = PLATFORMS[to], kustomize or choose_job_folder(plan.loaded, to, out, dry_run=dry_run)
+    platform, folder = PLATFORMS[to], kustomize or choose_job_folder(plan.run, to, out, dry_run=dry_run)
     job = build_job(plan, overrides=overrides, accelerate=accelerate)
     notes = review(job, to)  # report what the run file alone shows before querying a cluster
     if to in ("kubernetes", "openshift"):
@@ -96,19 +96,17 @@ def submit(
             say(f"nothing is written; it would start: windlass train {quote_words(job.arguments)} --resume")
         return 0
     if remedy:
-        raise UserError("the plan says that it does not fit", str(plan.loaded.path), remedy)
+        raise UserError("the plan says that it does not fit", str(plan.file), remedy)
     if platform.start(job, folder, say) and follow:
         platform, record = open_record(folder, Path(job.folder), say)
         return platform.logs(record, follow=True)
     return 0
 
 
-def choose_job_folder(
-    loaded: Loaded | LoadedScript, to: str, out: Path | None = None, *, dry_run: bool = False
-) -> Path:
+def choose_job_folder(run: RunFile | ScriptRun, to: str, out: Path | None = None, *, dry_run: bool = False) -> Path:
     """Return the folder for the files: the run folder, unless it is on a volume that this machine doesn't have. A dry
     run doesn't write there: nodes of the run may be reading it."""
-    run, folder = loaded.run, Path(loaded.run.folder)
+    folder = Path(run.folder)
     elsewhere = Path(f"{run.name or folder.name}-job")
     if out is not None or to == "local":
         return out or folder
@@ -121,7 +119,7 @@ def choose_job_folder(
 
 def find_record_folder(loaded: Loaded | LoadedScript, out: Path | None = None) -> Path:
     """Return the folder with this run's submission record."""
-    folders = [choose_job_folder(loaded, to, out) for to in ("script", "runai")]
+    folders = [choose_job_folder(loaded.run, to, out) for to in ("script", "runai")]
     return next((folder for folder in folders if (folder / RECORD).exists()), folders[0])
 
 

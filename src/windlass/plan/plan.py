@@ -61,6 +61,11 @@ class Plan:
         return self.loaded.where
 
     @property
+    def file(self) -> Path:
+        """Return the run file."""
+        return self.loaded.path
+
+    @property
     def folder(self) -> Path:
         """Return the run folder."""
         return Path(self.run.folder)

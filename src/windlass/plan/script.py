@@ -49,6 +49,10 @@ class ScriptPlan:
         return self.loaded.where
 
     @property
+    def file(self) -> Path:
+        return self.loaded.path
+
+    @property
     def folder(self) -> Path:
         return Path(self.run.folder)
 

@@ -206,7 +206,7 @@ def save_final(
 
 
 def open_base_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = open_tokenizer(plan.base, plan.loaded)
+    tokenizer: PreTrainedTokenizerBase = open_tokenizer(plan.base, plan.run.model, plan.where)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 

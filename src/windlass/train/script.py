@@ -57,7 +57,7 @@ def train_script(
 
     code = run_rank(here, work, print_error=say)
     if code == SAVED:
-        grace = made[0].loaded.run.cluster.grace_seconds if made else None
+        grace = made[0].run.cluster.grace_seconds if made else None
         wait_for_peers(here, int(own["LOCAL_WORLD_SIZE"]), grace or GRACE_SECONDS)
     return code
 

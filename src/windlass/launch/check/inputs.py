@@ -129,7 +129,7 @@ def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
     try:
         from windlass.data.prepare import open_tokenizer
 
-        tokenizer = open_tokenizer(plan.base, plan.loaded)
+        tokenizer = open_tokenizer(plan.base, plan.run.model, plan.where)
     except ImportError as error:
         return None, skipped("tokenizer", f"transformers can't be imported: {error}")
     except UserError as error:
