@@ -50,7 +50,7 @@ def run_file(source: Path, *, least: float = 0.0, **section: Any) -> RunFile:
     return RunFile.model_validate(
         {
             "model": {"model_name_or_path": str(folder / "model")},
-            "data": {"dataset_name_or_path": str(source), "max_length": 128, **section},
+            "data": {"dataset_name_or_path": str(source), "max_length": 128, "packing": False, **section},
             "train": {"output_dir": str(folder / "out"), "per_device_train_batch_size": 4, "max_steps": 5},
             "watch": {"min_supervised_fraction": least},
         }

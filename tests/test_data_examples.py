@@ -42,7 +42,7 @@ def test_every_format_has_an_example_that_is_planned_and_prepared(
         loaded = runfile.read_run_file(path.relative_to(ROOT), [])
         assert planning.make_plan(loaded).schedule.global_sequences == 4
         audits: list[dict[str, object]] = []
-        audit_data(loaded, say=lambda _: None, audited=audits.append)
+        audit_data(planning.fill_in_choices(loaded), say=lambda _: None, audited=audits.append)
         assert audits[0]["shape"]["name"] == (path.stem if path.stem != "mix" else "messages")  # type: ignore[index]
 
 

@@ -53,7 +53,8 @@ def write(folder: Path, **section: Any) -> Path:
         )
     (folder / "empty.jsonl").write_text('{"text": " "}\n')
     (folder / "chat.jsonl").write_text('{"conversations": [{"from": "human", "value": "a"}]}\n')
-    data = {"mix": [{"path": f"{folder}/a.jsonl"}, {"path": f"{folder}/b.jsonl", "epochs": 0.5}], **section}
+    mix = [{"path": f"{folder}/a.jsonl"}, {"path": f"{folder}/b.jsonl", "epochs": 0.5}]
+    data = {"mix": mix, "max_length": 64, "packing": False, **section}
     train = {"output_dir": str(folder / "out"), "eval_strategy": "no", "max_steps": 4}
     (folder / "run.yaml").write_text(yaml.safe_dump({"data": data, "train": train}, sort_keys=False))
     return folder / "run.yaml"

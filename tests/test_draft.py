@@ -15,8 +15,8 @@ from windlass import init as draft
 from windlass import plan as planning
 from windlass import tiny
 from windlass.errors import UserError
+from windlass.plan.resolve import BYTES_PER_TOKEN, FEW_STEPS, MOST_EPOCHS
 from windlass.plan.show import print_plan
-from windlass.plan.unset import BYTES_PER_TOKEN, FEW_STEPS, MOST_EPOCHS
 from windlass.runfile import read_run_file
 
 
@@ -37,7 +37,7 @@ def test_length_batch_and_epochs_follow_the_data(tmp_path: Path, model: Path) ->
     assert done.returncode == 0, done.stderr
     (tmp_path / "run.yaml").write_text(done.stdout)
     loaded = read_run_file(tmp_path / "run.yaml")
-    assert loaded.run.data.max_length >= 1500  # 1 % of the rows are longer than the rest: they fit too
+    assert loaded.run.data.length >= 1500  # 1 % of the rows are longer than the rest: they fit too
     assert loaded.run.data.packing
     plan = planning.make_plan(loaded)
     assert plan.cost.fits
@@ -91,7 +91,7 @@ def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys:
 
     plan = chosen()
     run = plan.run
-    assert 5000 / BYTES_PER_TOKEN < run.data.max_length <= 1.5 * 5000 / BYTES_PER_TOKEN
+    assert 5000 / BYTES_PER_TOKEN < run.data.length <= 1.5 * 5000 / BYTES_PER_TOKEN
     assert run.data.packing
     assert run.train.num_train_epochs == 3  # 1000 rows make some 200 sequences, 6 steps
     assert run.train.per_device_train_batch_size == "auto"

@@ -151,7 +151,7 @@ BAD_VALUES = {
     "lora: {target_modules: '*.q'}": ("lora.target_modules", "is neither `all`, `all-linear` nor a regular", ""),
     "lora: 5": ("lora", "must be a section, not 5", "indent its keys below it: r,"),
     "model: a/b": ("model", "must be a section", "model_name_or_path"),
-    "train: {bf16: 'True'}": ("train.bf16", "must be true or false, not 'True'", "write true without quotes"),
+    "train: {bf16: 'True'}": ("train.bf16", "must be true, false or 'auto', not 'True'", "write true without quotes"),
     "train: {learning_rate: .nan}": ("train.learning_rate", "must be a number, not '.nan'", ""),
     "train: {learning_rate: 1e999}": ("train.learning_rate", "must be a finite number", ""),
     "train: {max_steps: 0}": ("train.max_steps", "must be at least 1 or -1, not 0", ""),
@@ -320,7 +320,10 @@ REMARKS: list[tuple[list[str], str]] = [
     (["train.max_steps=5", "train.num_train_epochs=2"], "overrides train.num_train_epochs"),
     (["train.eval_steps=5", "train.eval_strategy=no"], "no effect unless train.eval_strategy"),
     (["train.lr_scheduler_type=constant"], "constant has no warm-up"),
-    (["train.global_batch_size=48", THREE], "48 = 1 per GPU x 3 GPUs x 16 micro-batches"),
+    (
+        ["train.global_batch_size=48", "train.per_device_train_batch_size=1", THREE],
+        "48 = 1 per GPU x 3 GPUs x 16 micro-batches",
+    ),
     (["model.use_cache=true"], "stays off"),
     (["cluster.env.NCCL_IB_HCAS=mlx5"], "did you mean NCCL_IB_HCA?"),
     (["cluster.env.NCCL_IB_SL=1"], ""),  # exists, although the table of variables lacks it

@@ -17,7 +17,7 @@ from windlass import plan as planning
 from windlass.data.sources import count_rows
 from windlass.errors import UserError
 from windlass.model import find_base
-from windlass.plan.unset import COVERED, FEW_STEPS, MOST_EPOCHS, SAMPLED, SHORTEST
+from windlass.plan.resolve import COVERED, FEW_STEPS, MOST_EPOCHS, SAMPLED, SHORTEST
 from windlass.runfile import Loaded, read_run_file
 from windlass.runfile.reference import render_settings
 

@@ -106,8 +106,8 @@ def prepare_data(
     Every rank calls this. In a shared cache one rank tokenizes and the others wait. `vocabulary`: rows of the model's
     embedding; `batch`: rows of a micro-batch, if the plan chose them; `audited` receives the audit before it is judged.
     """
-    data, max_length, seed = run.data, run.data.max_length, run.train.order_seed
-    capacity = max_length if data.packing else None
+    data, max_length, seed = run.data, run.data.length, run.train.order_seed
+    capacity = max_length if data.packs else None
 
     # 1. Which rows there are and how they become text.
     selections = select_all(data, where, say)
@@ -124,7 +124,7 @@ def prepare_data(
     batch = batch or run.train.least_batch
     # Unpacked rows may be laid end to end if attention is computed per document, not over a square mask.
     flat = "flash" in (run.model.attn_implementation or "") and batch > 1
-    batching = auditing.PACKED if data.packing else auditing.PADDING_FREE if flat else auditing.LENGTH_GROUPED
+    batching = auditing.PACKED if data.packs else auditing.PADDING_FREE if flat else auditing.LENGTH_GROUPED
     lengths, kind, selection = np.load(folder / "train.lengths.npy"), kinds[0], selections[0]
     trained = [each for each in selections if not each.evaluated]
     sources = [{"name": s.source.name, "config": s.source.config, "how": s.source.how} for s in selections]
@@ -137,7 +137,7 @@ def prepare_data(
         "shape": {"name": kind.name, "description": kind.description, "columns": list(selection.columns)},
         "fingerprint": key,
         "max_length": max_length,
-        "packing": bool(data.packing),
+        "packing": data.packs,
         "held_out": selection.fraction,
     }
     if data.mix:
@@ -184,7 +184,7 @@ def write_tokens(
 
     def read(parts: tuple[Part, ...], kind: Format, most: int | None = None) -> Documents:
         rows, place = itertools.islice(read_rows(parts), most), partial(locate_row, parts)
-        return tokenize(rows, kind, tokenizer, data.max_length, place=place)
+        return tokenize(rows, kind, tokenizer, data.length, place=place)
 
     for selection, kind in chosen:
         of, name = selection.of, selection.of.held_out_name
@@ -204,7 +204,7 @@ def write_tokens(
         audit["overlap"] = auditing.count_overlap(together["train"], together["validation"])
     for split, sets, key in (("train", train, "sources"), ("validation", validation, "evaluated")):
         if sets:
-            capacity = data.max_length if data.packing else None
+            capacity = data.length if data.packs else None
             rows = write_rows([*sets.values()], into / f"{split}.arrow", capacity=capacity)
             np.save(into / f"{split}.rows.npy", np.concatenate(rows))
             np.save(into / f"{split}.lengths.npy", together[split].lengths)
@@ -261,8 +261,8 @@ def fingerprint_data(data: Data, chosen: Sequence[tuple[Selection, Format]], tok
         ],
         "tokenizer": [encoder, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)],
         "tokenizers": tokenizers.__version__,
-        "max_length": data.max_length,
-        "packing": bool(data.packing),
+        "max_length": data.length,
+        "packing": data.packs,
         "streaming": data.streaming,
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
@@ -291,7 +291,7 @@ def sample_token_rows(
             raise UserError(f"{of.name} has {count:,} rows", "--row", f"the last one is --row {count - 1}")
         for number, columns in picked:
             place = partial(lambda parts, number, _: locate_row(parts, number), each.train, number)
-            done = tokenize([columns], kind, tokenizer, run.data.max_length, place=place)
+            done = tokenize([columns], kind, tokenizer, run.data.length, place=place)
             why = "left out (nothing supervised within max_length)" * done.counts["unsupervised"]
             why = next(iter(done.left_out), why)
             cut = f", {done.counts['tokens_cut']:,} more are cut off" if done.counts["truncated"] else ""

@@ -1,7 +1,7 @@
 """Compute a plan from a run file and checkpoint headers: what can be known about a run before a GPU is reserved.
 
 plan         the plan, and how it is made, in numbered steps; validate: settings that can't work
-accelerate   an Accelerate file, key by key; unset: settings that the run file leaves open
+accelerate   an Accelerate file, key by key; resolve: a value for each setting that is `auto`
 machine      the hardware, as in the table or as calibrated
 schedule     rows, steps, evaluations, checkpoints
 request      the layout settings of both files; layout: their sizes, derived and checked
@@ -13,6 +13,7 @@ script       the plan of a run of kind: script
 """
 
 from windlass.plan.as_json import write_plan
-from windlass.plan.plan import Plan, fill_in_choices, make_plan
+from windlass.plan.plan import Plan, make_plan
+from windlass.plan.resolve import fill_in_choices
 
 __all__ = ["Plan", "fill_in_choices", "make_plan", "write_plan"]

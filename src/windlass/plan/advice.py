@@ -10,8 +10,8 @@ from windlass.data.inputs import find_absent_data, find_absent_files, is_expecte
 from windlass.data.sources import Rows
 from windlass.observe.format import format_plural
 from windlass.plan.cost import Cost, Workload, estimate_cost
+from windlass.plan.resolve import FEW_STEPS, estimate_row_tokens
 from windlass.plan.search import Candidate, choose_layout, compare_layouts, list_micro_batches, try_batches
-from windlass.plan.unset import FEW_STEPS, estimate_row_tokens
 from windlass.plan.workload import ModelShape
 from windlass.runfile import RunFile
 
@@ -54,7 +54,7 @@ def advise_faster_layout(
     batches = list_micro_batches(automatic, work.batch.micro * work.batch.accumulation, full)
     changes: list[tuple[str, Cost, str]] = []
     packed = work
-    if not run.data.packing and usual < full and work.shape.base.family.isolates:
+    if not run.data.packs and usual < full and work.shape.base.family.isolates:
         masked = run.model_copy(update={"data": run.data.model_copy(update={"packing": True})}).masked
         packed = replace(work, masked=masked, document=usual)
         remark = f"a sequence then holds {full / usual:.1f} rows; a step trains on as many times the tokens"
@@ -138,11 +138,11 @@ def _find_short_schedule(plan: Plan) -> Iterator[Caution]:
     if steps is None or steps >= FEW_STEPS or train.max_steps > 0:
         return
     at_once = train.least_batch * plan.layout.ranks
-    fewer = int((plan.schedule.rows or 0) * train.num_train_epochs) // (FEW_STEPS * at_once)
+    fewer = int((plan.schedule.rows or 0) * train.epochs) // (FEW_STEPS * at_once)
     override = f"train.gradient_accumulation_steps={fewer}"
     if train.global_batch_size is not None:
         override = f"train.global_batch_size={fewer * at_once}"
-    is_set = train.global_batch_size and plan.loaded.is_set("train.gradient_accumulation_steps")
+    is_set = train.global_batch_size and train.gradient_accumulation_steps != "auto"
     length = f"{format_plural(steps, 'optimizer step')} of {format_plural(plan.schedule.global_sequences, 'sequence')}"
     yield Caution(f"only {length}: hardly any training", override if fewer and not is_set else "")
 
@@ -159,7 +159,7 @@ def _find_unfit_length(plan: Plan, tokens: int | None, shape: ModelShape) -> Ite
         longer = min(longer, positions or longer)
         text = f"rows have about {tokens:,} tokens and are cut at data.max_length {limit:,}"
         yield Caution(text, f"data.max_length={longer}" if longer > limit else "")
-    elif tokens and tokens <= SHORT * limit and not plan.run.data.packing:
+    elif tokens and tokens <= SHORT * limit and not plan.run.data.packs:
         text = f"rows have about {tokens:,} tokens, {tokens / limit:.0%} of data.max_length"
         if gain := _list_gains(plan).get("data.packing=true"):
             text += f"; packed, {gain:.1f} x as many tokens/s"
@@ -179,7 +179,7 @@ def _find_large_adapter(plan: Plan, shape: ModelShape, tokens: int | None) -> It
             yield Caution(text, f"lora.r={max(1, break_even[least] // 2)}")
             return
     seen = min(tokens or 0, plan.batch.length) * (plan.schedule.rows or 0)
-    if plan.run.data.packing:
+    if plan.run.data.packs:
         seen = plan.batch.length * (plan.schedule.rows or 0)
     trained = plan.adapter.trainable - sum(plan.adapter.in_full.values())  # only those that a smaller rank reduces
     if seen and trained > LARGE * seen:

@@ -63,7 +63,7 @@ class LayoutRequest:
     expert_parallel: int | None = None
     reshard_after_forward: bool | None = None
     offload: bool | None = None  # False: no layout may offload
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | None = None
     precision: str = "bf16"
     base_dtype: str | None = None  # bf16, fp8, nf4 or mxfp4
     barred: Mapping[str, str] = field(default_factory=dict)  # layouts that the rest of the run rules out, and why
@@ -120,7 +120,7 @@ def resolve_layout(request: LayoutRequest, experts: int) -> Layout:
         expert_parallel=expert_parallel,
         reshard_after_forward=reshard,
         offload=bool(request.offload),
-        activation_checkpointing=request.activation_checkpointing,
+        activation_checkpointing=bool(request.activation_checkpointing),
         precision=request.precision,
         base_dtype=request.base_dtype or "bf16",
     )

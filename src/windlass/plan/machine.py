@@ -24,16 +24,17 @@ FOLDER = Path("~/.cache/windlass/machines")
 
 def find_machine(cluster: Cluster, where: Callable[[str], str]) -> Machine:
     """Look up the run file's hardware in the hardware table; settings left out are taken from this machine."""
-    if cluster.nodes > 1 and cluster.network is None:
+    nodes, ranks = cluster.size
+    if nodes > 1 and cluster.network is None:
         hint = f"give cluster.network: one of {', '.join(hardware.FABRICS)}, or {{name, gb_per_second}}"
-        raise UserError(f"{cluster.nodes} nodes, but no cluster.network between them", where("cluster.nodes"), hint)
+        raise UserError(f"{nodes} nodes, but no cluster.network between them", where("cluster.nodes"), hint)
     gpu = hardware.find_gpu(_as_written(cluster.gpu) or hardware.read_gpu_name(), where("cluster.gpu"))
     host_memory_gib = cluster.host_memory_gib
     if gpu.name == "cpu":  # its ranks share the memory of their machine
         if not isinstance(cluster.gpu, BaseModel):
             host_memory_gib = host_memory_gib or hardware.read_this_machine().memory_gib
-            gpu = replace(gpu, memory_gib=host_memory_gib / cluster.gpus_per_node)
-        host_memory_gib = host_memory_gib or gpu.memory_gib * cluster.gpus_per_node
+            gpu = replace(gpu, memory_gib=host_memory_gib / ranks)
+        host_memory_gib = host_memory_gib or gpu.memory_gib * ranks
     return Machine(
         gpu=gpu,
         measured=_find_measured_rates(cluster, gpu, where),
@@ -51,11 +52,11 @@ def _as_written(value: str | BaseModel | None) -> Any:
 
 def _find_measured_rates(cluster: Cluster, gpu: Gpu, where: Callable[[str], str]) -> Rates | None:
     """Read the machine file that the run file names, or this host's own; None if there is neither."""
-    ranks = cluster.gpus_per_node
+    nodes, ranks = cluster.size
     if cluster.machine:
         return read_machine(Path(cluster.machine), gpu, ranks, where("cluster.machine"))
     own_file = own_machine_file(gpu.name, ranks)
-    if cluster.nodes == 1 and own_file.is_file():  # several nodes might disagree
+    if nodes == 1 and own_file.is_file():  # several nodes might disagree
         return read_machine(own_file, gpu, ranks, str(own_file))
     return None
 

@@ -21,10 +21,10 @@ from windlass.plan.as_json import describe_plan
 from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import AUTO, Layout
 from windlass.plan.machine import find_machine
-from windlass.plan.request import CHECKPOINTING, read_request
+from windlass.plan.request import read_request
+from windlass.plan.resolve import resolve_auto
 from windlass.plan.schedule import Schedule, count_evaluated, count_sequences, make_schedule, median_tokens
 from windlass.plan.search import Candidate, Search, choose, list_micro_batches
-from windlass.plan.unset import fill_in_unset
 from windlass.plan.validate import check_expert_settings, check_family, check_request, find_base_dtypes
 from windlass.runfile import Loaded, RunFile, resolve_accumulation
 
@@ -148,8 +148,8 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     # 2. The layout that the files request, and the settings that they leave open.
     request = read_request(loaded, base.family, accelerate, experts_adapted=bool(adapter.target_parameters))
     raise_all(check_expert_settings(loaded.run.train, base, where))
-    loaded, chosen = fill_in_unset(loaded, base, request.ranks)
-    run = loaded.run
+    run, chosen = resolve_auto(loaded, base, request.ranks, request.precision)
+    loaded = replace(loaded, run=run)
     raise_all(check_family(run, base, where))
 
     # 3. The machine, and whether it, the model and the adapter allow what is requested.
@@ -163,13 +163,13 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
 
     # 4. How many sequences the rows make, and the ways to cut those of a step into micro-batches.
     rows = mix.count_all(run.data, where)
-    sequences, length, row_notes = count_sequences(rows, run.data.max_length, packing=run.data.packing)
+    sequences, length, row_notes = count_sequences(rows, run.data.length, packing=run.data.packs)
     accumulation = resolve_accumulation(run.train, request.ranks, where)
 
     def batches(ranks: int) -> tuple[Batch, ...]:
         """Return the batches for a number of ranks: the nearest global batch that divides evenly over them."""
         steps = max(1, round(accumulation * request.ranks / ranks))
-        return list_micro_batches(run.train, steps, run.data.max_length)
+        return list_micro_batches(run.train, steps, run.data.length)
 
     batch_is_set = len(batches(request.ranks)) == 1
     work = Workload(
@@ -184,7 +184,7 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         masked=run.masked,
         keeps_products=run.train.keeps_products,
         scores=(run.model.attn_implementation or base.family.usual_attention) == "eager",
-        document=median_tokens(rows, run.data.max_length) if run.data.packing else None,
+        document=median_tokens(rows, run.data.length) if run.data.packs else None,
         four_bits=not dtypes.why_not_four_bits,
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
     )
@@ -201,7 +201,7 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         may_add_nodes=run.cluster.network is not None,
     )
     choice = choose(search, request, where("layout"))
-    if not choice.fits and not _is_checkpointing_set(loaded, accelerate):
+    if not choice.fits and request.activation_checkpointing is None:
         recomputed = choose(search, replace(request, activation_checkpointing=True), where("layout"))
         if recomputed.fits:
             reason = f"{recomputed.layout.reason}; activations are recomputed, it doesn't fit without"
@@ -234,11 +234,6 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     return replace(plan, warnings=tuple(find_cautions(plan, rows, work.shape)), notes=notes)
 
 
-def _is_checkpointing_set(loaded: Loaded, accelerate: AccelerateFile | None) -> bool:
-    in_accelerate = accelerate is not None and accelerate.settings.get("activation_checkpointing") is not None
-    return in_accelerate or any(map(loaded.is_set, CHECKPOINTING))
-
-
 def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
     """Yield notes about the files, the model and the choices made."""
     base = plan.base
@@ -252,12 +247,3 @@ def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
     if base.family.traced:
         layers = f"{base.family.without_formula} of {base.dims['layers']} layers"
         yield f"{layers} have no formula (linear attention or the like): their memory is measured by tracing"
-
-
-def fill_in_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None) -> Loaded:
-    """Return the run file with its open settings filled in; `say` is called with each choice."""
-    base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
-    filled, chosen = fill_in_unset(loaded, base, loaded.run.ranks)
-    for choice in chosen:
-        say(f"not set, chosen: {choice}")
-    return filled

@@ -59,8 +59,6 @@ def read_request(
         "activation checkpointing", [*checkpointing, in_accelerate.get("activation_checkpointing")], problems
     )
     precision = _agree("precision", [*_read_precision(written), in_accelerate.get("precision")], problems)
-    if precision is None:
-        precision = "bf16" if run.train.bf16 else "no"
     sizes = {
         key: _agree(key, [written.get(f"layout.{key}"), in_accelerate.get(key)], problems)
         for key in ("shard", "replicate", "expert_parallel", "reshard_after_forward", "offload", "base_dtype")
@@ -71,25 +69,23 @@ def read_request(
         where=name.where,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
-        activation_checkpointing=bool(recompute),
-        precision=precision,
+        activation_checkpointing=recompute,
+        precision=precision or "bf16",
         barred=rule_out_layouts(run, experts_adapted) if nodes * gpus_per_node > 1 else {},
         **sizes,
     )
 
 
 def _read_written(loaded: Loaded) -> dict[str, Setting]:
-    """Return the values that the user wrote into the run file; layer classes are joined as Accelerate writes them."""
+    """Return the run file's values that are neither null nor auto; layer classes are joined as Accelerate writes
+    them."""
     written = {}
     for key in KEYS:
         section, _, name = key.partition(".")
         value = getattr(getattr(loaded.run, section), name)
-        path = key
-        if key == "layout.name" and not loaded.is_set(key):
-            path = "layout"  # the short form, `layout: hybrid`
-        if value is None or value == AUTO or not loaded.is_set(path):
+        if value is None or value == AUTO:
             continue
-        written[key] = Setting(",".join(value) if isinstance(value, list) else value, loaded.where(path))
+        written[key] = Setting(",".join(value) if isinstance(value, list) else value, loaded.where(key))
     return written
 
 
@@ -108,15 +104,14 @@ def _agree(title: str, settings: list[Setting | None], problems: list[Problem]) 
 
 def _count_gpus(loaded: Loaded, written: Settings, in_accelerate: Settings, problems: list[Problem]) -> tuple[int, int]:
     """Return the number of nodes, and of GPUs on each."""
-    cluster = loaded.run.cluster
+    one_node, per_node = loaded.run.cluster.size
     ranks = in_accelerate.get("ranks")
     for setting in (in_accelerate.get("nodes"), ranks):
         if setting and setting.value < 1:
             raise UserError(f"{setting.value} is too few", setting.where, "give 1 or more")
     nodes = _agree("the number of nodes", [written.get("cluster.nodes"), in_accelerate.get("nodes")], problems)
     if nodes is None:
-        nodes = cluster.nodes
-    per_node = cluster.gpus_per_node
+        nodes = one_node
     written_gpus = written.get("cluster.gpus_per_node")
     if ranks and ranks.value % nodes:
         text = f"{ranks.value} ranks do not spread evenly over {nodes} nodes"

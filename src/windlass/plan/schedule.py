@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from windlass.data import mix
 from windlass.data.sources import Rows, count_rows
 from windlass.model.targets import Adapter
-from windlass.plan.unset import BYTES_PER_TOKEN, estimate_row_tokens
+from windlass.plan.resolve import BYTES_PER_TOKEN, estimate_row_tokens
 from windlass.plan.workload import Batch
 from windlass.runfile import Data, Train
 
@@ -43,7 +43,7 @@ def make_schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows
     if train.max_steps > 0:
         steps = train.max_steps
     elif per_epoch is not None:
-        steps = math.ceil(per_epoch * train.num_train_epochs)
+        steps = math.ceil(per_epoch * train.epochs)
     warmup: int | None = train.warmup_steps or 0
     if not warmup and train.warmup_ratio:
         warmup = None if steps is None else math.ceil(steps * train.warmup_ratio)
@@ -109,7 +109,7 @@ def count_evaluated(data: Data, where: Callable[[str], str]) -> int | None:
         if split is None:
             continue
         rows = count_rows(row_set.data, split, row_set.where, f"data.{key}")
-        sequences, _, _ = count_sequences(rows, data.max_length, packing=data.packing)
+        sequences, _, _ = count_sequences(rows, data.length, packing=data.packs)
         if sequences is None:
             return None
         total += sequences

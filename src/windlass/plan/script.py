@@ -94,8 +94,8 @@ def refuse_accelerate(file: Path | None) -> None:
 def make_script_plan(loaded: LoadedScript) -> ScriptPlan:
     """Plan cluster.nodes x cluster.gpus_per_node ranks; if neither is set, layout.ranks on one machine."""
     cluster, ranks, path = loaded.run.cluster, loaded.run.layout.ranks, loaded.run.script.path
-    layout = RankGrid(cluster.nodes, cluster.gpus_per_node)
-    if ranks is not None and not loaded.is_set("cluster.nodes") and not loaded.is_set("cluster.gpus_per_node"):
+    layout = RankGrid(*cluster.size)
+    if ranks is not None and cluster.nodes == "auto" and cluster.gpus_per_node == "auto":
         layout = RankGrid(1, ranks)
     machine = find_machine(cluster.model_copy(update={"gpus_per_node": layout.gpus_per_node}), loaded.where)
     notes = [*loaded.notes, UNKNOWN]

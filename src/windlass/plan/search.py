@@ -227,8 +227,8 @@ def list_micro_batches(train: Train, accumulation: int, length: int) -> tuple[Ba
     `accumulation`: micro-batches of an optimizer step with the smallest micro-batch. Every rank makes the same choice,
     since it depends on the run file, the headers and the hardware table only, not on measurements.
     """
-    if train.per_device_train_batch_size != "auto":
-        return (Batch(train.per_device_train_batch_size, accumulation, length),)
+    if not train.plan_cuts_batches:
+        return (Batch(train.least_batch, accumulation, length),)
     return tuple(Batch(size, accumulation // size, length) for size in list_divisors(accumulation))
 
 
@@ -365,16 +365,17 @@ def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
         overrides.append(f"layout.base_dtype={layout.base_dtype}")
     if layout.offload:
         overrides.append("layout.offload=true")
-    if loaded.run.layout.activation_checkpointing:
+    if loaded.run.layout.activation_checkpointing is True:
         overrides.append("layout.activation_checkpointing=true")
-    if layout.nodes != loaded.run.cluster.nodes:
+    nodes, gpus_per_node = loaded.run.cluster.size
+    if layout.nodes != nodes:
         overrides.append(f"cluster.nodes={layout.nodes}")
-    if layout.gpus_per_node != loaded.run.cluster.gpus_per_node:  # an Accelerate file may set it too
+    if layout.gpus_per_node != gpus_per_node:  # an Accelerate file may set it too
         overrides.append(f"cluster.gpus_per_node={layout.gpus_per_node}")
     accumulation = c.cost.batch.micro * c.cost.batch.accumulation // train.least_batch
     if not c.here and train.global_batch_size is not None:
         overrides.append(f"train.global_batch_size={accumulation * train.least_batch * layout.ranks}")
-    is_set = train.global_batch_size is None or loaded.is_set("train.gradient_accumulation_steps")
-    if is_set and accumulation != train.gradient_accumulation_steps:
+    is_set = train.global_batch_size is None or train.gradient_accumulation_steps != AUTO
+    if is_set and accumulation != train.micro_batches:
         overrides.append(f"train.gradient_accumulation_steps={accumulation}")
     return overrides

@@ -42,7 +42,7 @@ def check_family(run: RunFile, base: Base, where: Where) -> list[Problem]:
         if family.logits is None:
             text = f"{family.causal_lm} could not be run as a tiny model, so it is unknown how its loss is computed"
         problems.append(Problem(text, where("model.model_name_or_path"), "use a model of another family"))
-    if run.data.packing and family.isolates is not True:
+    if run.data.packs and family.isolates is not True:
         seen = "attend to each other (tried)" if family.isolates is False else "may attend to each other"
         text = f"packed documents would {seen} in {family.causal_lm}: packing is refused for it"
         problems.append(Problem(text, where("data.packing"), "set data.packing: false"))

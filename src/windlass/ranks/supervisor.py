@@ -27,7 +27,7 @@ from windlass.ranks.rank import (
     read_status,
     signal_on_parent_death,
 )
-from windlass.runfile import LoadedFile
+from windlass.runfile import Loaded, LoadedScript
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.variables import DEFAULTS
 
@@ -248,13 +248,14 @@ def _explain_end(codes: Sequence[int], first: int | None, cut_short: str, status
 # --- the number of nodes and GPUs to start ranks on
 
 
-def default_overrides(loaded: LoadedFile, environ: Mapping[str, str], gpus: int) -> list[str]:
+def default_overrides(loaded: Loaded | LoadedScript, environ: Mapping[str, str], gpus: int) -> list[str]:
     """Return overrides for what the run file leaves open: from the launcher that started this rank, else this machine's
     GPUs.
 
     CUDA_VISIBLE_DEVICES limits the GPUs that a process started here may use.
     """
-    if loaded.is_set("cluster.nodes") or loaded.is_set("cluster.gpus_per_node") or loaded.is_set("layout.ranks"):
+    cluster, layout = loaded.run.cluster, loaded.run.layout
+    if cluster.nodes != "auto" or cluster.gpus_per_node != "auto" or layout.ranks is not None:
         return []
     world, local = environ.get("WORLD_SIZE", ""), environ.get("LOCAL_WORLD_SIZE", "")
     if "RANK" in environ and world.isdigit() and local.isdigit() and int(local):

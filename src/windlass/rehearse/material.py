@@ -28,6 +28,7 @@ from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import UserError, raise_all
 from windlass.files import read_json
 from windlass.model import Base, find_base, read_base
+from windlass.plan.resolve import resolve_auto
 from windlass.rehearse.scale import STAND_IN_VOCAB, scale_config
 from windlass.runfile import Data, Loaded, read_run_file
 
@@ -83,7 +84,8 @@ def copy_tokenizer(base: Base, loaded: Loaded, model: Path) -> Any:
 
 def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequences: int) -> dict[str, Any]:
     """Judge the first rows of the user's data as training will, and write those that the rehearsal trains on."""
-    run, data, where, stand_ins = loaded.run, loaded.run.data, loaded.where, list[str]()
+    run, _ = resolve_auto(loaded, base, loaded.run.ranks)
+    data, where, stand_ins = run.data, loaded.where, list[str]()
     vocab, trained, sets = base.dims["vocab"] if base.path else None, list_training_sets(data, where), list[RowSet]()
     taken: list[dict[str, list[Row]]] = []  # per set, by split
     places: list[dict[str, Any]] = []  # places of the rows, likewise
@@ -118,7 +120,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         stand_ins.append(f"tokenizer and chat template: the model's folder is not on this machine; {what}")
     kinds = [choose_format(of.data, each, tokenizer, of.where) for of, each in zip(sets, columns, strict=True)]
     made = [
-        {name: tokenize(part, kind, tokenizer, data.max_length, **at.get(name, {})) for name, part in rows.items()}
+        {name: tokenize(part, kind, tokenizer, data.length, **at.get(name, {})) for name, part in rows.items()}
         for rows, kind, at in zip(taken, kinds, places, strict=True)
     ]
     tokens = {
@@ -129,19 +131,19 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
     audit = {"splits": {name: audit_split(part, tokenizer.eos_token_id) for name, part in tokens.items()}}
     raise_all(find_problems(audit, vocabulary=vocab, least_fraction=run.watch.min_supervised_fraction, where=where))
     documents, kind = tokens["train"], kinds[0]
-    end = check_ends(documents, tokenizer, base, data.max_length, where)
+    end = check_ends(documents, tokenizer, base, data.length, where)
     # Short, and long enough that enough rows have a supervised token within it. The first token is never predicted.
     firsts = [int(documents.supervised[span][1:].argmax()) + 1 for span in documents.spans()]
-    length = min(LENGTH_OF_MANY if (vocab or 0) > MANY else LENGTH, data.max_length)
-    while length < data.max_length and sum(place < length for place in firsts) < min(LEAST_SUPERVISED, len(firsts)):
-        length = min(2 * length, data.max_length)
+    length = min(LENGTH_OF_MANY if (vocab or 0) > MANY else LENGTH, data.length)
+    while length < data.length and sum(place < length for place in firsts) < min(LEAST_SUPERVISED, len(firsts)):
+        length = min(2 * length, data.length)
 
     # As many rows as an epoch of `sequences` needs: empty rows count as none, several packed ones as one sequence.
     counts = {}
     for name, part in tokens.items():
         per_document = part.counts["rows"] / max(1, len(part.lengths))
         wanted = (sequences if name == "train" else VALIDATION_ROWS) * per_document
-        if data.packing and name == "train":
+        if data.packs and name == "train":
             wanted *= length / float(documents.lengths.clip(max=length).mean())
         counts[name] = max(LEAST_ROWS if name == "train" else 1, math.ceil(wanted))
     for number, rows in enumerate(taken):

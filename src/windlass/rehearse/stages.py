@@ -178,7 +178,7 @@ def check(r: Rehearsal) -> Iterator[str]:
         raise Failed(format_errors([problem]), USER_INPUT)
     # `local` would expect the folders and libraries of other machines on this one.
     missing = cluster.gpu != "cpu" and len(read_this_machine().gpus) < r.plan["layout"]["gpus_per_node"]
-    elsewhere = cluster.platform == "local" and (cluster.nodes > 1 or missing)
+    elsewhere = cluster.platform == "local" and (cluster.size[0] > 1 or missing)
     more = ["--override", "cluster.platform=script"] if elsewhere else []
     ended = r.start("check", command_line("check", str(r.run), *r.options, *more, "--json")).finish(0, 1)
     if not ended.out:

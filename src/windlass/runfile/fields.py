@@ -11,7 +11,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from windlass.runfile.machines import Cluster, LayoutSection, Ranks
-from windlass.runfile.values import Count, LooseText, Natural, Number, Positive, Section, Share, Text, match_pattern
+from windlass.runfile.values import (
+    Auto,
+    Count,
+    LooseText,
+    Natural,
+    Number,
+    Positive,
+    Section,
+    Share,
+    Text,
+    match_pattern,
+)
 
 # The name of a run becomes the name of a job, and a JobSet's pods append `-node-0-99-abcde` to that: 63 - 16.
 RUN_NAME_LETTERS = 47
@@ -250,13 +261,13 @@ class Data(RowFormat):
     """Split to train on, or a slice such as `train[:5%]`."""
     val_split: Text | None = "validation"
     """Split to evaluate on; null for none. Each evaluation reads all of it, and the best checkpoint is chosen by it."""
-    max_length: Count = 1024
-    """Longest sequence in tokens. Longer ones are cut, and `windlass data` counts them. Not set: a length from 512 to
-    4096 that nearly all of the first rows fit in, within the model's positions. Memory for activations grows with it,
-    attention's time with its square."""
-    packing: bool = False
+    max_length: Count | Auto = "auto"
+    """Longest sequence in tokens. Longer ones are cut, and `windlass data` counts them. auto: a length from 512 to 4096
+    that nearly all of the first rows fit in, or 1024 if they can't be read, within the model's positions. Memory for
+    activations grows with it, attention's time with its square."""
+    packing: bool | Auto = "auto"
     """Fill each sequence with several documents that can't attend to each other: several times faster on short texts.
-    Not set: true if the model's family isolates documents and no batch size is set (per_device_train_batch_size,
+    auto: true if the model's family isolates documents and no batch size is set (per_device_train_batch_size,
     gradient_accumulation_steps or global_batch_size), so that a batch size you set still counts rows. At the same batch
     size an epoch has fewer, fuller optimizer steps."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -268,6 +279,18 @@ class Data(RowFormat):
     """Several data sets instead of dataset_name_or_path: [{path: a.jsonl, epochs: 2}, {path: b.jsonl, rows: 5000}]."""
     eval: dict[Text, EvalSet] = Field(default={})
     """Evaluation sets by name, each with its own curve, besides val_split or val_fraction: {math: {path: m.jsonl}}."""
+
+    @property
+    def length(self) -> int:
+        """max_length, once chosen."""
+        assert self.max_length != "auto"
+        return self.max_length
+
+    @property
+    def packs(self) -> bool:
+        """packing, once chosen."""
+        assert self.packing != "auto"
+        return self.packing
 
     @model_validator(mode="before")
     @classmethod
@@ -319,25 +342,26 @@ class Train(Section):
 
     output_dir: Text = "/data/output/Models/mistral4small-lora-fsdp"
     """The run folder: everything that the run writes goes there. Keep it on a volume that outlives the job."""
-    num_train_epochs: Positive = 1
-    """Passes over the training data; may be a fraction. If neither this nor max_steps nor a batch size is set: up to 3
-    when one epoch has fewer than 50 optimizer steps. Few rows are learned by heart in more than three."""
+    num_train_epochs: Positive | Auto = "auto"
+    """Passes over the training data; may be a fraction. auto: 1; up to 3 if one has fewer than 50 optimizer steps, and
+    neither max_steps nor a batch size is set. Few rows are learned by heart in more than three."""
     max_steps: Count | Literal[-1] = -1
     """Optimizer steps to train for, overriding num_train_epochs; -1: by epochs."""
-    per_device_train_batch_size: Count | Literal["auto"] = 1
+    per_device_train_batch_size: Count | Auto | None = None
     """Sequences per GPU in one micro-batch. auto: the plan picks the fastest that fits and keeps the sequences per
-    optimizer step. Also the default if gradient_accumulation_steps isn't set either. Larger takes
-    more memory for activations and keeps a GPU busier."""
+    optimizer step. null: 1 if gradient_accumulation_steps is a number, else as auto. Larger takes more memory for
+    activations and keeps a GPU busier."""
     per_device_eval_batch_size: Count = 1
     """Sequences per GPU in one evaluation batch."""
-    gradient_accumulation_steps: Count = 16
-    """Micro-batches per optimizer step. More of them take no more memory and reduce gradients less often."""
+    gradient_accumulation_steps: Count | Auto = "auto"
+    """Micro-batches per optimizer step. auto: computed from global_batch_size; 16 if that isn't set either. More of
+    them take no more memory and reduce gradients less often."""
     global_batch_size: Count | None = None
     """Sequences per optimizer step over all GPUs; gradient_accumulation_steps is computed from it. Larger means fewer,
     steadier steps; fewer than 50 steps hardly train."""
-    gradient_checkpointing: bool | Literal["selective"] = False
+    gradient_checkpointing: bool | Literal["selective", "auto"] = "auto"
     """Recompute activations in backward instead of storing them: far less memory, about a third more compute.
-    selective: keep the products of routed experts and the tokens sent to them. Not set: only if the run doesn't fit
+    selective: keep the products of routed experts and the tokens sent to them. auto: only if the run doesn't fit
     otherwise."""
     compile: bool = False
     """Compile the layers with torch.compile: fewer, larger kernels after minutes of compiling. Checked on the first
@@ -369,9 +393,9 @@ class Train(Section):
     router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
     """Weight of the router's balancing loss in a mixture of experts; 0: none. null: from config.json if that sets
     output_router_logits, else none. It evens out the experts' load, a little against the loss."""
-    bf16: bool = True
-    """Compute in bfloat16. Half the memory for activations and twice the arithmetic rate of float32, rounded to 3
-    digits."""
+    bf16: bool | Auto = "auto"
+    """Compute in bfloat16. auto: as an Accelerate file's mixed_precision says, else true. Half the memory for
+    activations and twice the arithmetic rate of float32, rounded to 3 digits."""
     fp16: bool = False
     """Must be false: float16 overflows, and windlass stops a run at a step that isn't finite."""
     neftune_noise_alpha: Positive | None = None
@@ -435,7 +459,37 @@ class Train(Section):
     @property
     def least_batch(self) -> int:
         """per_device_train_batch_size, or the smallest that the plan may choose."""
-        return 1 if self.per_device_train_batch_size == "auto" else self.per_device_train_batch_size
+        return self.per_device_train_batch_size if isinstance(self.per_device_train_batch_size, int) else 1
+
+    @property
+    def plan_cuts_batches(self) -> bool:
+        """Whether the plan chooses how an optimizer step is cut into micro-batches."""
+        if self.per_device_train_batch_size is None:
+            return self.gradient_accumulation_steps == "auto"
+        return self.per_device_train_batch_size == "auto"
+
+    @property
+    def micro_batches(self) -> int:
+        """gradient_accumulation_steps, or what it is if neither that nor global_batch_size is set."""
+        return 16 if self.gradient_accumulation_steps == "auto" else self.gradient_accumulation_steps
+
+    @property
+    def sets_batch(self) -> bool:
+        """Whether any key says how many sequences an optimizer step has."""
+        cut = self.per_device_train_batch_size is not None or self.gradient_accumulation_steps != "auto"
+        return cut or self.global_batch_size is not None
+
+    @property
+    def epochs(self) -> float:
+        """num_train_epochs, once chosen."""
+        assert self.num_train_epochs != "auto"
+        return self.num_train_epochs
+
+    @property
+    def in_bf16(self) -> bool:
+        """bf16, once chosen."""
+        assert self.bf16 != "auto"
+        return self.bf16
 
     @property
     def keeps_products(self) -> bool:
@@ -527,7 +581,7 @@ class Run(Section):
     @property
     def ranks(self) -> int:
         """Processes of the run, one per GPU."""
-        return self.layout.ranks or self.cluster.nodes * self.cluster.gpus_per_node
+        return self.layout.ranks or math.prod(self.cluster.size)
 
 
 class RunFile(Run):
@@ -563,7 +617,7 @@ class RunFile(Run):
     def masked(self) -> bool:
         """Whether a mask separates packed documents; flash and flex attention separate them without one."""
         attention = self.model.attn_implementation or "sdpa"
-        return self.data.packing and not ("flash" in attention or attention == "flex_attention")
+        return self.data.packs and not ("flash" in attention or attention == "flex_attention")
 
 
 class Script(Section):

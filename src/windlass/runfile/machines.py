@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from windlass.runfile.values import Count, LooseText, Natural, Positive, Section, Text, match_pattern
+from windlass.runfile.values import Auto, Count, LooseText, Natural, Positive, Section, Text, match_pattern
 
 RUN_LABEL: Final = "app.kubernetes.io/instance"  # by these two a run's objects are found again
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
@@ -75,11 +75,11 @@ class LayoutSection(Ranks):
     bits while loading. Dequantized on use. null: the plan chooses bf16 or the published dtype. fp8 halves the base, 4
     bits quarter it. As published it keeps bf16's values; quantized to 4 bits while loading each weight is off by about
     9 %."""
-    offload: bool = False
+    offload: bool | Auto = "auto"
     """Store the frozen base model in host memory. The adapter, its gradients and its optimizer stay on the GPU. Slow:
-    every micro-batch copies each layer over PCIe."""
-    activation_checkpointing: bool = False
-    """Same as train.gradient_checkpointing; one of the two is enough."""
+    every micro-batch copies each layer over PCIe. auto: only if the layout is `auto` too and nothing else fits."""
+    activation_checkpointing: bool | Auto = "auto"
+    """Same as train.gradient_checkpointing; one of the two is enough. auto: as that."""
     wrap: Text | Annotated[list[Text], Field(min_length=1)] | None = None
     """Classes that are sharded as one unit. Default: the model's decoder layer. Small units overlap better; a unit is
     gathered at once."""
@@ -276,10 +276,11 @@ PLATFORM_SECTIONS: Final = {"slurm": "slurm", "runai": "runai", "kubernetes": "k
 class Cluster(Section):
     """The machines, and how a job is submitted to them."""
 
-    nodes: Count = 1
-    """Number of machines."""
-    gpus_per_node: Count = 1
-    """GPUs on each machine, one rank each. On a CPU: ranks."""
+    nodes: Count | Auto = "auto"
+    """Number of machines. auto: 1; `windlass train` takes what its launcher says, if all sizes are auto."""
+    gpus_per_node: Count | Auto = "auto"
+    """GPUs on each machine, one rank each. On a CPU: ranks. auto: 1; `windlass train` takes its launcher's, else this
+    machine's, if neither nodes nor layout.ranks is set."""
     gpu: Text | GpuFigures | None = None
     """Name in the hardware table such as h200, `cpu`, or the figures of another GPU; null: this machine's GPU."""
     machine: Text | None = None
@@ -329,3 +330,10 @@ class Cluster(Section):
     """Keys of Run:ai."""
     slurm: Slurm = Field(default_factory=Slurm)
     """Keys of Slurm."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Nodes and GPUs on each; auto is one."""
+        nodes = 1 if self.nodes == "auto" else self.nodes
+        gpus = 1 if self.gpus_per_node == "auto" else self.gpus_per_node
+        return nodes, gpus

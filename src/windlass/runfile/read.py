@@ -243,6 +243,7 @@ WORDS = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
     "a whole number or a number": "a number",
+    "true or false or": "true, false or",
 }
 
 

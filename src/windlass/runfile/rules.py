@@ -50,7 +50,7 @@ def resolve_accumulation(train: Train, ranks: int, where: Where) -> int:
     With per_device_train_batch_size: auto, micro-batches of one sequence, which the plan may merge.
     """
     if train.global_batch_size is None:
-        return train.gradient_accumulation_steps
+        return train.micro_batches
     at_once = train.least_batch * ranks
     steps, rest = divmod(train.global_batch_size, at_once)
     place = where("train.global_batch_size")
@@ -59,10 +59,9 @@ def resolve_accumulation(train: Train, ranks: int, where: Where) -> int:
         below = f"{steps * at_once} or " if steps else ""
         hint = f"set it to {below}{(steps + 1) * at_once}, or change train.per_device_train_batch_size"
         raise UserError(f"{train.global_batch_size} sequences can't be divided by {product}", place, hint)
-    set_at = where("train.gradient_accumulation_steps")
-    if steps != train.gradient_accumulation_steps and not set_at.startswith("default: "):
+    if train.gradient_accumulation_steps not in ("auto", steps):
         what = f"{train.global_batch_size} sequences are {steps} micro-batches of {product}, but"
-        what += f" {train.gradient_accumulation_steps} are configured ({set_at})"
+        what += f" {train.gradient_accumulation_steps} are configured ({where('train.gradient_accumulation_steps')})"
         hint = f"remove one of them, or set train.gradient_accumulation_steps to {steps}"
         raise UserError(what, place, hint)
     return steps
@@ -196,9 +195,11 @@ def _check_model(run: RunFile, ranks: int) -> Iterator[Clash]:
 
 def _check_machines(run: Run) -> Iterator[Clash]:
     cluster, ranks = run.cluster, run.layout.ranks
-    gpus = cluster.nodes * cluster.gpus_per_node
-    if ranks is not None and {"nodes", "gpus_per_node"} & cluster.model_fields_set and ranks != gpus:
-        what = f"{ranks} ranks, but the cluster has {cluster.nodes} x {cluster.gpus_per_node} = {gpus} GPUs"
+    nodes, gpus_per_node = cluster.size
+    gpus = nodes * gpus_per_node
+    is_set = cluster.nodes != "auto" or cluster.gpus_per_node != "auto"
+    if ranks is not None and is_set and ranks != gpus:
+        what = f"{ranks} ranks, but the cluster has {nodes} x {gpus_per_node} = {gpus} GPUs"
         yield "layout.ranks cluster.nodes cluster.gpus_per_node", what, "remove layout.ranks: the cluster determines it"
     for index, volume in enumerate(cluster.volumes):
         key, sources = f"cluster.volumes[{index}]", volume.sources
@@ -271,7 +272,7 @@ def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
         return [*notes, *(f"{where(key)}: no effect on a script" for key in ignored if given(key))]
     train = run.train
     constant = train.lr_scheduler_type == "constant" and bool(train.warmup_ratio or train.warmup_steps)
-    twice = bool(run.layout.activation_checkpointing and train.gradient_checkpointing)
+    twice = run.layout.activation_checkpointing is True and train.gradient_checkpointing in (True, "selective")
     unused = "no effect unless train.{0}_strategy is `steps`"
     table = {
         "model.device_map": (True, f"{run.model.device_map or 'null'}: windlass places the model itself"),
@@ -290,8 +291,8 @@ def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
         "layout.activation_checkpointing": (twice, "same as train.gradient_checkpointing, which is set too"),
     }
     notes += [f"{where(key)}: {text}" for key, (applies, text) in table.items() if applies and given(key)]
-    fixed = train.per_device_train_batch_size != "auto"  # otherwise the plan prints it
-    if fixed and train.global_batch_size and not given("train.gradient_accumulation_steps"):
+    fixed = not train.plan_cuts_batches  # otherwise the plan prints it
+    if fixed and train.global_batch_size and train.gradient_accumulation_steps == "auto":
         steps = resolve_accumulation(train, run.ranks, where)
         product = f"{train.least_batch} per GPU x {run.ranks} GPUs x {steps} micro-batch{'es' if steps > 1 else ''}"
         notes.append(f"{where('train.global_batch_size')}: {train.global_batch_size} = {product}")

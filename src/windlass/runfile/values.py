@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -37,6 +37,7 @@ def _number_as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+Auto = Literal["auto"]  # chosen by the plan or from the data; the key's docstring says what
 Count = Annotated[int, Field(ge=1), BeforeValidator(_to_whole_number)]
 Natural = Annotated[int, Field(ge=0), BeforeValidator(_to_whole_number)]
 Positive = Annotated[float, Field(gt=0)]

@@ -161,7 +161,7 @@ class RunLength:
     @classmethod
     def of(cls, train: Train, batches: Batches, accumulation: int) -> Self:
         steps_per_epoch = None if batches.order is None else len(batches)
-        epochs = math.ceil(train.num_train_epochs * (steps_per_epoch or 1))
+        epochs = math.ceil(train.epochs * (steps_per_epoch or 1))
         return cls(train.max_steps if train.max_steps > 0 else epochs, steps_per_epoch, accumulation)
 
     def epoch(self, step: int) -> float:

@@ -92,11 +92,11 @@ def rank_checkpoints(
         model = attach_adapter(model, run.lora, plan.adapter, run.train.seed).eval()
         Patches().patch_forward(model.get_base_model())
         with model.disable_adapter():
-            losses = {BASE + suffix: row_losses(model, batches, bf16=run.train.bf16)}
+            losses = {BASE + suffix: row_losses(model, batches, bf16=run.train.in_bf16)}
         for folder in folders:
             here.phase(f"evaluating {folder.name}{suffix}")
             load_adapter(model, folder)
-            losses[folder.name + suffix] = row_losses(model, batches, bf16=run.train.bf16)
+            losses[folder.name + suffix] = row_losses(model, batches, bf16=run.train.in_bf16)
             console.print(f"{folder.name}{suffix}  evaluated")
         return losses
 

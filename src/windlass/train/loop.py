@@ -258,7 +258,7 @@ class Loop:
             self.model.sources.take()
             return loss.detach(), gradients
 
-        narrow = self.train.bf16 or self.model.causal_lm.dtype != torch.float32
+        narrow = self.train.in_bf16 or self.model.causal_lm.dtype != torch.float32
         reason = compiled.prove(compute, narrow=narrow, timeout_seconds=self.train.ddp_timeout)
         if reason:
             self._disable_compiled(reason)

@@ -286,10 +286,10 @@ def make_loop(
         evaluator = Evaluator(validation, trained, session.stop_signal, recorder, progress)
         if train.sample is not None:
             evaluator.samples = Samples(
-                read_prompts(train.sample, tokenizer, data.validation, plan.run.data.max_length, plan.where),
+                read_prompts(train.sample, tokenizer, data.validation, plan.run.data.length, plan.where),
                 train.sample,
                 tokenizer,
-                plan.run.data.max_length,
+                plan.run.data.length,
                 train.per_device_eval_batch_size,
                 trained,
                 session.stop_signal,

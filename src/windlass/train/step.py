@@ -80,7 +80,7 @@ class TrainedModel:
         self.peft = model
         self.causal_lm = model.get_base_model()
         self.device = get_device()
-        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=train.bf16)
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=train.in_bf16)
         self.router_weight = router_loss_weight(self.causal_lm, train.router_aux_loss_coef)
         # Weights can stay gathered through a step's micro-batches. Collected once: walking all modules takes
         # milliseconds.
@@ -91,11 +91,11 @@ class TrainedModel:
         self.patches = ModelPatches(
             self.causal_lm,
             by_source=self.sources,
-            dtype=torch.bfloat16 if train.bf16 else None,
+            dtype=torch.bfloat16 if train.in_bf16 else None,
             compiles=train.compile,
             noise_alpha=train.neftune_noise_alpha,
         )
-        if train.gradient_checkpointing or layout.activation_checkpointing:
+        if layout.activation_checkpointing:
             keeps = {} if self.compiled else {"context_fn": kept.checkpoint_contexts(train.keeps_products)}
             self.causal_lm.activation_checkpointing_enable({"use_reentrant": False, **keeps})
 

@@ -69,9 +69,9 @@ def check_nodes(
         return [*mine, *problems_to_results(COUNT, error.problems)], True
     name, results = f"node {node.rank} ({socket.gethostname()})", list[Result]()
     # This process is a node, or a rank if torchrun started it.
-    if node.world not in (c.loaded.run.cluster.nodes, c.loaded.run.ranks):
+    if node.world not in (c.loaded.run.cluster.size[0], c.loaded.run.ranks):
         hint = "set cluster.nodes to what was submitted, or submit what cluster.nodes says"
-        seen = f"{node.world} started, cluster.nodes is {c.loaded.run.cluster.nodes}"
+        seen = f"{node.world} started, cluster.nodes is {c.loaded.run.cluster.size[0]}"
         results = [failed(COUNT, seen, hint, c.loaded.where("cluster.nodes"))]
     alone = [*results, *(replace(result, node=name) for result in mine)]
     if node.world == 1:

@@ -36,7 +36,7 @@ def make_environment(environ: Mapping[str, str], job: RunFile | ScriptRun, folde
         variables["TORCH_FR_BUFFER_SIZE"] = "2000"
     # Submitted jobs get NCCL_DEBUG=WARN from windlass; any other value, or one in the run file, is the user's own.
     is_debug_set = "NCCL_DEBUG" in job.cluster.env or environ.get("NCCL_DEBUG", "WARN") != "WARN"
-    if job.watch.sockets != OFF and job.cluster.nodes > 1 and not is_debug_set and "NCCL_DEBUG_FILE" not in environ:
+    if job.watch.sockets != OFF and job.cluster.size[0] > 1 and not is_debug_set and "NCCL_DEBUG_FILE" not in environ:
         log = str(folder / NCCL_LOG)
         variables |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": log}
     return variables

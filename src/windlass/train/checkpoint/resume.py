@@ -218,13 +218,15 @@ def describe_run(plan: Plan, identity: str) -> dict[str, Any]:
 
 
 def resolve_run(plan: Plan) -> dict[str, Any]:
-    """Return the run file with the micro-batch and accumulation that the plan chose or derived."""
+    """Return the run file with what the plan chose or derived: micro-batch, accumulation, recomputing."""
     run = plan.run.model_dump(mode="json")
-    batch = {
+    chosen = {
         "per_device_train_batch_size": plan.batch.micro,
         "gradient_accumulation_steps": plan.batch.accumulation,
     }
-    return {**run, "train": {**run["train"], **batch}}
+    if plan.run.train.gradient_checkpointing == "auto":
+        chosen["gradient_checkpointing"] = plan.layout.activation_checkpointing
+    return {**run, "train": {**run["train"], **chosen}}
 
 
 @contextlib.contextmanager
