@@ -220,7 +220,8 @@ def descriptions() -> dict[Path, str]:
     without torch."""
     from windlass.introspect.describe import derive
     from windlass.model.base import read_published_configs
-    from windlass.model.config import SHIPPED, hash_config
+    from windlass.model.derived import SHIPPED
+    from windlass.model.description import hash_config
     from windlass.model.family import FAMILIES, WRAPPERS
 
     made = {}

@@ -29,7 +29,8 @@ from windlass.export.source import choose_adapter
 from windlass.introspect import describe as derive
 from windlass.introspect.trace import trace_layers
 from windlass.model import PARTS, read_base
-from windlass.model.config import describe, find_description
+from windlass.model.config import describe
+from windlass.model.derived import find_description
 from windlass.model.family import FAMILIES as ROWS
 from windlass.model.quantization import (
     published_dtype,
@@ -288,7 +289,7 @@ def test_machine_without_torch_gets_the_command(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = transformers.Olmo2Config(num_hidden_layers=3).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"python -m windlass\.derive /\S+ > windlass\.json; then copy"):
+    with pytest.raises(UserError, match=r"python -m windlass\.introspect\.describe /\S+ > windlass\.json; then copy"):
         find_description(config, str(tmp_path / "config.json"), tmp_path)
     (tmp_path / "windlass.json").write_text(json.dumps(derive.derive(config, "config.json")))
     assert find_description(config, "config.json", tmp_path)["class"] == "Olmo2ForCausalLM"

@@ -29,7 +29,7 @@ from transformers.models.auto import modeling_auto
 
 from windlass.errors import UserError
 from windlass.introspect.trace import trace_layers
-from windlass.model.config import MAX_LAYERS, hash_config
+from windlass.model.description import MAX_LAYERS, hash_config
 from windlass.model.shrink import shrink_config
 
 ATTENTION: Final = re.compile(r"Attention|DeltaNet|Mamba|Mixer|Conv|LinearAttn")

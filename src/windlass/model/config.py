@@ -2,101 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.metadata
-import importlib.util
-import json
-import os
 import reprlib
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.files import write_json
+from windlass.model.derived import find_description, read_description
+from windlass.model.description import MAX_LAYERS
 from windlass.model.family import FAMILIES, WRAPPERS, Family, Wrapper, evaluate_expression
 from windlass.model.parameters import Base, Parameter, Spelling
 
-SHIPPED: Final = Path(__file__).with_name("descriptions")
-# Code that makes descriptions: cached ones from another version of it are not used.
-CODE: Final = tuple(
-    Path(__file__).parents[1] / name for name in ("introspect/describe.py", "introspect/trace.py", "model/shrink.py")
-)
-DERIVED: Final = "windlass.json"  # in a model's folder
-# Entries of config.json that don't affect names, shapes or classes.
-ASIDE: Final = (
-    *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout", "architectures"),
-    *("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps", "auto_map"),
-)
-
-
-def hash_config(config: Mapping[str, Any]) -> str:
-    """Hash the entries that define the model, without those in ASIDE."""
-
-    def bare(table: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {key: value for key, value in table.items() if key not in ASIDE}
-        return {key: bare(value) if isinstance(value, dict) else value for key, value in kept.items()}
-
-    return hashlib.sha256(json.dumps(bare(config), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def find_description(config: Mapping[str, Any], where: str, folder: Path | None = None) -> dict[str, Any]:
-    """Find the description of this config, or derive it in a separate process: torch takes seconds, and memory."""
-    key, code = hash_config(config), hashlib.sha256(b"".join(each.read_bytes() for each in CODE)).hexdigest()[:8]
-    try:
-        version = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cached = cache / "windlass" / "models" / f"{key}-{version}-{code}.json"
-    local = folder / DERIVED if folder else cached
-    for file in (SHIPPED / f"{key}.json", cached, local):
-        try:
-            found: dict[str, Any] = json.loads(file.read_text())
-            if found.get("config") == key and "shards" in found:  # older versions of windlass lack `shards`
-                return found
-        except (OSError, ValueError):
-            continue
-    if not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft")):
-        place = folder or Path(where).parent
-        what = f"windlass has no description of this {config.get('model_type')} model, and there is no torch here"
-        command = f"python -m windlass.introspect.describe {place} > {DERIVED}"
-        hint = f"where torch is, run: {command}; then copy {DERIVED} into {place}"
-        raise UserError(what, where, hint)
-    found = _derive(config, where)
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        write_json(cached, found)
-    except OSError:
-        pass  # it will be derived again
-    return found
-
-
-def _derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if "transformers" in sys.modules:
-        found: dict[str, Any] = importlib.import_module("windlass.introspect.describe").derive(config, where)
-        return found
-    print(f"{where}: asking transformers about {config.get('model_type')} (kept for the next time)", file=sys.stderr)
-    command = [sys.executable, "-m", "windlass.introspect.describe", "-", where]
-    done = subprocess.run(command, input=json.dumps(config), capture_output=True, text=True, check=False)
-    try:
-        found = json.loads(done.stdout)
-    except ValueError:
-        why = (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
-        raise UserError(
-            f"transformers can't describe it: {why}", where, "install the versions of constraints.txt"
-        ) from None
-    raise_all([Problem(**each) for each in found.get("problems", ())])
-    return found
-
-
-# Far above any model, but low enough that a typo does not make a list of a billion parameters.
-MAX_LAYERS: Final = 4096
-MAX_SIZE: Final = 2**24
+MAX_SIZE: Final = 2**24  # far above any model's
 # RoPE types and the keys that each needs: without them, a model would fail when it is loaded.
 ROPE: Final = {
     "default": (),
@@ -130,7 +47,7 @@ def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path
     quantization, problems = _read_quantization(config, text, where)
     if family is None or not family.covers(text):
         raise_all(problems)
-        return _base_from_description(find_description(config, where, folder), config, name, quantization)
+        return read_description(find_description(config, where, folder), config, name, quantization)
 
     # A classifier or a bare encoder has the same model_type but other weights.
     architecture = wrapper.architecture if wrapper else family.causal_lm
@@ -200,63 +117,6 @@ def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where
             problems.append(Problem(problem, where, f"{FETCH}; {READS}"))
             break
     return quantization, problems
-
-
-def _base_from_description(found: Mapping[str, Any], config: Mapping[str, Any], name: str, quantization: Any) -> Base:
-    """Return the model that transformers would build, from a description by derive.py."""
-    wrapped = found["wrapper"] is not None
-    text = dict((config.get("text_config") or {}) if wrapped else config) | {"model_type": found["model_type"]}
-
-    def parameter(entry: Mapping[str, Any], layer: int | None = None) -> Parameter:
-        place = "" if layer is None else f"model.layers.{layer}."
-        ways = tuple(
-            tuple(Spelling(key.replace("@", str(layer)), tuple(shape), tuple(offset)) for key, shape, offset in way)
-            for way in entry["stored"]
-        )
-        flags = {flag: entry.get(flag, False) for flag in ("linear", "buffer", "transposed")}
-        return Parameter(place + entry["name"], tuple(entry["shape"]), entry["part"], spellings=ways, **flags)
-
-    # In forward order: the embedding, the layers, the final norm and the head.
-    first, last = list[Parameter](), list[Parameter]()
-    for entry in found["outside"]:
-        (first if entry["part"] == "embedding" else last).append(parameter(entry))
-    layers = [parameter(entry, number) for number, kind in enumerate(found["order"]) for entry in found["kinds"][kind]]
-    wrapper = None
-    if wrapped:
-        names = [way[0].name for each in first for way in each.spellings if each.name.startswith("model.embed_tokens")]
-        stems = [key.removesuffix("embed_tokens.weight") for key in names]
-        heads = [way[0].name.removesuffix("weight") for each in last for way in each.spellings if each.part == "head"]
-        prefixes = [*((stem, "model.") for stem in stems), *((stem, "lm_head.") for stem in heads)]
-        wrapper = Wrapper(
-            found["wrapper"], tuple(prefixes), "|".join(found["skipped"]) or "(?!)", ["model.", *stems][-1]
-        )
-    family = Family(
-        found["model_type"],
-        found["class"],
-        found["layers"][0],
-        other_layers=tuple(found["layers"][1:]),
-        attention=tuple(found["attention"]),
-        **{key: found[key] for key in ("isolates", "logits", "shards", "expert_parallel", "expert_adapters")},
-        without_formula=found["without_formula"],
-        traced={
-            number: found["traced"][str(kind)]
-            for number, kind in enumerate(found["order"])
-            if str(kind) in found.get("traced", ())
-        },
-        peft_takes=frozenset(found["peft_takes"]),
-        idle=frozenset(found["idle"]),
-        ignored=tuple(found["ignored"]),
-    )
-    return Base(
-        name=name,
-        path=None,
-        family=family,
-        config=text,
-        dims=dict(found["dims"]),
-        parameters=(*first, *layers, *last),
-        wrapper=wrapper,
-        quantization=quantization,
-    )
 
 
 def _list_parameters(
