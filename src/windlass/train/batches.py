@@ -112,8 +112,13 @@ class Batches:
         names: Sequence[str] = (),
     ) -> None:
         self.names = names  # names of the data sets, by number
-        self.rows, self.collate, self.micro, self.order, self.round_rows = rows, collate, micro, order, round_rows
-        self.rank, self.world = group.get_rank(), group.get_world_size()
+        self.rows = rows
+        self.collate = collate
+        self.micro = micro
+        self.order = order
+        self.round_rows = round_rows
+        self.rank = group.get_rank()
+        self.world = group.get_world_size()
         self.workers = workers
         # torch's loader draws a seed at every start: from its own generator, not from training's.
         self.options: dict[str, Any] = {"pin_memory": pin and torch.cuda.is_available(), "generator": torch.Generator()}
@@ -190,7 +195,8 @@ class _Rows(Dataset[Any]):
 
     def _row(self, number: int) -> dict[str, Any]:
         chunk = int(np.searchsorted(self.starts, number, side="right")) - 1
-        place, row = number - int(self.starts[chunk]), {ROW: number}
+        place = number - int(self.starts[chunk])
+        row: dict[str, Any] = {ROW: number}
         for name, chunks in self.columns.items():
             offsets, values = chunks[chunk]
             row[name] = values[offsets[place] : offsets[place + 1]]
@@ -201,15 +207,21 @@ class _Stream(IterableDataset[Batch | UserError]):
     """This rank's micro-batches of a stream that every rank reads in full."""
 
     def __init__(self, batches: Batches, first: int) -> None:
-        self.batches, self.first = batches, first
+        self.batches = batches
+        self.first = first
 
     def __iter__(self) -> Iterator[Batch | UserError]:
-        of = self.batches
-        numbered = ({**row, ROW: number} for number, row in enumerate(of.rows))
-        rows = itertools.islice(numbered, self.first * of.micro * of.world, None)
+        batches = self.batches
+        numbered = ({**row, ROW: number} for number, row in enumerate(batches.rows))
+        of_all_ranks = batches.micro * batches.world
+        rows = itertools.islice(numbered, self.first * of_all_ranks, None)
+        first = batches.rank * batches.micro
         try:
-            while everyones := list(itertools.islice(rows, of.micro * of.world)):
-                yield of.collate(everyones[of.rank * of.micro :][: of.micro])
+            while True:
+                everyones = list(itertools.islice(rows, of_all_ranks))
+                if not everyones:
+                    return
+                yield batches.collate(everyones[first : first + batches.micro])
         except UserError as error:  # passed on as a value: raised here, a loader's worker would print its traceback
             yield RowError.of(error.problems)
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from windlass.model.targets import Adapter
 from windlass.observe.counters import describe_machine
 from windlass.observe.steps import format_clock
 from windlass.plan import Plan
@@ -53,45 +54,60 @@ def make_console(here: Rank) -> Console:
 
 def print_header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
     """Print model, adapter, layout, batch, machine, versions and folder."""
-    layout, adapter, batch, found = plan.layout, plan.adapter, plan.batch, describe_machine()
+    layout = plan.layout
+    adapter = plan.adapter
+    batch = plan.batch
+    train = plan.run.train
     total = sum(math.prod(parameter.shape) for parameter in plan.base.parameters)
-    targets = []
-    # Keys and values of latent attention share a module: `k_proj and v_proj`.
-    for (_, part), group in groupby(adapter.targets, lambda target: (target.names, target.part)):
-        alike = list(group)
-        modules = sum(len(target.modules) for target in alike)
-        targets.append(f"{' and '.join(target.pattern for target in alike)} in {part} x {modules}")
-    threads = torch.get_num_threads()
-    machine = f"{found['processor']}, {found['memory_gib']} GiB, {threads} thread{'s' * (threads > 1)} per rank, gloo"
-    if torch.cuda.is_available():
-        gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in found["gpus"])
-        network = ", ".join(found["infiniband"]) or "no InfiniBand"
-        machine = f"{gpus}, driver {found['driver']}, CUDA {found['cuda']}, {network}"
+    share = f"{adapter.trainable:,} parameters ({adapter.trainable / total:.3%})"
+    placed = f"{layout.name} on {layout.ranks} ranks: {layout.reason}"
+    if train.compile:
+        placed += "; layers compiled"
+    sequences = f"{plan.schedule.global_sequences} sequences of up to {batch.length} tokens"
+    if train.per_device_train_batch_size == "auto":
+        sequences += "; the fastest micro-batch that fits"
     rows = {
         "model": f"{plan.base.name}: {plan.base.family.causal_lm}, {total:,} parameters",
-        "adapter": f"rank {adapter.r}, {adapter.trainable:,} parameters ({adapter.trainable / total:.3%}): "
-        + ", ".join(targets),
-        "layout": f"{layout.name} on {layout.ranks} ranks: {layout.reason}"
-        + "; layers compiled" * plan.run.train.compile,
-        "batch": f"{batch.micro} x {layout.ranks} ranks x {batch.accumulation} accumulated = "
-        f"{plan.schedule.global_sequences} sequences of up to {batch.length} tokens"
-        + "; the fastest micro-batch that fits"
-        * (plan.run.train.per_device_train_batch_size == "auto"),
-        **({"chosen": "; ".join(plan.chosen)} if plan.chosen else {}),
-        "machine": machine,
+        "adapter": f"rank {adapter.r}, {share}: {', '.join(describe_targets(adapter))}",
+        "layout": placed,
+        "batch": f"{batch.micro} x {layout.ranks} ranks x {batch.accumulation} accumulated = {sequences}",
+        "chosen": "; ".join(plan.chosen),
+        "machine": describe_hardware(),
         "versions": ", ".join(f"{name} {version}" for name, version in read_versions(LIBRARIES).items()),
-        "folder": plan.run.train.output_dir,
+        "folder": train.output_dir,
     }
     width = console.width if console.is_terminal else LOG_WIDTH
     for name, value in rows.items():
-        first, *more = textwrap.wrap(value, width - LABEL, break_long_words=False, break_on_hyphens=False)
-        console.print(Text(f"{name:{LABEL}}", style="bold") + Text(first))
-        for line in more:
-            console.print(f"{'':{LABEL}}{line}")
+        lines = textwrap.wrap(value, width - LABEL, break_long_words=False, break_on_hyphens=False)
+        for number, line in enumerate(lines):  # none for what is empty
+            label = name if number == 0 else ""
+            console.print(Text(f"{label:{LABEL}}", style="bold") + Text(line))
     for warning in adapter.warnings:
         console.print(Text(f"warning: lora.target_modules {warning}", style="yellow"))
     for name, problem in find_unread(environ).items():
         console.print(Text(f"warning: {name} in the environment: {problem}", style="yellow"))
+
+
+def describe_targets(adapter: Adapter) -> list[str]:
+    """Return which modules have adapters, and how many: `k_proj and v_proj in text x 4`."""
+    texts = []
+    # Keys and values of latent attention share a module: `k_proj and v_proj`.
+    for (_, part), group in groupby(adapter.targets, lambda target: (target.names, target.part)):
+        targets = list(group)
+        modules = sum(len(target.modules) for target in targets)
+        texts.append(f"{' and '.join(target.pattern for target in targets)} in {part} x {modules}")
+    return texts
+
+
+def describe_hardware() -> str:
+    machine = describe_machine()
+    if not torch.cuda.is_available():
+        threads = torch.get_num_threads()
+        per_rank = "1 thread per rank" if threads == 1 else f"{threads} threads per rank"
+        return f"{machine['processor']}, {machine['memory_gib']} GiB, {per_rank}, gloo"
+    gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in machine["gpus"])
+    network = ", ".join(machine["infiniband"]) or "no InfiniBand"
+    return f"{gpus}, driver {machine['driver']}, CUDA {machine['cuda']}, {network}"
 
 
 class Progress:
@@ -100,11 +116,14 @@ class Progress:
     def __init__(
         self, here: Rank, console: Console, logging_steps: int, sampled_gib: Callable[[], float] = lambda: 0.0
     ) -> None:
-        self.here, self.console, self.logging_steps = here, console, logging_steps
+        self.here = here
+        self.console = console
+        self.logging_steps = logging_steps
         self.sampled_gib = sampled_gib  # the recorder's peak, because its samples reset torch's own counter
         self.live: Live | None = None
         self.window: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds and tokens of recent steps
-        self.total, self.began = 0, 0.0
+        self.total = 0
+        self.began = 0.0
 
     def start(self, total: int) -> None:
         self.total = total

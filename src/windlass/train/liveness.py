@@ -53,9 +53,11 @@ class Liveness:
             return
         names = self.phases[0]
         if not self.graded or learning_rate > 0:
-            gradients = {name: gradient for name in names if (gradient := self.named[name].grad) is not None}
-            self._require([name for name in names if name not in gradients], "they have no gradient")
-            largest = dict(zip(names, self._largest(list(gradients.values())), strict=True))
+            gradients = [self.named[name].grad for name in names]
+            absent = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+            self._require(absent, "they have no gradient")
+            values = self._largest([gradient for gradient in gradients if gradient is not None])
+            largest = dict(zip(names, values, strict=True))
             infinite = [name for name, value in largest.items() if not math.isfinite(value)]
             self._require(infinite, "their gradient is not finite")
             zero = [name for name, value in largest.items() if value == 0]
@@ -74,12 +76,12 @@ class Liveness:
         """Check that the optimizer's step has moved the tensors."""
         if self.is_done or self.before is None:
             return
-        moved = self.replicas.all_reduce_max((self._fingerprints(self.phases[0]) != self.before).int()).tolist()
-        still = [name for name, one in zip(self.phases[0], moved, strict=True) if not one]
-        self._require(still, "they did not change in a step")
+        now = self._fingerprints(self.phases[0])
+        self._require(self._find_equal(self.phases[0], self.before, now), "they did not change in a step")
         self._require(self.replicas.find_differing(), "they differ between ranks after a step")
         del self.phases[0]
-        self.before, self.graded = None, False
+        self.before = None
+        self.graded = False
         if self.is_done:
             self.tokens.remove()
 
@@ -89,18 +91,26 @@ class Liveness:
         `share`: of the run's learning rate, in this update. In 16 bits a small update is rounded away.
         """
         if share < TAIL:
-            self.updates, self.last_seen = 0, None
+            self.updates = 0
+            self.last_seen = None
             return ""
         self.updates += 1
         if self.updates % INTERVAL != 1:
             return ""
-        before, self.last_seen = self.last_seen, self._fingerprints(list(self.named))
+        names = list(self.named)
+        before = self.last_seen
+        self.last_seen = self._fingerprints(names)
         if before is None:
             return ""
-        moved = self.replicas.all_reduce_max((self.last_seen != before).int()).tolist()
-        still = [name for name, one in zip(self.named, moved, strict=True) if not one]
-        text = f"{len(still)} of the adapter's {len(moved)} tensors: {group.list_first(still, ', ')}"
-        return text if len(still) * 2 >= len(moved) else ""
+        still = self._find_equal(names, before, self.last_seen)
+        if len(still) * 2 < len(names):
+            return ""
+        return f"{len(still)} of the adapter's {len(names)} tensors: {group.list_first(still, ', ')}"
+
+    def _find_equal(self, names: Sequence[str], before: Tensor, now: Tensor) -> list[str]:
+        """Return the tensors whose fingerprints are the same as before on all ranks that have a part of them."""
+        moved = self.replicas.all_reduce_max((now != before).int()).tolist()
+        return [name for name, has_moved in zip(names, moved, strict=True) if not has_moved]
 
     def _fingerprints(self, names: Sequence[str]) -> Tensor:
         return compute_fingerprints([to_local(self.named[name]) for name in names])
@@ -116,9 +126,9 @@ class Liveness:
     def _require(self, names: Sequence[str], fault: str) -> None:
         """Stop with these names. They are equal on all ranks, because the values they are derived from are."""
         if names:
+            tensors = f"{len(names)} adapter tensors are" if len(names) > 1 else "1 adapter tensor is"
             raise RunError(
-                f"{len(names)} adapter tensor{'s are' if len(names) > 1 else ' is'} not training: "
-                f"{fault}: {group.list_first(names, ', ')}",
+                f"{tensors} not training: {fault}: {group.list_first(names, ', ')}",
                 self.where,
                 "nothing was saved; a module that the forward pass never uses, or a frozen path to it, does this",
             )
@@ -161,7 +171,7 @@ class ExpertTokens:
 
     def find_dead(self, named: dict[str, nn.Parameter], names: Sequence[str]) -> list[str]:
         """Return experts with useful tokens on some rank but a zero gradient: `….experts.lora_B.default.weight[3]`."""
-        found = []
+        dead_experts = []
         for place, counts in self.counts.items():
             if dist.is_initialized():
                 dist.all_reduce(counts)
@@ -171,11 +181,11 @@ class ExpertTokens:
                 if name.startswith(f"{place}.") and gradient is not None:
                     part = self.parts.of(name) or ExpertShard(0, len(counts), len(counts))
                     graded = torch.zeros_like(counts)  # filled on the ranks that have the expert
-                    own = view_by_expert(name, gradient, part.count).ne(0).flatten(1).any(dim=1)
-                    graded[part.first : part.first + part.count] = own.long()
+                    has_gradient = view_by_expert(name, gradient, part.count).ne(0).flatten(1).any(dim=1)
+                    graded[part.first : part.first + part.count] = has_gradient.long()
                     dead = due & self.replicas.all_reduce_max(graded).eq(0)
-                    found += [f"{name}[{i}]" for i in dead.nonzero().flatten().tolist()]
-        return found
+                    dead_experts += [f"{name}[{number}]" for number in dead.nonzero().flatten().tolist()]
+        return dead_experts
 
     def step(self, *, moved: bool) -> None:
         """Start counting the next step; remember the experts that this one moved."""
@@ -194,12 +204,12 @@ class ExpertTokens:
 def stop_non_finite(policy: str, step: int, faulty: list[int], rows: list[int]) -> None:
     """Stop and name the ranks and rows, unless watch.non_finite skips such steps. A collective."""
     everyones: list[list[int]] = group.all_gather(rows)
-    where = "; ".join(f"rank {rank}, rows {', '.join(map(str, everyones[rank]))}" for rank in faulty)
     if policy == "stop":
+        where = "; ".join(f"rank {rank}, rows {', '.join(map(str, everyones[rank]))}" for rank in faulty)
+        where = where or "on no single rank: the sum over all ranks overflowed"
         raise AlarmError(
             "non_finite",
-            f"non-finite loss or gradient at step {step}: "
-            f"{where or 'on no single rank: the sum over all ranks overflowed'}",
+            f"non-finite loss or gradient at step {step}: {where}",
             "watch.non_finite",
             "nothing of this step was saved; look at these rows, lower train.learning_rate, "
             "or set watch.non_finite: skip to leave such steps out",

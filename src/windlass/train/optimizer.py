@@ -29,12 +29,13 @@ def create_optimizer(train: Train, named: Iterable[tuple[str, nn.Parameter]], st
     An optimizer updates a group in one call only if all of it is sharded or none of it is.
     """
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    adapter = [each for each in trainable if "lora_" in each[0]]
+    adapter = [(name, parameter) for name, parameter in trainable if "lora_" in name]
+    in_full = [(name, parameter) for name, parameter in trainable if "lora_" not in name]
     groups = []
-    for own in (adapter, [each for each in trainable if "lora_" not in each[0]]):
-        decayed = [parameter for name, parameter in own if not UNDECAYED.search(name.lower())]
-        undecayed = [parameter for name, parameter in own if UNDECAYED.search(name.lower())]
-        if own:
+    for parameters in (adapter, in_full):
+        decayed = [parameter for name, parameter in parameters if not UNDECAYED.search(name.lower())]
+        undecayed = [parameter for name, parameter in parameters if UNDECAYED.search(name.lower())]
+        if parameters:
             groups.append({"params": decayed, "weight_decay": train.weight_decay})
             groups.append({"params": undecayed, "weight_decay": 0.0})
     settings: Any = SimpleNamespace(

@@ -145,7 +145,8 @@ def read_prompts(
     """Return the run file's prompts, those of a file, or the beginnings of validation rows."""
     if settings.from_eval is not None:
         return _prompts_from_rows(validation, settings.from_eval, tokenizer)
-    texts, key = settings.prompts or [], "train.sample.prompts"
+    texts = settings.prompts or []
+    key = "train.sample.prompts"
     if settings.file is not None:
         key = "train.sample.file"
         texts = [_parse_line(line) for line in read_prompt_lines(settings.file, where(key))]
@@ -160,8 +161,8 @@ def read_prompts(
             rendered = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
         ids = tokenizer(rendered, add_special_tokens=not settings.chat)["input_ids"]
         if not 0 < len(ids) < max_length:
-            what = f"the prompt {text[:40]!r} has {len(ids)} tokens, and rows may have {max_length}"
-            raise UserError(what, where(key), "shorten it, or raise data.max_length")
+            problem = f"the prompt {text[:40]!r} has {len(ids)} tokens, and rows may have {max_length}"
+            raise UserError(problem, where(key), "shorten it, or raise data.max_length")
         prompts.append(Prompt(text, ids))
     return prompts
 
@@ -180,16 +181,17 @@ def _prompts_from_rows(validation: pa.Table, count: int, tokenizer: PreTrainedTo
     prompts: list[Prompt] = []
     blocks = validation.to_batches(max_chunksize=16)
     for row in itertools.chain.from_iterable(block.to_pylist() for block in blocks):
-        ids, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"] if "labels" in row else row["input_ids"])
+        ids = np.asarray(row["input_ids"])
+        labels = np.asarray(row["labels"]) if "labels" in row else ids
         sizes = row["seq_lengths"] if "seq_lengths" in row else [len(ids)]
         for end, size in zip(np.cumsum(sizes), sizes, strict=True):
-            own, target = ids[end - size : end], labels[end - size : end] != IGNORED
-            start = int(target.argmax()) if not target[0] else len(own) // 2
-            if 0 < start < len(own):
-                parts = (
-                    tokenizer.decode(part.tolist(), skip_special_tokens=True) for part in (own[:start], own[start:])
-                )
-                prompts.append(Prompt(next(parts), own[:start].tolist(), next(parts)))
+            document = ids[end - size : end]
+            supervised = labels[end - size : end] != IGNORED
+            start = len(document) // 2 if supervised[0] else int(supervised.argmax())
+            if 0 < start < len(document):
+                text = tokenizer.decode(document[:start].tolist(), skip_special_tokens=True)
+                reference = tokenizer.decode(document[start:].tolist(), skip_special_tokens=True)
+                prompts.append(Prompt(text, document[:start].tolist(), reference))
             if len(prompts) == count:
                 return prompts
     return prompts

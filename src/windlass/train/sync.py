@@ -33,17 +33,16 @@ class ReplicaGroups:
     def __init__(self, model: nn.Module) -> None:
         parts = ExpertShards(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        plain = {name: p for name, p in trained.items() if not isinstance(p, DTensor)}
-        shared = {name: p for name, p in plain.items() if parts.of(name) is None}
-        split = {name: p for name, p in plain.items() if parts.of(name) is not None}
+        unsharded = {name: p for name, p in trained.items() if not isinstance(p, DTensor)}
+        shared = {name: p for name, p in unsharded.items() if parts.of(name) is None}
+        split = {name: p for name, p in unsharded.items() if parts.of(name) is not None}
         self.names = [*shared, *split]
-        self.shared, self.split = list(shared.values()), list(split.values())
+        self.shared = list(shared.values())
+        self.split = list(split.values())
         self.sharded = [p for p in trained.values() if isinstance(p, DTensor)]
         self.parameters = [*self.shared, *self.split]  # parameters that other ranks have too
-        self.shared_buckets, self.split_buckets = (
-            list(_split_into_buckets(self.shared)) or [[]],
-            list(_split_into_buckets(self.split)),
-        )
+        self.shared_buckets = list(_split_into_buckets(self.shared)) or [[]]
+        self.split_buckets = list(_split_into_buckets(self.split))
         self.world = get_world_size()
         # Groups that together span the ranks with the same experts; none if every rank has its own.
         self.alike: Groups = expert_peer_groups(model)
@@ -69,10 +68,12 @@ class ReplicaGroups:
         for number, (bucket, groups) in enumerate(buckets):
             # In float32: a sum over many ranks in bfloat16 would drop small values.
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            flat = torch.cat([*(each.flatten().float() for each in gradients), *([] if number else [sums])])
+            is_first = number == 0  # `sums` are sent with the first bucket
+            parts = [gradient.flatten().float() for gradient in gradients]
+            flat = torch.cat([*parts, sums] if is_first else parts)
             for group in groups:
                 dist.all_reduce(flat, group=group)
-            if not number:
+            if is_first:
                 flat, sums = torch.split(flat, [flat.numel() - sums.numel(), sums.numel()])
             # Split ones are divided by all ranks too: their gradient comes from the tokens of all, as any other.
             averaged = torch.split(flat.div_(self.world), [p.numel() for p in bucket])
@@ -86,9 +87,9 @@ class ReplicaGroups:
         device = self.parameters[0].device
         norms = [_norm(self.shared, device)]
         if self.split:
-            own = _norm(self.split, device)
-            everyones = [torch.empty_like(own) for _ in range(self.world)]
-            dist.all_gather(everyones, own)
+            norm_here = _norm(self.split, device)
+            everyones = [torch.empty_like(norm_here) for _ in range(self.world)]
+            dist.all_gather(everyones, norm_here)
             norms += [everyones[rank] for rank in self.holders]
         if self.sharded:
             norms.append(_norm(self.sharded, device))
@@ -108,8 +109,8 @@ class ReplicaGroups:
                     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
                     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
                 differ.append((lowest != highest).int())
-        found = self.all_reduce_max(torch.cat(differ)).tolist()
-        return [name for name, one in zip(self.names, found, strict=True) if one]
+        flags = self.all_reduce_max(torch.cat(differ)).tolist()
+        return [name for name, differs in zip(self.names, flags, strict=True) if differs]
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
         """Return the maximum over ranks if ranks have parts: what holds for a part holds for the full parameter."""
@@ -127,7 +128,9 @@ class WaitTimer:
     """
 
     def __init__(self, model: nn.Module, now: Callable[[], Any], *, split_experts: bool) -> None:
-        self.now, self.on, self.depth = now, False, 0
+        self.now = now
+        self.on = False
+        self.depth = 0
         self.marks: list[Any] = []  # starts and ends, nested at most once
         for module in list_fsdp_modules(model):
             module.register_forward_pre_hook(self._begin, prepend=True)  # type: ignore[attr-defined]
@@ -149,7 +152,8 @@ class WaitTimer:
 
     def seconds(self) -> float | None:
         """Return the latest measurement; on a GPU call it after a synchronization."""
-        pairs, self.marks = zip(self.marks[::2], self.marks[1::2], strict=True), []
+        pairs = zip(self.marks[::2], self.marks[1::2], strict=True)
+        self.marks = []
         took = [end - start if isinstance(end, float) else start.elapsed_time(end) / 1000 for start, end in pairs]
         return sum(took) if took else None
 
@@ -171,7 +175,7 @@ def _split_into_buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         bucket.append(parameter)
-        if sum(each.numel() for each in bucket) * 4 >= BUCKET_BYTES:
+        if sum(parameter.numel() for parameter in bucket) * 4 >= BUCKET_BYTES:
             yield bucket
             bucket = []
     if bucket:
@@ -185,12 +189,12 @@ def compute_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     It is the sum of the values' bits, each times an odd number of its own, modulo 2^64: one pass, nothing copied to the
     host.
     """
-    found = [torch.zeros((), dtype=torch.int64, device=tensor.device) for tensor in tensors]
-    for tensor, total in zip(tensors, found, strict=True):
+    totals = [torch.zeros((), dtype=torch.int64, device=tensor.device) for tensor in tensors]
+    for tensor, total in zip(tensors, totals, strict=True):
         bits = tensor.detach().contiguous().flatten().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
         for start in range(0, bits.numel(), 2**24):  # bounds the int64 copy
             chunk = bits[start : start + 2**24].to(torch.int64)
             place = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=tensor.device)
             # 0x9E3779B97F4A7C15 as a signed number: the golden ratio's multiplier, so that places don't cancel out
             total += (chunk * ((place * -7046029254386353131) | 1)).sum()
-    return torch.stack(found)
+    return torch.stack(totals)

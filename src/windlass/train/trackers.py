@@ -100,11 +100,13 @@ class Trackers:
         unwritten: WriteGuard | None = None,
     ) -> None:
         listed = [names] if isinstance(names, str) else names
-        self.folder, self.unwritten = folder, unwritten or WriteGuard(lambda _: None)
+        self.folder = folder
+        self.unwritten = unwritten or WriteGuard(lambda _: None)
         self.opened: dict[str, tuple[Log, Callable[[], None]]] = {}
         for name in listed:
-            with self.unwritten(self.folder / name):
-                self.opened |= {name: OPEN[name](folder, run_name, config)} if name != "none" else {}
+            if name != "none":
+                with self.unwritten(folder / name):
+                    self.opened[name] = OPEN[name](folder, run_name, config)
         self.lines = Tail(folder / run_folder.STEPS.format(rank=0))
         self.lines.skip()  # lines from before a resume were sent then
 
@@ -117,13 +119,13 @@ class Trackers:
                 del self.opened[name]
 
     def log_steps(self) -> None:
-        for record in self.lines.objects() if self.opened else ():
-            numbers = {
-                f"step/{name}": value
-                for name, value in {**record, **name_losses(record.get("source_loss"))}.items()
-                if name not in AXES and isinstance(value, int | float) and not isinstance(value, bool)
-            }
-            self.log(numbers, record["step"])
+        if not self.opened:
+            return
+        for record in self.lines.objects():
+            fields = {**record, **name_losses(record.get("source_loss"))}
+            numbers = {name: value for name, value in fields.items() if type(value) in (int, float)}
+            values = {f"step/{name}": value for name, value in numbers.items() if name not in AXES}
+            self.log(values, record["step"])
 
     def close(self) -> None:
         for name, (_, close) in self.opened.items():

@@ -82,7 +82,8 @@ class RunWatch:
 
     def start(self, step: int, max_steps: int) -> None:
         """Start watching a loop that begins after `step`."""
-        self.monitor.from_step, self.monitor.history.max_steps = step, max_steps
+        self.monitor.from_step = step
+        self.monitor.history.max_steps = max_steps
         self.heartbeat.start()
         if self.rank == 0:
             self.monitor.start()
@@ -125,7 +126,8 @@ class RunWatch:
         """Handle an alarm on rank 0, in the monitor's thread or the heartbeat's."""
         report_alarm(self.folder, alarm, self.say)
         if alarm.kind not in ("stall", "non_finite", "failed") and alarm.level in REQUESTS:
-            self.stopped_by = self.stopped_by if self.request >= REQUESTS[STOP] else str(alarm)
+            if self.request < REQUESTS[STOP]:
+                self.stopped_by = str(alarm)
             self.request = max(self.request, REQUESTS[alarm.level])
 
     def _on_write_error(self, message: str) -> None:

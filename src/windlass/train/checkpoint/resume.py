@@ -102,30 +102,35 @@ def _warn_of_other_versions(then: Mapping[str, str], now: Mapping[str, str]) -> 
 
 def find_newest_intact(checkpoints: Path, where: str) -> Path | None:
     """Return the newest undamaged checkpoint. Damaged ones are reported and renamed."""
-    found = list_checkpoints(checkpoints)[::-1]
-    faults = {folder: find_damage(folder) for folder in found}
-    intact = next((folder for folder in found if not faults[folder]), None)
-    if found and intact is None:
+    newest_first = list_checkpoints(checkpoints)[::-1]
+    if not newest_first:
+        print("no checkpoint was saved: starting with the first step", file=sys.stderr, flush=True)
+        return None
+    damages = {folder: find_damage(folder) for folder in newest_first}
+    intact = next((folder for folder in newest_first if not damages[folder]), None)
+    if intact is None:
+        newest = newest_first[0]
         raise UserError(
-            f"none of {len(found)} checkpoints in {checkpoints} can be used; {found[0].name}: {faults[found[0]]}",
+            f"none of {len(newest_first)} checkpoints in {checkpoints} can be used; {newest.name}: {damages[newest]}",
             where,
             "remove the folder to start over",
         )
-    for folder in found[: found.index(intact)] if intact else ():
+    for folder in newest_first[: newest_first.index(intact)]:
         # Renamed, so that it is neither used nor counted.
         aside = folder.with_name(f"damaged-{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
-        print(f"skipped {folder}: {faults[folder]}; kept as {aside.name}", file=sys.stderr, flush=True)
-    if intact is None:
-        print("no checkpoint was saved: starting with the first step", file=sys.stderr, flush=True)
+        print(f"skipped {folder}: {damages[folder]}; kept as {aside.name}", file=sys.stderr, flush=True)
     return intact
 
 
 def drop_steps_after(folder: Path, step: int) -> None:
     """Drop what an interrupted run logged about steps that will be run again."""
+    logs = list(run_folder.find_step_files(folder).values())
     events = folder / run_folder.EVENTS
-    for path in (*run_folder.find_step_files(folder).values(), *([events] if events.exists() else [])):
+    if events.exists():
+        logs.append(events)
+    for path in logs:
         kept = (line.rstrip() + b"\n" for line, value in read_table_lines(path) if value.get("step", 0) <= step)
         write_atomic(path, b"".join(kept))
 
@@ -133,7 +138,8 @@ def drop_steps_after(folder: Path, step: int) -> None:
 def _require_same_run(
     before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan, folder: Path, *, allow_other_base: bool
 ) -> None:
-    then, back = before.get("run", {}), f"put it back, or train into another folder than {folder}"
+    then = before.get("run", {})
+    back = f"put it back, or train into another folder than {folder}"
     problems = [
         Problem(
             f"was {json.dumps(then[section][key])} when this run began, is {json.dumps(value)} now",
@@ -144,19 +150,20 @@ def _require_same_run(
         for key, value in now["run"].get(section, {}).items()
         if (keys is None or key in keys) and key in then.get(section, {}) and then[section][key] != value
     ]
-    was, sequences = before.get("sequences"), now["sequences"]
-    if was and was != sequences:
-        what = f"an optimizer step had {was} sequences when this run began, and would have {sequences} now"
-        hint = f"set train.global_batch_size: {was}, which holds on any number of ranks"
-        problems.append(Problem(what, plan.where("train.global_batch_size"), hint))
-    kinds = [(of.get("layout") or {}).get("base_dtype", "bf16") for of in (before, now)]
-    if kinds[0] != kinds[1] and {*kinds} & {*FOUR_BITS}:  # bf16 and fp8 hold the same weights
-        what = f"the base was stored in {kinds[0]} when this run began, and would be in {kinds[1]} now: other weights"
-        hint = f"set layout.base_dtype: {kinds[0]}, or train into another folder than {folder}"
-        problems.append(Problem(what, plan.where("layout.base_dtype"), hint))
+    had = before.get("sequences")
+    if had and had != now["sequences"]:
+        problem = f"an optimizer step had {had} sequences when this run began, and would have {now['sequences']} now"
+        hint = f"set train.global_batch_size: {had}, which holds on any number of ranks"
+        problems.append(Problem(problem, plan.where("train.global_batch_size"), hint))
+    dtype_then, dtype_now = [(facts.get("layout") or {}).get("base_dtype", "bf16") for facts in (before, now)]
+    # bf16 and fp8 hold the same weights.
+    if dtype_then != dtype_now and (dtype_then in FOUR_BITS or dtype_now in FOUR_BITS):
+        stored = f"the base was stored in {dtype_then} when this run began, and would be in {dtype_now} now"
+        hint = f"set layout.base_dtype: {dtype_then}, or train into another folder than {folder}"
+        problems.append(Problem(f"{stored}: other weights", plan.where("layout.base_dtype"), hint))
     if before.get("base", now["base"]) != now["base"] and not allow_other_base:
-        what = "the base model's files are not those this run began with"
-        problems.append(Problem(what, plan.where("model.model_name_or_path"), f"{back}, or add {FLAG}"))
+        problem = "the base model's files are not those this run began with"
+        problems.append(Problem(problem, plan.where("model.model_name_or_path"), f"{back}, or add {FLAG}"))
     raise_all(problems)
 
 
@@ -175,13 +182,14 @@ def require_base_of(
 ) -> str:
     """Refuse another base than the adapter was trained on; return a description of what was accepted instead, if
     anything."""
-    given, key = plan.run.lora.adapter, "model.model_name_or_path"
+    given = plan.run.lora.adapter
     adapter = resumed or (Path(given) if given else None)
     if adapter is None:
         return ""
     if not resumed and (adapter / ADAPTER).is_file():
         require_intact(adapter)
-    return require_same_base(adapter, plan.base, digest, plan.where(key), allow_other=allow_other, say=say)
+    where = plan.where("model.model_name_or_path")
+    return require_same_base(adapter, plan.base, digest, where, allow_other=allow_other, say=say)
 
 
 def fingerprint_base(base: Base) -> str:
@@ -191,10 +199,13 @@ def fingerprint_base(base: Base) -> str:
     This is what can be known before loading; afterwards the digest covers all weights. A file whose SHA-256 was
     compared with the published one when it was fetched must be unchanged.
     """
-    digest, fetched = hashlib.blake2b(digest_size=16), read_json(base.path / PUBLISHED) if base.path else {}
-    stored = (one for parameter in base.parameters for piece in parameter.pieces for one in piece.tensors)
-    for path in sorted({one.file for one in stored}, key=lambda path: path.name):
-        digest.update(sample := sample_file(path))
+    digest = hashlib.blake2b(digest_size=16)
+    fetched = read_json(base.path / PUBLISHED) if base.path else {}
+    pieces = (piece for parameter in base.parameters for piece in parameter.pieces)
+    files = {stored.file for piece in pieces for stored in piece.tensors}
+    for path in sorted(files, key=lambda path: path.name):
+        sample = sample_file(path)
+        digest.update(sample)
         if path.name in fetched and fetched[path.name] != hashlib.blake2b(sample).hexdigest():
             problem = "is not the file whose SHA-256 was compared with the hub's when it was fetched"
             raise UserError(problem, str(path), FETCH_AGAIN.format(folder=base.path))

@@ -35,7 +35,9 @@ class Saver:
         unwritten: WriteGuard | None = None,
     ) -> None:
         self.unwritten = unwritten or WriteGuard(lambda _: None)
-        self.folder, self.checkpoints, self.limit = folder, folder / CHECKPOINTS, limit
+        self.folder = folder
+        self.checkpoints = folder / CHECKPOINTS
+        self.limit = limit
         self.facts = facts  # for the manifest of every checkpoint
         self.say = say
         self.saved = saved  # called after every checkpoint, from the thread that wrote it
@@ -87,30 +89,38 @@ class Saver:
             hint += f" train.output_dir={self.folder}-2 --override lora.adapter={folder}`"
         return UserError(f"{problem.problem} (met in step {step + 1} of the stream)", problem.where, hint)
 
-    def start_writing(self, taken: Snapshot, copying_seconds: float = 0.0) -> None:
+    def start_writing(self, snapshot: Snapshot, copying_seconds: float = 0.0) -> None:
         """Start writing, after the previous checkpoint is written."""
         self.close()
-        self.step, self.writing = taken.step, self.thread.submit(self._write, taken, copying_seconds)
+        self.step = snapshot.step
+        self.writing = self.thread.submit(self._write, snapshot, copying_seconds)
 
     def close(self) -> str:
         """Wait until the checkpoint is written, also when a failure ends the run; return why it failed. Not a
         collective."""
-        began, writing = time.monotonic(), self.writing
-        while writing is not None and wait([writing], PATIENCE_SECONDS).not_done:
+        if self.writing is None:
+            return self.failure
+        began = time.monotonic()
+        while wait([self.writing], PATIENCE_SECONDS).not_done:
             waited = f"the storage has been writing for {time.monotonic() - began:.0f} s"
             self.say(f"waiting for the checkpoint of step {self.step}: {waited}")
+        writing = self.writing
         self.writing = None
-        self.failure = writing.result() if writing is not None else self.failure
+        self.failure = writing.result()
         return self.failure
 
-    def _write(self, taken: Snapshot, copying_seconds: float) -> str:
-        folder = self.checkpoints / f"step-{taken.step}"
+    def _write(self, snapshot: Snapshot, copying_seconds: float) -> str:
+        """Write the checkpoint, and what follows from it; return why it could not be written."""
+        step = snapshot.step
+        folder = self.checkpoints / name_checkpoint(step)
         partial = folder.with_name(f".{folder.name}.partial")
-        failure, began, size = "", time.monotonic(), 0
+        failure = ""
+        size = 0
+        began = time.monotonic()
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            taken.write(partial)
+            snapshot.write(partial)
             size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
             commit_dir(partial, folder)
         except OSError as error:
@@ -119,15 +129,14 @@ class Saver:
             self.unwritten.report(self.checkpoints, error)
         seconds = time.monotonic() - began
         if failure:
-            self.say(f"step {taken.step:>5}  NOT saved: {failure} ({folder}); older checkpoints are unharmed")
+            self.say(f"step {step:>5}  NOT saved: {failure} ({folder}); older checkpoints are unharmed")
         else:
             slow = f", in {seconds:.0f} s" if seconds > PATIENCE_SECONDS else ""
-            self.say(f"step {taken.step:>5}  saved checkpoints/{folder.name}{slow}")
+            self.say(f"step {step:>5}  saved checkpoints/{folder.name}{slow}")
         try:
             # A resubmitted job's grace period follows from the time that saving took.
-            outcome = {"ok": not failure, **({"error": failure} if failure else {})}
-            taken_seconds = round(copying_seconds + seconds, 3)
-            log_event(self.folder, "save", taken.step, seconds=taken_seconds, bytes=size, **outcome)
+            outcome: dict[str, Any] = {"ok": False, "error": failure} if failure else {"ok": True}
+            log_event(self.folder, "save", step, seconds=round(copying_seconds + seconds, 3), bytes=size, **outcome)
             self.saved()
             if not failure:
                 point_to_best(self.folder)

@@ -103,19 +103,20 @@ def take_snapshot(
     manifest: dict[str, Any],
 ) -> Snapshot | None:
     """Copy everything to host memory, which is all that training waits for. A collective; rank 0 gets the copy."""
-    generators, experts = all_gather(get_random_state()), ExpertGatherer(model)
+    generators = all_gather(get_random_state())
+    experts = ExpertGatherer(model)
     adapter = {name: experts.gather(name, tensor) for name, tensor in adapter_state(model).items()}
-    of_optimizer = optimizer.state_dict()
+    optimizer_state = optimizer.state_dict()
     names = _parameter_names(optimizer, model)
-    of_parameters = {
+    parameter_states = {
         index: {key: experts.gather(names[index], value, key) for key, value in values.items()}
-        for index, values in of_optimizer["state"].items()
+        for index, values in optimizer_state["state"].items()
     }
     if get_rank():
         return None
-    of_optimizer = {**copy.deepcopy({**of_optimizer, "state": {}}), "state": of_parameters}
+    optimizer_state = {**copy.deepcopy({**optimizer_state, "state": {}}), "state": parameter_states}
     return Snapshot(
-        step, adapter, adapter_config(model), of_optimizer, scheduler.state_dict(), generators, state, manifest
+        step, adapter, adapter_config(model), optimizer_state, scheduler.state_dict(), generators, state, manifest
     )
 
 
@@ -143,13 +144,16 @@ def restore_checkpoint(folder: Path, model: PeftModel, optimizer: torch.optim.Op
 def load_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any, folder: Path, model: PeftModel) -> None:
     saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)["optimizer"]
     reshard(model)
-    names, experts = _parameter_names(optimizer, model), ExpertGatherer(model)
+    names = _parameter_names(optimizer, model)
+    experts = ExpertGatherer(model)
     for index, values in saved["state"].items():
+        name = names[index]
         for key, value in values.items():
-            if part := experts.own_part(names[index], value, key):
-                values[key] = part.own(names[index], value)
+            part = experts.own_part(name, value, key)
+            if part:
+                values[key] = part.own(name, value)
             elif isinstance(value, Tensor):
-                values[key] = shard_like(model, {names[index]: value})[names[index]]
+                values[key] = shard_like(model, {name: value})[name]
     optimizer.load_state_dict(saved)
     scheduler.load_state_dict(json.loads((folder / SCHEDULER).read_text()))
 
@@ -171,8 +175,8 @@ def adapter_state(model: PeftModel) -> dict[str, Tensor]:
     """
     reshard(model)
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    own = {name: p for name, p in trained.items() if "lora_" not in name}  # base weights that are trained in full
-    return own | dict(get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False))
+    in_full = {name: p for name, p in trained.items() if "lora_" not in name}  # weights of the base
+    return in_full | dict(get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False))
 
 
 def adapter_config(model: PeftModel) -> PeftConfig:
@@ -297,11 +301,15 @@ class ExpertGatherer:
             return value
         if part is None:
             return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
-        own, (rows, columns), ways = value.detach(), value.shape, part.total // part.count
-        full = torch.empty((ways * rows, columns) if ".lora_A." in name else (rows, ways * columns), dtype=own.dtype)
+        value = value.detach()
+        rows, columns = value.shape
+        ways = part.total // part.count
+        shape = (ways * rows, columns) if ".lora_A." in name else (rows, ways * columns)
+        full = torch.empty(shape, dtype=value.dtype)
         for first, holder in self.rank_of.items():
-            piece = torch.empty((rows, columns), dtype=own.dtype) if holder else own
+            piece = value
             if holder:
+                piece = torch.empty((rows, columns), dtype=value.dtype)
                 dist.recv(piece, holder)
             view_by_expert(name, full, part.total)[first : first + part.count] = view_by_expert(
                 name, piece, part.count
