@@ -40,7 +40,8 @@ SHARES = {  # of the time, in parts of it; what one leaves is the next one's
     "ground": 0.10,
     "whole": 0.24,
     "whole-experts": 0.20,
-    "layers": 0.26,
+    "layers": 0.20,
+    "fused": 0.06,
     "peft": 0.12,
     "profile": 0.08,
 }
@@ -49,6 +50,7 @@ ABOUT = {
     "whole": "all layers resident in FP8, adapters on attention and shared experts",
     "whole-experts": "the same, adapters on the routed experts too",
     "layers": "a few layers at full width, kept in 16 bits and in FP8, by tokens per micro-batch",
+    "fused": "a few layers with few tokens: what each fused part (train/patches.py) saves",
     "peft": "one layer's experts with adapters: PEFT's way and ours, by tokens per expert",
     "profile": "where one step's time goes",
 }
@@ -189,6 +191,10 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {  # part -> (heading, key, for
         ("forward s", "forward", ".3f"), ("backward s", "backward", ".3f"), ("update s", "update", ".3f"),
         ("peak GiB", "peak_gib", ".2f"), ("plan GiB", "plan_gib", ".2f"), ("peak/plan", "peak_to_plan", ".3f"),
         ("reserved GiB", "reserved_gib", ".2f"), ("plan s/step", "plan_seconds", ".3f"), ("loss", "loss", ".3f"),
+    ],
+    "fused": [
+        ("fused", "fused", ""), ("tokens", "tokens", ",d"), ("forward s", "forward", ".4f"),
+        ("backward s", "backward", ".4f"), ("s/step", "seconds", ".4f"), ("loss", "loss", ".3f"),
     ],
     "peft": [
         ("tokens/expert", "per_expert", ",d"), ("PEFT ms", "peft_ms", ".2f"), ("unmerged ms", "unmerged_ms", ".2f"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel
 from windlass.train.lora import attach_adapter
-from windlass.train.patches import Patches
+from windlass.train.patches import PARTS, Patches
 from windlass.weights import quantized
 
 GIB = 2**30
@@ -196,8 +196,11 @@ class Cell:
 class Trainee:
     """Trains one micro-batch per optimizer step and times forward, backward and update."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: Built, parts: Collection[str] = PARTS, *, always: bool = False) -> None:
+        """`parts`: what is fused, on a GPU or if `always`."""
         self.model: Any = built.model.get_base_model()
+        self.patches = Patches()
+        self.adapters = self.patches.fuse_layers(self.model, torch.bfloat16, parts=parts, always=always)
         self.trained = [p for p in built.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4)
         self.device = parallel.get_device()
@@ -225,10 +228,11 @@ class Trainee:
             marks.append(time.perf_counter())
 
         mark()
-        with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.model(**batch) / len(batch["targets"])
-        mark()
-        loss.backward()
+        with self.adapters.unchanged():
+            with torch.autocast(self.device.type, torch.bfloat16):
+                loss = self.model(**batch) / len(batch["targets"])
+            mark()
+            loss.backward()
         mark()
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()

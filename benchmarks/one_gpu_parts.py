@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -45,6 +45,7 @@ from windlass.plan.cost import Batch, Cost, estimate_cost
 from windlass.train import parallel
 from windlass.train.kernels import products
 from windlass.train.lora import attach_adapter
+from windlass.train.patches import PARTS as FUSED
 from windlass.train.patches import Patches
 from windlass.weights import quantized
 
@@ -159,6 +160,25 @@ def layers(sizes: Sizes, until: float) -> Iterator[Row]:
             yield row
         del built, trainee
         free()
+
+
+def fused(sizes: Sizes, until: float) -> Iterator[Row]:
+    """A few layers with few tokens, where the host is slower than the GPU: all parts fused, none, and all but one."""
+    built = build(sizes, sizes.some, "bf16", routed=True)
+    cell = Cell(sizes.sweep[0], min(sizes.sweep[0], sizes.length))
+    cases: dict[str, Collection[str]] = {"all parts": FUSED, "none": ()}
+    cases |= {f"without {part}": [other for other in FUSED if other != part] for part in FUSED}
+    for words, parts in cases.items():
+        if time.time() > until - 5:
+            yield {"skipped": f"{words}: no time left"}
+            continue
+        trainee = Trainee(built, parts, always=True)
+        batch = trainee.batch(cell, sizes.document)
+        first = trainee.step(batch)
+        steps = [trainee.step(batch) for _ in range(5)]
+        trainee.patches.close()
+        medians = {key: statistics.median(step[key] for step in steps) for key in first}
+        yield {"fused": words, "tokens": cell.tokens, **medians}
 
 
 # --- the card itself, and our paths on it ---
@@ -371,6 +391,7 @@ PARTS: dict[str, Callable[[Sizes, float], Iterator[Row]]] = {
     "whole": partial(whole, False),
     "whole-experts": partial(whole, True),
     "layers": layers,
+    "fused": fused,
     "peft": peft,
     "profile": profile,
 }

@@ -53,6 +53,16 @@ CHAT_TEMPLATE: Final = (
     "{%- endfor %}"
 )
 
+SIZES: Final = {
+    "hidden": 64,
+    "layers": 2,
+    "heads": 4,
+    "experts": 8,
+    "top_k": 2,
+    "intermediate": 128,
+    "moe_intermediate": 32,
+    "vocab": 512,
+}
 EXTRA: Final[dict[str, dict[str, Any]]] = {  # of a family's config, besides the sizes
     "mistral": {"sliding_window": None},
     "llama": {"max_position_embeddings": 4096},
@@ -79,16 +89,9 @@ def write_model(
     decoys: bool = False,
     tokenizer: bool = True,
     dtype: str = "bfloat16",
-    hidden: int = 64,
-    layers: int = 2,
-    heads: int = 4,
-    experts: int = 8,
-    top_k: int = 2,
-    intermediate: int = 128,
-    moe_intermediate: int = 32,
-    vocab: int = 512,
     config: dict[str, Any] | None = None,
     seed: int = 0,
+    **sizes: int,
 ) -> Path:
     """Write config.json, safetensors and a tokenizer into `directory` and return it.
 
@@ -97,19 +100,29 @@ def write_model(
     block) or "nf4" (bitsandbytes', twice quantized); default: "tensor" for mistral4, as published, else "none".
     files: more than 1 is a sharded index.
     decoys: the publisher's own format next to it. config: further entries of the text model's config.
+    sizes: of `SIZES`, where they differ.
     """
+    unknown = sizes.keys() - SIZES.keys()
+    if unknown:
+        raise TypeError(f"no such size: {', '.join(sorted(unknown))}")
     row = FAMILIES[family]
     wrapped = family == "mistral4" if wrapper is None else wrapper
     scheme = quantization or ("tensor" if family == "mistral4" else "none")
     latent = "kv_rank" in row.sizes
-    dims = {"hidden": hidden, "layers": layers, "heads": heads, "vocab": vocab, "intermediate": intermediate}
-    dims |= {"experts": experts, "top_k": top_k, "expert_intermediate": moe_intermediate}
-    dims["kv_heads"] = heads if latent else max(1, heads // 2)
+    dims = {**SIZES, **sizes}
+    dims["expert_intermediate"] = dims.pop("moe_intermediate")
+    dims["kv_heads"] = dims["heads"] if latent else max(1, dims["heads"] // 2)
     if latent:
         dims |= {"q_rank": 32, "kv_rank": 16, "rope_dim": 8, "nope_dim": 8, "v_head_dim": 16}
-    sizes = {size.keys[0]: dims[name] for name, size in row.sizes.items() if name in dims and size.keys}
-    special = {"pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2}
-    sizes |= {"tie_word_embeddings": tied, **special, **EXTRA.get(family, {}), **(config or {})}
+    entries: dict[str, Any] = {
+        **{size.keys[0]: dims[name] for name, size in row.sizes.items() if name in dims and size.keys},
+        "tie_word_embeddings": tied,
+        "pad_token_id": 11,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **EXTRA.get(family, {}),
+        **(config or {}),
+    }
     quantized = None
     if scheme == "nf4":
         quantized = NF4
@@ -123,13 +136,13 @@ def write_model(
             "dequantize": False,
             "modules_to_not_convert": skipped,
         }
-    _write_model(directory, row.causal_lm, sizes, MISTRAL3 if wrapped else None, quantized, dtype, files, seed)
+    _write_model(directory, row.causal_lm, entries, MISTRAL3 if wrapped else None, quantized, dtype, files, seed)
     if tokenizer:
-        write_tokenizer(directory, vocab)
+        write_tokenizer(directory, dims["vocab"])
     if decoys:  # other keys and other values, not to be read
         decoy = {"layers.0.attention.wo.weight": torch.zeros(4, 4), "output.weight": torch.zeros(4, 4)}
         save_file(decoy, directory / "consolidated.safetensors")
-        (directory / "params.json").write_text(json.dumps({"dim": hidden, "n_layers": 1}) + "\n")
+        (directory / "params.json").write_text(json.dumps({"dim": dims["hidden"], "n_layers": 1}) + "\n")
         (directory / "tekken.json").write_text(json.dumps({"config": {"pattern": "."}, "vocab": []}) + "\n")
     return directory
 

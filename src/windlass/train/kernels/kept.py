@@ -22,17 +22,20 @@ T = TypeVar("T")
 class KeptValues:
     """Values kept by one layer's forward, in the order in which the recomputation asks for them."""
 
-    current: KeptValues | None = (
-        None  # the layer being computed; the backward has its own thread, but the host waits for it
-    )
+    # The layer being computed, if any. Global, because torch's checkpointing enters a context around a layer, and what
+    # is in the layer has no argument to get it by. A context variable would not do: the recomputation runs in the
+    # backward's thread. Only one layer is computed at a time, since the host waits for the backward.
+    current: KeptValues | None = None
 
     def __init__(self, products: bool) -> None:
-        self.products, self.replaying = products, False
+        self.products = products
+        self.replaying = False
         self.values: deque[Any] = deque()
 
     @contextmanager
     def open(self, *, replaying: bool) -> Iterator[None]:
-        self.replaying, KeptValues.current = replaying, self
+        self.replaying = replaying
+        KeptValues.current = self
         try:
             yield
         finally:
@@ -44,11 +47,11 @@ def checkpoint_contexts(
 ) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
     """Return torch.utils.checkpoint's `context_fn`: contexts for a layer's forward and its recomputation."""
 
-    def made() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def contexts_of_layer() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         kept = KeptValues(products)
         return kept.open(replaying=False), kept.open(replaying=True)
 
-    return made
+    return contexts_of_layer
 
 
 def keep_value(compute: Callable[[], T]) -> T:
@@ -84,5 +87,5 @@ def keeps_products() -> bool:
 def refuse_experts(experts: object) -> None:
     """Raise for experts whose products can't be kept."""
     if keeps_products():
-        what = f"the products of {type(experts).__name__} can't be kept"
-        raise UserError(what, "train.gradient_checkpointing", "set train.gradient_checkpointing: true")
+        problem = f"the products of {type(experts).__name__} can't be kept"
+        raise UserError(problem, "train.gradient_checkpointing", "set train.gradient_checkpointing: true")
