@@ -46,7 +46,8 @@ def resolve_auto(loaded: Loaded, base: Base, ranks: int, precision: str = "bf16"
             reasons.append(f"data.packing true: {base.family.causal_lm} isolates packed documents")
     run = run.model_copy(update={"data": run.data.model_copy(update=data)})
     if run.train.num_train_epochs == "auto":
-        train["num_train_epochs"] = epochs = _choose_epochs(run, loaded.where, ranks)
+        epochs = _choose_epochs(run, loaded.where, ranks)
+        train["num_train_epochs"] = float(epochs)
         if epochs > 1:
             reasons.append(f"train.num_train_epochs {epochs}: one makes fewer than {FEW_STEPS} optimizer steps")
     if run.train.per_device_train_batch_size is None:
