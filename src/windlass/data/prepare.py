@@ -106,73 +106,108 @@ def prepare_data(
     Every rank calls this. In a shared cache one rank tokenizes and the others wait. `vocabulary`: rows of the model's
     embedding; `batch`: rows of a micro-batch, if the plan chose them; `audited` receives the audit before it is judged.
     """
-    data, max_length, seed = run.data, run.data.length, run.train.order_seed
-    capacity = max_length if data.packs else None
+    data = run.data
+    seed = run.train.order_seed
 
     # 1. Which rows there are and how they become text.
     selections = select_all(data, where, say)
-    kinds = [choose_format(each.of.data, each.columns, tokenizer, each.of.where) for each in selections]
+    formats = [choose_format(rows.of.data, rows.columns, tokenizer, rows.of.where) for rows in selections]
     raise_all(check_selection(run, selections, where))
 
     # 2. Tokens: from the cache, or made now.
-    chosen = list(zip(selections, kinds, strict=True))
+    chosen = list(zip(selections, formats, strict=True))
     key = fingerprint_data(data, chosen, tokenizer)
     cache = cache if cache is not None else Path(run.train.output_dir) / "tokens"
     folder = get_or_create(cache, key, lambda into: write_tokens(into, data, chosen, tokenizer), say)
 
     # 3. The audit, and what it finds wrong.
     batch = batch or run.train.least_batch
-    # Unpacked rows may be laid end to end if attention is computed per document, not over a square mask.
-    flat = "flash" in (run.model.attn_implementation or "") and batch > 1
-    batching = auditing.PACKED if data.packs else auditing.PADDING_FREE if flat else auditing.LENGTH_GROUPED
-    lengths, kind, selection = np.load(folder / "train.lengths.npy"), kinds[0], selections[0]
-    trained = [each for each in selections if not each.evaluated]
-    sources = [{"name": s.source.name, "config": s.source.config, "how": s.source.how} for s in selections]
-    audit = json.loads((folder / "audit.json").read_text()) | {
-        "batching": auditing.compare_batching(
-            lengths, batch=batch, max_length=max_length, configured=batching, seed=seed
-        ),
-        "sampled_rows": STREAM_AUDIT_ROWS if data.streaming else None,
-        "source": sources[0],
-        "shape": {"name": kind.name, "description": kind.description, "columns": list(selection.columns)},
-        "fingerprint": key,
-        "max_length": max_length,
-        "packing": data.packs,
-        "held_out": selection.fraction,
-    }
-    if data.mix:
-        named = ", ".join(each.of.name for each in trained)
-        audit["source"] = {"name": f"a mix of {named}", "config": None, "how": f"{len(trained)} sets"}
-    for (each, kind), source in zip(chosen, sources, strict=True):  # if there are several
-        if figures := audit["sources"].get(each.of.name) or audit["evaluated"].get(each.of.name):
-            figures |= {"source": source, "description": kind.description}
-    shares: tuple[tuple[int, int], ...] = ()
-    if data.mix and not data.streaming:
-        figures = [audit["sources"][each.of.name] for each in trained]
-        counts = [one["sequences"] for one in figures]
-        used = count_per_epoch([each.of for each in trained], [one["rows"] for one in figures], counts)
-        shares = tuple(zip(counts, used, strict=True))
-        for one, wanted in zip(figures, used, strict=True):
-            one |= {"in_epoch": wanted, "epochs": wanted / max(1, one["sequences"])}
-    audit["notes"] = [*dict.fromkeys(note for kind in kinds for note in kind.notes), *auditing.find_warnings(audit)]
-    if not any(each.validated for each in selections):
+    batching = choose_batching(run, batch)
+    audit = complete_audit(folder, run, chosen, key, batching, batch)
+    trained = [rows for rows in selections if not rows.evaluated]
+    shares = count_shares(trained, audit) if data.mix and not data.streaming else ()
+    notes = dict.fromkeys(note for format_ in formats for note in format_.notes)
+    audit["notes"] = [*notes, *auditing.find_warnings(audit)]
+    if not any(rows.validated for rows in selections):
         audit["notes"].append("there are no validation rows, so nothing is evaluated: data.val_fraction holds some out")
     audited(audit)
     least = run.watch.min_supervised_fraction
     raise_all(auditing.find_problems(audit, vocabulary=vocabulary, least_fraction=least, where=where))
 
     # 4. The sets themselves, mapped into memory instead of read.
-    train, validation, per_row = None, None, None
-    if "validation" in audit["splits"]:
-        validation = open_rows(folder / "validation.arrow")
+    validation = open_rows(folder / "validation.arrow") if "validation" in audit["splits"] else None
     if data.streaming:
-        streams = [(each, kind) for each, kind in chosen if not each.evaluated]
-        train = stream_rows(streams, tokenizer, max_length, capacity, seed)
+        streams = [(rows, format_) for rows, format_ in chosen if not rows.evaluated]
+        train = stream_rows(streams, tokenizer, data.length, data.length if data.packs else None, seed)
+        row_lengths = None
     else:
-        train, per_row = open_rows(folder / "train.arrow"), np.load(folder / "train.rows.npy")
-    names = tuple(each.of.name for each in trained) if data.mix else ()
-    evaluated = tuple(audit["evaluated"])
-    return PreparedData(train, validation, audit, key, per_row, batching, run.masked, names, evaluated, shares)
+        train = open_rows(folder / "train.arrow")
+        row_lengths = np.load(folder / "train.rows.npy")
+    return PreparedData(
+        train,
+        validation,
+        audit,
+        key,
+        row_lengths,
+        batching,
+        run.masked,
+        sources=tuple(rows.of.name for rows in trained) if data.mix else (),
+        evaluated=tuple(audit["evaluated"]),
+        shares=shares,
+    )
+
+
+def choose_batching(run: RunFile, batch: int) -> str:
+    """Return how rows form micro-batches of `batch` rows."""
+    if run.data.packs:
+        return auditing.PACKED
+    # Unpacked rows may be laid end to end if attention is computed per document, not over a square mask.
+    by_document = "flash" in (run.model.attn_implementation or "")
+    return auditing.PADDING_FREE if by_document and batch > 1 else auditing.LENGTH_GROUPED
+
+
+def complete_audit(
+    folder: Path, run: RunFile, chosen: Sequence[tuple[Selection, Format]], key: str, batching: str, batch: int
+) -> dict[str, Any]:
+    """Return the audit of the cached folder with what this run does with its rows."""
+    data = run.data
+    compared = auditing.compare_batching(
+        np.load(folder / "train.lengths.npy"),
+        batch=batch,
+        max_length=data.length,
+        configured=batching,
+        seed=run.train.order_seed,
+    )
+    sources = [{"name": s.source.name, "config": s.source.config, "how": s.source.how} for s, _ in chosen]
+    selection, format_ = chosen[0]
+    audit: dict[str, Any] = json.loads((folder / "audit.json").read_text()) | {
+        "batching": compared,
+        "sampled_rows": STREAM_AUDIT_ROWS if data.streaming else None,
+        "source": sources[0],
+        "shape": {"name": format_.name, "description": format_.description, "columns": list(selection.columns)},
+        "fingerprint": key,
+        "max_length": data.length,
+        "packing": data.packs,
+        "held_out": selection.fraction,
+    }
+    if data.mix:
+        names = [rows.of.name for rows, _ in chosen if not rows.evaluated]
+        audit["source"] = {"name": f"a mix of {', '.join(names)}", "config": None, "how": f"{len(names)} sets"}
+    for (rows, format_), source in zip(chosen, sources, strict=True):
+        figures = audit["sources"].get(rows.of.name) or audit["evaluated"].get(rows.of.name)
+        if figures:  # there are several sets
+            figures |= {"source": source, "description": format_.description}
+    return audit
+
+
+def count_shares(trained: Sequence[Selection], audit: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Return of every set of a mix its rows, and how many of them are in an epoch; note them in the audit."""
+    figures = [audit["sources"][rows.of.name] for rows in trained]
+    counts = [figure["sequences"] for figure in figures]
+    used = count_per_epoch([rows.of for rows in trained], [figure["rows"] for figure in figures], counts)
+    for figure, count, in_epoch in zip(figures, counts, used, strict=True):
+        figure |= {"in_epoch": in_epoch, "epochs": in_epoch / max(1, count)}
+    return tuple(zip(counts, used, strict=True))
 
 
 def write_tokens(
@@ -183,18 +218,19 @@ def write_tokens(
     validation: dict[str, Documents] = {}
 
     def read(parts: tuple[Part, ...], kind: Format, most: int | None = None) -> Documents:
-        rows, place = itertools.islice(read_rows(parts), most), partial(locate_row, parts)
-        return tokenize(rows, kind, tokenizer, data.length, place=place)
+        rows = itertools.islice(read_rows(parts), most)
+        return tokenize(rows, kind, tokenizer, data.length, place=partial(locate_row, parts))
 
     for selection, kind in chosen:
-        of, name = selection.of, selection.of.held_out_name
+        name = selection.of.held_out_name
         most = STREAM_AUDIT_ROWS if data.streaming and not selection.evaluated else None
         documents = read(selection.train, kind, most)
         if selection.validation:
             validation[name] = read(selection.validation, kind)
         elif selection.fraction:
             documents, validation[name] = hold_out(documents, selection.fraction)
-        (validation if selection.evaluated else train)[of.name] = documents
+        into_sets = validation if selection.evaluated else train
+        into_sets[selection.of.name] = documents
     eos = tokenizer.eos_token_id
     audit: dict[str, Any] = {"splits": {}, "sources": {}, "evaluated": {}}
     together = {"train": Documents.concatenate([*train.values()])}
@@ -222,7 +258,8 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
     count = len(documents.hashes)
     wanted = min(max(1, round(fraction * count)), count - 1) if count > 1 else 0
     chosen = documents.hashes <= np.sort(documents.hashes)[wanted - 1] if wanted else np.zeros(count, np.bool_)
-    train, validation = documents.take(np.flatnonzero(~chosen)), documents.take(np.flatnonzero(chosen))
+    train = documents.take(np.flatnonzero(~chosen))
+    validation = documents.take(np.flatnonzero(chosen))
     kept = len(validation.lengths)
     # Rows were dropped before the split.
     train.counts = {**documents.counts, "rows": documents.counts["rows"] - kept}
@@ -272,38 +309,56 @@ def sample_token_rows(
     loaded: Loaded, *, say: Say, sample: int | None, row: int | None, source: str | None
 ) -> list[dict[str, Any]]:
     """Return tokenized rows: one by its number in its split, from 0, or a seeded sample of every set."""
-    run, (tokenizer, _), found = loaded.run, open_model_tokenizer(loaded), list[dict[str, Any]]()
+    run = loaded.run
+    tokenizer, _ = open_model_tokenizer(loaded)
     selections = select_all(run.data, loaded.where, say)
-    names = [each.of.name for each in selections]
+    names = [selection.of.name for selection in selections]
     if source is not None and source not in names:
         raise UserError(f"there is no set {source!r}", "--source", f"it is one of {', '.join(names)}")
-    for each in selections:
-        if source not in (None, each.of.name) or (row is not None and source is None and found):
-            continue
-        of, rows = each.of, enumerate(read_rows(each.train))
-        kind = choose_format(of.data, each.columns, tokenizer, of.where)
-        if row is None:
-            rng = random.Random(run.train.order_seed)
-            drawn = heapq.nsmallest(sample or 1, ((rng.random(), *one) for one in rows))
-            picked = sorted((number, columns) for _, number, columns in drawn)
-        elif not (picked := list(itertools.islice(rows, row, row + 1))):
-            count = sum(1 for _ in read_rows(each.train))
-            raise UserError(f"{of.name} has {count:,} rows", "--row", f"the last one is --row {count - 1}")
-        for number, columns in picked:
-            place = partial(lambda parts, number, _: locate_row(parts, number), each.train, number)
-            done = tokenize([columns], kind, tokenizer, run.data.length, place=place)
-            why = "left out (nothing supervised within max_length)" * done.counts["unsupervised"]
-            why = next(iter(done.left_out), why)
-            cut = f", {done.counts['tokens_cut']:,} more are cut off" if done.counts["truncated"] else ""
+    if source is not None:
+        selections = [selection for selection in selections if selection.of.name == source]
+    elif row is not None:
+        selections = selections[:1]
+    shown = []
+    for selection in selections:
+        of = selection.of
+        format_ = choose_format(of.data, selection.columns, tokenizer, of.where)
+        for number, columns in _pick_rows(selection, sample or 1, row, run.train.order_seed):
+            place = partial(lambda parts, number, _: locate_row(parts, number), selection.train, number)
+            document = tokenize([columns], format_, tokenizer, run.data.length, place=place)
+            flags = zip(document.ids.tolist(), document.supervised.tolist(), strict=True)
             tokens = [
-                {"id": id_, "text": tokenizer.decode([id_]), "loss": bool(flag and place)}
-                for place, (id_, flag) in enumerate(zip(done.ids.tolist(), done.supervised.tolist(), strict=True))
+                {"id": id_, "text": tokenizer.decode([id_]), "loss": bool(flag and position)}
+                for position, (id_, flag) in enumerate(flags)
             ]
-            summary = why or f"{len(tokens):,} tokens, {sum(t['loss'] for t in tokens):,} trained on{cut}"
-            found.append(
-                {"source": of.name, "row": number, "format": kind.name, "description": summary, "tokens": tokens}
-            )
-    return found
+            summary = _summarize(document, tokens)
+            facts = {"source": of.name, "row": number, "format": format_.name}
+            shown.append({**facts, "description": summary, "tokens": tokens})
+    return shown
+
+
+def _pick_rows(selection: Selection, sample: int, row: int | None, seed: int) -> list[tuple[int, dict[str, Any]]]:
+    """Return rows of a set with their numbers: this one, or a seeded sample."""
+    rows = enumerate(read_rows(selection.train))
+    if row is None:
+        rng = random.Random(seed)
+        drawn = heapq.nsmallest(sample, ((rng.random(), number, columns) for number, columns in rows))
+        return sorted((number, columns) for _, number, columns in drawn)
+    picked = list(itertools.islice(rows, row, row + 1))
+    if not picked:
+        count = sum(1 for _ in read_rows(selection.train))
+        raise UserError(f"{selection.of.name} has {count:,} rows", "--row", f"the last one is --row {count - 1}")
+    return picked
+
+
+def _summarize(document: Documents, tokens: Sequence[dict[str, Any]]) -> str:
+    """Return how many tokens of a row are trained on, or why it is left out."""
+    for reason in document.left_out:
+        return reason
+    if document.counts["unsupervised"]:
+        return "left out (nothing supervised within max_length)"
+    cut = f", {document.counts['tokens_cut']:,} more are cut off" if document.counts["truncated"] else ""
+    return f"{len(tokens):,} tokens, {sum(token['loss'] for token in tokens):,} trained on{cut}"
 
 
 def open_model_tokenizer(loaded: Loaded) -> tuple[Any, int]:
@@ -326,10 +381,8 @@ def open_tokenizer(base: Base, model: Model, where: Where) -> Any:
         return AutoTokenizer.from_pretrained(base.path, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # a damaged file makes the library raise any kind of error
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        problem, hint = (
-            f"{base.path} has no tokenizer that can be opened: {why}",
-            "copy tokenizer.json and tokenizer_config.json there",
-        )
+        problem = f"{base.path} has no tokenizer that can be opened: {why}"
+        hint = "copy tokenizer.json and tokenizer_config.json there"
         raise UserError(problem, place, hint) from None
 
 
@@ -339,7 +392,8 @@ def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], 
     from windlass.files import write_json
     from windlass.run_folder import DATA
 
-    run, (tokenizer, vocabulary) = loaded.run, open_model_tokenizer(loaded)
+    run = loaded.run
+    tokenizer, vocabulary = open_model_tokenizer(loaded)
 
     def keep(audit: dict[str, Any]) -> None:
         if Path(run.train.output_dir).is_dir():
