@@ -31,11 +31,13 @@ def fetch_run(
 
     With `headers_only` what a plan needs of the model, a few MB, and no data.
     """
-    found, name = {}, run.model.model_name_or_path
+    found = {}
+    name = run.model.model_name_or_path
     if Path(name).expanduser().exists() or not HUB_NAME.fullmatch(name):
         say(f"model: {name} is a path: nothing to fetch")
     else:
-        files, place = MODEL_FILES[headers_only:], where("model.model_name_or_path")
+        files = MODEL_FILES[headers_only:]
+        place = where("model.model_name_or_path")
         found["model"] = fetch(name, "model", files, place, say, DUPLICATES, headers=headers_only)
         record_digest(found["model"], say)
     for each in () if headers_only else list_all_sets(run.data, where):

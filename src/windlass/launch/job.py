@@ -91,7 +91,10 @@ class Job:
 
 def build_job(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Job:
     """Convert a plan to a job. `overrides` and `accelerate` are those that the plan was made with."""
-    run, layout, cluster, path = plan.run, plan.layout, plan.run.cluster, plan.file
+    run = plan.run
+    layout = plan.layout
+    cluster = plan.run.cluster
+    path = plan.file
     slug = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")
     slug = slug if slug[:1].isalpha() else f"run-{slug}"
     name = run.name or slug[:NAME_LETTERS].strip("-") or "run"
@@ -234,7 +237,9 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 def find_pod_problems(job: Job) -> Iterator[Problem]:
     """Yield the settings that would give pods that can't start, or that lose their work. Other errors are refused by
     the server, or earlier by the types of the run file's keys."""
-    plan, cluster, run = job.plan, job.cluster, job.plan.run
+    plan = job.plan
+    cluster = job.cluster
+    run = job.plan.run
     if not cluster.image:
         yield Problem("no container image", job.where("cluster.image"), "set cluster.image; see Containerfile")
     if isinstance(run, ScriptRun):
@@ -254,7 +259,8 @@ def find_pod_problems(job: Job) -> Iterator[Problem]:
         hint = f"mount a volume there: cluster.volumes: [{{claim: my-claim, path: /{folder.parts[1]}}}]"
         what = f"{folder} is on no volume: what the run writes would vanish with its pods"
         yield Problem(what, job.where(run.folder_key), hint)
-    need, what = float(job.shm_gib if cluster.large_shm else 0), "/dev/shm counts in it"
+    need = float(job.shm_gib if cluster.large_shm else 0)
+    what = "/dev/shm counts in it"
     given = [(key, amount) for key in ("memory_request", "memory_limit") if (amount := getattr(cluster, key))]
     if isinstance(plan, Plan):
         need += plan.cost.host_gib
@@ -269,7 +275,8 @@ def find_pod_problems(job: Job) -> Iterator[Problem]:
         yield Problem(f"less than the {job.cpu} of cluster.cpu", job.where("cluster.cpu_limit"), "raise it")
     for index, volume in enumerate(cluster.volumes):
         if volume.host:
-            where, hint = job.where(f"cluster.volumes[{index}]"), "mount a claim; only Slurm's containers mount it"
+            where = job.where(f"cluster.volumes[{index}]")
+            hint = "mount a claim; only Slurm's containers mount it"
             yield Problem("pods mount no folder of their node", where, hint)
     for key, amount in given:
         if parse_gib(amount) <= need:

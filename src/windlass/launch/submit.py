@@ -45,7 +45,8 @@ def review(job: Job, to: str) -> list[str]:
     cluster = job.cluster
     found = [*PLATFORMS[to].review(job), *list_other_sections(cluster, to)]
     raise_all([one for one in found if isinstance(one, Problem)])
-    table, notes = variables(), [one for one in found if isinstance(one, str)]
+    table = variables()
+    notes = [one for one in found if isinstance(one, str)]
     known = {name: table[name] for name in cluster.env if name in table}
     notes += [
         f"cluster.env.{name}: {row.verdict} (`windlass explain {name}`)" for name, row in known.items() if row.status
@@ -78,7 +79,8 @@ def submit(
     if kustomize and (to not in ("kubernetes", "openshift") or not dry_run or out):
         hint = "give it with --to kubernetes or --to openshift, with --dry-run, and without --out"
         raise UserError("writes a base for kustomize, and starts nothing", "--kustomize", hint)
-    platform, folder = PLATFORMS[to], kustomize or choose_job_folder(plan.run, to, out, dry_run=dry_run)
+    platform = PLATFORMS[to]
+    folder = kustomize or choose_job_folder(plan.run, to, out, dry_run=dry_run)
     job = build_job(plan, overrides=overrides, accelerate=accelerate)
     notes = review(job, to)  # report what the run file alone shows before querying a cluster
     if to in ("kubernetes", "openshift"):

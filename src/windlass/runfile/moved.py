@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from shlex import quote
 from typing import Any
 
@@ -32,27 +33,32 @@ def find_new_places(name: str, platform: Any = None) -> list[str]:
 
 
 def take_moved_keys(tree: dict[str, Any], where: dict[str, str]) -> list[Problem]:
-    """Remove former keys of `cluster` and return a problem for each. The last hint has all keys of a section."""
+    """Remove former keys of `cluster` and return a problem for each; the last one's hint has the section to write."""
     cluster = tree.get("cluster")
     if not isinstance(cluster, dict):
         return []
     platform = cluster.get("platform")
     own = PLATFORM_SECTIONS.get(str(platform), "")
+    problems: list[Problem] = []
     sections: dict[str, dict[str, Any]] = {}
-    problems = []
+    last: dict[str, int] = {}  # section -> index of its last problem
     for name in list(cluster):
         places = find_new_places(name, platform)
         if not places:
             continue
         _, section, key = places[0].split(".")
         value = cluster.pop(name)
+        hint = ""
         if section != own and (own, name) in INSTEAD:
             hint = f"on platform {platform}, {INSTEAD[own, name]}"
         else:
             sections.setdefault(section, {})[key] = value
-            hint = f"below `cluster:` write  {section}: {format_yaml(sections[section])}"
+            last[section] = len(problems)
         place = where.get(f"cluster.{name}", f"cluster.{name}")
         problems.append(Problem(f"it is {' or '.join(places)} now", place, hint))
+    for section, index in last.items():
+        hint = f"below `cluster:` write  {section}: {format_yaml(sections[section])}"
+        problems[index] = replace(problems[index], hint=hint)
     return problems
 
 

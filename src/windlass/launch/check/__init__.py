@@ -52,7 +52,8 @@ def run_checks(
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Run every check of this depth. Errors of the run are not raised: they are failed checks."""
-    began, is_leader = time.monotonic(), True
+    began = time.monotonic()
+    is_leader = True
     environ = dict(os.environ if environ is None else environ)  # a copy: importing torch adds to it
     plan, results = inputs.check_plan(loaded, accelerate)
     c = Context(loaded, plan, inputs.list_distributions(), environ, root, depth == ALONE)

@@ -63,7 +63,9 @@ def measure_bandwidth(rendezvous: Rendezvous, local_rank: int = 0) -> BandwidthR
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not among the names it declares
 
-    rank, world, timeout = rendezvous.node.rank, rendezvous.node.world, datetime.timedelta(seconds=GROUP_SECONDS)
+    rank = rendezvous.node.rank
+    world = rendezvous.node.world
+    timeout = datetime.timedelta(seconds=GROUP_SECONDS)
     backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
@@ -73,7 +75,8 @@ def measure_bandwidth(rendezvous: Rendezvous, local_rank: int = 0) -> BandwidthR
 
     def speed(ranks: list[int]) -> float | None:
         """Return GB/s per direction of an all-reduce: 2 (n - 1) / n of the bytes leave each rank. None: wrong sum."""
-        tensor, wait = torch.ones(BYTES[backend] // 4, device=device), getattr(torch, device).synchronize
+        tensor = torch.ones(BYTES[backend] // 4, device=device)
+        wait = getattr(torch, device).synchronize
         best = float("inf")
         with contextlib.suppress(Exception):  # each backend raises something else for a lost peer
             group = dist.new_group(ranks, use_local_synchronization=True) if len(ranks) < world else None
@@ -94,7 +97,9 @@ def measure_bandwidth(rendezvous: Rendezvous, local_rank: int = 0) -> BandwidthR
         known = [each for each in speeds if each is not None]
         return min(known) if len(known) == len(speeds) else None
 
-    found, error, store = BandwidthResult(backend), "", None
+    found = BandwidthResult(backend)
+    error = ""
+    store = None
     with capture_nccl_log(backend) as log:
         try:  # torch's store on a free port of node 0: the launcher's own port is taken by the rendezvous
             if rank == 0:
@@ -159,8 +164,12 @@ def capture_nccl_log(backend: str) -> Iterator[Callable[[], str]]:
 def check_speed(plan: AnyPlan, measured: BandwidthResult, names: Sequence[str]) -> list[Result]:
     """Compare the pairs with each other and the fabric's rate, and all nodes with that rate. A slow network only gives
     a warning: it may just be busy."""
-    backend, overall, fabric = measured.backend, measured.overall, plan.machine.network
-    where, rate, title = plan.where("cluster.network"), fabric.gb_per_second, "all-reduce of pairs"
+    backend = measured.backend
+    overall = measured.overall
+    fabric = plan.machine.network
+    where = plan.where("cluster.network")
+    rate = fabric.gb_per_second
+    title = "all-reduce of pairs"
     if measured.error:
         hint = "set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to the interface that the nodes share"
         return [failed("all-reduce", f"{backend} does not start: {measured.error}", hint)]
@@ -176,7 +185,8 @@ def check_speed(plan: AnyPlan, measured: BandwidthResult, names: Sequence[str]) 
         pairs = failed(title, f"no result between {', '.join(sorted(dead))}", hint)
     else:
         (a, b), least = min(speeds.items(), key=lambda item: item[1])
-        seen, median = f"{backend}: {least:.2f} to {max(speeds.values()):.2f} GB/s", statistics.median(speeds.values())
+        seen = f"{backend}: {least:.2f} to {max(speeds.values()):.2f} GB/s"
+        median = statistics.median(speeds.values())
         seen += f" over {len(speeds)} pairs" + f", {measured.left_out} not measured" * bool(measured.left_out)
         pair = f"slowest is {names[a]} with {names[b]} at {least:.2f} GB/s"
         slow = [pair for pair, speed in speeds.items() if speed < SLOW_SHARE * median]
@@ -194,7 +204,8 @@ def check_speed(plan: AnyPlan, measured: BandwidthResult, names: Sequence[str]) 
     title = "all-reduce of all"
     if overall is None:
         return [pairs, failed(title, f"{backend} gives no result over all nodes", "see the pairs")]
-    seen, share = f"{backend}: {overall:.2f} GB/s per direction", overall / rate
+    seen = f"{backend}: {overall:.2f} GB/s per direction"
+    share = overall / rate
     if incomparable:
         return [pairs, passed(title, f"{seen} ({incomparable})")]
     seen += f", {share:.0%} of {fabric.name}'s {rate:g}"
@@ -206,10 +217,13 @@ def check_speed(plan: AnyPlan, measured: BandwidthResult, names: Sequence[str]) 
 
 def check_transport(plan: AnyPlan, log: str) -> Result:
     """Check whether NCCL uses sockets although InfiniBand is planned: a costly fault that is hard to notice."""
-    title, network, where = "NCCL transport", plan.machine.network.name, plan.where("cluster.network")
+    title = "NCCL transport"
+    network = plan.machine.network.name
+    where = plan.where("cluster.network")
     used = Counter(name + direct for name, direct in VIA.findall(log))
     used = used or Counter(f"NET/{name}" for name in NETWORK.findall(log))  # NCCL ended before it opened a channel
-    seen, between = ", ".join(f"{n} x {name}" for name, n in used.items()), [n for n in used if n.startswith("NET/")]
+    seen = ", ".join(f"{n} x {name}" for name, n in used.items())
+    between = [n for n in used if n.startswith("NET/")]
     if not between:
         return skipped(title, f"its log names no network: {seen}" if log else "NCCL did not run here")
     if network.startswith(RDMA) and any(name.startswith("NET/Socket") for name in between):

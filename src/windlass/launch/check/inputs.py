@@ -75,7 +75,9 @@ def check_plan(
     if isinstance(plan, ScriptPlan):
         seen = f"{layout.ranks} ranks, {layout.gpus_per_node} on each of {layout.nodes} nodes"
         return plan, [passed("layout", seen)]
-    cost, gpu, targets = plan.cost, plan.machine.gpu, sum(len(target.modules) for target in plan.adapter.targets)
+    cost = plan.cost
+    gpu = plan.machine.gpu
+    targets = sum(len(target.modules) for target in plan.adapter.targets)
     seen = f"{cost.gpu_gib:.1f} of {gpu.memory_gib:.1f} GiB on each {gpu.name}, {cost.host_gib:.1f} GiB of host memory"
     where = loaded.where("cluster.gpu")
     return plan, [
@@ -142,7 +144,8 @@ def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
 
 def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
     """Check that the first training rows can be read and have the columns that the run needs."""
-    run, sets = loaded.run, list_all_sets(loaded.run.data, loaded.where)
+    run = loaded.run
+    sets = list_all_sets(loaded.run.data, loaded.where)
     try:
         from windlass.data.formats import choose_format
         from windlass.data.select import check_selection, select_all
@@ -183,7 +186,9 @@ def format_size(count: float) -> str:
 
 def check_script(c: Context, loaded: LoadedScript) -> Result:
     """Check that the script exists and is Python."""
-    script, path, where = loaded.run.script, Path(str(loaded.run.script.path)), loaded.where("script.path")
+    script = loaded.run.script
+    path = Path(str(loaded.run.script.path))
+    where = loaded.where("script.path")
     if script.module:
         return skipped("script", f"module {script.module}: importing it would run the packages around it")
     if c.elsewhere and not path.is_file():
@@ -219,7 +224,8 @@ def parse_release(version: str) -> Version | None:
 
 
 def is_older(version: str, than: str) -> bool:
-    mine, other = parse_release(version), parse_release(than)
+    mine = parse_release(version)
+    other = parse_release(than)
     return mine is not None and other is not None and mine < other
 
 
@@ -247,7 +253,8 @@ def check_library(name: str, version: str | None) -> Result:
     title, (supported, ran) = f"library {name}", TESTED[name]
     if version is None:
         return failed(title, "not installed", INSTALL)
-    mine, tested = parse_release(version), parse_release(ran)
+    mine = parse_release(version)
+    tested = parse_release(ran)
     if mine is None or tested is None:
         return skipped(title, f"{version!r} is not a version that can be compared")
     if mine not in SpecifierSet(supported):
@@ -258,7 +265,8 @@ def check_library(name: str, version: str | None) -> Result:
 
 
 def check_trackers(loaded: Loaded) -> list[Result]:
-    where, names = loaded.where("train.report_to"), loaded.run.train.report_to
+    where = loaded.where("train.report_to")
+    names = loaded.run.train.report_to
     absent = find_absent_trackers(names)
     present = [name for name in ([names] if isinstance(names, str) else names) if name not in ("none", *absent)]
     return [
@@ -280,7 +288,9 @@ def check_cuda(c: Context, gpus: Gpus) -> Result:
         return failed("CUDA", f"{len(gpus.gpus)} GPUs, and a torch built without CUDA", "install torch's CUDA build")
     if built_for is None:
         return skipped("CUDA", "torch is built without CUDA, and there is no GPU")
-    seen, least, driver = f"torch is built for CUDA {built_for}", DRIVERS.get(int(built_for.split(".")[0])), gpus.driver
+    seen = f"torch is built for CUDA {built_for}"
+    least = DRIVERS.get(int(built_for.split(".")[0]))
+    driver = gpus.driver
     if driver is None or least is None:
         return skipped("CUDA", f"{seen}; {'its oldest driver is not known' if driver else 'there is no driver here'}")
     if not is_older(driver, least):
@@ -293,7 +303,8 @@ def check_cuda(c: Context, gpus: Gpus) -> Result:
 
 def check_model_class(c: Context, family: Family) -> tuple[Any, Result]:
     """Import the model class as training will."""
-    version, name = c.have.get("transformers"), family.causal_lm
+    version = c.have.get("transformers")
+    name = family.causal_lm
     if version is None or "torch" not in c.have:
         return None, skipped("model class", f"{'transformers' if version is None else 'torch'} is not installed")
     try:
@@ -315,15 +326,18 @@ def check_attention(c: Context, loaded: Loaded, model: Any) -> Result:
     needs, flag = ATTENTION.get(name, (("kernels", "kernels"), ""))  # else a hub kernel: the only other choice
     problem = hint = ""
     if needs and needs[1] not in c.have:
-        problem, hint = f"{name} needs {needs[1]}, which is not installed", f"pip install {needs[1]}, or set sdpa"
+        problem = f"{name} needs {needs[1]}, which is not installed"
+        hint = f"pip install {needs[1]}, or set sdpa"
     elif needs and name in ATTENTION and importlib.util.find_spec(needs[0]) is None:
-        problem, hint = f"{needs[1]} is installed and has no module {needs[0]}", "reinstall it"
+        problem = f"{needs[1]} is installed and has no module {needs[0]}"
+        hint = "reinstall it"
     elif name not in ATTENTION:
         return skipped("attention", f"{name} is downloaded from the Hub when the model is loaded")
     elif model is None:
         return skipped("attention", f"{name}: without the model's class it is not known whether the model takes it")
     elif flag and not getattr(model, flag, False):
-        problem, hint = f"{model.__name__} does not take {name}", "set eager or sdpa"
+        problem = f"{model.__name__} does not take {name}"
+        hint = "set eager or sdpa"
     if problem:
         return failed("attention", problem, hint, loaded.where("model.attn_implementation"))
     return passed("attention", f"{name}, which {model.__name__} takes")

@@ -77,7 +77,8 @@ def check_machine(c: Context) -> list[Result]:
 
 def check_limits(c: Context, here: LocalMachine) -> list[Result]:
     """Compare this process's limits with the least that any run needs and, with a plan, that this run needs."""
-    plan, root = c.plan, c.root
+    plan = c.plan
+    root = c.root
     found = re.findall(r"^Max ([a-z ]+?)\s{2,}(\S+)", read_text(root / "proc/self/limits"), re.MULTILINE)
     limits = {name: math.inf if value == "unlimited" else float(value) for name, value in found}
     group = read_text(root / "sys/fs/cgroup/pids.max").strip()
@@ -91,14 +92,16 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
         "processes": (processes, PROCESSES_LEAST, f"raise the pod's pids limit to {PROCESSES_LEAST} or more", failed),
     }
     if plan is not None:
-        ranks, workers = plan.layout.gpus_per_node, plan.run.workers
+        ranks = plan.layout.gpus_per_node
+        workers = plan.run.workers
         cpus = ranks * (1 + workers)
         each = f", each with {workers} loading processes" if workers else ""
         seen["processors"] = f"{here.cpus} for {ranks} ranks{each}"
         hint = f"set cluster.cpu to at least {cpus}: ranks wait for each other's processor"
         rows["processors"] = (here.cpus, cpus, hint, warned)
         # Ranks of a node exchange data in /dev/shm unless the GPUs' own links are used, loading processes always.
-        shared, free = (ranks * SHARED_PER_RANK if ranks > 1 else 0) + ranks * workers * SHARED_PER_WORKER, None
+        shared = (ranks * SHARED_PER_RANK if ranks > 1 else 0) + ranks * workers * SHARED_PER_WORKER
+        free = None
         with suppress(OSError):
             stat = os.statvfs(root / "dev/shm")
             free = stat.f_bavail * stat.f_frsize
@@ -148,21 +151,21 @@ def check_variables(c: Context) -> list[Result]:
 
 def check_run_variables(c: Context) -> list[Result]:
     """Do the same for the variables in the run file, which needs no machine."""
-    found, where = find_unread(c.loaded.run.cluster.env), c.loaded.where
+    found = find_unread(c.loaded.run.cluster.env)
+    where = c.loaded.where
     hint = "correct it there, or remove it"
     return [warned(f"variable {name}", problem, hint, where(f"cluster.env.{name}")) for name, problem in found.items()]
 
 
 def check_interfaces(c: Context) -> list[Result]:
     """Check that each interface chosen by the environment exists, is up and has an address."""
-    hint, results = (
-        "set it to one that has an address, or give the pod one: `networks` in its section of cluster",
-        [],
-    )
+    hint = "set it to one that has an address, or give the pod one: `networks` in its section of cluster"
+    results = []
     for choice in list_choices(c.environ, c.plan.layout.nodes if c.plan else 1, c.root):
         title = f"interface {choice.variable}"
         shown = ", ".join(f"{name} {address}" for name, address in choice.addresses)
-        problem, seen = choice.problem, f"{choice.pattern}: {shown}"
+        problem = choice.problem
+        seen = f"{choice.pattern}: {shown}"
         results.append(failed(title, problem, hint) if problem else passed(title, seen))
     return results
 
@@ -179,7 +182,8 @@ def check_hostname(c: Context, addresses: Sequence[str]) -> list[Result]:
     alone = c.plan is None or c.plan.layout.nodes == 1 or c.plan.machine.network.name == "loopback"
     if alone or c.environ.get("GLOO_SOCKET_IFNAME"):
         return []
-    title, seen = "address of this host's name", ", ".join(dict.fromkeys(addresses)) or "none"
+    title = "address of this host's name"
+    seen = ", ".join(dict.fromkeys(addresses)) or "none"
     if not addresses or addresses[0].startswith("127.") or addresses[0] == "::1":
         others = ", ".join(path.name for path in sorted(c.root.glob("sys/class/net/*")) if path.name != "lo")
         hint = f"set GLOO_SOCKET_IFNAME in cluster.env to the interface that they reach: {others or 'ip address'}"
@@ -189,19 +193,29 @@ def check_hostname(c: Context, addresses: Sequence[str]) -> list[Result]:
 
 def check_infiniband(c: Context, plan: AnyPlan) -> Result:
     """Check for as many active ports as planned, at the rate in the fabric's name."""
-    title, network, cards = "InfiniBand", plan.machine.network.name, plan.machine.nics_per_node
+    title = "InfiniBand"
+    network = plan.machine.network.name
+    cards = plan.machine.nics_per_node
     if not wants_rdma(plan):
         return skipped(title, "this run uses none")
     # NCCL_IB_HCA: prefixes, exact names with =, all but these with ^.
     hca = c.environ.get("NCCL_IB_HCA", "")
-    exclude, exact, wanted = hca.startswith("^"), "=" in hca[:2], [name for name in hca.lstrip("^=").split(",") if name]
-    every, active, closed, rates, seen = [], [], [], [], []
+    exclude = hca.startswith("^")
+    exact = "=" in hca[:2]
+    wanted = [name for name in hca.lstrip("^=").split(",") if name]
+    every = []
+    active = []
+    closed = []
+    rates = []
+    seen = []
     for path in sorted(c.root.glob("sys/class/infiniband/*/ports/*")):
-        device, name = path.parent.parent.name, f"{path.parent.parent.name}:{path.name}"
+        device = path.parent.parent.name
+        name = f"{path.parent.parent.name}:{path.name}"
         every.append(name)
         if wanted and exclude == any(name == w or (device == w if exact else device.startswith(w)) for w in wanted):
             continue
-        state, rate = read_text(path / "state").partition(":")[2].strip(), read_text(path / "rate").partition(" ")[0]
+        state = read_text(path / "state").partition(":")[2].strip()
+        rate = read_text(path / "rate").partition(" ")[0]
         seen.append(f"{name} {state or 'unknown'} at {rate or '?'} Gb/s")
         if state == "ACTIVE":
             active.append(name)
@@ -210,7 +224,8 @@ def check_infiniband(c: Context, plan: AnyPlan) -> Result:
             if not any((c.root / "dev/infiniband" / verb.name).exists() for verb in verbs):
                 closed.append(name)
     # A fabric's name gives its line rate: infiniband-400.
-    line_rate, ports = network.rpartition("-")[2], ", ".join(seen)
+    line_rate = network.rpartition("-")[2]
+    ports = ", ".join(seen)
     request = "request the network cards: `extended_resources` in the platform's section of cluster"
     for bad, problem, hint in (
         (not every, f"{network} is planned, and this container sees no RDMA card", request),
@@ -229,7 +244,8 @@ def check_infiniband(c: Context, plan: AnyPlan) -> Result:
 
 def check_gpus(c: Context, plan: AnyPlan, found: Gpus) -> list[Result]:
     """Check that the GPUs are as many and of the kind planned, free, healthy, and connected at full width."""
-    wanted, gpus = plan.layout.gpus_per_node, found.gpus
+    wanted = plan.layout.gpus_per_node
+    gpus = found.gpus
     if plan.machine.gpu.name == "cpu":
         return [skipped("GPUs", "the run computes on the CPU")]
     if not found.installed:
@@ -260,7 +276,8 @@ def check_gpus(c: Context, plan: AnyPlan, found: Gpus) -> list[Result]:
 
 def check_gpu_kind(c: Context, plan: AnyPlan, gpus: tuple[GpuReading, ...]) -> Result:
     """Check that the GPU is the one for which the plan was made."""
-    planned, others = plan.machine.gpu, []
+    planned = plan.machine.gpu
+    others = []
     for gpu in gpus:
         try:
             same = hardware.find_gpu(gpu.name).name == planned.name
@@ -269,14 +286,18 @@ def check_gpu_kind(c: Context, plan: AnyPlan, gpus: tuple[GpuReading, ...]) -> R
         if not same:
             others.append(f"GPU {gpu.index} is {gpu.name} with {gpu.memory_gib:.0f} GiB")
     if others:
-        hint, where = "state what is there in cluster.gpu, and plan again", c.loaded.where("cluster.gpu")
+        hint = "state what is there in cluster.gpu, and plan again"
+        where = c.loaded.where("cluster.gpu")
         return failed("GPU kind", f"planned for {planned.name}; {'; '.join(others)}", hint, where)
     return passed("GPU kind", f"{planned.name}, as planned")
 
 
 def describe_gpu(plan: AnyPlan, gpu: GpuReading) -> dict[str, tuple[str | None, bool]]:
     """Return each check's reading (None: the driver doesn't report it) and whether it is wrong."""
-    processes, throttle, width, widest = gpu.processes, gpu.throttle, gpu.pcie_width, gpu.pcie_width_max
+    processes = gpu.processes
+    throttle = gpu.throttle
+    width = gpu.pcie_width
+    widest = gpu.pcie_width_max
     unknown = gpu.ecc_uncorrected is None and gpu.remap_pending is None
     errors = f"{gpu.ecc_uncorrected or 0} uncorrected" + ", rows wait to be remapped" * bool(gpu.remap_pending)
     clocks = None if throttle is None else ", ".join(throttle) or "not throttled"
@@ -298,7 +319,8 @@ def describe_gpu(plan: AnyPlan, gpu: GpuReading) -> dict[str, tuple[str | None, 
 
 def check_kernel_log(c: Context) -> Result:
     """Look for GPU faults in the kernel's log, which most containers may not read."""
-    title, log = "GPU faults (Xid)", b""
+    title = "GPU faults (Xid)"
+    log = b""
     try:
         file = os.open(c.root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
         try:  # each read returns one record, without waiting for a new one
@@ -346,7 +368,8 @@ def try_folder(folder: Path) -> str:
 
 def check_run_folder(c: Context) -> Result:
     """Check the run folder, which all nodes share."""
-    folder, where = Path(c.loaded.run.folder), c.loaded.where(c.loaded.run.folder_key)
+    folder = Path(c.loaded.run.folder)
+    where = c.loaded.where(c.loaded.run.folder_key)
     if c.elsewhere and not folder.is_dir():
         return skipped_elsewhere("run folder", str(folder))
     if wrong := try_folder(folder):
@@ -360,7 +383,8 @@ def check_disk_space(c: Context, free: float | None = None) -> Result:
     """Check for space for the files still to be written; only warn for the merged model of a possible export."""
     if c.plan is None or isinstance(c.plan, ScriptPlan):
         return skipped("disk space", NO_PLAN if c.plan is None else "what a script writes is not known")
-    folder, where = Path(c.loaded.run.folder), c.loaded.where(c.loaded.run.folder_key)
+    folder = Path(c.loaded.run.folder)
+    where = c.loaded.where(c.loaded.run.folder_key)
     if c.elsewhere and not folder.is_dir():
         return skipped_elsewhere("disk space", str(folder))
     run, merged, words = estimate_space(c.plan)
@@ -382,7 +406,9 @@ def check_disk_space(c: Context, free: float | None = None) -> Result:
 
 def estimate_space(plan: Plan) -> tuple[float, float, str]:
     """Return the bytes still to be written, the bytes of a merged model, and the former in words."""
-    schedule, adapter, run = plan.schedule, plan.adapter, plan.run
+    schedule = plan.schedule
+    adapter = plan.adapter
+    run = plan.run
     kept = schedule.checkpoints_kept
     if kept is None:  # unknown number of rows: use the limit, or at least one
         kept = run.train.save_total_limit or 1
@@ -404,7 +430,9 @@ def estimate_space(plan: Plan) -> tuple[float, float, str]:
 
 def check_caches(c: Context) -> list[Result]:
     """Check HOME, the temporary folder and the caches that libraries write during a run."""
-    home, temporary, results = c.environ.get("HOME", ""), tempfile.gettempdir(), []
+    home = c.environ.get("HOME", "")
+    temporary = tempfile.gettempdir()
+    results = []
     for name, default in {
         "HOME": "",
         "TMPDIR": temporary,
@@ -412,7 +440,8 @@ def check_caches(c: Context) -> list[Result]:
         "TRITON_CACHE_DIR": f"{home}/.triton",
         "TORCHINDUCTOR_CACHE_DIR": temporary,
     }.items():
-        title, path = f"folder {name}", c.environ.get(name) or default
+        title = f"folder {name}"
+        path = c.environ.get(name) or default
         if wrong := try_folder(Path(path)) if path else "it is not set":
             hint = f"set {name} to a folder that can be written, as a variable in cluster.env"
             results.append(failed(title, f"can't be written: {wrong}", hint))

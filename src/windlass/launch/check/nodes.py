@@ -67,7 +67,8 @@ def check_nodes(
         node = read_node(c.environ)
     except UserError as error:
         return [*mine, *problems_to_results(COUNT, error.problems)], True
-    name, results = f"node {node.rank} ({socket.gethostname()})", list[Result]()
+    name = f"node {node.rank} ({socket.gethostname()})"
+    results = list[Result]()
     # This process is a node, or a rank if torchrun started it.
     if node.world not in (c.loaded.run.cluster.size[0], c.loaded.run.ranks):
         hint = "set cluster.nodes to what was submitted, or submit what cluster.nodes says"
@@ -76,7 +77,8 @@ def check_nodes(
     alone = [*results, *(replace(result, node=name) for result in mine)]
     if node.world == 1:
         return [*alone, *speed.check_here(c), skipped("between nodes", "there is one node")], True
-    rendezvous, how = Rendezvous(node), f"did not join within {seconds:.0f} s"
+    rendezvous = Rendezvous(node)
+    how = f"did not join within {seconds:.0f} s"
     try:
         rendezvous.join(seconds, partial=True, say=say)
         how = "lost the others while checking"
@@ -94,7 +96,8 @@ def compare_nodes(
     """Run the rounds of checks, in an order in which each explains failures of later ones."""
     # The others reach this node on the interface configured for the libraries, else where it joined.
     chosen = (address for choice in list_choices(c.environ, 1, c.root) for _, address in choice.addresses)
-    folder, where = Path(c.loaded.run.folder), c.loaded.where(c.loaded.run.folder_key)
+    folder = Path(c.loaded.run.folder)
+    where = c.loaded.where(c.loaded.run.folder_key)
     with serve_time() as port:
         word = {
             "name": name,
@@ -258,7 +261,8 @@ def compare_facts(by_node: Mapping[str, Mapping[str, Any]]) -> list[Result]:
     """Return one result for each fact. Nodes in the minority are named; in a tie, the first node's side is usual."""
     results = []
     for key, hint in SAME.items():
-        title, found = f"same {key}", {name: each[key] for name, each in by_node.items()}
+        title = f"same {key}"
+        found = {name: each[key] for name, each in by_node.items()}
         blind = [name for name, value in found.items() if value is None]
         if len(blind) == len(found):
             results.append(skipped(title, "no node could read it"))
@@ -282,7 +286,9 @@ def compare_facts(by_node: Mapping[str, Mapping[str, Any]]) -> list[Result]:
 
 def check_shared_volume(rendezvous: Rendezvous, folder: Path) -> str:
     """Check that every node sees a file that node 0 writes and renames. Return what went wrong here."""
-    place, token, wrong = deepest_existing_dir(folder), secrets.token_hex(8), ""
+    place = deepest_existing_dir(folder)
+    token = secrets.token_hex(8)
+    wrong = ""
     path = place / f".windlass-{token}"
     if rendezvous.node.rank == 0:
         try:

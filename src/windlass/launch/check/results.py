@@ -111,7 +111,8 @@ class Report:
         return RANK_USER_INPUT if self.depth == IN_POD and failures != {NODES} else FAILED
 
     def as_dict(self) -> dict[str, Any]:
-        results, seconds = list(map(asdict, self.results)), round(self.seconds, 3)
+        results = list(map(asdict, self.results))
+        seconds = round(self.seconds, 3)
         head = {"windlass": __version__, "depth": self.depth, "verdict": self.verdict}
         return {**head, "seconds": seconds, "results": results}
 

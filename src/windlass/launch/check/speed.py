@@ -28,11 +28,13 @@ def measure_gpus(local_rank: str | None = None) -> Speeds:
 
     if not torch.cuda.is_available():
         return {}
-    found, own = {}, [int(local_rank)] if local_rank and local_rank.isdigit() else range(torch.cuda.device_count())
+    found = {}
+    own = [int(local_rank)] if local_rank and local_rank.isdigit() else range(torch.cuda.device_count())
     for index in own:
         device = torch.device("cuda", index)
         ((*_, products),) = measure.measure_products(device, torch.bfloat16, [(SIDE, SIDE)])
-        memory, copied = measure.measure_memory(device, ELEMENTS), measure.measure_copy(device, COPIED)
+        memory = measure.measure_memory(device, ELEMENTS)
+        copied = measure.measure_copy(device, COPIED)
         found[f"GPU {index}"] = {"products": products, "memory": memory, "host link": copied}
         torch.cuda.empty_cache()
     return found
@@ -47,7 +49,8 @@ def check_here(c: Context) -> list[Result]:
 
 def check_gpu_speed(plan: AnyPlan, by_node: Sequence[Speeds | None], names: Sequence[str]) -> Result:
     """Compare each rate of each GPU with the plan's figure for such a GPU and the median of all."""
-    rates, basis = plan.machine.rates, plan.machine.rates.basis
+    rates = plan.machine.rates
+    basis = plan.machine.rates.basis
     kind = {
         "products": interpolate(rates.products["bfloat16"], SIDE, SIDE),
         "memory": rates.memory_gb_per_second,

@@ -112,7 +112,8 @@ def find_runtime_problem(name: str) -> str:
             break
     else:
         action = "Count"
-    policy, reason = spec.get("failurePolicy", {}), "BackoffLimitExceeded" if action == "Count" else "PodFailurePolicy"
+    policy = spec.get("failurePolicy", {})
+    reason = "BackoffLimitExceeded" if action == "Count" else "PodFailurePolicy"
     rules = (one["action"] for one in policy.get("rules", []) if reason in (one.get("onJobFailureReasons") or [reason]))
     answer = next(rules, "RestartJobSet")
     if action == "Ignore" or "IgnoreMaxRestarts" in answer or (answer == "RestartJobSet" and policy.get("maxRestarts")):
@@ -216,7 +217,8 @@ class KubernetesJob:
 
     def _wait_until_gone(self, seconds: float, say: Callable[[str], None]) -> None:
         """Wait until the previous job and its pods are gone: they may be saving where the new ones would write."""
-        deadline, reported = time.monotonic() + seconds, False
+        deadline = time.monotonic() + seconds
+        reported = False
         while True:
             done = self.pods(PHASES, check=False)
             if done.returncode:
@@ -240,9 +242,11 @@ class KubernetesJob:
         done = self.run("get", "events", "--field-selector=type=Warning", "--output=json", check=False)
         if done.returncode:
             return [f"events can't be read: {done.stderr.strip()}"]
-        created, found = self.get("--output=jsonpath={.metadata.creationTimestamp}"), dict[str, str]()
+        created = self.get("--output=jsonpath={.metadata.creationTimestamp}")
+        found = dict[str, str]()
         for event in json.loads(done.stdout)["items"]:
-            kind, name = event["involvedObject"]["kind"], event["involvedObject"]["name"]
+            kind = event["involvedObject"]["kind"]
+            name = event["involvedObject"]["name"]
             pattern = EVENTS.get(kind, "{0}(-node-0)?").format(re.escape(self.name))
             when = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"]["creationTimestamp"]
             if re.fullmatch(pattern, name) and when[:19] >= created[:19]:
@@ -255,9 +259,11 @@ class KubernetesJob:
 
     def follow(self, nodes: int, say: Callable[[str], None]) -> int:
         """Follow the logs of all nodes until the job has ended, across restarts. Its end decides the exit code."""
-        since, last = list[str](), list[str]()
+        since = list[str]()
+        last = list[str]()
         while True:
-            how, phases = self.state(), self.pods(PHASES).stdout.split()
+            how = self.state()
+            phases = self.pods(PHASES).stdout.split()
             if how == "running" and (len(phases) < nodes or "Pending" in phases):
                 now = [f"waiting: {', '.join(phases) or 'no pod yet'}", *self.warnings()]
                 for line in now:
@@ -297,10 +303,12 @@ def list_node_notes(job: Job) -> Iterator[str]:
         what = f"{count} {resource} each" if job.gpu else "room"
         what += f" and the labels {', '.join(f'{key}={value}' for key, value in selector.items())}" if selector else ""
         yield f"{len(fit)} of {len(nodes)} nodes have {what}; the run needs {job.nodes}: pods wait until others join"
-    products, words = {labels[PRODUCT] for labels in fit if PRODUCT in labels}, job.plan.machine.gpu.name.split("-")
+    products = {labels[PRODUCT] for labels in fit if PRODUCT in labels}
+    words = job.plan.machine.gpu.name.split("-")
     wrong = sorted(name for name in products if not all(word in name.lower() for word in words))
     if wrong and job.gpu:
-        where, hint = job.where("cluster.gpu"), f"cluster.kubernetes.node_selector: {{{PRODUCT}: NAME}} chooses"
+        where = job.where("cluster.gpu")
+        hint = f"cluster.kubernetes.node_selector: {{{PRODUCT}: NAME}} chooses"
         yield f"{where}: planned for {'-'.join(words)}, but pods may get {', '.join(wrong)}; {hint}"
 
 

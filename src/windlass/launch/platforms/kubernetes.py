@@ -216,7 +216,8 @@ def logs(record: Record, *, follow: bool) -> int:
 
 def stop(record: Record) -> int:
     """Delete the job, then its files. Pods get their time to save; submitting again resumes from there."""
-    job, words = _find_job(record), ("--ignore-not-found", "--wait=false")
+    job = _find_job(record)
+    words = ("--ignore-not-found", "--wait=false")
     done = [job.run("delete", kubectl.RESOURCES[job.engine], job.name, *words)]
     done += [job.run("delete", kind, "--selector", job.selector, *words) for kind in ("service", "configmap")]
     record.say("".join(one.stdout for one in done).strip())

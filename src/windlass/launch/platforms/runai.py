@@ -144,7 +144,8 @@ def list_options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     for pool in section.node_pools:
         yield "", "node-pools", pool, {"nodePools": [pool]}
     if section.topology_key:
-        option, why = f"{section.topology}-pod-topology-key", "nodes that share the label's value"
+        option = f"{section.topology}-pod-topology-key"
+        why = "nodes that share the label's value"
         body = {"type": section.topology.capitalize(), "key": section.topology_key}
         yield why, option, section.topology_key, {"podAffinity": body}
     for name, count in section.extended_resources.items():
@@ -158,7 +159,8 @@ def list_options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
         text = ",".join(f"{key}={value}" for key, value in parts.items())
         yield "", "toleration", text, {"tolerations": [{"name": f"toleration-{index}", **parts}]}
     if section.user is not None:
-        uid, gid = section.user.uid, section.user.gid
+        uid = section.user.uid
+        gid = section.user.gid
         body = {"security.uidGidSource": "custom", "security.runAsUid": uid}
         yield "set by cluster.runai.user", "run-as-uid", str(uid), body
         if gid is not None:
@@ -168,18 +170,22 @@ def list_options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     if (ttl := section.ttl_seconds) is not None:
         body = {"autoDeletionTimeAfterCompletionSeconds": ttl}
         yield "deleted this long after its end", "auto-deletion-time-after-completion", f"{ttl}s", body
-    why, seconds = f"to end a step and save after a stop signal; {job.grace_reason}", job.grace_seconds
+    why = f"to end a step and save after a stop signal; {job.grace_reason}"
+    seconds = job.grace_seconds
     yield why, "termination-grace-period", f"{seconds}s", {"terminationGracePeriodSeconds": seconds}
-    why, limit = "a run that was lost is started again, and resumes from its newest checkpoint", cluster.max_restarts
+    why = "a run that was lost is started again, and resumes from its newest checkpoint"
+    limit = cluster.max_restarts
     if workers:
-        why, limit = f"{limit} restarts of the run are {limit * job.nodes} of pods, which are counted", job.pod_restarts
+        why = f"{limit} restarts of the run are {limit * job.nodes} of pods, which are counted"
+        limit = job.pod_restarts
     yield why, "backoff-limit", str(limit), {"backoffLimit": limit}
     yield "", "restart-policy", "OnFailure", {"restartPolicy": "OnFailure"}
     if section.preemptible is not None:
         kind = "preemptible" if section.preemptible else "non-preemptible"
         yield "", "preemptibility", kind, {"preemptibility": kind}
     for variable in job.environment:
-        name, content = variable.name, variable.value
+        name = variable.name
+        content = variable.value
         if isinstance(content, Secret):
             body = {"name": name, "secret": {"name": content.secret, "key": content.key}}
             text = f"{name}={content.secret},key={content.key}"
@@ -215,7 +221,8 @@ def submit_command(job: Job) -> list[str]:
 
 
 def render_submit_sh(job: Job) -> str:
-    lines, used = [], {word for _, flag in list_flags(job) for word in flag}
+    lines = []
+    used = {word for _, flag in list_flags(job) for word in flag}
     for why, flag in list_flags(job):
         lines += [f"  # {to_one_line(why)}"] if why else []
         lines.append(f"  {quote_words(flag)}")

@@ -216,7 +216,8 @@ def logs(record: Record, *, follow: bool) -> int:
     """Print the job's log file, to which all its attempts append."""
     number = record.facts["number"]
     path, ended = (record.run / f"slurm-{number}.{end}" for end in ("log", "exit"))
-    waiting, shown = "", 0
+    waiting = ""
+    shown = 0
     while True:
         state = query_squeue(number, "%T: %R") if follow else ""
         if path.is_file():
