@@ -106,7 +106,7 @@ def build_job(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path 
         files = {"accelerate.yaml": read_text(accelerate) if accelerate else render_accelerate_yaml(plan), **files}
         # Add half: libraries, the page cache (which a cgroup counts), growth of the allocator.
         memory_gib += math.ceil(plan.cost.host_gib * 1.5)
-    arguments = [str(path), *(word for one in overrides for word in ("--override", one))]
+    arguments = [str(path), *(word for override in overrides for word in ("--override", override))]
     arguments += ["--accelerate", str(accelerate)] if accelerate else []
     request = cluster.memory_request or cluster.memory_limit or f"{memory_gib}Gi"
     grace_seconds, grace_reason = estimate_grace(plan)
@@ -198,7 +198,7 @@ def quote_words(items: Sequence[str]) -> str:
 
 def to_one_line(text: str) -> str:
     """Make text safe for a comment: after a line break it would be a command, and YAML allows no control characters."""
-    return " ".join("".join(one if one.isprintable() else " " for one in text).split())
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,16 +237,36 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 def find_pod_problems(job: Job) -> Iterator[Problem]:
     """Yield the settings that would give pods that can't start, or that lose their work. Other errors are refused by
     the server, or earlier by the types of the run file's keys."""
-    plan = job.plan
     cluster = job.cluster
-    run = job.plan.run
     if not cluster.image:
         yield Problem("no container image", job.where("cluster.image"), "set cluster.image; see Containerfile")
+    yield from _find_path_problems(job)
+    yield from _find_memory_problems(job)
+    if cluster.cpu_limit and parse_cores(job.cpu) > parse_cores(cluster.cpu_limit):
+        yield Problem(f"less than the {job.cpu} of cluster.cpu", job.where("cluster.cpu_limit"), "raise it")
+    for index, volume in enumerate(cluster.volumes):
+        if volume.host:
+            where = job.where(f"cluster.volumes[{index}]")
+            yield Problem(
+                "pods mount no folder of their node", where, "mount a claim; only Slurm's containers mount it"
+            )
+    plan = job.plan
+    if isinstance(plan, Plan) and cluster.max_restarts and plan.run.train.save_strategy == "no":
+        text = "a run that is started again would start from the beginning: it saves no checkpoints"
+        yield Problem(text, job.where("train.save_strategy"), "save by steps, or set cluster.max_restarts: 0")
+
+
+def _find_path_problems(job: Job) -> Iterator[Problem]:
+    """Yield paths of this machine that pods don't have, and a run folder that is lost with them."""
+    run = job.plan.run
+    paths: dict[str, str | None] = {}
     if isinstance(run, ScriptRun):
-        paths = {"script.path": None if cluster.working_dir else run.script.path}
+        paths["script.path"] = None if job.cluster.working_dir else run.script.path
     else:
-        paths = {"model.model_name_or_path": run.model.model_name_or_path, "lora.adapter": run.lora.adapter}
-        paths |= {} if run.data.mix else {"data.dataset_name_or_path": run.data.dataset_name_or_path}
+        paths["model.model_name_or_path"] = run.model.model_name_or_path
+        paths["lora.adapter"] = run.lora.adapter
+        if not run.data.mix:
+            paths["data.dataset_name_or_path"] = run.data.dataset_name_or_path
         paths |= {f"data.mix[{i}].path": part.path for i, part in enumerate(run.data.mix)}
         paths |= {f"data.eval.{name}.path": part.path for name, part in run.data.eval.items()}
         paths["data.chat_template"] = run.data.chat_template
@@ -255,33 +275,28 @@ def find_pod_problems(job: Job) -> Iterator[Problem]:
             hint = "give the absolute path that the pods see"
             yield Problem(f"{path} is a path of this machine's working folder", job.where(key), hint)
     folder = PurePosixPath(job.folder)
-    if folder.is_absolute() and not any(folder.is_relative_to(volume.path) for volume in cluster.volumes):
+    if folder.is_absolute() and not any(folder.is_relative_to(volume.path) for volume in job.cluster.volumes):
         hint = f"mount a volume there: cluster.volumes: [{{claim: my-claim, path: /{folder.parts[1]}}}]"
         what = f"{folder} is on no volume: what the run writes would vanish with its pods"
         yield Problem(what, job.where(run.folder_key), hint)
-    need = float(job.shm_gib if cluster.large_shm else 0)
-    what = "/dev/shm counts in it"
-    given = [(key, amount) for key in ("memory_request", "memory_limit") if (amount := getattr(cluster, key))]
-    if isinstance(plan, Plan):
-        need += plan.cost.host_gib
-        what = f"the plan needs {need:.1f} GiB on each node with /dev/shm"
-        if cluster.max_restarts and plan.run.train.save_strategy == "no":
-            text = "a run that is started again would start from the beginning: it saves no checkpoints"
-            yield Problem(text, job.where("train.save_strategy"), "save by steps, or set cluster.max_restarts: 0")
-    elif not given:
-        hint = f"set cluster.memory_limit, such as 64Gi; {what}"
+
+
+def _find_memory_problems(job: Job) -> Iterator[Problem]:
+    cluster = job.cluster
+    keys = [key for key in ("memory_request", "memory_limit") if getattr(cluster, key)]
+    need_gib = float(job.shm_gib if cluster.large_shm else 0)
+    why = "/dev/shm counts in it"
+    if isinstance(job.plan, Plan):
+        need_gib += job.plan.cost.host_gib
+        why = f"the plan needs {need_gib:.1f} GiB on each node with /dev/shm"
+    elif not keys:
+        hint = f"set cluster.memory_limit, such as 64Gi; {why}"
         yield Problem("what a script needs of host memory can't be planned", job.where("cluster.memory_limit"), hint)
-    if cluster.cpu_limit and parse_cores(job.cpu) > parse_cores(cluster.cpu_limit):
-        yield Problem(f"less than the {job.cpu} of cluster.cpu", job.where("cluster.cpu_limit"), "raise it")
-    for index, volume in enumerate(cluster.volumes):
-        if volume.host:
-            where = job.where(f"cluster.volumes[{index}]")
-            hint = "mount a claim; only Slurm's containers mount it"
-            yield Problem("pods mount no folder of their node", where, hint)
-    for key, amount in given:
-        if parse_gib(amount) <= need:
-            least = f"set at least {job.memory_gib + job.is_script}Gi"
-            yield Problem(f"{amount} of memory, and {what}", job.where(f"cluster.{key}"), least)
+    for key in keys:
+        amount = getattr(cluster, key)
+        if parse_gib(amount) <= need_gib:
+            hint = f"set at least {job.memory_gib + job.is_script}Gi"
+            yield Problem(f"{amount} of memory, and {why}", job.where(f"cluster.{key}"), hint)
 
 
 def parse_gib(amount: str) -> float:

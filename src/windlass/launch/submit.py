@@ -30,8 +30,14 @@ class Platform(Protocol):
     def stop(self, record: Record, /) -> int: ...
 
 
-PLATFORMS: dict[str, Platform] = {"local": local, "script": script, "slurm": slurm, "runai": runai}
-PLATFORMS |= {"kubernetes": kubernetes, "openshift": openshift}
+PLATFORMS: dict[str, Platform] = {
+    "local": local,
+    "script": script,
+    "slurm": slurm,
+    "runai": runai,
+    "kubernetes": kubernetes,
+    "openshift": openshift,
+}
 
 
 def require_platform(to: str | None) -> None:
@@ -43,10 +49,10 @@ def require_platform(to: str | None) -> None:
 def review(job: Job, to: str) -> list[str]:
     """Return the notes about a job before it is submitted. Raise if something is wrong."""
     cluster = job.cluster
-    found = [*PLATFORMS[to].review(job), *list_other_sections(cluster, to)]
-    raise_all([one for one in found if isinstance(one, Problem)])
+    findings = [*PLATFORMS[to].review(job), *list_other_sections(cluster, to)]
+    raise_all([finding for finding in findings if isinstance(finding, Problem)])
+    notes = [finding for finding in findings if isinstance(finding, str)]
     table = variables()
-    notes = [one for one in found if isinstance(one, str)]
     known = {name: table[name] for name in cluster.env if name in table}
     notes += [
         f"cluster.env.{name}: {row.verdict} (`windlass explain {name}`)" for name, row in known.items() if row.status
@@ -87,7 +93,9 @@ def submit(
         job = kubernetes.choose_engine(job, ask=not dry_run, say=say)
         notes = review(job, to)
     remedy = plan.cost.remedy if isinstance(plan, Plan) and not plan.cost.fits else ""
-    for note in [*notes, *([f"it does not fit: {remedy}"] if remedy else [])]:
+    if remedy:
+        notes.append(f"it does not fit: {remedy}")
+    for note in notes:
         say(f"note: {note}")
     files = kubernetes.render_kustomize(job) if kustomize else platform.files(job)
     if files:

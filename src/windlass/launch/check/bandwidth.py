@@ -20,13 +20,15 @@ from windlass.launch.check.results import Result, failed, passed, skipped, warne
 from windlass.ranks.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
+    from windlass.hardware import Fabric
     from windlass.plan.script import AnyPlan
 
 GROUP_SECONDS = 30.0  # timeout of a collective
 BYTES = {"gloo": 8 << 20, "nccl": 256 << 20}  # large enough that latency is negligible
 REPEATS = 3  # after one that opens the connection; the fastest counts
 MAX_ROUNDS = 31  # every pair of up to 32 nodes; with more nodes, the first rounds only
-WARN_SHARE, POOR_SHARE = 0.7, 0.1  # of the fabric's rate
+WARN_SHARE = 0.7  # of the fabric's rate
+POOR_SHARE = 0.1
 SLOW_SHARE = 0.7  # of the other pairs' median
 # NCCL's log: `Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA`.
 VIA = re.compile(r" via (NET/\w+|P2P|SHM|COLLNET)\S*?(/GDRDMA)?(?=[\s(]|$)")
@@ -48,13 +50,13 @@ class BandwidthResult:
 def make_rounds(world: int) -> list[list[tuple[int, int]]]:
     """Return every pair once, in rounds in which each rank has at most one pair: the circle method of tournaments."""
     ring: list[int] = list(range(world + world % 2))
-    found = []
+    rounds = []
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
         pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in pairs if max(a, b) < world])
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if max(a, b) < world])
         ring = [ring[0], ring[-1], *ring[1:-1]]
-    return found
+    return rounds
 
 
 def measure_bandwidth(rendezvous: Rendezvous, local_rank: int = 0) -> BandwidthResult:
@@ -94,10 +96,10 @@ def measure_bandwidth(rendezvous: Rendezvous, local_rank: int = 0) -> BandwidthR
         return None
 
     def slowest(speeds: Sequence[float | None]) -> float | None:
-        known = [each for each in speeds if each is not None]
+        known = [speed for speed in speeds if speed is not None]
         return min(known) if len(known) == len(speeds) else None
 
-    found = BandwidthResult(backend)
+    result = BandwidthResult(backend)
     error = ""
     store = None
     with capture_nccl_log(backend) as log:
@@ -118,16 +120,16 @@ def measure_bandwidth(rendezvous: Rendezvous, local_rank: int = 0) -> BandwidthR
             wrong = "; ".join(f"node {i}: {word or 'gone'}" for i, word in enumerate(opened) if word != "")
             return BandwidthResult(backend, error=wrong)
         all_rounds = make_rounds(world)
-        found.left_out = sum(map(len, all_rounds[MAX_ROUNDS:]))
+        result.left_out = sum(map(len, all_rounds[MAX_ROUNDS:]))
         for pairs in all_rounds[:MAX_ROUNDS]:  # the pairs of a round at once
             mine = next((pair for pair in pairs if rank in pair), None)
             speeds = rendezvous.gather(speed(list(mine)) if mine else None, 3 * GROUP_SECONDS)
-            found.pairs |= {(a, b): slowest((speeds[a], speeds[b])) for a, b in pairs}
-        found.overall = slowest(rendezvous.gather(speed(list(range(world))), 3 * GROUP_SECONDS))
-        if found.overall is not None and None not in found.pairs.values():
+            result.pairs |= {(a, b): slowest((speeds[a], speeds[b])) for a, b in pairs}
+        result.overall = slowest(rendezvous.gather(speed(list(range(world))), 3 * GROUP_SECONDS))
+        if result.overall is not None and None not in result.pairs.values():
             dist.destroy_process_group()  # a broken group would be waited for
-        found.log = log()
-    return found
+        result.log = log()
+    return result
 
 
 def first_line(error: Exception) -> str:
@@ -165,54 +167,55 @@ def check_speed(plan: AnyPlan, measured: BandwidthResult, names: Sequence[str]) 
     """Compare the pairs with each other and the fabric's rate, and all nodes with that rate. A slow network only gives
     a warning: it may just be busy."""
     backend = measured.backend
-    overall = measured.overall
-    fabric = plan.machine.network
-    where = plan.where("cluster.network")
-    rate = fabric.gb_per_second
-    title = "all-reduce of pairs"
     if measured.error:
         hint = "set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to the interface that the nodes share"
         return [failed("all-reduce", f"{backend} does not start: {measured.error}", hint)]
+    fabric = plan.machine.network
     incomparable = ""
     if plan.layout.nodes < 2:
         incomparable = "the run has one node"
     elif backend == "gloo" and not fabric.name.startswith(("ethernet", "loopback")):
         incomparable = f"gloo uses TCP: not comparable with {fabric.name}"
-
-    speeds = {pair: speed for pair, speed in measured.pairs.items() if speed is not None}
-    if dead := [f"{names[a]} and {names[b]}" for a, b in measured.pairs.keys() - speeds.keys()]:
-        hint = "these two can't reach each other: interface, firewall, or the cards between them"
-        pairs = failed(title, f"no result between {', '.join(sorted(dead))}", hint)
-    else:
-        (a, b), least = min(speeds.items(), key=lambda item: item[1])
-        seen = f"{backend}: {least:.2f} to {max(speeds.values()):.2f} GB/s"
-        median = statistics.median(speeds.values())
-        seen += f" over {len(speeds)} pairs" + f", {measured.left_out} not measured" * bool(measured.left_out)
-        pair = f"slowest is {names[a]} with {names[b]} at {least:.2f} GB/s"
-        slow = [pair for pair, speed in speeds.items() if speed < SLOW_SHARE * median]
-        if not incomparable and least < POOR_SHARE * rate:
-            hint = "sockets instead of RDMA, or one lane of many: see the transport and the ports of both nodes"
-            pairs = warned(title, f"{pair}; {fabric.name} gets {rate:g}. {seen}", hint)
-        elif slow:
-            rank, count = Counter(rank for pair in slow for rank in pair).most_common(1)[0]
-            suspect = f"; {names[rank]} is in {count} of the slow ones" if count > 1 else ""
-            hint = "check the cards and cables of these two; a step is as slow as its slowest pair"
-            pairs = warned(title, f"{pair}, the median is {median:.2f}{suspect}. {seen}", hint)
-        else:
-            pairs = passed(title, seen)
+    pairs = _compare_pairs(measured, names, fabric, comparable=not incomparable)
 
     title = "all-reduce of all"
-    if overall is None:
+    if measured.overall is None:
         return [pairs, failed(title, f"{backend} gives no result over all nodes", "see the pairs")]
-    seen = f"{backend}: {overall:.2f} GB/s per direction"
-    share = overall / rate
+    seen = f"{backend}: {measured.overall:.2f} GB/s per direction"
     if incomparable:
         return [pairs, passed(title, f"{seen} ({incomparable})")]
-    seen += f", {share:.0%} of {fabric.name}'s {rate:g}"
+    share = measured.overall / fabric.gb_per_second
+    seen += f", {share:.0%} of {fabric.name}'s {fabric.gb_per_second:g}"
     if share >= WARN_SHARE:
         return [pairs, passed(title, seen)]
-    hint = f"state the real rate in cluster.network, or fix the fabric: the plan counts on {rate:g} GB/s"
-    return [pairs, warned(title, seen, hint, where)]
+    hint = "state the real rate in cluster.network, or fix the fabric: "
+    hint += f"the plan counts on {fabric.gb_per_second:g} GB/s"
+    return [pairs, warned(title, seen, hint, plan.where("cluster.network"))]
+
+
+def _compare_pairs(measured: BandwidthResult, names: Sequence[str], fabric: Fabric, *, comparable: bool) -> Result:
+    title = "all-reduce of pairs"
+    speeds = {pair: speed for pair, speed in measured.pairs.items() if speed is not None}
+    dead = [f"{names[a]} and {names[b]}" for a, b in measured.pairs.keys() - speeds.keys()]
+    if dead:
+        hint = "these two can't reach each other: interface, firewall, or the cards between them"
+        return failed(title, f"no result between {', '.join(sorted(dead))}", hint)
+    (a, b), least = min(speeds.items(), key=lambda item: item[1])
+    median = statistics.median(speeds.values())
+    seen = f"{measured.backend}: {least:.2f} to {max(speeds.values()):.2f} GB/s over {len(speeds)} pairs"
+    if measured.left_out:
+        seen += f", {measured.left_out} not measured"
+    slowest = f"slowest is {names[a]} with {names[b]} at {least:.2f} GB/s"
+    slow = [pair for pair, speed in speeds.items() if speed < SLOW_SHARE * median]
+    if comparable and least < POOR_SHARE * fabric.gb_per_second:
+        hint = "sockets instead of RDMA, or one lane of many: see the transport and the ports of both nodes"
+        return warned(title, f"{slowest}; {fabric.name} gets {fabric.gb_per_second:g}. {seen}", hint)
+    if slow:
+        rank, count = Counter(rank for pair in slow for rank in pair).most_common(1)[0]
+        suspect = f"; {names[rank]} is in {count} of the slow ones" if count > 1 else ""
+        hint = "check the cards and cables of these two; a step is as slow as its slowest pair"
+        return warned(title, f"{slowest}, the median is {median:.2f}{suspect}. {seen}", hint)
+    return passed(title, seen)
 
 
 def check_transport(plan: AnyPlan, log: str) -> Result:

@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -191,6 +192,42 @@ def check_hostname(c: Context, addresses: Sequence[str]) -> list[Result]:
     return [passed(title, seen)]
 
 
+@dataclass(slots=True)
+class _Ports:
+    """InfiniBand ports of this container, by what can be said of them."""
+
+    every: list[str] = field(default_factory=list)
+    chosen: list[str] = field(default_factory=list)  # by NCCL_IB_HCA, with state and rate
+    active: list[str] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)  # active ones without a device file
+    rates: list[float] = field(default_factory=list)  # of the active ones
+
+
+def _read_ports(root: Path, hca: str) -> _Ports:
+    """Read the ports. NCCL_IB_HCA has prefixes, exact names with =, all but these with ^."""
+    ports = _Ports()
+    exclude = hca.startswith("^")
+    exact = "=" in hca[:2]
+    wanted = [name for name in hca.lstrip("^=").split(",") if name]
+    for path in sorted(root.glob("sys/class/infiniband/*/ports/*")):
+        device = path.parent.parent.name
+        name = f"{device}:{path.name}"
+        ports.every.append(name)
+        named = any(name == w or (device == w if exact else device.startswith(w)) for w in wanted)
+        if wanted and exclude == named:
+            continue
+        state = read_text(path / "state").partition(":")[2].strip()
+        rate = read_text(path / "rate").partition(" ")[0]
+        ports.chosen.append(f"{name} {state or 'unknown'} at {rate or '?'} Gb/s")
+        if state == "ACTIVE":
+            ports.active.append(name)
+            ports.rates.append(float(rate or 0))
+            verbs = [v for v in root.glob("sys/class/infiniband_verbs/*") if read_text(v / "ibdev").strip() == device]
+            if not any((root / "dev/infiniband" / verb.name).exists() for verb in verbs):
+                ports.closed.append(name)
+    return ports
+
+
 def check_infiniband(c: Context, plan: AnyPlan) -> Result:
     """Check for as many active ports as planned, at the rate in the fabric's name."""
     title = "InfiniBand"
@@ -198,48 +235,24 @@ def check_infiniband(c: Context, plan: AnyPlan) -> Result:
     cards = plan.machine.nics_per_node
     if not wants_rdma(plan):
         return skipped(title, "this run uses none")
-    # NCCL_IB_HCA: prefixes, exact names with =, all but these with ^.
     hca = c.environ.get("NCCL_IB_HCA", "")
-    exclude = hca.startswith("^")
-    exact = "=" in hca[:2]
-    wanted = [name for name in hca.lstrip("^=").split(",") if name]
-    every = []
-    active = []
-    closed = []
-    rates = []
-    seen = []
-    for path in sorted(c.root.glob("sys/class/infiniband/*/ports/*")):
-        device = path.parent.parent.name
-        name = f"{path.parent.parent.name}:{path.name}"
-        every.append(name)
-        if wanted and exclude == any(name == w or (device == w if exact else device.startswith(w)) for w in wanted):
-            continue
-        state = read_text(path / "state").partition(":")[2].strip()
-        rate = read_text(path / "rate").partition(" ")[0]
-        seen.append(f"{name} {state or 'unknown'} at {rate or '?'} Gb/s")
-        if state == "ACTIVE":
-            active.append(name)
-            rates.append(float(rate or 0))
-            verbs = [v for v in c.root.glob("sys/class/infiniband_verbs/*") if read_text(v / "ibdev").strip() == device]
-            if not any((c.root / "dev/infiniband" / verb.name).exists() for verb in verbs):
-                closed.append(name)
-    # A fabric's name gives its line rate: infiniband-400.
-    line_rate = network.rpartition("-")[2]
-    ports = ", ".join(seen)
+    ports = _read_ports(c.root, hca)
+    shown = ", ".join(ports.chosen)
     request = "request the network cards: `extended_resources` in the platform's section of cluster"
     for bad, problem, hint in (
-        (not every, f"{network} is planned, and this container sees no RDMA card", request),
-        (not seen, f"NCCL_IB_HCA={hca} matches none of {', '.join(every)}", "name one of these"),
-        (len(active) < cards, f"{len(active)} ports active, {cards} planned: {ports}",
+        (not ports.every, f"{network} is planned, and this container sees no RDMA card", request),
+        (not ports.chosen, f"NCCL_IB_HCA={hca} matches none of {', '.join(ports.every)}", "name one of these"),
+        (len(ports.active) < cards, f"{len(ports.active)} ports active, {cards} planned: {shown}",
          "the cable, the switch port or the subnet manager; or choose others with NCCL_IB_HCA"),
-        (closed, f"no device below /dev/infiniband for {', '.join(closed)}", request),
+        (ports.closed, f"no device below /dev/infiniband for {', '.join(ports.closed)}", request),
     ):  # fmt: skip
         if bad:
             return failed(title, problem, hint, c.loaded.where("cluster.network"))
-    if line_rate.isdigit() and min(rates, default=0) < float(line_rate):
+    line_rate = network.rpartition("-")[2]  # a fabric's name gives it: infiniband-400
+    if line_rate.isdigit() and min(ports.rates, default=0) < float(line_rate):
         hint = "a cable or port that trained down; or state the real rate in cluster.network"
-        return warned(title, f"slower than {network}: {ports}", hint)
-    return passed(title, ports)
+        return warned(title, f"slower than {network}: {shown}", hint)
+    return passed(title, shown)
 
 
 def check_gpus(c: Context, plan: AnyPlan, found: Gpus) -> list[Result]:
@@ -299,7 +312,9 @@ def describe_gpu(plan: AnyPlan, gpu: GpuReading) -> dict[str, tuple[str | None, 
     width = gpu.pcie_width
     widest = gpu.pcie_width_max
     unknown = gpu.ecc_uncorrected is None and gpu.remap_pending is None
-    errors = f"{gpu.ecc_uncorrected or 0} uncorrected" + ", rows wait to be remapped" * bool(gpu.remap_pending)
+    errors = f"{gpu.ecc_uncorrected or 0} uncorrected"
+    if gpu.remap_pending:
+        errors += ", rows wait to be remapped"
     clocks = None if throttle is None else ", ".join(throttle) or "not throttled"
     lanes = f"{width} of {widest or '?'} lanes" if width else None
     facts = {

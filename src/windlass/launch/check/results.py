@@ -20,10 +20,15 @@ if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan
     from windlass.runfile import Loaded, LoadedScript
 
-PASS, WARN, FAIL, SKIPPED = "pass", "warn", "fail", "skipped"
+PASS = "pass"
+WARN = "warn"
+FAIL = "fail"
+SKIPPED = "skipped"
 STYLES = {SKIPPED: "dim", PASS: "green", WARN: "yellow", FAIL: "bold red"}  # from the mildest to the gravest
 NODES = "nodes"  # whether all nodes joined and stayed: the only check that a retry may pass
-ALONE, HERE, IN_POD = "alone", "here", "in-pod"
+ALONE = "alone"
+HERE = "here"
+IN_POD = "in-pod"
 NO_PLAN = "there is no plan"
 
 

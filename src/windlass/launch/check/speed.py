@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 Speeds = Mapping[str, Mapping[str, float]]  # GPU of a node -> measurement -> rate
 SLOW_SHARE = 0.75  # of its kind's or the other GPUs' rate: lowered clocks, a bad slot, another process
-SIDE, ELEMENTS, COPIED = 4096, 1 << 27, 256 << 20  # of the product, the addition and the copy
+SIDE = 4096  # of the product
+ELEMENTS = 1 << 27  # of the addition
+COPIED = 256 << 20  # bytes of the copy
 UNITS = {"products": "TFLOP/s", "memory": "GB/s", "host link": "GB/s"}
 TITLE = "GPU speed"
 
@@ -28,16 +30,16 @@ def measure_gpus(local_rank: str | None = None) -> Speeds:
 
     if not torch.cuda.is_available():
         return {}
-    found = {}
+    measured = {}
     own = [int(local_rank)] if local_rank and local_rank.isdigit() else range(torch.cuda.device_count())
     for index in own:
         device = torch.device("cuda", index)
         ((*_, products),) = measure.measure_products(device, torch.bfloat16, [(SIDE, SIDE)])
         memory = measure.measure_memory(device, ELEMENTS)
         copied = measure.measure_copy(device, COPIED)
-        found[f"GPU {index}"] = {"products": products, "memory": memory, "host link": copied}
+        measured[f"GPU {index}"] = {"products": products, "memory": memory, "host link": copied}
         torch.cuda.empty_cache()
-    return found
+    return measured
 
 
 def check_here(c: Context) -> list[Result]:
@@ -63,17 +65,18 @@ def check_gpu_speed(plan: AnyPlan, by_node: Sequence[Speeds | None], names: Sequ
     }
     if not every:
         return skipped(TITLE, "torch sees no GPU here")
-    found = []
-    for what, unit in UNITS.items():
-        median = statistics.median(speeds[what] for speeds in every.values())
+    slow = []
+    for name, unit in UNITS.items():
+        median = statistics.median(speeds[name] for speeds in every.values())
         for gpu, speeds in every.items():
-            expected, whose = max((kind[what], f"{plan.machine.gpu.name} by {basis}"), (median, "the median GPU"))
-            if speeds[what] < SLOW_SHARE * expected:
-                share = f"{speeds[what] / expected:.0%} of {whose}'s {expected:,.4g}"
-                found.append(f"{gpu}: {what} {speeds[what]:,.4g} {unit}, {share}")
-    low, high = [f(each["products"] for each in every.values()) for f in (min, max)]
-    seen = f"{len(every)} GPU{'s' * (len(every) > 1)}: products {low:,.4g} to {high:,.4g} TFLOP/s"
-    if found:
+            expected, whose = max((kind[name], f"{plan.machine.gpu.name} by {basis}"), (median, "the median GPU"))
+            if speeds[name] < SLOW_SHARE * expected:
+                share = f"{speeds[name] / expected:.0%} of {whose}'s {expected:,.4g}"
+                slow.append(f"{gpu}: {name} {speeds[name]:,.4g} {unit}, {share}")
+    products = [speeds["products"] for speeds in every.values()]
+    count = "1 GPU" if len(every) == 1 else f"{len(every)} GPUs"
+    seen = f"{count}: products {min(products):,.4g} to {max(products):,.4g} TFLOP/s"
+    if slow:
         hint = f"other processes, power or heat: nvidia-smi -q -d PERFORMANCE; {OTHER_NODE}"
-        return warned(TITLE, "; ".join(found) + f". {seen}", hint)
+        return warned(TITLE, "; ".join(slow) + f". {seen}", hint)
     return passed(TITLE, f"{seen}, as {plan.machine.gpu.name} by {basis}")

@@ -104,22 +104,30 @@ def find_runtime_problem(name: str) -> str:
     if done.returncode:
         return f"its runtime can't be read: {done.stderr.strip()}"
     spec = json.loads(done.stdout)["spec"]["template"]["spec"]
-    specs = {one["name"]: one["template"]["spec"] for one in spec["replicatedJobs"]}
-    job: dict[str, Any] = specs.get("node", {})
-    for rule in job.get("podFailurePolicy", {}).get("rules", []):
-        if (codes := rule.get("onExitCodes")) and (SAVED in codes["values"]) == (codes["operator"] == "In"):
-            action = rule["action"]
-            break
-    else:
-        action = "Count"
-    policy = spec.get("failurePolicy", {})
+    jobs = {job["name"]: job["template"]["spec"] for job in spec["replicatedJobs"]}
+    node: dict[str, Any] = jobs.get("node", {})
+    action = _choose_action(node.get("podFailurePolicy", {}).get("rules", []))
     reason = "BackoffLimitExceeded" if action == "Count" else "PodFailurePolicy"
-    rules = (one["action"] for one in policy.get("rules", []) if reason in (one.get("onJobFailureReasons") or [reason]))
-    answer = next(rules, "RestartJobSet")
-    if action == "Ignore" or "IgnoreMaxRestarts" in answer or (answer == "RestartJobSet" and policy.get("maxRestarts")):
+    policy = spec.get("failurePolicy", {})
+    answer = "RestartJobSet"
+    for rule in policy.get("rules", []):
+        if reason in (rule.get("onJobFailureReasons") or [reason]):
+            answer = rule["action"]
+            break
+    restarts = answer == "RestartJobSet" and policy.get("maxRestarts")
+    if action == "Ignore" or "IgnoreMaxRestarts" in answer or restarts:
         return ""
-    limit = job.get("backoffLimit", 6)
+    limit = node.get("backoffLimit", 6)
     return f"its runtime {name} counts each node that is stopped as one of {limit} failures, and starts no run again"
+
+
+def _choose_action(rules: list[dict[str, Any]]) -> str:
+    """Return what a Job's failure policy does with a pod that ended with 75: the first rule that matches."""
+    for rule in rules:
+        codes = rule.get("onExitCodes")
+        if codes and (SAVED in codes["values"]) == (codes["operator"] == "In"):
+            return str(rule["action"])
+    return "Count"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +153,10 @@ class KubernetesJob:
         if not (text := self.get("--output", "json")):
             return None
         conditions = json.loads(text).get("status", {}).get("conditions", [])
-        ended = [one["type"] for one in conditions if one.get("type") in ENDED and one.get("status") == "True"]
-        return str(ended[0]) if ended else "running"
+        for condition in conditions:
+            if condition.get("type") in ENDED and condition.get("status") == "True":
+                return str(condition["type"])
+        return "running"
 
     def pods(self, output: str, **options: Any) -> subprocess.CompletedProcess[str]:
         return self.run("get", "pods", "--selector", self.selector, "--output", output, **options)
@@ -202,9 +212,9 @@ class KubernetesJob:
         named = {"metadata": {"generateName": f"{self.name[:NAME_LETTERS]}-"}}
         pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {**template["metadata"], **named["metadata"]}}
         job = {"apiVersion": "batch/v1", "kind": "Job", **named, "spec": {"template": template}}
-        for one in (pod, job):
+        for tried in (pod, job):
             words = ("create", "--dry-run=server", "--validate=strict", "--filename", "-")
-            done = self.run(*words, feed=json.dumps(one), check=False)
+            done = self.run(*words, feed=json.dumps(tried), check=False)
             if not done.returncode:
                 return
             text = LOG.sub("", done.stderr).strip()
@@ -243,16 +253,16 @@ class KubernetesJob:
         if done.returncode:
             return [f"events can't be read: {done.stderr.strip()}"]
         created = self.get("--output=jsonpath={.metadata.creationTimestamp}")
-        found = dict[str, str]()
+        warnings: dict[str, str] = {}
         for event in json.loads(done.stdout)["items"]:
             kind = event["involvedObject"]["kind"]
             name = event["involvedObject"]["name"]
             pattern = EVENTS.get(kind, "{0}(-node-0)?").format(re.escape(self.name))
             when = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"]["creationTimestamp"]
             if re.fullmatch(pattern, name) and when[:19] >= created[:19]:
-                what = f"{event['reason']}: {' '.join(event['message'].split())}"
-                found.setdefault(what, f"{kind.lower()} {name}: {what}")
-        return list(found.values())
+                text = f"{event['reason']}: {' '.join(event['message'].split())}"
+                warnings.setdefault(text, f"{kind.lower()} {name}: {text}")
+        return list(warnings.values())
 
     def logs(self, *more: str) -> int:
         return self.run("logs", "--selector", self.selector, "--prefix", "--tail=-1", *more, show=True).returncode
@@ -292,16 +302,17 @@ def list_node_notes(job: Job) -> Iterator[str]:
     resource = job.cluster.kubernetes.gpu_resource
     count = job.ranks_per_node
     nodes = [
-        (one["metadata"].get("labels", {}), one["status"]["allocatable"]) for one in json.loads(done.stdout)["items"]
+        (node["metadata"].get("labels", {}), node["status"]["allocatable"]) for node in json.loads(done.stdout)["items"]
     ]
     fit = [
         labels
-        for labels, has in nodes
-        if selector.items() <= labels.items() and (not job.gpu or int(has.get(resource, 0)) >= count)
+        for labels, amounts in nodes
+        if selector.items() <= labels.items() and (not job.gpu or int(amounts.get(resource, 0)) >= count)
     ]
     if len(fit) < job.nodes:
         what = f"{count} {resource} each" if job.gpu else "room"
-        what += f" and the labels {', '.join(f'{key}={value}' for key, value in selector.items())}" if selector else ""
+        if selector:
+            what += f" and the labels {', '.join(f'{key}={value}' for key, value in selector.items())}"
         yield f"{len(fit)} of {len(nodes)} nodes have {what}; the run needs {job.nodes}: pods wait until others join"
     products = {labels[PRODUCT] for labels in fit if PRODUCT in labels}
     words = job.plan.machine.gpu.name.split("-")

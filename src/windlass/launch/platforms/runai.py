@@ -97,16 +97,25 @@ exec {command} "${{options[@]}}" \\
 """
 
 
-def list_options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """Yield for each setting the reason, the option and value of the command line, and its part of the REST API's body;
-    a dot in a key leads into a section."""
-    cluster = job.cluster
-    section = cluster.runai
-    workers = job.nodes - 1
-    body: dict[str, Any]
+# For each setting the reason, the option and value of the command line, and its part of the REST API's body; a dot in a
+# key leads into a section.
+Option = tuple[str, str, str, dict[str, Any]]
+
+
+def list_options(job: Job) -> Iterator[Option]:
     for key, option, path in PLAIN:
-        if value := attrgetter(key)(cluster):
+        value = attrgetter(key)(job.cluster)
+        if value:
             yield "", option, value, {path: value} if path else {}
+    yield from _list_resources(job)
+    yield from _list_volumes(job)
+    yield from _list_placement(job)
+    yield from _list_lifetime(job)
+    yield from _list_variables(job)
+
+
+def _list_resources(job: Job) -> Iterator[Option]:
+    workers = job.nodes - 1
     if workers:
         why = f"{job.nodes} nodes: a master, which has options of its own, and {workers} workers"
         yield why, "workers", str(workers), {"numWorkers": workers, "distributedFramework": "PyTorch"}
@@ -115,26 +124,40 @@ def list_options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     if job.gpu:
         count = job.ranks_per_node
         yield "of each node", "gpu-devices-request", str(count), {"compute.gpuDevicesRequest": count}
-    for kind, amount in (("Request", job.cpu), ("Limit", cluster.cpu_limit)):
+    for kind, amount in (("Request", job.cpu), ("Limit", job.cluster.cpu_limit)):
         if amount:
-            plain = parse_cores(amount)
-            number = int(plain) if plain.is_integer() else plain
-            yield "", f"cpu-core-{kind.lower()}", f"{plain:g}", {f"compute.cpuCore{kind}": number}
+            cores = parse_cores(amount)
+            number = int(cores) if cores.is_integer() else cores
+            yield "", f"cpu-core-{kind.lower()}", f"{cores:g}", {f"compute.cpuCore{kind}": number}
     why = "set by the run file" if job.is_script else f"the plan needs {job.memory_gib} GiB with /dev/shm"
     why = f"with units: a bare number would be bytes; {why}"
     yield why, "cpu-memory-request", job.memory_request, {"compute.cpuMemoryRequest": job.memory_request}
     yield "", "cpu-memory-limit", job.memory_limit, {"compute.cpuMemoryLimit": job.memory_limit}
-    if cluster.large_shm:
+    if job.cluster.large_shm:
         why = "ranks of one node exchange data through /dev/shm"
         yield why, "large-shm", "", {"compute.largeShmRequest": True}
-    for volume in cluster.volumes:
+
+
+def _list_volumes(job: Job) -> Iterator[Option]:
+    for volume in job.cluster.volumes:
         (key, name), *_ = volume.sources.items()
-        option, storage, parts, fields = VOLUMES[key]
-        found: dict[str, Any] = {"name": name, "path": volume.path, "subpath": volume.sub_path, "medium": volume.medium}
-        text = ",".join(f"{word}={found[part]}" for word, part in parts.items() if found[part])
-        fixed = {"existingPvc": True} if key == "claim" else {}
-        sent = {word: found[part] for word, part in fields.items() if found[part]}
-        yield "", option, text, {f"storage.{storage}": [{**sent, **fixed}]}
+        option, section, parts, fields = VOLUMES[key]
+        values: dict[str, Any] = {
+            "name": name,
+            "path": volume.path,
+            "subpath": volume.sub_path,
+            "medium": volume.medium,
+        }
+        text = ",".join(f"{word}={values[part]}" for word, part in parts.items() if values[part])
+        body: dict[str, Any] = {word: values[part] for word, part in fields.items() if values[part]}
+        if key == "claim":
+            body["existingPvc"] = True
+        yield "", option, text, {f"storage.{section}": [body]}
+
+
+def _list_placement(job: Job) -> Iterator[Option]:
+    """Yield what the pods are called and where they run: labels, node pools, devices, user."""
+    section = job.cluster.runai
     networks = {"k8s.v1.cni.cncf.io/networks": ",".join(section.networks)} if section.networks else {}
     for name, value in {**networks, **section.annotations}.items():
         why = "a second network card in each pod" if name in networks else ""
@@ -145,37 +168,40 @@ def list_options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
         yield "", "node-pools", pool, {"nodePools": [pool]}
     if section.topology_key:
         option = f"{section.topology}-pod-topology-key"
-        why = "nodes that share the label's value"
-        body = {"type": section.topology.capitalize(), "key": section.topology_key}
-        yield why, option, section.topology_key, {"podAffinity": body}
+        affinity = {"type": section.topology.capitalize(), "key": section.topology_key}
+        yield "nodes that share the label's value", option, section.topology_key, {"podAffinity": affinity}
     for name, count in section.extended_resources.items():
-        body = {"resource": name, "quantity": str(count)}
-        yield "", "extended-resource", f"{name}={count}", {"compute.extendedResources": [body]}
+        device = {"resource": name, "quantity": str(count)}
+        yield "", "extended-resource", f"{name}={count}", {"compute.extendedResources": [device]}
     for index, toleration in enumerate(section.tolerations):
-        parts = {
-            "operator": "Exists" if toleration.value is None else "Equal",
-            **toleration.model_dump(exclude_none=True),
-        }
+        operator = "Exists" if toleration.value is None else "Equal"
+        parts = {"operator": operator, **toleration.model_dump(exclude_none=True)}
         text = ",".join(f"{key}={value}" for key, value in parts.items())
         yield "", "toleration", text, {"tolerations": [{"name": f"toleration-{index}", **parts}]}
-    if section.user is not None:
-        uid = section.user.uid
-        gid = section.user.gid
-        body = {"security.uidGidSource": "custom", "security.runAsUid": uid}
-        yield "set by cluster.runai.user", "run-as-uid", str(uid), body
-        if gid is not None:
-            yield "", "run-as-gid", str(gid), {"security.runAsGid": gid}
-    if groups := ",".join(map(str, section.supplemental_groups)):
+    user = section.user
+    if user is not None:
+        body = {"security.uidGidSource": "custom", "security.runAsUid": user.uid}
+        yield "set by cluster.runai.user", "run-as-uid", str(user.uid), body
+        if user.gid is not None:
+            yield "", "run-as-gid", str(user.gid), {"security.runAsGid": user.gid}
+    groups = ",".join(map(str, section.supplemental_groups))
+    if groups:
         yield "", "supplemental-groups", groups, {"security.supplementalGroups": groups}
-    if (ttl := section.ttl_seconds) is not None:
-        body = {"autoDeletionTimeAfterCompletionSeconds": ttl}
-        yield "deleted this long after its end", "auto-deletion-time-after-completion", f"{ttl}s", body
+
+
+def _list_lifetime(job: Job) -> Iterator[Option]:
+    """Yield when the job ends, is started again, and is deleted."""
+    section = job.cluster.runai
+    seconds = section.ttl_seconds
+    if seconds is not None:
+        body: dict[str, Any] = {"autoDeletionTimeAfterCompletionSeconds": seconds}
+        yield "deleted this long after its end", "auto-deletion-time-after-completion", f"{seconds}s", body
     why = f"to end a step and save after a stop signal; {job.grace_reason}"
-    seconds = job.grace_seconds
-    yield why, "termination-grace-period", f"{seconds}s", {"terminationGracePeriodSeconds": seconds}
+    grace = job.grace_seconds
+    yield why, "termination-grace-period", f"{grace}s", {"terminationGracePeriodSeconds": grace}
+    limit = job.cluster.max_restarts
     why = "a run that was lost is started again, and resumes from its newest checkpoint"
-    limit = cluster.max_restarts
-    if workers:
+    if job.nodes > 1:
         why = f"{limit} restarts of the run are {limit * job.nodes} of pods, which are counted"
         limit = job.pod_restarts
     yield why, "backoff-limit", str(limit), {"backoffLimit": limit}
@@ -183,9 +209,13 @@ def list_options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     if section.preemptible is not None:
         kind = "preemptible" if section.preemptible else "non-preemptible"
         yield "", "preemptibility", kind, {"preemptibility": kind}
+
+
+def _list_variables(job: Job) -> Iterator[Option]:
     for variable in job.environment:
         name = variable.name
         content = variable.value
+        body: dict[str, Any]
         if isinstance(content, Secret):
             body = {"name": name, "secret": {"name": content.secret, "key": content.key}}
             text = f"{name}={content.secret},key={content.key}"

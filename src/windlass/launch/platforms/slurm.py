@@ -102,7 +102,7 @@ def render_batch_script(job: Job) -> str:
         "folder": quote(str(Path(job.folder).absolute())),
         "restarts": str(job.cluster.max_restarts),
         "srun": quote_words(["srun", "--kill-on-bad-exit=0", *label, *more]),
-        "before": quote_words(before) + " " * bool(before),
+        "before": "".join(f"{word} " for word in map(quote, before)),
         "exit_input": str(RANK_USER_INPUT),
         "exit_saved": str(SAVED),
     }
