@@ -61,7 +61,7 @@ def find_base(model_name_or_path: str, where: str) -> Base:
     if base is None:
         names = {key.lower(): key for key in read_published_configs()}
         close = [names[key] for key in difflib.get_close_matches(path.name.lower()[:120], names, 3, 0.4)]
-        alike = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*/")], 3)
+        alike = difflib.get_close_matches(path.name, [folder.name for folder in path.parent.glob("*/")], 3)
         known = f"{'nearest ' if close else ''}known: {', '.join(close or names.values())}"
         hint = f"name its folder, or a model that windlass can plan without weights; {known}"
         if alike:
@@ -100,8 +100,10 @@ def read_published_configs() -> dict[str, dict[str, Any]]:
 
 def find_published_base(name: str) -> Base | None:
     """Return a known model without its weights, or None."""
-    known = next((key for key in read_published_configs() if key.lower() == name.lower()), None)
-    return describe(read_published_configs()[known], f"published config of {known}", known) if known else None
+    for known, config in read_published_configs().items():
+        if known.lower() == name.lower():
+            return describe(config, f"published config of {known}", known)
+    return None
 
 
 def read_base(path: Path) -> Base:
@@ -115,7 +117,7 @@ def read_base(path: Path) -> Base:
     config = read_table(path / CONFIG)
     name = folder.parent.parent.name.rpartition("--")[2] if hub else folder.name
     base = describe(config, str(path / CONFIG), name, path)
-    if not any(Path(each).suffix in WEIGHTS for each in names):
+    if not any(Path(name).suffix in WEIGHTS for name in names):
         known = "config.json and the headers of its files" if HEADERS in names else "its config.json"
         if HEADERS in names:
             base = _assign(base, config, read_headers(path), str(path))
@@ -134,74 +136,98 @@ def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored],
         base = replace(base, parameters=tuple(untied), config={**base.config, "tie_word_embeddings": True})
 
     faults: dict[str, list[str]] = defaultdict(list)
-    used: set[str] = set()
     packed = find_packed(stored) if base.quantization else {}
-    names = stored.keys() | packed.keys()
-    parameters = []
-    for parameter in base.parameters:
-        pieces = []
-        for name, shape, offset in _stored_parts(parameter, names):
-            if name in packed:
-                used |= {each.key for each in packed[name]}
-                piece = make_packed_piece(packed[name], shape, offset, transposed=parameter.transposed)
-                pieces += [piece] if piece else []
-                faults[ODD_PACKED] += [] if piece else [name]
-                continue
-            if name not in stored:
-                faults[MISSING].append(name)
-                continue
-            tensor, scale = stored[name], stored.get(f"{name}{SCALE}")
-            in_fp8 = tensor.dtype in FP8_DTYPES
-            used |= {tensor.key, scale.key} if scale else {tensor.key}
-            if tensor.shape != shape:
-                faults[SHAPE].append(f"{tensor.key} is {list(tensor.shape)}, not {list(shape)}")
-            if not in_fp8 and tensor.dtype not in WEIGHT_DTYPES:
-                faults[DTYPE].append(f"{tensor.key} is {tensor.dtype}")
-            if in_fp8 and scale is None:
-                faults[NO_SCALE].append(tensor.key)
-            if scale and not (
-                in_fp8 and scale.dtype in WEIGHT_DTYPES and _is_scale_shape_valid(scale.shape, tensor.shape, base.block)
-            ):
-                kinds = f"{scale.dtype} {list(scale.shape)} for {tensor.dtype} {list(tensor.shape)}"
-                faults[ODD_SCALE].append(f"{scale.key} is {kinds}")
-            pieces.append(Piece(tensor, offset, scale))
-        parameters.append(replace(parameter, pieces=tuple(pieces)))
-
-    reasons = {**UNREAD, **dict.fromkeys((f"{each}.*" for each in base.family.ignored), IGNORED)}
-    reasons |= {base.wrapper.skipped: VISION} if base.wrapper else {}
+    parameters = [
+        replace(parameter, pieces=tuple(_find_pieces(parameter, stored, packed, base.block, faults)))
+        for parameter in base.parameters
+    ]
+    used = {tensor.key for parameter in parameters for piece in parameter.pieces for tensor in piece.tensors}
+    used |= {tensor.key for name in faults[ODD_PACKED] for tensor in packed[name]}
+    has_head = any(parameter.name == HEAD for parameter in parameters)
+    reasons = {**UNREAD, **dict.fromkeys((f"{name}.*" for name in base.family.ignored), IGNORED)}
+    if base.wrapper:
+        reasons[base.wrapper.skipped] = VISION
     unread: dict[Stored, str] = {}
     for key, tensor in stored.items():
         if key in used:
             continue
-        if _is_head(key) and all(parameter.name != HEAD for parameter in parameters):
-            unread[tensor] = TIED
+        why = next((why for pattern, why in reasons.items() if re.fullmatch(pattern, key)), None)
+        if _is_head(key) and not has_head:
+            why = TIED
             notes.append(f"{key} is stored and not read: {TIED}")
-        elif why := next((why for pattern, why in reasons.items() if re.fullmatch(pattern, key)), None):
-            unread[tensor] = why
-        else:
+        if why is None:
             faults[UNKNOWN].append(key)
-    found = [kind for kind in HINTS if faults[kind]]
+        else:
+            unread[tensor] = why
     raise_all(
-        [Problem(f"{kind} ({len(faults[kind])}): {abbreviate(faults[kind])}", where, HINTS[kind]) for kind in found]
+        [
+            Problem(f"{kind} ({len(faults[kind])}): {abbreviate(faults[kind])}", where, hint)
+            for kind, hint in HINTS.items()
+            if faults[kind]
+        ]
     )
     return replace(base, parameters=tuple(parameters), unread=unread, notes=tuple(notes))
+
+
+def _find_pieces(
+    parameter: Parameter,
+    stored: Mapping[str, Stored],
+    packed: Mapping[str, tuple[Stored, ...]],
+    block: Sequence[int],
+    faults: dict[str, list[str]],
+) -> Iterator[Piece]:
+    """Yield the pieces of a parameter; add what is wrong with them to `faults`, by kind."""
+    for name, shape, offset in _list_stored_parts(parameter, stored.keys() | packed.keys()):
+        if name in packed:
+            piece = make_packed_piece(packed[name], shape, offset, transposed=parameter.transposed)
+            if piece:
+                yield piece
+            else:
+                faults[ODD_PACKED].append(name)
+        elif name in stored:
+            tensor = stored[name]
+            scale = stored.get(f"{name}{SCALE}")
+            if tensor.shape != shape:
+                faults[SHAPE].append(f"{tensor.key} is {list(tensor.shape)}, not {list(shape)}")
+            _check_dtype(tensor, scale, block, faults)
+            yield Piece(tensor, offset, scale)
+        else:
+            faults[MISSING].append(name)
+
+
+def _check_dtype(tensor: Stored, scale: Stored | None, block: Sequence[int], faults: dict[str, list[str]]) -> None:
+    """Add to `faults` an unknown dtype, an FP8 weight without a scale, and a scale that does not fit its weight."""
+    in_fp8 = tensor.dtype in FP8_DTYPES
+    if not in_fp8 and tensor.dtype not in WEIGHT_DTYPES:
+        faults[DTYPE].append(f"{tensor.key} is {tensor.dtype}")
+    if in_fp8 and scale is None:
+        faults[NO_SCALE].append(tensor.key)
+    if scale is None:
+        return
+    fits = _is_scale_shape_valid(scale.shape, tensor.shape, block)
+    if not in_fp8 or scale.dtype not in WEIGHT_DTYPES or not fits:
+        kinds = f"{scale.dtype} {list(scale.shape)} for {tensor.dtype} {list(tensor.shape)}"
+        faults[ODD_SCALE].append(f"{scale.key} is {kinds}")
 
 
 def _is_head(key: str) -> bool:
     return key == HEAD or key.endswith(f".{HEAD}")
 
 
-def _stored_parts(
+def _list_stored_parts(
     parameter: Parameter, stored: Collection[str]
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Yield names, shapes and offsets of the tensors that store a parameter: one tensor, or one per expert."""
-    own = (Spelling(parameter.name, parameter.shape, (0,) * len(parameter.shape)),)
-    ways = (own, *parameter.spellings)
-    way = next((way for way in ways if any(each.name.replace("#", "0") in stored for each in way)), own)
-    counted = any("#" in each.name for each in way)
-    for number in range(parameter.shape[0] if counted else 1):
+    under_its_name: tuple[Spelling, ...] = (Spelling(parameter.name, parameter.shape, (0,) * len(parameter.shape)),)
+    way = under_its_name
+    for spellings in (under_its_name, *parameter.spellings):
+        if any(spelling.name.replace("#", "0") in stored for spelling in spellings):
+            way = spellings
+            break
+    one_by_one = any("#" in spelling.name for spelling in way)
+    for number in range(parameter.shape[0] if one_by_one else 1):
         for name, shape, offset in way:
-            yield name.replace("#", str(number)), shape, (number, *offset[1:]) if counted else offset
+            yield name.replace("#", str(number)), shape, (number, *offset[1:]) if one_by_one else offset
 
 
 def _is_scale_shape_valid(scale: Sequence[int], shape: Sequence[int], block: Sequence[int]) -> bool:
