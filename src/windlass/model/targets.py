@@ -34,7 +34,7 @@ class Target:
     modules: tuple[str, ...]  # full module names: model.layers.0.self_attn.q_a_proj
     parameters: int  # trainable parameters that it adds
     note: str = ""  # the translation and its reason, if there was one
-    r: int = 0  # rank
+    r: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,80 +54,50 @@ class Adapter:
     warnings: tuple[str, ...] = ()
 
     @property
-    def ranks(self) -> dict[str, int]:
-        """Return the rank of each adapted module and expert parameter."""
+    def r_by_module(self) -> dict[str, int]:
+        """Return the r of each adapted module and expert parameter."""
         return {module: target.r or self.r for target in self.targets for module in target.modules}
 
 
 def resolve_adapter(lora: Lora, base: Base, where: Where) -> Adapter:
     """Find the modules and expert parameters to adapt. Every pattern that matches nothing is an error."""
     lora = lora.stored
+    untrainable = base.family.peft_takes | base.family.idle
     linears = {  # modules that PEFT can adapt -> their weights
         p.name.removesuffix(".weight"): p
         for p in base.parameters
-        if p.linear and _last_component(p.name) not in base.family.peft_takes | base.family.idle
+        if p.linear and _last_component(p.name) not in untrainable
     }
-    one = lora.target_modules if isinstance(lora.target_modules, str) else ""  # all, all-linear, a regular expression
     problems: list[Problem] = []
-    targets: list[Target] = []
-    chosen = _choose_layers(lora, base, where)
+    experts: list[Target] = []
+    in_full: dict[str, int] = {}
+    layers = _choose_layers(lora, base, where)
     taken: dict[str, str] = {}  # module -> the pattern that came first
-    for index, pattern in enumerate([one] if one else lora.target_modules):
-        place = where("lora.target_modules" + ("" if one else f"[{index}]"))
-        try:
-            names, note, modules = _match(pattern, lora, linears, base, place)
-        except UserError as error:
-            problems += error.problems
-            continue
-        if heads := [module for module in modules if linears[module].part == "head"]:
-            # The fused loss multiplies by the head's weight, in chunks, and never calls the module.
-            problem = f"{heads[0]} can't be adapted: the loss is computed from its weight, without its adapter"
-            problems.append(Problem(problem, place, "leave it out, or write all-linear"))
-        if (
-            chosen is not None
-            and modules
-            and not (modules := [each for each in modules if _layer_prefix(each) in chosen])
-        ):
-            problem, place = f"{pattern!r} matches no module of these layers", where("lora.layers_to_transform")
-            problems.append(Problem(problem, place, "name layers that have it, or take it out of lora.target_modules"))
-            continue
-        new = [module for module in modules if taken.setdefault(module, pattern) == pattern]
-        if not new:
-            if modules:
-                earlier = f"already adapted through {', '.join(dict.fromkeys(taken[module] for module in modules))}"
-                note = f"{note}; {earlier}" if note else earlier
-            part = linears[modules[0]].part if modules else "experts"
-            targets.append(Target(pattern, names, part, (), 0, note, lora.r))
-        groups: dict[tuple[str, int], list[str]] = defaultdict(list)
-        for module in new:
-            groups[linears[module].part, _match_first(lora.rank_pattern, module, lora.r)].append(module)
-        for (part, r), own in groups.items():
-            # A is r x in, B is out x r; DoRA adds a magnitude per output
-            count = sum(r * sum(linears[module].shape) for module in own)
-            count += sum(linears[module].shape[0] for module in own if lora.use_dora)
-            targets.append(Target(pattern, names, part, tuple(own), count, note, r))
+    targets = _match_modules(lora, base, where, linears, layers, taken, problems)
     try:
-        experts = _match_experts(lora, base, where, chosen)
+        experts = _match_experts(lora, base, where, layers)
     except UserError as error:
         problems += error.problems
-    for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        for pattern in patterns:
-            if not any(_pattern_matches(pattern, module) for module in taken):
-                problem, hint = f"{pattern!r} matches no adapted module", f"adapted: {abbreviate([*taken])}"
-                problems.append(Problem(problem, where(f"lora.{key}"), hint))
+    problems += _check_patterns(lora, taken, where)
     if lora.bias == "all" and any(p.part == "head" and p.name.endswith(".bias") for p in base.parameters):
-        problem, hint = "the head's bias can't be trained: the loss takes it as it is", "set lora.bias: lora_only"
-        problems.append(Problem(problem, where("lora.bias"), hint))
+        problem = "the head's bias can't be trained: the loss takes it as it is"
+        problems.append(Problem(problem, where("lora.bias"), "set lora.bias: lora_only"))
     try:
         in_full = _match_in_full(lora, base, where)
     except UserError as error:
         problems += error.problems
     raise_all(problems)
     targets += experts
-    reached = {module: linears[module] for module in linears if chosen is None or _layer_prefix(module) in chosen}
 
-    biased = [p for p in base.parameters if p.name.endswith(".bias") and lora.bias != "none"]
-    biases = sum(p.count for p in biased if lora.bias == "all" or p.name.removesuffix(".bias") in taken)
+    biases = 0
+    for p in base.parameters:
+        if p.name.endswith(".bias") and lora.bias != "none":
+            biases += p.count if lora.bias == "all" or p.name.removesuffix(".bias") in taken else 0
+    warnings: list[str] = []
+    if isinstance(lora.target_modules, str) and lora.target_modules not in (ALL, ALL_LINEAR):
+        reached = {module: p for module, p in linears.items() if layers is None or _layer_prefix(module) in layers}
+        warnings = _warn_of_missed_modules(lora.target_modules, taken, reached)
+    alphas = {module: _match_first(lora.alpha_pattern, module, None) for module in taken}
     return Adapter(
         r=lora.r,
         alpha=lora.lora_alpha,
@@ -136,35 +106,110 @@ def resolve_adapter(lora: Lora, base: Base, where: Where) -> Adapter:
         target_parameters=tuple(name for target in experts for name in target.modules),
         trainable=sum(target.parameters for target in targets) + biases + sum(in_full.values()),
         dtype_bytes=DTYPE_BYTES[lora.dtype],
-        alphas={module: a for module in taken if (a := _match_first(lora.alpha_pattern, module, None)) is not None},
+        alphas={module: alpha for module, alpha in alphas.items() if alpha is not None},
         in_full=in_full,
         notes=tuple(_list_notes(lora, base, targets, biases)),
-        warnings=tuple(_warn_of_missed_modules(one, taken, reached)) if one not in ("", ALL, ALL_LINEAR) else (),
+        warnings=tuple(warnings),
     )
+
+
+def _match_modules(
+    lora: Lora,
+    base: Base,
+    where: Where,
+    linears: Mapping[str, Parameter],
+    layers: set[str] | None,
+    taken: dict[str, str],
+    problems: list[Problem],
+) -> list[Target]:
+    """Return the targets of `lora.target_modules`; fill `taken`, and add what is wrong to `problems`."""
+    places = {"lora.target_modules": lora.target_modules}  # all, all-linear, or a regular expression
+    if isinstance(lora.target_modules, list):
+        places = {f"lora.target_modules[{i}]": pattern for i, pattern in enumerate(lora.target_modules)}
+    targets: list[Target] = []
+    for key, pattern in places.items():
+        place = where(key)
+        try:
+            names, note, modules = _match(str(pattern), lora, linears, base, place)
+        except UserError as error:
+            problems += error.problems
+            continue
+        heads = [module for module in modules if linears[module].part == "head"]
+        if heads:
+            # The fused loss multiplies by the head's weight, in chunks, and never calls the module.
+            problem = f"{heads[0]} can't be adapted: the loss is computed from its weight, without its adapter"
+            problems.append(Problem(problem, place, "leave it out, or write all-linear"))
+        in_layers = [module for module in modules if layers is None or _layer_prefix(module) in layers]
+        if modules and not in_layers:
+            problem = f"{pattern!r} matches no module of these layers"
+            hint = "name layers that have it, or take it out of lora.target_modules"
+            problems.append(Problem(problem, where("lora.layers_to_transform"), hint))
+            continue
+        new = [module for module in in_layers if taken.setdefault(module, str(pattern)) == pattern]
+        if new:
+            targets += _make_targets(lora, str(pattern), names, note, new, linears)
+            continue
+        if in_layers:
+            earlier = f"already adapted through {', '.join(dict.fromkeys(taken[module] for module in in_layers))}"
+            note = f"{note}; {earlier}" if note else earlier
+        part = linears[in_layers[0]].part if in_layers else "experts"
+        targets.append(Target(str(pattern), names, part, (), 0, note, lora.r))
+    return targets
+
+
+def _make_targets(
+    lora: Lora,
+    pattern: str,
+    names: tuple[str, ...],
+    note: str,
+    modules: list[str],
+    linears: Mapping[str, Parameter],
+) -> Iterator[Target]:
+    """Yield the target in each part of the model, for each r."""
+    groups: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for module in modules:
+        groups[linears[module].part, _match_first(lora.rank_pattern, module, lora.r)].append(module)
+    for (part, r), group in groups.items():
+        # A is r x in, B is out x r; DoRA adds a magnitude per output
+        count = sum(r * sum(linears[module].shape) for module in group)
+        if lora.use_dora:
+            count += sum(linears[module].shape[0] for module in group)
+        yield Target(pattern, names, part, tuple(group), count, note, r)
+
+
+def _check_patterns(lora: Lora, modules: Mapping[str, str], where: Where) -> Iterator[Problem]:
+    """Yield a problem for each entry of `rank_pattern` and `alpha_pattern` that matches no adapted module."""
+    for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for pattern in patterns:
+            if not any(_pattern_matches(pattern, module) for module in modules):
+                hint = f"adapted: {abbreviate([*modules])}"
+                yield Problem(f"{pattern!r} matches no adapted module", where(f"lora.{key}"), hint)
 
 
 def _match_in_full(lora: Lora, base: Base, where: Where) -> dict[str, int]:
     """Return the weights that `lora.modules_to_save` names, and their sizes."""
-    can = {p.name.removesuffix(".weight"): p for p in base.parameters if p.part in ("embedding", "head")}
-    names, found, problems = {p.name for p in base.parameters}, dict[str, int](), list[Problem]()
+    candidates = {p.name.removesuffix(".weight"): p for p in base.parameters if p.part in ("embedding", "head")}
+    tied = all(p.part == "embedding" for p in candidates.values())
+    names = {p.name for p in base.parameters}
+    sizes: dict[str, int] = {}
+    problems: list[Problem] = []
     for index, name in enumerate(lora.modules_to_save or ()):
-        own = [each for each in can if f".{each}".endswith(f".{name}")]
-        problem, hint = "", "leave lora.modules_to_save out"
-        if all(p.part == "embedding" for p in can.values()):
+        modules = [module for module in candidates if f".{module}".endswith(f".{name}")]
+        problem = ""
+        hint = "leave lora.modules_to_save out"
+        if tied:
             problem = "the head is the embedding, and PEFT would train and save a separate copy of it"
-        elif not own:
-            problem, hint = (
-                "only the embedding and the head can be",
-                f"choose of {', '.join(map(_last_component, can))}",
-            )
-        elif any(f"{each}.bias" in names for each in own):
+        elif not modules:
+            problem = "only the embedding and the head can be"
+            hint = f"choose of {', '.join(map(_last_component, candidates))}"
+        elif any(f"{module}.bias" in names for module in modules):
             problem = "it has a bias, which would stay as it is"
         if problem:
             place = where(f"lora.modules_to_save[{index}]")
             problems.append(Problem(f"{name!r} can't be trained in full: {problem}", place, hint))
-        found |= {can[each].name: can[each].count for each in own}
+        sizes |= {candidates[module].name: candidates[module].count for module in modules}
     raise_all(problems)
-    return found
+    return sizes
 
 
 def _match(
@@ -245,8 +290,8 @@ def _last_component(name: str) -> str:
 
 def _layer_prefix(name: str) -> str:
     """Return the part of a name that identifies its layer: `.layers.3.`."""
-    found = LAYER.search(name)
-    return found[0] if found else ""
+    match = LAYER.search(name)
+    return match[0] if match else ""
 
 
 def _choose_layers(lora: Lora, base: Base, where: Where) -> set[str] | None:
@@ -255,9 +300,10 @@ def _choose_layers(lora: Lora, base: Base, where: Where) -> set[str] | None:
         return None
     numbers = lora.layers_to_transform if isinstance(lora.layers_to_transform, list) else [lora.layers_to_transform]
     layers = {int(match[1]): match[0] for p in base.parameters if (match := LAYER.search(p.name))}
-    if wrong := [number for number in numbers if number not in layers]:
-        problem, hint = f"there is no layer {wrong[0]}", f"{base.name} has layers 0 to {max(layers)}"
-        raise UserError(problem, where("lora.layers_to_transform"), hint)
+    wrong = [number for number in numbers if number not in layers]
+    if wrong:
+        hint = f"{base.name} has layers 0 to {max(layers)}"
+        raise UserError(f"there is no layer {wrong[0]}", where("lora.layers_to_transform"), hint)
     return {layers[number] for number in numbers}
 
 
@@ -271,7 +317,7 @@ def _pattern_matches(pattern: str, module: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
-def _match_experts(lora: Lora, base: Base, where: Where, chosen: set[str] | None) -> list[Target]:
+def _match_experts(lora: Lora, base: Base, where: Where, layers: set[str] | None) -> list[Target]:
     """Return the targets on routed experts: r x (in + out) parameters per expert, as in PEFT's target_parameters."""
     fused = [p for p in base.parameters if p.part == "experts" and len(p.shape) == 3]
     if lora.experts is None and not (lora.target_modules == ALL and fused):
@@ -297,16 +343,16 @@ def _match_experts(lora: Lora, base: Base, where: Where, chosen: set[str] | None
     targets: dict[str, Target] = {}
     for index, name in enumerate(lora.experts.targets if lora.experts else leaves):
         leaf = name if name in leaves else FUSED.get(name, name)
-        own = [p for p in fused if p.name.endswith(f".{leaf}") and (chosen is None or _layer_prefix(p.name) in chosen)]
-        if not own:
-            problem, place = (
-                f"{name!r} is not a parameter of the routed experts",
-                where(f"lora.experts.targets[{index}]"),
-            )
+        adapted = [p for p in fused if p.name.endswith(f".{leaf}")]
+        if layers is not None:
+            adapted = [p for p in adapted if _layer_prefix(p.name) in layers]
+        if not adapted:
+            problem = f"{name!r} is not a parameter of the routed experts"
+            place = where(f"lora.experts.targets[{index}]")
             problems.append(Problem(problem, place, f"known: {', '.join(leaves)}"))
-        count = sum(r * p.shape[0] * (p.shape[1] + p.shape[2]) for p in own)
+        count = sum(r * p.shape[0] * (p.shape[1] + p.shape[2]) for p in adapted)
         note = f"{name} -> {leaf}: fused in routed experts" if leaf != name else ""
-        targets.setdefault(leaf, Target(EXPERTS, (leaf,), "experts", tuple(p.name for p in own), count, note, r))
+        targets.setdefault(leaf, Target(EXPERTS, (leaf,), "experts", tuple(p.name for p in adapted), count, note, r))
     raise_all(problems)
     return list(targets.values())
 
@@ -340,13 +386,13 @@ def _warn_of_missed_modules(pattern: str, found: Mapping[str, str], linears: Map
 
 def _list_notes(lora: Lora, base: Base, targets: Sequence[Target], biases: int) -> Iterator[str]:
     yield from dict.fromkeys(target.note for target in targets if target.note)
-    ranks = {target.part: target.r for target in targets if target.parameters}
+    r_by_part = {target.part: target.r for target in targets if target.parameters}
     routed = sum(p.count for p in base.parameters if p.part == "experts")
-    if routed and "experts" not in ranks:
+    if routed and "experts" not in r_by_part:
         share = 100 * routed / base.total
         yield f"routed experts, {share:.1f} % of the weights, are not adapted: set lora.experts"
-    if len(set(ranks.values())) > 1:
-        yield "rank by part: " + ", ".join(f"{part} {r}" for part, r in ranks.items())
+    if len(set(r_by_part.values())) > 1:
+        yield "rank by part: " + ", ".join(f"{part} {r}" for part, r in r_by_part.items())
     if any(module.endswith(".kv_b_proj") for target in targets for module in target.modules):
         yield (
             "kv_b_proj: vLLM does not apply an adapter on it when serving latent attention unmerged "

@@ -221,7 +221,7 @@ def read_shape(base: Base, adapter: Adapter) -> ModelShape:
         else:
             outside.append(parameter)
     adapted: dict[int, dict[str, int]] = {}  # by layer, the rank of each adapter
-    ranks_of = adapter.ranks
+    ranks_of = adapter.r_by_module
     for name in (*adapter.target_modules, *adapter.target_parameters):
         if match := _LAYER.search(name):
             adapted.setdefault(int(match[1]), {})[match[2]] = ranks_of.get(name, adapter.r)

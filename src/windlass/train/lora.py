@@ -108,7 +108,7 @@ def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: Any, output: Ten
 def make_peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
     """Return PEFT's configuration for the run file's lora section, with exact names. Experts may have a rank of
     their own."""
-    every, lora = adapter.ranks, lora.stored
+    every, lora = adapter.r_by_module, lora.stored
     ranks = {name: every[name] for name in adapter.target_modules if every.get(name, lora.r) != lora.r}
     alphas = dict(adapter.alphas)
     if lora.experts:
