@@ -38,7 +38,7 @@ def stream_rows(
 
     names = list_row_columns(partial=True, packed=capacity is not None)
 
-    def rows_of(selection: Selection, kind: Format) -> Iterator[dict[str, Any]]:
+    def rows_of(selection: Selection, format_: Format) -> Iterator[dict[str, Any]]:
         threads = get_worker_info() is None  # a data loader's worker is forked and has one thread only
         for epoch in itertools.count():
             rows = 0
@@ -47,7 +47,7 @@ def stream_rows(
                 def place(*rows: int, before: int = number * WINDOW_ROWS) -> str:
                     return locate_row(selection.train, *(before + row for row in rows))
 
-                documents = tokenize(window, kind, tokenizer, max_length, threads=threads, place=place)
+                documents = tokenize(window, format_, tokenizer, max_length, threads=threads, place=place)
                 groups = group_documents(documents, capacity)
                 for chosen in shuffle(len(groups), seed + epoch, number).tolist():
                     rows += 1
@@ -57,7 +57,7 @@ def stream_rows(
                 raise UserError("the stream has no row with a supervised token", "data", "see `windlass data RUN`")
 
     def generate() -> Iterator[dict[str, Any]]:
-        streams = [rows_of(*each) for each in sets]
+        streams = [rows_of(selection, format_) for selection, format_ in sets]
         if len(streams) == 1:
             yield from streams[0]
         weights = [(selection.of.part and selection.of.part.weight) or 1 for selection, _ in sets]
@@ -67,5 +67,6 @@ def stream_rows(
             taken[source] += 1
             yield {**next(streams[source]), "source": [source]}
 
-    columns = [*names, *(["source"] if len(sets) > 1 else [])]
-    return IterableDataset.from_generator(generate, features=Features({name: List(Value("int32")) for name in columns}))
+    columns = [*names, "source"] if len(sets) > 1 else names
+    features = Features({name: List(Value("int32")) for name in columns})
+    return IterableDataset.from_generator(generate, features=features)

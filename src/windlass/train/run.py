@@ -296,32 +296,29 @@ def make_loop(
                 recorder,
                 progress,
             )
+    saver = Saver(
+        plan.folder,
+        train.save_total_limit,
+        facts,
+        say=console.print,
+        saved=session.report.start,
+        unwritten=recorder.unwritten,
+    )
+    report_to = train.report_to if here.rank == 0 else "none"
+    trackers = Trackers(report_to, plan.folder, train.run_name, resolve_run(plan), recorder.unwritten)
     return Loop(
-        plan,
-        trained,
-        updater,
-        batches,
-        length,
-        evaluator,
-        session.stop_signal,
-        recorder,
-        watch,
-        Saver(
-            plan.folder,
-            train.save_total_limit,
-            facts,
-            say=console.print,
-            saved=session.report.start,
-            unwritten=recorder.unwritten,
-        ),
-        progress,
-        Trackers(
-            train.report_to if here.rank == 0 else "none",
-            plan.folder,
-            train.run_name,
-            resolve_run(plan),
-            recorder.unwritten,
-        ),
+        plan=plan,
+        model=trained,
+        updater=updater,
+        batches=batches,
+        length=length,
+        evaluator=evaluator,
+        stop_signal=session.stop_signal,
+        recorder=recorder,
+        watch=watch,
+        saver=saver,
+        progress=progress,
+        trackers=trackers,
     )
 
 
