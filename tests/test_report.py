@@ -267,7 +267,7 @@ def test_long_files_of_other_ranks_are_sampled(tmp_path: Path, monkeypatch: pyte
     folder = write(tmp_path / "run", ranks=3, count=1500, stages=False)
     whole = only(folder)
     monkeypatch.setattr(sys.modules["windlass.observe.report.read"], "LONG", 100_000)
-    monkeypatch.setattr("windlass.observe.reader.SAMPLE", 2500)
+    monkeypatch.setattr("windlass.observe.reader.SAMPLE_BYTES", 2500)
     sampled = report.make_report([folder]).runs[0]
     assert any("2 ranks' step files" in line for line in sampled["absent"])
     assert not any("ranks' step files" in line for line in whole["absent"])

@@ -72,31 +72,39 @@ class Counters:
 
     def _read(self) -> tuple[dict[str, float], dict[str, Any]]:
         """Read the totals, and the GPU's load. Totals are named like the fields that their differences become."""
-        usage, now = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        now = time.monotonic()
         totals = {"seconds": now, "cpu_seconds": usage.ru_utime + usage.ru_stime, "page_faults": usage.ru_majflt}
-        for way, name in (("sent", "port_xmit_data"), ("received", "port_rcv_data")) if self.ports else ():
-            words = sum(int(_read(port / name) or 0) for port in self.ports)
-            totals[f"infiniband_{way}_gb"] = words * INFINIBAND_WORD / 1e9
-        load: dict[str, Any] = {}
-        if self.gpu is not None and self.nvml is not None:
-            pcie = now - self.pcie_at >= PCIE_SECONDS
-            self.pcie_at = now if pcie else self.pcie_at
-            load = self.nvml.read_load(self.gpu, pcie=pcie)
-            for way in ("sent", "received"):
-                if (total := load.pop(f"nvlink_{way}_total_gb")) is None:
-                    load[f"nvlink_{way}_gb"] = None
-                else:
-                    totals[f"nvlink_{way}_gb"] = total
+        if self.ports:
+            for way, name in (("sent", "port_xmit_data"), ("received", "port_rcv_data")):
+                words = sum(int(_read(port / name) or 0) for port in self.ports)
+                totals[f"infiniband_{way}_gb"] = words * INFINIBAND_WORD / 1e9
+        if self.gpu is None or self.nvml is None:
+            return totals, {}
+        reads_pcie = now - self.pcie_at >= PCIE_SECONDS
+        if reads_pcie:
+            self.pcie_at = now
+        load = self.nvml.read_load(self.gpu, pcie=reads_pcie)
+        for way in ("sent", "received"):
+            total = load.pop(f"nvlink_{way}_total_gb")
+            if total is None:
+                load[f"nvlink_{way}_gb"] = None
+            else:
+                totals[f"nvlink_{way}_gb"] = total
         return totals, load
 
 
 def nvml_gpu_stats() -> list[dict[str, Any]]:
     """Return one dict per GPU of this machine, with the step files' field names; empty without a GPU or NVML."""
-    nvml, gpus, found = Nvml(), read_gpus(health=False).gpus, []
-    for gpu, handle in zip(gpus, nvml.handles() if gpus else (), strict=True):
+    gpus = read_gpus(health=False).gpus
+    if not gpus:
+        return []
+    nvml = Nvml()
+    stats = []
+    for gpu, handle in zip(gpus, nvml.handles(), strict=True):
         memory = {"memory_total_gib": gpu.memory_gib, "memory_used_gib": gpu.memory_gib - gpu.free_gib}
-        found.append({"name": gpu.name, **memory, **nvml.read_load(handle)})
-    return found
+        stats.append({"name": gpu.name, **memory, **nvml.read_load(handle)})
+    return stats
 
 
 def read_rss_gib() -> float:
@@ -125,20 +133,21 @@ def _read(path: Path) -> str:
 
 def describe_machine(device: torch.device | None = None) -> dict[str, Any]:
     """Return the facts that the report shows under "Hardware"."""
-    here, found = read_this_machine(), read_gpus(health=False)
+    machine = read_this_machine()
+    gpus = read_gpus(health=False)
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")
     return {
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()}",
         "processor": f"{model} x {os.cpu_count()}" if model else platform.machine(),
-        "cpus": here.cpus,
-        "memory_gib": round(here.memory_gib, 1),
+        "cpus": machine.cpus,
+        "memory_gib": round(machine.memory_gib, 1),
         "device": str(device) if device is not None else "",
         "gpu": torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else None,
-        "gpus": [{"name": gpu.name, "memory_gib": round(gpu.memory_gib, 1)} for gpu in found.gpus],
-        "no_gpu_because": found.error,
-        "driver": found.driver,
+        "gpus": [{"name": gpu.name, "memory_gib": round(gpu.memory_gib, 1)} for gpu in gpus.gpus],
+        "no_gpu_because": gpus.error,
+        "driver": gpus.driver,
         "cuda": torch.version.cuda,
         "infiniband": [str(port.parent.relative_to(INFINIBAND)) for port in list_infiniband_ports()],
         "python": platform.python_version(),

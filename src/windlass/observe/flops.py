@@ -18,12 +18,13 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
     transformers' routers all return (logits, weights, indices) and have `num_experts` and `top_k`.
     """
-    found = []
+    routers = []
     for module in model.modules():
-        experts, top_k, weight = (getattr(module, name, None) for name in ("num_experts", "top_k", "weight"))
-        if isinstance(experts, int) and isinstance(top_k, int) and isinstance(weight, Tensor):
-            found.append((module, experts))
-    return found
+        experts = getattr(module, "num_experts", None)
+        has_top_k = isinstance(getattr(module, "top_k", None), int)
+        if isinstance(experts, int) and has_top_k and isinstance(getattr(module, "weight", None), Tensor):
+            routers.append((module, experts))
+    return routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,13 @@ def count_flops(model: nn.Module, *, recomputes: bool) -> Flops:
 
     config: Any = getattr(model, "config", None)
     config = getattr(config, "text_config", config)
-    layers, heads = getattr(config, "num_hidden_layers", 0), getattr(config, "num_attention_heads", 0)
+    layers = getattr(config, "num_hidden_layers", 0)
+    heads = getattr(config, "num_attention_heads", 0)
     attention = 0.0  # scores and values of all layers in forward, for each token of the sequence
     if layers and heads:
         width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
-        key, value = (getattr(config, name, None) or width for name in ("qk_head_dim", "v_head_dim"))
+        key = getattr(config, "qk_head_dim", None) or width
+        value = getattr(config, "v_head_dim", None) or width
         attention = 2.0 * layers * heads * (key + value) / 2
     formula = f"4 x {active:.4g} active weights + 2 x {trainable:.4g} trainable + 3 x {attention:.4g} x sequence"
     recompute = (2 * active, attention) if recomputes else (0.0, 0.0)
@@ -101,13 +104,13 @@ class Rates:
         flops_per_token: float | None = None,
         recompute_flops_per_token: float | None = None,
     ) -> None:
-        self.seq_len, self.peak_tflops, self.why_no_peak = seq_len, None, f"no peak is known for {device.type}"
+        self.seq_len = seq_len
+        self.peak_tflops: float | None = None
+        self.why_no_peak = f"no peak is known for {device.type}"
         if device.type == "cuda":
             try:
-                self.peak_tflops, self.why_no_peak = (
-                    hardware.find_gpu(torch.cuda.get_device_name(device)).bf16_tflops,
-                    "",
-                )
+                self.peak_tflops = hardware.find_gpu(torch.cuda.get_device_name(device)).bf16_tflops
+                self.why_no_peak = ""
             except UserError as error:
                 self.why_no_peak = error.problems[0].problem
         if flops_per_token is None and model is not None:
@@ -118,8 +121,10 @@ class Rates:
     def of(self, tokens: float, seconds: float, length: int) -> dict[str, float]:
         if not seconds or not tokens:
             return {}
-        rates, length = {}, self.seq_len or length
-        if model := self.flops.model(length):
+        length = self.seq_len or length
+        model = self.flops.model(length)
+        rates = {}
+        if model:
             rates["model_tflops"] = model * tokens / seconds / 1e12
             if self.peak_tflops:
                 rates["mfu"] = rates["model_tflops"] / self.peak_tflops

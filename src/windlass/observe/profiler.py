@@ -108,7 +108,8 @@ class StepProfiler(_Profiler):
         if unit != "tokens" and (not re.fullmatch("[a-z][a-z_]{0,30}", unit) or f"{unit}_per_second" in steps.FIELDS):
             raise UserError(f"{unit!r} can't name what is counted", "StepProfiler", "small letters: images, clips")
         super().__init__(output_dir, debug_freq, report_meta, script_name, report)
-        self.unit, self.made = unit, from_step
+        self.unit = unit
+        self.steps_done = from_step
         self.heartbeat: Heartbeat | None = None
 
     def __enter__(self) -> Self:
@@ -123,13 +124,13 @@ class StepProfiler(_Profiler):
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if connected else (0, 1)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         recorder = self._record(folder, rank, ranks, device, unit=self.unit)
-        recorder.start(self.made)
+        recorder.start(self.steps_done)
         self.heartbeat = script_heartbeat(folder, rank, ranks, recorder.position)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is None:
-            self._running().event("end", self.made)
+            self._running().event("end", self.steps_done)
         if self.heartbeat is not None:
             self.heartbeat.close()
         self.close()
@@ -162,14 +163,14 @@ class StepProfiler(_Profiler):
         epoch: float | None = None,
     ) -> None:
         """End the optimizer step: its line is written as soon as its times are known."""
-        self.made += 1
+        self.steps_done += 1
         values: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "epoch": epoch}
         values[self.unit] = int(items)
-        self._running().end_step(self.made, **values)
+        self._running().end_step(self.steps_done, **values)
 
     def event(self, kind: str, **numbers: float) -> None:
         """Log an evaluation (`eval`, best with `eval_loss`), a `save`, or another event of the script's."""
-        self._running().event(kind, self.made, **numbers)
+        self._running().event(kind, self.steps_done, **numbers)
         if kind == "save" and self.background is not None:
             self.background.start()
 
@@ -234,8 +235,8 @@ class LLMStepProfiler(_Profiler):
         self.close()
         device = torch.device(args.device)
         rates = Rates(device, model, recomputes=bool(args.gradient_checkpointing), seq_len=self.seq_len, **self.flops)
-        folder, rank, ranks = self.folder or Path(args.output_dir), int(args.process_index), int(args.world_size)
-        recorder = self._record(folder, rank, ranks, device, model=model, rates=rates)
+        folder = self.folder or Path(args.output_dir)
+        recorder = self._record(folder, int(args.process_index), int(args.world_size), device, model=model, rates=rates)
         if args.torch_compile:
             recorder.counters.unmeasured["forward_seconds, tokens"] = "torch_compile: hooks would split the graph"
         elif model is not None:
@@ -247,8 +248,9 @@ class LLMStepProfiler(_Profiler):
     def _before_forward(self, module: nn.Module, _arguments: Any, inputs: dict[str, Any]) -> None:
         if not module.training or torch.compiler.is_compiling() or self.recorder is None:
             return
-        if (counted := self.recorder.count_tokens(inputs)) is not None:
-            self.counts.append(counted)
+        counts = self.recorder.count_tokens(inputs)
+        if counts is not None:
+            self.counts.append(counts)
         self.summed = inputs.get("num_items_in_batch") is not None
         self._mark("data")
 

@@ -19,7 +19,8 @@ from windlass.observe import steps
 
 NAN: Final = math.nan
 CHUNK: Final = 2048  # lines that are parsed together
-HEAD, SAMPLE = 8 * 1024, 2 * 1024  # bytes read at the start of a long file, and at each of its other places
+HEAD_BYTES: Final = 8 * 1024  # read at the start of a long file
+SAMPLE_BYTES: Final = 2 * 1024  # read at each of its other places
 MAX_WAITING: Final = 200  # steps that wait for a rank before they are given up
 OBJECTS: Final = ("experts", "gpu_throttle", "skipped", "non_finite", "source_loss")  # fields that are not numbers
 
@@ -30,7 +31,10 @@ class Tail:
     """Reads the complete lines added to a file since the last reading. A file that became shorter is read anew."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.at, self.line, self.table = path, 0, 0, Table()
+        self.path = path
+        self.at = 0  # bytes read
+        self.line = 0  # lines read
+        self.table = Table()
         self.damaged: list[int] = []  # numbers of lines that are not JSON objects
 
     def skip(self) -> None:
@@ -43,7 +47,10 @@ class Tail:
             if file.seek(0, 2) < self.at:
                 self.at = self.line = 0
             file.seek(self.at)
-            while lines := list(itertools.islice(file, CHUNK)):
+            while True:
+                lines = list(itertools.islice(file, CHUNK))
+                if not lines:
+                    return
                 complete = lines if lines[-1].endswith(b"\n") else lines[:-1]
                 self.at += sum(map(len, complete))
                 self.line += len(complete)
@@ -57,7 +64,7 @@ class Tail:
         with suppress(OSError), self.path.open("rb") as file:
             end = file.seek(0, 2)
             for place in range(places):
-                size = SAMPLE if place else HEAD
+                size = SAMPLE_BYTES if place else HEAD_BYTES
                 file.seek(max(0, min(end * place // (places - 1), end - size)))
                 lines += file.read(size).split(b"\n")[1 if place else 0 : -1]  # the first and the last are incomplete
         return lines
@@ -71,14 +78,20 @@ class Tail:
                 records = []
             if len(records) != len(lines) or None in records:
                 records = []
-                for number_, line in enumerate(lines, self.line - len(lines) + 1):
-                    with suppress(ValueError, RecursionError):
-                        if (value := self.table.decode(_decode(line))) is not None:
-                            records.append(value)
-                            continue
-                    if lines_of is None:  # a sampled file's header may not have been read
-                        self.damaged.append(number_)
+                for number, line in enumerate(lines, self.line - len(lines) + 1):
+                    record = self._decode_line(line)
+                    if record is not None:
+                        records.append(record)
+                    elif lines_of is None:  # a sampled file's header may not have been read
+                        self.damaged.append(number)
             yield [record for record in records if record]
+
+    def _decode_line(self, line: bytes) -> Record | None:
+        """Return a line's object; None if it has none."""
+        try:
+            return self.table.decode(_decode(line))
+        except (ValueError, RecursionError):
+            return None
 
     def objects(self) -> Iterator[Record]:
         return itertools.chain.from_iterable(self.chunks())
@@ -99,7 +112,8 @@ class JoinedSteps:
     def read_new(self) -> list[tuple[int, dict[int, Record]]]:
         for rank, tail in self.tails.items():
             for record in tail.objects():
-                if isinstance(step := record.get("step"), int):
+                step = record.get("step")
+                if isinstance(step, int):
                     self.waiting.setdefault(step, {})[rank] = record
                     self.latest.setdefault(rank, {}).update(record)
         complete = sorted(step for step, records in self.waiting.items() if len(records) == len(self.tails))
@@ -113,7 +127,9 @@ class Columns:
     """One rank's steps, field by field; NaN where a field was not measured in a step."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.names, self.length, self.unit = names, 0, steps.TOKENS
+        self.names = names
+        self.length = 0
+        self.unit = steps.TOKENS
         self.fields: dict[str, array[float]] = {"step": array("d")}
         self.objects: dict[str, dict[int, Any]] = {name: {} for name in OBJECTS}  # by row
 
@@ -133,14 +149,14 @@ class Columns:
                 self.length = bisect_left(self.fields["step"], at[start])
                 for column in self.fields.values():
                     del column[self.length :]
-                for name, found in self.objects.items():
-                    self.objects[name] = {row: value for row, value in found.items() if row < self.length}
+                for name, by_row in self.objects.items():
+                    self.objects[name] = {row: value for row, value in by_row.items() if row < self.length}
             self._extend(numbered[start:end])
 
     def _extend(self, records: list[Record]) -> None:
-        there = set().union(*records)
+        present = set().union(*records)
         for name in self.names:
-            if name not in there and name not in self.fields:
+            if name not in present and name not in self.fields:
                 continue
             try:
                 values = [*map(itemgetter(name), records)]
@@ -151,9 +167,9 @@ class Columns:
                 self.fields[name].extend(array("d", values))
             except (TypeError, OverflowError):  # null, text, or an integer too large
                 self.fields[name].extend(map(as_number, values))
-        for name in there & self.objects.keys():
-            found = {row: record[name] for row, record in enumerate(records, self.length) if record.get(name)}
-            self.objects[name] |= found
+        for name in present & self.objects.keys():
+            by_row = {row: record[name] for row, record in enumerate(records, self.length) if record.get(name)}
+            self.objects[name] |= by_row
         self.length += len(records)
 
 
@@ -189,10 +205,10 @@ def drop_nan(values: Iterable[float]) -> list[float]:
 
 
 def mean(values: Iterable[float]) -> float:
-    found = drop_nan(values)
-    return math.fsum(found) / len(found) if found else NAN
+    known = drop_nan(values)
+    return math.fsum(known) / len(known) if known else NAN
 
 
 def median(values: Iterable[float]) -> float:
-    found = sorted(drop_nan(values))
-    return found[len(found) // 2] if found else NAN
+    known = sorted(drop_nan(values))
+    return known[len(known) // 2] if known else NAN

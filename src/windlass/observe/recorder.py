@@ -96,8 +96,10 @@ class Recorder:
         self._pending: deque[_Pending] = deque()
         self._marks: list[tuple[str, Time]] = []
         self._counts: list[Tensor] = []
-        self._sequences = self._longest = 0
-        self._cost = self._sampling_cost = 0.0
+        self._sequences = 0
+        self._longest = 0
+        self._cost = 0.0  # seconds that recording the step took
+        self._sampling_cost = 0.0  # seconds that sampling took since the start
         self._balance = ExpertBalance(model) if model is not None else None
         self._rates = rates
         self._fields = (*steps.FIELDS, unit)
@@ -120,7 +122,8 @@ class Recorder:
 
     def start(self, step: int = 0) -> None:
         """Start measuring time."""
-        with self.unwritten(meter := self.folder / run_folder.METER.format(rank=self.rank)):
+        meter = self.folder / run_folder.METER.format(rank=self.rank)
+        with self.unwritten(meter):
             write_json(meter, self.about)
         self._file = self.unwritten.open(self.folder / run_folder.STEPS.format(rank=self.rank), "a")
         self.step = step
@@ -153,21 +156,22 @@ class Recorder:
     def count_tokens(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Add one micro-batch to the step's counts. Return its tokens, padding and supervised tokens."""
         began = time.perf_counter()
-        counted = batch["counts"] if "counts" in batch else count_tokens_in(batch)
-        if counted is not None:
+        counts = batch["counts"] if "counts" in batch else count_tokens_in(batch)
+        if counts is not None:
             ids = batch["input_ids"]
-            self._counts.append(counted)
+            self._counts.append(counts)
             self._sequences += ids.shape[0] if ids.dim() > 1 else 1
             self._longest = max(self._longest, ids.shape[-1])
         self._cost += time.perf_counter() - began
-        return counted
+        return counts
 
     def end_step(self, step: int, *, hold: bool = False, **values: Any) -> None:
         """End the optimizer step. `hold`: its line waits for `add_values`."""
         began = time.perf_counter()
         self._require_running()
         self._marks.append(("other", self.now()))
-        self.step, self.progress = step, self.progress + 1
+        self.step = step
+        self.progress += 1
         late = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
         record: dict[str, Any] = {
             "step": step,
@@ -179,14 +183,21 @@ class Recorder:
         if self._counts:
             sums = torch.stack(self._counts).sum(0)
             record |= {"sequences": self._sequences, "longest": self._longest}
-            (late if sums.device.type == "cuda" else record).update(zip(TOKEN_COUNTS, sums, strict=True))
+            counts = dict(zip(TOKEN_COUNTS, sums, strict=True))
+            if sums.device.type == "cuda":
+                late |= counts
+            else:
+                record |= counts
         stacked = torch.stack([value.double().reshape(()) for value in late.values()]) if late else None
         if stacked is not None and stacked.device.type == "cuda":
             host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
             stacked = host.copy_(stacked, non_blocking=True)
             self._marks.append(("other", self.now()))  # passes only when the copy has arrived
         self._pending.append(_Pending(record, self._marks, stacked, tuple(late), hold))
-        self._marks, self._counts, self._sequences, self._longest = [("start", self.now())], [], 0, 0
+        self._marks = [("start", self.now())]
+        self._counts = []
+        self._sequences = 0
+        self._longest = 0
         self._write_arrived(wait=self.sampled or len(self._pending) > MAX_PENDING)
         self._sample_next(bool(self.sample_every) and step % self.sample_every == 0)
         self._cost += time.perf_counter() - began
@@ -195,7 +206,8 @@ class Recorder:
         """Add values to the step that was ended with `hold`."""
         if self._pending and self._pending[-1].hold:
             last = self._pending[-1]
-            last.hold, last.record = False, {**values, **last.record}
+            last.hold = False
+            last.record = {**values, **last.record}
             self._write_arrived()
 
     def event(self, kind: str, step: int, **numbers: Any) -> None:
@@ -221,8 +233,8 @@ class Recorder:
         """Write what is still under way. Safe to call twice."""
         if self._file is None:
             return
-        for each in self._pending:
-            each.hold = False
+        for pending in self._pending:
+            pending.hold = False
         try:
             self._write_arrived(wait=True)
         finally:
@@ -249,7 +261,8 @@ class Recorder:
         if not self.sampled and self._sampling_cost > BUDGET * (began - self._began):
             return {}
         fields = self.counters.sample()
-        if self.sampled and self._balance is not None and (balance := self._balance.stop()):
+        balance = self._balance.stop() if self.sampled and self._balance is not None else None
+        if balance:
             fields["experts"] = balance
         self._sampling_cost += time.perf_counter() - began
         return fields
@@ -270,7 +283,8 @@ class Recorder:
             took = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
             seconds[phase] += max(took, 0.0)
         record = done.record | {f"{phase}_seconds": took for phase, took in seconds.items()}
-        record["meter_seconds"], self._cost = self._cost, 0.0
+        record["meter_seconds"] = self._cost
+        self._cost = 0.0
         step_seconds = sum(seconds.values()) - seconds[PAUSE]
         if done.late is not None:
             record = dict(zip(done.late_names, done.late.tolist(), strict=True)) | record
@@ -279,8 +293,8 @@ class Recorder:
         if self._rates is not None:
             record |= self._rates.of(record.get(self.unit) or 0, step_seconds, record.get("longest", 0))
         places = 4 - math.floor(math.log10(max(step_seconds, 1e-6)))
-        short = {n: drop_noise_digits(n, record[n], places) for n in self._fields if record.get(n) is not None}
-        self.latest = self._table.derive(short)
+        measured = [name for name in self._fields if record.get(name) is not None]
+        self.latest = self._table.derive({name: drop_noise_digits(name, record[name], places) for name in measured})
         non_finite = [name for name in ("loss", "grad_norm") if not math.isfinite(record.get(name) or 0.0)]
         if non_finite:  # JSON has no NaN
             self.latest |= {"non_finite": non_finite, **dict.fromkeys(non_finite)}
@@ -340,7 +354,9 @@ def count_tokens_in(batch: Mapping[str, Any]) -> Tensor | None:
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor):
         return None
-    mask, labels, positions = batch.get("attention_mask"), batch.get("labels"), batch.get("position_ids")
+    mask = batch.get("attention_mask")
+    labels = batch.get("labels")
+    positions = batch.get("position_ids")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         tokens = mask.count_nonzero().double()
     else:  # packed rows come without a mask: every position is a token
@@ -357,13 +373,13 @@ def mean_loss(losses: Sequence[Tensor], counts: Sequence[Tensor], *, summed: boo
     """Return a step's loss: `summed` losses of micro-batches are shares of it, others means over supervised tokens."""
     if not losses:
         return None
-    each = torch.stack(list(losses))
+    stacked = torch.stack(list(losses))
     if summed:
-        return each.sum()
+        return stacked.sum()
     if len(counts) != len(losses):
-        return each.mean()
-    weights = torch.stack(list(counts))[:, 2].to(each.device)
-    return (each * weights).sum() / weights.sum().clamp(min=1)
+        return stacked.mean()
+    weights = torch.stack(list(counts))[:, 2].to(stacked.device)
+    return (stacked * weights).sum() / weights.sum().clamp(min=1)
 
 
 def drop_noise_digits(name: str, value: Any, places: int) -> Any:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final
 
 IGNORED: Final = -100  # label of a token on which no loss is computed
-TOKENS, RATE = "tokens", "_per_second"  # the counted unit of a language model's steps, and the suffix of its rate
+TOKENS: Final = "tokens"  # the counted unit of a language model's steps
+RATE: Final = "_per_second"  # the suffix of its rate
 
 # The phases of an optimizer step's wall time. They add up to step_seconds.
 PHASES: Final = ("data", "forward", "backward", "optimizer", "communication", "other")
@@ -33,8 +34,9 @@ def derived_fields(unit: str) -> dict[str, tuple[str, ...]]:
 
 def read_unit(names: Iterable[str]) -> str:
     """Return the unit that a line with these fields counts."""
-    found = set(names)
-    return next((name.removesuffix(RATE) for name in found if name.removesuffix(RATE) in found - {name}), TOKENS)
+    fields = set(names)
+    units = {name.removesuffix(RATE) for name in fields if name.endswith(RATE)}
+    return next(iter(units & fields), TOKENS)
 
 
 def format_clock(seconds: float) -> str:

@@ -22,11 +22,14 @@ Facts = dict[str, Any]
 PLAN: Final = run_folder.PLAN
 MANIFEST: Final = run_folder.MANIFEST
 SILENT_SECONDS: Final = 120  # without a heartbeat of any rank the run is dead, whatever its manifest says
-STOPPED_BY_ALARM, KILLED = "stopped by an alarm", "killed"
+STOPPED_BY_ALARM: Final = "stopped by an alarm"
+KILLED: Final = "killed"
 BAD_STATES: Final = (run_folder.FAILED, KILLED, STOPPED_BY_ALARM)
 DATA_SHARE: Final = 0.25  # share of the step time from which waiting for data is reported
 CERTIFICATE: Final = ("checkpoint", "base_digest", "layout", "parameters", "loaded", "unread", "checked")
-MAX_PROMPTS, MAX_TEXTS, MAX_LETTERS = 16, 6, 1200
+MAX_PROMPTS: Final = 16
+MAX_TEXTS: Final = 6  # of a prompt
+MAX_LETTERS: Final = 1200  # of a text
 MAX_LISTED: Final = 200  # alarms and targets; the counts say how many there are
 
 
@@ -40,8 +43,6 @@ def collect_facts(run: Run) -> Facts:
     good = [event for event in events["save"] if event.get("ok") is not False]
     failed = [event for event in events["save"] if event.get("ok") is False]
     save_seconds = finite_numbers(event.get("seconds") for event in good)
-    adapter, load = run.get(PLAN, "adapter"), run.files.get(run_folder.LOAD)
-    targets = [target for target in as_list(get_path(adapter, "targets"))[:MAX_LISTED] if isinstance(target, dict)]
     made: Facts = {
         "name": run.name,
         "folder": str(run.folder),
@@ -77,21 +78,16 @@ def collect_facts(run: Run) -> Facts:
         },
         "ranks": ranks(run),
         "hardware": [
-            {**(get_path(each, "hardware") if isinstance(get_path(each, "hardware"), dict) else {}), "rank": rank}
-            for rank, each in run.meters.items()
+            {**(get_path(meter, "hardware") if isinstance(get_path(meter, "hardware"), dict) else {}), "rank": rank}
+            for rank, meter in run.meters.items()
         ],
         "unmeasured": get_path(meter, "unmeasured") or {},
         "script_name": get_path(meter, "script_name") or "",
         "report_meta": get_path(meter, "report_meta") or {},
         "arithmetic": get_path(meter, "arithmetic") or {},
         "data": run.files.get(run_folder.DATA),
-        # Without the names of thousands of modules, and with counts of as many tensors.
-        "adapter": {**adapter, "targets": [{k: t[k] for k in t if k != "matched"} for t in targets]}
-        if isinstance(adapter, dict)
-        else None,
-        "certificate": {k: len(load[k]) if isinstance(load.get(k), list) else load.get(k) for k in CERTIFICATE}
-        if load
-        else None,
+        "adapter": describe_adapter(run),
+        "certificate": describe_certificate(run),
         "run": run.get(MANIFEST, "run"),
         "versions": run.get(MANIFEST, "versions") or get_path(meter, "hardware", "versions") or {},
         "git": run.get(MANIFEST, "git"),
@@ -101,6 +97,25 @@ def collect_facts(run: Run) -> Facts:
     made["planned"] = compare_with_plan(run, made)
     made["verdict"] = judge_run(run, made)
     return made
+
+
+def describe_adapter(run: Run) -> Facts | None:
+    """Return the plan's adapter without the names of thousands of modules."""
+    adapter = run.get(PLAN, "adapter")
+    if not isinstance(adapter, dict):
+        return None
+    targets = [target for target in as_list(adapter.get("targets"))[:MAX_LISTED] if isinstance(target, dict)]
+    without_names = [{key: value for key, value in target.items() if key != "matched"} for target in targets]
+    return {**adapter, "targets": without_names}
+
+
+def describe_certificate(run: Run) -> Facts | None:
+    """Return the loading certificate with the number of tensors instead of their names."""
+    certificate = run.files.get(run_folder.LOAD)
+    if not certificate:
+        return None
+    values = {key: certificate.get(key) for key in CERTIFICATE}
+    return {key: len(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def read_samples(run: Run) -> list[Facts]:
@@ -135,14 +150,17 @@ def read_state(run: Run) -> str:
 
 
 def headline(run: Run, began: float, evaluations: list[float]) -> Facts:
-    first, of_tokens = run.first, run.first.unit == steps.TOKENS
+    first = run.first
+    of_tokens = first.unit == steps.TOKENS
     few = max(1, first.length // 20)  # a twentieth of the run: a single step's loss is mostly noise
     seconds = first["time"][-1] - began if len(first["time"]) else NAN
     recorded = finite_numbers(
         [get_path(meter, "ranks") for meter in run.meters.values()] + [run.get(MANIFEST, "ranks")]
     )
-    world, rate = int(max([len(run.ranks), *recorded])), median(run.job_rate)  # some ranks may have left no file
-    norms, limit = drop_nan(first["grad_norm"]), as_number(run.get(MANIFEST, "run", "train", "max_grad_norm"))
+    world = int(max([len(run.ranks), *recorded]))  # some ranks may have left no file
+    rate = median(run.job_rate)
+    norms = drop_nan(first["grad_norm"])
+    limit = as_number(run.get(MANIFEST, "run", "train", "max_grad_norm"))
     return {
         "steps": int(first["step"][-1]) if first.length else 0,
         "steps_planned": _whole(run.get(PLAN, "batch", "steps")),
@@ -172,7 +190,7 @@ def step_time(run: Run) -> Facts:
     total = math.fsum(seconds.values())
     spent = math.fsum(drop_nan(run.first["step_seconds"]))
     cost = drop_nan(run.first["meter_seconds"])
-    medians = {rank: each.step_seconds for rank, each in run.ranks.items()}
+    medians = {number: rank.step_seconds for number, rank in run.ranks.items()}
     return {
         "seconds": seconds,
         "shares": {phase: value / total for phase, value in seconds.items()} if total else {},
@@ -198,7 +216,8 @@ def tokens(run: Run) -> Facts:
 
 def memory(run: Run) -> Facts:
     on_gpu = run.stats("gpu_peak_gib").count > 0
-    device, host = as_number(run.get(PLAN, "memory", "gpu_gib")), as_number(run.get(PLAN, "memory", "host_gib"))
+    device = as_number(run.get(PLAN, "memory", "gpu_gib"))
+    host = as_number(run.get(PLAN, "memory", "host_gib"))
     # Without a GPU a rank's device is the host: use its share of the plan's host memory.
     share = host / (as_number(run.get(PLAN, "layout", "gpus_per_node")) or NAN)
     field = "gpu_peak_gib" if on_gpu else "rss_gib"
@@ -212,7 +231,7 @@ def memory(run: Run) -> Facts:
 
 def experts(run: Run) -> Facts | None:
     """Return the last expert balance."""
-    balances = {row: each for row, each in run.first.objects["experts"].items() if isinstance(each, dict)}
+    balances = {row: balance for row, balance in run.first.objects["experts"].items() if isinstance(balance, dict)}
     last = max(balances, default=-1)
     lists = {name: as_list(get_path(balances.get(last), name)) for name in ("busiest", "idlest", "unused")}
     layers = min(map(len, lists.values()))
@@ -228,7 +247,8 @@ def experts(run: Run) -> Facts | None:
 def ranks(run: Run) -> list[Facts]:
     rows = []
     for at, rank in run.ranks.items():
-        waiting, seconds = rank.stats["communication_seconds"], rank.stats["step_seconds"].total
+        waiting = rank.stats["communication_seconds"]
+        seconds = rank.stats["step_seconds"].total
         rows.append(
             {
                 "rank": at,
@@ -278,47 +298,65 @@ def highest_peak_gib(made: Facts) -> float:
 
 def judge_run(run: Run, made: Facts) -> Facts:
     """Return good, warn or bad, a sentence, and the symptoms about the run."""
-    head, saved, throttled = made["headline"], made["saves"], made["gpu"]["throttled_samples"]
-    first, last = head["first_loss"], head["final_loss"]
+    head = made["headline"]
+    saves = made["saves"]
+    throttled = made["gpu"]["throttled_samples"]
+    first_loss, last_loss = head["first_loss"], head["final_loss"]
     least, final = head["least_eval_loss"], head["final_eval_loss"]
     waiting = made["step_time"]["shares"].get("data", 0.0)
-    odd = [int(run.first["step"][row]) for row in run.first.objects["non_finite"]]
-    skipped = (
-        f"{format_plural(head['skipped_steps'], 'step')} {'was' if head['skipped_steps'] == 1 else 'were'} skipped"
-    )
-    limit = as_number(run.get(MANIFEST, "run", "train", "max_grad_norm"))
-    kinds = list(dict.fromkeys(str(alarm.get("kind", "?")) for alarm in run.alarms))[:6]
-    stopped = any(alarm.get("level") in ("stop", "error", "bad") for alarm in run.alarms)
-    silence = f"no sign of life from any rank for {format_duration(run.silent_seconds)}, and no end recorded"
     lost = head["ranks"] - len(run.ranks)
+    non_finite = [int(run.first["step"][row]) for row in run.first.objects["non_finite"]]
+    reasons: list[str] = []
     # Comparisons with an unknown number (NaN) are false.
+    if made["state"] == KILLED:
+        silence = f"no sign of life from any rank for {format_duration(run.silent_seconds)}"
+        reasons.append(f"{silence}, and no end recorded")
+    if non_finite:
+        reasons.append(f"loss or gradient is not a finite number at step {non_finite[0]}")
+    if head["skipped_steps"]:
+        were = "was" if head["skipped_steps"] == 1 else "were"
+        skipped = format_plural(head["skipped_steps"], "step")
+        reasons.append(f"{skipped} {were} skipped: the gradients were not finite")
+    if last_loss > first_loss * 1.02 and head["steps"] >= 20:
+        reasons.append("the loss is higher at the end than at the start")
+    if final > least * 1.05:
+        reasons.append(f"the evaluation loss has risen from {least:.3f} to {final:.3f}: overfitting")
     other_base = run.get(MANIFEST, "other_base")
-    against = [
-        (made["state"] == KILLED, silence),
-        (odd, f"loss or gradient is not a finite number at step {odd[0] if odd else 0}"),
-        (head["skipped_steps"], f"{skipped}: the gradients were not finite"),
-        (last > first * 1.02 and head["steps"] >= 20, "the loss is higher at the end than at the start"),
-        (final > least * 1.05, f"the evaluation loss has risen from {least:.3f} to {final:.3f}: overfitting"),
-        (other_base, f"trained on another base model than before: {other_base}"),
-        (run.alarms, f"{format_plural(len(run.alarms), 'alarm')}: {', '.join(kinds)}"),
-        (saved["failed"], f"{saved['failed']} of {saved['count']} saves failed: {saved['error']}"),
-        (waiting > DATA_SHARE, f"{waiting:.0%} of the step time is waiting for data: loading is the bottleneck"),
-        (throttled, f"GPU clocks were lowered: {', '.join(throttled)}"),
-        (lost > 0, f"{lost} of {head['ranks']} ranks left no step file"),
-    ]
-    balances = [each for each in run.first.objects["experts"].values() if isinstance(each, dict)]
+    if other_base:
+        reasons.append(f"trained on another base model than before: {other_base}")
+    if run.alarms:
+        kinds = list(dict.fromkeys(str(alarm.get("kind", "?")) for alarm in run.alarms))[:6]
+        reasons.append(f"{format_plural(len(run.alarms), 'alarm')}: {', '.join(kinds)}")
+    if saves["failed"]:
+        reasons.append(f"{saves['failed']} of {saves['count']} saves failed: {saves['error']}")
+    if waiting > DATA_SHARE:
+        reasons.append(f"{waiting:.0%} of the step time is waiting for data: loading is the bottleneck")
+    if throttled:
+        reasons.append(f"GPU clocks were lowered: {', '.join(throttled)}")
+    if lost > 0:
+        reasons.append(f"{lost} of {head['ranks']} ranks left no step file")
+    reasons += _find_symptoms(run, made)
+    is_stopped = any(alarm.get("level") in ("stop", "error", "bad") for alarm in run.alarms)
+    level = "warn" if reasons else "good"
+    if non_finite or is_stopped or made["state"] in BAD_STATES:
+        level = "bad"
+    return {"level": level, "text": _sentence(made), "against": reasons}
+
+
+def _find_symptoms(run: Run, made: Facts) -> list[str]:
+    head = made["headline"]
     on_gpu = made["memory"]["place"] == "gpu"  # on a CPU the plan's figures are rough
-    odd_figures = find_symptoms(
+    planned_seconds = as_number(run.get(PLAN, "estimate", "step_seconds")) if on_gpu else NAN
+    planned_gib = made["memory"]["planned_gib"] if on_gpu else NAN
+    balances = [balance for balance in run.first.objects["experts"].values() if isinstance(balance, dict)]
+    return find_symptoms(
         head["steps"],
         head["clipped_share"],
-        limit,
-        [list(map(as_number, as_list(get_path(each, "busiest")))) for each in balances],
-        step_seconds=(as_number(run.get(PLAN, "estimate", "step_seconds")) if on_gpu else NAN, head["step_seconds"]),
-        peak_gib=(made["memory"]["planned_gib"] if on_gpu else NAN, highest_peak_gib(made)),
+        as_number(run.get(MANIFEST, "run", "train", "max_grad_norm")),
+        [list(map(as_number, as_list(get_path(balance, "busiest")))) for balance in balances],
+        step_seconds=(planned_seconds, head["step_seconds"]),
+        peak_gib=(planned_gib, highest_peak_gib(made)),
     )
-    reasons = [reason for applies, reason in against if applies] + odd_figures
-    bad = odd or stopped or made["state"] in BAD_STATES
-    return {"level": "bad" if bad else "warn" if reasons else "good", "text": _sentence(made), "against": reasons}
 
 
 def _sentence(made: Facts) -> str:

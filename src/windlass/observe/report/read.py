@@ -86,9 +86,9 @@ class Run:
 
     def stats(self, name: str) -> Stats:
         """Return a field's statistics over all ranks."""
-        found = [rank.stats[name] for rank in self.ranks.values()]
-        most = max(drop_nan(each.most for each in found), default=NAN)
-        return Stats(sum(each.count for each in found), math.fsum(each.total for each in found), most)
+        by_rank = [rank.stats[name] for rank in self.ranks.values()]
+        most = max(drop_nan(stats.most for stats in by_rank), default=NAN)
+        return Stats(sum(stats.count for stats in by_rank), math.fsum(stats.total for stats in by_rank), most)
 
 
 def read_run(folder: Path, points: int = 480) -> Run:
@@ -106,18 +106,21 @@ def read_run(folder: Path, points: int = 480) -> Run:
     ranks: dict[int, Rank] = {}
     sampled: list[int] = []
     for rank, path in paths.items():
-        tail, columns = Tail(path), Columns(ALL if lead is None else ("step", *SUMS))
+        tail = Tail(path)
+        columns = Columns(ALL if lead is None else ("step", *SUMS))
         sparse = lead is not None and path.stat().st_size > LONG
         for records in tail.chunks([tail.sample_lines(points)] if sparse else None):
             columns.add(records)
         # Scale a sampled rank's counts to the number of steps in its last line.
         scale = columns["step"][-1] / columns.length if sparse and columns.length else 1.0
-        sampled.extend([rank] * sparse)
+        if sparse:
+            sampled.append(rank)
         if tail.damaged:
             count = "a line" if len(tail.damaged) == 1 else f"{len(tail.damaged)} lines"
             absent.append(f"{count} of {path.name} can't be read, the first is line {tail.damaged[0]}")
         if lead is None:
-            lead, cuts = columns, choose_cuts(columns.length, points)
+            lead = columns
+            cuts = choose_cuts(columns.length, points)
         ends = [*(lead["step"][cut] for cut in cuts[:-1]), math.inf]
         own_cuts = [bisect_left(columns["step"], end) for end in ends]  # a killed or sampled rank has fewer steps
         unit, per_second = steps.unit_fields(columns.unit)
@@ -143,7 +146,8 @@ def read_run(folder: Path, points: int = 480) -> Run:
 
     files = {}
     for name in OPTIONAL:
-        if value := read_json(folder / name):
+        value = read_json(folder / name)
+        if value:
             files[name] = value
         elif not (name in NOT_OF_SCRIPTS and get_path(files.get(run_folder.MANIFEST), "kind") == "script"):
             absent.append(f"{name} is {'damaged' if (folder / name).exists() else 'absent'}")
@@ -176,12 +180,13 @@ def read_run(folder: Path, points: int = 480) -> Run:
 
 def align_column(columns: Columns, name: str, by: Sequence[float]) -> Sequence[float]:
     """Return a rank's field at the first rank's steps: a killed rank may have fewer."""
-    values, own = columns[name], columns["step"]
+    values = columns[name]
+    own_steps = columns["step"]
     if not len(values):
         return [NAN] * len(by)
-    if len(own) >= len(by) and (not len(by) or (own[0] == by[0] and own[len(by) - 1] == by[-1])):
+    if len(own_steps) >= len(by) and (not len(by) or (own_steps[0] == by[0] and own_steps[len(by) - 1] == by[-1])):
         return values[: len(by)]
-    at = dict(zip(own, values, strict=True))
+    at = dict(zip(own_steps, values, strict=True))
     return [at.get(step, NAN) for step in by]
 
 

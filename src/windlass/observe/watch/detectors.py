@@ -68,7 +68,8 @@ class AlarmError(RunError):
 
     def __init__(self, kind: str, problem: str, where: str, hint: str, *, logged: bool = False) -> None:
         super().__init__(problem, where, hint)
-        self.kind, self.logged = kind, logged
+        self.kind = kind
+        self.logged = logged
 
 
 @dataclass
@@ -87,7 +88,8 @@ class Memory:
             self.whole_run.append((step, gib))
         self.seen += 1
         if len(self.whole_run) > SAMPLES:
-            self.whole_run, self.stride = self.whole_run[::2], self.stride * 2
+            self.whole_run = self.whole_run[::2]
+            self.stride *= 2
 
 
 @dataclass
@@ -127,14 +129,17 @@ class History:
         if len(before) >= MIN_STEPS:
             now = median_and_deviation(before)
             self.lowest_loss = min(self.lowest_loss or now, now)
-        if self.seen > WARM_UP and (seconds := slowest_step(records)):
+        seconds = slowest_step(records)
+        if self.seen > WARM_UP and seconds:
             self.step_seconds.append(seconds)
 
     def values(self, name: str, last: int) -> list[float]:
         """Return a field's last values from the first rank that has it: loss and gradient norm are the same on all."""
-        lines = ([record.get(name) for record in records.values()] for records in list(self.joined)[-last:])
-        found = (next((value for value in values if value is not None), None) for values in lines)
-        return [value for value in found if value is not None]
+        values = []
+        for records in list(self.joined)[-last:]:
+            by_rank = [record[name] for record in records.values() if record.get(name) is not None]
+            values += by_rank[:1]
+        return values
 
 
 def median_and_deviation(numbers: Sequence[float]) -> tuple[float, float]:
@@ -194,20 +199,25 @@ def non_finite(history: History) -> Findings:
     names = sorted({name for record in records.values() for name in record.get("non_finite") or ()})
     skipped = any(record.get("skipped") for record in records.values())
     if names or skipped:
-        what = f"{', '.join(names) or 'gradient'}{', update skipped' if skipped else ''}"
-        yield f"{what}; {describe_rows(records)}", None
+        values = ", ".join(names) or "gradient"
+        if skipped:
+            values += ", update skipped"
+        yield f"{values}; {describe_rows(records)}", None
 
 
 def dead_adapter(history: History) -> Findings:
     """Find an adapter that no longer affects the loss, or that nothing changes any more."""
     for record in history.joined[-1].values():
-        if text := record.get("unchanged"):
+        text = record.get("unchanged")
+        if text:
             cure = "they are rounded away: set lora.dtype: float32, or a higher train.learning_rate"
             yield f"the last 50 updates changed nothing in {text}; {cure}", None
     if history.vocabulary is None:
         return
-    norms, losses = history.values("grad_norm", NO_CHANGE), history.values("loss", NO_CHANGE)
-    rates, guessing = history.values("learning_rate", NO_CHANGE), math.log(history.vocabulary)
+    norms = history.values("grad_norm", NO_CHANGE)
+    losses = history.values("loss", NO_CHANGE)
+    rates = history.values("learning_rate", NO_CHANGE)
+    guessing = math.log(history.vocabulary)
     last = history.values("grad_norm", NO_GRADIENT)
     if len(last) == NO_GRADIENT and not any(last):
         yield f"the gradient is exactly zero in {NO_GRADIENT} steps in a row, so nothing it does reaches the loss", None
@@ -235,17 +245,20 @@ def straggler(history: History) -> Findings:
         return
     step_seconds = median(map(slowest_step, recent))
     for phase in ("data", "forward", "backward", "optimizer", "other"):
-        name, waiting = f"{phase}_seconds", "wait_seconds" if phase == "forward" else ""
-
-        def own(record: Mapping[str, Any], name: str = name, waiting: str = waiting) -> float:
-            return (record.get(name) or 0.0) - (record.get(waiting) or 0.0)
-
-        taken = {rank: median(own(records[rank]) for records in recent) for rank in ranks}
-        worst, seconds, others = find_worst_rank(taken)
+        by_rank = {rank: median(_own_seconds(records[rank], phase) for records in recent) for rank in ranks}
+        worst, seconds, others = find_worst_rank(by_rank)
         if seconds - others > max(history.limits.straggler_share * step_seconds, MIN_DELAY):
             times = f"{seconds:.3g} s, the others {others:.3g} s of a step of {step_seconds:.3g} s"
             yield f"slow in {phase}: {times}", worst
             return
+
+
+def _own_seconds(record: Mapping[str, Any], phase: str) -> float:
+    """Return the time of a phase without waiting for other ranks in it."""
+    seconds: float = record.get(f"{phase}_seconds") or 0.0
+    if phase == "forward":
+        seconds -= record.get("wait_seconds") or 0.0
+    return seconds
 
 
 def memory_growth(history: History) -> Findings:
@@ -289,10 +302,11 @@ def memory_imbalance(history: History) -> Findings:
 
 
 def throughput(history: History) -> Findings:
-    recent = [seconds for records in list(history.joined)[-RECENT_TIMES:] if (seconds := slowest_step(records))]
+    recent = [seconds for seconds in map(slowest_step, list(history.joined)[-RECENT_TIMES:]) if seconds]
     if len(history.step_seconds) < WINDOW or len(recent) < RECENT_TIMES:
         return
-    usual, now = median(history.step_seconds), median(recent)
+    usual = median(history.step_seconds)
+    now = median(recent)
     if now * history.limits.throughput_fraction > usual:
         records = history.joined[-1].values()
         phases = {p: sum(r.get(f"{p}_seconds") or 0.0 for r in records) for p in steps.PHASES}
@@ -304,10 +318,10 @@ def throttling(history: History) -> Findings:
     recent = list(history.joined)[-MIN_STEPS:]
     for rank in recent[-1]:
         samples = [r[rank]["gpu_throttle"] for r in recent if r[rank].get("gpu_throttle") is not None]
-        faults = [found for each in samples if (found := [why for why in each if why not in HARMLESS_THROTTLING])]
+        faults = [set(sample) - set(HARMLESS_THROTTLING) for sample in samples]
+        faults = [reasons for reasons in faults if reasons]
         if len(samples) >= 5 and len(faults) * 2 >= len(samples):
-            reasons = ", ".join(sorted({reason for each in faults for reason in each}))
-            yield f"{reasons} in {len(faults)} of {len(samples)} samples", rank
+            yield f"{', '.join(sorted(set().union(*faults)))} in {len(faults)} of {len(samples)} samples", rank
 
 
 def dead_experts(history: History) -> Findings:
@@ -320,7 +334,8 @@ def dead_experts(history: History) -> Findings:
             if not balance or (record.get("tokens") or 0) < MIN_CHOICES * balance["experts"]:
                 return
             unused = [min(pair) for pair in zip(unused or balance["unused"], balance["unused"], strict=True)]
-    if layers := [str(layer) for layer, number in enumerate(unused) if number]:
+    layers = [str(layer) for layer, number in enumerate(unused) if number]
+    if layers:
         message = f"layers {', '.join(layers)}: up to {max(unused)} experts unused by any rank in {BALANCES} samples"
         yield message, None
 
@@ -329,7 +344,7 @@ def eval_loss(history: History) -> Findings:
     patience = history.limits.eval_patience
     if len(history.evaluations) <= patience:
         return
-    best_step, best = min(history.evaluations[:-patience], key=lambda each: each[1])
+    best_step, best = min(history.evaluations[:-patience], key=lambda evaluation: evaluation[1])
     last = [loss for _, loss in history.evaluations[-patience:]]
     if min(last) > best and all(a <= b for a, b in pairwise(last)):
         message = f"{patience} evaluations in a row without a fall: {', '.join(f'{loss:.4g}' for loss in last)}"
@@ -338,7 +353,11 @@ def eval_loss(history: History) -> Findings:
 
 # --- the list ---
 
-STEPS, EVALUATIONS, NCCL_LOG, RUN = "steps", "evaluations", "NCCL's log", "the run itself"
+# What a detector reads.
+STEPS: Final = "steps"
+EVALUATIONS: Final = "evaluations"
+NCCL_LOG: Final = "NCCL's log"
+RUN: Final = "the run itself"
 
 
 class Detector(NamedTuple):

@@ -57,8 +57,14 @@ class Heartbeat(threading.Thread):
         unwritten: WriteGuard | None = None,
     ) -> None:
         super().__init__(name="windlass heartbeat", daemon=True)
-        self.folder, self.rank, self.ranks, self.stall_seconds = folder, rank, ranks, stall_seconds
-        self.position, self.stalled, self.leave, self.flight_recorder = position, stalled, leave, flight_recorder
+        self.folder = folder
+        self.rank = rank
+        self.ranks = ranks
+        self.stall_seconds = stall_seconds
+        self.position = position
+        self.stalled = stalled
+        self.leave = leave
+        self.flight_recorder = flight_recorder
         self.unwritten = unwritten or WriteGuard(lambda _: None)
         self.period = min(SLOWEST_BEAT, (stall_seconds or 60.0) / 4)
         self.over = threading.Event()
@@ -67,11 +73,14 @@ class Heartbeat(threading.Thread):
         self.stalled_since = ""
 
     def run(self) -> None:
-        last, since = None, time.monotonic()
+        last: Position | None = None
+        since = time.monotonic()
         while not self.over.is_set():
             now = self.position()
             if last is None or now.progress != last.progress:
-                last, since, self.stalled_since = now, time.monotonic(), ""
+                last = now
+                since = time.monotonic()
+                self.stalled_since = ""
                 if self.stall_seconds:
                     faulthandler.dump_traceback_later(self.stall_seconds + 2 * self.period, file=self.stacks)
             quiet = time.monotonic() - since
@@ -118,13 +127,16 @@ class Heartbeat(threading.Thread):
                 break
         parts = [f"no progress for {quiet:.0f} s"]
         if silent:
-            where = ", ".join(f"pid {beats[r]['pid']} on {beats[r]['host']}" for r in silent if r in beats)
-            parts.append(f"no sign of life from {format_ranks(silent)}{f' ({where})' if where else ''}")
-        holders = ((rank, find_gil_holder(self.folder, rank)) for rank in range(self.ranks))
-        parts += [f"rank {rank} holds Python's lock: {where}" for rank, where in holders if where]
-        parts += find_absent_ranks(
-            {rank: beats[rank].get("collectives") or {} for rank in alive if beats[rank]["stalled"]}
-        )
+            parts.append(f"no sign of life from {format_ranks(silent)}")
+            processes = [f"pid {beats[rank]['pid']} on {beats[rank]['host']}" for rank in silent if rank in beats]
+            if processes:
+                parts[-1] += f" ({', '.join(processes)})"
+        for rank in range(self.ranks):
+            place = find_gil_holder(self.folder, rank)
+            if place:
+                parts.append(f"rank {rank} holds Python's lock: {place}")
+        stalled = [rank for rank in alive if beats[rank]["stalled"]]
+        parts += find_absent_ranks({rank: beats[rank].get("collectives") or {} for rank in stalled})
         parts += [f"rank {rank} in {beat['phase']} of step {beat['step']}" for rank, beat in beats.items()][:8]
         message = "; ".join([*parts, f"stacks in {STACKS.format(rank='*')}"])
         if min(alive, default=self.rank) == self.rank:
@@ -155,7 +167,8 @@ def read_beats(folder: Path) -> dict[int, dict[str, Any]]:
     for path in sorted(folder.glob(BEAT.format(rank="*"))):
         with suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
             beat = json.loads(path.read_bytes())
-            if 0 <= (seconds := float(beat["time"])) < LATEST_TIME:
+            seconds = float(beat["time"])
+            if 0 <= seconds < LATEST_TIME:
                 beats[int(beat["rank"])] = {**beat, "time": seconds}
     return dict(sorted(beats.items()))
 
@@ -184,7 +197,7 @@ def read_recent_calls(trace: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def find_absent_ranks(by_rank: Mapping[int, Calls]) -> list[str]:
     """Name for each group the ranks that lack the call for which others wait. A rank without any record lacks all."""
-    found = []
+    messages = []
     for name in sorted({name for groups in by_rank.values() for name in groups}):
         last = {rank: int(groups[name]["last"]) for rank, groups in sorted(by_rank.items()) if name in groups}
         newest = max(last.values())
@@ -194,11 +207,9 @@ def find_absent_ranks(by_rank: Mapping[int, Calls]) -> list[str]:
         behind += [rank for rank, groups in sorted(by_rank.items()) if not groups]
         if behind:
             call = by_rank[waiting[0]][name]["recent"].get(str(first), "a collective")
-            found.append(
-                f"{format_ranks(behind)} absent from {call} (number {first} of group {name}), "
-                f"{format_ranks(waiting)} in it"
-            )
-    return found
+            place = f"{call} (number {first} of group {name})"
+            messages.append(f"{format_ranks(behind)} absent from {place}, {format_ranks(waiting)} in it")
+    return messages
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +18,7 @@ from windlass import run_folder
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe import steps
+from windlass.observe.format import format_plural
 from windlass.observe.reader import NAN, JoinedSteps, Tail, as_list, as_number, drop_nan, get_path, median
 from windlass.observe.symptoms import find_symptoms
 from windlass.observe.watch.detectors import make_hint
@@ -38,22 +39,26 @@ PIPE_WIDTH: Final = 80  # minimum width of output to a pipe
 
 
 class View:
-    """The state of one run folder as read so far; `round` reads what is new."""
+    """The state of one run folder as read so far."""
 
     def __init__(self, folder: Path) -> None:
-        found = run_folder.find_step_files(folder) if folder.is_dir() else {}
-        if not found and not (folder / run_folder.MANIFEST).is_file():
-            what = "holds no run" if folder.is_dir() else "is not a folder" if folder.exists() else "is not there"
-            raise UserError(what, str(folder), "give a run folder: the output_dir of a run")
+        step_files = run_folder.find_step_files(folder) if folder.is_dir() else {}
+        if not step_files and not (folder / run_folder.MANIFEST).is_file():
+            problem = "is not a folder" if folder.exists() else "is not there"
+            if folder.is_dir():
+                problem = "holds no run"
+            raise UserError(problem, str(folder), "give a run folder: the output_dir of a run")
         self.folder = folder
         self.joined = JoinedSteps(folder, 0)
-        self.alarm_lines, self.event_lines = Tail(folder / run_folder.ALARMS), Tail(folder / run_folder.EVENTS)
+        self.alarm_lines = Tail(folder / run_folder.ALARMS)
+        self.event_lines = Tail(folder / run_folder.EVENTS)
         self.alarms: deque[dict[str, Any]] = deque(maxlen=MAX_ALARMS)
         self.alarm_count = 0
         self.evaluation = ""
         self.curves: dict[str, list[float]] = {"loss": [], "grad_norm": []}
         self.seconds: deque[float] = deque(maxlen=20)
-        self.clipped = self.norms = 0  # gradients
+        self.norms = 0  # gradients
+        self.clipped = 0
         self.busiest: list[list[float]] = []  # experts, by sampled step and layer
         self.peak_gib = NAN  # of a GPU
         self.beats: dict[int, dict[str, Any]] = {}
@@ -70,13 +75,18 @@ class View:
         self.max_grad_norm = as_number(get_path(manifest, "run", "train", "max_grad_norm"))
         for _, records in self.joined.read_new():
             for name, curve in self.curves.items():
-                if abs(found := as_number(records[0].get(name))) < HUGE:
-                    curve.append(found)
+                value = as_number(records[0].get(name))
+                if abs(value) < HUGE:
+                    curve.append(value)
                 if len(curve) > MAX_POINTS:
                     curve[:] = curve[1::2]
             norm = as_number(records[0].get("grad_norm"))
-            self.norms, self.clipped = self.norms + (norm == norm), self.clipped + (norm > self.max_grad_norm > 0)
-            if shares := as_list(get_path(records[0].get("experts"), "busiest")):
+            if norm == norm:
+                self.norms += 1
+            if norm > self.max_grad_norm > 0:
+                self.clipped += 1
+            shares = as_list(get_path(records[0].get("experts"), "busiest"))
+            if shares:
                 self.busiest.append(list(map(as_number, shares)))
                 if len(self.busiest) > MAX_BALANCES:
                     self.busiest[:] = self.busiest[::2]
@@ -96,76 +106,103 @@ class View:
         return self.state != run_folder.RUNNING
 
     def draw(self, now: float) -> Group:
-        """Draw state and time left, curves, a row per rank, alarms."""
-        latest = self.joined.latest
-        first = latest.get(0, {})
+        """Draw state and time left, curves, a row per rank, symptoms, alarms."""
         plan = read_json(self.folder / run_folder.PLAN)
+        symptoms = [Text(f"note: {symptom}", style="yellow") for symptom in self._find_symptoms(plan)]
+        head = [*self._draw_state(plan, now), *self._draw_curves()]
+        return Group(*head, self._draw_ranks(now), *symptoms, *self._draw_alarms())
+
+    @property
+    def step(self) -> int:
+        return int(get_number(self.joined.latest.get(0, {}), "step"))
+
+    def _draw_state(self, plan: Any, now: float) -> Iterator[Text]:
         planned = int(get_number(get_path(plan, "batch"), "steps"))
-        step = int(get_number(first, "step"))
         line = Text(f"{self.folder}  ", style="bold") + Text(self.state, style=STATES.get(self.state, "yellow"))
-        line += Text(f"  step {step:,}" + (f" of {planned:,}" if planned else ""))
+        line += Text(f"  step {self.step:,} of {planned:,}" if planned else f"  step {self.step:,}")
         if planned and self.seconds and not self.is_over:
-            line += Text(f"  {steps.format_clock(max(planned - step, 0) * sum(self.seconds) / len(self.seconds))} left")
-        lines: list[Text | Table] = [line]
+            seconds_left = max(planned - self.step, 0) * sum(self.seconds) / len(self.seconds)
+            line += Text(f"  {steps.format_clock(seconds_left)} left")
+        yield line
         newest = max((float(beat["time"]) for beat in self.beats.values()), default=now)
         if not self.is_over and now - newest > SILENT_SECONDS:
             ago = steps.format_clock(now - newest)
-            lines.append(Text(f"no sign of life from any rank for {ago}: killed?", style="bold red"))
+            yield Text(f"no sign of life from any rank for {ago}: killed?", style="bold red")
+
+    def _draw_curves(self) -> Iterator[Text]:
         for name, curve in self.curves.items():
             if curve:
-                lines.append(Text(f"{name.replace('_', ' '):10} {curve[-1]:>10.4g}  {draw_sparkline(curve)}"))
+                yield Text(f"{name.replace('_', ' '):10} {curve[-1]:>10.4g}  {draw_sparkline(curve)}")
+        first = self.joined.latest.get(0, {})
         if drop_nan([as_number(first.get("learning_rate"))]):
             unit, rate = steps.unit_fields(steps.read_unit(first))
-            total = sum(get_number(record, rate) for record in latest.values())
-            lines.append(Text(f"{'rate':10} {first['learning_rate']:>10.3g}  {total:,.0f} {unit}/s  {self.evaluation}"))
+            total = sum(get_number(record, rate) for record in self.joined.latest.values())
+            yield Text(f"{'rate':10} {first['learning_rate']:>10.3g}  {total:,.0f} {unit}/s  {self.evaluation}")
 
+    def _draw_ranks(self, now: float) -> Table:
+        """Return a table with the slowest ranks."""
+        latest = self.joined.latest
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        for name in ("rank", "step", "in", "s/step", *(HEADS.get(p, p) for p in steps.PHASES), "GiB", "GPU", "alive"):
+        phases = [HEADS.get(phase, phase) for phase in steps.PHASES]
+        for name in ("rank", "step", "in", "s/step", *phases, "GiB", "GPU", "alive"):
             table.add_column(name, justify="left" if name == "in" else "right", no_wrap=True)
         slowest = sorted(latest, key=lambda rank: -get_number(latest[rank], "step_seconds"))
         for rank in sorted(slowest[:MAX_RANKS]):
-            record, beat = latest[rank], self.beats.get(rank) if not self.is_over else None
-            seconds = get_number(record, "step_seconds")
-            shares = [f"{get_number(record, f'{p}_seconds') / seconds:.0%}" if seconds else "" for p in steps.PHASES]
-            memory = as_number(record.get("gpu_peak_gib", record.get("rss_gib")))
-            busy = as_number(record.get("gpu_utilization"))
-            cells = (
-                str(rank),
-                f"{get_number(record, 'step'):.0f}",
-                HEADS.get(phase := str(beat.get("phase", "")), phase) if beat else "",
-                f"{seconds:.3g}",
-                *shares,
-                f"{memory:.1f}" if memory == memory else "",
-                f"{busy:.0%}" if busy == busy else "",
-                f"{steps.format_clock(max(now - beat['time'], 0))} ago" if beat else "",
-            )
-            table.add_row(*map(Text, cells))
-        lines.append(table)
+            table.add_row(*map(Text, self._list_cells(rank, now)))
+        return table
 
+    def _list_cells(self, rank: int, now: float) -> list[str]:
+        record = self.joined.latest[rank]
+        seconds = get_number(record, "step_seconds")
+        shares = [""] * len(steps.PHASES)
+        if seconds:
+            shares = [f"{get_number(record, f'{phase}_seconds') / seconds:.0%}" for phase in steps.PHASES]
+        memory = as_number(record.get("gpu_peak_gib", record.get("rss_gib")))
+        busy = as_number(record.get("gpu_utilization"))
+        phase = ""
+        alive = ""
+        if rank in self.beats and not self.is_over:
+            beat = self.beats[rank]
+            phase = str(beat.get("phase", ""))
+            alive = f"{steps.format_clock(max(now - beat['time'], 0))} ago"
+        return [
+            str(rank),
+            f"{get_number(record, 'step'):.0f}",
+            HEADS.get(phase, phase),
+            f"{seconds:.3g}",
+            *shares,
+            f"{memory:.1f}" if memory == memory else "",
+            f"{busy:.0%}" if busy == busy else "",
+            alive,
+        ]
+
+    def _find_symptoms(self, plan: Any) -> list[str]:
         on_gpu = self.peak_gib == self.peak_gib  # on a CPU the plan's figures are rough
-        symptoms = find_symptoms(
-            step,
+        planned_seconds = as_number(get_path(plan, "estimate", "step_seconds")) if on_gpu else NAN
+        return find_symptoms(
+            self.step,
             self.clipped / self.norms if self.norms else NAN,
             self.max_grad_norm,
             self.busiest,
-            step_seconds=(
-                as_number(get_path(plan, "estimate", "step_seconds")) if on_gpu else NAN,
-                median(self.seconds),
-            ),
+            step_seconds=(planned_seconds, median(self.seconds)),
             peak_gib=(as_number(get_path(plan, "memory", "gpu_gib")), self.peak_gib),
         )
-        lines += [Text(f"note: {symptom}", style="yellow") for symptom in symptoms]
+
+    def _draw_alarms(self) -> Iterator[Text]:
         if not self.alarm_count:
-            return Group(*lines, Text("no alarm", style="green"))
-        lines.append(Text(f"{self.alarm_count} alarm{'s' if self.alarm_count > 1 else ''}", style="bold"))
+            yield Text("no alarm", style="green")
+            return
+        yield Text(format_plural(self.alarm_count, "alarm"), style="bold")
         for alarm in self.alarms:
-            of_rank = "" if alarm.get("rank") is None else f" rank {alarm['rank']}"
-            head = f"  step {alarm.get('step', '?')}{of_rank} {str(alarm.get('kind', '?')).replace('_', ' ')}: "
+            head = f"  step {alarm.get('step', '?')}"
+            if alarm.get("rank") is not None:
+                head += f" rank {alarm['rank']}"
+            head += f" {str(alarm.get('kind', '?')).replace('_', ' ')}: "
             message = "".join(letter for letter in str(alarm.get("message", "")) if letter.isprintable())
-            lines.append(Text(head, style=LEVELS.get(str(alarm.get("level")), "yellow")) + Text(message))
-        if hint := make_hint(str(self.alarms[-1].get("kind")), self.folder):
-            lines.append(Text(f"  hint: {hint}", style="dim"))
-        return Group(*lines)
+            yield Text(head, style=LEVELS.get(str(alarm.get("level")), "yellow")) + Text(message)
+        hint = make_hint(str(self.alarms[-1].get("kind")), self.folder)
+        if hint:
+            yield Text(f"  hint: {hint}", style="dim")
 
 
 def watch(folder: Path, *, once: bool, console: Console, every_seconds: float = 1.0) -> None:
@@ -193,8 +230,8 @@ def follow(view: View, show: Callable[[], None], every_seconds: float) -> None:
 
 def get_number(record: Any, name: str) -> float:
     """Return a field as a number; 0 if it has none."""
-    found = as_number(get_path(record, name))
-    return found if abs(found) < HUGE else 0.0  # false for NaN
+    value = as_number(get_path(record, name))
+    return value if abs(value) < HUGE else 0.0  # false for NaN
 
 
 def draw_sparkline(values: Sequence[float]) -> str:
@@ -202,5 +239,6 @@ def draw_sparkline(values: Sequence[float]) -> str:
     parts = min(WIDTH, len(values))
     edges = [i * len(values) // parts for i in range(parts + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
-    return "".join(BARS[round((mean - low) / (high - low or 1.0) * (len(BARS) - 1))] for mean in means)
+    low = min(means)
+    height = max(means) - low or 1.0
+    return "".join(BARS[round((mean - low) / height * (len(BARS) - 1))] for mean in means)
