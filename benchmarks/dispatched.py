@@ -39,7 +39,7 @@ from windlass.model import targets as adapters
 from windlass.model.family import FAMILIES, Family
 from windlass.plan import workload as work
 from windlass.plan.layout import Layout
-from windlass.plan.step_time import COUNTED, OF_FUSED, OF_LINEAR, layer_features, linear_features
+from windlass.plan.operators import COUNTED, OF_FUSED, OF_LINEAR, layer_features, linear_features
 from windlass.runfile import Lora
 from windlass.tiny import EXTRA
 from windlass.train import parallel

@@ -41,7 +41,7 @@ from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import (
     Layout,
 )
-from windlass.plan.step_time import AHEAD, Time, estimate_time
+from windlass.plan.step_time import AHEAD, StepTime, estimate_time
 from windlass.plan.workload import ModelShape
 from windlass.runfile import Lora
 from windlass.settings import (
@@ -413,7 +413,7 @@ def network_of(words: str) -> str:
     return "infiniband-200" if "hdr" in lower or "800" in lower else "infiniband-400"
 
 
-def seconds_of(work: Workload, planned: Time, engine: Engine) -> float:
+def seconds_of(work: Workload, planned: StepTime, engine: Engine) -> float:
     """Return the seconds of a step, with this engine's additional host work."""
     batch, layers = work.batch, work.shape.kinds
     if engine.fsdp1:

@@ -21,8 +21,7 @@ from windlass.hardware import GPUS, Machine, find_fabric, find_gpu, interpolate
 from windlass.model import Base, Parameter
 from windlass.model.family import FAMILIES, Family
 from windlass.model.targets import Adapter, Target
-from windlass.plan import memory
-from windlass.plan import step_time as operators
+from windlass.plan import memory, operators
 from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.memory import dequantized_bytes

@@ -362,7 +362,7 @@ def measure_host_rates(device: Any) -> dict[str, float]:
 
     from windlass import measure
     from windlass.model import config, targets
-    from windlass.plan.step_time import count_dispatch
+    from windlass.plan.operators import count_dispatch
     from windlass.plan.workload import read_shape
     from windlass.runfile import Lora
     from windlass.train.lora import attach_adapter

@@ -14,7 +14,8 @@ from windlass.plan.layout import (
     why_not_expert_parallel,
 )
 from windlass.plan.memory import MemoryRow, estimate_memory, total_bytes
-from windlass.plan.step_time import Flow, Time, estimate_time
+from windlass.plan.step_time import StepTime, estimate_time
+from windlass.plan.traffic import Flow
 from windlass.plan.workload import (
     Batch,
     Workload,
@@ -43,7 +44,7 @@ HEADROOM = 0.05
 
 
 @dataclass(frozen=True)
-class Cost(Time):
+class Cost(StepTime):
     """The cost of a run: memory for full rows, since some will be; traffic and time for rows of the usual length."""
 
     batch: Batch
