@@ -27,33 +27,37 @@ def init_from_weights(model: nn.Module, how: str) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
             continue
-        weight, rank = module.get_base_layer().weight.detach(), module.r[NAME] // 2
-        weight = (weight.full_tensor() if isinstance(weight, DTensor) else weight).to(get_device()).float()
-        weight = weight.T if getattr(module, "fan_in_fan_out", False) else weight
-        if rank > min(weight.shape):
-            problem = f"{how} with rank {rank}, and the weight of {name} has only rank {min(weight.shape)}"
+        weight = module.get_base_layer().weight.detach()
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        weight = weight.to(get_device()).float()
+        if getattr(module, "fan_in_fan_out", False):
+            weight = weight.T
+        r = module.r[NAME] // 2
+        if r > min(weight.shape):
+            problem = f"{how} with rank {r}, and the weight of {name} has only rank {min(weight.shape)}"
             raise UserError(problem, "lora.r", f"set lora.r to {min(weight.shape)} or less")
-        parts = [part.contiguous() for part in compute_factors(weight, rank, module.scaling[NAME], how)]
+        a, b = (factor.contiguous() for factor in compute_factors(weight, r, module.scaling[NAME], how))
         if dist.is_initialized():
-            for part in parts:
-                dist.broadcast(part, 0)
-        down, up = parts
-        for own, value in ((module.lora_A, torch.cat([down, down])), (module.lora_B, torch.cat([up, -up], 1))):
-            own[NAME].weight.data = value.to(own[NAME].weight)
+            dist.broadcast(a, 0)
+            dist.broadcast(b, 0)
+        lora_a, lora_b = module.lora_A[NAME], module.lora_B[NAME]
+        lora_a.weight.data = torch.cat([a, a]).to(lora_a.weight)
+        lora_b.weight.data = torch.cat([b, -b], 1).to(lora_b.weight)
 
 
-def compute_factors(weight: Tensor, rank: int, scale: float, how: str) -> tuple[Tensor, Tensor]:
+def compute_factors(weight: Tensor, r: int, scale: float, how: str) -> tuple[Tensor, Tensor]:
     """Return A0 and B0 as PEFT computes them: `scale` times B0 A0 is the weight's part."""
     if how == "olora":
-        q, r = torch.linalg.qr(weight)
-        return r[:rank], q[:, :rank]
+        left, right = torch.linalg.qr(weight)
+        return right[:r], left[:, :r]
     if how == "pissa":
         left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
     else:
-        left, sizes, columns = torch.svd_lowrank(weight, rank, niter=int(how.rpartition("_")[2]))
+        left, sizes, columns = torch.svd_lowrank(weight, r, niter=int(how.rpartition("_")[2]))
         right = columns.T
-    root = (sizes[:rank] / scale).sqrt()
-    return root[:, None] * right[:rank], left[:, :rank] * root
+    root = (sizes[:r] / scale).sqrt()
+    return root[:, None] * right[:r], left[:, :r] * root
 
 
 class FixedHalves:

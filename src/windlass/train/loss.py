@@ -37,12 +37,14 @@ class SourceLosses:
 
     def take(self) -> Tensor:
         """Return the sums since the last call."""
-        sums, self.sums = self.sums, torch.zeros_like(self.sums)
+        sums = self.sums
+        self.sums = torch.zeros_like(sums)
         return sums
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
         """Return the mean loss of each data set that had a token, from all ranks' sums."""
-        losses, tokens = sums[: len(self.names)], sums[len(self.names) :]
+        losses = sums[: len(self.names)]
+        tokens = sums[len(self.names) :]
         return {name: loss / n for name, loss, n in zip(self.names, losses, tokens, strict=True) if n}
 
 
@@ -100,22 +102,22 @@ def make_forward(
             search.several = None
         hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, supervised)
         head = self.get_output_embeddings()
-        weight, bias = _unsharded(head.weight), getattr(head, "bias", None)
-        bias = None if bias is None else _unsharded(bias.detach())
+        weight = _unsharded(head.weight)
+        bias = getattr(head, "bias", None)
+        if bias is not None:
+            bias = _unsharded(bias.detach())
         shaping = LogitShaping(scale, cap, bias)
         if choose:  # return the likeliest next tokens
             chunks = (logits if bias is None else logits + bias for _, logits, _ in _iter_chunks(hidden, weight))
             return torch.cat([logits.argmax(1) for logits in chunks])
         if per_token:
             return token_figures(hidden, weight, targets, shaping)
-        counted = (sources, by_source) if by_source is not None else (None, None)
-        loss: Tensor = ChunkedCrossEntropy.apply(hidden, weight, targets, shaping, *counted)  # type: ignore[no-untyped-call]
+        loss: Tensor = ChunkedCrossEntropy.apply(hidden, weight, targets, shaping, sources, by_source)  # type: ignore[no-untyped-call]
         if balance_share is not None:  # Mixtral's, which every mixture in transformers uses
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
             experts = getattr(config, "num_experts", None) or config.num_local_experts
-            router_logits, top_k = outputs.router_logits, config.num_experts_per_tok
-            balance = load_balancing_loss_func(router_logits, experts, top_k, tokens)
+            balance = load_balancing_loss_func(outputs.router_logits, experts, config.num_experts_per_tok, tokens)
             return loss + balance_share * balance, balance.detach()
         return loss
 
@@ -184,15 +186,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         by_source: SourceLosses | None = None,
     ) -> Tensor:
         wants_gradient = ctx.needs_input_grad[0]
-        gradient = torch.empty_like(hidden) if wants_gradient else None
+        grad_hidden = torch.empty_like(hidden) if wants_gradient else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows, logits, blocks in _iter_chunks(hidden, weight):
             slope = shaping.apply(logits)
-            of_chunk = targets[rows]
+            targets_of_chunk = targets[rows]
             for part in _slices(logits):
                 log_probs = torch.log_softmax(logits[part], -1, dtype=torch.float32)
-                target = of_chunk[part].unsqueeze(1)
+                target = targets_of_chunk[part].unsqueeze(1)
                 picked = log_probs.gather(1, target)
                 total -= picked.sum()
                 if sources is not None and by_source is not None:
@@ -201,24 +203,28 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     at_target = log_probs.exp_().gather(1, target) - 1
                     logits[part] = log_probs.scatter_(1, target, at_target)
                 del log_probs
-            if gradient is not None or grad_weight is not None:
+            if grad_hidden is not None or grad_weight is not None:
                 if slope is not None:
                     logits *= slope
                 if shaping.scale != 1.0:
                     logits *= shaping.scale
-            if gradient is not None:
-                gradient[rows] = _times_weight(logits, blocks)
+            if grad_hidden is not None:
+                grad_hidden[rows] = _times_weight(logits, blocks)
             if grad_weight is not None:
                 grad_weight += logits.t() @ hidden[rows].to(logits.dtype)
             del logits
-        ctx.gradients = gradient, None if grad_weight is None else grad_weight.to(weight.dtype)
+        ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        gradients, ctx.gradients = ctx.gradients, None
-        grad_hidden, grad_weight = (None if each is None else each.mul_(upstream) for each in gradients)
+        grad_hidden, grad_weight = ctx.gradients
+        ctx.gradients = None
+        if grad_hidden is not None:
+            grad_hidden.mul_(upstream)
+        if grad_weight is not None:
+            grad_weight.mul_(upstream)
         return grad_hidden, grad_weight, None, None, None, None
 
 
@@ -228,12 +234,14 @@ def token_figures(hidden: Tensor, weight: Tensor, targets: Tensor, shaping: Logi
     figures = torch.empty(3, len(targets), dtype=torch.float32, device=hidden.device)
     for rows, logits, _ in _iter_chunks(hidden, weight):
         shaping.apply(logits)
-        of_chunk, into = targets[rows], figures[:, rows]
+        targets_of_chunk = targets[rows]
+        figures_of_chunk = figures[:, rows]
         for part in _slices(logits):
             log_probs = torch.log_softmax(logits[part], -1, dtype=torch.float32)
-            into[0, part] = -log_probs.gather(1, of_chunk[part].unsqueeze(1)).squeeze(1)
-            into[1, part] = (log_probs.argmax(1) == of_chunk[part]).float()
-            into[2, part] = -(log_probs.exp() * log_probs).sum(1)
+            target = targets_of_chunk[part]
+            figures_of_chunk[0, part] = -log_probs.gather(1, target.unsqueeze(1)).squeeze(1)
+            figures_of_chunk[1, part] = (log_probs.argmax(1) == target).float()
+            figures_of_chunk[2, part] = -(log_probs.exp() * log_probs).sum(1)
             del log_probs
         del logits
     return figures

@@ -45,7 +45,9 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
             kept.refuse_experts(self.experts)
             plain: Tensor = super().__call__(hidden_states, top_k_index, top_k_weights)
             return plain
-        ranks, own, group = self.ep_mesh.size(), self.num_local_experts, self.ep_mesh.get_group()
+        ranks = self.ep_mesh.size()
+        group = self.ep_mesh.get_group()
+        own = self.num_local_experts
         by_expert = sort_rows(top_k_index.flatten(), ranks * own)
 
         # For each rank's experts, where each expert's rows begin and end, on this rank and on the ranks that send.
@@ -57,8 +59,10 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
 
         ours, theirs = kept.keep_value(exchange_edges)
         top_k_weights = kept.require_same_routing(top_k_weights, by_expert.order)
-        sent, received = ([row[-1] - row[0] for row in rows] for rows in (ours, theirs))
-        there, back = RowExchange(sent, received, group), RowExchange(received, sent, group, self.shared)
+        sent = [edges[-1] - edges[0] for edges in ours]
+        received = [edges[-1] - edges[0] for edges in theirs]
+        there = RowExchange(sent, received, group)
+        back = RowExchange(received, sent, group, self.shared)
 
         rows = take_rows(hidden_states, by_expert.order // top_k_index.shape[-1], by_expert.back)
         arriving = StartExchange.apply(rows, there)  # type: ignore[no-untyped-call]
@@ -67,8 +71,10 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
             self.shared.compute(hidden_states)
         rows = WaitForExchange.apply(arriving, there)  # type: ignore[no-untyped-call]
         # One row of zeros, so that gradients go through the same collectives on every rank.
-        if empty := not sum(received):
-            rows, here = rows.sum(dim=0, keepdim=True), sort_rows(here.order.new_zeros(1), own)
+        empty = not sum(received)
+        if empty:
+            rows = rows.sum(dim=0, keepdim=True)
+            here = sort_rows(here.order.new_zeros(1), own)
         result = take_rows(run_sorted_experts(self.experts, rows, here.order, here), here.back, here.order)
         answers = WaitForExchange.apply(StartExchange.apply(result[:0] if empty else result, back), back)  # type: ignore[no-untyped-call]
         return sum_weighted(take_rows(answers, by_expert.back, by_expert.order), top_k_weights)
@@ -97,7 +103,10 @@ class RowExchange:
     def __init__(
         self, sent: list[int], received: list[int], group: dist.ProcessGroup, shared: SharedExperts | None = None
     ) -> None:
-        self.sent, self.received, self.group, self.shared = sent, received, group, shared
+        self.sent = sent
+        self.received = received
+        self.group = group
+        self.shared = shared
         self.pending: Any = None
         self.gradient: Tensor | None = None
 
@@ -125,7 +134,8 @@ class StartExchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
         ctx.way.wait()
-        gradient, ctx.way.gradient = ctx.way.gradient, None
+        gradient = ctx.way.gradient
+        ctx.way.gradient = None
         return gradient, None
 
 
@@ -157,7 +167,8 @@ class SharedExperts:
         self.computed = None if self.first else (x, self.original(x))
 
     def take(self, x: Tensor) -> Tensor:
-        computed, self.computed = self.computed, None
+        computed = self.computed
+        self.computed = None
         if computed is None or not _share_memory(computed[0], x):
             self.first = True
             return self.original(x)
@@ -166,8 +177,11 @@ class SharedExperts:
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors share the same memory, whatever their shapes."""
-    places = ((each.untyped_storage()._cdata, each.storage_offset(), each.numel()) for each in (one, other))
-    return len({*places}) == 1
+
+    def place(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
+
+    return place(one) == place(other)
 
 
 def find_shared_experts(model: nn.Module) -> Iterator[tuple[Exchange, nn.Module]]:

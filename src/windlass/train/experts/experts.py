@@ -135,7 +135,8 @@ def expert_product(
     if lora is None or lora.disable_adapters or lora.merged:
         return base
     (adapter,) = lora.active_adapters
-    a, b = lora.lora_A[adapter].weight, lora.lora_B[adapter].weight
+    a = lora.lora_A[adapter].weight
+    b = lora.lora_B[adapter].weight
     dropped = lora.lora_dropout[adapter](rows)
     if dropped is not rows:
         source, rows_of = dropped, lambda rows: rows
@@ -170,14 +171,17 @@ class _LowRank(torch.autograd.Function):
         narrow = kept.keep_expert_product(add)  # if this is kept, so is `base` including what was added to it
         ctx.mark_dirty(base)
         ctx.save_for_backward(source, edges, a, b, narrow)
-        ctx.rows_of, ctx.scaling, ctx.dtype = rows_of, scaling, x.dtype
+        ctx.rows_of = rows_of
+        ctx.scaling = scaling
+        ctx.dtype = x.dtype
         return base
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         source, edges, a, b, narrow = ctx.saved_tensors
-        ends, experts = edges[1:], len(edges) - 1
+        ends = edges[1:]
+        experts = len(edges) - 1
         down, up = stack_by_expert(a, b, experts, ctx.scaling, narrow.dtype)
         gradient_rows = gradient.to(narrow.dtype).contiguous()
         grad_narrow = grouped_mm(gradient_rows, up.transpose(1, 2), offs=ends)

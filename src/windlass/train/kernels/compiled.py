@@ -45,12 +45,14 @@ class Part:
     """
 
     def __init__(self, module: nn.Module, compiled: Compiled) -> None:
-        self.module, self.eager, self.of = module, module.forward, compiled
+        self.module = module
+        self.eager = module.forward
+        self.compiled = compiled
         self.fast = torch.compile(self.eager, fullgraph=True, dynamic=True)
         self.works: bool | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.of.on and (not self.of.problem if self.works is None else self.works):
+        if self.compiled.on and (not self.compiled.problem if self.works is None else self.works):
             try:
                 output = self.fast(*args, **kwargs)
                 self.works = True
@@ -59,7 +61,7 @@ class Part:
                 # A missing C++ compiler and torch's assertions about its own traces end here too. An error of the layer
                 # itself is raised again by the eager forward.
                 self.works = False
-                self.of.problem = f"{type(self.module).__name__}: {_first_sentence(error)}"
+                self.compiled.problem = f"{type(self.module).__name__}: {_first_sentence(error)}"
         return self.eager(*args, **kwargs)
 
 
@@ -70,7 +72,8 @@ class Compiled:
         torch._dynamo.config.recompile_limit = GRAPHS
         torch._functorch.config.force_non_lazy_backward_lowering = True  # makes failures surface in the forward
         torch._inductor.config.fallback_random = True  # dropout draws the same masks as in eager layers
-        self.on, self.problem = True, ""
+        self.on = True
+        self.problem = ""
         layers = [module for name, module in model.named_modules() if LAYER.search(name)]
         self.parts = [Part(module, self) for layer in layers for module in _find_parts_without_collectives(layer)]
 
@@ -106,7 +109,7 @@ def _find_parts_without_collectives(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the module, or its largest submodules without experts: those send tokens or have their weights gathered
     separately."""
     inside = list(module.named_modules())[1:]
-    if not any(name.endswith("experts") or isinstance(each, FSDPModule) for name, each in inside):
+    if not any(name.endswith("experts") or isinstance(child, FSDPModule) for name, child in inside):
         yield module
         return
     for name, child in module.named_children():
@@ -116,7 +119,7 @@ def _find_parts_without_collectives(module: nn.Module) -> Iterator[nn.Module]:
 
 def _largest_difference(ones: list[Tensor], others: list[Tensor]) -> float:
     """Return the largest relative difference; values near zero are compared with the mean norm."""
-    norms = torch.stack(torch._foreach_norm([each.float() for each in others]))
+    norms = torch.stack(torch._foreach_norm([other.float() for other in others]))
     apart = torch.stack(torch._foreach_norm([a.float() - b.float() for a, b in zip(ones, others, strict=True)]))
     return float((apart / (norms + norms.mean()).clamp(min=1e-20)).max())
 

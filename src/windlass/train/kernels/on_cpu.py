@@ -59,7 +59,7 @@ def stack_adapters(a: Tensor, b: Tensor, experts: int, scaling: float) -> tuple[
 
 def pack_grad_b(grad_b: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Return s times the gradient [experts, r, out], packed like b. Copies full rows, then transposes one matrix."""
-    experts, r = len(grad_b), grad_b.shape[1]
+    experts, r, _ = grad_b.shape
     rows = b.new_empty(r, experts, b.shape[0])
     torch.mul(grad_b.transpose(0, 1), scaling, out=rows)
     packed: Tensor = pack_experts(".lora_B.", rows.transpose(0, 1)).contiguous()
@@ -75,8 +75,8 @@ def attend(
     long = query[0].numel() >= BY_DOCUMENT_ELEMENTS and not query.is_cuda and not torch.compiler.is_compiling()
     lengths = find_documents(attention_mask) if attention_mask is not None and long else None
     if lengths is None or options.get("position_bias") is not None:
-        whole: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        return whole
+        output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return output
     rows = zip(query, key, value, lengths, strict=True)
     return torch.stack([attend_by_document(module, *row, options) for row in rows]), None
 
@@ -89,15 +89,14 @@ def attend_by_document(
     groups = [(length, len(list(alike))) for length, alike in groupby(lengths)]
     tokens = [length * count for length, count in groups]
     parts = [torch.split(tensor, tokens, dim=1) for tensor in (query, key, value)]
-    found = []
-    for (length, count), *given in zip(groups, *parts, strict=True):
+    outputs = []
+    for (length, count), *query_key_value in zip(groups, *parts, strict=True):
         fill = -length % DOCUMENT_TOKENS if length > 1 else 0  # causal attention hides it from the document
-        documents = (
-            nn.functional.pad(part.unflatten(1, (count, length)).transpose(0, 1), (0, 0, 0, fill)) for part in given
-        )
-        made, _ = sdpa_attention_forward(module, *documents, None, **{**options, "is_causal": True})
-        found.append(made[:, :length].flatten(0, 1))
-    return torch.cat(found)
+        documents = [tensor.unflatten(1, (count, length)).transpose(0, 1) for tensor in query_key_value]
+        padded = [nn.functional.pad(tensor, (0, 0, 0, fill)) for tensor in documents]
+        output, _ = sdpa_attention_forward(module, *padded, None, **{**options, "is_causal": True})
+        outputs.append(output[:, :length].flatten(0, 1))
+    return torch.cat(outputs)
 
 
 def find_documents(mask: Tensor) -> list[Lengths] | None:
@@ -105,8 +104,9 @@ def find_documents(mask: Tensor) -> list[Lengths] | None:
     known: list[Lengths] | bool | None = getattr(mask, "documents", False)
     if not isinstance(known, bool):
         return known
-    mask.documents = found = _read_mask(mask)  # type: ignore[attr-defined]
-    return found
+    lengths = _read_mask(mask)
+    mask.documents = lengths  # type: ignore[attr-defined]
+    return lengths
 
 
 def _read_mask(mask: Tensor) -> list[Lengths] | None:
