@@ -216,67 +216,95 @@ def _match(
     pattern: str, lora: Lora, linears: Mapping[str, Parameter], base: Base, place: str
 ) -> tuple[tuple[str, ...], str, list[str]]:
     """Return a pattern's names in this family, a note on why, and the modules that match by PEFT's rules."""
-
-    def named(name: str) -> list[str]:
-        """Return matches by PEFT's rule for a list: the full name, or its last components."""
-        return [module for module in linears if module == name or module.endswith(f".{name}")]
-
-    leaves = tuple(dict.fromkeys(map(_last_component, linears)))
-    taken = {_last_component(p.name) for p in base.parameters if p.linear} & base.family.peft_takes
-    everything = pattern in (ALL, ALL_LINEAR)
     if isinstance(lora.target_modules, str):
-        if everything:
-            left = f"; without {', '.join(sorted(taken))}: {_PEFT_TAKES}" if taken else ""
-            left += f"; without {', '.join(sorted(base.family.idle))}: {_IDLE}" if base.family.idle else ""
-            body = [module for module, parameter in linears.items() if parameter.part != "head"]
-            return (pattern,), f"every linear layer but the head{left}", body
-        if found := [module for module in linears if re.fullmatch(pattern, module)]:
-            return tuple(dict.fromkeys(map(_last_component, found))), "", found
-        problem = f"the regular expression {pattern!r} matches no module"
-        problem += f"; as a list, [{pattern}], it would" if named(pattern) else ""
-        example = next(iter(linears), "model.layers.0.self_attn.q_proj")
-        hint = f"it must match full names, such as {example}; for example .*\\.self_attn\\..*_proj"
-        raise UserError(problem, place, hint)
-
+        if pattern in (ALL, ALL_LINEAR):
+            modules = [module for module, parameter in linears.items() if parameter.part != "head"]
+            return (pattern,), _note_on_all(base), modules
+        return _match_expression(pattern, linears, place)
     routed = "experts" in base.dims
-    found = named(pattern)
-    own = {_layer_prefix(module) for module in found}
-    names: tuple[str, ...] = (pattern,) if found else ()
+    modules = _find_named(pattern, linears)
+    layers = {_layer_prefix(module) for module in modules}
+    names: tuple[str, ...] = (pattern,) if modules else ()
     notes = list[str]()
     for others, reason in USUAL.get(pattern, ()):  # in layers that have no module of that name
-        more = [module for name in others for module in named(name) if _layer_prefix(module) not in own]
+        more = [module for name in others for module in _find_named(name, linears)]
+        more = [module for module in more if _layer_prefix(module) not in layers]
         if more:
-            where = f" of {len({_layer_prefix(module) for module in more})} layers" if found else ""
+            more_layers = {_layer_prefix(module) for module in more}
+            where = f" of {len(more_layers)} layers" if modules else ""
             notes.append(f"{pattern} -> {', '.join(others)}{where}: {reason}")
             names += others
-            found += more
-            own |= {_layer_prefix(module) for module in more}
-    if found:
-        if routed and pattern in FUSED and {linears[module].part for module in found} == {"shared_experts"}:
+            modules += more
+            layers |= more_layers
+    if modules:
+        if notes:
+            modules = sorted(modules, key=list(linears).index)
+        if routed and pattern in FUSED and {linears[module].part for module in modules} == {"shared_experts"}:
             notes.append(f"{pattern} -> shared_experts.{pattern}: routed experts are set by lora.experts")
-        return names, "; ".join(notes), sorted(found, key=list(linears).index) if notes else found
+        return names, "; ".join(notes), modules
     if routed and lora.experts and FUSED.get(pattern) in lora.experts.targets:
         return (FUSED[pattern],), f"{pattern} -> {FUSED[pattern]} of lora.experts", []
-
     if pattern in base.family.idle:
         raise UserError(f"{pattern!r} can't be trained: {_IDLE}", place, "leave it out")
-    if pattern in taken:
+    if pattern in _list_taken_by_peft(base):
         return (pattern,), f"{pattern} is left out: {_PEFT_TAKES}", []
-    problem, known = f"{pattern!r} matches no module of {base.family.causal_lm}", f"known: {', '.join(leaves)}"
+    raise _explain_no_match(pattern, linears, base, place)
+
+
+def _find_named(name: str, linears: Mapping[str, Parameter]) -> list[str]:
+    """Return matches by PEFT's rule for a list: the full name, or its last components."""
+    return [module for module in linears if module == name or module.endswith(f".{name}")]
+
+
+def _list_taken_by_peft(base: Base) -> set[str]:
+    return {_last_component(p.name) for p in base.parameters if p.linear} & base.family.peft_takes
+
+
+def _note_on_all(base: Base) -> str:
+    note = "every linear layer but the head"
+    taken = _list_taken_by_peft(base)
+    if taken:
+        note += f"; without {', '.join(sorted(taken))}: {_PEFT_TAKES}"
+    if base.family.idle:
+        note += f"; without {', '.join(sorted(base.family.idle))}: {_IDLE}"
+    return note
+
+
+def _match_expression(
+    pattern: str, linears: Mapping[str, Parameter], place: str
+) -> tuple[tuple[str, ...], str, list[str]]:
+    modules = [module for module in linears if re.fullmatch(pattern, module)]
+    if modules:
+        return tuple(dict.fromkeys(map(_last_component, modules))), "", modules
+    problem = f"the regular expression {pattern!r} matches no module"
+    if _find_named(pattern, linears):
+        problem += f"; as a list, [{pattern}], it would"
+    example = next(iter(linears), "model.layers.0.self_attn.q_proj")
+    hint = f"it must match full names, such as {example}; for example .*\\.self_attn\\..*_proj"
+    raise UserError(problem, place, hint)
+
+
+def _explain_no_match(pattern: str, linears: Mapping[str, Parameter], base: Base, place: str) -> UserError:
+    """Return the error of a name in the list that matches nothing."""
+    problem = f"{pattern!r} matches no module of {base.family.causal_lm}"
+    leaves = tuple(dict.fromkeys(map(_last_component, linears)))
+    hint = f"known: {', '.join(leaves)}"
     parts = {p.part for p in base.parameters if f".{p.name}".removesuffix(".weight").endswith(f".{pattern}")}
-    if everything:
+    if pattern in (ALL, ALL_LINEAR):
         hint = f"write target_modules: {pattern}, without a list"
-    elif routed and (pattern in FUSED or pattern in FUSED.values()):
-        hint = "every feed-forward is a set of routed experts" if pattern in FUSED else "it is a fused parameter"
-        hint = f"{hint}: leave it out, or adapt them with lora.experts: true"
+    elif "experts" in base.dims and pattern in FUSED:
+        hint = "every feed-forward is a set of routed experts: leave it out, or adapt them with lora.experts: true"
+    elif "experts" in base.dims and pattern in FUSED.values():
+        hint = "it is a fused parameter: leave it out, or adapt them with lora.experts: true"
     elif parts:
-        problem, hint = f"{problem} that can be adapted: it is the {', '.join(sorted(parts))}", known
+        problem += f" that can be adapted: it is the {', '.join(sorted(parts))}"
     elif pattern == "lm_head":
         hint = "this model's head is its embedding, and has no weights of its own to adapt"
     else:
         close = difflib.get_close_matches(pattern.rpartition(".")[2][:80], leaves, 3, 0.5)
-        hint = f"nearest: {', '.join(close)}" if close else known
-    raise UserError(problem, place, hint)
+        if close:
+            hint = f"nearest: {', '.join(close)}"
+    return UserError(problem, place, hint)
 
 
 _IDLE: Final = "PEFT refuses it, or no gradient comes back to it"
