@@ -27,8 +27,14 @@ from rich.text import Text
 from windlass import __version__
 from windlass.errors import UserError
 from windlass.files import write_atomic
-from windlass.observe import format as formats
-from windlass.observe.format import format_duration, format_figure, format_percent
+from windlass.observe.format import (
+    NONE,
+    format_count,
+    format_duration,
+    format_figure,
+    format_percent,
+    format_plural,
+)
 from windlass.observe.reader import as_list, get_path
 from windlass.observe.report.charts import (
     PHASES,
@@ -55,11 +61,11 @@ HIDDEN: Final = re.compile(
 )
 IN_SCRIPT: Final = re.compile(f"[<>&\u2028\u2029]|{HIDDEN.pattern}")
 FILTERS: Final[dict[str, Any]] = {
-    "figure": formats.format_figure,
-    "percent": formats.format_percent,
-    "count": formats.format_count,
-    "duration": formats.format_duration,
-    "plural": formats.format_plural,
+    "figure": format_figure,
+    "percent": format_percent,
+    "count": format_count,
+    "duration": format_duration,
+    "plural": format_plural,
     "get_path": get_path,
     "as_list": as_list,
     "fields": lambda value: list(value.items()) if isinstance(value, dict) else [],
@@ -144,7 +150,7 @@ def render_page(runs: Sequence[Facts]) -> str:
         data["axes"][f"r{i}-"] = run["axes"]
         # Only whole steps: the page computes with them.
         alarms = [alarm for alarm in run["alarms"] if isinstance(alarm.get("step"), int)][:MAX_MARKS]
-        data["marks"][f"r{i}-"] = [{"step": each["step"], "kind": str(each.get("kind", ""))[:80]} for each in alarms]
+        data["marks"][f"r{i}-"] = [{"step": alarm["step"], "kind": str(alarm.get("kind", ""))[:80]} for alarm in alarms]
     # JSON that is safe inside <script>: no tag can begin in it, and nothing hides in it.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     island = IN_SCRIPT.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -165,7 +171,7 @@ def render_page(runs: Sequence[Facts]) -> str:
         phases=PHASES,
         hint_for=lambda kind, folder: make_hint(kind, Path(folder)),
         peak_gib=highest_peak_gib,
-        NONE=formats.NONE,
+        NONE=NONE,
     )
 
 
@@ -182,7 +188,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
     table = Table(box=None, pad_edge=False, show_header=len(report.runs) > 1)
     table.add_column("")
     for run in report.runs:
-        verdict, style = run["verdict"], STYLES[run["verdict"]["level"]]
+        verdict = run["verdict"]
+        style = STYLES[verdict["level"]]
         console.print(Text(f"{run['name']}: ", style="bold") + Text(verdict["text"], style=style))
         for reason in verdict["against"]:
             console.print(Text(f"  {reason}", style=style))

@@ -35,7 +35,8 @@ def make_charts(run: Run) -> list[Chart]:
 
     A chart with a unit counts something, and begins at zero.
     """
-    first, x = run.first, make_axes(run)["step"]
+    first = run.first
+    x = make_axes(run)["step"]
 
     def curve(label: str, values: Sequence[float], *, band: bool = True) -> list[Curve]:
         return _curve(label, thin_curve(values, run.cuts), band=band) if len(values) else []
@@ -80,24 +81,27 @@ def make_charts(run: Run) -> list[Chart]:
             [each for which in ("busiest", "idlest") for each in curve(f"{which} expert", _experts(run, which))],
         ),
     ]
-    return [
-        {"id": name, "title": title, "unit": unit, "x": x, "stacked": name == "time", "series": drawn}
-        for name, title, unit, series in made
-        if (drawn := [each for each in series if any(value is not None for value in each["values"])])
-    ]
+    charts = []
+    for name, title, unit, curves in made:
+        drawn = [curve for curve in curves if any(value is not None for value in curve["values"])]
+        if drawn:
+            chart = {"id": name, "title": title, "unit": unit, "x": x, "stacked": name == "time", "series": drawn}
+            charts.append(chart)
+    return charts
 
 
 def make_axes(run: Run) -> dict[str, list[Any]]:
     """Return the available x axes of the curves: steps, counted items, hours."""
-    first, ends = run.first, [end - 1 for end in run.cuts[1:] if run.first.length]
-    counted = list(accumulate(each if each == each else 0.0 for each in run.items))
+    first = run.first
+    ends = [end - 1 for end in run.cuts[1:]] if first.length else []
+    counted = list(accumulate(items if items == items else 0.0 for items in run.items))
     times = list(accumulate(first["time"], max))
-    found: dict[str, list[Any]] = {
+    axes: dict[str, list[Any]] = {
         "step": [int(first["step"][end]) for end in ends],
         first.unit: [round_value(counted[end]) for end in ends] if counted and counted[-1] else [],
         "hours": [round_value((times[end] - times[0]) / 3600) for end in ends] if times else [],
     }
-    return {name: axis for name, axis in found.items() if len(axis) == len(ends) and None not in axis}
+    return {name: axis for name, axis in axes.items() if len(axis) == len(ends) and None not in axis}
 
 
 def _curve(label: str, series: Series, *, band: bool = True) -> list[Curve]:
@@ -109,21 +113,24 @@ def _curve(label: str, series: Series, *, band: bool = True) -> list[Curve]:
 def _planned_rate(run: Run, length: int) -> list[Curve]:
     """Return the plan's range, drawn behind the measured curve."""
     names = ("tokens_per_second", "tokens_per_second_low", "tokens_per_second_high")
-    found = [as_number(run.get(run_folder.PLAN, "estimate", name)) for name in names]
-    if run.first.unit != steps.TOKENS or len(finite_numbers(found)) < len(names):
+    rates = [as_number(run.get(run_folder.PLAN, "estimate", name)) for name in names]
+    if run.first.unit != steps.TOKENS or len(finite_numbers(rates)) < len(names):
         return []
-    middle, low, high = ([round_value(value)] * length for value in found)
-    return [{**each, "faint": True} for each in _curve("planned", (middle, low, high))]
+    middle, low, high = ([round_value(rate)] * length for rate in rates)
+    return [{**curve, "faint": True} for curve in _curve("planned", (middle, low, high))]
 
 
 def _evaluations(run: Run, x: list[int]) -> list[Curve]:
     """Return curves for all evaluated rows and for each named set."""
     curves: dict[str, list[float | None]] = {"evaluation": [None] * len(x)}
-    for event in run.events if x else ():
+    for event in run.events:
         step = as_number(event.get("step"))
+        if not x or event.get("kind") != "eval" or step != step:
+            continue
         at = next((i for i, last in enumerate(x) if last >= step), len(x) - 1)
-        for name in event if event.get("kind") == "eval" and step == step else ():
-            if name.startswith("eval_") and name.endswith("loss") and (value := as_number(event[name])) == value:
+        for name in event:
+            value = as_number(event[name])
+            if name.startswith("eval_") and name.endswith("loss") and value == value:
                 label = f"evaluation {name[5:-5]}".strip()
                 curves.setdefault(label, [None] * len(x))[at] = round_value(value)
     return [{"label": label, "values": values, "dots": True} for label, values in curves.items()]
@@ -146,8 +153,9 @@ def _experts(run: Run, which: str) -> Sequence[float]:
     """Return the load of the busiest or the idlest expert of all layers, in the steps that were sampled."""
     column = array("d", [NAN]) * (run.first.length if run.first.objects["experts"] else 0)
     for row, balance in run.first.objects["experts"].items():
-        if found := finite_numbers(as_list(get_path(balance, which))):
-            column[row] = max(found) if which == "busiest" else min(found)
+        loads = finite_numbers(as_list(get_path(balance, which)))
+        if loads:
+            column[row] = max(loads) if which == "busiest" else min(loads)
     return column
 
 
@@ -159,12 +167,15 @@ def make_comparison_charts(runs: Sequence[Facts]) -> list[Chart]:
     drawn = [(i, chart) for i, facts in enumerate(runs) for chart in facts["charts"]]
     made = []
     for name in COMPARED:
-        if found := [(i, chart, chart["series"][0]) for i, chart in drawn if chart["id"] == name]:
-            made.append(_combine_charts(runs, found))
+        first_curves = [(i, chart, chart["series"][0]) for i, chart in drawn if chart["id"] == name]
+        if first_curves:
+            made.append(_combine_charts(runs, first_curves))
         if name == "loss":
-            evaluated = [(i, chart, each) for i, chart, _ in found for each in chart["series"] if each.get("dots")]
-            for number, label in enumerate(dict.fromkeys(each["label"] for _, _, each in evaluated)):
-                of_set = _combine_charts(runs, [one for one in evaluated if one[2]["label"] == label])
+            evaluated = [
+                (i, chart, curve) for i, chart, _ in first_curves for curve in chart["series"] if curve.get("dots")
+            ]
+            for number, label in enumerate(dict.fromkeys(curve["label"] for _, _, curve in evaluated)):
+                of_set = _combine_charts(runs, [row for row in evaluated if row[2]["label"] == label])
                 made.append({**of_set, "id": f"evaluation-{number}", "title": f"Loss, {label}"})
     return [chart for chart in made if chart]
 
