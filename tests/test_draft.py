@@ -100,6 +100,10 @@ def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys:
     assert f"not set, chosen: {plan.chosen[1]}" in plan.notes
     print_plan(plan)
     assert "\nnot set  chosen: max_length 1536, packing true, num_train_epochs 3\n" in capsys.readouterr().out
+    # A default that is written out means the same.
+    train = ", num_train_epochs: auto, gradient_accumulation_steps: auto, per_device_train_batch_size: null"
+    train += ", max_steps: -1, gradient_checkpointing: auto, bf16: auto"
+    assert chosen(train, ", max_length: auto, packing: auto").as_dict() == plan.as_dict()
     # No longer than the model's positions; what is set beyond them is warned of.
     small = shutil.copytree(model, tmp_path / "model")
     config = json.loads((small / "config.json").read_text())

@@ -135,8 +135,6 @@ def test_places(load: Read) -> None:
         assert loaded.where(path).endswith(place)
     assert loaded.run.lora.experts is not None
     assert loaded.run.lora.experts.targets == ["a", "b"]
-    assert loaded.is_set("lora.r")
-    assert not loaded.is_set("train.seed")
     assert load("lora:\n  r: 1\nlayout: hybrid\n").where("layout.name").endswith("run.yaml:3: layout")
     assert load("lora: {r: 1}", "layout=hybrid").where("layout.name") == "--override layout=hybrid"
     with pytest.raises(UserError, match=r"run\.yaml:2: data\.max_seq_length.*run\.yaml:3: data\.max_length"):

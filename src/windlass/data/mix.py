@@ -10,7 +10,7 @@ from windlass.data.sources import Rows, Where, count_rows
 
 if TYPE_CHECKING:
     from windlass.runfile import Data
-    from windlass.runfile.fields import EvalSet, MixedSet
+    from windlass.runfile.fields import MixedSet
 
 VALIDATION = "validation"  # name of the evaluation set of a run with a single data set
 
@@ -32,29 +32,26 @@ class RowSet:
 def list_training_sets(data: Data, where: Where) -> list[RowSet]:
     """Return the sets of the mix, or the only one."""
     return [
-        RowSet(part.title, data.of(part), locate_key(where, f"data.mix[{i}]", part), part)
-        for i, part in enumerate(data.mix)
+        RowSet(part.title, data.of(part), locate_key(where, f"data.mix[{i}]"), part) for i, part in enumerate(data.mix)
     ] or [RowSet("train", data, where)]
 
 
 def list_evaluation_sets(data: Data, where: Where) -> list[RowSet]:
     """Return the named evaluation sets, without validation splits and held-out rows."""
-    return [
-        RowSet(name, data.of(part), locate_key(where, f"data.eval.{name}", part)) for name, part in data.eval.items()
-    ]
+    return [RowSet(name, data.of(part), locate_key(where, f"data.eval.{name}")) for name, part in data.eval.items()]
 
 
 def list_all_sets(data: Data, where: Where) -> list[RowSet]:
     return [*list_training_sets(data, where), *list_evaluation_sets(data, where)]
 
 
-def locate_key(where: Where, prefix: str, part: MixedSet | EvalSet) -> Where:
+def locate_key(where: Where, prefix: str) -> Where:
     """Return where a key of one set is set: there or in the data section."""
     own = {"data.dataset_name_or_path": "path", "data.train_split": "split"}
 
     def place(key: str) -> str:
-        name = own.get(key, key.removeprefix("data."))
-        return where(f"{prefix}.{name}" if name.split(".")[0] in part.model_fields_set else key)
+        place = where(f"{prefix}.{own.get(key, key.removeprefix('data.'))}")
+        return where(key) if place.startswith("default: ") else place
 
     return place
 

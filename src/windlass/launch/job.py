@@ -319,13 +319,13 @@ def list_refused_keys(job: Job, name: str, refused: Mapping[str, str], what: str
     """Yield a problem for each configured key of a section of `cluster` that `what` doesn't support, with a hint."""
     section: Section = getattr(job.cluster, name)
     for key, hint in refused.items():
-        if getattr(section, key) != type(section).model_fields[key].default:
+        if key in section.changed:
             yield Problem(f"{what} can't set it", job.where(f"cluster.{name}.{key}"), hint)
 
 
 def list_other_sections(cluster: Cluster, platform: str) -> Iterator[str]:
     """Yield a note for each section of another platform: a run file may describe several."""
     for name in dict.fromkeys(PLATFORM_SECTIONS.values()):
-        keys = getattr(cluster, name).model_fields_set
+        keys = getattr(cluster, name).changed
         if keys and name != PLATFORM_SECTIONS.get(platform):
             yield f"cluster.{name} has no effect on platform {platform}: {', '.join(sorted(keys))}"

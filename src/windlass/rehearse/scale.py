@@ -148,7 +148,7 @@ def scale_run(
     here: dict[str, Any] = {"nodes": nodes, "gpus_per_node": spread.ranks // nodes, "gpu": "cpu", "platform": "script"}
     if nodes > 1:
         here["network"] = "ethernet-25"  # links inside a machine are faster
-    here |= {key: getattr(cluster, key) for key in ("grace_seconds", "max_restarts") if key in cluster.model_fields_set}
+    here |= {key: getattr(cluster, key) for key in ("grace_seconds", "max_restarts") if key in cluster.changed}
     # Variables that are valid on this machine: no secret, no device, no folder of another machine.
     for name, value in cluster.env.items():
         if isinstance(value, Secret) or name.startswith(OTHER_NETWORK):
@@ -193,12 +193,11 @@ def _scale_keys(
     mixed = [{**elsewhere(part), "name": part.title} for part in data.mix]
     evaluated = {name: elsewhere(part) for name, part in data.eval.items()}
     config = None if "dataset_config_name" in data.model_fields_set else data.dataset_config_name
-    both = train.global_batch_size and "gradient_accumulation_steps" not in train.model_fields_set
     targets = _scale_targets(lora.target_modules, plan["adapter"]["targets"], layers)
     kernels = "flash" in attention or "/" in attention
     half_steps, warmup = EVERY // 2, min(train.warmup_steps or 0, STEPS // 4) or train.warmup_steps
     batch = micro * spread.ranks * accumulation if train.global_batch_size else None
-    steps = train.gradient_accumulation_steps if both else accumulation
+    follows = train.global_batch_size is not None and train.gradient_accumulation_steps == "auto"
     return [
         ("model.model_name_or_path", str(material.model), "the tiny replica"),
         ("model.torch_dtype", "float32" if model.torch_dtype == "float16" else model.torch_dtype, half),
@@ -218,7 +217,7 @@ def _scale_keys(
         ("train.per_device_train_batch_size", micro, less),
         ("train.per_device_eval_batch_size", min(MOST_ROWS, train.per_device_eval_batch_size), less),
         ("train.global_batch_size", batch, less),
-        ("train.gradient_accumulation_steps", steps, less),
+        ("train.gradient_accumulation_steps", "auto" if follows else accumulation, less),
         ("train.eval_steps", half_steps if train.save_steps > train.eval_steps else EVERY, sooner),
         ("train.save_steps", half_steps if train.eval_steps > train.save_steps else EVERY, sooner),
         ("train.logging_steps", 1, "every step is checked"),

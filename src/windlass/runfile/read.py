@@ -40,13 +40,7 @@ class LoadedFile:
 
     def where(self, path: str) -> str:
         """Return where a value was set: `run.yaml:12: lora.r`, `--override lora.r=32`, or `default: lora.r`."""
-        overridden_list = self.places.get(path.partition("[")[0], "")
-        default = overridden_list if overridden_list.startswith("--override") else f"default: {path}"
-        return self.places.get(path, default)
-
-    def is_set(self, path: str) -> bool:
-        """Return whether the file or an override sets it."""
-        return not self.where(path).startswith("default: ")
+        return self.places.get(path, f"default: {path}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +220,12 @@ def _convert_value(text: str, annotation: Any) -> Any:
 def _set_places(places: dict[str, str], path: str, value: Any, place: str) -> None:
     """Make an override the place of its key and of every key inside its value."""
     places[path] = place
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        _set_places(places, f"{path}.{key}", inner, place)
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _set_places(places, f"{path}.{key}", inner, place)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _set_places(places, f"{path}[{index}]", inner, place)
 
 
 # --- pydantic's errors as problems with a place and a hint ----------------------------------------------------------

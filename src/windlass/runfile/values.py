@@ -15,6 +15,12 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
     )
 
+    @property
+    def changed(self) -> list[str]:
+        """Keys whose value is not the default."""
+        fields = type(self).model_fields
+        return [key for key in fields if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
+
 
 def match_pattern(pattern: str, what: str) -> AfterValidator:
     """Return a validator: the text must match the whole pattern, which `what` describes in words."""

@@ -37,14 +37,14 @@ IGNORED = {
 
 def list_scheduler_keys(job: Job) -> Iterator[str]:
     """Yield the settings that need a scheduler: there is none here."""
-    if keys := [key for key in SCHEDULED if key in job.cluster.model_fields_set]:
+    if keys := [key for key in SCHEDULED if key in job.cluster.changed]:
         yield f"no effect without a scheduler (--to kubernetes, runai or slurm): cluster's {', '.join(keys)}"
 
 
 def review(job: Job) -> Iterator[Problem | str]:
     yield from list_scheduler_keys(job)
     for key, why in IGNORED.items():
-        if key in job.cluster.model_fields_set and getattr(job.cluster, key):
+        if key in job.cluster.changed:
             yield f"cluster.{key} has no effect on this machine: {why}"
     if job.nodes > 1:
         hint = "--to script writes a script for each node; --to runai and --to kubernetes start them"
