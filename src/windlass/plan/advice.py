@@ -67,7 +67,8 @@ def advise_faster_layout(
         best, _ = try_batches(work, recomputed, usual, [work.batch] if batch_is_set else batches)
         remark = f"{best.gpu_gib:,.1f} GiB a GPU, micro-batches of {best.batch.micro}"
         changes.append(("train.gradient_checkpointing: true", best, remark))
-    if layout_is_set and (other := choose_layout(contenders)):
+    other = choose_layout(contenders) if layout_is_set else None
+    if other:
         changes.append(("layout: auto", other.cost, f"takes {other.name}"))
     if len(changes) > 1:
         layouts = [
@@ -76,7 +77,8 @@ def advise_faster_layout(
             for recompute in (False, True)
             if candidate.here and not candidate.why_not
         ]
-        if other := choose_layout(compare_layouts(packed, full, layouts, lambda _: batches)):
+        other = choose_layout(compare_layouts(packed, full, layouts, lambda _: batches))
+        if other:
             recompute = "checkpointing" if other.layout.activation_checkpointing else "no checkpointing"
             remark = f"{other.name}, micro-batches of {other.cost.batch.micro}, {recompute}"
             changes.append((OF_ALL, other.cost, remark))
@@ -161,7 +163,8 @@ def _find_unfit_length(plan: Plan, tokens: int | None, shape: ModelShape) -> Ite
         yield Caution(text, f"data.max_length={longer}" if longer > limit else "")
     elif tokens and tokens <= SHORT * limit and not plan.run.data.packs:
         text = f"rows have about {tokens:,} tokens, {tokens / limit:.0%} of data.max_length"
-        if gain := _list_gains(plan).get("data.packing=true"):
+        gain = _list_gains(plan).get("data.packing=true")
+        if gain:
             text += f"; packed, {gain:.1f} x as many tokens/s"
         yield Caution(text, "data.packing=true" if shape.base.family.isolates else "")
 

@@ -301,8 +301,8 @@ def judge_run(run: Run, made: Facts) -> Facts:
     head = made["headline"]
     saves = made["saves"]
     throttled = made["gpu"]["throttled_samples"]
-    first_loss, last_loss = head["first_loss"], head["final_loss"]
-    least, final = head["least_eval_loss"], head["final_eval_loss"]
+    least = head["least_eval_loss"]
+    final = head["final_eval_loss"]
     waiting = made["step_time"]["shares"].get("data", 0.0)
     lost = head["ranks"] - len(run.ranks)
     non_finite = [int(run.first["step"][row]) for row in run.first.objects["non_finite"]]
@@ -317,7 +317,7 @@ def judge_run(run: Run, made: Facts) -> Facts:
         were = "was" if head["skipped_steps"] == 1 else "were"
         skipped = format_plural(head["skipped_steps"], "step")
         reasons.append(f"{skipped} {were} skipped: the gradients were not finite")
-    if last_loss > first_loss * 1.02 and head["steps"] >= 20:
+    if head["final_loss"] > head["first_loss"] * 1.02 and head["steps"] >= 20:
         reasons.append("the loss is higher at the end than at the start")
     if final > least * 1.05:
         reasons.append(f"the evaluation loss has risen from {least:.3f} to {final:.3f}: overfitting")
