@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from windlass.errors import UserError
 from windlass.plan.accelerate import ANY, TRANSLATED, find_key, load_key_table, read_accelerate
 from windlass.plan.layout import LAYOUTS
-from windlass.runfile.moved import find_new_places
 from windlass.runfile.names import NOT_TAKEN, OTHER_NAMES, RENAMED
 from windlass.runfile.read import read_any
 from windlass.runfile.reference import describe, find_item_annotation, format_value, list_documented
@@ -44,51 +43,59 @@ class ExplainedKey:
 def explain_topic(name: str, run: Path | None = None) -> tuple[ExplainedKey, ...]:
     """Return everything of that name, and where a run file sets it."""
     name = name.strip()
-    rows = (*_explain_run_keys(name), *_explain_accelerate(name), *_explain_variable(name))
-    rows += tuple(_find_in_run(run, rows)) if run else ()
+    rows = [*_explain_run_keys(name), *_explain_accelerate(name), *_explain_variable(name)]
+    if run:
+        rows += _find_in_run(run, rows)
     if name in LAYOUTS:
-        rows = (*rows, ExplainedKey("layout", name, "", "", LAYOUTS[name]))
-    if rows:
-        return rows
+        rows.append(ExplainedKey("layout", name, "", "", LAYOUTS[name]))
+    if not rows:
+        raise UserError(f"unknown setting {name!r}", "windlass explain", _suggest(name))
+    return tuple(rows)
+
+
+def _suggest(name: str) -> str:
+    """Return a hint with the nearest known names."""
     keys = [*list_documented(), *RENAMED]
     names = [*(key for section in load_key_table().spelled.values() for key in section), *list_documented()]
-    names += [
-        *(path.rpartition(".")[2] for path in keys),
-        *NOT_TAKEN,
-        *variables(),
-        *sorted(list_other_names()),
-        *LAYOUTS,
-    ]
+    names += [*(path.rpartition(".")[2] for path in keys), *NOT_TAKEN, *LAYOUTS]
+    names += [*variables(), *sorted(list_other_names())]
     known = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), list(known), 4, 0.6)
-    near += [low for low in known if len(name) > 2 and name.lower() in low]
-    hint = "give a run-file key such as lora.r, an Accelerate key, a variable such as NCCL_DEBUG, or a layout"
-    hint = f"did you mean {', '.join(known[low] for low in [*dict.fromkeys(near)][:4])}?" if near else hint
-    raise UserError(f"unknown setting {name!r}", "windlass explain", hint)
+    if len(name) > 2:
+        near += [folded for folded in known if name.lower() in folded]
+    if not near:
+        return "give a run-file key such as lora.r, an Accelerate key, a variable such as NCCL_DEBUG, or a layout"
+    return f"did you mean {', '.join(known[folded] for folded in [*dict.fromkeys(near)][:4])}?"
 
 
 def _explain_run_keys(name: str) -> Iterator[ExplainedKey]:
     """Yield a key by its path, the last part of it, or another name."""
-    path, last = re.sub(r"\[\d*\]", "", name), name.rpartition(".")[2]
-    found = [path] if path in list_documented() else find_new_places(path.removeprefix("cluster."))
-    found = found or [key for key in list_documented() if key.rpartition(".")[2] == path]
-    parent = path.rpartition(".")[0]
-    if (
-        not found
-        and parent in list_documented()
-        and find_item_annotation(list_documented()[parent][1].annotation, dict)
-    ):
-        found = [parent]  # a key of a free mapping, such as one variable of cluster.env
+    path = re.sub(r"\[\d*\]", "", name)
+    last = name.rpartition(".")[2]
+    keys = _find_keys(path)
     accepted = RENAMED.get(name) or next((new for old, new in RENAMED.items() if old.rpartition(".")[2] == name), "")
-    if not found and accepted:
+    if not keys and accepted:
         yield ExplainedKey("run file", name, "", TRANSLATED, f"to {accepted}")
-    elif not found and last in OTHER_NAMES:
+        keys = [accepted]
+    elif not keys and last in OTHER_NAMES:
         yield ExplainedKey("run file", name, "", "", f"windlass calls it {OTHER_NAMES[last]}")
-    elif not found and last in NOT_TAKEN:
+        keys = [OTHER_NAMES[last]]
+    elif not keys and last in NOT_TAKEN:
         yield ExplainedKey("run file", name, "", "refused", NOT_TAKEN[last])
-        return
-    for key in found or filter(None, [accepted or OTHER_NAMES.get(last)]):
+    for key in keys:
         yield from (ExplainedKey("run file", key, "", "", line) for line in describe(key))
+
+
+def _find_keys(path: str) -> list[str]:
+    """Return the key of this path, else all whose last part it is, else the free mapping that it is an entry of."""
+    documented = list_documented()
+    if path in documented:
+        return [path]
+    keys = [key for key in documented if key.rpartition(".")[2] == path]
+    parent = path.rpartition(".")[0]
+    if not keys and parent in documented and find_item_annotation(documented[parent][1].annotation, dict):
+        return [parent]  # such as one variable of cluster.env
+    return keys
 
 
 def _find_in_run(path: Path, rows: Sequence[ExplainedKey]) -> Iterator[ExplainedKey]:
@@ -105,10 +112,8 @@ def _find_in_run(path: Path, rows: Sequence[ExplainedKey]) -> Iterator[Explained
 def _explain_accelerate(name: str) -> Iterator[ExplainedKey]:
     """Yield a key by its name, another spelling, or with its section: fsdp_config.fsdp_version."""
     section, _, last = name.rpartition(".")
-    found = {
-        key.path: key for home in ([section] if section else load_key_table().spelled) if (key := find_key(home, last))
-    }
-    for key in found.values():
+    keys = [find_key(home, last) for home in ([section] if section else load_key_table().spelled)]
+    for key in {key.path: key for key in keys if key}.values():
         yield ExplainedKey("accelerate", key.path, "", "", f"meaning: {key.about}")
         words = {ANY: "any other" if len(key.verdicts) > 1 else "", "TRUE": "true", "FALSE": "false"}
         for verdict in {id(verdict): verdict for verdict in key.verdicts.values()}.values():
@@ -140,8 +145,7 @@ def explain_file(path: Path) -> tuple[ExplainedKey, ...]:
     """Return every key of an Accelerate file, in order. Refused keys are rows too; misspelt ones are errors."""
     rows = []
     for entry in read_accelerate(path, refuse=False).entries:
-        value = "null" if entry.value is None else str(entry.value)
-        value = value.lower() if isinstance(entry.value, bool) else "" if entry.key.kind == "section" else value
+        value = "" if entry.key.kind == "section" else format_value(entry.value)
         text = _to(entry.verdict.word, entry.verdict.because)
         rows.append(ExplainedKey("accelerate", entry.path, value, entry.verdict.word, text, entry.where))
     return tuple(rows)
