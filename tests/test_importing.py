@@ -14,7 +14,7 @@ import pytest
 from windlass.errors import UserError
 from windlass.runfile import read_run_file
 from windlass.runfile.document import load_document
-from windlass.runfile.importers import import_file, render_run_file
+from windlass.runfile.importers import TRANSLATE, import_file, render_run_file
 from windlass.runfile.names import IMPORTED, TOOLS, group_by_name
 from windlass.runfile.reference import list_keys
 
@@ -456,6 +456,7 @@ def test_llamafactory_data_set_names_are_resolved(tmp_path: Path) -> None:
 
 def test_every_key_of_the_tables_is_known_once() -> None:
     ours = set(list_keys())
+    assert TRANSLATE.keys() == TOOLS.keys()
     for tool in TOOLS:
         table = IMPORTED[tool]
         named = [*table["keys"].values(), *table["defaults"], *table.get("values", {})]

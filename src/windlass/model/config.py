@@ -36,9 +36,11 @@ def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path
     transformers would build: shipped, next to the model, cached, or derived if torch is installed.
     """
     wrapper = WRAPPERS.get(str(config.get("model_type")))
-    text, place = config, where
+    text = config
+    place = where
     if wrapper:
-        text, place = config.get("text_config") or {}, f"{where}: text_config"
+        text = config.get("text_config") or {}
+        place = f"{where}: text_config"
         if not isinstance(text, dict):
             raise UserError(f"text_config is {reprlib.repr(text)}, not the language model's config", where, FETCH)
     if not text.get("model_type"):
@@ -51,16 +53,19 @@ def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path
 
     # A classifier or a bare encoder has the same model_type but other weights.
     architecture = wrapper.architecture if wrapper else family.causal_lm
-    named = config.get("architectures")
-    named = named[0] if isinstance(named, list) and named else named
-    if named and str(named).lower() != architecture.lower():
-        problem = f"architectures is {reprlib.repr(named)}, and windlass trains adapters of {architecture}"
+    written = config.get("architectures")
+    if isinstance(written, list) and written:
+        written = written[0]
+    if written and str(written).lower() != architecture.lower():
+        problem = f"architectures is {reprlib.repr(written)}, and windlass trains adapters of {architecture}"
         problems.append(Problem(problem, where, "give the folder of the causal language model itself"))
 
     dims, faults = _read_sizes(family, text)
-    if not isinstance(tied := text.get("tie_word_embeddings", False), bool | None):
+    tied = text.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool | None):
         faults[f"tie_word_embeddings is {reprlib.repr(tied)}"] = "true or false"
-    faults |= {fault: FETCH for key in ("rope_scaling", "rope_parameters") for fault in _check_rope(key, text.get(key))}
+    for key in ("rope_scaling", "rope_parameters"):
+        faults |= dict.fromkeys(_check_rope(key, text.get(key)), FETCH)
     raise_all([*problems, *(Problem(problem, place, hint) for problem, hint in faults.items())])
 
     return Base(
@@ -93,22 +98,13 @@ def _check_rope(key: str, rope: Any) -> Iterator[str]:
 
 def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where: str) -> tuple[Any, list[Problem]]:
     """Return the weights' quantization config, and its problems."""
-    problems = list[Problem]()
+    problems: list[Problem] = []
     quantization = config.get("quantization_config")
-    quantization = text.get("quantization_config") if quantization is None else quantization
+    if quantization is None:
+        quantization = text.get("quantization_config")
     if quantization is not None:
         settings = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
-        method, spot = settings.get("quant_method"), f"{where}: quantization_config"
-        if method == "bitsandbytes" or settings.get("load_in_4bit"):
-            four_bits = settings.get("bnb_4bit_quant_type") or "fp4"
-            method = f"bitsandbytes {four_bits if settings.get('load_in_4bit') else 'int8'}"
-        if method not in ("fp8", "mxfp4", "bitsandbytes nf4"):
-            problems.append(Problem(f"unsupported quantization {reprlib.repr(method)}", spot, READS))
-        elif (block := settings.get("weight_block_size")) is not None and not (
-            isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)
-        ):
-            problem = f"weight_block_size is {reprlib.repr(block)}"
-            problems.append(Problem(problem, spot, "two positive whole numbers, or null"))
+        problems += _check_quantization(settings, f"{where}: quantization_config")
     inner = config.get("text_config")
     for table in (config, inner if isinstance(inner, dict) else {}):
         key = next((key for key in ("dtype", "torch_dtype") if "float8" in str(table.get(key))), None)
@@ -117,6 +113,21 @@ def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where
             problems.append(Problem(problem, where, f"{FETCH}; {READS}"))
             break
     return quantization, problems
+
+
+def _check_quantization(settings: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    method = settings.get("quant_method")
+    if settings.get("load_in_4bit"):
+        method = f"bitsandbytes {settings.get('bnb_4bit_quant_type') or 'fp4'}"
+    elif method == "bitsandbytes":
+        method = "bitsandbytes int8"
+    if method not in ("fp8", "mxfp4", "bitsandbytes nf4"):
+        yield Problem(f"unsupported quantization {reprlib.repr(method)}", where, READS)
+        return
+    block = settings.get("weight_block_size")
+    pair = isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)
+    if block is not None and not pair:
+        yield Problem(f"weight_block_size is {reprlib.repr(block)}", where, "two positive whole numbers, or null")
 
 
 def _list_parameters(

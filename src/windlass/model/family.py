@@ -11,7 +11,7 @@ import operator
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -197,15 +197,22 @@ def _read_weight(text: str) -> Weight:
 
 def _read_families() -> dict[str, Family]:
     table = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
-    found = {}
+    families = {}
     for model_type, row in table["family"].items():
-        stem, lists = row.pop("class"), {key: row.pop(key).split() for key in ("sizes", "weights")}
-        sizes = [*(line for name in lists["sizes"] for line in table["sizes"][name]), *row.pop("size", ())]
-        weights = [_read_weight(line) for name in lists["weights"] for line in table["weights"][name]]
+        stem = row.pop("class")
+        sizes = [line for name in row.pop("sizes").split() for line in table["sizes"][name]]
+        sizes += row.pop("size", ())
+        weights = [line for name in row.pop("weights").split() for line in table["weights"][name]]
         row["spellings"] = tuple(row.get("spellings", {}).items())
-        made = Family(model_type, f"{stem}ForCausalLM", f"{stem}DecoderLayer", dict(map(_read_size, sizes)), **row)
-        found[model_type] = replace(made, weights=tuple(weights))
-    return found
+        families[model_type] = Family(
+            model_type,
+            causal_lm=f"{stem}ForCausalLM",
+            layer=f"{stem}DecoderLayer",
+            sizes=dict(map(_read_size, sizes)),
+            weights=tuple(map(_read_weight, weights)),
+            **row,
+        )
+    return families
 
 
 FAMILIES: dict[str, Family] = _read_families()
