@@ -31,24 +31,25 @@ def fetch_run(
 
     With `headers_only` what a plan needs of the model, a few MB, and no data.
     """
-    found = {}
+    folders = {}
     name = run.model.model_name_or_path
     if Path(name).expanduser().exists() or not HUB_NAME.fullmatch(name):
         say(f"model: {name} is a path: nothing to fetch")
     else:
-        files = MODEL_FILES[headers_only:]
+        files = MODEL_FILES[1:] if headers_only else MODEL_FILES
         place = where("model.model_name_or_path")
-        found["model"] = fetch(name, "model", files, place, say, DUPLICATES, headers=headers_only)
-        record_digest(found["model"], say)
-    for each in () if headers_only else list_all_sets(run.data, where):
-        name = each.data.dataset_name_or_path
-        if resolve_source(each.data, each.where).format == "hub":
-            found["data" if not (run.data.mix or run.data.eval) else name] = fetch_set(each.data, each.where, say)
+        folders["model"] = fetch(name, "model", files, place, say, DUPLICATES, headers=headers_only)
+        record_digest(folders["model"], say)
+    several = bool(run.data.mix or run.data.eval)
+    for part in () if headers_only else list_all_sets(run.data, where):
+        name = part.data.dataset_name_or_path
+        if resolve_source(part.data, part.where).format == "hub":
+            folders[name if several else "data"] = fetch_set(part.data, part.where, say)
         else:
             say(f"data: {name} is here: nothing to fetch")
-    for part, folder in found.items():
-        say(f"{part}: {folder}")
-    return found
+    for title, folder in folders.items():
+        say(f"{title}: {folder}")
+    return folders
 
 
 def record_digest(folder: Path, say: Callable[[str], None]) -> None:

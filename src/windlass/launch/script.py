@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from importlib.resources import files as resources
-from pathlib import Path
 
 from windlass import __version__
-from windlass.errors import Problem, UserError
-from windlass.launch.job import Job, Record, keep_record, quote, quote_words, to_one_line
-from windlass.launch.platforms import local
+from windlass.launch.job import Job, quote, quote_words, to_one_line
 from windlass.ranks.rendezvous import PORT
 from windlass.runfile.machines import Secret
 
@@ -95,32 +91,3 @@ def render_launch_sh(job: Job, *, exports: bool) -> str:
     template = resources("windlass.launch").joinpath("launch.sh").read_text(encoding="utf-8")
     # Split first, so that inserted text is not searched for placeholders.
     return "".join(parts.get(piece, piece) for piece in re.split("(@@[A-Z]+@@)", template))
-
-
-def review(job: Job) -> Iterator[Problem | str]:
-    yield from local.list_scheduler_keys(job)
-
-
-def files(job: Job) -> dict[str, str]:
-    """Return all files that a node needs, for one folder."""
-    return {"launch.sh": render_launch_sh(job, exports=True), **job.files}
-
-
-def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
-    keep_record(job, "script", folder)
-    say(f"on each node: bash {folder / 'launch.sh'} (its first lines show how)")
-    return False
-
-
-status = local.status
-
-
-def logs(record: Record, *, follow: bool) -> int:  # noqa: ARG001
-    hint = f"look there, or in Slurm's output file; `windlass watch {record.run}` shows its progress"
-    raise UserError("its nodes print where they were started", str(record.path), hint)
-
-
-def stop(record: Record) -> int:
-    hint = "scancel, or kill -TERM the process of launch.sh or windlass train on any one node: all save and end"
-    hint += f"; `windlass watch {record.run}` shows its progress"
-    raise UserError("it is stopped where it was started", str(record.path), hint)

@@ -9,9 +9,8 @@ from typing import Protocol
 
 from windlass import run_folder
 from windlass.errors import Problem, UserError, raise_all
-from windlass.launch import script
 from windlass.launch.job import RECORD, Job, Record, build_job, list_other_sections, quote_words, write_files
-from windlass.launch.platforms import kubernetes, local, openshift, runai, slurm
+from windlass.launch.platforms import kubernetes, local, openshift, runai, script, slurm
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan
 from windlass.runfile import Loaded, LoadedScript, RunFile, ScriptRun, read_any
