@@ -99,9 +99,9 @@ def load_base(
         "rss_before_bytes": before,
         "seconds": round(time.perf_counter() - started, 3),
     }
-    found: dict[str, torch.dtype | str] = {name: each.dtype for name, each in targets.items()}
-    found |= {name: each.format.kind or each.format.codes for name, each in quantized.items()}
-    return model, make_certificate(base, layout.name, layout.base_dtype, found, digest, checked, measured, errors)
+    stored_as: dict[str, torch.dtype | str] = {name: tensor.dtype for name, tensor in targets.items()}
+    stored_as |= {name: weight.format.kind or weight.format.codes for name, weight in quantized.items()}
+    return model, make_certificate(base, layout.name, layout.base_dtype, stored_as, digest, checked, measured, errors)
 
 
 def list_unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

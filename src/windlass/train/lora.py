@@ -58,8 +58,8 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=lora.dtype == "float32")
     if lora.adapter:  # load the saved tensors; of split experts, this rank's part
         parts, saved = ExpertShards(peft_model), load_peft_weights(lora.adapter, "cpu", mapping)
-        own = {name: parts.own(name, tensor) for name, tensor in saved.items()}
-        outcome = set_peft_model_state_dict(peft_model, shard_like(peft_model, own))
+        of_rank = {name: parts.own(name, tensor) for name, tensor in saved.items()}
+        outcome = set_peft_model_state_dict(peft_model, shard_like(peft_model, of_rank))
         if odd := [*(name for name in outcome.missing_keys if "lora_" in name), *outcome.unexpected_keys]:
             raise UserError(
                 f"{lora.adapter} is not a complete adapter of this model: {odd[0]}",
@@ -134,31 +134,31 @@ def make_peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
 
 def read_adapter_sizes(model: PeftModel) -> dict[str, int]:
     """Return what PEFT has built: full name of each adapted module or expert parameter -> its trainable parameters."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
             place = ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part != "base_layer")
             leaf = getattr(module, "parameter_name", None)  # set for a fused expert parameter, which is no module
-            own = (p for n, p in module.named_parameters() if not n.startswith("base_layer.") and p.requires_grad)
+            trained = (p for n, p in module.named_parameters() if not n.startswith("base_layer.") and p.requires_grad)
             part = getattr(module, "part", None)  # a rank's part of split experts is as large as any other's
             ways = part.total // part.count if part else 1
-            found[f"{place}.{leaf}" if leaf else place] = ways * sum(p.numel() for p in own)
-    return found
+            sizes[f"{place}.{leaf}" if leaf else place] = ways * sum(p.numel() for p in trained)
+    return sizes
 
 
 def require_planned(model: PeftModel, adapter: Adapter) -> None:
     """Check that the adapter is the plan's: the same modules and the same number of trainable parameters per target."""
-    found = read_adapter_sizes(model)
+    sizes = read_adapter_sizes(model)
     planned = {module for target in adapter.targets for module in target.modules}
-    wrong = [f"the plan adapts {name}, the model has no adapter there" for name in sorted(planned - found.keys())]
-    wrong += [f"the model has an adapter on {name}, the plan has none" for name in sorted(found.keys() - planned)]
+    wrong = [f"the plan adapts {name}, the model has no adapter there" for name in sorted(planned - sizes.keys())]
+    wrong += [f"the model has an adapter on {name}, the plan has none" for name in sorted(sizes.keys() - planned)]
     for target in adapter.targets:
-        count = sum(found.get(module, 0) for module in target.modules)
-        if count != target.parameters and planned == found.keys():
+        count = sum(sizes.get(module, 0) for module in target.modules)
+        if count != target.parameters and planned == sizes.keys():
             wrong.append(f"{target.pattern}: {count:,} trainable parameters, the plan says {target.parameters:,}")
     others = sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name)
-    trainable = sum(found.values()) + others  # base weights and biases, if they are trained
+    trainable = sum(sizes.values()) + others  # base weights and biases, if they are trained
     if not wrong and trainable != adapter.trainable:
         wrong.append(f"{trainable:,} trainable parameters, the plan says {adapter.trainable:,}")
     hint = "the plan and the model disagree, a bug in windlass: report it with the output of `windlass plan RUN --json`"
-    raise_all([Problem(each, "lora.target_modules", hint) for each in wrong[:8]])
+    raise_all([Problem(difference, "lora.target_modules", hint) for difference in wrong[:8]])

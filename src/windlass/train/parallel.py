@@ -94,8 +94,8 @@ def build_model(
             stack.enter_context(context)
         model = model_class(config)
     restore_float32(model, dtype)
-    for name, own in dtypes.items():
-        model.get_parameter(name).data = model.get_parameter(name).data.to(own)
+    for name, dtype_of_parameter in dtypes.items():
+        model.get_parameter(name).data = model.get_parameter(name).data.to(dtype_of_parameter)
     if layout.base_dtype != "bf16":
         products.convert_model(model, base, layout.base_dtype, dtype)
     model = model_class.maybe_distribute_model(model, distributed, mesh)
@@ -117,19 +117,20 @@ def build_model(
 def create_expert_communicator(mesh: Any) -> None:
     """Give the tokens' exchange its own communicator: a communicator is serial, and transformers lets experts that
     are split over all ranks share FSDP's."""
-    experts_mesh, backend = mesh._expert_mesh, dist.distributed_c10d.get_backend_config()
+    experts_mesh = mesh._expert_mesh
+    backend = dist.distributed_c10d.get_backend_config()
     if experts_mesh["ep"].size() == dist.get_world_size():
         shape, names = tuple(experts_mesh.shape), experts_mesh.mesh_dim_names
-        own: Any = {"ep": backend}
+        override: Any = {"ep": backend}
         mesh._expert_mesh = init_device_mesh(
-            experts_mesh.device_type, shape, mesh_dim_names=names, backend_override=own
+            experts_mesh.device_type, shape, mesh_dim_names=names, backend_override=override
         )
 
 
 def restore_float32(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
     """Keep in float32 what transformers keeps in float32 in narrower models, such as a router's correction."""
     if kept := model._get_dtype_plan(dtype):
-        pattern = re.compile("|".join(each.replace("*", ".*") for each in kept))
+        pattern = re.compile("|".join(name.replace("*", ".*") for name in kept))
         for name, tensor in model.state_dict(keep_vars=True).items():
             if tensor.is_floating_point() and pattern.search(name):
                 tensor.data = tensor.data.float()
@@ -166,11 +167,13 @@ def reshard(model: torch.nn.Module) -> None:
 
 def shard_like(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this rank's shards of tensors that belong to sharded parameters, by name; all others unchanged."""
-    parameters, found = dict(model.named_parameters()), dict(tensors)
+    parameters = dict(model.named_parameters())
+    shards = dict(tensors)
     for name, tensor in tensors.items():
-        if isinstance(own := parameters.get(name), DTensor) and tensor.ndim:
-            found[name] = distribute_tensor(tensor, own.device_mesh, own.placements, src_data_rank=None)
-    return found
+        parameter = parameters.get(name)
+        if isinstance(parameter, DTensor) and tensor.ndim:
+            shards[name] = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return shards
 
 
 def keep_gathered(modules: Iterable[FSDPModule], keep: bool) -> None:
