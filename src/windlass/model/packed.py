@@ -21,17 +21,20 @@ NESTED: Final = (".nested_absmax", ".nested_quant_map")  # present if the scales
 
 def find_packed(stored: Mapping[str, Stored]) -> dict[str, tuple[Stored, ...]]:
     """Return the name of every 4-bit weight, with its tensors: codes, scales, and any others needed to decode them."""
-    found: dict[str, tuple[Stored, ...]] = {}
+    packed: dict[str, tuple[Stored, ...]] = {}
     for key, tensor in stored.items():
         if key.endswith(STATE):
             name = key.removesuffix(STATE)
-            others = (f"{name}.absmax", key, f"{name}.quant_map", *(f"{name}{end}" for end in NESTED))
-            parts = tuple(stored[each] for each in (name, *others) if each in stored)
-            if len(parts) in (4, 6):
-                found[name] = parts
-        elif key.endswith(BLOCKS) and (scales := stored.get(f"{key.removesuffix(BLOCKS)}{SCALES}")):
-            found[key.removesuffix(BLOCKS)] = tensor, scales
-    return found
+            parts = (name, f"{name}.absmax", key, f"{name}.quant_map", *(f"{name}{end}" for end in NESTED))
+            tensors = tuple(stored[part] for part in parts if part in stored)
+            if len(tensors) in (4, 6):
+                packed[name] = tensors
+        elif key.endswith(BLOCKS):
+            name = key.removesuffix(BLOCKS)
+            scales = stored.get(f"{name}{SCALES}")
+            if scales:
+                packed[name] = tensor, scales
+    return packed
 
 
 def make_packed_piece(

@@ -29,7 +29,7 @@ class Stored:
 class Packed:
     """The encoding of a weight that is stored in 4 bits, two codes per byte."""
 
-    kind: str  # nf4, mxfp4: a name of plan.layout.FOUR_BITS
+    kind: str  # nf4, mxfp4: a name of settings.FOUR_BITS
     block: int  # columns that share a scale
     transposed: bool  # the file's rows are the parameter's columns
     more: tuple[Stored, ...] = ()  # for nf4: state, table, and the tensors that decode quantized scales

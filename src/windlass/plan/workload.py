@@ -49,7 +49,7 @@ class Workload:
     scores: bool = False  # attention keeps each head's score matrix, as `eager` does
     masked: bool = False  # a mask separates the documents of packed rows
     document: int | None = None  # usual tokens of a document in packed rows
-    four_bits: bool = False  # the base could be stored in 4 bits: see layout.FOUR_BITS
+    four_bits: bool = False  # the base could be stored in 4 bits: see settings.FOUR_BITS
     keeps_products: bool = False  # recomputed layers keep routed experts' products and the tokens sent to them
     evaluated: int = 0  # sequences per GPU in one evaluation batch; 0: no evaluation
 
