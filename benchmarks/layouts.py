@@ -106,7 +106,7 @@ class Outcome:
 
 def make(folder: Path) -> None:
     """Write a model that consists mostly of experts, in FP8 as published, and rows that are all full."""
-    sizes = {"hidden": 128, "layers": 3, "heads": 4, "experts": 16, "top_k": 2, "moe_intermediate": 128, "vocab": 1024}
+    sizes = {"hidden": 128, "layers": 3, "heads": 4, "experts": 16, "top_k": 2, "moe_intermediate": 64, "vocab": 1024}
     tiny.write_model(folder / "model", "mistral4", config={"initializer_range": 0.1}, **sizes)  # type: ignore[arg-type]
     words = ("anchor", "heavy", "crew", "small", "turn", "windlass", "slowly", "chain", "deck", "rope", "tide")
     rows = (" ".join(words[(i * j) % len(words)] for j in range(1, 1600)) for i in range(1, 65))

@@ -46,7 +46,7 @@ def test_measured_layout_order_equals_the_plans() -> None:
     measured = {row["way"]: row["measured"] for row in proof["rows"]}
     assert measured[proof["auto"]] <= min(measured.values()) * (1 + TIE)
     # Bytes on the wire: what rendezvous, start and TCP's own words add is small beside a step that moves weights.
-    moved = [row for row in proof["rows"] if row["predicted_mb"] > 10]
+    moved = [row for row in proof["rows"] if row["predicted_mb"] > 5]
     assert len(moved) >= 6
     for row in moved:
         assert 0.95 < row["sent_mb"] / row["predicted_mb"] < 1.15, row
