@@ -6,13 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from windlass.hardware import GIB
-from windlass.model.quantization import (
-    published_dtype,
-    quantizable_names,
-)
-from windlass.plan.layout import (
-    why_not_expert_parallel,
-)
+from windlass.model.quantization import published_dtype, quantizable_names
+from windlass.plan.layout import why_not_expert_parallel
 from windlass.plan.memory import MemoryRow, estimate_memory, total_bytes
 from windlass.plan.step_time import StepTime, estimate_time
 from windlass.plan.traffic import Flow

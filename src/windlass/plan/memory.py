@@ -64,9 +64,11 @@ def estimate_memory(work: Workload) -> tuple[tuple[MemoryRow, ...], str]:
     """Return the memory table at the peak, and the moment of the step that has the peak."""
     weights, formula = base_bytes(work)
     if full := full_weights_share(work):
-        weights, formula = weights - full * work.base_bytes, f"{formula}; without {full} that are trained"
+        weights -= full * work.base_bytes
+        formula += f"; without {full} that are trained"
     mine, words = adapter_share(work)
-    size, (states, fixed, kind) = work.shape.adapter.dtype_bytes, find_optimizer_states(work.optim)
+    size = work.shape.adapter.dtype_bytes
+    states, fixed, kind = find_optimizer_states(work.optim)
     base = MemoryRow("base weights", 0.0 if work.layout.offload else weights, formula)
     adapter = MemoryRow("adapter", mine * size, f"{words}, x {size}")
     gradients = MemoryRow("adapter gradients", mine * size, f"{mine} x {size}")
@@ -152,8 +154,8 @@ def base_bytes(work: Workload) -> tuple[float, str]:
     if layout.expert_parallel == 1:
         mine = shape.sharded(layout.shard, experts=True)
         return size.of(mine), f"({size.describe(shape.elements)}) / {layout.shard}, rows rounded up"
-    own = shape.routed // layout.expert_parallel
-    mine = shape.sharded(layout.shard, experts=False) + own // (layout.shard // layout.expert_parallel)
+    experts = shape.routed // layout.expert_parallel
+    mine = shape.sharded(layout.shard, experts=False) + experts // (layout.shard // layout.expert_parallel)
     dense = shape.elements.total - shape.routed.total
     words = f"({dense} dense + {shape.routed.total} of the experts) / {layout.shard}: {size.describe(mine)}"
     return size.of(mine), words
@@ -161,9 +163,11 @@ def base_bytes(work: Workload) -> tuple[float, str]:
 
 def adapter_share(work: Workload) -> tuple[int, str]:
     """Count the trained parameters on one rank. Experts' adapters stay with their expert; all others are replicated."""
-    ranks, experts = work.layout.expert_parallel, work.shape.expert_adapter_parameters
+    ranks = work.layout.expert_parallel
+    experts = work.shape.expert_adapter_parameters
     trainable = work.shape.adapter.trainable
-    trainable, full = trainable - sum(work.shape.adapter.in_full.values()), full_weights_share(work)
+    trainable -= sum(work.shape.adapter.in_full.values())
+    full = full_weights_share(work)
     words = f" + {full} of the base" if full else ""
     if ranks == 1 or not experts:
         return trainable + full, f"{trainable} parameters, all on every rank{words}"
@@ -204,9 +208,11 @@ def list_training_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     temporaries = MemoryRow("optimizer's temporaries", adapter_share(work)[0] * 4.0, "one float32 copy of the adapter")
     if in_full := sum(shape.adapter.in_full.values()):
         size = shape.adapter.dtype_bytes
-        each = 2 * size - (0 if work.layout.shard == 1 else gathered_bytes(work).most)
-        words = f"{in_full} x {each}: unsharded, what is trained of the base and its gradient"
-        g["always"] = [*g["always"], MemoryRow("trained weights, gathered", in_full * each, words)]
+        bytes_each = 2 * size
+        if work.layout.shard > 1:
+            bytes_each -= gathered_bytes(work).most
+        words = f"{in_full} x {bytes_each}: unsharded, what is trained of the base and its gradient"
+        g["always"] = [*g["always"], MemoryRow("trained weights, gathered", in_full * bytes_each, words)]
     return {
         "last layer's gather": [early, *g["always"], *g["last"]],
         "head's gather": [saved, *g["always"], *g["head"]],
@@ -259,8 +265,8 @@ def _kept_bytes(work: Workload, t: Tokens) -> tuple[float, str]:
             words += "; products of routed experts, and tokens sent to them"
         return stream + final, words
     layers = sum(layer_bytes(layer, t) * times for layer, times in shape.kinds)
-    each = layers / t.count / count
-    words = f"{count} layers x {t.count} tokens x {each:.0f} bytes of norms, attention, feed-forward, adapters"
+    per_token = layers / t.count / count
+    words = f"{count} layers x {t.count} tokens x {per_token:.0f} bytes of norms, attention, feed-forward, adapters"
     if any(layer.traced for layer, _ in shape.kinds):
         words += "; measured by tracing, where no formula is known"
     return stream + layers + final, words
@@ -269,10 +275,11 @@ def _kept_bytes(work: Workload, t: Tokens) -> tuple[float, str]:
 def _gathered_rows(work: Workload) -> dict[str, list[MemoryRow]]:
     """Return the weights that FSDP2 has gathered: always, in the middle of a pass, and at its other moments."""
     layout, shape, size = work.layout, work.shape, gathered_bytes(work)
-    found: dict[str, list[MemoryRow]] = defaultdict(list)
+    rows: dict[str, list[MemoryRow]] = defaultdict(list)
     if layout.shard == 1:
-        return found
-    split, reshards = layout.expert_parallel > 1, layout.reshard_after_forward
+        return rows
+    split = layout.expert_parallel > 1
+    reshards = layout.reshard_after_forward
 
     def padded(layer: Layer) -> ElementCount:
         """Count what FSDP2 gathers of a layer: it pads first dimensions to a multiple of the ranks."""
@@ -282,34 +289,38 @@ def _gathered_rows(work: Workload) -> dict[str, list[MemoryRow]]:
     kinds = {id(layer): padded(layer) for layer, _ in shape.kinds}
     counts = [kinds[id(layer)] for layer in shape.layers]
     # In the forward FSDP2 keeps the previous layer's buffer until the next is copied out: three layers in memory.
-    now, before = size.of(counts[-1]), size.of(counts[-2]) if len(counts) > 1 else 0.0
-    last, words = before + 2 * now, f"the layer's {size.describe(counts[-1])}, its buffer, and the previous layer's"
-    if not reshards:  # the layer itself counts as permanently gathered
-        last, words = before + now, f"buffers of the layer, {size.describe(counts[-1])}, and of the previous one"
+    now = size.of(counts[-1])
+    before = size.of(counts[-2]) if len(counts) > 1 else 0.0
+    if reshards:
+        last = before + 2 * now
+        words = f"the layer's {size.describe(counts[-1])}, its buffer, and the previous layer's"
+    else:  # the layer itself counts as permanently gathered
+        last = before + now
+        words = f"buffers of the layer, {size.describe(counts[-1])}, and of the previous one"
     tail = size.of(shape.tail)
     head = MemoryRow("head and final norm, gathered", tail, "kept gathered from the end of the forward to the backward")
     buffers = MemoryRow("all-gather buffers", tail + last / 3, "the head's own and the last layer's")
-    found |= {"last": [MemoryRow("gathered layers", last, words)], "head": [head, buffers], "tail": [head]}
-    found["loss"] = [head, MemoryRow("all-gather buffers", tail, "the head's")]
+    rows |= {"last": [MemoryRow("gathered layers", last, words)], "head": [head, buffers], "tail": [head]}
+    rows["loss"] = [head, MemoryRow("all-gather buffers", tail, "the head's")]
     if not reshards:
         every = shape.rest - shape.tail
         for layer, times in shape.kinds:
             every += (kinds[id(layer)] + (layer.routed // layout.expert_parallel if split else ElementCount())) * times
-        found["always"] = [MemoryRow("gathered weights", size.of(every), f"{size.describe(every)}, not resharded")]
-        return found
+        rows["always"] = [MemoryRow("gathered weights", size.of(every), f"{size.describe(every)}, not resharded")]
+        return rows
     # FSDP2 copies gathered weights out of the buffer while it already fills the next layer's buffer.
     most = max([size.of(a) + size.of(b) for a, b in pairwise(counts)] or [size.of(counts[0])])
     words = f"a layer of {size.describe(max(counts, key=size.of))}, and the next one's buffer"
     if split:
-        own = max((layer.routed for layer in shape.layers), key=size.of) // layout.expert_parallel
-        most += size.of(own) * (2 if layout.shard > layout.expert_parallel else 1)
-        words += f"; the rank's own experts of a layer, which FSDP2 copies even unsent: {size.describe(own)}"
-    found["layers"] = [MemoryRow("gathered layers", most, words)]
+        experts = max((layer.routed for layer in shape.layers), key=size.of) // layout.expert_parallel
+        most += size.of(experts) * (2 if layout.shard > layout.expert_parallel else 1)
+        words += f"; the rank's own experts of a layer, which FSDP2 copies even unsent: {size.describe(experts)}"
+    rows["layers"] = [MemoryRow("gathered layers", most, words)]
     if layout.activation_checkpointing:
         # With checkpointing the embedding's output requires a gradient, so its weights are gathered once more.
         words = f"a layer of {counts[0].total} parameters and the embedding's {shape.embedding.total}"
-        found["first"] = [MemoryRow("gathered layers", size.of(counts[0] + shape.embedding), words)]
-    return found
+        rows["first"] = [MemoryRow("gathered layers", size.of(counts[0] + shape.embedding), words)]
+    return rows
 
 
 def dora_norm_rows(work: Workload, t: Tokens, kept: float = 0.0) -> list[MemoryRow]:
@@ -326,8 +337,8 @@ def _dequantized_rows(work: Workload, t: Tokens) -> list[MemoryRow]:
     narrow = [p for layer, _ in shape.kinds for p in layer.parameters if p.name in shape.narrow]
     if work.on_cpu:  # one expert at a time, in float32 and then in the products' dtype
         widest = max((prod(p.shape[-2:]) for p in narrow), default=0)
-        each = FLOAT + (t.width if t.width < FLOAT else 0)
-        return [MemoryRow("dequantized weights", widest * each, f"the widest matrix: {widest} x {each}")]
+        bytes_each = FLOAT + (t.width if t.width < FLOAT else 0)
+        return [MemoryRow("dequantized weights", widest * bytes_each, f"the widest matrix: {widest} x {bytes_each}")]
     most = max((dequantized_bytes(p.shape, work.layout.expert_parallel, t.width) for p in narrow), default=0)
     most_bytes = settings.DEQUANTIZED_BYTES
     return [MemoryRow("dequantized weights", most, f"of the widest stack at most {most_bytes} bytes at once")]
@@ -423,7 +434,8 @@ def dora_bytes(lora: Lora, t: Tokens) -> float:
     These are the adapter's product, the scaled product, its sum with the weight, the weight in the input's dtype if
     autocast widened the input, and the identity matrix that went through A.
     """
-    weight, width = lora.inputs * lora.outputs, FLOAT if t.cast else t.width
+    weight = lora.inputs * lora.outputs
+    width = FLOAT if t.cast else t.width
     return (4 if t.cast else 3) * width * weight + t.width * lora.inputs**2
 
 
@@ -461,7 +473,8 @@ def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
 
 def loss_bytes(shape: ModelShape, t: Tokens) -> tuple[float, str]:
     """Return the bytes of the loss's forward on top of the hidden states; its backward adds the states' gradient."""
-    rows, columns = min(t.count, TILE_TOKENS), min(shape.vocab * 4 // 3, TILE_VOCABULARY)
+    rows = min(t.count, TILE_TOKENS)
+    columns = min(shape.vocab * 4 // 3, TILE_VOCABULARY)
     words = f"fused head: a tile of {rows} tokens x {columns} x {t.width}, and its input"
     return rows * columns * t.width + t.count * shape.hidden * t.width, words
 
@@ -471,9 +484,11 @@ def _attention_bytes(layer: Layer, t: Tokens) -> float:
 
     Under a mask keys and values are repeated for every head, and each layer keeps the mask in the compute dtype.
     """
-    key, value = layer.key, layer.value
+    key = layer.key
+    value = layer.value
     if t.masked:
-        key, value = max(key, layer.query), max(value, layer.attended)
+        key = max(key, layer.query)
+        value = max(value, layer.attended)
     kept = (layer.query + key + value + layer.attended + t.masked) * t.width + FLOAT * t.heads
     return kept + t.scores * t.heads * (FLOAT + t.width)  # the softmax of every pair in float32, and as it is used
 
@@ -489,9 +504,11 @@ def _adapter_input_bytes(adapted: Sequence[Lora], t: Tokens) -> float:
 # --- the host ------------------
 
 
-def _host_rows(work: Workload, own: Mapping[str, float]) -> list[MemoryRow]:
-    """Return the rows of one node's host memory. `own`: bytes that a rank on a CPU needs in each phase."""
-    ranks, count, size = work.layout.gpus_per_node, work.shape.adapter.trainable, work.shape.adapter.dtype_bytes
+def _host_rows(work: Workload, on_rank: Mapping[str, float]) -> list[MemoryRow]:
+    """Return the rows of one node's host memory. `on_rank`: bytes that a rank on a CPU needs in each phase."""
+    ranks = work.layout.gpus_per_node
+    count = work.shape.adapter.trainable
+    size = work.shape.adapter.dtype_bytes
     # Rank 0 alone writes the full adapter, even if other ranks train parts of it.
     states, fixed, _ = find_optimizer_states(work.optim)
     moments = states * size + fixed
@@ -499,15 +516,16 @@ def _host_rows(work: Workload, own: Mapping[str, float]) -> list[MemoryRow]:
     written = MemoryRow("adapter being written", count * (size + 2 * moments), words, "save", "host")
     if work.on_cpu:
         words = f"{ranks} x what a rank needs"
-        return [*(MemoryRow("ranks", ranks * each, words, phase, "host") for phase, each in own.items()), written]
-    process, words = ranks * HOST_PROCESS, f"{ranks} x {HOST_PROCESS / GIB:g} GiB, assumed"
-    rows = [*(MemoryRow("processes", process, words, phase, "host") for phase in own), written]
+        return [*(MemoryRow("ranks", ranks * need, words, phase, "host") for phase, need in on_rank.items()), written]
+    processes = ranks * HOST_PROCESS
+    words = f"{ranks} x {HOST_PROCESS / GIB:g} GiB, assumed"
+    rows = [*(MemoryRow("processes", processes, words, phase, "host") for phase in on_rank), written]
     words = f"{ranks} x {LOADER_THREADS} of {CONVERTED_VALUES} values as stored"
     rows.append(MemoryRow("chunks being read", ranks * LOADER_THREADS * CONVERTED_VALUES * 2, words, "load", "host"))
     if work.layout.offload:
         words = f"{ranks} x {base_bytes(work)[1]}, pinned: each parameter's part takes a power of two"
         pinned = ranks * _pinned_bytes(work)
-        rows += [MemoryRow("offloaded base weights", pinned, words, phase, "host") for phase in own]
+        rows += [MemoryRow("offloaded base weights", pinned, words, phase, "host") for phase in on_rank]
     return rows
 
 

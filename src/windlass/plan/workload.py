@@ -190,29 +190,30 @@ class ModelShape:
 
     def sharded(self, ranks: int, *, experts: bool) -> ElementCount:
         """Count the elements on the fullest rank, with or without the routed experts."""
-        found = count_elements(self.outside, self.narrow, ranks)
+        total = count_elements(self.outside, self.narrow, ranks)
         for layer, times in self.kinds:
-            found += (
-                count_elements((p for p in layer.parameters if experts or p.part != "experts"), self.narrow, ranks)
-                * times
-            )
-        return found
+            kept = (p for p in layer.parameters if experts or p.part != "experts")
+            total += count_elements(kept, self.narrow, ranks) * times
+        return total
 
 
 def count_elements(parameters: Iterable[Parameter], names: frozenset[str], ranks: int = 1) -> ElementCount:
     """Count the elements on the fullest rank: the first dimension is split evenly over the ranks, rounded up."""
-    total = own = 0
+    total = 0
+    narrow = 0
     for p in parameters:
         rows, *rest = p.shape or (1,)
         size = ceil(rows / ranks) * prod(rest)
         total += size
-        own += size if p.name in names else 0
-    return ElementCount(total, own)
+        if p.name in names:
+            narrow += size
+    return ElementCount(total, narrow)
 
 
 def read_shape(base: Base, adapter: Adapter) -> ModelShape:
     """Read the shape of a model with an adapter."""
-    names, top_k = quantizable_names(base), base.dims.get("top_k", 0)
+    names = quantizable_names(base)
+    top_k = base.dims.get("top_k", 0)
     by_layer: dict[int, dict[str, Parameter]] = {}
     outside = []
     for parameter in base.parameters:
@@ -220,27 +221,27 @@ def read_shape(base: Base, adapter: Adapter) -> ModelShape:
             by_layer.setdefault(int(match[1]), {})[match[2]] = parameter
         else:
             outside.append(parameter)
-    adapted: dict[int, dict[str, int]] = {}  # by layer, the rank of each adapter
-    ranks_of = adapter.r_by_module
+    adapted: dict[int, dict[str, int]] = {}  # by layer, each adapter's r
     for name in (*adapter.target_modules, *adapter.target_parameters):
         if match := _LAYER.search(name):
-            adapted.setdefault(int(match[1]), {})[match[2]] = ranks_of.get(name, adapter.r)
+            adapted.setdefault(int(match[1]), {})[match[2]] = adapter.r_by_module.get(name, adapter.r)
     embedding = next(p for p in outside if p.part == "embedding")
     vocab, hidden = embedding.shape
     alike: dict[object, Layer] = {}
     layers = []
     for number, parameters in sorted(by_layer.items()):
-        ranks = adapted.get(number, {})
-        key = (*((name, p.shape, p.name in names) for name, p in parameters.items()), *ranks.items())
+        r_of = adapted.get(number, {})
+        key = (*((name, p.shape, p.name in names) for name, p in parameters.items()), *r_of.items())
         if key not in alike:
             points = base.family.traced.get(number)
-            layer = _read_layer(parameters, ranks, names, hidden)
+            layer = _read_layer(parameters, r_of, names, hidden)
             alike[key] = replace(layer, traced=Traced(points)) if points else layer
         layers.append(alike[key])
     kinds = tuple(Counter(layers).items())
     tied = not any(p.part == "head" for p in outside)
     tail = [p for p in outside if p.part in ("norm", "head") or (tied and p.part == "embedding")]
-    active, routed = float(hidden * vocab), ElementCount()
+    active = float(hidden * vocab)
+    routed = ElementCount()
     for layer, times in kinds:
         matrices = sum(p.count for p in layer.parameters if p.part != "experts" and len(p.shape) > 1)
         active += times * (matrices + (layer.routed.total * top_k / layer.experts if layer.experts else 0))
@@ -268,9 +269,9 @@ def read_shape(base: Base, adapter: Adapter) -> ModelShape:
     )
 
 
-def _read_layer(own: dict[str, Parameter], ranks: dict[str, int], names: frozenset[str], hidden: int) -> Layer:
+def _read_layer(parameters: dict[str, Parameter], r_of: dict[str, int], names: frozenset[str], hidden: int) -> Layer:
     """Read one layer from the names and shapes of its linear modules, which suffice for every family."""
-    linear = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in own.items() if len(p.shape) == 2}
+    linear = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in parameters.items() if len(p.shape) == 2}
 
     def out(names: Iterable[str], otherwise: int) -> int:
         return next((linear[name].shape[0] for name in names if name in linear), otherwise)
@@ -282,27 +283,32 @@ def _read_layer(own: dict[str, Parameter], ranks: dict[str, int], names: frozens
     fused = out(_FUSED, 3 * attended) - attended
     key = query if "kv_b_proj" in linear else out(("k_proj",), fused // 2)
     norms = 0
-    for name, p in own.items():  # a norm over each head sees all heads: `q_norm` of one head runs over the full query
-        if p.part == "norm":
-            wide = re.search(r"\b(?:(q_norm|query_norm)|(k_norm|key_norm))\b", name)
-            norms += (query if wide[1] else key) if wide else p.shape[0] if name.endswith("weight") else 0
-    plain, stacks = list[Lora](), list[Lora]()
-    for name, r in ranks.items():
-        weight = own.get(f"{name}.weight") or own.get(name)
+    # A norm over each head sees all heads: `q_norm` of one head runs over the full query.
+    for name, p in parameters.items():
+        if p.part != "norm":
+            continue
+        if over_heads := re.search(r"\b(?:(q_norm|query_norm)|(k_norm|key_norm))\b", name):
+            norms += query if over_heads[1] else key
+        elif name.endswith("weight"):
+            norms += p.shape[0]
+    plain: list[Lora] = []
+    stacks: list[Lora] = []
+    for name, r in r_of.items():
+        weight = parameters.get(f"{name}.weight") or parameters.get(name)
         if weight is not None and len(weight.shape) >= 2:
             *stack, outputs, inputs = weight.shape
-            outputs, inputs = (inputs, outputs) if weight.transposed else (outputs, inputs)
+            if weight.transposed:
+                inputs, outputs = outputs, inputs
             lora = Lora(name.rpartition(".")[2], weight.part, inputs, outputs, r, *stack[:1])
             (stacks if stack else plain).append(lora)
-    experts = {name: p for name, p in own.items() if p.part == "experts"}
+    experts = {name: p for name, p in parameters.items() if p.part == "experts"}
     # Matrices from the width of the feed-forward back to the residual stream.
-    back = (
-        p for p in own.values() if p.part in ("mlp", "shared_experts") and len(p.shape) == 2 and p.shape[0] == hidden
-    )
+    feed_forward = [p for p in parameters.values() if p.part in ("mlp", "shared_experts") and len(p.shape) == 2]
+    back = [p for p in feed_forward if p.shape[0] == hidden]
     stacks_of = [p for p in experts.values() if len(p.shape) == 3]
     return Layer(
-        parameters=tuple(own.values()),
-        dense=count_elements((p for p in own.values() if p.part != "experts"), names),
+        parameters=tuple(parameters.values()),
+        dense=count_elements((p for p in parameters.values() if p.part != "experts"), names),
         routed=count_elements(experts.values(), names),
         norms=norms,
         query=query,
