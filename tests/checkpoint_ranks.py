@@ -1,7 +1,5 @@
 """Runs in every rank of tests/test_checkpoint_resume.py: train_ranks.py with more faults."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

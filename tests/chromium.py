@@ -1,7 +1,5 @@
 """A real headless Chromium for tests, controlled over a pipe by its DevTools protocol; needs no package."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """Prints the fault matrix at the end of a test run: which planted faults were reported, and which were not."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs in every rank of tests/test_families.py: loads every family and compares with transformers' own loading."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ tests/test_faults.py runs them with real commands. Others have their own tests, 
 says)`. `page()` is docs/faults.md: the table of both.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Machines for tests: network namespaces on one bridge, each with its own host name."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Plans to render, and stand-ins for the platforms' own programs."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

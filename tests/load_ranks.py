@@ -1,8 +1,6 @@
 """Runs in every rank of tests/test_load.py: many cases in one start of the processes; each passes or returns why
 not."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Run folders made from a few formulas, so that tests know every number in them."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

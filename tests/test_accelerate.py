@@ -1,7 +1,5 @@
 """Accelerate files and `accelerate launch`'s environment: every key is handled, none is dropped silently."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

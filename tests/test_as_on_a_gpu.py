@@ -4,8 +4,6 @@ Checks what kernels require of shapes, dtypes and strides, not what they compute
 so backwards are called by hand.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

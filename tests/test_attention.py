@@ -1,7 +1,5 @@
 """Attention by document on a CPU equals attention under a mask, and is not used if a mask means something else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A run's adapters compared on the same rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

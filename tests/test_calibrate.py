@@ -1,7 +1,5 @@
 """`windlass calibrate` with real ranks, and the machine file: who uses it, and errors in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Checks before any machine: every check passes on a valid run and fails on a planted fault."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """This machine's checks: planted /sys, /proc and /dev, planted GPUs, and a fault for each check."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Checks between nodes: they connect over real sockets, a fault is planted in one, and every node reports it."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

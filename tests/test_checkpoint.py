@@ -1,7 +1,5 @@
 """Checkpoints on disk: complete or absent, found by step, kept by loss. One process, a tiny adapter, real files."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

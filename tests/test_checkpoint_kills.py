@@ -1,7 +1,5 @@
 """`windlass train` killed at random moments and resumed each time: the final adapter equals the uninterrupted run's."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

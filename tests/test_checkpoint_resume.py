@@ -1,7 +1,5 @@
 """Runs interrupted in every way and resumed as if they had not been: real ranks over gloo, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The commands as a user sees them: output, streams and exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

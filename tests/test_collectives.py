@@ -1,7 +1,5 @@
 """The collectives of a step with 8, 16 and 64 ranks, of which this process plays one at a time: equal to the plan's."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections import Counter
 from collections.abc import Iterator

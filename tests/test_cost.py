@@ -1,7 +1,5 @@
 """Closed forms of sharding, traffic and time for Mistral Small 4's published sizes."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import math

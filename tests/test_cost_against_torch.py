@@ -1,7 +1,5 @@
 """The memory and FLOP models against torch's own trackers. Full tables: benchmarks/memory_model.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Rows to text, tokens and sets: what is supervised, dropped, reported and cached."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import fcntl

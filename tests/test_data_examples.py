@@ -1,7 +1,5 @@
 """The examples of every data format: planned, prepared and trained on the tiny model, and rehearsed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows in the shapes of well-known published data sets: where the loss is computed, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mixes: how many rows of each set, in which order, and errors in a mix."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed rows, their batches, order and streams: none cut, and documents isolated from their neighbours."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """What a data section names: files, splits, slices, row counts, and errors when it names nothing."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

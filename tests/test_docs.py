@@ -1,7 +1,5 @@
 """The generated pages equal what the program prints today."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`windlass init --model --data`: a run file that fits the data, the model and the machines."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Unmerged adapters of routed experts: equal to PEFT's in values, gradients and files, with little memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise

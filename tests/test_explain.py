@@ -1,7 +1,5 @@
 """`windlass explain`: one setting or an Accelerate file, in words; an unknown name suggests the nearest."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

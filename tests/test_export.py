@@ -1,7 +1,5 @@
 """Exports against PEFT's own merge and transformers' own loading; planted faults are reported."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

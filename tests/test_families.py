@@ -1,7 +1,5 @@
 """Every family of docs/families.md: derived as in transformers, loaded bit for bit, trained like TRL."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The fault matrix: every fault of tests/faults.py, planted, and reported by the first command that meets it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,8 +1,6 @@
 """Fetching from a hub on this machine: once for any number of processes, resumed after a cut, errors without
 network."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 The oracles are the run file's JSON schema, and Accelerate's and safetensors' own readers.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

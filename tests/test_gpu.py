@@ -1,7 +1,5 @@
 """What a rank does with its GPU, as far as that can be tested without one."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

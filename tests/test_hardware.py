@@ -1,7 +1,5 @@
 """The hardware table, figures given instead of it, this machine's hardware, and NVML's answers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Other tools' configurations become run files: every key is carried over, translated, listed or refused."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Submission: each platform's files, the clients that are called, and status, logs and stop."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

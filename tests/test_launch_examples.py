@@ -1,7 +1,5 @@
 """The examples' platforms: each run file is planned, rendered unchanged, and validated."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The rendered launch.sh on several machines at once: network namespaces, real ranks over gloo, a tiny model."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Manifests: golden files, their readers (Kubernetes' schemas, the operators' models), and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

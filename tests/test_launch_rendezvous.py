@@ -1,8 +1,6 @@
 """The nodes' rendezvous over this machine's own address: who joined, who did not, who left, and what the others
 learn."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

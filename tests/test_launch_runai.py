@@ -1,7 +1,5 @@
 """Run:ai: the command, its script and the REST body, read by Run:ai's own models; the client is a stand-in."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """launch.sh under bash, with stand-ins for the programs it calls, and with any text users may write."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Slurm: its batch script under bash, with stand-ins for Slurm's programs that really start every node's processes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Run file and Accelerate file become one layout; contradictions name both places; `auto` chooses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The plan's order of layouts against the measured one, over a throttled link. The table: benchmarks/layouts.py."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

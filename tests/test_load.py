@@ -1,7 +1,5 @@
 """The loader's promise: exactly the stored weights are trained, in any layout, or the run doesn't start."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

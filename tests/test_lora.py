@@ -1,7 +1,5 @@
 """The adapter: PEFT's inputs and result, that it trains, and that its replicas stay equal."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The recorder alone, in real ranks, and as a callback in a real TRL training, against independent counts."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import itertools
@@ -113,7 +111,7 @@ class Event:
     def query(self) -> bool:
         return Event.reached
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later: "Event") -> float:
         return 1000 * (later.at - self.at)
 
 

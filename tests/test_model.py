@@ -1,7 +1,5 @@
 """Models against transformers' own: names and shapes of every family, stored tensors of every published layout."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Damaged, incomplete and foreign model folders: each is a clear error that names the file, never a traceback."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

@@ -5,8 +5,6 @@ ranks are absent. Checked is what a GPU would refuse or wait for: shapes, stride
 two devices in one operator, values that the host reads. What kernels compute is not checked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

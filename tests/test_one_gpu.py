@@ -1,7 +1,5 @@
 """benchmarks/one_gpu.py at toy size: every part returns its rows, and an interrupted run loses nothing."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Replacements of other libraries' code: all are undone, and none is made outside train/patches.py."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

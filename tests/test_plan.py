@@ -3,8 +3,6 @@
 `python tests/test_plan.py` rewrites the golden files: read the difference before you commit it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Planned against published runs: the goals on rows that nothing was fitted to, and unreadable rows."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json

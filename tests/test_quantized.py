@@ -1,7 +1,5 @@
 """The base in FP8: the same numbers as in 16 bits, in half the bytes; and in 4 bits: the nearest codes."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import math

@@ -1,7 +1,5 @@
 """The rehearsal: one from start to end, and every planted fault caught in its stage."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """The report's numbers against the files they come from, and every way in which those files can be odd."""
 
-from __future__ import annotations
-
 import html.parser
 import io
 import json

@@ -1,7 +1,5 @@
 """The page in a real headless Chromium: opened, read with mouse, keyboard and touch, printed."""
 
-from __future__ import annotations
-
 import base64
 import re
 import subprocess

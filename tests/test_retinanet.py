@@ -1,7 +1,5 @@
 """The RetinaNet example in its own processes: torchvision is in a folder that no other test sees (see Makefile)."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

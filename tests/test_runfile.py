@@ -1,7 +1,5 @@
 """Valid run files: the recipe's keys and defaults, old spellings, places, overrides, presets, schema."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Broken, hostile, misspelt and contradictory run files: each error has a place, a sentence and a hint, all at once."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Continuations of fixed prompts at evaluations: equal to plain PEFT's, and training as without them."""
 
-from __future__ import annotations
-
 import html
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Runs of kind: script, from the run file to the report; the ranks are real processes."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`windlass check --self-test`: on this CPU everything applicable passes, and planted faults are named."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Rules of the source: sizes, names in docstrings, light imports, one place for exit codes."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

@@ -1,7 +1,5 @@
 """A new user's path: the wheel, the versions, the bug report without secrets."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

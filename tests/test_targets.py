@@ -1,7 +1,5 @@
 """LoRA targets and parameter counts against PEFT itself, on every family; errors for patterns without a match."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from typing import Any

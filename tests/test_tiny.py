@@ -1,7 +1,5 @@
 """A tiny model is like the model it replaces: the libraries open it, and it is stored like the published one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Full runs with real processes over gloo: equal to plain TRL + PEFT, and stopped by every planted fault."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib.util
@@ -316,7 +314,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launched(material: Path, world: int, wanted: dict[str, dict[str, Any]] | None = None, folder: str = "") -> Outcomes:
+def launched(
+    material: Path, world: int, wanted: dict[str, dict[str, Any]] | None = None, folder: str = ""
+) -> "Outcomes":
     """Run all cases of this number of ranks in the same processes."""
     out = material / f"{folder}of {world}"
     out.mkdir()

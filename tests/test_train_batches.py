@@ -1,7 +1,5 @@
 """Order of rows, micro-batches of ranks, optimizers and schedules: the loop's inputs, without the loop."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import types

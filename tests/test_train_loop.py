@@ -1,7 +1,5 @@
 """The loop in one process, where several ranks would only be slower."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Ranks as processes: started, signalled, waited for, and the messages when they fail. None imports torch."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The documentation, run: every command parses, every page is on the site, and the tutorials' blocks work."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """The interpreter that tests start processes with behaves like Python's own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Each detector on made-up step files: it reports its fault and nothing else. And the files around them."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

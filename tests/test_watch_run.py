@@ -1,7 +1,5 @@
 """Real ranks with a planted fault each: the alarm is raised, its action follows, and a clean run has none."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Runs in every rank of tests/test_train.py: many runs in one start of the processes, outcomes as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

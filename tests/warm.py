@@ -11,8 +11,6 @@ Two things differ from an ordinary process, so tests of them use `sys.executable
 PYTHON* variables differ from pytest's, or with interpreter options, a cold interpreter is started.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

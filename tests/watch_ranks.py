@@ -1,7 +1,5 @@
 """Runs in every rank of tests/test_watch_run.py: runs with a planted fault, one after the other, in one start."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
