@@ -18,8 +18,22 @@ test: $(STAMP) browser lint types imports  ## a part of every proof, in five min
 test-long: $(STAMP) browser  ## what takes longer and CI runs as well
 	$(BIN)/pytest -m "long and not prove" -n 2 --dist loadfile
 
-prove: $(STAMP) browser site  ## everything, the long proofs too
-	$(BIN)/pytest -m ""
+# The long proofs in parts of at most an hour on two cores; `make prove-hosts` runs one. Those that measure time run alone.
+PROVE_training := test_train test_train_loop test_checkpoint_kills test_checkpoint_resume test_samples test_watch_run
+PROVE_families := test_families test_cost_against_torch test_collectives test_load
+PROVE_hosts := test_launch_hosts test_launch_slurm test_check_nodes test_self_test test_script_run
+PROVE_order := test_layout_order
+PROVE_inputs := test_fuzz test_runfile_errors test_faults test_data_examples
+PROVE_rehearsals := test_rehearse test_retinanet
+PROVE_pages := test_docs test_tutorials test_report test_report_page test_support
+PROOFS := training families hosts order inputs rehearsals pages
+ALONE := hosts order
+.PHONY: $(PROOFS:%=prove-%)
+
+prove: test test-long $(PROOFS:%=prove-%)  ## everything, the long proofs too
+
+$(PROOFS:%=prove-%): prove-%: $(STAMP) browser site
+	$(BIN)/pytest -m prove $(if $(filter $*,$(ALONE)),,-n 2 --dist loadfile) $(PROVE_$*:%=tests/%.py)
 
 CUDA := $(VENV)/cuda
 prove-cuda: $(CUDA)/libcuda.so.1  ## a step on torch's CUDA build (5 GB) and a GPU that is a stub: needs a C compiler

@@ -37,6 +37,14 @@ def test_the_training_package_has_no_imports_for_types_only() -> None:
     assert [path.name for path in modules if "TYPE_CHECKING" in path.read_text(encoding="utf-8")] == []
 
 
+def test_every_proof_is_in_one_part_of_make_prove() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    parts = re.findall(r"^PROVE_\w+ := (.*)$", makefile, re.MULTILINE)
+    listed = sorted(name for part in parts for name in part.split())
+    marked = sorted(path.stem for path in (ROOT / "tests").glob("test_*.py") if "mark.prove" in path.read_text())
+    assert listed == [name for name in marked if name != Path(__file__).stem]
+
+
 LIBRARIES = {"datasets", "distributed_config", "key_mapping", "context_fn"}  # and their arguments
 
 
