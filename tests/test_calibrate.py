@@ -17,6 +17,7 @@ from windlass.errors import UserError
 from windlass.hardware import KINDS, Machine
 from windlass.plan import Plan
 from windlass.plan.machine import own_machine_file, read_machine, write_machine
+from windlass.ranks.place import Node
 from windlass.ranks.supervisor import make_environments, reserve_port
 from windlass.runfile import read_run_file
 
@@ -109,7 +110,7 @@ def test_rates_of_gpus_are_measured_on_two_ranks(tmp_path: Path) -> None:
     with reserve_port() as port:
         ranks = [
             subprocess.Popen(command, env=environ)
-            for environ in make_environments(2, {**os.environ, "OMP_NUM_THREADS": "1"}, port, alone=True)
+            for environ in make_environments(2, {**os.environ, "OMP_NUM_THREADS": "1"}, Node(0, 1, "localhost", port))
         ]
         assert [rank.wait(200) for rank in ranks] == [0, 0]
     measured = json.loads((tmp_path / "rates.json").read_text())

@@ -22,7 +22,8 @@ from windlass.hardware import interpolate
 from windlass.launch.check import IN_POD, Report, bandwidth, machine, nodes, speed
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, Context, Result, failed, passed
 from windlass.plan import Plan, make_plan
-from windlass.ranks.rendezvous import Node, Rendezvous, read_first_error
+from windlass.ranks.place import Node
+from windlass.ranks.rendezvous import Rendezvous, read_first_error
 from windlass.runfile import Loaded, read_run_file
 
 ROOT = Path(__file__).parent.parent

@@ -39,11 +39,6 @@ class Run:
             (self.out / name).write_text(text)
         self.began = time.monotonic()
 
-    def patient(self, seconds: int) -> None:
-        """Wait less long for nodes than a user would."""
-        script = self.out / "launch.sh"
-        script.write_text(script.read_text().replace("join_seconds=300", f"join_seconds={seconds}"))
-
     def start(self, node: int, at: Path | None = None, **more: str) -> subprocess.Popen[str]:
         env = {
             "PET_NODE_RANK": str(node),
@@ -70,17 +65,16 @@ class Run:
 
 
 @pytest.mark.fault(
-    "a node that never comes", "`launch.sh`", "node 1 did not join within 4 s (node 0, node 2 (machine-2) did)"
+    "a node that never comes", "`windlass train`", "node 1 did not join within 4 s (node 0, node 2 (machine-2) did)"
 )
-@pytest.mark.fault("an interface that a node has not", "`launch.sh`", "GLOO_SOCKET_IFNAME=net7 names no interface")
-@pytest.mark.fault("another run file on a node", "`launch.sh`", "node 1 (machine-1) has another run file")
+@pytest.mark.fault("an interface that a node has not", "`windlass train`", "GLOO_SOCKET_IFNAME=net7 names no interface")
+@pytest.mark.fault("another run file on a node", "`windlass train`", "node 1 (machine-1) has another run file")
 def test_nodes_that_fail_to_rendezvous_name_each_other(tmp_path: Path) -> None:
     """Before any rank is started, which is fast: so every `make test` runs on several real machines."""
     with hosts(3) as machines:
         run = Run(tmp_path, machines)
-        run.patient(4)
         began = time.monotonic()
-        started = [run.start(0), run.start(2)]
+        started = [run.start(node, WINDLASS_WAIT_SECONDS="4") for node in (0, 2)]
         assert [process.wait(200) for process in started] == [1, 1]
         assert time.monotonic() - began < 150
         assert "node 1 did not join within 4 s (node 0, node 2 (machine-2) did)" in run.log(0)
@@ -88,8 +82,8 @@ def test_nodes_that_fail_to_rendezvous_name_each_other(tmp_path: Path) -> None:
         # A name that no interface has, or another run file, is the input's fault, on whichever node it is found.
         other = run.out.rename(tmp_path / "other")
         shutil.copytree(other, run.out)
-        script = other / "launch.sh"
-        script.write_text(script.read_text().replace("fingerprint=", "fingerprint=x"))
+        with (other / "run.yaml").open("a") as file:
+            file.write("# another one\n")
         for more, at, what in (
             ({"GLOO_SOCKET_IFNAME": "net7"}, run.out, "node 1 (machine-1): GLOO_SOCKET_IFNAME=net7 names no interface"),
             ({}, other, "node 1 (machine-1) has another run file"),
@@ -149,14 +143,13 @@ def test_lost_machine_is_named_and_the_others_end_soon(
 @pytest.mark.prove
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_stop_signal_saves_on_all_nodes_and_the_run_goes_on_from_there(tmp_path: Path, everywhere: bool) -> None:
-    """The signal goes to one node's script or, as with scancel, to ranks, launchers, scripts and everything next to
+    """The signal goes to one node's supervisor or, as with scancel, to ranks, supervisors and everything next to
     them."""
     with hosts(2) as machines:
         run = Run(tmp_path, machines, *LONG, "train.max_steps=300")
         started = [run.start(node) for node in range(2)]
         run.until(0, "step     1/300")
-        script = next(pid for pid in machines.pids(1) if "launch.sh" in _words(pid) and _words(pid)[0] == "bash")
-        for pid in (*machines.pids(1), *machines.pids(0)) if everywhere else (script,):
+        for pid in (*machines.pids(1), *machines.pids(0)) if everywhere else (started[1].pid,):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 15)
         assert [process.wait(120) for process in started] == [75, 75], run.log(0) + run.log(1)
@@ -167,11 +160,3 @@ def test_a_stop_signal_saves_on_all_nodes_and_the_run_goes_on_from_there(tmp_pat
             assert "step     1/300" not in run.log(0)
             for process in again:
                 process.terminate()
-
-
-def _words(pid: int) -> list[str]:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    except OSError:
-        return [""]
-    return [words[0].rpartition("/")[2], *(word.rpartition("/")[2] for word in words[1:])]

@@ -375,11 +375,10 @@ def test_other_files_are_another_config_map(tmp_path: Any) -> None:
         return str(next(yaml.safe_load_all(text))["metadata"]["name"])
 
     plan = plan_of(EXAMPLES / "train.yaml", (*SITE, f"train.output_dir={tmp_path}"))
-    before, fingerprint = name(), build_job(plan).fingerprint
+    before = name()
     assert len({before, name("lora.r=8"), name("lora.r=4")}) == 3
     run_folder.log_event(tmp_path, "save", 10, seconds=95.0, ok=True)
     assert before != name() == name()
-    assert fingerprint == build_job(plan).fingerprint, "nodes of both may join"
 
 
 _TEXT = st.one_of(st.text(max_size=30), st.sampled_from(["no", "1e3", "~", "a\n b\n\n", "\n\n", "\x85", "a: b # c"]))

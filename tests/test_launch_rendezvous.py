@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_jobs import program
 
 from windlass.errors import UserError
-from windlass.ranks.rendezvous import LEAVING, LOST, READY, Node, Rendezvous, RendezvousError, read_node
+from windlass.ranks.place import Node, read_node
+from windlass.ranks.rendezvous import LEAVING, LOST, READY, Rendezvous, RendezvousError
 
 pytestmark = pytest.mark.long
 
@@ -32,7 +34,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 200) -> None:
 
 
 class Nodes:
-    """Nodes as threads of this process, each as launch.sh runs it, with its own status directory."""
+    """Nodes as threads of this process, each as `windlass train` runs it, with its own status directory."""
 
     def __init__(self, folder: Path, world: int, seconds: float = 10.0) -> None:
         self.folder, self.world, self.seconds, self.port = folder, world, seconds, free_port()
@@ -135,7 +137,9 @@ def test_rendezvous_works_in_any_order_of_arrival(tmp_path: Path) -> None:
     assert [crew.lost(rank) for rank in range(4)] == [None] * 4
 
 
-@pytest.mark.fault("two of four nodes missing", "`launch.sh`", "nodes 1, 3 did not join within 1 s (node 0, node 2")
+@pytest.mark.fault(
+    "two of four nodes missing", "`windlass train`", "nodes 1, 3 did not join within 1 s (node 0, node 2"
+)
 def test_missing_nodes_are_reported_on_every_present_node(tmp_path: Path) -> None:
     crew = Nodes(tmp_path, 4, seconds=1)
     crew.start(0)
@@ -286,24 +290,37 @@ def test_all_gather_returns_none_for_missing_nodes() -> None:
 
 
 PET = {"PET_NNODES": "3", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "p", "PET_MASTER_PORT": "1"}
+SLURM = {"SLURM_JOB_ID": "123", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[1-2]"}
+POD = {"RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "m", "MASTER_PORT": "23457"}
+INDEXED = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "m", "MASTER_PORT": "23458"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("environ", "planned", "expected"),
     [
-        ({}, Node(0, 1, "localhost", 29500)),
-        ({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "m-0", "MASTER_PORT": "23456"}, Node(1, 3, "m-0", 23456)),
-        ({"RANK": "1", "WORLD_SIZE": "24", "MASTER_ADDR": "m", **PET}, Node(1, 3, "p", 1)),  # nodes count, not ranks
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "1", "MASTER_ADDR": "m", "MASTER_PORT": "7"}, Node(1, 2, "m", 7)),
-        ({"PET_NNODES": "2", "RANK": "1"}, Node(0, 2, "localhost", 29500)),  # a rank is no node
-        ({"PET_NNODES": "1:3"}, None),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, None),
-        ({"WORLD_SIZE": "2", "MASTER_PORT": "http"}, None),
+        ({}, None, Node(0, 1, "localhost", 29500)),
+        ({**POD, "WORLD_SIZE": "3"}, None, Node(1, 3, "m", 23457)),
+        (POD, 2, Node(1, 2, "m", 23457)),  # it counts ranks or pods
+        ({**POD, **PET}, None, Node(1, 3, "p", 1)),  # nodes count, not ranks
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "1", "MASTER_ADDR": "m", "MASTER_PORT": "7"}, None, Node(1, 2, "m", 7)),
+        ({**PET, "PET_NNODES": "2:2"}, 2, Node(1, 2, "p", 1)),
+        (INDEXED, 2, Node(1, 2, "m", 23458)),
+        ({"JOB_COMPLETION_INDEX": "3"}, 1, Node(0, 1, "localhost", 29500)),  # one of many runs on one node each
+        (SLURM, 2, Node(1, 2, "n1", 20246)),
+        ({**SLURM, "MASTER_ADDR": "m", "MASTER_PORT": "5"}, 2, Node(1, 2, "m", 5)),
+        ({**SLURM, "PATH": ""}, 2, "the address of node 0 is unknown"),
+        ({**PET, "PET_NNODES": "1:1"}, None, "there is no node '1' among '1'"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "m"}, None, "there is no node '2' among '2'"),
+        ({"WORLD_SIZE": "2", "MASTER_PORT": "http"}, None, "'http' is not a port"),
     ],
 )
-def test_node_number_from_each_platforms_variables(environ: dict[str, str], expected: Node | None) -> None:
-    if expected:
-        assert read_node(environ) == expected
+def test_node_number_from_each_platforms_variables(
+    environ: dict[str, str], planned: int | None, expected: Node | str, tmp_path: Path
+) -> None:
+    program(tmp_path, "scontrol", "printf '%s\\n' n1 n2")
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", **environ}
+    if isinstance(expected, Node):
+        assert read_node(environ, planned) == expected
         return
-    with pytest.raises(UserError):
-        read_node(environ)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        read_node(environ, planned)

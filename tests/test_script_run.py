@@ -19,7 +19,7 @@ import torch
 import warm
 import yaml
 from chromium import PROGRAM, Chromium
-from launch_jobs import calls, environ, program
+from launch_jobs import environ
 from script_ranks import DEAF, DIVERGES_SAVES, FAILS, LOOP, SAVES, SLOW, STALLS
 
 from windlass import explain
@@ -34,6 +34,7 @@ from windlass.observe import report
 from windlass.observe.watch.prometheus import format_prometheus
 from windlass.plan.script import ScriptPlan, make_any_plan
 from windlass.ranks import supervisor as ranks
+from windlass.ranks.place import Node
 from windlass.runfile import LoadedScript, read_any, read_preset, read_run_file
 from windlass.train import script
 
@@ -334,9 +335,9 @@ def test_alarm_stops_ranks_with_their_grace(plan: Callable[..., ScriptPlan], mon
     monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0.2)
     made = plan(script=DIVERGES_SAVES)
     with ranks.reserve_port() as port:
-        environs = ranks.make_environments(2, os.environ, port)
+        environs = ranks.make_environments(2, os.environ, Node(0, 1, "localhost", port))
     with pytest.raises(RunError, match="non finite at step 3"):
-        script.run_script(made, environs, resume=False)
+        script.run_script(made, environs, 60, resume=False)
     folder = Path(made.loaded.run.folder)
     assert len(list(folder.glob("saved-*"))) == 2
     (alarm,) = read_json_lines(folder / "alarms.jsonl")
@@ -388,34 +389,15 @@ def plan(tmp_path: Path) -> Callable[..., ScriptPlan]:
     return made
 
 
-def test_launch_sh_starts_torchrun_and_needs_no_accelerate(plan: Callable[..., ScriptPlan], tmp_path: Path) -> None:
-    fakes = tmp_path / "bin"
-    program(fakes, "torchrun", "exit 0")
-    files = render(plan(), "script")
-    assert files.keys() == {"launch.sh", "run.yaml"}
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    done = subprocess.run(
-        ["bash", tmp_path / "launch.sh"], env=environ(fakes), capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    words = calls(fakes, "torchrun")
-    assert words[:4] == ["--nnodes", "1", "--nproc-per-node", "2"]
-    assert words[-5:] == ["-m", "windlass", "train", f"{tmp_path}/run.yaml", "--resume"]
-    assert "accelerate" not in "".join(re.findall(r"^[^#\n]*$", files["launch.sh"], re.MULTILINE)).replace(
-        '"peft", "accelerate"', ""
-    )
-    linted = subprocess.run([Path(sys.executable).parent / "shellcheck", tmp_path / "launch.sh"], check=False)
-    assert linted.returncode == 0
-
-
 @pytest.mark.parametrize(
     ("script", "code"), [(FAILS.replace("sys.argv[1]", "3"), 1), (SLOW, 75)], ids=["fails", "saves"]
 )
-def test_exit_codes_and_signals_pass_through_a_launcher(
+def test_launch_sh_passes_on_exit_codes_and_signals(
     plan: Callable[..., ScriptPlan], tmp_path: Path, script: str, code: int
 ) -> None:
-    for name, text in render(plan(script=script), "script").items():
+    files = render(plan(script=script), "script")
+    assert files.keys() == {"launch.sh", "run.yaml"}
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
     process = subprocess.Popen(
         ["bash", tmp_path / "launch.sh"],
@@ -432,6 +414,17 @@ def test_exit_codes_and_signals_pass_through_a_launcher(
     assert process.returncode == code, words
     assert len(list((tmp_path / "run").glob("saved-*"))) == (2 if code == 75 else 0)
     assert ("rank 1 ended with exit code 3" in words) == (code == 1)
+
+
+def test_torchrun_starts_a_script_through_windlass(tmp_path: Path) -> None:
+    """Each of its ranks runs the script as a child, so that the script's exit code is known."""
+    path = run_file(tmp_path, "import os; open(os.environ['WINDLASS_OUTPUT_DIR'] + '/' + os.environ['RANK'], 'w')")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    with ranks.reserve_port() as port:
+        command = [*torchrun, f"--master-port={port}", "-m", "windlass", "train", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {"0", "1"} <= {file.name for file in (tmp_path / "run").iterdir()}
 
 
 @pytest.mark.parametrize("engine", ["job", "trainer"])

@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import TCPStore
 
 from windlass import plan as planning
 from windlass import runfile, tiny
-from windlass import train as training
 from windlass.data.hub import require_published
 from windlass.errors import SAVED, UserError
 from windlass.fetch import record_digest
@@ -32,7 +31,7 @@ from windlass.plan.layout import Layout
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.ranks.supervisor import reserve_port
 from windlass.run_folder import ADAPTER, read_manifest
-from windlass.train import run
+from windlass.train import run, start
 from windlass.train.checkpoint.folder import list_checkpoints, read_step
 from windlass.train.checkpoint.resume import claim_run_folder, fingerprint_base
 from windlass.train.checkpoint.snapshot import STATE, Snapshot, adapter_state
@@ -272,7 +271,7 @@ def test_a_signal_before_the_ranks_are_started_ends_the_command() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
     try:
         with pytest.raises(SystemExit) as caught:
-            training.train(plan, arguments=[], environ={}, resume=False, say=print)
+            start.train(plan, start.Command([], {}, print), resume=False)
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGUSR1, before[1])

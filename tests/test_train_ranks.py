@@ -14,7 +14,8 @@ import warm
 
 from windlass.errors import SAVED, Problem, RunError, UserError
 from windlass.ranks import supervisor as ranks
-from windlass.ranks.rank import read_rank, translate_srun
+from windlass.ranks.place import Node, read_node, translate_launcher
+from windlass.ranks.rank import read_rank
 from windlass.runfile import read_run_file
 from windlass.train.connect import choose_gpu
 
@@ -97,6 +98,8 @@ def test_accelerates_settings_are_removed() -> None:
 
 SRUN = {"SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "11"}
 SRUN |= {"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "3", "SLURM_NODEID": "1", "MASTER_ADDR": "n1"}
+MPI = {"OMPI_COMM_WORLD_RANK": "11", "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+MPI |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "MASTER_ADDR": "n1"}
 TORCHRUN = {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "n1"}
 KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456"}
 OLD_POD = {"RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
@@ -118,7 +121,15 @@ OURS = ("localhost", "77")  # one machine's own ranks: a port that is free
             SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"},
             *(2, 2, ([(2, 0, 4, 0), (3, 1, 4, 1)], LEADS, [2, 2])),
         ),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, 2, 2, ([(0, 0, 2, 0), (1, 1, 2, 1)], OURS, [2])),  # a shell of srun's
+        (  # a shell of srun's
+            SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"},
+            *(2, 2, ([(0, 0, 2, 0), (1, 1, 2, 1)], OURS, [2])),
+        ),
+        (MPI, 8, 8, ([(11, 3, 16, 3)], ("n1", "29500"), [2, 8])),
+        (
+            MPI | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            *(2, 2, ([(2, 0, 4, 0), (3, 1, 4, 1)], ("n1", "29500"), [2, 2])),
+        ),
         # PyTorchJob, which Run:ai's distributed workloads are, and a TrainJob: both start the command once a pod.
         (OLD_POD | KUBEFLOW | {"PET_NPROC_PER_NODE": "8"}, 8, 8, ([(8 + n, n, 16, n) for n in range(8)], PODS, [2, 8])),
         (KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, 2, 2, ([(2, 0, 4, 0), (3, 1, 4, 1)], PODS, [2, 2])),
@@ -129,9 +140,13 @@ OURS = ("localhost", "77")  # one machine's own ranks: a port that is free
 def test_who_started_this_process_is_read_from_the_environment(
     environ: dict[str, str], ranks_here: int, gpus: int, expected: object, tmp_path: Path
 ) -> None:
-    environ = {**environ, **translate_srun(environ)}
+    environ = {**environ, **translate_launcher(environ)}
     own = read_rank(environ)
-    every = ranks.make_environments(ranks_here, environ, 77) if own is None else [environ]
+    every = [environ]
+    if own is None:
+        node = read_node(environ)
+        node = node if node.world > 1 else Node(0, 1, "localhost", 77)
+        every = ranks.make_environments(ranks_here, environ, node)
     places = [found for each in every if (found := own or read_rank(each))]
     where = {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in every}
     path = tmp_path / "run.yaml"
@@ -152,17 +167,16 @@ def test_who_started_this_process_is_read_from_the_environment(
         ),
         ({"RANK": "3"}, "RANK=3 is not a valid rank"),
         ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a, WORLD_SIZE=2 is not a valid rank"),
-        (KUBEFLOW | {"PET_NODE_RANK": "2"}, "PET_NODE_RANK=2, PET_MASTER_ADDR=job-master-0: no node of so many"),
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "PET_NODE_RANK=0: not the address of the first node"),
-        (OLD_POD | {"PET_NPROC_PER_NODE": "8"}, "RANK=1, MASTER_ADDR=job-master-0: no node of so many"),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8,7"}, "16 tasks are spread unevenly over 2 nodes: 8,7"),
-        ({**SRUN, "MASTER_ADDR": ""}, "16 tasks on 2 nodes, and MASTER_ADDR is not set"),
+        (KUBEFLOW | {"PET_NODE_RANK": "2"}, "there is no node '2' among '2'"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "PET_NODE_RANK=0, PET_NNODES=2: the address of node 0 is unknown"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8,7"}, "16 tasks are spread unevenly over the nodes: 8,7"),
+        ({**SRUN, "MASTER_ADDR": ""}, "16 tasks on several nodes, and MASTER_ADDR is not set"),
     ],
 )
 @pytest.mark.fault("a launcher's variables that contradict", "`windlass train`", "RANK=16, WORLD_SIZE=16, LOCAL_RANK=3")
 def test_an_environment_that_contradicts_itself_is_refused(environ: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
-        ranks.make_environments(2, environ, 1) if read_rank({**environ, **translate_srun(environ)}) is None else None
+        assert read_rank({**environ, **translate_launcher(environ)}) or read_node(environ)
 
 
 def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others() -> None:
@@ -170,7 +184,7 @@ def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others() -> None:
         "RANK": "1", "WORLD_SIZE": "4", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "2",
         "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456",
     }  # fmt: skip
-    made = ranks.make_environments(2, environ, 1)
+    made = ranks.make_environments(2, environ, read_node(environ))
     assert [(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["MASTER_ADDR"], e["MASTER_PORT"]) for e in made] == [
         ("2", "0", "4", "job-master-0", "23456"),
         ("3", "1", "4", "job-master-0", "23456"),

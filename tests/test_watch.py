@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from windlass import run_folder, runfile, tiny, train
+from windlass import run_folder, runfile, tiny
 from windlass.errors import UserError
 from windlass.files import Table, WriteGuard, read_json_lines
 from windlass.launch.check.inputs import check_trackers
@@ -30,6 +30,7 @@ from windlass.observe.watch.prometheus import format_prometheus
 from windlass.observe.watch.script import ScriptWatch
 from windlass.plan import make_plan
 from windlass.runfile import Watch, names
+from windlass.train import start
 
 ROOT = Path(__file__).parent.parent
 Record = dict[str, Any]
@@ -483,12 +484,10 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(tm
     """
     (tmp_path / "run.yaml").write_text(textwrap.dedent(text))
     with pytest.raises(UserError) as caught:
-        train.train(
+        start.train(
             lambda: make_plan(runfile.read_run_file(tmp_path / "run.yaml")),
-            arguments=[],
-            environ={},
+            start.Command([], {}, print_error=lambda error: pytest.fail(str(error))),
             resume=False,
-            say=lambda error: pytest.fail(str(error)),
         )
     problems = caught.value.problems
     assert [problem.problem for problem in problems] == [f"{name} is not installed" for name in LACKING]

@@ -28,7 +28,7 @@ from windlass.hardware import KINDS, Collective, Rates
 from windlass.plan import make_plan
 from windlass.plan.machine import own_machine_file, write_machine
 from windlass.ranks import supervisor
-from windlass.ranks.rank import translate_srun
+from windlass.ranks.place import Node, translate_launcher
 from windlass.runfile import read_run_file
 
 # Range of measured / planned step times of calibrated plans, wider where the machine itself varies: on GPUs assumed; on
@@ -49,7 +49,7 @@ def calibrate(
     the ranks, and returns None on those that don't write."""
     gpus = hardware.read_this_machine().gpus
     kind = _gpu_kind(gpus[0].name) if gpus else "cpu"
-    environ.update(translate_srun(environ))
+    environ.update(translate_launcher(environ))
     under_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys()
     if under_torchrun and not gpus and int(environ["WORLD_SIZE"]) > 1:
         hint = f"`windlass calibrate --ranks {environ['LOCAL_WORLD_SIZE']}`, without a launcher"
@@ -123,7 +123,7 @@ def _calibrate_cpu(count: int, storage: Path, environ: Mapping[str, str]) -> tup
 
     link, network, memory = (hardware.FABRICS[name] for name in ("loopback", "ethernet-25", "memory"))
     sheet = hardware.derive_rates(hardware.GPUS["cpu"], link, network, memory, 1)
-    threads = int(supervisor.make_environments(count, environ, 0, alone=True)[0]["OMP_NUM_THREADS"])
+    threads = int(supervisor.make_environments(count, environ, Node(0, 1, "localhost", 0))[0]["OMP_NUM_THREADS"])
     with tempfile.TemporaryDirectory(prefix="windlass-calibrate-") as name:
         folder = Path(name)
         run = _write_run(folder, count)
@@ -219,7 +219,7 @@ def _start_ranks(count: int, storage: Path, environ: Mapping[str, str]) -> dict[
         folder = Path(name)
         result = folder / "rates.json"
         command = [sys.executable, "-m", "windlass.calibrate", str(result), str(storage)]
-        environments = supervisor.make_environments(count, environ, port, alone=True)
+        environments = supervisor.make_environments(count, environ, Node(0, 1, "localhost", port))
         processes = [
             supervisor.start_process(command, environment, folder / f"output-{rank}")
             for rank, environment in enumerate(environments)

@@ -43,6 +43,7 @@ from windlass.observe.counters import describe_machine
 from windlass.observe.format import format_plural
 from windlass.plan import make_plan
 from windlass.ranks import supervisor
+from windlass.ranks.place import Node
 from windlass.ranks.rank import Rank, read_rank
 from windlass.run_folder import ADAPTER, FINAL, STEPS, is_finished
 from windlass.runfile import read_run_file
@@ -142,8 +143,8 @@ def run_in_ranks(folder: Path, count: int, environ: Mapping[str, str], until: fl
     with supervisor.reserve_port() as port, supervisor.reserve_port() as cpu_port:
         on_cpu = {**environ, "CUDA_VISIBLE_DEVICES": "", CPU_ALONE: str(count)}
         environments = [
-            *supervisor.make_environments(1, on_cpu, cpu_port, alone=True),
-            *supervisor.make_environments(count, environ, port, alone=True),
+            *supervisor.make_environments(1, on_cpu, Node(0, 1, "localhost", cpu_port)),
+            *supervisor.make_environments(count, environ, Node(0, 1, "localhost", port)),
         ]
         command = [*COMMAND, str(folder)]
         processes = [

@@ -53,7 +53,8 @@ def best(
     The base model is loaded once. Differences come with a paired 95 % confidence interval, which shows which adapters
     are significantly worse.
     """
-    from windlass.train import best, plan_finished_run
+    from windlass.train.finished import plan_finished_run
+    from windlass.train.start import Command, best, compute_fingerprint
 
     def show(ranking: Any) -> None:
         from windlass.train.ranking import print_ranking
@@ -73,12 +74,10 @@ def best(
     code = best(
         lambda: plan_finished_run(folder, eval_data=eval_data, ranks=ranks, base_dtypes=dtypes),
         folder,
-        arguments=arguments,
-        environ=os.environ,
+        Command(arguments, os.environ, print_error, fingerprint=compute_fingerprint([], arguments)),
         base_dtypes=dtypes,
         allow_other_base=allow_other_base,
         show=show,
-        say=print_error,
     )
     raise typer.Exit(code)
 

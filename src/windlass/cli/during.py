@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,17 +48,36 @@ def train(
     Exits with 0 when finished, 1 if the run failed, 2 if the input is wrong (13 from a worker), and 75 if a signal
     stopped it and everything was saved.
     """
+    from windlass.ranks.job import log_as_json, read_wait_seconds, take_job
+    from windlass.ranks.place import read_node
     from windlass.runfile import read_kind
-    from windlass.train import train
     from windlass.train.script import train_script
+    from windlass.train.start import Command, compute_fingerprint, fail_on_node, train
 
     overrides = list(override or ())
     if ranks is not None:
         overrides += ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"]
-    is_script = read_kind(run, overrides) == "script"
-    if is_script and ranks is not None:
-        overrides.append("layout.ranks=null")
-    require_libraries(("torch",) if is_script else TRAINING, "train")
+        if read_kind(run, overrides) == "script":
+            overrides.append("layout.ranks=null")
+    words = [str(run), *(word for value in overrides for word in ("--override", value))]
+    words += option_words("--accelerate", accelerate)
+    wait_seconds = read_wait_seconds(os.environ)
+    job = take_job(os.environ)
+    started = Command(
+        [
+            "train",
+            *words,
+            *option_words("--debug-freq", debug_freq),
+            *option_words("--resume", resume),
+            *option_words("--allow-other-base", allow_other_base),
+        ],
+        os.environ,
+        print_error,
+        job,
+        check=[sys.executable, "-m", "windlass", "check", *words, "--in-pod", "--wait", str(wait_seconds)],
+        fingerprint=compute_fingerprint([run, accelerate] if accelerate else [run], overrides),
+        wait_seconds=wait_seconds,
+    )
 
     def planned() -> Any:
         """Plan for the launcher's ranks, else for this machine, unless the files set nodes and GPUs."""
@@ -74,31 +95,23 @@ def train(
         loaded = read_any(run, overrides)
         file = None if is_script else load_accelerate(accelerate, os.environ)
         if file is None or file.settings.keys().isdisjoint(("nodes", "ranks")):
-            defaults = default_overrides(loaded, os.environ, len(read_this_machine().gpus))
+            defaults = default_overrides(loaded, os.environ, len(read_this_machine().gpus), job)
             if defaults:
                 loaded = read_any(run, [*overrides, *defaults])
         return make_any_plan(loaded, file)
 
-    if is_script:
-        raise typer.Exit(train_script(planned, environ=os.environ, resume=resume, say=print_error))
-    arguments = [
-        "train",
-        str(run),
-        *(word for value in overrides for word in ("--override", value)),
-        *option_words("--accelerate", accelerate),
-        *option_words("--debug-freq", debug_freq),
-        *option_words("--resume", resume),
-        *option_words("--allow-other-base", allow_other_base),
-    ]
-    code = train(
-        planned,
-        arguments=arguments,
-        environ=os.environ,
-        resume=resume,
-        debug_freq=debug_freq,
-        allow_other_base=allow_other_base,
-        say=print_error,
-    )
+    with contextlib.ExitStack() as stack:
+        try:
+            if job and job.json_log:
+                stack.enter_context(log_as_json(job.name, read_node(os.environ, job.nodes).rank))
+            is_script = read_kind(run, overrides) == "script"
+            require_libraries(("torch",) if is_script else TRAINING, "train")
+            if is_script:
+                code = train_script(planned, started, resume=resume)
+            else:
+                code = train(planned, started, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
+        except UserError as error:
+            code = fail_on_node(error, started)
     raise typer.Exit(code)
 
 

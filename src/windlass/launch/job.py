@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from windlass import __version__, run_folder
+from windlass import run_folder
 from windlass.errors import Problem, UserError
 from windlass.files import read_json_lines, write_atomic
 from windlass.hardware import GIB
@@ -71,12 +70,6 @@ class Job:
     @property
     def is_script(self) -> bool:
         return isinstance(self.plan, ScriptPlan)
-
-    @property
-    def fingerprint(self) -> str:
-        """Return a hash that is the same on all nodes of a run and differs between run files."""
-        text = "\0".join((*self.files.values(), *self.overrides, __version__))
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def pod_restarts(self) -> int:
@@ -161,11 +154,11 @@ def estimate_grace(plan: AnyPlan) -> tuple[int, str]:
 
 
 def render_accelerate_yaml(plan: Plan) -> str:
-    """Return the configuration of `accelerate launch`. It doesn't configure sharding: the engine does."""
+    """Return the ranks as a configuration of Accelerate. It doesn't configure sharding: the engine does."""
     layout = plan.layout
     precision = f"'{layout.precision}'" if layout.precision == "no" else layout.precision  # YAML 1.1: no is false
     return f"""\
-# How `accelerate launch` starts the ranks; written by windlass from the plan.
+# The ranks, as Accelerate's configuration; written by windlass from the plan.
 # It shards nothing: each rank shards the model itself ({layout.name}), as the run file's layout says.
 compute_environment: LOCAL_MACHINE
 distributed_type: {"NO" if layout.ranks == 1 else "MULTI_GPU"}  # one process per GPU; on a CPU the same way over gloo

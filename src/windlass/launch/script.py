@@ -7,7 +7,7 @@ from importlib.resources import files as resources
 
 from windlass import __version__
 from windlass.launch.job import Job, quote, quote_words, to_one_line
-from windlass.ranks.rendezvous import PORT
+from windlass.ranks.job import GRACE_SECONDS, JOB, LOG_FORMAT, NODES, RANKS_PER_NODE
 from windlass.runfile.machines import Secret
 
 HEAD = """\
@@ -18,29 +18,6 @@ HEAD = """\
 #   PET_NNODES={nodes} PET_NODE_RANK=0 PET_MASTER_ADDR=FIRST-MACHINE bash launch.sh     (0, 1, … on the others)
 #
 # Exit codes: 0 finished; 13 the input is wrong, don't retry; 75 stopped by a signal, saved; 1 anything else."""
-JOIN_SECONDS = 300  # for all nodes to start; names resolve only once pods are ready
-LAUNCHERS = {
-    "accelerate": """\
-accelerate launch \\
-    --config_file "$accelerate" \\
-    --num_machines "$nodes" \\
-    --num_processes "$((nodes * ranks_per_node))" \\
-    --machine_rank "$node" \\
-    --main_process_ip "$master" \\
-    --main_process_port "$port" \\
-    --rdzv_backend static \\
-    --rdzv_conf "timeout=$join_seconds\"""",
-    # A script's image may contain nothing but torch.
-    "torchrun": """\
-torchrun \\
-    --nnodes "$nodes" \\
-    --nproc-per-node "$ranks_per_node" \\
-    --node-rank "$node" \\
-    --master-addr "$master" \\
-    --master-port "$port" \\
-    --rdzv-backend static \\
-    --rdzv-conf "timeout=$join_seconds\"""",
-}
 
 
 def render_launch_sh(job: Job, *, exports: bool) -> str:
@@ -53,22 +30,15 @@ def render_launch_sh(job: Job, *, exports: bool) -> str:
     )
     options = "".join(f"\n  {quote_words(('--override', override))}" for override in job.overrides)
     settings = (
-        ("title", quote(job.title), ""),
-        ("nodes", str(job.nodes), ""),
-        ("ranks_per_node", str(job.ranks_per_node), "one per GPU" if job.gpu else "on the CPU"),
-        ("gpu", str(int(job.gpu)), ""),
-        ("port", str(PORT), "of the ranks' rendezvous, unless the platform sets another"),
-        ("join_seconds", str(JOIN_SECONDS), "until every node must have started"),
-        ("grace_seconds", str(job.grace_seconds), f"to end a step and save after a stop signal; {job.grace_reason}"),
-        ("fingerprint", quote(job.fingerprint), "of run file and options: the same on every node"),
-        ("name", quote(job.name), ""),
-        ("log_format", job.cluster.log_format, ""),
+        (f"export {JOB}", quote(job.name), ""),
+        (f"export {NODES}", str(job.nodes), ""),
+        (f"export {RANKS_PER_NODE}", str(job.ranks_per_node), "one per GPU" if job.gpu else "on the CPU"),
+        (f"export {GRACE_SECONDS}", str(job.grace_seconds), f"to end a step and save; {job.grace_reason}"),
+        (f"export {LOG_FORMAT}", job.cluster.log_format, ""),
         ("working_dir", quote(job.cluster.working_dir or ""), "empty: where this is started"),
         ("install", f"({quote_words(job.cluster.install)})", "what the image lacks"),
         ("options", f"({options}\n)" if options else "()", ""),
         ("here", '"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"', ""),
-        ("run", "$here/run.yaml", ""),
-        *(() if job.is_script else (("accelerate", "$here/accelerate.yaml", ""),)),
     )
     exported = ["", "# --- the environment ".ljust(119, "-")] if exports else []
     for variable in job.environment if exports else ():
@@ -85,8 +55,7 @@ def render_launch_sh(job: Job, *, exports: bool) -> str:
         "@@HEAD@@": head,
         "@@SETTINGS@@": "\n".join(f"{name}={value}{f'  # {why}' if why else ''}" for name, value, why in settings),
         "@@ENVIRONMENT@@": "\n".join([*exported, ""] if exports else []),
-        "@@ACCELERATE@@": "" if job.is_script else ' --accelerate "$accelerate"',
-        "@@LAUNCHER@@": LAUNCHERS["torchrun" if job.is_script else "accelerate"],
+        "@@ACCELERATE@@": "" if job.is_script else ' --accelerate "$here/accelerate.yaml"',
     }
     template = resources("windlass.launch").joinpath("launch.sh").read_text(encoding="utf-8")
     # Split first, so that inserted text is not searched for placeholders.

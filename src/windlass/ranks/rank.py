@@ -7,7 +7,6 @@ import ctypes
 import hashlib
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Final
 
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 from windlass.files import FULL, explain_write_error, write_atomic
+from windlass.ranks.place import parse_number
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # Directory on this machine where ranks write their phase, error and exit code.
@@ -49,71 +49,27 @@ class Rank:
 
 
 def read_rank(environ: Mapping[str, str]) -> Rank | None:
-    """Read this rank from the variables that torchrun, `accelerate launch`, a job's operator or `ranks.start_ranks`
+    """Read this rank from the variables that torchrun, `accelerate launch`, a job's operator or `start_ranks`
     set; None if no launcher started ranks."""
     if "RANK" not in environ:
         return None
-    local, per_node = environ.get("LOCAL_RANK"), environ.get("PET_NPROC_PER_NODE", "1")
+    local = environ.get("LOCAL_RANK")
+    per_node = environ.get("PET_NPROC_PER_NODE", "1")
     if local is None and per_node.isdigit() and int(per_node) > 1:
         return None  # in an operator's pod, RANK is the pod's number and its ranks are still to be started
-    numbers = {name: parse_number(environ.get(name, "")) for name in ("RANK", "WORLD_SIZE")}
-    rank, world = numbers.values()
-    own, here = parse_number(local or environ.get("SLURM_LOCALID", "0")), environ.get("LOCAL_WORLD_SIZE")
-    if not (0 <= rank < world and 0 <= own < (parse_number(here) if here else world) <= world):
-        names = (*numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank = parse_number(environ["RANK"])
+    world = parse_number(environ.get("WORLD_SIZE", ""))
+    local_rank = parse_number(local or environ.get("SLURM_LOCALID", "0"))
+    local_world = parse_number(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE", ""))
+    if not (0 <= rank < world and 0 <= local_rank < local_world <= world):
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         raise UserError(
             f"{', '.join(f'{name}={environ[name]}' for name in names if name in environ)} is not a valid rank",
             "the environment",
             f"start it with torchrun or srun, which set them all; to start it alone: unset {' '.join(names)}",
         )
     status_dir = Path(environ[STATUS_DIR]) if STATUS_DIR in environ else None
-    return Rank(rank, own, world, status_dir, supervised=SUPERVISED in environ)
-
-
-def parse_number(text: str) -> int:
-    return int(text) if text.isdecimal() else -1
-
-
-def read_node(environ: Mapping[str, str]) -> tuple[int, int, str]:
-    """Return this node's number, the number of nodes and the first node's address, as an operator's pod has them; by
-    default a single node."""
-    nodes = parse_number(environ.get("PET_NNODES", "1").rpartition(":")[2])  # the upper end of an elastic job's range
-    node = parse_number(environ.get("PET_NODE_RANK", environ.get("RANK", "0")))
-    first = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR") or ""
-    if not 0 <= node < nodes or (nodes > 1 and not first):
-        names = ("PET_NNODES", "PET_NODE_RANK", "RANK", "PET_MASTER_ADDR", "MASTER_ADDR")
-        raise UserError(
-            f"{', '.join(f'{name}={environ[name]}' for name in names if name in environ)}: "
-            f"{'not the address of the first node' if 0 <= node < nodes else 'no node of so many'}",
-            "the environment",
-            "set PET_NNODES, PET_NODE_RANK (from 0) and PET_MASTER_ADDR on each node; on one: unset them and RANK",
-        )
-    return node, nodes, first if nodes > 1 else "localhost"
-
-
-def translate_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """Translate srun's variables: several tasks per node are ranks, one task per node starts its node's ranks."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks == "1" or "RANK" in environ or "PET_NNODES" in environ:  # or another launcher has set them
-        return {}
-    spread, nodes = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_STEP_NUM_NODES", "1")
-    per_node, hint = (
-        re.fullmatch(r"(\d+)(\(x\d+\))?", spread),
-        "start the same number on each: srun --ntasks-per-node=N",
-    )
-    if per_node is None:
-        raise UserError(f"{tasks} tasks are spread unevenly over {nodes} nodes: {spread}", "srun", hint)
-    first = environ.get("MASTER_ADDR") or ("localhost" if nodes == "1" else "")
-    if not first:
-        hint = 'before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        raise UserError(f"{tasks} tasks on {nodes} nodes, and MASTER_ADDR is not set", "srun", hint)
-    # A port of this job's own.
-    port = environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 5000 * 2)
-    if per_node[1] == "1":
-        node = environ["SLURM_NODEID"]
-        return {"PET_NNODES": nodes, "PET_NODE_RANK": node, "PET_MASTER_ADDR": first, "PET_MASTER_PORT": port}
-    local = {"LOCAL_RANK": environ["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": per_node[1]}
-    return {"RANK": environ["SLURM_PROCID"], "WORLD_SIZE": tasks, "MASTER_ADDR": first, "MASTER_PORT": port, **local}
+    return Rank(rank, local_rank, world, status_dir, supervised=SUPERVISED in environ)
 
 
 def read_status(status_dir: Path, name: str) -> str:

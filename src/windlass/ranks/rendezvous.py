@@ -1,9 +1,10 @@
 """TCP rendezvous and JSON all-gather between a run's nodes, and a monitor of which nodes are alive.
 
 Node 0 listens; each other node keeps one connection to it. Messages are JSON objects, one per line. `windlass check`
-gathers every node's results over it. launch.sh runs it as a process next to the ranks for the length of the run: ranks
-that lose a peer report "connection closed", ranks that wait for one report nothing for minutes, and neither names a
-machine. It uses only the standard library, so that it starts at once and no library can delay it.
+gathers every node's results over it. `windlass train` on several nodes runs it as a process next to the ranks for the
+length of the run: ranks that lose a peer report "connection closed", ranks that wait for one report nothing for
+minutes, and neither names a machine. It uses only the standard library, so that it starts at once and no library can
+delay it.
 """
 
 from __future__ import annotations
@@ -16,64 +17,26 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from windlass.errors import FAILED, RANK_USER_INPUT, SAVED, UserError
+from windlass.errors import FAILED, RANK_USER_INPUT, SAVED
 from windlass.files import write_atomic
 from windlass.ranks.interfaces import list_choices
+from windlass.ranks.place import Node
 
-PORT = 29500  # torch's default
 ANSWER_SECONDS = 60.0  # for one gather, once all nodes have joined; the slowest follows a measurement
 RETRY_SECONDS = 0.5
 REPORT_SECONDS = 30.0  # how often node 0 names the nodes that it waits for
 TELL_SECONDS = 30.0  # a node that can't start waits this long for the others, to send them the reason
-POLL_SECONDS = 0.2  # how often it checks whether the script has ended
+POLL_SECONDS = 0.2  # how often it checks whether the supervisor has ended
 LONGEST_LINE = 1 << 26  # bytes that a stranger on the port can make us buffer
 LONGEST_REASON = 500  # characters of another node's reason
 STOPPED_EARLY = 143  # stopped by a signal before it had ranks that could agree with the others'
-# Files in the status directory, shared by this process and launch.sh.
+# Files in the status directory, shared by this process and the supervisor of this node's ranks.
 READY, LOST, LEAVING = "ready", "lost", "leaving"
-VARIABLES = (
-    ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT"),  # counts nodes
-    ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),  # as torchrun or the caller set them
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """This process's place among those that join: one per node if launch.sh starts it."""
-
-    rank: int
-    world: int
-    host: str  # node 0's
-    port: int
-
-
-def read_node(environ: Mapping[str, str]) -> Node:
-    """Return this node by the first of VARIABLES that is set; without any, the only node."""
-    names = next((names for names in VARIABLES if names[1] in environ), None)
-    if names is None:
-        return Node(0, 1, "localhost", PORT)
-    rank, world, host, port = names
-    try:
-        node = Node(
-            int(environ.get(rank, "0")),
-            int(environ[world]),
-            environ.get(host) or environ.get("MASTER_ADDR") or "localhost",
-            int(environ.get(port) or environ.get("MASTER_PORT") or PORT),
-        )
-        if 0 <= node.rank < node.world:
-            return node
-        wrong = "nodes are counted from 0"
-    except ValueError as error:
-        wrong = str(error)
-    seen = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
-    raise UserError(
-        f"{seen} is not a valid node: {wrong}", "the environment", "start it through launch.sh, which sets them"
-    )
 
 
 class RendezvousError(Exception):
@@ -311,8 +274,8 @@ class Rendezvous:
     # --- while ranks run ----------------------------------------------------------------------------------------------
 
     def supervise(self, status_dir: Path) -> None:
-        """Wait until this node's script has left its exit code in the status directory. Report lost nodes to the script
-        and all other nodes."""
+        """Wait until this node's supervisor has left its exit code in the status directory. Report lost nodes to it and
+        to all other nodes."""
 
         def lose(peer: Peer, how: str, code: int = FAILED) -> None:
             peer.alive = False
@@ -323,10 +286,13 @@ class Rendezvous:
                 if other is not peer:
                     other.send(lost=how, code=code)
 
-        script, leaving, due, printed = os.getppid(), status_dir / LEAVING, 0.0, set[str]()
+        supervisor = os.getppid()
+        leaving = status_dir / LEAVING
+        due = 0.0
+        printed = set[str]()
         for peer in self.peers.values():
             peer.heard = time.monotonic()
-        while not leaving.exists() and os.getppid() == script:
+        while not leaving.exists() and os.getppid() == supervisor:
             for peer, message in self._receive(time.monotonic() + POLL_SECONDS):
                 if message is None:
                     if peer.alive:
@@ -365,19 +331,18 @@ def read_first_error(status_dir: Path) -> str:
     for path in status_dir.glob("error-*"):
         with contextlib.suppress(OSError, ValueError):
             errors.append(json.loads(path.read_text(errors="replace")))
-    error: dict[str, Any] = min(errors, key=lambda one: float(one["time"]), default={})
-    lines = [f"{one['where']}: {one['problem']}" for one in error.get("problems", ())]
+    error: dict[str, Any] = min(errors, key=lambda error: float(error["time"]), default={})
+    lines = [f"{problem['where']}: {problem['problem']}" for problem in error.get("problems", ())]
     return (lines[0] if lines else str(error.get("traceback", "")).strip().rpartition("\n")[2])[:LONGEST_REASON]
 
 
 def main() -> int:
-    """Join, then stay while ranks run (for launch.sh). With an exit code and a text as extra arguments, tell node 0 why
-    this node can't start."""
-    node, nodes, master, port, seconds, fingerprint, status_dir, *fault = sys.argv[1:]
+    """Join, then stay next to this node's ranks: `OtherNodes` starts it."""
+    node, nodes, master, port, seconds, fingerprint, status_dir = sys.argv[1:]
     began = time.monotonic()
-    problem = next(((one.problem, one.code) for one in list_choices(os.environ, int(nodes)) if one.problem), None)
-    if fault:
-        problem = (fault[1], int(fault[0]))
+    problem = next(
+        ((choice.problem, choice.code) for choice in list_choices(os.environ, int(nodes)) if choice.problem), None
+    )
     rendezvous = Rendezvous(Node(int(node), int(nodes), master, int(port)), fingerprint, problem)
     for number in (signal.SIGUSR1, signal.SIGINT):  # sent to the whole group
         signal.signal(number, signal.SIG_IGN)
@@ -386,7 +351,7 @@ def main() -> int:
     except RendezvousError as error:
         rendezvous.report(str(error))
         return error.code
-    # Ranks that got the signal too may still be saving: the script waits for them and reports the end.
+    # Ranks that got the signal too may still be saving: their supervisor waits for them and reports the end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     write_atomic(Path(status_dir) / READY, "")
     rendezvous.report(f"all {nodes} nodes have joined after {time.monotonic() - began:.0f} s")

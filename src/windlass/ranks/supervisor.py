@@ -18,20 +18,16 @@ from types import FrameType
 from typing import Final
 
 from windlass.errors import RANK_USER_INPUT, SAVED, Problem, RunError, UserError
-from windlass.ranks.rank import (
-    SIGNALS,
-    STATUS_DIR,
-    SUPERVISED,
-    read_node,
-    read_rank,
-    read_status,
-    signal_on_parent_death,
-)
+from windlass.ranks.job import LaunchedJob
+from windlass.ranks.place import Node, parse_number, read_node
+from windlass.ranks.rank import SIGNALS, STATUS_DIR, SUPERVISED, read_rank, read_status, signal_on_parent_death
+from windlass.ranks.rendezvous import LOST
 from windlass.runfile import Loaded, LoadedScript
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.variables import DEFAULTS
 
 PATIENCE_SECONDS: Final = 20.0  # time for the other ranks to end once one has failed
+LOST_SECONDS: Final = 20.0  # time for the ranks to notice that another node is lost, and then to end after a signal
 SAME_SECONDS: Final = 1.0  # a signal sent to a process and its group arrives twice and counts once
 
 
@@ -43,26 +39,54 @@ def start_ranks(
     grace_seconds: float = GRACE_SECONDS,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> int:
-    """Run `command` once per rank, forward signals, wait, and report the cause if a rank failed. Returns the exit code.
+    """Run `command` once per rank on this machine alone. Returns the exit code; see `run_ranks`."""
+    with tempfile.TemporaryDirectory(prefix="windlass-") as folder, reserve_port() as port:
+        environs = make_environments(ranks, environ, Node(0, 1, "localhost", port))
+        return run_ranks(
+            command, environs, Path(folder), grace_seconds=grace_seconds, patience_seconds=patience_seconds
+        )
 
-    grace_seconds: for ranks to save after a signal. patience_seconds: for the others once one has failed.
+
+def run_ranks(
+    command: Sequence[str],
+    environs: Sequence[Mapping[str, str]],
+    status_dir: Path,
+    *,
+    grace_seconds: float = GRACE_SECONDS,
+    patience_seconds: float = PATIENCE_SECONDS,
+    job: bool = False,
+) -> int:
+    """Run `command` once per environment, forward signals, wait, and report the cause if a rank failed. Returns the
+    exit code.
+
+    grace_seconds: for ranks to save after a signal. patience_seconds: for the others once one has failed. job: a
+    scheduler started it, which may repeat a signal.
 
     These are plain processes because torchrun would turn every exit code into 1, kill ranks 30 s after SIGTERM whether
     they have saved or not, and orphan them on SIGUSR1.
     """
-    with tempfile.TemporaryDirectory(prefix="windlass-") as folder, reserve_port() as port:
-        status_dir = Path(folder)
-        processes: list[subprocess.Popen[bytes]] = []
-        starting = (
-            start_process(
-                command,
-                {**variables, STATUS_DIR: str(status_dir)},
-                status_dir / f"output-{rank}" if rank else None,
-            )
-            for rank, variables in enumerate(make_environments(ranks, environ, port))
+    processes: list[subprocess.Popen[bytes]] = []
+    starting = (
+        start_process(
+            command,
+            {**environ, STATUS_DIR: str(status_dir)},
+            status_dir / f"output-{environ['RANK']}" if local_rank else None,
         )
-        first, cut_short = wait_for_ranks(processes, starting, grace_seconds, patience_seconds)
-        return _explain_end([to_exit_code(process.returncode) for process in processes], first, cut_short, status_dir)
+        for local_rank, environ in enumerate(environs)
+    )
+    first, cut_short = wait_for_ranks(
+        processes,
+        starting,
+        grace_seconds,
+        patience_seconds,
+        second_kills=not job,
+        lost=status_dir / LOST,
+    )
+    codes = {
+        int(environ["RANK"]): to_exit_code(process.returncode)
+        for environ, process in zip(environs, processes, strict=True)
+    }
+    return _explain_end(codes, None if first is None else list(codes)[first], cut_short, status_dir)
 
 
 @contextlib.contextmanager
@@ -77,23 +101,21 @@ def reserve_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def make_environments(
-    ranks: int, environ: Mapping[str, str], port: int, *, alone: bool = False
-) -> list[dict[str, str]]:
-    """Return one environment per rank. In an operator's pod, other nodes' ranks are counted, unless `alone`."""
-    node, nodes, first = (0, 1, "localhost") if alone else read_node(environ)
-    inherited = dict(environ)
+def make_environments(ranks: int, environ: Mapping[str, str], node: Node) -> list[dict[str, str]]:
+    """Return one environment per rank of this node."""
+    inherited = {name: value for name, value in environ.items() if not name.startswith("PET_")}  # torchrun's settings
     inherited.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     inherited.setdefault("TOKENIZERS_PARALLELISM", "false")  # true makes forked workers deadlock
     shared = {
-        "WORLD_SIZE": str(nodes * ranks),
+        "WORLD_SIZE": str(node.world * ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": first,
-        "MASTER_PORT": environ.get("PET_MASTER_PORT", "29500") if nodes > 1 else str(port),
+        "MASTER_ADDR": node.host,
+        "MASTER_PORT": str(node.port),
         SUPERVISED: "1",
     }
     return [
-        {**inherited, **shared, "RANK": str(node * ranks + local), "LOCAL_RANK": str(local)} for local in range(ranks)
+        {**inherited, **shared, "RANK": str(node.rank * ranks + local_rank), "LOCAL_RANK": str(local_rank)}
+        for local_rank in range(ranks)
     ]
 
 
@@ -153,12 +175,14 @@ def wait_for_ranks(
     *,
     second_kills: bool = True,
     stop: threading.Event | None = None,
+    lost: Path | None = None,
 ) -> tuple[int | None, str]:
     """Wait until all have ended. Returns the first that failed, if any, and why ranks were ended before they had saved.
 
     Ranks start in here and are added to `processes`, so that a signal always reaches those that run. If one fails, the
     others get a bounded time. On a signal, they save. A second signal kills them, if `second_kills`: not below a
-    launcher, which signals all ranks because one of them has ended. stop: an event that acts like a signal.
+    launcher, which signals all ranks because one of them has ended. stop: an event that acts like a signal. lost: a
+    file that exists once another node is lost; ranks notice by themselves, or would wait for it for ever.
     """
     signalled: float | None = None
     cut_short = ""
@@ -175,7 +199,10 @@ def wait_for_ranks(
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     first: int | None = None
     deadline: float | None = None
-    killed = saving = False
+    lost_at: float | None = None
+    late = f"the ranks had not saved {grace_seconds:g} s after the signal"
+    killed = False
+    saving = False
     try:
         for process in starting:
             processes.append(process)
@@ -185,14 +212,22 @@ def wait_for_ranks(
             if stop is not None and stop.is_set() and signalled is None:
                 forward()
             first = find_first_failure(codes) if first is None else first
+            if lost_at is None and lost is not None and lost.exists():
+                lost_at = time.monotonic()
+            if lost_at is not None and deadline is None and time.monotonic() > lost_at + LOST_SECONDS:
+                forward()
+                late = f"another node was lost {2 * LOST_SECONDS:.0f} s before, and the ranks had not ended"
+                saving = True
+                deadline = time.monotonic() + LOST_SECONDS
             if deadline is None and (first is not None or signalled is not None):
                 saving = signalled is not None
                 deadline = time.monotonic() + (grace_seconds if saving else patience_seconds)
             if deadline is not None and time.monotonic() > deadline:
                 if saving and (first is None or to_exit_code(codes[first] or 0) == SAVED):
-                    cut_short = f"the ranks had not saved {grace_seconds:g} s after the signal"
+                    cut_short = late
                 signal_all(processes, signal.SIGKILL if killed or saving else signal.SIGTERM)
-                killed, deadline = True, time.monotonic() + 5.0
+                killed = True
+                deadline = time.monotonic() + 5.0
             time.sleep(0.05)
     finally:
         signal_all(processes, signal.SIGKILL)
@@ -214,64 +249,73 @@ def signal_all(processes: Sequence[subprocess.Popen[bytes]], number: int) -> Non
                 process.send_signal(number)
 
 
-def _explain_end(codes: Sequence[int], first: int | None, cut_short: str, status_dir: Path) -> int:
-    """Return the exit code, or raise the root cause of a failure: ranks that only lost their peer fail after it."""
+def _explain_end(codes: Mapping[int, int], first: int | None, cut_short: str, status_dir: Path) -> int:
+    """Return the exit code, or raise the root cause of a failure: ranks that only lost their peer fail after it.
+
+    codes: exit codes by rank. first: the rank that failed first.
+    """
     resume = "resume from the last checkpoint with --resume"
     if first is None:
         return 0
-    if cut_short and not set(codes) <= {0, SAVED}:
+    if cut_short and not set(codes.values()) <= {0, SAVED}:
         hint = f"{resume}; cluster.grace_seconds is the time that ranks get"
         raise RunError(cut_short, "windlass train", hint)
     if codes[first] == SAVED:  # the others have saved too, or lost this one
         if message := read_status(status_dir, f"stopped-{first}"):
             print(message, file=sys.stderr, flush=True)
         return SAVED
-    written = ((rank, read_status(status_dir, f"error-{rank}")) for rank in range(len(codes)))
+    written = ((rank, read_status(status_dir, f"error-{rank}")) for rank in codes)
     errors = [{"rank": rank, **json.loads(text)} for rank, text in written if text]
     if of_users := [error for error in errors if "problems" in error]:
         error = min(of_users, key=lambda error: error["time"])
         kind = UserError if error["code"] == RANK_USER_INPUT else RunError
         raise kind.of([Problem(**problem) for problem in error["problems"]])
     if codes[first] < 0:
-        doing = read_status(status_dir, f"phase-{first}") or "starting"
+        phase = read_status(status_dir, f"phase-{first}") or "starting"
         hint = f"a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg); {resume}"
-        what = f"rank {first} was killed by {signal.Signals(-codes[first]).name} while {doing}"
-        raise RunError(what, "windlass train", hint)
-    words = f"rank {first} ended with {codes[first]}:\n{read_status(status_dir, f'output-{first}')[-4000:]}"
+        problem = f"rank {first} was killed by {signal.Signals(-codes[first]).name} while {phase}"
+        raise RunError(problem, "windlass train", hint)
+    text = f"rank {first} ended with {codes[first]}:\n{read_status(status_dir, f'output-{first}')[-4000:]}"
     if errors:
         error = min(errors, key=lambda error: error["time"])
-        words = f"rank {error['rank']} failed:\n{error['traceback']}"
-    print(words, file=sys.stderr, flush=True)
+        text = f"rank {error['rank']} failed:\n{error['traceback']}"
+    print(text, file=sys.stderr, flush=True)
     return 1
 
 
 # --- the number of nodes and GPUs to start ranks on
 
 
-def default_overrides(loaded: Loaded | LoadedScript, environ: Mapping[str, str], gpus: int) -> list[str]:
-    """Return overrides for what the run file leaves open: from the launcher that started this rank, else this machine's
-    GPUs.
+def default_overrides(
+    loaded: Loaded | LoadedScript, environ: Mapping[str, str], gpus: int, job: LaunchedJob | None = None
+) -> list[str]:
+    """Return overrides for what the run file leaves open: from the job or the launcher that started this process, else
+    this machine's GPUs.
 
     CUDA_VISIBLE_DEVICES limits the GPUs that a process started here may use.
     """
     cluster, layout = loaded.run.cluster, loaded.run.layout
     if cluster.nodes != "auto" or cluster.gpus_per_node != "auto" or layout.ranks is not None:
         return []
-    world, local = environ.get("WORLD_SIZE", ""), environ.get("LOCAL_WORLD_SIZE", "")
-    if "RANK" in environ and world.isdigit() and local.isdigit() and int(local):
-        return [f"cluster.nodes={max(1, int(world) // int(local))}", f"cluster.gpus_per_node={local}"]
+    if job is not None:
+        return [f"cluster.nodes={job.nodes}", f"cluster.gpus_per_node={job.ranks_per_node}"]
+    world = parse_number(environ.get("WORLD_SIZE", ""))
+    local_world = parse_number(environ.get("LOCAL_WORLD_SIZE", ""))
+    if "RANK" in environ and world >= 0 and local_world > 0:
+        return [f"cluster.nodes={max(1, world // local_world)}", f"cluster.gpus_per_node={local_world}"]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         gpus = min(gpus, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
-    nodes = 1 if read_rank(environ) else read_node(environ)[1]
-    return [f"cluster.nodes={nodes}"] * (nodes > 1) + [f"cluster.gpus_per_node={gpus}"] * (gpus > 1)
+    nodes = 1 if read_rank(environ) else read_node(environ, planned=1).world
+    overrides = [f"cluster.nodes={nodes}"] if nodes > 1 else []
+    return [*overrides, f"cluster.gpus_per_node={gpus}"] if gpus > 1 else overrides
 
 
 def require_all_nodes(planned: int, where: Callable[[str], str], environ: Mapping[str, str]) -> None:
     """Refuse to start on another number of nodes than planned: one of several would wait for the others, and too few
     would train another run."""
-    nodes = read_node(environ)[1]
+    nodes = read_node(environ, planned).world
     if planned != nodes:
-        problem = f"the run is planned for {planned} node{'s' * (planned != 1)}, and this is {nodes}"
+        noun = "node" if planned == 1 else "nodes"
         hint = "add --ranks N to use this machine alone, or start it with `windlass submit RUN`"
-        raise UserError(problem, where("cluster.nodes"), hint)
+        raise UserError(f"the run is planned for {planned} {noun}, and this is {nodes}", where("cluster.nodes"), hint)

@@ -270,7 +270,7 @@ def launch(r: Rehearsal) -> Iterator[str]:
     r.wait_for((r.run_folder / MANIFEST).exists)
     verdicts = [result["verdict"] for result in read_json(r.run_folder / "check.json")["results"]]
     yield f"launch.sh checked this machine: {verdicts.count('pass')} passed, none failed"
-    yield f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)} met through accelerate launch"
+    yield f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)} have met"
 
 
 def load(r: Rehearsal) -> Iterator[str]:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,51 +25,64 @@ from windlass.observe.watch.monitor import make_environment
 from windlass.observe.watch.script import ScriptWatch
 from windlass.plan.script import ScriptPlan
 from windlass.ranks import supervisor as ranks
-from windlass.ranks.rank import SUPERVISED, read_rank, run_rank, translate_srun, wait_for_peers
+from windlass.ranks.rank import SUPERVISED, run_rank, wait_for_peers
+from windlass.ranks.rendezvous import LOST
 from windlass.runfile.machines import GRACE_SECONDS
+from windlass.train.start import Command, start_ranks_here
 
 LIBRARIES: Final = ("torch", "torchvision", "transformers", "accelerate", "lightning")
 
 
-def train_script(
-    make_plan: Callable[[], ScriptPlan],
-    *,
-    environ: MutableMapping[str, str],
-    resume: bool,
-    say: Callable[[UserError], None],
-) -> int:
+def train_script(make_plan: Callable[[], ScriptPlan], command: Command, *, resume: bool) -> int:
     """Start this machine's ranks of the script, or be one. Returns the exit code."""
-    environ.update(translate_srun(environ))
-    here = read_rank(environ)
+    here = command.read_rank()
     if here is None:
-        plan = make_plan()
-        ranks.require_all_nodes(plan.layout.nodes, plan.where, environ)
-        with ranks.reserve_port() as port:
-            return run_script(plan, ranks.make_environments(plan.layout.gpus_per_node, environ, port), resume=resume)
+
+        def start(
+            plan: ScriptPlan, environs: Sequence[Mapping[str, str]], status_dir: Path, grace_seconds: float
+        ) -> int:
+            job = command.job is not None
+            return run_script(plan, environs, grace_seconds, resume=resume, job=job, lost=status_dir / LOST)
+
+        return start_ranks_here(make_plan, start, command)
 
     # A pod with one rank has no other variables than its number.
-    own = {"LOCAL_RANK": str(here.local_rank), "LOCAL_WORLD_SIZE": "1", **environ}
-    made: list[ScriptPlan] = []
+    environ = {"LOCAL_RANK": str(here.local_rank), "LOCAL_WORLD_SIZE": "1", **command.environ}
+    grace_seconds = float(GRACE_SECONDS)
 
     def work() -> int:
-        made.append(make_plan())
-        return run_script(made[0], [own], resume=resume)
+        nonlocal grace_seconds
+        plan = make_plan()
+        grace_seconds = plan.run.cluster.grace_seconds or grace_seconds
+        return run_script(plan, [environ], grace_seconds, resume=resume)
 
-    code = run_rank(here, work, print_error=say)
+    code = run_rank(here, work, print_error=command.print_error)
     if code == SAVED:
-        grace = made[0].run.cluster.grace_seconds if made else None
-        wait_for_peers(here, int(own["LOCAL_WORLD_SIZE"]), grace or GRACE_SECONDS)
+        wait_for_peers(here, int(environ["LOCAL_WORLD_SIZE"]), grace_seconds)
     return code
 
 
-def run_script(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool) -> int:
-    """Run the script once per environment until all have ended. Rank 0's side has the run folder and the watch."""
-    job, path = plan.run, plan.run.script.path
+def run_script(
+    plan: ScriptPlan,
+    environs: Sequence[Mapping[str, str]],
+    grace_seconds: float,
+    *,
+    resume: bool,
+    job: bool = False,
+    lost: Path | None = None,
+) -> int:
+    """Run the script once per environment until all have ended. Rank 0's side has the run folder and the watch.
+
+    job, lost: see `run_ranks` and `wait_for_ranks`.
+    """
+    path = plan.run.script.path
     if path is not None and not Path(path).is_file():
         hint = f"the path is relative to the folder that the run is started in, here {Path.cwd()}"
         raise UserError(f"there is no file {path}", plan.where("script.path"), hint)
-    folder, command, grace = Path(job.folder), [sys.executable, *job.command], job.cluster.grace_seconds
-    is_leader, launched = any(environ["RANK"] == "0" for environ in environs), SUPERVISED not in environs[0]
+    folder = plan.folder
+    command = [sys.executable, *plan.run.command]
+    is_leader = any(environ["RANK"] == "0" for environ in environs)
+    launched = SUPERVISED not in environs[0]
     # If this process is killed by a launcher, the script's time to save is over.
     parent_death = signal.SIGKILL if launched else signal.SIGTERM
     # Under a launcher another rank may come before rank 0.
@@ -77,32 +90,33 @@ def run_script(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resum
     # Where the recorder writes, and what the watch needs.
     more = {
         run_folder.OUTPUT_DIR: str(folder.absolute()),
-        **make_environment(environs[0], job, folder.absolute()),
+        **make_environment(environs[0], plan.run, folder.absolute()),
     }
     with contextlib.ExitStack() as stack:
         if is_leader:
             stack.enter_context(_claim_and_watch(plan, folder, resume=resume))
         processes: list[subprocess.Popen[bytes]] = []
         stop = threading.Event()
-        watch = ScriptWatch(job, plan.layout.ranks, stop.set, _say) if is_leader else None
+        watch = ScriptWatch(plan.run, plan.layout.ranks, stop.set, _say) if is_leader else None
 
         def starting() -> Iterator[subprocess.Popen[bytes]]:
             for environ in environs:
-                own = environ if launched else add_torchrun_variables(environ)
-                yield ranks.start_process(command, {**own, **more}, parent_death_signal=parent_death)
+                variables = environ if launched else add_torchrun_variables(environ)
+                yield ranks.start_process(command, {**variables, **more}, parent_death_signal=parent_death)
             if watch:  # last: the watch is a thread, and processes should be started before threads
                 stack.enter_context(watch)
 
         first, cut_short = ranks.wait_for_ranks(
             processes,
             starting(),
-            grace or GRACE_SECONDS,
+            grace_seconds,
             ranks.PATIENCE_SECONDS,
-            second_kills=not launched,
+            second_kills=not (launched or job),
             stop=stop,
+            lost=lost,
         )
         if watch and watch.why:
-            raise RunError(watch.why, "watch", f"see alarms.jsonl in {job.folder} and the report")
+            raise RunError(watch.why, "watch", f"see alarms.jsonl in {folder} and the report")
         codes = [process.returncode for process in processes]
         code = _explain_end(plan, codes, first, [environ["RANK"] for environ in environs], cut_short)
         if is_leader:

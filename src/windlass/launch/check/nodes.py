@@ -35,7 +35,8 @@ from windlass.launch.check.results import (
 )
 from windlass.plan.script import ScriptPlan
 from windlass.ranks.interfaces import EXACT, list_choices
-from windlass.ranks.rendezvous import Rendezvous, RendezvousError, read_node
+from windlass.ranks.place import read_node
+from windlass.ranks.rendezvous import Rendezvous, RendezvousError
 from windlass.runfile import LoadedScript
 
 COUNT, PORTS, CLOCKS, VOLUME = "number of nodes", "ports", "clocks", "shared volume"

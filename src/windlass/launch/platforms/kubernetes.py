@@ -28,7 +28,7 @@ from windlass.launch.job import (
 from windlass.launch.platforms import kubectl, pod
 from windlass.launch.platforms.kubectl import KubernetesJob
 from windlass.launch.script import render_launch_sh
-from windlass.ranks.rendezvous import PORT
+from windlass.ranks.place import PORT
 
 FILES = "/etc/windlass"  # where run.yaml, launch.sh and accelerate.yaml are mounted
 OLDEST_TRAINER = "2.3"  # the first Kubeflow Trainer whose TrainJob can set what a run needs
