@@ -14,7 +14,7 @@ from windlass.launch.check.bandwidth import capture_nccl_log
 from windlass.model import find_published_base, read_base
 from windlass.observe.counters import Counters
 from windlass.plan.layout import Layout
-from windlass.ranks import collectives as group
+from windlass.ranks import collectives
 from windlass.ranks.rank import Rank
 from windlass.ranks.supervisor import set_allocator
 from windlass.train import parallel
@@ -119,7 +119,7 @@ def test_quantized_base_needs_a_torch_that_shards_bytes(
     version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-    monkeypatch.setattr(group, "get_world_size", lambda: 2)
+    monkeypatch.setattr(collectives, "get_world_size", lambda: 2)
     base, layout = find_published_base("Llama-3.1-8B"), Layout("full-shard", "test", 1, 2, shard=2, base_dtype="fp8")
     assert base is not None
     monkeypatch.setattr(transformers.LlamaForCausalLM, "prepare_distribute_model", None)
@@ -146,16 +146,16 @@ def test_allocator_uses_segments_unless_the_user_sets_it() -> None:
 
 
 def test_links_are_tested_before_weights_are_loaded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    group.check_links(torch.device("cpu"))
-    group.set_timeout(99)  # a single process: nothing to wait for
+    collectives.check_links(torch.device("cpu"))
+    collectives.set_timeout(99)  # a single process: nothing to wait for
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        group.check_links(torch.device("cpu"))
-        group.set_timeout(99)
+        collectives.check_links(torch.device("cpu"))
+        collectives.set_timeout(99)
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         assert backend.options._timeout.total_seconds() == 99
-        monkeypatch.setattr(group, "get_world_size", lambda: 8)  # seven whose sums are lost
+        monkeypatch.setattr(collectives, "get_world_size", lambda: 8)  # seven whose sums are lost
         with pytest.raises(RunError, match="8 ranks added up 1 each, and got 1"):
-            group.check_links(torch.device("cpu"))
+            collectives.check_links(torch.device("cpu"))
     finally:
         dist.destroy_process_group()

@@ -18,7 +18,7 @@ from windlass.data.collate import Collator
 from windlass.data.packing import to_numpy
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
-from windlass.ranks import collectives as group
+from windlass.ranks import collectives
 from windlass.runfile import Train
 
 FILL: Final = -1  # row number of the filler that completes the last step; it has no supervised tokens
@@ -117,8 +117,8 @@ class Batches:
         self.micro = micro
         self.order = order
         self.round_rows = round_rows
-        self.rank = group.get_rank()
-        self.world = group.get_world_size()
+        self.rank = collectives.get_rank()
+        self.world = collectives.get_world_size()
         self.workers = workers
         # torch's loader draws a seed at every start: from its own generator, not from training's.
         self.options: dict[str, Any] = {"pin_memory": pin and torch.cuda.is_available(), "generator": torch.Generator()}

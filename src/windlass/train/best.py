@@ -19,7 +19,7 @@ from windlass.data.prepare import prepare_data
 from windlass.errors import UserError
 from windlass.files import write_json
 from windlass.plan import Plan
-from windlass.ranks import collectives as group
+from windlass.ranks import collectives
 from windlass.ranks.rank import Rank
 from windlass.run_folder import BASES, CHECKPOINTS
 from windlass.train.batches import Batches, Collate
@@ -59,7 +59,7 @@ def rank_checkpoints(
         console.print(f"warning: {error.problems[0].problem}: evaluating on the CPU", style="yellow")
     create_process_group(here, run.train.ddp_timeout)
     saved = list_checkpoints(run_folder / CHECKPOINTS)[::-1]
-    faults = group.run_on_rank_0(lambda: {folder: find_damage(folder) for folder in saved})
+    faults = collectives.run_on_rank_0(lambda: {folder: find_damage(folder) for folder in saved})
     intact = [folder for folder, fault in faults.items() if not fault]
     if not intact:
         raise UserError("there is no intact checkpoint", str(run_folder / CHECKPOINTS), "let the run save one")
@@ -132,7 +132,7 @@ def row_losses(model: PeftModel, batches: Batches, *, bf16: bool) -> Rows:
         for place, number in enumerate(batch.rows):  # filler rows come after the real ones
             of_row = losses[row_of == place]
             figures[number] = float(of_row.sum()), len(of_row)
-    total: Rows = sum(group.all_gather(figures))  # each row is nonzero on one rank only
+    total: Rows = sum(collectives.all_gather(figures))  # each row is nonzero on one rank only
     return total
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from windlass.errors import UserError
 from windlass.hardware import read_gpus
 from windlass.plan import Plan
-from windlass.ranks import collectives as group
+from windlass.ranks import collectives
 from windlass.ranks.rank import Rank
 from windlass.ranks.supervisor import remove_accelerate_settings, set_allocator
 from windlass.run_folder import LIBRARIES, read_versions
@@ -72,7 +72,7 @@ def create_process_group(
         connected.result()
     if has_gpu:
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        require_own_gpus(group.all_gather(str(getattr(device, "uuid", ""))))
+        require_own_gpus(collectives.all_gather(str(getattr(device, "uuid", ""))))
 
 
 def choose_gpu(local_rank: int, visible: int) -> int:
@@ -118,7 +118,7 @@ def require_same_plan(plan: Plan, identity: str) -> None:
     libraries = {f"{name}'s version": version for name, version in versions.items() if name != "python"}
     config = {f"config.json's {key}": value for key, value in read_forward_config(plan.base).items()}
     facts = {**keys, **choices, "the base model's fingerprint": identity, **config, **libraries}
-    differing = find_differences(group.all_gather(facts))
+    differing = find_differences(collectives.all_gather(facts))
     if not differing:
         return
     hint = "start all ranks with the same run file, and give all nodes the same copy of the base model"
@@ -148,4 +148,4 @@ def find_differences(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _name_ranks(ranks: list[str]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {group.list_first(ranks, ', ')}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {collectives.list_first(ranks, ', ')}"

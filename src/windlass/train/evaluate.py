@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from windlass.observe.recorder import Recorder
-from windlass.ranks import collectives as group
+from windlass.ranks import collectives
 from windlass.ranks.rank import StopSignal
 from windlass.train.batches import Batches
 from windlass.train.console import Progress
@@ -77,7 +77,7 @@ class Evaluator:
                     losses.add(inputs["sources"], figures[0])
                 supervised = host_batch.supervised
                 vector = EvaluationSums.pack(figures, supervised, self.stop_signal.received, losses.take())
-                if group.get_world_size() > 1:
+                if collectives.get_world_size() > 1:
                     dist.all_reduce(vector)
                 sums += vector
                 if requested is not None and bool(requested):  # an evaluation can outlast the grace period

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from windlass.errors import RunError
 from windlass.model.targets import ExpertShard, ExpertShards, view_by_expert
 from windlass.observe.watch.detectors import AlarmError
-from windlass.ranks import collectives as group
+from windlass.ranks import collectives
 from windlass.train.sync import ReplicaGroups, compute_fingerprints, to_local
 
 INTERVAL = 50  # updates between two comparisons of the adapter's values
@@ -105,7 +105,7 @@ class Liveness:
         still = self._find_equal(names, before, self.last_seen)
         if len(still) * 2 < len(names):
             return ""
-        return f"{len(still)} of the adapter's {len(names)} tensors: {group.list_first(still, ', ')}"
+        return f"{len(still)} of the adapter's {len(names)} tensors: {collectives.list_first(still, ', ')}"
 
     def _find_equal(self, names: Sequence[str], before: Tensor, now: Tensor) -> list[str]:
         """Return the tensors whose fingerprints are the same as before on all ranks that have a part of them."""
@@ -128,7 +128,7 @@ class Liveness:
         if names:
             tensors = f"{len(names)} adapter tensors are" if len(names) > 1 else "1 adapter tensor is"
             raise RunError(
-                f"{tensors} not training: {fault}: {group.list_first(names, ', ')}",
+                f"{tensors} not training: {fault}: {collectives.list_first(names, ', ')}",
                 self.where,
                 "nothing was saved; a module that the forward pass never uses, or a frozen path to it, does this",
             )
@@ -203,7 +203,7 @@ class ExpertTokens:
 
 def stop_non_finite(policy: str, step: int, faulty: list[int], rows: list[int]) -> None:
     """Stop and name the ranks and rows, unless watch.non_finite skips such steps. A collective."""
-    everyones: list[list[int]] = group.all_gather(rows)
+    everyones: list[list[int]] = collectives.all_gather(rows)
     if policy == "stop":
         where = "; ".join(f"rank {rank}, rows {', '.join(map(str, everyones[rank]))}" for rank in faulty)
         where = where or "on no single rank: the sum over all ranks overflowed"

@@ -18,7 +18,7 @@ from windlass.errors import UserError
 from windlass.observe.recorder import Recorder
 from windlass.observe.watch.run import RunWatch
 from windlass.plan import Plan
-from windlass.ranks import collectives as group
+from windlass.ranks import collectives
 from windlass.ranks.rank import StopSignal
 from windlass.train.batches import Batch, Batches, RowError, RunLength
 from windlass.train.checkpoint.saver import Saver
@@ -169,7 +169,7 @@ class Loop:
             by_source=model.sources.take(),
         )
         world = updater.replicas.world
-        reduced = updater.replicas.average(local.pack(group.get_rank(), world))
+        reduced = updater.replicas.average(local.pack(collectives.get_rank(), world))
         self.recorder.mark("communication")
         norm = updater.clip(StepSums.unpack(reduced, world).supervised)
 
@@ -221,7 +221,7 @@ class Loop:
         """Write the step's line: rank 0 with the values of all ranks, the others with their own only."""
         waited = self.model.waits.seconds()
         of_job: dict[str, Any] = {}
-        if group.get_rank() == 0:
+        if collectives.get_rank() == 0:
             micro_batches = self.length.accumulation * self.updater.replicas.world
             of_job = {
                 "epoch": self.epoch,

@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 from windlass.errors import UserError
 from windlass.model import Base
 from windlass.plan.layout import Layout
-from windlass.ranks import collectives as group
+from windlass.ranks import collectives
 from windlass.train.experts import exchange, experts
 from windlass.train.kernels import products
 
@@ -56,10 +56,10 @@ def build_model(
     # each, and whose gradients can be NaN under a mask (pytorch#196678). Remove when every torch that we allow has the
     # fix and `layers` of benchmarks/one_gpu.py finds cuDNN's attention faster.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if layout.ranks != group.get_world_size():
+    if layout.ranks != collectives.get_world_size():
         raise UserError(
             f"the layout is for {layout.ranks} ranks ({layout.nodes} nodes x {layout.gpus_per_node} GPUs), "
-            f"but {group.get_world_size()} were started",
+            f"but {collectives.get_world_size()} were started",
             "layout",
             "start one process per rank, or change cluster.nodes and cluster.gpus_per_node",
         )
@@ -205,7 +205,7 @@ def assert_sharded(model: torch.nn.Module, layout: Layout) -> None:
             wrong.append(f"{name} (experts split over {experts_over} ranks, not {layout.expert_parallel})")
     if wrong:
         raise UserError(
-            f"the base is not sharded as {layout.name} plans it: {group.list_first(wrong)}",
+            f"the base is not sharded as {layout.name} plans it: {collectives.list_first(wrong)}",
             "layout",
             "nothing may move parameters between loading and the first step",
         )

@@ -27,7 +27,7 @@ from windlass.observe.recorder import Recorder
 from windlass.observe.watch.monitor import make_environment
 from windlass.observe.watch.run import RunWatch
 from windlass.plan import Plan
-from windlass.ranks import collectives as group
+from windlass.ranks import collectives
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.run_folder import (
     BASE_MODEL,
@@ -93,15 +93,15 @@ def train_rank(
     unwritten = WriteGuard(console.print)
     require_device(plan)
     create_process_group(here, job.train.ddp_timeout, make_environment(os.environ, job, folder))
-    group.check_links(get_device())
-    group.set_timeout(max(LOADING_SECONDS, job.train.ddp_timeout))
+    collectives.check_links(get_device())
+    collectives.set_timeout(max(LOADING_SECONDS, job.train.ddp_timeout))
     identity = fingerprint_base(plan.base)
     require_same_plan(plan, identity)
 
     with contextlib.ExitStack() as held:  # the lock of the run folder
         # 2. Claim the run folder: a new one, or an unfinished one to continue. A finished one is never touched.
         resume = resume or job.train.resume == "auto"
-        from_checkpoint = group.run_on_rank_0(
+        from_checkpoint = collectives.run_on_rank_0(
             lambda: claim_run_folder(plan, identity, unwritten, held, resume=resume, allow_other_base=allow_other_base)
         )
         print_header(console, plan, os.environ)
@@ -122,7 +122,7 @@ def train_rank(
             if here.rank == 0:
                 with unwritten(folder / LOAD):
                     write_json(folder / LOAD, certificate)
-            group.set_timeout(job.train.ddp_timeout)
+            collectives.set_timeout(job.train.ddp_timeout)
             digest = certificate["base_digest"]
             other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
             base = describe_base(plan.base, digest, other, certificate["quantisation"])
@@ -157,7 +157,8 @@ def train_rank(
             if here.rank == 0:
                 update_manifest(folder, state=STOPPED)
             console.print(f"stopped by a signal; step {loop.step} is saved; --resume continues from it")
-            group.barrier()  # launchers take the first rank's exit for a failure and soon kill those still writing
+            # Launchers take the first rank's exit for a failure and soon kill those still writing.
+            collectives.barrier()
             return SAVED
 
         # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
@@ -175,17 +176,17 @@ def save_final(
 ) -> None:
     """Save the final adapter into a folder that exists in full or not at all. A collective; rank 0 writes."""
     if plan.run.train.load_best_model_at_end:
-        best = group.run_on_rank_0(lambda: find_intact_best(plan.folder / CHECKPOINTS))
+        best = collectives.run_on_rank_0(lambda: find_intact_best(plan.folder / CHECKPOINTS))
         if best is not None:
             load_adapter(model, best)
             console.print(f"the adapter is that of {best.name}, which evaluated best")
     final = plan.folder / FINAL
     partial = plan.folder / f".{FINAL}.partial"
     try:
-        if group.get_rank() == 0:
+        if collectives.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         save_adapter(model, partial)
-        if group.get_rank() == 0:
+        if collectives.get_rank() == 0:
             try:
                 tokenizer.save_pretrained(partial)
             except Exception as error:  # a library error, such as tokenizers' own for a full disk
@@ -218,7 +219,7 @@ def prepare_on_all_ranks(
     path = plan.folder / DATA
 
     def write_audit(audit: dict[str, Any]) -> None:
-        if group.get_rank() == 0:
+        if collectives.get_rank() == 0:
             with unwritten(path):
                 write_json(path, audit)
 
@@ -231,7 +232,7 @@ def prepare_on_all_ranks(
         say=console.print,
         audited=write_audit,
     )
-    fingerprints = group.all_gather(data.fingerprint)
+    fingerprints = collectives.all_gather(data.fingerprint)
     differing = find_differences([{"data": fingerprint} for fingerprint in fingerprints])
     if differing:
         raise UserError(
@@ -380,7 +381,7 @@ def make_validation_batches(plan: Plan, data: PreparedData, pad_token_id: int) -
         Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu")),
         train.per_device_eval_batch_size,
         order=lambda _: rows,
-        round_rows=train.per_device_eval_batch_size * group.get_world_size(),
+        round_rows=train.per_device_eval_batch_size * collectives.get_world_size(),
         workers=train.dataloader_num_workers,
         pin=train.dataloader_pin_memory,
         names=data.evaluated,

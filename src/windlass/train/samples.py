@@ -24,7 +24,7 @@ from windlass.errors import UserError
 from windlass.files import append_json_line
 from windlass.observe.recorder import Recorder
 from windlass.observe.steps import IGNORED
-from windlass.ranks import collectives as group
+from windlass.ranks import collectives
 from windlass.ranks.rank import StopSignal
 from windlass.run_folder import SAMPLES
 from windlass.runfile.fields import SampleSection
@@ -63,8 +63,8 @@ class Samples:
         if (evaluations - 1) % self.settings.every:
             return
         until = time.monotonic() + self.settings.max_seconds
-        rank = group.get_rank()
-        world = group.get_world_size()
+        rank = collectives.get_rank()
+        world = collectives.get_world_size()
         prompts = self.prompts[rank::world]
         rows = [list(prompt.ids) for prompt in prompts]
         rounds = -(-len(self.prompts) // (world * self.at_once))  # the same on every rank
@@ -80,7 +80,7 @@ class Samples:
             self.tokenizer.decode(ids[len(prompt.ids) :], skip_special_tokens=True)
             for ids, prompt in zip(rows[: len(ended)], prompts, strict=False)
         ]
-        everyones = group.all_gather(list(zip(texts, ended, strict=True)))
+        everyones = collectives.all_gather(list(zip(texts, ended, strict=True)))
         if rank == 0:
             self._write(step, everyones)
         self.recorder.mark("pause")
@@ -122,7 +122,7 @@ class Samples:
             open_rows = any(not end and len(row) < self.max_length for row, end in zip(rows, finished, strict=True))
             stop = time.monotonic() > until or self.stop_signal.received
             state = torch.tensor([float(open_rows), float(stop)], device=device)
-            if group.get_world_size() > 1:
+            if collectives.get_world_size() > 1:
                 dist.all_reduce(state)
             any_open, any_stop = state
             if not any_open or any_stop:

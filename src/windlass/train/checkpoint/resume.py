@@ -28,7 +28,7 @@ from windlass.files import (
 from windlass.model import Base
 from windlass.model.files import PUBLISHED
 from windlass.plan import Plan
-from windlass.ranks import collectives as group
+from windlass.ranks import collectives
 from windlass.run_folder import ADAPTER, read_manifest
 from windlass.settings import (
     FOUR_BITS,
@@ -246,7 +246,7 @@ def record_failure(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if group.get_rank() == 0:
+        if collectives.get_rank() == 0:
             try:
                 run_folder.update_manifest(folder, state=run_folder.FAILED)
             except OSError as other:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from windlass.errors import RunError, UserError
 from windlass.files import WriteGuard, commit_dir
-from windlass.ranks import collectives as group
+from windlass.ranks import collectives
 from windlass.run_folder import CHECKPOINTS, log_event
 from windlass.train.batches import RowError
 from windlass.train.checkpoint.folder import list_checkpoints, name_checkpoint, point_to_best, prune_checkpoints
@@ -69,7 +69,7 @@ class Saver:
             self.start_writing(snapshot, time.monotonic() - began)
         if not wait:
             return
-        failure = group.broadcast(self.close())
+        failure = collectives.broadcast(self.close())
         if failure:
             older = list_checkpoints(self.checkpoints)
             before = f"the checkpoint before is {older[-1].name}" if older else "there is no checkpoint before"

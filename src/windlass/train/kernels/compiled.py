@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.distributed.fsdp import FSDPModule
 
-from windlass.ranks import collectives as group
+from windlass.ranks import collectives
 
 LAYER: Final = re.compile(r"\blayers\.\d+$")
 GRAPHS: Final = 64  # per forward: by shape, dtype, training or evaluation
@@ -85,7 +85,7 @@ class Compiled:
         """Return why the layers can't be used, or nothing. Compares what `compute` returns, a loss and gradients, for
         eager and compiled layers. A collective. narrow: whether layers compute in 16 bits."""
         tolerance = TOLERANCE[torch.bfloat16 if narrow else torch.float32]
-        group.set_timeout(max(COMPILING_SECONDS, timeout_seconds))
+        collectives.set_timeout(max(COMPILING_SECONDS, timeout_seconds))
         self.on = False
         eager_loss, eager_gradients = compute()
         self.on = True
@@ -94,14 +94,14 @@ class Compiled:
         if not self.problem and not all(map(float.__le__, far, tolerance)):
             self.problem = "loss and gradients differ from eager layers' by {:.1e} and {:.1e}".format(*far)
         reason = self.reason()
-        group.set_timeout(timeout_seconds)
+        collectives.set_timeout(timeout_seconds)
         return reason
 
     def reason(self) -> str:
         """Return the first rank's problem and the ranks that have one; empty if none has. A collective."""
-        problems = group.all_gather(self.problem)
+        problems = collectives.all_gather(self.problem)
         ranks = [str(rank) for rank, problem in enumerate(problems) if problem]
-        where = f" (rank {group.list_first(ranks, ', ')})" if len(problems) > len(ranks) > 0 else ""
+        where = f" (rank {collectives.list_first(ranks, ', ')})" if len(problems) > len(ranks) > 0 else ""
         return next(filter(None, problems), "") + where
 
 
