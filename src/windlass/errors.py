@@ -1,7 +1,5 @@
 """Errors that are printed without a traceback, with place and hint; exit codes; libraries that are not installed."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -10,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 # Exit codes of every command and rank; 0 is success.
 FAILED = 1  # a check or run failed
@@ -59,7 +57,7 @@ class UserError(Exception):
         super().__init__(str(self))
 
     @classmethod
-    def of(cls, problems: Sequence[Problem]) -> UserError:
+    def of(cls, problems: Sequence[Problem]) -> Self:
         """One error with all problems, in order."""
         error = cls("")
         error.problems = tuple(problems)

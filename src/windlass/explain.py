@@ -1,7 +1,5 @@
 """What a setting means: of the run file, of an Accelerate file, of the environment, or a layout."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator, Sequence

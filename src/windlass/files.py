@@ -1,7 +1,5 @@
 """Files and folders that exist in full or not at all: atomic writes, JSON lines, locks."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import functools

@@ -1,7 +1,5 @@
 """The run folder (`train.output_dir`): names of its files, its manifest and state, its lock."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.metadata

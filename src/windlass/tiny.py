@@ -4,8 +4,6 @@ Model classes, names on disk and file format are the libraries' own; only the si
 opens the model it stands for.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -13,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
@@ -21,12 +19,10 @@ from torch import Tensor, nn
 
 from windlass.errors import UserError
 from windlass.introspect import describe as derive
+from windlass.model import Base
 from windlass.model.family import FAMILIES
 from windlass.model.shrink import shrink_config
 from windlass.weights import four_bits
-
-if TYPE_CHECKING:
-    from windlass.model import Base
 
 FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0  # largest finite e4m3 value

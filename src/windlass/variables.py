@@ -1,7 +1,5 @@
 """Environment variables: what they do, what windlass does with them, and misspelt ones. The table is variables.toml."""
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Iterable

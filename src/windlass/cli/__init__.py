@@ -3,8 +3,6 @@
 This is the only place that reads the environment. Imports are inside the commands, which keeps `--help` fast.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Commands after a run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated, Any

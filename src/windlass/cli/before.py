@@ -1,7 +1,5 @@
 """Commands before a run."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands during a run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -4,8 +4,6 @@ torch.
 `python -m windlass.introspect.describe FOLDER` prints it. Nothing here reads a weight.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Measure a layer on the fake device: bytes that it keeps, operators, matrix products. Nothing is computed."""
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections import Counter

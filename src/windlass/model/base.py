@@ -1,7 +1,5 @@
 """Read a model's `Base` from its folder or name: match each stored tensor with a parameter or a reason to skip it."""
 
-from __future__ import annotations
-
 import difflib
 import glob
 import os

@@ -1,7 +1,5 @@
 """Turn config.json into a `Base` with every parameter of the language model, or report all its faults at once."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models without a row in families.toml: find or derive the description of what transformers would build."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """What identifies a model's description: the hash of the entries of config.json that define it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ For each family, families.toml lists how config.json gives the sizes, each layer
 name them.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

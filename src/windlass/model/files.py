@@ -5,8 +5,6 @@ tensors. The format allows neither gaps nor overlaps, so damage to the header or
 before any weight is read. safetensors' own reader makes the same checks but imports numpy, which a plan doesn't need.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Sequence
 from math import prod

@@ -5,8 +5,6 @@ itself in 8 bits if quantized twice. mxfp4 is gpt_oss's format: experts with one
 lower half; a power of two per 32 columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod

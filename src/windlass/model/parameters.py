@@ -1,7 +1,5 @@
 """A base model's parameters, and the stored tensors that fill them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod

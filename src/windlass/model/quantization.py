@@ -1,7 +1,5 @@
 """Which parameters of a base are stored quantized, and in which dtype."""
 
-from __future__ import annotations
-
 from windlass.model.parameters import Base, Parameter
 
 # Parts that publishers store in FP8, for configs without weights.

@@ -1,7 +1,5 @@
 """Shrink a language model's config.json, keeping every kind of layer and properties that code depends on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final
 

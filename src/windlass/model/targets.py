@@ -1,22 +1,18 @@
 """Resolve the run file's `lora` section against the model's parameters: matched modules and trainable parameters."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.family import FUSED, USUAL
 from windlass.model.files import abbreviate
 from windlass.model.parameters import Base, Parameter
-
-if TYPE_CHECKING:
-    from windlass.runfile import Lora
+from windlass.runfile import Lora
 
 ALL, ALL_LINEAR, EXPERTS = "all", "all-linear", "lora.experts"
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2}

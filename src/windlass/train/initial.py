@@ -5,8 +5,6 @@ PEFT subtracts that part from the base. Here the base stays as stored: an adapte
 base.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from peft.tuners.lora import LoraLayer

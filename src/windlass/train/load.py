@@ -14,8 +14,6 @@ buffers, and shard-on-read as the certificate's second opinion. When upstream co
 `distributed_config` and can fail on missing keys, reading.py can go.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import resource

@@ -1,7 +1,5 @@
 """Logits of a model with and without its adapter, and the distance between two sets of logits."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The adapter: PEFT builds it from the plan's exact module names; then it is checked against the plan."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from pathlib import Path

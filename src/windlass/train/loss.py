@@ -1,7 +1,5 @@
 """Next-token loss of a causal LM, in chunks of tokens: the logits of a full batch never exist at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 

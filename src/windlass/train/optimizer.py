@@ -1,7 +1,5 @@
 """Optimizers and schedules by transformers' names, with the settings that its Trainer gives them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ The model is built on the meta device, sharded, and then given storage for this 
 `from_pretrained(distributed_config=...)` works, without reading weights.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

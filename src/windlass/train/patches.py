@@ -45,8 +45,6 @@ tokens, the products of experts and attention by document are registered in tran
 "windlass". `compiled.dora_weight` stands in for a function of PEFT in compiled graphs alone.
 """
 
-from __future__ import annotations
-
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator

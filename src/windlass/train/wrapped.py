@@ -1,7 +1,5 @@
 """Names in a saved adapter: those of the language model alone, or of the multimodal model (the wrapper) around it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

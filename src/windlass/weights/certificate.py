@@ -7,8 +7,6 @@ Weights published in 4 bits are decoded here by their publisher's rules. Weights
 checked by properties: each block's scale is its largest value, and each code is the nearest of the 16 numbers.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -127,7 +125,7 @@ def check_parameters(
 
 
 def _check_rows(
-    parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, weight: QuantizedParam | None, counts: dict[str, int]
+    parameter: Parameter, tensor: Tensor, disk: "Disk", rank: int, weight: QuantizedParam | None, counts: dict[str, int]
 ) -> str:
     """Compare one parameter's sampled rows and add to `counts`. Returns the first difference."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -158,7 +156,7 @@ def _check_rows(
 
 
 def _check_four_bits(
-    parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, weight: QuantizedParam | None, counts: dict[str, int]
+    parameter: Parameter, tensor: Tensor, disk: "Disk", rank: int, weight: QuantizedParam | None, counts: dict[str, int]
 ) -> str:
     """Compare whole sampled rows of a 4-bit parameter: scales belong to blocks of a row."""
     assert weight
@@ -212,7 +210,7 @@ def expand_own_scale(weight: QuantizedParam, axes: Sequence[Tensor]) -> Tensor:
     return weight.scale.cpu()[torch.meshgrid(*outer, *blocks, indexing="ij")]
 
 
-def _check_scales(parameter: Parameter, weight: QuantizedParam, disk: Disk) -> str:
+def _check_scales(parameter: Parameter, weight: QuantizedParam, disk: "Disk") -> str:
     """Compare all scales that this rank has, at the first element of each block. Returns the first difference."""
     for piece in parameter.pieces:
         box = locate_piece(piece)

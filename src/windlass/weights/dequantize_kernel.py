@@ -4,8 +4,6 @@ GPU.
 torch takes two passes: the first writes 16-bit values that the second reads again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ reads the group to its end. The digest finds damage, swaps and other versions of
 forged model.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final

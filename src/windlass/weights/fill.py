@@ -10,8 +10,6 @@ There is one function for what a part's memory holds:
 | scales of FP8 codes                                   | `fill_scale`     |
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence

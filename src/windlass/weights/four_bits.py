@@ -6,8 +6,6 @@ for weights in BF16. mxfp4, and nf4 as published, are only read: published nf4 s
 are exact only in float32. Blocks begin where their row begins, so a row's bytes depend on nothing else.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -27,8 +27,6 @@ To add a format:
 | writing it in a test's checkpoint                | tiny.py                                              |
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings

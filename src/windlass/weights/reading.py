@@ -4,8 +4,6 @@ Files are read with positioned reads into our own memory. A memory map would be 
 counts as the process's resident memory, which reading by ranges is meant to keep small.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -13,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import torch
 from torch import Tensor
@@ -52,7 +50,7 @@ class Files:
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

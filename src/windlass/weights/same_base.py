@@ -1,7 +1,5 @@
 """Check that an adapter is used with the base model that it was trained on, by the digest of the base's weights."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -4,8 +4,6 @@ While tokens are exchanged, the rank computes its shared experts: the exchange i
 it is waited for. In the backward their gradients overlap with the exchange of gradients in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -101,7 +99,7 @@ class RowExchange:
     """One exchange of rows, and of their gradients in the opposite direction."""
 
     def __init__(
-        self, sent: list[int], received: list[int], group: dist.ProcessGroup, shared: SharedExperts | None = None
+        self, sent: list[int], received: list[int], group: dist.ProcessGroup, shared: "SharedExperts | None" = None
     ) -> None:
         self.sent = sent
         self.received = received

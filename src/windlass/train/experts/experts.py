@@ -8,8 +8,6 @@ Registered as an experts implementation of transformers (`config._experts_implem
 experts. Products with the base go through `grouped_linear`, so the base may be quantized.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 

@@ -1,7 +1,5 @@
 """Compare two ways to compute something, values and gradients, before one replaces the other on this device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final

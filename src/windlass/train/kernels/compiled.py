@@ -4,8 +4,6 @@ The compiled parts are the largest ones without a collective: a full layer, or e
 rank that can't compile a part runs it eagerly and keeps no other rank waiting.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -44,7 +42,7 @@ class Part:
     computed.
     """
 
-    def __init__(self, module: nn.Module, compiled: Compiled) -> None:
+    def __init__(self, module: nn.Module, compiled: "Compiled") -> None:
         self.module = module
         self.eager = module.forward
         self.compiled = compiled

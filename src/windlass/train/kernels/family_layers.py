@@ -4,13 +4,11 @@ Each replacement is first compared with the family's own code, forward and backw
 differs is not replaced.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -285,7 +283,7 @@ class Unscaled:
     tensor of ones would cost every layer a kernel forward and one backward.
     """
 
-    def to(self, _: torch.dtype) -> Unscaled:
+    def to(self, _: torch.dtype) -> Self:
         return self
 
     def __rmul__(self, queries: Tensor) -> Tensor:

@@ -4,8 +4,6 @@ Always the number of tokens per rank, for which the host waits. With `train.grad
 products of routed experts and the tokens sent to them: most of a layer's work and all of its traffic.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,7 +23,7 @@ class KeptValues:
     # The layer being computed, if any. Global, because torch's checkpointing enters a context around a layer, and what
     # is in the layer has no argument to get it by. A context variable would not do: the recomputation runs in the
     # backward's thread. Only one layer is computed at a time, since the host waits for the backward.
-    current: KeptValues | None = None
+    current: "KeptValues | None" = None
 
     def __init__(self, products: bool) -> None:
         self.products = products

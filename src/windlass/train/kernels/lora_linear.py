@@ -7,8 +7,6 @@ changed, and files, hooks and names stay as they are. On the device that trains,
 plain operations, forward and backward.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

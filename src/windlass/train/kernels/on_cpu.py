@@ -10,8 +10,6 @@ Products of experts, one after the other with rounded numbers of rows: see `roun
 Adapters of experts, in float32 and transposed as one matrix: see `stack_adapters`.
 """
 
-from __future__ import annotations
-
 from itertools import groupby, pairwise
 from typing import Any, Final
 

@@ -4,8 +4,6 @@ Quantized weights are dequantized just before each product and freed right after
 backward.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Final
 
