@@ -23,7 +23,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     rows: dict[tuple[str, str, str], set[str]] = {}
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.getreports(outcome):
-            for name, row in report.user_properties:
+            for name, row in getattr(report, "user_properties", ()):  # a file that can't be collected has none
                 if name == "fault" and (report.when == "call" or outcome != "passed"):
                     rows.setdefault(tuple(row), set()).add(outcome)
     if rows:

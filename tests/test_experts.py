@@ -140,10 +140,15 @@ def same(found: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dict[str
     assert max(worst.values()) < 1e-5, worst
 
 
+@pytest.mark.parametrize("as_on_gpu", [False, True])
 @pytest.mark.parametrize(("rows", "checkpointing"), [(2, False), (2, True), (64, False)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_and_gradients_equal_pefts(family: str, rows: int, checkpointing: bool) -> None:
-    """With few tokens per expert, and with many."""
+def test_values_and_gradients_equal_pefts(
+    family: str, rows: int, checkpointing: bool, as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few tokens per expert, and with many; with adapters stacked as a CPU does it, and as a GPU."""
+    if as_on_gpu:
+        monkeypatch.setattr(on_cpu, "is_on_cpu", lambda tensor: False)
     found = step(ours_of(base(family), *BOTH), checkpointing=checkpointing, rows=rows)
     assert sum(".experts." in name for name in found[1]) == 2 * 2 * 2
     same(found, step(peft_of(base(family), *BOTH), checkpointing=checkpointing, rows=rows))

@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_experts import live, same, step
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import windlass.settings
 from windlass import tiny
 from windlass.model import Base, read_base
 from windlass.model.targets import resolve_adapter
 from windlass.plan import memory
-from windlass.plan.layout import (
-    Layout,
-)
+from windlass.plan.layout import Layout
 from windlass.runfile import Lora
-from windlass.settings import (
-    FOUR_BITS,
-)
+from windlass.settings import FOUR_BITS
 from windlass.train.kernels import products
 from windlass.train.kernels.products import QuantizedLinear, grouped_linear
 from windlass.train.load import load_base
@@ -86,6 +86,24 @@ def test_dequantize_is_one_operator_for_compilers_and_fake_tensors(kind: str) ->
     for dtype in DTYPES:
         given = codes, scale, torch.uint8 if kind else E4M3, kind, *block, dtype, 2, 32 if kind else 16
         torch.library.opcheck(torch.ops.windlass.dequantize.default, given)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_split_experts_have_the_scales_of_their_rank(rank: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        experts = nn.Module()
+        quantized.to_quantized_param(experts, "down_proj", torch.empty(6, 8, 16), Format(E4M3, (4, 4), torch.float32))
+        own_codes = experts.get_parameter("down_proj").detach()[:3]
+        split = DTensor.from_local(own_codes, mesh, [Shard(0)])
+        experts.down_proj = nn.Parameter(split, requires_grad=False)
+        (parameter,) = quantized.list_quantized_params(nn.ModuleDict({"experts": experts})).values()
+    finally:
+        dist.destroy_process_group()
+    assert parameter.first == 3 * rank
+    assert parameter.scale.shape == (3, 2, 4)
+    assert experts.get_buffer("down_proj_scale") is parameter.scale
 
 
 def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[QuantizedLinear, nn.Linear]:
