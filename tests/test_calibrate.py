@@ -56,9 +56,10 @@ def test_plan_uses_the_calibration_of_two_ranks(run: Path, tmp_path: Path) -> No
     command = [warm.python(), "-m", "windlass", "calibrate", "--ranks", "2", "--json"]
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:  # keeps a processor busy
         try:
-            done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+            done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         finally:
             other.kill()
+    assert done.returncode == 0, done.stderr
     path, content = own_machine_file("cpu", 2), json.loads(done.stdout)
     assert json.loads(path.read_text()) == content
     rates = read_machine(path, hardware.GPUS["cpu"], 2, str(path))

@@ -141,7 +141,11 @@ def _calibrate_cpu(count: int, storage: Path, environ: Mapping[str, str]) -> tup
         ]
         facts = read_json(folder / "run" / run_folder.METER.format(rank=0))["hardware"]
     # With one thread a rank: the processor's time, which other processes hardly change.
-    seconds = [step["step_seconds"] * (step["cpu_cores"] if threads == 1 else 1.0) for step in steps]
+    if threads == 1:
+        sampled = [step for step in steps if "cpu_cores" in step]
+        seconds = [step["step_seconds"] * step["cpu_cores"] for step in sampled]
+    else:
+        seconds = [step["step_seconds"] for step in steps]
     low, middle, high = statistics.quantiles(seconds, n=4)
     factor, spread = middle / planned, (high - low) / middle / 2
     crowded = others + count * threads > psutil.cpu_count() * (1 + BUSY)
