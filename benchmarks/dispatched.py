@@ -2,6 +2,7 @@
 
     python benchmarks/dispatched.py            write src/windlass/plan/operators.json
     python benchmarks/dispatched.py --show     print it instead
+    python benchmarks/dispatched.py --kernels  print the kernels of one layer by the table, separate and fused
 
 Tiny replicas of each family run one forward and backward under a dispatch mode, with the adapter, loss and experts of
 training. Models with two numbers of layers are compared, so that everything outside the layers cancels. Counted per
@@ -269,8 +270,23 @@ def solve(matrix: Any, values: list[float], every: tuple[str, ...], names: tuple
     return {used[i]: round(float(value), 2) for i, value in zip(chosen, answer, strict=True) if value > 0.005}
 
 
+def show_kernels(table: dict[str, Any]) -> None:
+    """Print a layer's operators and views in forward and backward, all its linear modules and experts adapted."""
+    print(f"{'of one layer:':10} {'kernels':>15} {'views':>15}\n{'family':10}" + 2 * f" {'separate':>8} {'fused':>6}")
+    for name in ("mistral4", "mixtral", "llama"):
+        base = describe(FAMILIES[name], SIZES[0], 3)
+        layer = work.read_shape(base, adapter_of(base, SIZES[0][-1])[1]).layers[-1]
+        features = layer_features(layer, SIZES[0][0], base.dims.get("top_k", 0))
+        counts = []
+        for what, way in itertools.product(("operators", "views"), WAYS):
+            counted = [table[way][name][phase][what] for phase in PHASES]
+            counts.append(sum(features[feature] * value for row in counted for feature, value in row.items()))
+        print("{:10} {:8.0f} {:6.0f} {:8.0f} {:6.0f}".format(name, *counts))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--kernels", action="store_true", help="print the kernels of one layer by the written table")
     parser.add_argument("--show", action="store_true", help="print the table instead of writing it")
     parser.add_argument("--only", default="", help="this family alone, the others as they are")
     parser.add_argument("--way", choices=WAYS, help="these tables alone")
@@ -278,6 +294,9 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     table: dict[str, Any] = json.loads(TABLE.read_text())
+    if options.kernels:
+        show_kernels(table)
+        return
     table["linear"] = {name: linear_table(*every) for name, every in OPTIONS.items()}
     for way, (name, family) in itertools.product(WAYS, FAMILIES.items()):
         if options.only in ("", name) and options.way in (None, way):

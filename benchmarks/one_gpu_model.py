@@ -17,14 +17,8 @@ from windlass import hardware
 from windlass.model import Base, Parameter, config, find_published_base
 from windlass.model import targets as adapters
 from windlass.model.parameters import Piece, Stored
-from windlass.model.quantization import (
-    quantizable_names,
-)
-from windlass.plan.cost import (
-    Batch,
-    Workload,
-    read_shape,
-)
+from windlass.model.quantization import quantizable_names
+from windlass.plan.cost import Batch, Workload, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel

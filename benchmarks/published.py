@@ -38,15 +38,11 @@ from windlass.model import config
 from windlass.model import targets as adapters
 from windlass.plan import memory
 from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
-from windlass.plan.layout import (
-    Layout,
-)
+from windlass.plan.layout import Layout
 from windlass.plan.step_time import AHEAD, StepTime, estimate_time
 from windlass.plan.workload import ModelShape
 from windlass.runfile import Lora
-from windlass.settings import (
-    FOUR_BITS,
-)
+from windlass.settings import FOUR_BITS
 
 ROWS = Path(__file__).with_name("published_runs.csv")
 # Sources whose rows the constants of the time and memory models were chosen with.
@@ -57,10 +53,9 @@ FSDP1_UNIT = 0.25e-3
 # Bytes that the memory moves to decode a weight of 4 bits: a kernel reads half a byte and writes two at about half the
 # memory's rate; AutoGPTQ of 2023 shifts and masks int32 copies with torch's own operators.
 DECODE_KERNEL, DECODE_TORCH = 5.0, 22.0
-TORCH_OPERATORS, TORCH_BYTES = (
-    14,
-    24,
-)  # of AutoGPTQ's torch operators: how many for each matrix, and their copies a weight
+# Of AutoGPTQ's torch operators: how many for each matrix, and the bytes of their copies a weight.
+TORCH_OPERATORS = 14
+TORCH_BYTES = 24
 GPTQ_BYTES = 0.52  # of a weight: 4 bits, a scale in 16 and a zero in 4 for 128 of them
 # What an engine has besides transformers and PEFT: kernels, compilation, offloading, another trainer.
 OTHER_ENGINE = (
@@ -743,13 +738,9 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=ROWS, help="the rows (default: those of this repository)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--rows", action="store_true", help="each row")
-    parser.add_argument("--left-out", action="store_true", help="each source, with constants fitted to the others")
     parser.add_argument("--write", action="store_true", help="write docs/accuracy.md and its picture")
     options = parser.parse_args()
     found, skipped, unread = read_rows(options.csv)
-    if options.left_out:
-        print(json.dumps(left_out([row for row in found if row.eager]), indent=1))
-        return
     if options.write:
         write_page(found, skipped)
         return

@@ -19,18 +19,8 @@ def qwen3_moe(width: int, **more: Any) -> dict[str, Any]:
 
 
 ROWS: tuple[tuple[Any, ...], ...] = (
-    (
-        r"(open[-_]?)?(llama-?1?|code-?llama|vicuna|alpaca|llama-2|llama2)-?7b.*",
-        "llama",
-        4096,
-        32,
-        32,
-        32,
-        11008,
-        32000,
-        0,
-    ),
-    (r"(llama-?1?|code-?llama|vicuna|alpaca|llama-2|llama2)-?13b.*", "llama", 5120, 40, 40, 40, 13824, 32000, 0),
+    (r"(open[-_]?)?(llama-?[12]?|code-?llama|vicuna|alpaca)-?7b.*", "llama", 4096, 32, 32, 32, 11008, 32000, 0),
+    (r"(llama-?[12]?|code-?llama|vicuna|alpaca)-?13b.*", "llama", 5120, 40, 40, 40, 13824, 32000, 0),
     (r"(llama-?1?)-?(30|33)b.*", "llama", 6656, 60, 52, 52, 17920, 32000, 0),
     (r"(llama-?1?)-?65b.*", "llama", 8192, 80, 64, 64, 22016, 32000, 0),
     (r"code-?llama-?34b.*", "llama", 8192, 48, 64, 8, 22016, 32000, 0),

@@ -19,7 +19,7 @@ SKEW = 1.03  # ranks wait for the slowest one, and collectives use some of the G
 LOGIT_BYTES = 26  # per logit in the loss: written, read, in float32, exponentiated, its gradient written and read
 OPTIMIZER_BYTES = 40  # per trained parameter: gradient, two moments and value, read and written, and its norm
 GATHER_OPERATORS = 40  # to gather and free a layer: a few kernels, and FSDP2's Python; assumed
-EXCHANGE_OPERATORS = 12  # per pass, to send tokens to experts and back: benchmarks/operators.py counts 24 in two
+EXCHANGE_OPERATORS = 12  # per pass, to send tokens to experts and back; counted in a training step
 # Devices for which torch has no grouped product of all experts (GPUs before Hopper, and CPUs): the host reads back the
 # rows of each expert every time and starts one product per expert.
 ONE_BY_ONE = ("a10", "l4", "cpu")

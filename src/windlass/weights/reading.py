@@ -126,7 +126,7 @@ def to_float32(codes: Tensor) -> Tensor:
     """Return stored values in float32. On a CPU, torch converts FP8 one by one; a table of all 256 codes is 7 times as
     fast.
 
-    Measured on one core, torch 2.13: 8.6 ms per million with `float()`, 1.1 ms with the table (benchmarks/load.py).
+    Measured on one core, torch 2.13: 8.6 ms per million with `float()`, 1.1 ms with the table.
     """
     if codes.element_size() != 1 or codes.device.type != "cpu":
         return codes.float()
