@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -22,18 +22,22 @@ TRAINING = ("torch", "transformers", "peft", "accelerate", "datasets", "safetens
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong. `where` is a place that the user can open: `run.yaml:12: lora.r`."""
+    """One thing that is wrong. `where` is a place that the user can open: `run.yaml:12: lora.r`.
+
+    `code` is a name that stays when the words change: `unknown-key`. Tests and readers of `--json` compare it.
+    """
 
     problem: str
     where: str = ""
     hint: str = ""
+    code: str = ""
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.problem}" if self.where else self.problem
         return f"{head}\n\nhint: {self.hint}" if self.hint else head
 
     def as_dict(self) -> dict[str, Any]:
-        return {"problem": self.problem, "where": self.where, "hint": self.hint}
+        return asdict(self)
 
 
 GIVEN: dict[str, str] = {}  # what this command was given as RUN or RUN_DIR
@@ -52,8 +56,8 @@ class UserError(Exception):
 
     exit_code = USER_INPUT
 
-    def __init__(self, problem: str, where: str = "", hint: str = "") -> None:
-        self.problems: tuple[Problem, ...] = (Problem(problem, where, hint),)
+    def __init__(self, problem: str, where: str = "", hint: str = "", code: str = "") -> None:
+        self.problems: tuple[Problem, ...] = (Problem(problem, where, hint, code),)
         super().__init__(str(self))
 
     @classmethod

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from windlass.errors import UserError
 from windlass.plan.accelerate import ANY, TRANSLATED, find_key, load_key_table, read_accelerate
 from windlass.plan.layout import LAYOUTS
+from windlass.runfile.moved import find_new_places
 from windlass.runfile.names import NOT_TAKEN, OTHER_NAMES, RENAMED
 from windlass.runfile.read import read_any
 from windlass.runfile.reference import describe, find_item_annotation, format_value, list_documented
@@ -85,11 +86,13 @@ def _explain_run_keys(name: str) -> Iterator[ExplainedKey]:
 
 
 def _find_keys(path: str) -> list[str]:
-    """Return the key of this path, else all whose last part it is, else the free mapping that it is an entry of."""
+    """Return the key of this path, else a former key's new places, else all whose last part it is, else its mapping."""
     documented = list_documented()
     if path in documented:
         return [path]
-    keys = [key for key in documented if key.rpartition(".")[2] == path]
+    keys = find_new_places(path.removeprefix("cluster.")) or [
+        key for key in documented if key.rpartition(".")[2] == path
+    ]
     parent = path.rpartition(".")[0]
     if not keys and parent in documented and find_item_annotation(documented[parent][1].annotation, dict):
         return [parent]  # such as one variable of cluster.env
