@@ -143,7 +143,7 @@ def read_accelerate(
     for entry in (*entries, *launched):
         if refuse and entry.verdict.word == REFUSED:
             text = f"{entry.value} is refused: {entry.verdict.because}"
-            problems.append(Problem(text, entry.where, entry.verdict.hint))
+            problems.append(Problem(text, entry.where, entry.verdict.hint, "refused-setting"))
     settings = _collect_settings(entries, problems)
     overriding = _collect_settings(launched, problems)
     raise_all(problems)
@@ -167,7 +167,7 @@ def _collect_settings(entries: Sequence[Entry], problems: list[Problem]) -> dict
             earlier = settings.setdefault(name, setting)
             if earlier.value != setting.value:
                 text = f"asks for {name} {setting.value}, but {earlier.where} asks for {earlier.value}"
-                problems.append(Problem(text, setting.where, "make the two agree, or keep one of them"))
+                problems.append(Problem(text, setting.where, "make the two agree, or keep one of them", "disagreement"))
     return settings
 
 
@@ -211,10 +211,10 @@ def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
     try:
         document = load_document(path)
     except UserError as error:
-        raise UserError(error.problems[0].problem, error.problems[0].where, hint) from None
+        raise UserError.of([replace(error.problems[0], hint=hint)]) from None
     problems += document.problems
     if not isinstance(document.value, dict):
-        raise_all([*problems, Problem("is not a mapping of keys to values", f"{path}:1", hint)])
+        raise_all([*problems, Problem("is not a mapping of keys to values", f"{path}:1", hint, "not-a-mapping")])
     entries: list[Entry] = []
     rows: list[tuple[tuple[str, ...], object]] = [((name,), value) for name, value in document.value.items()]
     while rows:
@@ -229,14 +229,15 @@ def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
             if entry:
                 entries.append(entry)
         elif value is not None and not isinstance(value, dict):
-            problems.append(Problem(f"is {value!r}, not keys and values", where, "indent its keys below it"))
+            hint = "indent its keys below it"
+            problems.append(Problem(f"is {value!r}, not keys and values", where, hint, "wrong-value"))
         else:
             entries.append(Entry(key, None, where, name, key.verdicts[ANY]))
             rows[:0] = [((name, inner), item) for inner, item in (value or {}).items()]
     kind = next((str(entry.value).upper() for entry in entries if entry.key.name == "distributed_type"), "")
     if not kind and not problems:
         hint = "write distributed_type: FSDP: Accelerate requires it"
-        problems.append(Problem("distributed_type is missing", str(path), hint))
+        problems.append(Problem("distributed_type is missing", str(path), hint, "no-distributed-type"))
     if kind in ("", "FSDP"):
         return entries
     unread = Verdict(NO_EFFECT, f"read only with distributed_type: FSDP, and it is {kind}")
@@ -250,14 +251,14 @@ def _read_value(key: Key, raw: object, where: str, path: str, problems: list[Pro
         return Entry(key, None, where, path, Verdict(NO_EFFECT, "null is the same as leaving the key out"))
     value, expected = _parse_value(key, raw)
     if expected:
-        problems.append(Problem(f"is {raw!r}, not {expected}", where, f"{key.name}: {key.about}"))
+        problems.append(Problem(f"is {raw!r}, not {expected}", where, f"{key.name}: {key.about}", "wrong-value"))
         return None
     verdict = key.verdicts.get(str(value).strip().upper()) or key.verdicts.get(ANY)
     if verdict is None:
         near = difflib.get_close_matches(str(raw).strip().upper(), list(key.verdicts), 1, 0.6)
         meant = f"did you mean {near[0]}? " if near else ""
         hint = f"{meant}it takes {', '.join(key.verdicts)}"
-        problems.append(Problem(f"{raw!r} is none of its values", where, hint))
+        problems.append(Problem(f"{raw!r} is none of its values", where, hint, "wrong-value"))
         return None
     return Entry(key, value, where, path, verdict)
 
@@ -288,7 +289,7 @@ def _explain_unknown(name: str, section: str, where: str) -> Problem:
         homes = ["fsdp_config"]
     if homes:
         place = f"below {homes[0]}:, indented" if homes[0] else "at the top, not indented"
-        return Problem("is in the wrong place", where, f"write it {place}")
+        return Problem("is in the wrong place", where, f"write it {place}", "misplaced-key")
     hint = f"`windlass explain` knows the keys of {section or 'such a file'}"
     everywhere = [spelling for names in spelled.values() for spelling in names]
     for among in (spelled.get(section, {}), everywhere):
@@ -296,4 +297,5 @@ def _explain_unknown(name: str, section: str, where: str) -> Problem:
         if near:
             hint = f"did you mean {near[0]}?"
             break
-    return Problem("no such key: Accelerate would ignore it silently" if section else "no such key", where, hint)
+    what = "no such key: Accelerate would ignore it silently" if section else "no such key"
+    return Problem(what, where, hint, "unknown-key")

@@ -124,46 +124,51 @@ def resolve_layout(request: LayoutRequest, experts: int) -> Layout:
         precision=request.precision,
         base_dtype=request.base_dtype or "bf16",
     )
-    raise_all([Problem(text, request.where, hint) for text, hint in _find_contradictions(request, layout, experts)])
+    contradictions = _find_contradictions(request, layout, experts)
+    raise_all([Problem(text, request.where, hint, code) for code, text, hint in contradictions])
     return layout
 
 
-def _find_contradictions(request: LayoutRequest, layout: Layout, experts: int) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a requested layout, and a hint."""
+def _find_contradictions(request: LayoutRequest, layout: Layout, experts: int) -> Iterator[tuple[str, str, str]]:
+    """Yield a code for what is wrong with a requested layout, a sentence, and a hint."""
     name = layout.name
     shard = layout.shard
     replicate = layout.replicate
     if name in request.barred:
         others = [other for other in LAYOUTS if other not in request.barred]
-        yield request.barred[name], f"layout may be {', '.join(others)}"
+        yield "barred-layout", request.barred[name], f"layout may be {', '.join(others)}"
     reshard = request.reshard_after_forward
     if reshard is not None and (name, reshard) in CONTRADICTIONS:
         text = f"layout {name} with reshard_after_forward {str(reshard).lower()}"
-        yield text, f"leave reshard_after_forward out, or take {CONTRADICTIONS[name, reshard]}"
+        yield (
+            "reshard-contradicts-layout",
+            text,
+            f"leave reshard_after_forward out, or take {CONTRADICTIONS[name, reshard]}",
+        )
     if shard * replicate != layout.ranks:
         text = f"shard {shard} x replicate {replicate} = {shard * replicate}, but there are {layout.ranks} ranks"
-        yield text, "leave one of the two out: it is derived"
+        yield "sizes-unlike-ranks", text, "leave one of the two out: it is derived"
     if name in ("full-shard", "no-reshard") and shard == 1 < layout.ranks:
-        yield f"{name} with shard 1: that is resident", "write layout: resident"
+        yield "nothing-sharded", f"{name} with shard 1: that is resident", "write layout: resident"
     if name == "hybrid" and 1 in (shard, replicate):
         same = "resident" if shard == 1 else "full-shard"
         grid = f"{request.nodes} x {request.gpus_per_node} GPUs"
         text = f"hybrid on {grid} would shard over {shard} and replicate {replicate} times: that is {same}"
-        yield text, f"write layout: {same}, or give layout.shard and layout.replicate"
+        yield "hybrid-of-one", text, f"write layout: {same}, or give layout.shard and layout.replicate"
     if name == "resident" and shard != 1:
-        yield f"resident with shard {shard}", "leave layout.shard out"
+        yield "resident-sharded", f"resident with shard {shard}", "leave layout.shard out"
     if name == "resident" and request.offload:
-        yield "resident with offload: nothing would be resident", "write layout: full-shard"
+        yield "resident-offloaded", "resident with offload: nothing would be resident", "write layout: full-shard"
     if name != "expert-parallel" and (request.expert_parallel or 1) > 1:
         text = f"expert_parallel {request.expert_parallel} with layout {name}"
-        yield text, "write layout: {name: expert-parallel, …}"
+        yield "experts-split-in-layout", text, "write layout: {name: expert-parallel, …}"
     if name == "expert-parallel":
         why_not = why_not_expert_parallel(experts, layout.expert_parallel, shard)
         possible = [size for size in list_divisors(shard) if not why_not_expert_parallel(experts, size, shard)]
         if why_not and possible:
-            yield why_not, f"expert_parallel may be {', '.join(map(str, possible))}"
+            yield "experts-not-divisible", why_not, f"expert_parallel may be {', '.join(map(str, possible))}"
         elif why_not:
-            yield why_not, "take another layout"
+            yield "experts-not-divisible", why_not, "take another layout"
 
 
 def list_divisors(number: int) -> list[int]:

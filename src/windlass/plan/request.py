@@ -98,7 +98,7 @@ def _agree(title: str, settings: list[Setting | None], problems: list[Problem]) 
     for other in others:
         if other.value != first.value:
             text = f"{title} is {other.value} here, but {first.value} at {first.where}"
-            problems.append(Problem(text, other.where, "make the two agree, or keep one of them"))
+            problems.append(Problem(text, other.where, "make the two agree, or keep one of them", "disagreement"))
     return first.value
 
 
@@ -108,24 +108,25 @@ def _count_gpus(loaded: Loaded, written: Settings, in_accelerate: Settings, prob
     ranks = in_accelerate.get("ranks")
     for setting in (in_accelerate.get("nodes"), ranks):
         if setting and setting.value < 1:
-            raise UserError(f"{setting.value} is too few", setting.where, "give 1 or more")
+            raise UserError(f"{setting.value} is too few", setting.where, "give 1 or more", "wrong-value")
     nodes = _agree("the number of nodes", [written.get("cluster.nodes"), in_accelerate.get("nodes")], problems)
     if nodes is None:
         nodes = one_node
     written_gpus = written.get("cluster.gpus_per_node")
     if ranks and ranks.value % nodes:
         text = f"{ranks.value} ranks do not spread evenly over {nodes} nodes"
-        problems.append(Problem(text, ranks.where, f"give a multiple of {nodes}, or change the number of nodes"))
+        hint = f"give a multiple of {nodes}, or change the number of nodes"
+        problems.append(Problem(text, ranks.where, hint, "uneven-ranks"))
     elif ranks and written_gpus and ranks.value != nodes * per_node:
         text = f"the number of ranks is {ranks.value} here, but {nodes} nodes x {per_node} at {written_gpus.where}"
-        problems.append(Problem(text, ranks.where, "make the two agree, or keep one of them"))
+        problems.append(Problem(text, ranks.where, "make the two agree, or keep one of them", "disagreement"))
     elif ranks:
         per_node = ranks.value // nodes
     planned = loaded.run.layout.ranks
     if planned not in (None, nodes * per_node):
         text = f"layout.ranks is {planned}, but {nodes} nodes x {per_node} GPUs are {nodes * per_node}"
         hint = "leave layout.ranks out, or change cluster.nodes and cluster.gpus_per_node"
-        problems.append(Problem(text, loaded.where("layout.ranks"), hint))
+        problems.append(Problem(text, loaded.where("layout.ranks"), hint, "disagreement"))
     return nodes, per_node
 
 
@@ -177,7 +178,7 @@ def _check_wrapped_layers(
     if lacking:
         text = f"{family.causal_lm} has no layer class {', '.join(map(repr, lacking))}"
         hint = f"write {family.layer}, or leave the key out: windlass knows the layer of each model family"
-        problems.append(Problem(f"{text}; it is sharded by {family.layer!r}", wrap.where, hint))
+        problems.append(Problem(f"{text}; it is sharded by {family.layer!r}", wrap.where, hint, "no-such-layer"))
 
 
 def _read_precision(written: Settings) -> list[Setting]:

@@ -79,29 +79,31 @@ class Document:
         self.count += 1
         if self.count > MAX_VALUES:
             what = f"contains more than {MAX_VALUES:,} values once its aliases are written out"
-            raise UserError(what, self.place(line), "remove the aliases")
+            raise UserError(what, self.place(line), "remove the aliases", "too-many-values")
         if len(steps) > MAX_DEPTH:
-            raise UserError(f"is nested more than {MAX_DEPTH} levels deep", self.place(line), "flatten it")
+            raise UserError(f"is nested more than {MAX_DEPTH} levels deep", self.place(line), "flatten it", "too-deep")
         if node.tag not in _TAGS:
             what = f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not supported"
-            self.problems.append(Problem(what, self.place(line, steps), "remove it"))
+            self.problems.append(Problem(what, self.place(line, steps), "remove it", "yaml-tag"))
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*steps, index)) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
             if bad := find_unprintable(node.value):
                 what = f"contains the character {bad}, which can't be printed"
-                self.problems.append(Problem(what, self.place(line, steps), "remove it"))
+                self.problems.append(Problem(what, self.place(line, steps), "remove it", "unprintable"))
                 return ""
             return parse_scalar(node.value) if node.style is None and not node.tag else node.value
         items: dict[str, Any] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode) or find_unprintable(key.value):
-                raise UserError("a key must be plain text", self.place(line, steps), "write `key: value`")
+                raise UserError(
+                    "a key must be plain text", self.place(line, steps), "write `key: value`", "key-not-text"
+                )
             path = (*steps, key.value)
             if key.value in items:
                 what = f"is set twice, first at {self.place(self.lines[path])}"
-                self.problems.append(Problem(what, self.place(line, path), "remove one of them"))
+                self.problems.append(Problem(what, self.place(line, path), "remove one of them", "duplicate-key"))
             self.lines.setdefault(path, line)
             items[key.value] = self.build(value, path)
         return items
@@ -116,16 +118,22 @@ def parse_document(text: str, file: str) -> Document:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        code = "not-yaml"
         hint = "YAML wants `key: value` lines, indented alike, and quotes around text with `: `, `#` or brackets"
         if "another document" in what:
+            code = "second-document"
             what, hint = "a second document starts here", "one run per file: remove the `---` line"
         elif mark and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]).partition("#")[0]:
+            code = "tab"
             what, hint = "a tab where YAML wants spaces", "indent with spaces"
-        raise UserError(f"is not valid YAML: {what}", f"{file}:{mark.line + 1}" if mark else file, hint) from error
+        place = f"{file}:{mark.line + 1}" if mark else file
+        raise UserError(f"is not valid YAML: {what}", place, hint, code) from error
     except RecursionError:
-        raise UserError(f"is nested more than {MAX_DEPTH} levels deep", file, "flatten it") from None
+        raise UserError(f"is nested more than {MAX_DEPTH} levels deep", file, "flatten it", "too-deep") from None
     except (ValueError, OverflowError) as error:  # escapes and directives with numbers beyond what Python takes
-        raise UserError(f"is not valid YAML: {error}", file, "look for unusual escapes or % lines") from error
+        raise UserError(
+            f"is not valid YAML: {error}", file, "look for unusual escapes or % lines", "not-yaml"
+        ) from error
     return document
 
 
@@ -134,22 +142,23 @@ def load_document(path: Path) -> Document:
     file = str(path)
     try:
         if path.exists() and not path.is_file():  # a pipe would block, /dev/zero would never end
-            raise UserError(f"is {'a folder' if path.is_dir() else 'no regular file'}", file, "give a run file's path")
+            what = "is a folder" if path.is_dir() else "no regular file"
+            raise UserError(what, file, "give a run file's path", "not-a-file")
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
-            raise UserError(f"is larger than {MAX_BYTES // 1024} KiB", file, "is this a data file?")
+            raise UserError(f"is larger than {MAX_BYTES // 1024} KiB", file, "is this a data file?", "too-large")
         text = raw.decode("utf-8-sig")
     except FileNotFoundError:
         there = [other.name for other in path.parent.glob("*.y*ml")]
         close = find_close_names(path.name, there) or sorted(there)[:3]
         hint = f"did you mean {', '.join(close)}?" if close else "`windlass init > run.yaml` writes one to start from"
-        raise UserError("no such file", file, hint) from None
+        raise UserError("no such file", file, hint, "no-such-file") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         what = f"is not UTF-8 text (byte {error.object[error.start]:#04x})"
-        raise UserError(what, f"{file}:{line}", "save it as UTF-8") from error
+        raise UserError(what, f"{file}:{line}", "save it as UTF-8", "not-utf8") from error
     except (OSError, ValueError) as error:
         what = f"can't be read: {getattr(error, 'strerror', None) or error}"
-        raise UserError(what, ascii(file)[1:-1], "check the path and its permissions") from error
+        raise UserError(what, ascii(file)[1:-1], "check the path and its permissions", "unreadable") from error
     return parse_document(text, file)

@@ -55,7 +55,7 @@ def take_moved_keys(tree: dict[str, Any], where: dict[str, str]) -> list[Problem
             sections.setdefault(section, {})[key] = value
             last[section] = len(problems)
         place = where.get(f"cluster.{name}", f"cluster.{name}")
-        problems.append(Problem(f"it is {' or '.join(places)} now", place, hint))
+        problems.append(Problem(f"it is {' or '.join(places)} now", place, hint, "moved-key"))
     for section, index in last.items():
         hint = f"below `cluster:` write  {section}: {format_yaml(sections[section])}"
         problems[index] = replace(problems[index], hint=hint)
@@ -71,4 +71,4 @@ def refuse_moved_override(tree: dict[str, Any], path: str, value: str, place: st
     places = find_new_places(name, platform) if header == "cluster" else []
     if places:
         hint = f"--override {quote(f'{places[0]}{dot}{inner}={value}')}"
-        raise UserError(f"it is {' or '.join(places)} now", place, hint)
+        raise UserError(f"it is {' or '.join(places)} now", place, hint, "moved-key")

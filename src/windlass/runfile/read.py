@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
     tree, problems = document.value, document.problems
     if not isinstance(tree, dict) or not tree:
         hint = "it needs sections such as `model:`, `data:`, `train:`; `windlass init > run.yaml` writes one"
-        raise_all([*problems, Problem("contains no sections", document.file, hint)])
+        raise_all([*problems, Problem("contains no sections", document.file, hint, "no-sections")])
     places = {join_steps(steps): document.place(line, steps) for steps, line in document.lines.items() if steps}
     root = _find_root(tree, overrides)
     notes = _rename(tree, places, problems) if root is RunFile else []
@@ -148,7 +148,7 @@ def _rename(tree: dict[str, Any], places: dict[str, str], problems: list[Problem
         value = source.pop(old_key)
         if isinstance(target, dict) and new_key in target:
             what = f"is another name of {new}, which is set too ({places.get(new, new)})"
-            problems.append(Problem(what, places.get(old, old), "remove one of them"))
+            problems.append(Problem(what, places.get(old, old), "remove one of them", "duplicate-key"))
         elif isinstance(target, dict):  # else reported as a section that isn't one
             target[new_key] = value
             places[new] = places.get(old, old)
@@ -160,11 +160,12 @@ def _apply_override(tree: dict[str, Any], places: dict[str, str], text: str, roo
     """Put the value of `a.b=value` into the tree."""
     place = f"--override {text}"
     if find_unprintable(text):
-        raise UserError("contains a character that can't be printed", ascii(place)[1:-1], "remove it")
+        raise UserError("contains a character that can't be printed", ascii(place)[1:-1], "remove it", "unprintable")
     path, equals, value_text = text.partition("=")
     path = path.strip()
     if not equals or not path:
-        raise UserError("is not of the form a.b=value", place, "such as --override train.learning_rate=1e-4")
+        hint = "such as --override train.learning_rate=1e-4"
+        raise UserError("is not of the form a.b=value", place, hint, "not-an-assignment")
     steps: tuple[str, ...] = tuple((RENAMED.get(path, path) if root is RunFile else path).split("."))
     for depth in range(1, len(steps)):
         if (
@@ -176,11 +177,11 @@ def _apply_override(tree: dict[str, Any], places: dict[str, str], text: str, roo
     if annotation is None:
         refuse_moved_override(tree, path, value_text, place)
         hint = "give the whole list: KEY=[a, b]" if "[" in path else _explain_unknown(steps, root)[1]
-        raise UserError(f"the run file has no {path}", place, hint)
+        raise UserError(f"the run file has no {path}", place, hint, "unknown-key")
     try:
         value = _convert_value(value_text, annotation)
     except UserError as error:
-        raise UserError(error.problems[0].problem, place, error.problems[0].hint) from None
+        raise UserError.of([replace(error.problems[0], where=place)]) from None
     current = tree
     for step in steps[:-1]:
         inner = current.get(step)
@@ -275,9 +276,13 @@ def _explain_validation(
         # For "a list or text", a wrong item of the list is also "not text": only the deeper problem is the user's.
         if any(len(other) > len(path) and other[: len(path)] == path for other in grouped):
             continue
-        unknown = any(item["type"] == "extra_forbidden" for item in found)
-        what, hint = _explain_unknown(path, root, tree) if unknown else _explain_wrong(path, found, root)
-        problems[path] = Problem(what, where(path), hint)
+        if any(item["type"] == "extra_forbidden" for item in found):
+            code = "unknown-key"
+            what, hint = _explain_unknown(path, root, tree)
+        else:
+            code = "wrong-value"
+            what, hint = _explain_wrong(path, found, root)
+        problems[path] = Problem(what, where(path), hint, code)
     return problems
 
 

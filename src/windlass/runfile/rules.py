@@ -33,7 +33,8 @@ def find_contradictions(
         if all(map(is_valid, keys.split())):
             first, *others = sorted(map(where, keys.split()), key=lambda place: place.startswith("default: "))
             others = [place for place in others if not place.startswith("default: ")]
-            problems.append(Problem(f"{what} ({'; '.join(others)})" if others else what, first, hint))
+            what = f"{what} ({'; '.join(others)})" if others else what
+            problems.append(Problem(what, first, hint, "broken-rule"))
     batch = ("per_device_train_batch_size", "global_batch_size", "gradient_accumulation_steps")
     if isinstance(run, RunFile) and all(map(is_valid, ("train", "cluster", *(f"train.{key}" for key in batch)))):
         try:
@@ -58,12 +59,13 @@ def resolve_accumulation(train: Train, ranks: int, where: Where) -> int:
     if rest:
         below = f"{steps * at_once} or " if steps else ""
         hint = f"set it to {below}{(steps + 1) * at_once}, or change train.per_device_train_batch_size"
-        raise UserError(f"{train.global_batch_size} sequences can't be divided by {product}", place, hint)
+        what = f"{train.global_batch_size} sequences can't be divided by {product}"
+        raise UserError(what, place, hint, "broken-rule")
     if train.gradient_accumulation_steps not in ("auto", steps):
         what = f"{train.global_batch_size} sequences are {steps} micro-batches of {product}, but"
         what += f" {train.gradient_accumulation_steps} are configured ({where('train.gradient_accumulation_steps')})"
         hint = f"remove one of them, or set train.gradient_accumulation_steps to {steps}"
-        raise UserError(what, place, hint)
+        raise UserError(what, place, hint, "broken-rule")
     return steps
 
 
