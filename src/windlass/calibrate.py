@@ -4,8 +4,6 @@ GPUs are measured rate by rate. A CPU has one factor: the time of a step of a fe
 relative to what the plan computes for it from the hardware table.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

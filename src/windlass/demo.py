@@ -1,7 +1,5 @@
 """Make a demo: a tiny Mistral 4 in its published layout, text that Python carries, and a run file."""
 
-from __future__ import annotations
-
 import json
 import os
 import pydoc_data.topics

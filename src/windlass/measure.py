@@ -1,7 +1,5 @@
 """Measure how fast this process computes, copies and exchanges: short measurements with torch, each a median."""
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import time

@@ -5,8 +5,6 @@ tiny mixture trains for a few steps in each way that the devices support, compar
 rank writes results at once: if a kernel kills its process, the test it was in is known.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math
@@ -47,9 +45,7 @@ from windlass.ranks.place import Node
 from windlass.ranks.rank import Rank, read_rank
 from windlass.run_folder import ADAPTER, FINAL, STEPS, is_finished
 from windlass.runfile import read_run_file
-from windlass.settings import (
-    FOUR_BITS,
-)
+from windlass.settings import FOUR_BITS
 from windlass.train import loss, parallel
 from windlass.train.connect import create_process_group
 from windlass.train.experts import experts

@@ -1,7 +1,5 @@
 """Export an adapter alone, in PEFT's format: as saved or in 16 bits, with its base's name instead of a path."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial

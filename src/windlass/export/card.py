@@ -1,7 +1,5 @@
 """The model card: what was trained, on what, and how."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final

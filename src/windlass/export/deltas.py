@@ -5,8 +5,6 @@ a module of `modules_to_save`) is replaced. Anything else is refused: a merge mu
 adapter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

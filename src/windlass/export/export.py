@@ -1,7 +1,5 @@
 """Export an adapter, alone or merged into its base."""
 
-from __future__ import annotations
-
 import errno
 from dataclasses import dataclass
 from pathlib import Path

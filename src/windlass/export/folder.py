@@ -1,7 +1,5 @@
 """The folder that an export is written to."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Final

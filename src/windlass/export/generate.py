@@ -1,7 +1,5 @@
 """Generate text with a merged model, or base + adapter, on this machine."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,16 +16,9 @@ from windlass.export.source import CONFIG, AdapterSource, choose_adapter, requir
 from windlass.hardware import GIB
 from windlass.model import Base, read_base
 from windlass.model.files import CONFIG as MODEL_CONFIG
-from windlass.model.quantization import (
-    published_dtype,
-    quantizable_names,
-)
-from windlass.plan.layout import (
-    Layout,
-)
-from windlass.settings import (
-    FOUR_BITS,
-)
+from windlass.model.quantization import published_dtype, quantizable_names
+from windlass.plan.layout import Layout
+from windlass.settings import FOUR_BITS
 from windlass.train.checkpoint.snapshot import require_intact
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter

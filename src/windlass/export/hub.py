@@ -1,7 +1,5 @@
 """Upload an export to the Hugging Face Hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from windlass.errors import RunError, UserError

@@ -1,7 +1,5 @@
 """Merge an adapter into its base: check, write, open it again and prove it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path

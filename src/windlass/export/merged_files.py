@@ -3,8 +3,6 @@
 config.json is written last, so an interrupted merge does not open as a model; the same command starts it over.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

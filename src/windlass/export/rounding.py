@@ -10,8 +10,6 @@ of that, so rounding W + s BA to the nearest code gives W back, and the adapter 
 `windlass export` prints the share of the adapter that survived, whatever the rounding.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
@@ -24,16 +22,7 @@ from torch import Tensor
 from windlass.export.deltas import Factors
 from windlass.model import Piece
 from windlass.weights.fill import LocalPart, Source, fill_values
-from windlass.weights.reading import (
-    DTYPES,
-    Box,
-    Files,
-    block_side,
-    expand_scale,
-    read_box,
-    read_scale,
-    to_float32,
-)
+from windlass.weights.reading import DTYPES, Box, Files, block_side, expand_scale, read_box, read_scale, to_float32
 
 BLOCK_VALUES: Final = 2**20  # merged at a time: 4 MiB in float32, a few of them alive per worker
 

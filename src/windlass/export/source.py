@@ -1,7 +1,5 @@
 """Find what to export: a run folder's best adapter, or the adapter folder itself; and its base model."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

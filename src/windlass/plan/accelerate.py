@@ -1,7 +1,5 @@
 """Read an Accelerate FSDP YAML or `accelerate launch`'s environment and judge each of its keys."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import tomllib

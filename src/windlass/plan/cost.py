@@ -1,7 +1,5 @@
 """The cost of a run under one layout: memory, traffic and time, and if it does not fit, which change would help."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -11,14 +9,8 @@ from windlass.plan.layout import why_not_expert_parallel
 from windlass.plan.memory import MemoryRow, estimate_memory, total_bytes
 from windlass.plan.step_time import StepTime, estimate_time
 from windlass.plan.traffic import Flow
-from windlass.plan.workload import (
-    Batch,
-    Workload,
-    read_shape,
-)
-from windlass.settings import (
-    FOUR_BITS,
-)
+from windlass.plan.workload import Batch, Workload, read_shape
+from windlass.settings import FOUR_BITS
 
 __all__ = [
     "Batch",

@@ -1,7 +1,5 @@
 """How a run is spread over ranks: the layouts, their sizes, and what rules them out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isqrt

@@ -1,7 +1,5 @@
 """The run's machine: its row of the hardware table, with the measured rates of a machine file if there is one."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

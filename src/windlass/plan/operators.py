@@ -3,8 +3,6 @@
 benchmarks/dispatched.py counts both in transformers' own models and writes operators.json.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The plan of a run: read `make_plan` from top to bottom."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Combine the layout settings of the run file and of an Accelerate file into one request."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

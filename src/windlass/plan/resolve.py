@@ -1,7 +1,5 @@
 """Choose values for settings that are `auto` from the data and the model's family, each with a reason."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

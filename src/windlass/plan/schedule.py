@@ -1,7 +1,5 @@
 """The length of a run: sequences that the rows make, optimizer steps, evaluations, checkpoints."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The plan of a run of `kind: script`: how and where it is started. Its memory and time are unknown beforehand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path

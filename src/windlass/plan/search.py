@@ -10,20 +10,9 @@ from typing import NamedTuple
 from windlass.errors import UserError
 from windlass.observe.format import format_plural
 from windlass.plan.cost import HEADROOM, Batch, Cost, Workload, estimate_cost
-from windlass.plan.layout import (
-    AUTO,
-    Layout,
-    LayoutRequest,
-    list_divisors,
-    resolve_layout,
-    why_not_expert_parallel,
-)
+from windlass.plan.layout import AUTO, Layout, LayoutRequest, list_divisors, resolve_layout, why_not_expert_parallel
 from windlass.runfile import Loaded, Train
-from windlass.settings import (
-    FOUR_BITS,
-    IN_NAMES,
-    PUBLISHED,
-)
+from windlass.settings import FOUR_BITS, IN_NAMES, PUBLISHED
 
 # Layouts whose best cases are within this factor count as equal; the one with the least to overlap with compute wins.
 EQUAL = 1.02

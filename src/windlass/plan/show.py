@@ -1,7 +1,5 @@
 """Print a plan as text: a summary of fifteen lines and, on request, detailed tables."""
 
-from __future__ import annotations
-
 import shlex
 import textwrap
 from collections.abc import Container, Iterable, Iterator
@@ -13,16 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.hardware import GIB, Machine
-from windlass.model.quantization import (
-    published_dtype,
-)
+from windlass.model.quantization import published_dtype
 from windlass.observe.format import format_count, format_duration, format_plural
 from windlass.plan.advice import OF_ALL, Advice, Caution
-from windlass.plan.cost import (
-    HEADROOM,
-    Batch,
-    Cost,
-)
+from windlass.plan.cost import HEADROOM, Batch, Cost
 from windlass.plan.layout import Layout
 from windlass.plan.plan import Plan
 from windlass.plan.script import AnyPlan, RankGrid, ScriptPlan

@@ -1,7 +1,5 @@
 """What a run sends: bytes and seconds on each link, once per micro-batch or per optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

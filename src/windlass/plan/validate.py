@@ -1,7 +1,5 @@
 """Find settings that the model, the adapter or the machine does not support."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
