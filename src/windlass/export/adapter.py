@@ -47,7 +47,8 @@ def export_adapter(
         say(f"base      {base.name}: {len(read_deltas(source, base).by_name)} of its parameters are adapted")
     openers = list_model_classes(base, model_class)
     if dtype is not None and dtype not in OUTPUT_DTYPES:
-        raise UserError(f"an adapter can't be written as {dtype!r}", "--dtype", f"one of {', '.join(OUTPUT_DTYPES)}")
+        hint = f"one of {', '.join(OUTPUT_DTYPES)}"
+        raise UserError(f"an adapter can't be written as {dtype!r}", "--dtype", hint, "no-such-dtype")
 
     # 2. Write.
     claim_folder(source, base.path if base else None, to, ADAPTER)

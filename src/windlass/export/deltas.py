@@ -162,7 +162,7 @@ def read_deltas(source: AdapterSource, base: Base) -> Deltas:
     if misfits:
         hint = f"is {base.name} the model that it was trained on? Name the right one: --base DIR"
         problem = f"the adapter does not fit this model ({len(misfits)}): {abbreviate(misfits)}"
-        raise UserError(problem, str(source.weights), hint)
+        raise UserError(problem, str(source.weights), hint, "adapter-misfit")
     return Deltas(deltas)
 
 

@@ -84,13 +84,14 @@ def export(
     except OSError as error:
         problem = f"{error.filename or to} can't be written: {error.strerror or error}"
         if error.errno in OUT_OF_SPACE:
-            raise RunError(problem, f"--to {to}", "make room and repeat the command") from None
-        raise UserError(problem, f"--to {to}", "check that the folder can be written, and has room") from None
+            raise RunError(problem, f"--to {to}", "make room and repeat the command", "disk-full") from None
+        hint = "check that the folder can be written, and has room"
+        raise UserError(problem, f"--to {to}", hint, "unwritable") from None
     deviations = record["deviations"]
     if deviations:
         problem = f"the export is not base + adapter: {'; '.join(deviations[:SHOWN])}"
         if len(deviations) > SHOWN:
             problem += f"; and {len(deviations) - SHOWN} more"
         hint = f"nothing was deleted, {to / EXPORT} lists all; don't use it: export into a new folder"
-        raise RunError(problem, str(to), hint)
+        raise RunError(problem, str(to), hint, "not-base-plus-adapter")
     return ExportResult(to, kind, name, record)

@@ -19,7 +19,7 @@ def claim_folder(source: AdapterSource, base: Path | None, to: Path, kind: str, 
     """Claim a new or empty folder, an earlier export of an adapter, or an interrupted merge, which then starts over."""
     for taken, title in ((base, "the base model's folder"), (source.folder, "the adapter's folder")):
         if taken is not None and to.resolve() == taken.resolve():
-            raise UserError(f"it is {title}", f"--to {to}", "name a new folder")
+            raise UserError(f"it is {title}", f"--to {to}", "name a new folder", "own-folder")
     to.mkdir(parents=True, exist_ok=True)
     names = sorted(path.name for path in to.iterdir())
     earlier = read_json(to / EXPORT)
@@ -28,7 +28,8 @@ def claim_folder(source: AdapterSource, base: Path | None, to: Path, kind: str, 
         content = f"{len(names)} other files ({names[0]} …)"
         if "kind" in earlier:
             content = f"a {earlier['kind']} model"
-        raise UserError(f"the folder holds {content}", f"--to {to}", "name a new folder, or empty this one")
+        hint = "name a new folder, or empty this one"
+        raise UserError(f"the folder holds {content}", f"--to {to}", hint, "folder-taken")
     if kind == MERGED:
         for path in (to / "config.json", *to.glob("model*.safetensors*")):
             path.unlink(missing_ok=True)
@@ -36,5 +37,5 @@ def claim_folder(source: AdapterSource, base: Path | None, to: Path, kind: str, 
     needed = size + RESERVE
     if free < needed:
         problem = f"the export needs {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free there"
-        raise UserError(problem, f"--to {to}", "free some, or name a folder on a larger volume")
+        raise UserError(problem, f"--to {to}", "free some, or name a folder on a larger volume", "no-room")
     write_json(to / EXPORT, {"kind": kind})

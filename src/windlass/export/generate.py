@@ -137,7 +137,8 @@ def load_model(
 ) -> Any:
     if base_dtype != "bf16" and source and source.config.get("use_dora"):
         hint = f"merge it first: `windlass export {source.folder} --to MERGED --merge`, then generate from MERGED"
-        raise UserError("DoRA needs base weights in 16 bits, and they don't fit here", str(source.folder), hint)
+        problem = "DoRA needs base weights in 16 bits, and they don't fit here"
+        raise UserError(problem, str(source.folder), hint, "dora-needs-16-bits")
     layout = Layout("resident", "generated from", 1, 1, shard=1, base_dtype=base_dtype)
     model: Any
     model, certificate = load_base(base, layout)

@@ -22,7 +22,7 @@ def push_to_hub(folder: Path, repository: str, *, private: bool = True, say: Say
         say(f"pushing {size / GIB:.2f} GiB to {address}")
         api.upload_folder(repo_id=repository, folder_path=folder)
     except HFValidationError as error:
-        raise UserError(str(error).split("\n")[0], where, "write it as organisation/name") from None
+        raise UserError(str(error).split("\n")[0], where, "write it as organisation/name", "hub-name") from None
     except LocalTokenNotFoundError:
         raise UserError("this machine has no token for the hub", where, "run: hf auth login") from None
     except HfHubHTTPError as error:
@@ -32,5 +32,5 @@ def push_to_hub(folder: Path, repository: str, *, private: bool = True, say: Say
             problem += "; run `hf auth login` with a token that may write there"
         raise RunError(problem, where, hint) from None
     except (httpx2.TransportError, OfflineModeIsEnabled, OSError) as error:
-        raise RunError(f"the hub can't be reached ({type(error).__name__})", where, hint) from None
+        raise RunError(f"the hub can't be reached ({type(error).__name__})", where, hint, "hub-unreachable") from None
     return address

@@ -172,14 +172,16 @@ def _make_index(entries: Sequence[MergedEntry]) -> bytes:
 
 def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iterator[Problem]:
     if dtype not in (OWN, BF16, FP8):
-        yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", "bf16, or fp8")
+        yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", "bf16, or fp8", "no-such-dtype")
     packed = next((piece for p in base.parameters for piece in p.pieces if piece.packed), None)
     if packed and dtype != BF16:
         problem = f"{base.name} is stored in 4 bits ({packed.stored.key}): what an adapter adds would be rounded away"
-        yield Problem(problem, "--merge", "add --dtype bf16: the merged model has 16 bits; or leave --merge out")
+        hint = "add --dtype bf16: the merged model has 16 bits; or leave --merge out"
+        yield Problem(problem, "--merge", hint, "base-in-4-bits")
     elif dtype == FP8 and not any(stored.dtype in NEEDS_SCALE for stored in sources):
         problem = f"{base.name} is not quantized, and --dtype fp8 re-applies the base's own quantization"
-        yield Problem(problem, "--dtype", "leave --dtype out, and quantize it afterwards with a server's own tool")
+        hint = "leave --dtype out, and quantize it afterwards with a server's own tool"
+        yield Problem(problem, "--dtype", hint, "base-not-quantized")
     vision = [stored.key for stored in base.unread if stored.dtype in NEEDS_SCALE]
     if dtype == BF16 and vision:
         problem = f"quantized tensors outside of the language model ({len(vision)}): {vision[0]}"

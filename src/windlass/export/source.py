@@ -45,7 +45,7 @@ def choose_adapter(path: Path) -> AdapterSource:
         run_folder = path
     else:
         hint = f"a run folder contains {MANIFEST}; an adapter's folder {CONFIG}, as PEFT and windlass write it"
-        raise UserError("it is neither a run folder nor an adapter", str(path), hint)
+        raise UserError("it is neither a run folder nor an adapter", str(path), hint, "no-adapter")
     config = read_json(folder / CONFIG)
     if not config:
         raise UserError("it is not JSON, or empty", str(folder / CONFIG), "export from another checkpoint of the run")
@@ -90,7 +90,7 @@ def require_local_base(source: AdapterSource, base: str | None = None) -> Base:
     name = base or source.config.get("base_model_name_or_path")
     problem = f"the weights of the base model {name} are not on this machine" if name else "it names no base model"
     where = "--base" if base else str(source.folder / CONFIG)
-    raise UserError(problem, where, "name the folder that holds its weights: --base DIR")
+    raise UserError(problem, where, "name the folder that holds its weights: --base DIR", "base-not-here")
 
 
 def public_base_name(source: AdapterSource, base: str | None, given: str | None) -> str:

@@ -25,7 +25,8 @@ def find_machine(cluster: Cluster, where: Callable[[str], str]) -> Machine:
     nodes, ranks = cluster.size
     if nodes > 1 and cluster.network is None:
         hint = f"give cluster.network: one of {', '.join(hardware.FABRICS)}, or {{name, gb_per_second}}"
-        raise UserError(f"{nodes} nodes, but no cluster.network between them", where("cluster.nodes"), hint)
+        text = f"{nodes} nodes, but no cluster.network between them"
+        raise UserError(text, where("cluster.nodes"), hint, "no-network")
     gpu = hardware.find_gpu(_as_written(cluster.gpu) or hardware.read_gpu_name(), where("cluster.gpu"))
     host_memory_gib = cluster.host_memory_gib
     if gpu.name == "cpu":  # its ranks share the memory of their machine

@@ -21,13 +21,13 @@ def check_expert_settings(train: Train, base: Base, where: Where) -> list[Proble
     place = where("train.gradient_checkpointing")
     if train.keeps_products and "experts" not in base.dims:
         text = f"{base.name} has no routed experts, whose products could be kept"
-        problems.append(Problem(text, place, "write true"))
+        problems.append(Problem(text, place, "write true", "no-experts"))
     elif train.keeps_products and train.compile:
         text = "compiled layers keep no products of experts"
-        problems.append(Problem(text, place, "write true, or train.compile: false"))
+        problems.append(Problem(text, place, "write true, or train.compile: false", "compiled-products"))
     if train.router_aux_loss_coef and "experts" not in base.dims:
         text = f"{base.name} has no routed experts, and so no balancing loss to weight"
-        problems.append(Problem(text, where("train.router_aux_loss_coef"), "leave it out"))
+        problems.append(Problem(text, where("train.router_aux_loss_coef"), "leave it out", "no-experts"))
     return problems
 
 
@@ -91,19 +91,20 @@ def check_request(
     if request.precision == "fp16":
         text = "float16 overflows now and then; its loss scaler skips such steps, and here they would end the run"
         hint = "set train.fp16: false and train.bf16: true (mixed_precision: bf16), which has float32's range"
-        yield Problem(text, where("train.fp16"), hint)
+        yield Problem(text, where("train.fp16"), hint, "float16")
     cpu = settings.get("cpu")
     if cpu and cpu.value and gpu != "cpu":
         hint = "write use_cpu: false; for a CPU machine write cluster.gpu: cpu"
-        yield Problem(f"use_cpu: true, but the run is planned for {gpu}", cpu.where, hint)
+        yield Problem(f"use_cpu: true, but the run is planned for {gpu}", cpu.where, hint, "cpu-for-gpu")
     if gpu == "cpu" and request.offload:
         offload = settings.get("offload")
         text = "offload on a CPU: the base is stored in host memory already, and nothing would be moved"
-        yield Problem(text, offload.where if offload else where("layout.offload"), "leave it out, or write false")
+        place = offload.where if offload else where("layout.offload")
+        yield Problem(text, place, "leave it out, or write false", "offload-on-cpu")
     yield from _check_base_dtype(request.base_dtype, run, base, dtypes, where("layout.base_dtype"))
     if request.base_dtype in FOUR_BITS and request.offload:
         text = f"base_dtype: {request.base_dtype} with offload: in 4 bits the base stays on the GPU"
-        yield Problem(text, where("layout.offload"), "leave it out, or write base_dtype: bf16")
+        yield Problem(text, where("layout.offload"), "leave it out, or write base_dtype: bf16", "offload-of-4-bits")
     if run.lora.modules_to_save and request.offload:
         text = "modules_to_save with offload: what is trained stays on the GPU"
         yield Problem(text, where("lora.modules_to_save"), "leave it out, or set layout.offload: false")
@@ -124,4 +125,4 @@ def _check_base_dtype(dtype: str | None, run: RunFile, base: Base, dtypes: BaseD
         hint += ", or nf4, which windlass quantizes to as it loads"
     if run.lora.use_dora:
         hint += "; or set lora.use_dora: false"
-    yield Problem(f"base_dtype: {dtype}, but {why_not}", place, hint)
+    yield Problem(f"base_dtype: {dtype}, but {why_not}", place, hint, "base-dtype")

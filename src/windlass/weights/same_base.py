@@ -151,7 +151,8 @@ def require_same_base(
         problem = f"config.json of {base.name} is not the one that {name} was trained with: {values}"
     if problem:
         if not allow_other:
-            raise UserError(problem, where, f"use the base model that it was trained on, or add {FLAG}")
+            hint = f"use the base model that it was trained on, or add {FLAG}"
+            raise UserError(problem, where, hint, "other-base")
         say(f"warning: {problem}; accepted with {FLAG}")
         return problem
     return str(recorded.get("other_base", ""))
