@@ -26,16 +26,16 @@ FP8_DTYPES: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without th
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # suffixes of weight files
 HEAD, SCALE = "lm_head.weight", "_scale_inv"
 # Kinds of faults, and a hint for each.
-FETCH: Final = "fetch the folder again; config.json and weights must be of the same model"
+FETCH_FOLDER: Final = "fetch the folder again; config.json and weights must be of the same model"
 FETCH_SCALES: Final = "an FP8 weight is its code x its scale: fetch the folder again, or a 16-bit version of the model"
 MISSING, UNKNOWN = "missing weights", "unknown tensors, which belong to no part of the model"
 SHAPE, DTYPE = "weights of another shape than config.json gives", "weights of an unknown dtype"
 NO_SCALE, ODD_SCALE = "FP8 weights without a scale", "scales that do not fit their weight"
 ODD_PACKED = "weights in 4 bits that do not fit config.json, or whose blocks run over the ends of rows"
 HINTS: Final = {
-    MISSING: FETCH,
-    UNKNOWN: FETCH,
-    SHAPE: FETCH,
+    MISSING: FETCH_FOLDER,
+    UNKNOWN: FETCH_FOLDER,
+    SHAPE: FETCH_FOLDER,
     DTYPE: f"known: {', '.join((*WEIGHT_DTYPES, *FP8_DTYPES))}",
     NO_SCALE: FETCH_SCALES,
     ODD_SCALE: FETCH_SCALES,

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.derived import find_description, read_description
-from windlass.model.description import MAX_LAYERS
+from windlass.model.description import FETCH, MAX_LAYERS
 from windlass.model.family import FAMILIES, WRAPPERS, Family, Wrapper, evaluate_expression
 from windlass.model.parameters import Base, Parameter, Spelling
 
@@ -20,7 +20,6 @@ ROPE: Final = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-FETCH: Final = "fetch config.json again from where the model was published"
 READS: Final = (
     "name the 16-bit model that it was made of, with layout.base_dtype: nf4 if memory is short; "
     "windlass reads fp8, mxfp4 and bitsandbytes' nf4 as published"

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+FETCH: Final = "fetch config.json again from where the model was published"  # hint for a wrong one
 MAX_LAYERS: Final = 4096  # far above any model, but low enough that a typo makes no list of a billion parameters
 # Entries of config.json that don't affect names, shapes or classes.
 ASIDE: Final = (

@@ -25,7 +25,7 @@ CONVERT: Final = (
 )
 LENGTH: Final = 8  # bytes of a header's length
 MAX_HEADER: Final = 100_000_000  # the format's own limit
-FETCH: Final = "fetch it again from the publisher"
+FETCH_FILE: Final = "fetch it again from the publisher"
 DAMAGED: Final = "the file is damaged or incomplete: fetch it again and compare its checksum with the publisher's"
 
 # Bits per element of every dtype of the format, by its own spelling.
@@ -57,10 +57,10 @@ def read_table(file: Path) -> dict[str, Any]:
         raise UserError(f"it can't be read: {error.strerror}", str(file), "check its owner and mode") from None
     except (ValueError, RecursionError) as error:
         lfs = text.startswith(b"version https://git-lfs")
-        hint = "it is a Git LFS pointer: run git lfs pull" if lfs else FETCH
+        hint = "it is a Git LFS pointer: run git lfs pull" if lfs else FETCH_FILE
         raise UserError(f"it is not JSON: {error}", str(file), hint) from None
     if not isinstance(table, dict):
-        raise UserError("it is JSON, but not an object", str(file), FETCH)
+        raise UserError("it is JSON, but not an object", str(file), FETCH_FILE)
     return table
 
 
@@ -89,10 +89,12 @@ def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
     index = folder / INDEX
     weight_map = read_table(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError("it has no weight_map", str(index), FETCH)
+        raise UserError("it has no weight_map", str(index), FETCH_FILE)
     files = dict.fromkeys(map(str, weight_map.values()))
     if foreign := [file[:80] for file in files if Path(file).name != file]:
-        raise UserError(f"weight_map names what is not a file of this folder: {abbreviate(foreign)}", str(index), FETCH)
+        raise UserError(
+            f"weight_map names what is not a file of this folder: {abbreviate(foreign)}", str(index), FETCH_FILE
+        )
     if missing := [file for file in files if file not in names]:
         problem = f"it names {len(files)} files, {len(missing)} of them are missing: {abbreviate(missing)}"
         raise UserError(problem, str(index), "the download or copy did not finish: fetch the missing files")
