@@ -4,21 +4,20 @@ Model classes, names on disk and file format are the libraries' own; only the si
 opens the model it stands for.
 """
 
-import importlib
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.introspect import describe as derive
+from windlass.introspect.describe import find_model_class, find_wrapper_class
 from windlass.model import Base
 from windlass.model.family import FAMILIES
 from windlass.model.shrink import shrink_config
@@ -132,7 +131,8 @@ def write_model(
             "dequantize": False,
             "modules_to_not_convert": skipped,
         }
-    _write_model(directory, row.causal_lm, entries, MISTRAL3 if wrapped else None, quantized, dtype, files, seed)
+    storage = Storage(quantized, dtype, files, seed)
+    _write_model(directory, row.causal_lm, entries, MISTRAL3 if wrapped else "", storage)
     if tokenizer:
         write_tokenizer(directory, dims["vocab"])
     if decoys:  # other keys and other values, not to be read
@@ -151,39 +151,42 @@ def write_like(base: Base, sizes: dict[str, Any], directory: Path, *, files: int
     quantized = base.quantization
     if quantized and quantized.get("weight_block_size"):
         quantized = {**quantized, "weight_block_size": [BLOCK, BLOCK]}
-    # What most of the unquantized tensors are stored in.
     known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
     stored = Counter(piece.stored.dtype for parameter in base.parameters for piece in parameter.pieces)
-    plain = [known[dtype] for dtype, _ in stored.most_common() if dtype in known]
+    # What most of the unquantized tensors are stored in.
+    dtype = next((known[dtype] for dtype, _ in stored.most_common() if dtype in known), "bfloat16")
     # Converters write a wrapper's names in two ways.
     embedding = next(parameter for parameter in base.parameters if parameter.part == "embedding")
-    nested = bool(embedding.pieces) and embedding.pieces[0].stored.key.startswith("model.language_model.")
+    renames = False
+    if embedding.pieces:
+        renames = embedding.pieces[0].stored.key.startswith("model.language_model.")
 
-    def named(key: str) -> str:
-        ours, theirs = next((pair for pair in NESTED if nested and key.startswith(pair[0])), ("", ""))
-        return theirs + key.removeprefix(ours)
+    def rename(key: str) -> str:
+        for prefix, other in NESTED if renames else ():
+            if key.startswith(prefix):
+                return other + key.removeprefix(prefix)
+        return key
 
-    dtype, wrapper = plain[0] if plain else "bfloat16", base.wrapper.architecture if base.wrapper else None
-    _write_model(directory, base.family.causal_lm, sizes, wrapper, quantized, dtype, files, seed, named)
+    storage = Storage(quantized, dtype, files, seed, rename)
+    _write_model(directory, base.family.causal_lm, sizes, base.wrapper.architecture if base.wrapper else "", storage)
     return directory
 
 
-def _write_model(
-    directory: Path,
-    causal_lm: str,
-    sizes: dict[str, Any],
-    wrapper: str | None,
-    quantized: Mapping[str, Any] | None,
-    dtype: str,
-    files: int,
-    seed: int,
-    named: Callable[[str], str] = str,
-) -> None:
-    """Write the library's own class with random weights, with tensors under their names on disk."""
-    transformers = importlib.import_module("transformers")
-    directory.mkdir(parents=True, exist_ok=True)
+class Storage(NamedTuple):
+    """How a replica is stored."""
+
+    quantized: Mapping[str, Any] | None  # its quantization_config
+    dtype: str
+    files: int
+    seed: int
+    rename: Callable[[str], str] = str  # from the names that transformers saves
+
+
+def _write_model(directory: Path, causal_lm: str, sizes: dict[str, Any], wrapper: str, storage: Storage) -> None:
+    """Write the library's own class with random weights, inside a wrapper if there is one."""
+    import transformers
+
     config = text = getattr(transformers, causal_lm).config_class(**sizes)
-    architecture = wrapper or causal_lm
     if wrapper:
         vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
         config = getattr(transformers, wrapper).config_class(
@@ -191,7 +194,7 @@ def _write_model(
             vision_config=transformers.PixtralVisionConfig(**vision, image_size=28),
             tie_word_embeddings=text.tie_word_embeddings,
         )
-    _save_model(directory, getattr(transformers, architecture), config, quantized, dtype, files, seed, named)
+    _save_model(directory, getattr(transformers, wrapper or causal_lm), config, storage)
 
 
 def write_family(
@@ -209,103 +212,93 @@ def write_family(
 ) -> Path:
     """Write a tiny model of any family that transformers can build, as it saves it. config: of the language model;
     quantized: its quantization_config."""
-    transformers = importlib.import_module("transformers")
+    import transformers
+
     outer = transformers.CONFIG_MAPPING[family]()
-    whole, text = outer.to_dict(), outer.get_text_config().to_dict()
-    small = shrink_config(
-        text | {key: value for key, value in config.items() if key in text}, layers=layers, vocab=vocab
-    )
-    small |= config
-    if "text_config" in whole:
-        parts = {
-            key: shrink_config(whole[key], layers=1) for key in ("vision_config",) if isinstance(whole.get(key), dict)
-        }
-        small = {**whole, **parts, "text_config": small}
+    full = outer.to_dict()
+    text = outer.get_text_config().to_dict()
+    text |= {key: value for key, value in config.items() if key in text}
+    small = {**shrink_config(text, layers=layers, vocab=vocab), **config}
+    wrapped = "text_config" in full
+    if wrapped:
+        small = {**full, "text_config": small}
+        if isinstance(full.get("vision_config"), dict):
+            small["vision_config"] = shrink_config(full["vision_config"], layers=1)
     try:
-        made = type(outer).from_dict({**small, "architectures": None})
+        small_config = type(outer).from_dict({**small, "architectures": None})
     except Exception as error:  # whatever a config class objects to
-        what = f"transformers' {type(outer).__name__} refuses the small sizes: {' '.join(str(error).split())}"
-        raise UserError(what, family, "give the language model's sizes that fit as config") from None
-    classes = (
-        derive.find_wrapper_class(made, {}, family)
-        if "text_config" in whole
-        else derive.find_model_class(made, {}, family)
-    )
-    directory.mkdir(parents=True, exist_ok=True)
-    _save_model(directory, classes, made, quantized, dtype, files, seed)
+        problem = f"transformers' {type(outer).__name__} refuses the small sizes: {' '.join(str(error).split())}"
+        raise UserError(problem, family, "give the language model's sizes that fit as config") from None
+    find = find_wrapper_class if wrapped else find_model_class
+    _save_model(directory, find(small_config, {}, family), small_config, Storage(quantized, dtype, files, seed))
     if tokenizer:
         write_tokenizer(directory, vocab)
     return directory
 
 
-def _save_model(
-    directory: Path,
-    model_class: Any,
-    config: Any,
-    quantized: Mapping[str, Any] | None,
-    dtype: str,
-    files: int,
-    seed: int,
-    named: Callable[[str], str] = str,
-) -> None:
-    """Write a model with random weights, with tensors under their names on disk."""
+def _save_model(directory: Path, model_class: Any, config: Any, storage: Storage) -> None:
+    """Write a model with random weights."""
     from transformers.core_model_loading import revert_weight_conversion
 
+    directory.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = model_class._from_config(config, dtype=getattr(torch, dtype))
+        torch.manual_seed(storage.seed)
+        model = model_class._from_config(config, dtype=getattr(torch, storage.dtype))
         state = model.state_dict()
         for name, tensor in state.items():
             if "norm" in name or tensor.ndim < 2:  # the same everywhere: swapped ones would go unseen
                 tensor.data.add_(torch.randn_like(tensor), alpha=0.02)
-    state = {
-        name: state[name] for name in {t.data_ptr(): n for n, t in reversed(state.items())}.values()
-    }  # a tied one once
-    described = {**config.to_dict(), "architectures": [model_class.__name__], "dtype": dtype}
-    if quantized:
-        described["quantization_config"] = dict(quantized)
-    (directory / "config.json").write_text(json.dumps(described, indent=2, default=str) + "\n")
-    state = {named(key): weight.contiguous() for key, weight in revert_weight_conversion(model, state).items()}
-    _save(dict(_quantize(state, quantized)) if quantized else state, directory, files)
+    names = {tensor.data_ptr(): name for name, tensor in reversed(state.items())}  # a tied one once
+    state = {name: state[name] for name in names.values()}
+    table = {**config.to_dict(), "architectures": [model_class.__name__], "dtype": storage.dtype}
+    if storage.quantized:
+        table["quantization_config"] = dict(storage.quantized)
+    (directory / "config.json").write_text(json.dumps(table, indent=2, default=str) + "\n")
+    stored = {
+        storage.rename(key): weight.contiguous() for key, weight in revert_weight_conversion(model, state).items()
+    }
+    if storage.quantized:
+        stored = dict(_quantize(stored, storage.quantized))
+    _save(stored, directory, storage.files)
 
 
 def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield every stored tensor, with the scales of quantized ones."""
+    method = quantized.get("quant_method")
     for key, weight in weights.items():
         if not QUANTIZED.search(key) or NOT_QUANTIZED.search(key):
             yield key, weight
-            continue
-        if (method := quantized.get("quant_method")) != "fp8":
-            made, dimensions, side = (_to_nf4, 2, 64) if method == "bitsandbytes" else (_to_mxfp4, 3, 32)
+        elif method != "fp8":
+            encode, dimensions, side = (_to_nf4, 2, 64) if method == "bitsandbytes" else (_to_mxfp4, 3, 32)
             fits = weight.ndim == dimensions and weight.shape[1] % side == 0
-            yield from ((f"{key}{end}", each) for end, each in made(weight).items()) if fits else [(key, weight)]
-            continue
-        code, scale = _to_fp8(weight, BLOCK if quantized.get("weight_block_size") else None)
-        yield key, code
-        yield f"{key}_scale_inv", scale
-        if quantized.get("activation_scheme") == "static":
-            fused = not key.endswith(".weight")
-            activation = torch.full((weight.shape[0],) if fused else (), 0.0625, dtype=torch.bfloat16)
-            yield f"{key}_activation_scale" if fused else f"{key.removesuffix('weight')}activation_scale", activation
+            for suffix, tensor in encode(weight).items() if fits else [("", weight)]:
+                yield f"{key}{suffix}", tensor
+        else:
+            codes, scale = _to_fp8(weight, BLOCK if quantized.get("weight_block_size") else None)
+            yield key, codes
+            yield f"{key}_scale_inv", scale
+            if quantized.get("activation_scheme") == "static":
+                fused = not key.endswith(".weight")
+                name = f"{key}_activation_scale" if fused else f"{key.removesuffix('weight')}activation_scale"
+                yield name, torch.full((weight.shape[0],) if fused else (), 0.0625, dtype=torch.bfloat16)
 
 
 def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
     """Quantize as bitsandbytes does: blocks of 64 values with 8-bit scales, of which some share a scale."""
     codes, scale = four_bits.encode_rows(weight.float(), "nf4")
-    mean, numbers = scale.mean(), torch.linspace(-1, 1, 256)
-    apart = scale.flatten() - mean
-    own = (
-        nn.functional.pad(apart, (0, -len(apart) % NESTED_BLOCK)).view(-1, NESTED_BLOCK).abs().amax(-1).clamp(min=1e-12)
-    )
-    units = (apart / own.repeat_interleave(NESTED_BLOCK)[: len(apart)] + 1) * 127.5
+    mean = scale.mean()
+    centred = scale.flatten() - mean
+    blocks = nn.functional.pad(centred, (0, -len(centred) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
+    nested_scale = blocks.abs().amax(-1).clamp(min=1e-12)
+    units = (centred / nested_scale.repeat_interleave(NESTED_BLOCK)[: len(centred)] + 1) * 127.5
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
     state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(mean)}
     return {
         "": (codes[..., ::2] << 4 | codes[..., 1::2]).view(-1, 1),
         ".absmax": units.round().to(torch.uint8),
         ".quant_map": four_bits.code_table("nf4", weight.device).clone(),
-        ".nested_absmax": own,
-        ".nested_quant_map": numbers,
+        ".nested_absmax": nested_scale,
+        ".nested_quant_map": torch.linspace(-1, 1, 256),
         ".quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
     }
 
@@ -323,7 +316,8 @@ def _to_mxfp4(weight: Tensor) -> dict[str, Tensor]:
 def _to_fp8(weight: Tensor, side: int | None) -> tuple[Tensor, Tensor]:
     """Return codes and scale with weight = code x scale: one scale per block of this size, or one per matrix."""
     *outer, rows, columns = weight.shape
-    high, wide = side or rows, side or columns
+    high = side or rows
+    wide = side or columns
     padded = nn.functional.pad(weight.float(), (0, -columns % wide, 0, -rows % high))
     blocks = padded.view(*outer, padded.shape[-2] // high, high, -1, wide)
     scale = blocks.abs().amax((-3, -1)) / FP8_MAX
@@ -339,7 +333,8 @@ def _save(stored: dict[str, Tensor], directory: Path, files: int) -> None:
     if files == 1:
         save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
         return
-    total, seen = sum(tensor.nbytes for tensor in stored.values()), 0
+    total = sum(tensor.nbytes for tensor in stored.values())
+    seen = 0
     where: dict[str, str] = {}
     for key, tensor in stored.items():  # a linear and its scale may be in different files, as they are in real ones
         where[key] = f"model-{min(files, 1 + seen * files // total):05}-of-{files:05}.safetensors"
