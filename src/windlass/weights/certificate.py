@@ -23,9 +23,7 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from windlass.model import Base, Parameter, Piece
 from windlass.ranks.collectives import all_gather
-from windlass.settings import (
-    FOUR_BITS,
-)
+from windlass.settings import FOUR_BITS
 from windlass.weights.four_bits import TABLES
 from windlass.weights.quantized import Format, QuantizedParam
 from windlass.weights.reading import Box, intersect, locate_piece, to_stored_box
@@ -46,11 +44,36 @@ def make_certificate(
 ) -> dict[str, Any]:
     """Return load.json for the whole run, equal on all ranks, from what each rank `checked` and `measured`. A
     collective."""
-    everyones: list[Any] = all_gather((measured, checked, dict(errors)))
-    ranks: list[tuple[dict[str, Any], dict[str, int]]] = [each[:2] for each in everyones]
-    parameters = []
-    for parameter in base.parameters:
-        sources = [  # one source per expert if experts are stored one by one
+    ranks: list[Any] = all_gather((measured, checked, dict(errors)))
+    counts = [checked for _, checked, _ in ranks]
+    return {
+        "checkpoint": str(base.path or base.name),
+        "base_digest": digest,
+        "layout": layout,
+        "base_dtype": base_dtype,
+        "quantisation": summarize_quantization(base_dtype, base, [errors for _, _, errors in ranks]),
+        "parameters": [describe_parameter(parameter, dtypes[parameter.name]) for parameter in base.parameters],
+        "loaded": min(measured["parameters"] for measured, _, _ in ranks),  # of which every rank has read its part
+        "unread": [
+            {"key": stored.key, "file": stored.file.name, "bytes": stored.end - stored.start, "why": why}
+            for stored, why in base.unread.items()
+        ],
+        "checked": {  # parameters: compared on every rank; slices and elements: over all ranks
+            "parameters": min(count["parameters"] for count in counts),
+            "slices": sum(count["slices"] for count in counts),
+            "elements": sum(count["elements"] for count in counts),
+        },
+        "ranks": [measured for measured, _, _ in ranks],
+    }
+
+
+def describe_parameter(parameter: Parameter, dtype: torch.dtype | str) -> dict[str, Any]:
+    return {
+        "name": parameter.name,
+        "shape": list(parameter.shape),
+        "part": parameter.part,
+        "dtype": str(dtype).removeprefix("torch."),
+        "sources": [  # one source per expert if experts are stored one by one
             {
                 "file": piece.stored.file.name,
                 "key": piece.stored.key,
@@ -58,28 +81,7 @@ def make_certificate(
                 "scale": piece.scale.key if piece.scale else None,
             }
             for piece in parameter.pieces
-        ]
-        dtype = str(dtypes[parameter.name]).removeprefix("torch.")
-        own = {"name": parameter.name, "shape": list(parameter.shape), "part": parameter.part, "dtype": dtype}
-        parameters.append({**own, "sources": sources})
-    return {
-        "checkpoint": str(base.path or base.name),
-        "base_digest": digest,
-        "layout": layout,
-        "base_dtype": base_dtype,
-        "quantisation": summarize_quantization(base_dtype, base, [each[2] for each in everyones]),
-        "parameters": parameters,
-        "loaded": min(own["parameters"] for own, _ in ranks),  # parameters of which every rank has read its part
-        "unread": [
-            {"key": stored.key, "file": stored.file.name, "bytes": stored.end - stored.start, "why": why}
-            for stored, why in base.unread.items()
         ],
-        "checked": {  # parameters: compared on every rank; slices and elements: over all ranks
-            "parameters": min(counts["parameters"] for _, counts in ranks),
-            "slices": sum(counts["slices"] for _, counts in ranks),
-            "elements": sum(counts["elements"] for _, counts in ranks),
-        },
-        "ranks": [own for own, _ in ranks],
     }
 
 
@@ -87,18 +89,23 @@ def summarize_quantization(
     kind: str, base: Base, ranks: Sequence[Mapping[str, Sequence[float]]]
 ) -> dict[str, Any] | None:
     """Return how far the 4-bit base is from the published one, over all ranks; None if windlass did not quantize it."""
-    sums: dict[str, Tensor] = {}
     parts = {parameter.name: parameter.part for parameter in base.parameters}
-    for name, own in ((name, torch.tensor(own)) for each in ranks for name, own in each.items()):
-        for key in ("", parts[name], name):
-            sums[key] = sums.get(key, 0) + own
+    sums: dict[str, Tensor] = {}  # squares of errors and values: of all, of each part, of each parameter
+    for errors in ranks:
+        for name, squares in errors.items():
+            for key in ("", parts[name], name):
+                sums[key] = sums.get(key, 0) + torch.tensor(squares)
     if not sums:
         return None
-    errors = {key: math.sqrt(float(changed / max(all, 1e-300))) for key, (changed, all) in sums.items()}
-    worst = max(parts.keys() & errors.keys(), key=lambda name: (errors[name], name))
-    by_part = {part: round(errors[part], 5) for part in sorted({*parts.values()} & errors.keys())}
-    found = {"format": kind, "block": FOUR_BITS[kind].block, "relative_rms": round(errors[""], 5), "parts": by_part}
-    return {**found, "worst": {"name": worst, "relative_rms": round(errors[worst], 5)}}
+    rms = {key: math.sqrt(float(error / max(value, 1e-300))) for key, (error, value) in sums.items()}
+    worst = max(parts.keys() & rms.keys(), key=lambda name: (rms[name], name))
+    return {
+        "format": kind,
+        "block": FOUR_BITS[kind].block,
+        "relative_rms": round(rms[""], 5),
+        "parts": {part: round(rms[part], 5) for part in sorted({*parts.values()} & rms.keys())},
+        "worst": {"name": worst, "relative_rms": round(rms[worst], 5)},
+    }
 
 
 def check_parameters(
@@ -113,94 +120,117 @@ def check_parameters(
         with safe_open(file, framework="pt") as opened:
             where |= dict.fromkeys(opened.keys(), file)
     counts = {"parameters": len(base.parameters), "slices": 0, "elements": 0}
-    wrong: list[str] = []
+    differences: list[str] = []
     for parameter in base.parameters:
-        disk, weight = Disk(where, base.block), quantized.get(parameter.name)
-        rows = _check_four_bits if weight and weight.format.kind else _check_rows
-        differs = rows(parameter, targets[parameter.name], disk, rank, weight, counts)
-        if weight and not weight.format.kind and not differs:
-            differs = _check_scales(parameter, weight, disk)
-        wrong += [differs] if differs else []
-    return wrong, counts
+        disk = Disk(where, base.block)
+        weight = quantized.get(parameter.name)
+        target = targets[parameter.name]
+        local = (target.to_local() if isinstance(target, DTensor) else target).detach()
+        indices = list_own_indices(target)
+        seed = f"{parameter.name}:{rank}"
+        if weight and weight.format.kind:
+            difference = _check_four_bits(parameter, local, indices, disk, seed, weight, counts)
+        else:
+            difference = _check_rows(parameter, local, indices, disk, seed, weight, counts)
+            if weight and not difference:
+                difference = _check_scales(parameter, weight, disk)
+        if difference:
+            differences.append(difference)
+    return differences, counts
 
 
 def _check_rows(
-    parameter: Parameter, tensor: Tensor, disk: "Disk", rank: int, weight: QuantizedParam | None, counts: dict[str, int]
+    parameter: Parameter,
+    local: Tensor,
+    indices: list[list[int]],
+    disk: "Disk",
+    seed: str,
+    weight: QuantizedParam | None,
+    counts: dict[str, int],
 ) -> str:
     """Compare one parameter's sampled rows and add to `counts`. Returns the first difference."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    own = list_own_indices(tensor)
-    for box in sample_boxes(tuple(local.shape), f"{parameter.name}:{rank}"):
-        place = tuple((index[a], index[b - 1] + 1) for index, (a, b) in zip(own, box, strict=True))
-        got = local[tuple(slice(*span) for span in box)].cpu()
-        if got.shape != tuple(b - a for a, b in place):  # no layout cuts a row in pieces
+    for box in sample_boxes(tuple(local.shape), seed):
+        place = tuple((index[start], index[stop - 1] + 1) for index, (start, stop) in zip(indices, box, strict=True))
+        row = local[tuple(slice(*span) for span in box)].cpu()
+        if row.shape != tuple(stop - start for start, stop in place):  # no layout cuts a row in pieces
             raise AssertionError(f"a row of {parameter.name} is not in one piece: {place}")
         for piece in parameter.pieces:
             shared = intersect(place, locate_piece(piece))
             if shared is None:
                 continue
             expected, source = disk.values(piece, shared)
-            found = got[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, place, strict=True))]
+            stored = row[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, place, strict=True))]
             counts["slices"] += 1
-            counts["elements"] += found.numel()
-            true = found
+            counts["elements"] += stored.numel()
+            values = stored
             if weight:
                 axes = [torch.arange(*span) for span in shared]
-                true = found.view(weight.format.codes).float() * expand_own_scale(weight, axes)
-            same = torch.equal(true, expected.to(true.dtype).reshape(true.shape))
+                values = stored.view(weight.format.codes).float() * expand_own_scale(weight, axes)
+            same = torch.equal(values, expected.to(values.dtype).reshape(values.shape))
             if weight and same:
-                same = torch.equal(found, disk.codes(piece, shared).view(found.dtype).view(found.shape))
+                same = torch.equal(stored, disk.codes(piece, shared).view(stored.dtype).view(stored.shape))
             if not same:
                 return f"{parameter.name} is not what {source} holds"
     return ""
 
 
 def _check_four_bits(
-    parameter: Parameter, tensor: Tensor, disk: "Disk", rank: int, weight: QuantizedParam | None, counts: dict[str, int]
+    parameter: Parameter,
+    local: Tensor,
+    indices: list[list[int]],
+    disk: "Disk",
+    seed: str,
+    weight: QuantizedParam,
+    counts: dict[str, int],
 ) -> str:
     """Compare whole sampled rows of a 4-bit parameter: scales belong to blocks of a row."""
-    assert weight
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    own, columns = list_own_indices(tensor), weight.format.columns
-    for box in sample_boxes((*local.shape[:-1], 1), f"{parameter.name}:{rank}"):
-        rows = [(index[a], index[a] + 1) for index, (a, _) in zip(own, box[:-1], strict=False)]
+    is_right = is_same if parameter.pieces[0].packed else is_nearest
+    columns = weight.format.columns
+    for box in sample_boxes((*local.shape[:-1], 1), seed):
+        rows = [(index[start], index[start] + 1) for index, (start, _) in zip(indices, box[:-1], strict=False)]
         place = [*rows[:-1], (0, columns), rows[-1]] if weight.format.transposed else [*rows, (0, columns)]
-        places = [(piece, intersect(tuple(place), locate_piece(piece))) for piece in parameter.pieces]
-        found = [disk.values(piece, shared) for piece, shared in places if shared]
+        shares = [(piece, intersect(tuple(place), locate_piece(piece))) for piece in parameter.pieces]
+        read = [disk.values(piece, shared) for piece, shared in shares if shared]
         counts["slices"] += 1
         counts["elements"] += columns
-        row = local[tuple(a for a, _ in box[:-1])].cpu()
-        true = torch.cat([values.double().flatten() for values, _ in found])
-        if not (is_same if parameter.pieces[0].packed else is_nearest)(row, true, weight.format):
-            return f"{parameter.name} is not what {found[0][1]} holds, in {weight.format.kind}"
+        row = local[tuple(start for start, _ in box[:-1])].cpu()
+        expected = torch.cat([values.double().flatten() for values, _ in read])
+        if not is_right(row, expected, weight.format):
+            return f"{parameter.name} is not what {read[0][1]} holds, in {weight.format.kind}"
     return ""
 
 
-def is_same(row: Tensor, true: Tensor, coding: Format) -> bool:
+def is_same(row: Tensor, expected: Tensor, coding: Format) -> bool:
     """Return whether a row's bytes, as published, decode to these true values."""
-    got, scale = decode_row(row, coding)
-    return torch.equal((got * scale[:, None]).float().flatten(), true.float())
+    units, scale = decode_row(row, coding)
+    return torch.equal((units * scale[:, None]).float().flatten(), expected.float())
 
 
 def decode_row(row: Tensor, coding: Format) -> tuple[Tensor, Tensor]:
     """Return the numbers and the scale of each block of a row."""
-    numbers, side = torch.tensor(TABLES[coding.kind], dtype=torch.float64), coding.block[1]
-    codes, scale = row[: coding.columns // 2], row[coding.columns // 2 :].view(coding.scales).double()
+    numbers = torch.tensor(TABLES[coding.kind], dtype=torch.float64)
+    codes = row[: coding.columns // 2]
+    scale = row[coding.columns // 2 :].view(coding.scales).double()
     units = numbers[torch.stack([codes // 16, codes % 16], -1).flatten().long()]
-    return pad(units, (0, -coding.columns % side)).view(-1, side), scale
+    return split_blocks(units, coding), scale
 
 
-def is_nearest(row: Tensor, true: Tensor, coding: Format) -> bool:
+def split_blocks(row: Tensor, coding: Format) -> Tensor:
+    width = coding.block[1]
+    return pad(row, (0, -coding.columns % width)).view(-1, width)
+
+
+def is_nearest(row: Tensor, expected: Tensor, coding: Format) -> bool:
     """Return whether a row's bytes encode these true values as closely as 4 bits allow."""
-    numbers, side = torch.tensor(TABLES[coding.kind], dtype=torch.float64), coding.block[1]
-    got, scale = decode_row(row, coding)
-    blocks = pad(true, (0, -coding.columns % side)).view(-1, side)
+    units, scale = decode_row(row, coding)
+    blocks = split_blocks(expected, coding)
     largest = blocks.abs().amax(-1)
     if not torch.equal(scale, largest.float().bfloat16().double()):
         return False
-    units = blocks / torch.where(largest == 0, 1.0, largest)[:, None]
-    best = (units[..., None] - numbers).abs().amin(-1)
-    return bool(((units - got).abs() <= best + 1e-6).all())
+    numbers = torch.tensor(TABLES[coding.kind], dtype=torch.float64)
+    true_units = blocks / torch.where(largest == 0, 1.0, largest)[:, None]
+    least_error = (true_units[..., None] - numbers).abs().amin(-1)
+    return bool(((true_units - units).abs() <= least_error + 1e-6).all())
 
 
 def expand_own_scale(weight: QuantizedParam, axes: Sequence[Tensor]) -> Tensor:
@@ -219,8 +249,9 @@ def _check_scales(parameter: Parameter, weight: QuantizedParam, disk: "Disk") ->
         if len(box) == 3:
             axes[0] = axes[0][(axes[0] >= weight.first) & (axes[0] < weight.first + len(weight.scale))]
         there = [axis - start for axis, (start, _) in zip(axes, box, strict=True)][-len(piece.stored.shape) :]
-        got, name = expand_own_scale(weight, axes), f"{piece.stored.key}_scale_inv"
-        if got.numel() and not torch.equal(got, disk.scale(piece, there).float().expand(got.shape)):
+        scale = expand_own_scale(weight, axes)
+        name = f"{piece.stored.key}_scale_inv"
+        if scale.numel() and not torch.equal(scale, disk.scale(piece, there).float().expand(scale.shape)):
             return f"the scales of {parameter.name} are not what {name!r} of {disk.where[name].name} holds"
     return ""
 
@@ -262,7 +293,7 @@ def list_own_indices(tensor: Tensor) -> list[list[int]]:
         DtensorShardOperation(tensor).shard_tensor(probe)
     asked = probe.asked or [tuple(slice(0, size) for size in tensor.shape)]
     spans = [dict.fromkeys((part[axis].start, part[axis].stop) for part in asked) for axis in range(tensor.ndim)]
-    return [[index for span in own for index in range(*span)] for own in spans]
+    return [[index for span in spans_of_axis for index in range(*span)] for spans_of_axis in spans]
 
 
 class Probe:
@@ -283,7 +314,8 @@ class Disk:
     with it."""
 
     def __init__(self, where: Mapping[str, Path], block: Sequence[int]) -> None:
-        self.where, self.block = where, block
+        self.where = where
+        self.block = block
         self.open: dict[Path, Any] = {}
 
     def handle(self, key: str) -> Any:
@@ -309,19 +341,19 @@ class Disk:
     def nf4(self, key: str, shape: Sequence[int], there: Sequence[slice]) -> Tensor:
         """Decode with the tables that bitsandbytes stores with the weight, indexed by position in the full matrix."""
 
-        def part(name: str) -> Tensor:
+        def read(name: str) -> Tensor:
             tensor: Tensor = self.handle(f"{key}.{name}").get_tensor(f"{key}.{name}")
             return tensor.flatten()
 
-        state = json.loads(bytes(part("quant_state.bitsandbytes__nf4").tolist()))
-        rows, columns = (torch.arange(size)[part] for size, part in zip(shape, there, strict=True))
+        state = json.loads(bytes(read("quant_state.bitsandbytes__nf4").tolist()))
+        rows, columns = (torch.arange(size)[box] for size, box in zip(shape, there, strict=True))
         places = rows[:, None] * shape[-1] + columns
-        scale = part("absmax")[places // state["blocksize"]]
+        scale = read("absmax")[places // state["blocksize"]]
         if "nested_offset" in state:
-            own = part("nested_absmax")[places // state["blocksize"] // state["nested_blocksize"]]
-            scale = part("nested_quant_map")[scale.long()] * own + state["nested_offset"]
+            nested_scale = read("nested_absmax")[places // state["blocksize"] // state["nested_blocksize"]]
+            scale = read("nested_quant_map")[scale.long()] * nested_scale + state["nested_offset"]
         codes = self.handle(key).get_tensor(key).flatten().view(torch.uint8)[places // 2]
-        return part("quant_map")[torch.where(places % 2 == 0, codes // 16, codes % 16).long()] * scale
+        return read("quant_map")[torch.where(places % 2 == 0, codes // 16, codes % 16).long()] * scale
 
     def mxfp4(self, key: str, there: Sequence[slice]) -> Tensor:
         """Decode a stack of experts [expert, in, out] from the bits: one of sign, two of exponent, one of mantissa."""
@@ -329,7 +361,8 @@ class Disk:
         blocks: Tensor = self.handle(key).get_slice(key)[there[0], there[2]].flatten(2)
         power: Tensor = self.handle(name).get_slice(name)[there[0], there[2]].repeat_interleave(32, -1).double() - 127
         bits = torch.stack([blocks % 16, blocks // 16], -1).flatten(2).double()
-        size, sign = bits % 8, torch.where(bits < 8, 1.0, -1.0)
+        size = bits % 8
+        sign = torch.where(bits < 8, 1.0, -1.0)
         whole = torch.where(size < 2, size / 2, (1 + size % 2 / 2) * 2 ** (size // 2 - 1))
         return (sign * whole * 2**power).float().transpose(1, 2)[:, there[1]]
 
@@ -349,5 +382,6 @@ class Disk:
         shape = self.handle(piece.stored.key).get_slice(piece.stored.key).get_shape()
         axes = []
         for axis, (index, size, count) in enumerate(zip(indices, shape, scale.shape, strict=True)):
-            axes.append(index // (size if count == 1 else 1 if count == size else self.block[axis - len(shape)]))
+            side = size // count if count in (1, size) else self.block[axis - len(shape)]
+            axes.append(index // side)
         return scale[torch.meshgrid(*axes, indexing="ij")]

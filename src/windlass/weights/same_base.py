@@ -16,10 +16,7 @@ from windlass.files import read_json
 from windlass.model import Base, Stored
 from windlass.model.files import DIGEST, PUBLISHED
 from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, BASE_MODEL, MANIFEST
-from windlass.settings import (
-    CONVERTED_VALUES,
-    LOADER_THREADS,
-)
+from windlass.settings import CONVERTED_VALUES, LOADER_THREADS
 from windlass.weights.digest import digest_box, format_digest
 from windlass.weights.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, read_box, split_box
 
@@ -42,8 +39,8 @@ def combine_digests(by_rank: Sequence[Mapping[str, Part]]) -> tuple[str, list[st
     """
     parts: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
     problems = []
-    for rank, own in enumerate(by_rank):
-        for name, (offset, shape, digest) in own.items():
+    for rank, parts_of_rank in enumerate(by_rank):
+        for name, (offset, shape, digest) in parts_of_rank.items():
             if 0 in shape:
                 continue
             first, expected = parts.setdefault((name, offset, shape), (rank, digest))
@@ -72,25 +69,26 @@ def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) ->
             return digest_box(stored, box, values, partial(read_box, files=files))
 
         try:
-            found = format_digest(sum(pool.map(digest, jobs())))
+            total = format_digest(sum(pool.map(digest, jobs())))
         except (DamagedError, OSError) as error:
             raise UserError(f"it can't be read: {error}", str(base.path), "fetch the base model again") from None
-    for problem in find_fetch_differences(base, found):
+    for problem in find_fetch_differences(base, total):
         raise UserError(problem, str(base.path), FETCH_AGAIN.format(folder=base.path))
-    return found
+    return total
 
 
 def find_fetch_differences(base: Base, digest: str) -> list[str]:
     """Return what is wrong if these are not the weights whose SHA-256 `windlass fetch` compared with the hub's."""
     recorded = read_json(base.path / PUBLISHED).get(DIGEST, digest) if base.path else digest
-    same = recorded == digest
-    return [] if same else [f"its weights have changed since they were fetched: digest {recorded} then, {digest} now"]
+    if recorded == digest:
+        return []
+    return [f"its weights have changed since they were fetched: digest {recorded} then, {digest} now"]
 
 
 def bytes_to_digest(base: Base) -> int:
     """Return the number of bytes that `digest_files` reads."""
     pieces = [piece for parameter in base.parameters for piece in parameter.pieces]
-    return sum(one.end - one.start for piece in pieces for one in piece.tensors)
+    return sum(stored.end - stored.start for piece in pieces for stored in piece.tensors)
 
 
 def read_forward_config(base: Base) -> dict[str, Any]:
@@ -103,26 +101,28 @@ def describe_base(
 ) -> dict[str, Any]:
     """Return the base's facts for manifests. `other_base`: what the user accepted with --allow-other-base;
     `quantization`: load.json's."""
-    found = {"base_name": base.name, "base_digest": digest, "base_config": read_forward_config(base)}
-    more = {"other_base": other_base, "base_quantisation": quantization}
-    return found | {key: value for key, value in more.items() if value}
+    facts = {"base_name": base.name, "base_digest": digest, "base_config": read_forward_config(base)}
+    optional = {"other_base": other_base, "base_quantisation": quantization}
+    return facts | {key: value for key, value in optional.items() if value}
 
 
-def describe_quantization(found: Mapping[str, Any]) -> str:
+def describe_quantization(quantization: Mapping[str, Any]) -> str:
     """Summarize load.json's quantization in a line; empty if windlass did not quantize the base."""
-    if not found:
+    if not quantization:
         return ""
-    own, worst = f"{found['format'].upper()} in blocks of {found['block']}", found["worst"]
-    error = f"relative RMS error {found['relative_rms']:.1%}"
-    return f"{own}: {error}, at most {worst['relative_rms']:.1%} in {worst['name']}"
+    worst = quantization["worst"]
+    return (
+        f"{quantization['format'].upper()} in blocks of {quantization['block']}: relative RMS error "
+        f"{quantization['relative_rms']:.1%}, at most {worst['relative_rms']:.1%} in {worst['name']}"
+    )
 
 
 def read_recorded_base(adapter: Path) -> dict[str, Any]:
     """Return what is recorded next to an adapter about the base it was trained on; empty for adapters made
     elsewhere."""
-    found = read_json(adapter / BASE_MODEL) or read_json(adapter / MANIFEST)
+    record = read_json(adapter / BASE_MODEL) or read_json(adapter / MANIFEST)
     keys = ("base_name", "base_digest", "base_config", "other_base", "base_quantisation")
-    return {key: found[key] for key in keys if found.get(key)}
+    return {key: record[key] for key in keys if record.get(key)}
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, str]]:
@@ -136,23 +136,26 @@ def require_same_base(
     adapter: Path, base: Base, digest: str, where: str, *, allow_other: bool, say: Callable[[str], None]
 ) -> str:
     """Refuse another base than the adapter was trained on. Returns what has been accepted instead, if anything."""
-    recorded, name = read_recorded_base(adapter), "/".join(adapter.resolve().parts[-2:])
+    recorded = read_recorded_base(adapter)
+    name = "/".join(adapter.resolve().parts[-2:])
     if "base_digest" not in recorded:
         say(f"note: {name} has no digest of its base model: that it was trained on {base.name} is unproven")
         return str(recorded.get("other_base", ""))
-    then, now, problem = recorded.get("base_config") or {}, read_forward_config(base), ""
+    then = recorded.get("base_config") or {}
+    now = read_forward_config(base)
+    changed = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
     if recorded["base_digest"] != digest:
         problem = (
             f"the weights of {base.name} (digest {digest}) are not those that {name} was trained on: "
             f"{recorded.get('base_name', 'a base')} (digest {recorded['base_digest']})"
         )
-    elif then and (changed := [key for key in then.keys() | now.keys() if then.get(key) != now.get(key)]):
-        values = ", ".join(f"{key} {then.get(key)} then, {now.get(key)} now" for key in sorted(changed)[:4])
+    elif then and changed:
+        values = ", ".join(f"{key} {then.get(key)} then, {now.get(key)} now" for key in changed[:4])
         problem = f"config.json of {base.name} is not the one that {name} was trained with: {values}"
-    if problem:
-        if not allow_other:
-            hint = f"use the base model that it was trained on, or add {FLAG}"
-            raise UserError(problem, where, hint, "other-base")
-        say(f"warning: {problem}; accepted with {FLAG}")
-        return problem
-    return str(recorded.get("other_base", ""))
+    else:
+        return str(recorded.get("other_base", ""))
+    if not allow_other:
+        hint = f"use the base model that it was trained on, or add {FLAG}"
+        raise UserError(problem, where, hint, "other-base")
+    say(f"warning: {problem}; accepted with {FLAG}")
+    return problem
