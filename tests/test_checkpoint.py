@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windlass.errors import RunError, UserError
 from windlass.model.targets import ExpertShard
 from windlass.run_folder import ADAPTER, MANIFEST, lock_run, read_manifest
-from windlass.train.checkpoint import resume
+from windlass.train.checkpoint import resume, snapshot
 from windlass.train.checkpoint.folder import (
     find_damage,
     list_checkpoints,
@@ -138,7 +138,7 @@ def test_expert_parts_are_gathered_through_the_host(monkeypatch: pytest.MonkeyPa
     def seen(tensor: Tensor, _other: int) -> None:
         devices.append(tensor.device.type)
 
-    monkeypatch.setattr("windlass.train.checkpoint.snapshot.get_rank", lambda: here)
+    monkeypatch.setattr(snapshot, "get_rank", lambda: here)  # of a process that is in no group
     monkeypatch.setattr(dist, "send", seen)
     monkeypatch.setattr(dist, "recv", seen)
     experts = ExpertGatherer(adapted())
@@ -197,11 +197,10 @@ def test_full_disk_leaves_older_checkpoints_intact(tmp_path: Path, trained: Trai
 
 @pytest.mark.fault("storage that changes bits of a checkpoint", "`windlass train`", "are not what was written: ")
 def test_faulty_storage_is_detected(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.train.checkpoint.saver.PATIENCE_SECONDS", 0.05)
     made = trained.snapshot(1)
     object.__setattr__(made, "write", lambda partial: time.sleep(0.3))
     printed: list[str] = []
-    saver = Saver(tmp_path, None, {}, printed.append)
+    saver = Saver(tmp_path, None, {}, printed.append, patience_seconds=0.05)
     saver.start_writing(made)
     assert not printed
     saver.start_writing(trained.snapshot(2))
@@ -218,7 +217,7 @@ def test_faulty_storage_is_detected(tmp_path: Path, trained: Trained, monkeypatc
         save_file(tensors, path, metadata)
         tensors[name].view(torch.int32)[0, 0] ^= 1
 
-    monkeypatch.setattr("windlass.train.checkpoint.snapshot.save_file", flip)
+    monkeypatch.setattr(snapshot, "save_file", flip)  # the fault
     with pytest.raises(RunError, match=r"1 tensors in .* are not what was written: .*lora_B"):
         written(tmp_path, trained, 3)
     assert names(tmp_path) == ["step-1", "step-2"]

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from windlass import tiny
+from windlass.data import cache, chat, prepare
 from windlass.data.cache import SEAL, get_or_create
 from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.prepare import PreparedData, prepare_data
@@ -196,14 +197,14 @@ def test_answer_spans_are_derived_from_templates(
     tokenizer: Any, template: str, expected: Any, steps: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By transformers' own steps, or by its public function in versions that name them differently."""
-    monkeypatch.setattr("windlass.data.chat.STEPS", steps)
+    monkeypatch.setattr(chat, "STEPS", steps)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             ChatTemplate(tokenizer, template).render(CHAT)
         return
     names = {"system": "system", "user": "human", "assistant": "gpt"}
-    for chat in (CHAT, [{"from": names[turn["role"]], "value": turn["content"]} for turn in CHAT]):
-        text, spans = ChatTemplate(tokenizer, template).render(chat)
+    for turns in (CHAT, [{"from": names[turn["role"]], "value": turn["content"]} for turn in CHAT]):
+        text, spans = ChatTemplate(tokenizer, template).render(turns)
         assert [text[slice(*span)] for span in spans] == expected
     with pytest.raises(UserError, match="no role"):
         choose_template(tokenizer).render([{"content": "x"}])
@@ -519,8 +520,8 @@ def test_the_fingerprint_follows_what_the_tokens_depend_on(
     text: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, sampled: bool
 ) -> None:
     if sampled:  # as of a file over 1 GiB
-        monkeypatch.setattr("windlass.data.cache.BLOCK_BYTES", 16)
-        monkeypatch.setattr("windlass.data.prepare.HASHED_BYTES", 64)
+        monkeypatch.setattr(cache, "BLOCK_BYTES", 16)
+        monkeypatch.setattr(prepare, "HASHED_BYTES", 64)
     seen = {prepare_data(run_file(text), tokenizer).fingerprint}
     os.utime(text, (0, 0))
     assert prepare_data(run_file(text), tokenizer).fingerprint in seen  # a copy with another date is the same data

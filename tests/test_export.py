@@ -568,7 +568,7 @@ def test_a_deviation_is_an_error_and_deletes_nothing(
         flip_bit(UNTOUCHED[0])(made, tmp_path / "out", "")
         (tmp_path / "out" / "tokenizer.json").write_text("{}")
 
-    monkeypatch.setattr("windlass.export.merge.write_merge", write_badly)
+    monkeypatch.setattr("windlass.export.merge.write_merge", write_badly)  # the fault
     with refused("not-base-plus-adapter", str(tmp_path / "out"), RunError) as problems:
         merge(made, tmp_path / "out")
     assert problems[0].problem.endswith(": tokenizer.json is not the base's")

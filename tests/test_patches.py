@@ -1,9 +1,5 @@
-"""Replacements of other libraries' code: all are undone, and none is made outside train/patches.py."""
+"""Replacements of other libraries' code are all undone; test_source.py: none is made outside train/patches.py."""
 
-import ast
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +14,6 @@ from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral4 import modeling_mistral4
 
-import windlass
 from windlass.train.loss import SourceLosses
 from windlass.train.patches import PARTS, ModelPatches, Patches, patch_peft
 
@@ -26,7 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*_pattern keys did not match any targeted module:RuntimeWarning"),
 ]
-SOURCE = Path(windlass.__file__).parent
 
 
 def state_of(model: PeftModel) -> list[Any]:
@@ -106,77 +100,3 @@ def test_each_fused_part_can_be_left_out(part: str) -> None:
 
     originals = {**vars(modeling_mistral4)}
     assert names_of(tuple(name for name in PARTS if name != part)) != names_of(PARTS)
-
-
-# --- the source ---
-
-# Settings of torch, not code: each with its reason where it is made.
-SETTINGS = {"torch._dynamo.config", "torch._functorch.config", "torch._inductor.config"}
-
-
-def foreign_names(tree: ast.Module) -> set[str]:
-    """Return the names that a file imports from other libraries."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            if node.module.partition(".")[0] not in {*sys.stdlib_module_names, "windlass"}:
-                names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            tops = {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-            names |= tops - {*sys.stdlib_module_names, "windlass"}
-    return names
-
-
-def find_replacements(source: str) -> Iterator[str]:
-    """Yield assignments that replace code of others: a forward, a class, an attribute of an imported name."""
-    tree = ast.parse(source)
-    foreign = foreign_names(tree)
-    for node in ast.walk(tree):
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AnnAssign | ast.AugAssign):
-            targets = [node.target]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
-            owner, name = node.args[:2]
-            if ast.unparse(name) in ("'forward'", "'__class__'") or ast.unparse(owner).partition(".")[0] in foreign:
-                yield ast.unparse(node)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("FunctionType"):
-            yield ast.unparse(node)
-        while targets:
-            target = targets.pop()
-            if isinstance(target, ast.Tuple):
-                targets += target.elts
-            elif isinstance(target, ast.Attribute):
-                owner_text = ast.unparse(target.value)
-                is_setting = owner_text in SETTINGS
-                if target.attr in ("forward", "__class__") or (
-                    owner_text.partition(".")[0] in foreign and not is_setting
-                ):
-                    yield ast.unparse(target)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "module.forward = f",
-        "a, module.forward = 1, f",
-        "wrapper.__class__ = C",
-        "setattr(module, 'forward', f)",
-        "from transformers import masking_utils\nmasking_utils.f = g",
-        "import torch\ntorch.Tensor.item = g",
-        "types.FunctionType(code, {})",
-    ],
-)
-def test_a_replacement_elsewhere_is_found(fault: str) -> None:
-    assert [*find_replacements(fault)]
-
-
-def test_nothing_is_replaced_outside_of_patches() -> None:
-    found = {
-        f"{path.relative_to(SOURCE)}: {text}"
-        for path in SOURCE.rglob("*.py")
-        if path != SOURCE / "train/patches.py"
-        for text in find_replacements(path.read_text())
-    }
-    assert not found

@@ -511,11 +511,11 @@ def test_error_quotes_the_node_with_the_cause(tmp_path: Path) -> None:
     assert (caught.value.log, command.code) == (tmp_path / "launch-node1.log", 13)
 
 
-def test_nothing_is_left_running(rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.rehearse.process.LIMIT_SECONDS", 0.3)
-
+def test_nothing_is_left_running(rehearsal: Rehearsal, tmp_path: Path) -> None:
     def hang(r: Rehearsal) -> Iterator[str]:
-        r.start("best", ["bash", "-c", "exec sleep 60"]).finish()
+        command = Command("best", ["bash", "-c", "exec sleep 60"], tmp_path, os.environ, limit_seconds=0.3)
+        r.processes.callback(command.stop)
+        command.finish()
         yield "never"
 
     with pytest.raises(Failed, match="has not ended within"):

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from windlass.errors import UserError
 from windlass.files import read_json_lines
-from windlass.observe import report, steps
-from windlass.observe.report import print_report
+from windlass.observe import reader, report, steps
+from windlass.observe.report import print_report, read
 from windlass.observe.report.read import choose_cuts, thin_curve
 
 ROOT = Path(__file__).parent.parent
@@ -264,8 +264,8 @@ def test_long_files_of_other_ranks_are_sampled(tmp_path: Path, monkeypatch: pyte
     """Sums are within a percent of a full reading; the page says so; the first rank's file is read in full."""
     folder = write(tmp_path / "run", ranks=3, count=1500, stages=False)
     whole = only(folder)
-    monkeypatch.setattr(sys.modules["windlass.observe.report.read"], "LONG", 100_000)
-    monkeypatch.setattr("windlass.observe.reader.SAMPLE_BYTES", 2500)
+    monkeypatch.setattr(read, "LONG", 100_000)  # files of many gigabytes, scaled down
+    monkeypatch.setattr(reader, "SAMPLE_BYTES", 2500)
     sampled = report.make_report([folder]).runs[0]
     assert any("2 ranks' step files" in line for line in sampled["absent"])
     assert not any("ranks' step files" in line for line in whole["absent"])

@@ -6,10 +6,16 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from windlass.runfile import Train
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
+PACKAGE = ROOT / "src" / "windlass"
 EXIT_CODES = {"FAILED", "USER_INPUT", "RANK_USER_INPUT", "SAVED"}
 
 
@@ -107,3 +113,83 @@ def test_login_node_commands_import_no_torch() -> None:
     started = [sys.executable, "-c", SCRIPT, json.dumps(commands)]
     done = subprocess.run(started, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == {**{" ".join(command): [] for command in commands}, "all": ["numpy"]}
+
+
+# --- replacements of other libraries' code ---
+
+# Settings of torch, not code: each with its reason where it is made.
+SETTINGS = {"torch._dynamo.config", "torch._functorch.config", "torch._inductor.config"}
+
+
+def foreign_names(tree: ast.Module) -> set[str]:
+    """Return the names that a file imports from other libraries."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module.partition(".")[0] not in {*sys.stdlib_module_names, "windlass"}:
+                names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            tops = {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            names |= tops - {*sys.stdlib_module_names, "windlass"}
+    return names
+
+
+def find_replacements(source: str) -> Iterator[str]:
+    """Yield assignments that replace code of others: a forward, a class, an attribute of an imported name."""
+    tree = ast.parse(source)
+    foreign = foreign_names(tree)
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            owner, name = node.args[:2]
+            if ast.unparse(name) in ("'forward'", "'__class__'") or ast.unparse(owner).partition(".")[0] in foreign:
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("FunctionType"):
+            yield ast.unparse(node)
+        while targets:
+            target = targets.pop()
+            if isinstance(target, ast.Tuple):
+                targets += target.elts
+            elif isinstance(target, ast.Attribute):
+                owner_text = ast.unparse(target.value)
+                is_setting = owner_text in SETTINGS
+                if target.attr in ("forward", "__class__") or (
+                    owner_text.partition(".")[0] in foreign and not is_setting
+                ):
+                    yield ast.unparse(target)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "module.forward = f",
+        "a, module.forward = 1, f",
+        "wrapper.__class__ = C",
+        "setattr(module, 'forward', f)",
+        "from transformers import masking_utils\nmasking_utils.f = g",
+        "import torch\ntorch.Tensor.item = g",
+        "types.FunctionType(code, {})",
+    ],
+)
+def test_a_replacement_elsewhere_is_found(fault: str) -> None:
+    assert [*find_replacements(fault)]
+
+
+def test_nothing_is_replaced_outside_of_patches() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE)}: {text}"
+        for path in PACKAGE.rglob("*.py")
+        if path != PACKAGE / "train/patches.py"
+        for text in find_replacements(path.read_text())
+    }
+    assert not found
+
+
+def test_every_key_of_train_is_read_somewhere() -> None:
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert set(Train.model_fields) <= read

@@ -1,4 +1,19 @@
-"""Full runs with real processes over gloo: equal to plain TRL + PEFT, and stopped by every planted fault."""
+"""Full runs with real processes over gloo: equal to plain TRL + PEFT, and stopped by every planted fault.
+
+Ranks start slowly, so all runs of one number of ranks share one start. A run is a *case*: a name in `CASES[ranks]` with
+what `case()` returns. tests/train_ranks.py runs them in turn, in every rank, and each rank writes its outcomes as JSON.
+Three fixtures read them, once per session: `alone` (one rank), `two`, `four`; `more` has those of `make prove`.
+
+For example, `CASES[2]["nan"] = case(2, faults=["nan"], **SAVING)`:
+
+- `case()` makes overrides of the run file RUN: 8 sequences a step over 2 ranks, and `train__save_steps=3` of SAVING
+  becomes `train.save_steps=3`. Keys without `__` (`faults`, `count`, `resume`, `plain`, `on_rank_1`) are for
+  train_ranks.py, which looks up `FAULTS["nan"]`: before step 3, rank 1's next forward returns NaN.
+- `two["nan"]` is rank 0's outcome: "code", or "error", "kind" and "where" of what it raised, "placements",
+  "collectives"; `two.ranks[1]["nan"]` is rank 1's; `two.steps("nan")` are the lines of its steps-rank0.jsonl, and
+  `two.folder / "nan"` is its run folder. `test_a_nan_stops_the_run_and_names_step_rank_and_rows` compares them.
+- A case in `EQUAL` is also compared with TRL step by step: with `CASES[1]["plain"]`, or the plain one of its kind.
+"""
 
 import copy
 import functools
@@ -614,6 +629,7 @@ def test_micro_batch_loss_and_gradients_equal_trls(tmp_path: Path, monkeypatch: 
     ours.config.output_router_logits = True
     assert (router_loss_weight(ours), router_loss_weight(ours, 0.0)) == (0.5, 0)
     for chunk in (2, 256):
+        # Chunks of a few tokens are what a vocabulary of billions would give.
         monkeypatch.setattr("windlass.train.loss.tokens_per_chunk", lambda *_, chunk=chunk: chunk)
         ours.zero_grad()
         share = torch.tensor(router_loss_weight(ours, 0.5) * tokens / 2)  # of two micro-batches

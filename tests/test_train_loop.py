@@ -31,7 +31,7 @@ from windlass.plan.layout import Layout
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.ranks.supervisor import reserve_port
 from windlass.run_folder import ADAPTER, read_manifest
-from windlass.train import run, start
+from windlass.train import run, start, step
 from windlass.train.checkpoint.folder import list_checkpoints, read_step
 from windlass.train.checkpoint.resume import claim_run_folder, fingerprint_base
 from windlass.train.checkpoint.snapshot import STATE, Snapshot, adapter_state
@@ -128,17 +128,17 @@ def test_schedule_free_optimizers_save_their_evaluation_weights(
     def create(train: Any, named: Any, _steps: int) -> Halved:
         return Halved([parameter for _, parameter in named if parameter.requires_grad], lr=train.learning_rate)
 
-    monkeypatch.setattr("windlass.train.step.create_optimizer", create)
+    monkeypatch.setattr(step, "create_optimizer", create)  # schedulefree is not installed
     settings = {"lr_scheduler_type": "constant", "eval_strategy": "no"}
     loop = make(**settings)
     train_step, trained = loop.train_step, dict[int, float]()
 
-    def step(micro_batches: Any) -> Any:
+    def recorded_step(micro_batches: Any) -> Any:
         done = train_step(micro_batches)
         trained[loop.step] = sum(float(p.detach().abs().sum()) for p in loop.updater.replicas.parameters)
         return done
 
-    loop.train_step = step  # type: ignore[method-assign]
+    loop.train_step = recorded_step  # type: ignore[method-assign]
     loop.run()
     for number in range(1, 5):
         saved = adapter(tmp_path / "run" / "checkpoints" / f"step-{number}")

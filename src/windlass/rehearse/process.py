@@ -38,8 +38,10 @@ class Command:
         environ: Mapping[str, str],
         nodes: Sequence[Mapping[str, str]] = ({},),
         tick: Callable[[], None] = lambda: None,
+        limit_seconds: float = LIMIT_SECONDS,
     ) -> None:
-        self.name, self.tick, self.deadline = name, tick, time.monotonic() + LIMIT_SECONDS
+        self.name, self.tick = name, tick
+        self.limit_seconds, self.deadline = limit_seconds, time.monotonic() + limit_seconds
         self.processes, self.files = list[subprocess.Popen[bytes]](), list[Path]()
         for node, variables in enumerate(nodes):
             path = folder / (name if len(nodes) == 1 else f"{name}-node{node}")
@@ -86,7 +88,7 @@ class Command:
             if self.has_ended:
                 return done()
             if time.monotonic() > self.deadline:
-                raise Failed(f"{self.name} has not ended within {LIMIT_SECONDS:.0f} s", 1, self.log)
+                raise Failed(f"{self.name} has not ended within {self.limit_seconds:.0f} s", 1, self.log)
             self.tick()
             time.sleep(POLL_SECONDS)
         return True

@@ -33,6 +33,7 @@ class Saver:
         say: Callable[[str], None],
         saved: Callable[[], None] = lambda: None,
         unwritten: WriteGuard | None = None,
+        patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         self.unwritten = unwritten or WriteGuard(lambda _: None)
         self.folder = folder
@@ -40,6 +41,7 @@ class Saver:
         self.limit = limit
         self.facts = facts  # for the manifest of every checkpoint
         self.say = say
+        self.patience_seconds = patience_seconds
         self.saved = saved  # called after every checkpoint, from the thread that wrote it
         self.thread = ThreadPoolExecutor(1, "windlass save")
         self.writing: Future[str] | None = None
@@ -101,7 +103,7 @@ class Saver:
         if self.writing is None:
             return self.failure
         began = time.monotonic()
-        while wait([self.writing], PATIENCE_SECONDS).not_done:
+        while wait([self.writing], self.patience_seconds).not_done:
             waited = f"the storage has been writing for {time.monotonic() - began:.0f} s"
             self.say(f"waiting for the checkpoint of step {self.step}: {waited}")
         writing = self.writing
@@ -131,7 +133,7 @@ class Saver:
         if failure:
             self.say(f"step {step:>5}  NOT saved: {failure} ({folder}); older checkpoints are unharmed")
         else:
-            slow = f", in {seconds:.0f} s" if seconds > PATIENCE_SECONDS else ""
+            slow = f", in {seconds:.0f} s" if seconds > self.patience_seconds else ""
             self.say(f"step {step:>5}  saved checkpoints/{folder.name}{slow}")
         try:
             # A resubmitted job's grace period follows from the time that saving took.
