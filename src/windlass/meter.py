@@ -1,7 +1,5 @@
 """The profiler for users' own scripts. Importing it imports no torch yet."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Write a run's report while it trains, in a separate process that reads the run folder's files."""
 
-from __future__ import annotations
-
 import atexit
 import math
 import subprocess

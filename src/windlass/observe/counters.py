@@ -1,7 +1,5 @@
 """Counters of the GPU, the process and the network, sampled together; and the facts about this machine."""
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

@@ -1,7 +1,5 @@
 """FLOPs of one token, counted on the live model, and the rates computed from them: tokens/s, TFLOP/s, MFU."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Format numbers for display, with a dash for anything unknown."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 from windlass.observe.reader import as_number

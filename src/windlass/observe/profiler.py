@@ -1,7 +1,5 @@
 """Step profilers for users' own scripts: `StepProfiler` for any PyTorch loop, `LLMStepProfiler` for a Trainer."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

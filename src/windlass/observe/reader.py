@@ -1,7 +1,5 @@
 """Read a run folder's JSON lines while they grow or afterwards; damaged and incomplete ones are skipped."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

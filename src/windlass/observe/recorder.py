@@ -1,7 +1,5 @@
 """Measure each optimizer step of one rank and append it to the rank's step file."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

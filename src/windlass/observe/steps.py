@@ -1,7 +1,5 @@
 """The format of the step files' lines: fields (steps.toml) and phases."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Find signs of trouble in a run in which nothing failed, for the report and for the live view."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

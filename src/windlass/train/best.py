@@ -4,8 +4,6 @@ Adapters are compared row by row on the same rows. What rows have in common (som
 out, so the interval of a difference is far narrower than the spread of the losses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

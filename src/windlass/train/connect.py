@@ -1,7 +1,5 @@
 """Connect the ranks, and refuse those that would run different things."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a run prints: its header, a live line or plain lines. Libraries' own output is silenced."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Evaluation between steps: the loss of the validation rows."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Proof during the first steps of every run that the adapter trains: gradients reach it, it changes, replicas agree."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """The training loop: read `Loop.run` and `Loop.train_step` from top to bottom."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """NEFTune: uniform noise on the input embeddings while training (Jain et al., 2023)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ranking of a run's saved adapters, and its table. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A training run as every rank executes it: read `train_rank` from top to bottom."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

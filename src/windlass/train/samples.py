@@ -4,8 +4,6 @@ Generation is greedy and uses no KV cache: a right-padded batch goes through the
 that training depends on changes, and no random numbers are drawn.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

@@ -1,7 +1,5 @@
 """What an optimizer step works with: the model as it is trained, its updates, and the sums over the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self

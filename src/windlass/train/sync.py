@@ -1,7 +1,5 @@
 """Replicas of the adapter: one bucketed all-reduce per optimizer step, and proof that they stay equal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

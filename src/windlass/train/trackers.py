@@ -1,7 +1,5 @@
 """Send metrics to the trackers in train.report_to: TensorBoard, W&B, MLflow, trackio."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

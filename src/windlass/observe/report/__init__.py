@@ -3,8 +3,6 @@
 The page is one file that fetches nothing and is readable without scripts; scripts only draw the curves.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib
@@ -16,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import yaml
 from markupsafe import Markup
@@ -48,9 +46,6 @@ from windlass.observe.report.charts import (
 from windlass.observe.report.facts import Facts, collect_facts, highest_peak_gib
 from windlass.observe.report.read import read_run
 from windlass.observe.watch.detectors import make_hint
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 SCHEMA: Final = 1  # increased when a key changes its meaning or goes; new keys may come at any time
 ASSETS: Final = importlib.resources.files("windlass.observe.report") / "assets"
@@ -125,7 +120,7 @@ def _visible(value: Any) -> Any:
 
 
 @functools.cache
-def _template() -> Template:
+def _template() -> Any:
     # Only here: `plan` imports this package for its formats, and writes no page.
     from jinja2 import ChainableUndefined, Environment, PackageLoader
 
@@ -156,7 +151,7 @@ def render_page(runs: Sequence[Facts]) -> str:
     island = IN_SCRIPT.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     scripts = [_read_asset("uplot.min.js"), _read_asset("page.js")]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    return _template().render(
+    page: str = _template().render(
         runs=runs,
         overlays=overlays,
         figures=compare_figures(runs),
@@ -173,6 +168,7 @@ def render_page(runs: Sequence[Facts]) -> str:
         peak_gib=highest_peak_gib,
         NONE=NONE,
     )
+    return page
 
 
 def _read_asset(name: str) -> str:

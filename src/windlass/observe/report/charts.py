@@ -1,7 +1,5 @@
 """The curves of a run, reduced to few points: drawn on the page and stored in report.json under `charts`."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate

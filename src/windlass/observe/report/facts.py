@@ -3,8 +3,6 @@
 An unknown number is NaN until `make` writes it as null, so that what is computed from it is unknown as well.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

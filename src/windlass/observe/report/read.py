@@ -4,8 +4,6 @@ Step files can be hundreds of megabytes. Each is read once; of all ranks but the
 curves are kept.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -3,8 +3,6 @@
 A rule yields the message of an alarm and the rank it is about; None is the whole run.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque
@@ -13,13 +11,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from windlass.errors import RunError, make_pasteable
 from windlass.observe import steps
-
-if TYPE_CHECKING:
-    from windlass.runfile import Watch
+from windlass.runfile import Watch
 
 Records = Mapping[int, Mapping[str, Any]]  # a step's records by rank
 Points = Sequence[tuple[int, float]]  # step and value

@@ -5,8 +5,6 @@ faulthandler, which the thread has set and which needs no GIL, writes the stacks
 this one gives no sign of life, and wait for those stacks before they report or leave.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

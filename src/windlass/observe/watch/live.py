@@ -1,7 +1,5 @@
 """`windlass watch`: show a run folder in the terminal, during the run or afterwards, from its files alone."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

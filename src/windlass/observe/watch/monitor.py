@@ -1,7 +1,5 @@
 """Run all detectors over one run folder, from its files alone, once or in a thread of the run."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import threading

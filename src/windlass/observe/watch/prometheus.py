@@ -1,7 +1,5 @@
 """The page for Prometheus: the latest steps and the number of alarms."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """The watch inside the ranks of a windlass training run, and of a script that uses StepProfiler."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The watch of a script's ranks, in the process that started them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self

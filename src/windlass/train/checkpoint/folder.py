@@ -1,7 +1,5 @@
 """Checkpoint folders: sealed with hashes; found by their step, never by the clock. No torch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

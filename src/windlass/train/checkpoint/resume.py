@@ -1,7 +1,5 @@
 """Claim the run folder, for a new run or for the checkpoint that an unfinished one continues from."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Save checkpoints: in the background while training, and waited for at the end."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable

@@ -6,8 +6,6 @@ other file. A folder without a matching manifest is no checkpoint. Files hold th
 are split over ranks, so any layout and number of ranks can resume.
 """
 
-from __future__ import annotations
-
 import copy
 import errno
 import io
