@@ -70,7 +70,7 @@ def windlass_way(rows: Path, tokenizer: Any, folder: Path) -> tuple[float, Any]:
         }
     )
     start = time.perf_counter()
-    found = prepare_data(run, tokenizer).train
+    found = prepare_data(run, tokenizer, say=print).train
     return time.perf_counter() - start, found
 
 

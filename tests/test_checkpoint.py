@@ -9,7 +9,7 @@ import resource
 import subprocess
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.errors import RunError, UserError
+from windlass.files import WriteGuard
 from windlass.model.targets import ExpertShard
 from windlass.run_folder import ADAPTER, MANIFEST, lock_run, read_manifest
 from windlass.train.checkpoint import resume, snapshot
@@ -84,10 +85,15 @@ def trained() -> Trained:
     return Trained()
 
 
+def saver_in(folder: Path, limit: int | None = None, say: Callable[[str], None] = print, **options: float) -> Saver:
+    reported: list[str] = []  # not printed: a limit on file sizes holds for captured output too
+    return Saver(folder, limit, {}, say, lambda: None, WriteGuard(reported.append), **options)
+
+
 def written(run: Path, trained: Trained, *steps: int, losses: dict[int, float] | None = None) -> list[str]:
     """Write checkpoints of these steps; return what was printed."""
     printed: list[str] = []
-    saver = Saver(run, None, {}, printed.append)
+    saver = saver_in(run, say=printed.append)
     for step in steps:
         saver.start_writing(trained.snapshot(step, eval_loss=(losses or {}).get(step)))
     saver.close()
@@ -117,7 +123,7 @@ def test_snapshot_is_bit_equal_after_training_continues(tmp_path: Path, trained:
     expected = {key: value.clone() for key, value in made.adapter.items()}
     moments = [value["exp_avg"].clone() for value in trained.optimizer.state.values()]
     trained.step()
-    saver = Saver(tmp_path, None, {}, print)
+    saver = saver_in(tmp_path)
     saver.start_writing(made)
     saver.close()
     other, folder = Trained(), tmp_path / "checkpoints" / "step-1"
@@ -200,7 +206,7 @@ def test_faulty_storage_is_detected(tmp_path: Path, trained: Trained, monkeypatc
     made = trained.snapshot(1)
     object.__setattr__(made, "write", lambda partial: time.sleep(0.3))
     printed: list[str] = []
-    saver = Saver(tmp_path, None, {}, printed.append, patience_seconds=0.05)
+    saver = saver_in(tmp_path, say=printed.append, patience_seconds=0.05)
     saver.start_writing(made)
     assert not printed
     saver.start_writing(trained.snapshot(2))
@@ -227,9 +233,9 @@ KILLED = """
 import sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from test_checkpoint import Trained
-from windlass.train.checkpoint.saver import Saver
-trained, saver = Trained(), Saver(Path(sys.argv[1]), 2, {}, print)
+from test_checkpoint import Trained, saver_in
+trained = Trained()
+saver = saver_in(Path(sys.argv[1]), limit=2)
 for step in range(1, 10**6):
     saver.start_writing(trained.snapshot(step % 7 + 1, eval_loss=float(step % 3)))
     if step == 3:

@@ -65,7 +65,7 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
 def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Prepare:
     def make(rows: list[Any], tokenizer: Any = tokenizer, least: float = 0.0, more: Any = None, **section: Any) -> Any:
         path = write_lines(tmp_path / "a.jsonl", rows)
-        return prepare_data(run_file(path, least=least, **section), tokenizer, **(more or {}))
+        return prepare_data(run_file(path, least=least, **section), tokenizer, **(more or {}), say=print)
 
     return make
 
@@ -280,11 +280,11 @@ def test_validation_rows_that_are_missing_or_also_trained_on(prepared: Prepare, 
     for key, value in {"eval_steps": 5, "lr_scheduler_type": "greedy"}.items():
         asked = type(run.train).model_validate({**run.train.model_dump(exclude_unset=True), key: value})
         with pytest.raises(UserError, match=rf"train.{key} wants evaluation, .* their splits: train"):
-            prepare_data(run.model_copy(update={"train": asked}), tokenizer)
+            prepare_data(run.model_copy(update={"train": asked}), tokenizer, say=print)
     (tmp_path / "set").mkdir()
     write_lines(tmp_path / "set" / "train.jsonl", [{"text": t} for t in ("one two", "one two", "three four", "five")])
     write_lines(tmp_path / "set" / "validation.jsonl", [{"text": t} for t in ("three four", "seven eight")])
-    done = prepare_data(run_file(tmp_path / "set"), tokenizer)
+    done = prepare_data(run_file(tmp_path / "set"), tokenizer, say=print)
     assert done.audit["overlap"] == {"documents": 1, "share": 0.5, "near": 0}
     assert [done.audit["splits"][name]["duplicates"] for name in ("train", "validation")] == [1, 0]
 
@@ -315,9 +315,9 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any) -
     rows.save_to_disk(str(tmp_path / "one"))
     DatasetDict({"train": rows, "val": rows.select([0])}).save_to_disk(str(tmp_path / "dict"))
     write_lines(tmp_path / "a.jsonl", rows.to_list())
-    expected = prepare_data(run_file(tmp_path / "a.jsonl"), tokenizer).train["input_ids"]
+    expected = prepare_data(run_file(tmp_path / "a.jsonl"), tokenizer, say=print).train["input_ids"]
     for name in ("a.parquet", "a.json", "a.txt", "a.csv", "a.tsv", "one", "dict"):
-        done = prepare_data(run_file(tmp_path / name), tokenizer)
+        done = prepare_data(run_file(tmp_path / name), tokenizer, say=print)
         assert done.train["input_ids"] == expected, name
         assert (done.validation is not None) == (name == "dict")
 
@@ -343,7 +343,7 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any) -
 def test_a_broken_file_is_named(tmp_path: Path, tokenizer: Any, name: str, content: bytes, words: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=words) as caught:
-        prepare_data(run_file(tmp_path / name), tokenizer)
+        prepare_data(run_file(tmp_path / name), tokenizer, say=print)
     assert caught.value.problems[0].hint
 
 
@@ -389,10 +389,11 @@ def test_rows_are_batched_as_attention_needs(prepared: Prepare, tokenizer: Any, 
     grouped, packed = prepared(rows), prepared(rows, packing=True)
     run = run_file(tmp_path / "a.jsonl", packing=True)
     flash = run.model.model_copy(update={"attn_implementation": "flash_attention_2"})
-    packed_flash = prepare_data(run.model_copy(update={"model": flash}), tokenizer)
+    packed_flash = prepare_data(run.model_copy(update={"model": flash}), tokenizer, say=print)
     run = run_file(tmp_path / "a.jsonl")
-    flat = prepare_data(run.model_copy(update={"model": flash}), tokenizer)
-    single = prepare_data(run.model_copy(update={"model": flash}), tokenizer, batch=1)  # nothing to lay end to end
+    flat = prepare_data(run.model_copy(update={"model": flash}), tokenizer, say=print)
+    # One row a batch: nothing to lay end to end.
+    single = prepare_data(run.model_copy(update={"model": flash}), tokenizer, batch=1, say=print)
     for done, batching, collator in (
         (grouped, "padded in batches of like length", "PaddedCollator"),
         (packed, "packed", "PaddedPackingCollator"),
@@ -522,19 +523,20 @@ def test_the_fingerprint_follows_what_the_tokens_depend_on(
     if sampled:  # as of a file over 1 GiB
         monkeypatch.setattr(cache, "BLOCK_BYTES", 16)
         monkeypatch.setattr(prepare, "HASHED_BYTES", 64)
-    seen = {prepare_data(run_file(text), tokenizer).fingerprint}
+    seen = {prepare_data(run_file(text), tokenizer, say=print).fingerprint}
     os.utime(text, (0, 0))
-    assert prepare_data(run_file(text), tokenizer).fingerprint in seen  # a copy with another date is the same data
+    # A copy with another date is the same data.
+    assert prepare_data(run_file(text), tokenizer, say=print).fingerprint in seen
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     other.add_special_tokens({"eos_token": "<stop>"})
     sections: list[dict[str, Any]] = [{"max_length": 32}, {"packing": True}, {"val_fraction": 0.1}]
     sections += [{"train_split": "train[:50%]"}, {"prompt_template": "{text}!"}]
-    found = [prepare_data(run_file(text, **section), tokenizer).fingerprint for section in sections]
-    found.append(prepare_data(run_file(text), other).fingerprint)
+    found = [prepare_data(run_file(text, **section), tokenizer, say=print).fingerprint for section in sections]
+    found.append(prepare_data(run_file(text), other, say=print).fingerprint)
     text.write_text("~" + text.read_text()[1:])
-    found.append(prepare_data(run_file(text), tokenizer).fingerprint)
+    found.append(prepare_data(run_file(text), tokenizer, say=print).fingerprint)
     text.write_text(text.read_text()[:-2] + "~\n")
-    found.append(prepare_data(run_file(text), tokenizer).fingerprint)
+    found.append(prepare_data(run_file(text), tokenizer, say=print).fingerprint)
     assert len({*seen, *found}) == 1 + len(found)
 
 
@@ -568,7 +570,7 @@ from windlass.runfile import RunFile
 run = RunFile.model_validate(%s)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 tokenizer(["start the threads"] * 1000)  # as TOKENIZERS_PARALLELISM says
-prepared = prepare_data(run, tokenizer)
+prepared = prepare_data(run, tokenizer, say=print)
 loader = DataLoader(prepared.train, batch_size=None, num_workers=1, multiprocessing_context="fork")
 print(sum(1 for _ in itertools.islice(loader, 20)))
 """

@@ -99,7 +99,7 @@ def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Prepare:
         data = {"dataset_name_or_path": str(path), "max_length": 512, "packing": False, **section}
         data |= {"chat_template": template} if template else {}
         tree = {"data": data, "train": {"output_dir": str(tmp_path / "out"), "max_steps": 5}}
-        return prepare_data(RunFile.model_validate(tree), tokenizer, where=lambda key: f"run.yaml:9: {key}")
+        return prepare_data(RunFile.model_validate(tree), tokenizer, where=lambda key: f"run.yaml:9: {key}", say=print)
 
     return make
 

@@ -97,7 +97,7 @@ def test_error_in_one_set_names_its_key(tmp_path: Path, part: dict[str, Any], wo
     loaded = read_run_file(write(tmp_path, mix=[part, {"path": f"{tmp_path}/b.jsonl"}], turns="all"), [])
     tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=600))
     with pytest.raises(UserError, match=words):
-        prepare_data(loaded.run, tokenizer, where=loaded.where)
+        prepare_data(loaded.run, tokenizer, where=loaded.where, say=print)
 
 
 def test_sets_inherit_unset_keys_from_the_section(tmp_path: Path) -> None:
@@ -112,6 +112,6 @@ def test_a_mix_of_one_and_one_evaluation_set_have_figures_of_their_own(tmp_path:
     parts = {"mix": [{"path": f"{tmp_path}/a.jsonl", "epochs": 2}], "eval": {"held": {"path": f"{tmp_path}/b.jsonl"}}}
     loaded = read_run_file(write(tmp_path, **parts, val_split=None), [])
     tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=600))
-    made = prepare_data(loaded.run, tokenizer, where=loaded.where)
+    made = prepare_data(loaded.run, tokenizer, where=loaded.where, say=print)
     assert (made.sources, made.shares, made.evaluated) == (("a",), ((8, 16),), ("held",))
     assert made.audit["evaluated"]["held"]["overlap"]["documents"] == 0

@@ -64,7 +64,7 @@ def run_file(rows: Path, **section: Any) -> RunFile:
 
 @pytest.fixture(scope="module")
 def packed(rows: Path, tokenizer: PreTrainedTokenizerFast) -> PreparedData:
-    return prepare_data(run_file(rows), tokenizer)
+    return prepare_data(run_file(rows), tokenizer, say=print)
 
 
 @settings(deadline=None, max_examples=50)
@@ -93,7 +93,7 @@ def test_packing_is_best_fit() -> None:
 def test_documents_are_complete_in_packed_rows(
     rows: Path, tokenizer: PreTrainedTokenizerFast, packed: PreparedData
 ) -> None:
-    plain = prepare_data(run_file(rows, packing=False), tokenizer).train
+    plain = prepare_data(run_file(rows, packing=False), tokenizer, say=print).train
     found = []
     for row in packed.train.to_pylist():
         edges = np.cumsum([0, *row["seq_lengths"]]).tolist()
@@ -211,20 +211,20 @@ def test_grouping_by_length_is_a_permutation(lengths: list[int], batch: int, epo
 
 
 def test_a_stream_gives_every_row_once_an_epoch_in_one_order(rows: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    streamed = prepare_data(run_file(rows, streaming=True, packing=False), tokenizer).train
-    plain = prepare_data(run_file(rows, packing=False), tokenizer).train
+    streamed = prepare_data(run_file(rows, streaming=True, packing=False), tokenizer, say=print).train
+    plain = prepare_data(run_file(rows, packing=False), tokenizer, say=print).train
     count = len(plain)
     first = [tuple(row["input_ids"]) for row in itertools.islice(streamed, 2 * count)]
     assert sorted(first[:count]) == sorted(first[count:]) == sorted(map(tuple, plain["input_ids"].to_pylist()))
     assert first[:count] != first[count:]  # shuffled anew
     assert [tuple(row["input_ids"]) for row in itertools.islice(streamed, count)] == first[:count]
-    packed = prepare_data(run_file(rows, streaming=True), tokenizer)
+    packed = prepare_data(run_file(rows, streaming=True), tokenizer, say=print)
     batch = packed.collator(7)(list(itertools.islice(packed.train, 2)))
     assert (batch["position_ids"] == 0).sum() > 2
     run = run_file(rows, streaming=True)
     endless = run.model_copy(update={"train": run.train.model_copy(update={"max_steps": -1})})
     with pytest.raises(UserError, match="epochs can't be counted"):
-        prepare_data(endless, tokenizer)
+        prepare_data(endless, tokenizer, say=print)
 
 
 def test_writing_and_reading_rows_imports_no_pandas(tmp_path: Path) -> None:

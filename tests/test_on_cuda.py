@@ -181,7 +181,7 @@ def steps_of(family: str, layout: str, dtype: str, folder: Path, monkeypatch: py
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         tokenizer = open_base_tokenizer(plan)
-        data, out = prepare_data(plan.run, tokenizer), plan.folder
+        data, out = prepare_data(plan.run, tokenizer, say=print), plan.folder
         out.mkdir(exist_ok=True)
         model, gpu = parallel.build_model(plan.base, plan.layout, torch.bfloat16), Gpu(0)
         monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: gpu.listed(tensor))

@@ -272,7 +272,7 @@ def test_sockets_are_found_in_nccls_log_also_in_submitted_jobs(tmp_path: Path) -
     assert "1 of 1 channels between nodes over sockets, and there is infiniband-400" in alarm.message
 
     def debug(environ: dict[str, str], nodes: int = 2, **env: str) -> str | None:
-        job: Any = SimpleNamespace(watch=Watch(), cluster=SimpleNamespace(nodes=nodes, env=env))
+        job: Any = SimpleNamespace(watch=Watch(), cluster=SimpleNamespace(size=(nodes, 8), env=env))
         return make_environment(environ, job, tmp_path).get("NCCL_DEBUG_FILE")
 
     assert debug({}) == debug({"NCCL_DEBUG": "WARN"}) == f"{tmp_path}/nccl-%h-%p.log", "WARN is our own default"

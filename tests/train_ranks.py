@@ -352,7 +352,7 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
         config.modules_to_save = job.lora.modules_to_save
         model = get_peft_model(model, config)
     tokenizer = run.open_base_tokenizer(plan)
-    data = prepare_data(job, tokenizer)
+    data = prepare_data(job, tokenizer, say=print)
     arguments = sft_config(plan, data)
     trainer = Plain(model=model, args=arguments, train_dataset=Dataset(data.train), processing_class=tokenizer)
     trainer.rows = Rows(plan, data)

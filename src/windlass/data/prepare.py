@@ -98,8 +98,8 @@ def prepare_data(
     where: Where = str,
     vocabulary: int | None = None,
     batch: int | None = None,
-    say: Say = lambda _: None,
-    audited: Callable[[dict[str, Any]], None] = lambda _: None,
+    say: Say,
+    audited: Callable[[dict[str, Any]], None] | None = None,
 ) -> PreparedData:
     """Tokenize or read from the cache; audit; raise a UserError for data that can't be trained on.
 
@@ -130,7 +130,8 @@ def prepare_data(
     audit["notes"] = [*notes, *auditing.find_warnings(audit)]
     if not any(rows.validated for rows in selections):
         audit["notes"].append("there are no validation rows, so nothing is evaluated: data.val_fraction holds some out")
-    audited(audit)
+    if audited is not None:
+        audited(audit)
     least = run.watch.min_supervised_fraction
     raise_all(auditing.find_problems(audit, vocabulary=vocabulary, least_fraction=least, where=where))
 

@@ -27,7 +27,8 @@ from windlass.run_folder import LIBRARIES, read_versions
 from windlass.train.step import Step
 from windlass.variables import find_unread
 
-LABEL, LOG_WIDTH = 10, 80  # width of the header's labels; line width of a log that is no terminal
+LABEL: Final = 10  # width of the header's labels
+LOG_WIDTH: Final = 80  # of a log's lines, if it is no terminal
 WINDOW: Final = 20  # steps over which speed and time left are averaged
 
 
@@ -111,9 +112,7 @@ def describe_hardware() -> str:
 class Progress:
     """Shows progress on rank 0; on every rank it records the current phase, for the message if the rank is killed."""
 
-    def __init__(
-        self, here: Rank, console: Console, logging_steps: int, sampled_gib: Callable[[], float] = lambda: 0.0
-    ) -> None:
+    def __init__(self, here: Rank, console: Console, logging_steps: int, sampled_gib: Callable[[], float]) -> None:
         self.here = here
         self.console = console
         self.logging_steps = logging_steps

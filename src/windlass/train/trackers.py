@@ -95,11 +95,11 @@ class Trackers:
         folder: Path,
         run_name: str | None,
         config: dict[str, Any],
-        unwritten: WriteGuard | None = None,
+        unwritten: WriteGuard,
     ) -> None:
         listed = [names] if isinstance(names, str) else names
         self.folder = folder
-        self.unwritten = unwritten or WriteGuard(lambda _: None)
+        self.unwritten = unwritten
         self.opened: dict[str, tuple[Log, Callable[[], None]]] = {}
         for name in listed:
             if name != "none":

@@ -51,8 +51,8 @@ class Heartbeat(threading.Thread):
         position: Callable[[], Position],
         stalled: Callable[[Alarm], None],
         leave: Callable[[str], None] | None,
-        flight_recorder: Callable[[], Mapping[str, Any]] = dict,
-        unwritten: WriteGuard | None = None,
+        flight_recorder: Callable[[], Mapping[str, Any]],
+        unwritten: WriteGuard,
     ) -> None:
         super().__init__(name="windlass heartbeat", daemon=True)
         self.folder = folder
@@ -63,7 +63,7 @@ class Heartbeat(threading.Thread):
         self.stalled = stalled
         self.leave = leave
         self.flight_recorder = flight_recorder
-        self.unwritten = unwritten or WriteGuard(lambda _: None)
+        self.unwritten = unwritten
         self.period = min(SLOWEST_BEAT, (stall_seconds or 60.0) / 4)
         self.over = threading.Event()
         self.stacks = self.unwritten.open(folder / STACKS.format(rank=rank), "w")

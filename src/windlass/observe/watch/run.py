@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from windlass import run_folder
 from windlass.errors import Problem, RunError
-from windlass.files import read_json
+from windlass.files import WriteGuard, read_json
 from windlass.observe.recorder import Recorder
 from windlass.observe.watch.detectors import Alarm, AlarmError
 from windlass.observe.watch.heartbeat import Heartbeat, Position, read_recent_calls
@@ -167,7 +167,9 @@ def script_heartbeat(folder: Path, rank: int, ranks: int, position: Callable[[],
 
     seconds = None if limits.stall == OFF else float(limits.stall_seconds or SCRIPT_STALL_SECONDS)
     exit_ = leave if limits.stall == STOP else None
-    heartbeat = Heartbeat(folder, rank, ranks, seconds, position, stalled, exit_, read_flight_recorder)
+    heartbeat = Heartbeat(
+        folder, rank, ranks, seconds, position, stalled, exit_, read_flight_recorder, WriteGuard(_print)
+    )
     heartbeat.start()
     return heartbeat
 

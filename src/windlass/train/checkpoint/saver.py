@@ -29,11 +29,10 @@ class Saver:
         limit: int | None,
         facts: dict[str, Any],
         say: Callable[[str], None],
-        saved: Callable[[], None] = lambda: None,
-        unwritten: WriteGuard | None = None,
+        saved: Callable[[], None],
+        unwritten: WriteGuard,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        self.unwritten = unwritten or WriteGuard(lambda _: None)
         self.folder = folder
         self.checkpoints = folder / CHECKPOINTS
         self.limit = limit
@@ -41,6 +40,7 @@ class Saver:
         self.say = say
         self.patience_seconds = patience_seconds
         self.saved = saved  # called after every checkpoint, from the thread that wrote it
+        self.unwritten = unwritten
         self.thread = ThreadPoolExecutor(1, "windlass save")
         self.writing: Future[str] | None = None
         self.step = 0  # of the latest checkpoint

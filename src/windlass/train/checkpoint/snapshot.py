@@ -36,7 +36,9 @@ from windlass.train.checkpoint.folder import find_damage, seal_checkpoint
 from windlass.train.parallel import reshard, shard_like
 from windlass.weights.same_base import describe_files
 
-OPTIMIZER, SCHEDULER, RANDOM = "optimizer.pt", "scheduler.json", "random.json"
+OPTIMIZER: Final = "optimizer.pt"
+SCHEDULER: Final = "scheduler.json"
+RANDOM: Final = "random.json"
 STATE: Final = "trainer_state.json"  # the name that other tools look for
 
 

@@ -85,7 +85,8 @@ def sort_received(edges: list[list[int]], device: torch.device) -> SortedRows:
     """Sort rows that arrive from each rank in expert order by expert, given the edges of each rank's rows."""
     counts = np.diff(np.array(edges))  # [ranks, experts]
     first = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)  # position at which each block arrives
-    lengths, ends = counts.T.ravel(), np.cumsum(counts.T)
+    lengths = counts.T.ravel()
+    ends = np.cumsum(counts.T)
     shifts = first.T.ravel() - (ends - lengths)
     known = [*shifts.tolist(), *lengths.tolist(), 0, *ends[len(edges) - 1 :: len(edges)].tolist()]
     copied = torch.tensor(known, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -137,7 +137,8 @@ def expert_product(
     b = lora.lora_B[adapter].weight
     dropped = lora.lora_dropout[adapter](rows)
     if dropped is not rows:
-        source, rows_of = dropped, lambda rows: rows
+        source = dropped
+        rows_of = Tensor.detach  # these are the rows themselves
     added: Tensor = _LowRank.apply(  # type: ignore[no-untyped-call]
         base, dropped, source.detach(), rows_of, edges, a, b, lora.scaling[adapter]
     )
