@@ -220,7 +220,7 @@ def test_scaled_down_run_has_the_same_plan(name: str, tmp_path: Path) -> None:
     for split in ("train", "validation"):
         (tmp_path / "data" / f"{split}.jsonl").write_text('{"text": "some words of a row"}\n' * 40)
     made = some_material(model=tmp_path / "model", data=tmp_path / "data")
-    text, _ = scale_run(loaded.run, own.as_dict(), here, made, tmp_path / "run", count)
+    text, _ = scale_run(loaded.run, own.as_dict(), here, made, tmp_path / "run", count, packs=own.run.data.packs)
     (tmp_path / "run.yaml").write_text(text)
     small = planning.make_plan(read_run_file(tmp_path / "run.yaml"))
     for key in ("name", "reshard_after_forward", "base_dtype", "precision"):
@@ -377,7 +377,7 @@ def test_rehearsal_lists_every_changed_key() -> None:
         }
     )
     plan = {**PLAN, "adapter": {"targets": targets}}
-    text, changes = scale_run(run, plan, RankGrid(3, 1, 1), some_material(), Path("out"))
+    text, changes = scale_run(run, plan, RankGrid(3, 1, 1), some_material(), Path("out"), packs=False)
     small = RunFile.model_validate(yaml.safe_load(text))
     assert (small.model.torch_dtype, small.model.attn_implementation, small.train.fp16) == ("float32", "sdpa", False)
     assert small.lora.target_modules == ["q_proj", "o_proj"]  # names of layers that the replica has not got

@@ -37,6 +37,7 @@ from windlass.runfile.names import (
     SCHEDULES,
     TRACKERS,
 )
+from windlass.runfile.recorded import read_recorded_data, record_run
 from windlass.runfile.reference import UPSTREAM, find_annotation, list_alternatives
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
@@ -81,7 +82,7 @@ train: {output_dir: /data/output/Models/mistral4small-lora-fsdp, num_train_epoch
 
 # What the plan or the data choose if the run file doesn't.
 CHOSEN = {"max_length", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "bf16"}
-CHOSEN |= {"gradient_checkpointing"}
+CHOSEN |= {"gradient_checkpointing", "text_field", "dataset_config_name", "val_split", "eval_strategy"}
 
 
 def test_defaults_and_examples_are_the_recipes() -> None:
@@ -92,6 +93,12 @@ def test_defaults_and_examples_are_the_recipes() -> None:
             key: value for key, value in values.items() if key not in CHOSEN
         }
         assert {dumped[key] for key in values if key in CHOSEN} <= {"auto", None}
+    recorded = record_run(run)
+    chosen = yaml.safe_load(RECIPE)
+    for key in ("text_field", "dataset_config_name", "val_split"):
+        assert recorded["data"][key] == chosen["data"][key]
+    assert recorded["train"]["eval_strategy"] == chosen["train"]["eval_strategy"]
+    assert read_recorded_data(recorded["data"]) == {}
     assert run.model.trust_remote_code is False
     with pytest.raises(ValidationError, match="frozen"):
         run.lora.r = 3  # type: ignore[misc]
@@ -147,7 +154,7 @@ VALUES: list[tuple[str, str, Any]] = [  # of plain YAML 1.2, with 1.1's `no` whe
     ("data: {dataset_config_name: 2024-01-01}", "data.dataset_config_name", "2024-01-01"),
     ("train: {report_to: [wandb, mlflow]}", "train.report_to", ["wandb", "mlflow"]),
     ("train: {report_to: null}", "train.report_to", "none"),
-    ("data: {val_fraction: 0.1}", "data.val_split", None),
+    ("data: {val_fraction: 0.1}", "data.validation_split", None),
     ("lora: {target_modules: '.*self_attn.*'}", "lora.target_modules", ".*self_attn.*"),
     ("watch:\nlayout: hybrid", "layout.name", "hybrid"),
     ("cluster: {cpu: 8}", "cluster.cpu", "8"),

@@ -160,7 +160,11 @@ BAD_VALUES = {
     "train: {max_steps: 0}": ("train.max_steps", "must be at least 1 or -1, not 0", ""),
     "train: {seed: 099}": ("train.seed", "must be a whole number, not '099'", "leading zeros"),
     f"train: {{seed: {'9' * 5000}}}": ("train.seed", "must be a whole number, not '9999", ""),
-    "train: {eval_strategy: step}": ("train.eval_strategy", "must be 'no', 'steps' or 'epoch'", "did you mean steps?"),
+    "train: {eval_strategy: step}": (
+        "train.eval_strategy",
+        "must be 'no', 'steps', 'epoch' or 'auto'",
+        "did you mean steps?",
+    ),
     "train: {per_device_train_batch_size: -4}": ("train.per_device_train_batch_size", "at least 1 or 'auto'", ""),
     "data: {dataset_config_name: no}": ("data.dataset_config_name", "must be text, not false", '"false"'),
     "layout: fastest": ("layout", "must be 'auto', 'full-shard'", "windlass explain layout"),

@@ -144,7 +144,7 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
         return all(name in data.columns or name in columns for name in needed)
 
     by_name = (f for f in FORMATS if f.name == data.format)
-    by_key = (f for f in FORMATS if any(key in data.model_fields_set and getattr(data, key) for key in f.keys))
+    by_key = (f for f in FORMATS if any(getattr(data, key) for key in f.keys))
     by_columns = (f for f in FORMATS if f.columns and there(f.columns))
     chosen = next(by_name, None) or next(by_key, None) or next(by_columns, FORMATS[-1])
     if asked and asked[0] not in chosen.keys:
@@ -156,7 +156,7 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
         if data.format is None and (usual := guess_columns(columns)):
             hint = f"name the format's column, then yours: data.columns: {format_yaml(usual)}"
         raise UserError(problem, where(f"data.columns.{odd[0]}"), hint)
-    for key in sorted(CHAT_KEYS & data.model_fields_set):
+    for key in sorted(CHAT_KEYS.intersection(data.own_changes)):
         if chosen.name in ("template", "input_ids", "text"):
             problem = f"no effect on {chosen.name} rows: no chat template writes them"
             raise UserError(problem, where(f"data.{key}"), "remove it, or set data.format")

@@ -57,13 +57,12 @@ def select_rows(of: RowSet, say: Say) -> Selection:
     train = parse_split(data.train_split, source, where("data.train_split"))
     validation: tuple[Part, ...] = ()
     fraction = data.val_fraction
-    if data.val_split:
+    if data.validation_split:
         try:
-            validation = parse_split(data.val_split, source, where("data.val_split"))
+            validation = parse_split(data.validation_split, source, where("data.val_split"))
             fraction = None
         except UserError:
-            # By default, a set without this split is not evaluated.
-            if "val_split" in data.model_fields_set and not of.part:
+            if data.val_split != "auto" and not of.part:
                 raise
     columns = dict.fromkeys(key for row in itertools.islice(read_rows(train), HEAD_ROWS) for key in row)
     if not columns:
@@ -80,13 +79,13 @@ def check_selection(run: RunFile, selections: Sequence[Selection], where: Where)
     if run.data.streaming and (train.max_steps or 0) < 1:
         problem = "a streamed set has no length, so epochs can't be counted"
         problems.append(Problem(problem, where("train.max_steps"), "set train.max_steps"))
-    if run.data.streaming and run.data.val_fraction and not run.data.val_split:
+    if run.data.streaming and run.data.val_fraction and not run.data.validation_split:
         problem = "rows can only be held out of a set that is read in full, not of a stream"
         hint = "give a validation split, or a slice: val_split: train[:1%] and train_split: train[1%:]"
         problems.append(Problem(problem, where("data.val_fraction"), hint))
-    # Evaluation that is only on by default is switched off if there are no validation rows.
+    # Without any of these keys, data without validation rows are not evaluated.
     keys = ("eval_strategy", "eval_steps", "load_best_model_at_end")
-    evaluating = [f"train.{key}" for key in keys if key in train.model_fields_set]
+    evaluating = [f"train.{key}" for key in keys if key in train.changed]
     if train.lr_scheduler_type in EVALUATED_SCHEDULES:
         evaluating.append("train.lr_scheduler_type")
     has_validation = any(selection.validated for selection in selections)

@@ -16,6 +16,7 @@ import yaml
 
 from windlass.errors import UserError
 from windlass.files import read_json
+from windlass.runfile.fields import RECIPE_CONFIG
 
 if TYPE_CHECKING:
     from windlass.runfile import Data
@@ -301,14 +302,20 @@ def resolve_source(data: Data, where: Where = str) -> Source:
 
 def get_config_name(data: Data) -> str | None:
     """Return the config that the run file names. The default config belongs to the default set only."""
-    asked = data.model_fields_set
-    by_default = "dataset_name_or_path" in asked and "dataset_config_name" not in asked
-    return None if by_default else data.dataset_config_name
+    if data.dataset_config_name == "auto" and "dataset_name_or_path" in data.changed:
+        return None
+    return preferred_config(data)
+
+
+def preferred_config(data: Data) -> str | None:
+    """Return the config that the run file names, else the default one, which the set need not have."""
+    return RECIPE_CONFIG if data.dataset_config_name == "auto" else data.dataset_config_name
 
 
 def _resolve_folder(path: Path, data: Data, config: str | None, where: Where) -> Source:
     """Resolve a folder: with a card that lists configs, with a folder per config, or plain."""
-    name, default = data.dataset_name_or_path, data.dataset_config_name
+    name = data.dataset_name_or_path
+    default = preferred_config(data)
     main = path / "refs" / "main"  # a hub cache folder stands for the revision that refs/main names
     if main.is_file() and (path / "snapshots" / main.read_text().strip()).is_dir():
         path = path / "snapshots" / main.read_text().strip()
@@ -431,9 +438,8 @@ def count_rows(data: Data, split: str, where: Where = str, key: str = "data.trai
         unknown = error.problems[0].problem
     if not source.splits:
         cards = yaml.safe_load(Path(__file__).with_name("cards.yaml").read_text())
-        source = replace(
-            source, published=read_published_rows(cards.get(Path(name).name, {}), data.dataset_config_name)
-        )
+        published = read_published_rows(cards.get(Path(name).name, {}), preferred_config(data))
+        source = replace(source, published=published)
         if not source.published:
             return Rows(None, unknown)
     total = size = blank = 0.0

@@ -58,7 +58,7 @@ def make_schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows
         steps_per_epoch=per_epoch,
         steps=steps,
         warmup_steps=warmup,
-        evaluations=_count_events(train.eval_strategy, train.eval_steps, steps, per_epoch),
+        evaluations=_count_events(train.evaluation, train.eval_steps, steps, per_epoch),
         checkpoints=saves,
         checkpoints_kept=kept,
         checkpoint_bytes=adapter.trainable * (adapter.dtype_bytes + OPTIMIZER_BYTES),
@@ -99,14 +99,15 @@ def count_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | Non
 
 def count_evaluated(data: Data, where: Callable[[str], str]) -> int | None:
     """Count the sequences of one evaluation over all its sets, without a held-out fraction. None: unknown."""
-    splits = [(row_set, "val_split") for row_set in mix.list_training_sets(data, where)]
-    splits += [(row_set, "train_split") for row_set in mix.list_evaluation_sets(data, where)]
+    trained = mix.list_training_sets(data, where)
+    splits = [(row_set, row_set.data.validation_split, "data.val_split") for row_set in trained]
+    evaluated = mix.list_evaluation_sets(data, where)
+    splits += [(row_set, row_set.data.train_split, "data.train_split") for row_set in evaluated]
     total = 0
-    for row_set, key in splits:
-        split = getattr(row_set.data, key)
+    for row_set, split, key in splits:
         if split is None:
             continue
-        rows = count_rows(row_set.data, split, row_set.where, f"data.{key}")
+        rows = count_rows(row_set.data, split, row_set.where, key)
         sequences, _, _ = count_sequences(rows, data.length, packing=data.packs)
         if sequences is None:
             return None

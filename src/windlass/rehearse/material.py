@@ -111,7 +111,9 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
                     if (size := size + len(str(row))) > MOST_BYTES:
                         break
         if rows.get("validation") == []:
-            raise UserError(f"{data.val_split} has no rows", where("data.val_split"), "name a split that has some")
+            raise UserError(
+                f"{data.validation_split} has no rows", where("data.val_split"), "name a split that has some"
+            )
         taken.append(rows)
     if len(selections) == len(sets):
         raise_all(check_selection(run, selections, where))
@@ -205,7 +207,7 @@ def list_requested_columns(data: Data) -> dict[str, Any]:
         "alpaca": {"instruction": asked, "output": answered},
         "prompt-completion": {data.prompt_field or "prompt": asked, data.completion_field or "completion": answered},
         "input_ids": {"input_ids": [*range(5, 25)]},
-        "text": {data.text_field: answered},
+        "text": {data.text_field or "text": answered},
     }
     keys = {"messages": data.messages_field, "prompt-completion": data.prompt_field}
     named: str = data.format or next((name for name, key in keys.items() if key), "text")

@@ -16,7 +16,7 @@ from windlass.model import Base
 from windlass.model.family import FAMILIES
 from windlass.model.shrink import shrink_config
 from windlass.runfile import LayoutSection, RunFile, Secret
-from windlass.runfile.fields import EvalSet, MixedSet
+from windlass.runfile.fields import EvalSet, MixedSet, RowFormat
 
 STEPS = 20  # optimizer steps of the rehearsal: enough that a fast machine is still training when it is stopped
 EVERY = 4  # steps between two evaluations or saves, and steps of an epoch
@@ -126,12 +126,22 @@ def limit_batch(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def scale_run(
-    run: RunFile, plan: Mapping[str, Any], spread: RankGrid, material: Material, folder: Path, nodes: int = 1
+    run: RunFile,
+    plan: Mapping[str, Any],
+    spread: RankGrid,
+    material: Material,
+    folder: Path,
+    nodes: int = 1,
+    *,
+    packs: bool,
 ) -> tuple[str, list[Change]]:
-    """Return the rehearsal's run file, and its differences. `plan` resolves `auto` and an Accelerate file."""
-    tree: dict[str, Any] = run.model_dump(mode="json", exclude_unset=True)
+    """Return the rehearsal's run file, and its differences. `plan` resolves `auto` and an Accelerate file; `packs`
+    is what the run's `data.packing` is."""
+    tree: dict[str, Any] = run.model_dump(mode="json", exclude_defaults=True)
     changes: list[Change] = []
-    for key, value, why in _scale_keys(run, plan, spread, material, folder):
+    scaled = _scale_keys(run, plan, spread, material, folder)
+    scaled.append(("data.packing", packs, "as chosen for your run"))
+    for key, value, why in scaled:
         section, _, name = key.partition(".")
         yours = tree.get(section, {}).get(name, getattr(getattr(run, section), name))
         if yours != value:
@@ -161,7 +171,7 @@ def scale_run(
         ("layout", layout, f"as the plan lays it out on your machines{but}"),
         ("cluster", here, "this machine is another"),
     ):  # replaced: what the user says there and is not here is dropped
-        yours = getattr(run, section).model_dump(mode="json", exclude_unset=True)
+        yours = getattr(run, section).model_dump(mode="json", exclude_defaults=True)
         tree[section] = ours
         keys = [key for key in dict.fromkeys((*yours, *ours)) if yours.get(key) != ours.get(key)]
         changes += [Change(f"{section}.{key}", yours.get(key), ours.get(key), why) for key in keys]
@@ -186,13 +196,17 @@ def _scale_keys(
     several = bool(data.mix or data.eval)
 
     def elsewhere(part: MixedSet | EvalSet) -> dict[str, Any]:
-        kept = {k: v for k, v in part.model_dump(exclude_unset=True).items() if k != "dataset_config_name"}
+        complete = data.of(part)
+        kept = {key: getattr(part, key) for key in ("weight", "rows", "epochs") if getattr(part, key, None) is not None}
+        for key in RowFormat.model_fields.keys() - {"dataset_config_name"}:
+            if getattr(complete, key) != getattr(data, key):
+                kept[key] = getattr(complete, key)
         return {**kept, "path": next(written), "split": "train"}
 
     path = data.dataset_name_or_path if data.mix else next(written) if several else str(material.data)
     mixed = [{**elsewhere(part), "name": part.title} for part in data.mix]
     evaluated = {name: elsewhere(part) for name, part in data.eval.items()}
-    config = None if "dataset_config_name" in data.model_fields_set else data.dataset_config_name
+    config = "auto" if data.dataset_config_name == "auto" else None
     targets = _scale_targets(lora.target_modules, plan["adapter"]["targets"], layers)
     kernels = "flash" in attention or "/" in attention
     half_steps, warmup = EVERY // 2, min(train.warmup_steps or 0, STEPS // 4) or train.warmup_steps

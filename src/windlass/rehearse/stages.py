@@ -237,8 +237,9 @@ def replica(r: Rehearsal) -> Iterator[str]:
     material = Material(r.folder / "model", r.folder / "data", rows["validation"], rows["length"], rows["rows"], layers)
     loaded = r.load()
     assert isinstance(loaded, Loaded)
-    run = fill_in_choices(loaded).run
-    text, r.record.changes = scale_run(run, r.plan, r.spread, material, r.run_folder, r.record.ranks["nodes"])
+    packs = fill_in_choices(loaded).run.data.packs
+    scaled = scale_run(loaded.run, r.plan, r.spread, material, r.run_folder, r.record.ranks["nodes"], packs=packs)
+    text, r.record.changes = scaled
     (r.folder / "rehearsal.yaml").write_text(text, encoding="utf-8")
 
 

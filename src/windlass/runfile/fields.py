@@ -8,7 +8,7 @@ import re
 import warnings
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from windlass.runfile.machines import Cluster, LayoutSection, Ranks
 from windlass.runfile.values import (
@@ -181,19 +181,21 @@ class Lora(Section):
 
 
 CHAT_KEYS = {"turns", "reasoning", "chat_template", "template_kwargs"}
+RECIPE_CONFIG = "wikitext-2-raw-v1"
 
 
 class RowFormat(Section):
     """How the rows of one data set become text."""
 
-    dataset_config_name: Text | None = "wikitext-2-raw-v1"
-    """Configuration of the data set, if it has several."""
+    dataset_config_name: Text | None = "auto"
+    """Configuration of the data set, if it has several. auto: wikitext-2-raw-v1 if the set has that, else its default
+    or only one."""
     format: Literal["messages", "sharegpt", "alpaca", "prompt-completion", "input_ids", "text"] | None = None
     """What the columns hold; null: inferred from their names."""
     columns: dict[Text, Text] = Field(default={})
     """Your names for the format's columns: {messages: dialog, role: speaker} or {instruction: question}."""
-    text_field: Text = "text"
-    """Column with plain text."""
+    text_field: Text | None = None
+    """Column with plain text; null: text, if no other format fits the columns."""
     prompt_template: Text | None = None
     """Format string over columns instead of `text_field`; loss is computed on the part in [[ ]]:
     "{question} [[{answer}]]"."""
@@ -259,8 +261,9 @@ class Data(RowFormat):
     tokenizes it; later ones take the tokens from a cache."""
     train_split: Text = "train"
     """Split to train on, or a slice such as `train[:5%]`."""
-    val_split: Text | None = "validation"
-    """Split to evaluate on; null for none. Each evaluation reads all of it, and the best checkpoint is chosen by it."""
+    val_split: Text | None = "auto"
+    """Split to evaluate on; null for none. auto: validation, if the data have it and val_fraction isn't set. Each
+    evaluation reads all of it, and the best checkpoint is chosen by it."""
     max_length: Count | Auto = "auto"
     """Longest sequence in tokens. Longer ones are cut, and `windlass data` counts them. auto: a length from 512 to 4096
     that nearly all of the first rows fit in, or 1024 if they can't be read, within the model's positions. Memory for
@@ -292,13 +295,19 @@ class Data(RowFormat):
         assert self.packing != "auto"
         return self.packing
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_default_split(cls, section: Any) -> Any:
-        """A held-out share replaces the default validation split."""
-        if isinstance(section, dict) and section.get("val_fraction") is not None:
-            return {"val_split": None, **section}
-        return section
+    _inherited: frozenset[str] = PrivateAttr(frozenset())
+
+    @property
+    def validation_split(self) -> str | None:
+        """val_split; `auto` is `validation`, or none if rows of the training split are held out."""
+        if self.val_split != "auto":
+            return self.val_split
+        return None if self.val_fraction is not None else "validation"
+
+    @property
+    def own_changes(self) -> list[str]:
+        """Keys with another value than the default; of one set of a mix, without those that it takes from `data`."""
+        return [key for key in self.changed if key not in self._inherited]
 
     def of(self, part: MixedSet | EvalSet) -> Data:
         """This section as it holds for one set of a mix, or for an evaluation set."""
@@ -307,14 +316,23 @@ class Data(RowFormat):
         changes = {key: value for key, value in named.items() if key in type(self).model_fields}
         if isinstance(part, EvalSet):
             changes |= {"val_split": None, "val_fraction": None}
-        made = self.model_copy(update={**changes, "mix": [], "eval": {}})
-        made.model_fields_set.difference_update(CHAT_KEYS - part.model_fields_set)  # meant for those that are chats
-        return made
+        complete = self.model_copy(update={**changes, "mix": [], "eval": {}})
+        complete._inherited = frozenset(type(self).model_fields) - changes.keys()
+        return complete
+
+
+def _false_as_no(value: Any) -> Any:
+    """A bare `no` is false to YAML 1.1."""
+    return "no" if value is False else value
 
 
 When = Annotated[
-    Literal["no", "steps", "epoch"],  # a bare `no` is false to YAML 1.1
-    BeforeValidator(lambda v: "no" if v is False else v, json_schema_input_type=Literal["no", "steps", "epoch", False]),
+    Literal["no", "steps", "epoch"],
+    BeforeValidator(_false_as_no, json_schema_input_type=Literal["no", "steps", "epoch", False]),
+]
+WhenOrAuto = Annotated[
+    Literal["no", "steps", "epoch", "auto"],
+    BeforeValidator(_false_as_no, json_schema_input_type=Literal["no", "steps", "epoch", "auto", False]),
 ]
 
 
@@ -405,9 +423,9 @@ class Train(Section):
     """Prompts that the model continues at evaluations, to read what it learns. Training is bit-equal without them."""
     logging_steps: Count = 25
     """Log every N optimizer steps."""
-    eval_strategy: When = "steps"
-    """When to evaluate: never (no), every eval_steps (steps), or after each epoch. Without evaluations no best
-    checkpoint is known."""
+    eval_strategy: WhenOrAuto = "auto"
+    """When to evaluate: never (no), every eval_steps (steps), or after each epoch. auto: as steps if the data have
+    validation rows. Without evaluations no best checkpoint is known."""
     eval_steps: Count = 200
     """Evaluate every N optimizer steps."""
     save_strategy: When = "steps"
@@ -478,6 +496,11 @@ class Train(Section):
         """Whether any key says how many sequences an optimizer step has."""
         cut = self.per_device_train_batch_size is not None or self.gradient_accumulation_steps != "auto"
         return cut or self.global_batch_size is not None
+
+    @property
+    def evaluation(self) -> Literal["no", "steps", "epoch"]:
+        """eval_strategy, where auto is steps; without validation rows nothing is evaluated."""
+        return "steps" if self.eval_strategy == "auto" else self.eval_strategy
 
     @property
     def epochs(self) -> float:

@@ -117,14 +117,15 @@ def _check_evaluation(run: RunFile) -> Iterator[Clash]:
         if train.eval_strategy == "no":
             what = "prompts are continued at evaluations, and train.eval_strategy is no"
             yield "train.sample train.eval_strategy", what, "set train.eval_strategy: steps, or leave train.sample out"
-    if train.eval_strategy != "no" and data.val_split is None and data.val_fraction is None and not data.eval:
+    if train.eval_strategy != "no" and data.validation_split is None and data.val_fraction is None and not data.eval:
         hint = "set data.val_split, or data.val_fraction: 0.05, or train.eval_strategy: no"
         yield "train.eval_strategy data.val_split", "evaluation is on, but there is nothing to evaluate on", hint
-    if data.val_split is not None and data.val_fraction is not None:
+    if data.val_split not in (None, "auto") and data.val_fraction is not None:
         what = "both a validation split and a held-out share are set"
         yield "data.val_fraction data.val_split", what, "keep one, and set the other to null"
     yield from _check_mix(data)
-    best, strategies = "train.load_best_model_at_end", (train.eval_strategy, train.save_strategy)
+    best = "train.load_best_model_at_end"
+    strategies = (train.evaluation, train.save_strategy)
     if train.load_best_model_at_end and ("no" in strategies or len(set(strategies)) > 1):
         what = "the best checkpoint is wanted, but evaluation is {} and saving is {}"
         words = ["off" if strategy == "no" else f"by {strategy}" for strategy in strategies]
@@ -143,7 +144,7 @@ def _check_mix(data: Data) -> Iterator[Clash]:
     if parts and "dataset_name_or_path" in data.model_fields_set:
         hint = "remove it, or make it one of the mix"
         yield "data.dataset_name_or_path data.mix", "is not trained on when there is a mix", hint
-    if not parts and "validation" in data.eval and (data.val_split or data.val_fraction):
+    if not parts and "validation" in data.eval and (data.validation_split or data.val_fraction):
         yield "data.eval.validation", "is what the rows of data.val_split are called", "choose another name"
     for place, part in parts:
         if other := taken.get(part.title):
@@ -287,7 +288,7 @@ def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
             train.max_steps > 0 and given("train.num_train_epochs"),
             "overrides train.num_train_epochs",
         ),
-        "train.eval_steps": (train.eval_strategy != "steps", unused.format("eval")),
+        "train.eval_steps": (train.evaluation != "steps", unused.format("eval")),
         "train.save_steps": (train.save_strategy != "steps", unused.format("save")),
         "train.lr_scheduler_type": (constant, "constant has no warm-up; constant_with_warmup has one"),
         "layout.activation_checkpointing": (twice, "same as train.gradient_checkpointing, which is set too"),

@@ -9,7 +9,8 @@ from typing import Any
 from windlass.errors import UserError
 from windlass.plan import Plan, make_plan
 from windlass.run_folder import MANIFEST, read_manifest
-from windlass.runfile import Data, Loaded, RunFile
+from windlass.runfile import Loaded, RunFile
+from windlass.runfile.recorded import read_recorded_data
 from windlass.settings import IN_NAMES
 
 
@@ -43,7 +44,7 @@ def load_finished_run(
             data |= {"train_split": "train", "val_split": "train", "mix": [], "eval": {}}
         elif data.get("val_split") and not data.get("val_fraction"):
             data["train_split"] = data["val_split"]  # only these rows are tokenized
-        tree["data"] = Data.model_validate(data).model_dump(exclude_defaults=True)  # a default was not requested
+        tree["data"] = read_recorded_data(data)
     except (KeyError, TypeError):
         hint = "name the folder that train.output_dir named"
         raise UserError("it is not a run folder: manifest.json can't be read", str(run_folder), hint) from None

@@ -90,7 +90,7 @@ class Loop:
             self.progress.end_step(step)
 
             save_requested = self.watch.act(step.requested)  # an alarm saves, or stops the run
-            evaluate = self.evaluator is not None and self._is_due(self.train.eval_strategy, self.train.eval_steps)
+            evaluate = self.evaluator is not None and self._is_due(self.train.evaluation, self.train.eval_steps)
             save = self._is_due(self.train.save_strategy, self.train.save_steps)
             self._log_step(step)
             if step.interrupted and self.step < self.length.total:

@@ -169,7 +169,7 @@ def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
         return skipped("data", f"{error.name} is not installed")
     if problems := check_selection(run, selections, loaded.where):
         return problems_to_results("data", problems)[0]
-    validation = f", validation {run.data.val_split}" if selections[0].validation else ", no validation rows"
+    validation = f", validation {run.data.validation_split}" if selections[0].validation else ", no validation rows"
     seen = f"{selections[0].source.how}: {forms[0].description}; train {run.data.train_split}{validation}"
     if len(sets) > 1:
         named = zip(selections, forms, strict=True)

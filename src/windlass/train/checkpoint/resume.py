@@ -28,6 +28,7 @@ from windlass.model.files import PUBLISHED
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.run_folder import ADAPTER, read_manifest
+from windlass.runfile.recorded import record_run
 from windlass.settings import (
     FOUR_BITS,
 )
@@ -228,7 +229,7 @@ def describe_run(plan: Plan, identity: str) -> dict[str, Any]:
 
 def resolve_run(plan: Plan) -> dict[str, Any]:
     """Return the run file with what the plan chose or derived: micro-batch, accumulation, recomputing."""
-    run = plan.run.model_dump(mode="json")
+    run = record_run(plan.run)
     chosen = {
         "per_device_train_batch_size": plan.batch.micro,
         "gradient_accumulation_steps": plan.batch.accumulation,
