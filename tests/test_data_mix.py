@@ -17,7 +17,7 @@ from windlass.data.packing import choose_epoch_rows
 from windlass.data.prepare import prepare_data
 from windlass.errors import UserError
 from windlass.runfile import RunFile, read_run_file
-from windlass.runfile.fields import MixedSet
+from windlass.runfile.fields import CHAT_KEYS, MixedSet
 
 
 @settings(max_examples=60, deadline=None)
@@ -106,6 +106,9 @@ def test_sets_inherit_unset_keys_from_the_section(tmp_path: Path) -> None:
     first, second = map(data.of, data.mix)
     assert (first.format, first.turns, first.dataset_name_or_path, first.val_fraction) == ("sharegpt", "last", "x", 0.1)
     assert (second.format, second.turns, second.mix) == ("text", "all", [])
+    whole = RunFile.model_validate({"data": {**tree, "reasoning": "drop"}}).data
+    own = [set(whole.of(part).own_changes) & CHAT_KEYS for part in whole.mix]
+    assert own == [{"turns"}, set()]  # of a text set, `reasoning` is no error: it is meant for the chats of the mix
 
 
 def test_a_mix_of_one_and_one_evaluation_set_have_figures_of_their_own(tmp_path: Path) -> None:
