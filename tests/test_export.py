@@ -125,7 +125,7 @@ class Case:
     def merged(self, dtype: str | None) -> Path:
         to = self.folder / (dtype or "own")
         if not to.exists():
-            self.records[str(dtype)] = export(self.adapter, to, merge=True, dtype=dtype, say=silent).record
+            self.records[str(dtype)] = export(self.adapter, to, merge=True, dtype=dtype, say=silent)
         return to
 
 
@@ -196,7 +196,7 @@ def test_4_bit_base_is_merged_into_16_bits(kind: str, tmp_path: Path) -> None:
     model.save_pretrained(str(adapter), save_embedding_layers=False)
     with refused("base-in-4-bits", "--merge"):
         export(adapter, out, merge=True, say=silent)
-    record = export(adapter, out, merge=True, dtype="bf16", say=silent).record
+    record = export(adapter, out, merge=True, dtype="bf16", say=silent)
     assert (record["deviations"], record["dtype"]) == ([], "bf16")
     assert record["logits"]["kl"] <= record["logits"]["bound_kl"]
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
@@ -274,7 +274,7 @@ def test_dithering_preserves_small_changes_on_average() -> None:
 def test_export_of_the_adapter_only(cases: dict[str, Case], tmp_path: Path) -> None:
     case = cases["published"]
     options: dict[str, Any] = {"called": "org/published", "model_class": "Mistral4ForCausalLM", "say": silent}
-    assert export(case.adapter, tmp_path, **options).record["deviations"] == []
+    assert export(case.adapter, tmp_path, **options)["deviations"] == []
     before = load_file(case.adapter / "adapter_model.safetensors")
     after = load_file(tmp_path / "adapter_model.safetensors")
     assert before.keys() == after.keys()
@@ -448,7 +448,7 @@ def made(cases: dict[str, Case]) -> Path:
 
 
 def merge(root: Path, to: Path, dtype: str | None = None) -> dict[str, Any]:
-    return export(root / "adapter", to, merge=True, dtype=dtype, say=silent).record
+    return export(root / "adapter", to, merge=True, dtype=dtype, say=silent)
 
 
 def stored(folder: Path, key: str) -> Stored:
@@ -613,7 +613,7 @@ def test_adapter_on_another_base_is_refused(
     content[last.start] ^= 1
     last.file.write_bytes(content)
 
-    record = export(adapter, tmp_path / "same", merge=True, say=silent).record
+    record = export(adapter, tmp_path / "same", merge=True, say=silent)
     assert (record["base_digest"], record["other_base"]) == (digest_files(base), "")
     with refused("other-base", "--base") as problems:
         export(adapter, tmp_path / "none", merge=True, base=str(other), say=silent)

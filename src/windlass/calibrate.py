@@ -71,7 +71,8 @@ def calibrate(
         measured = measure_on_rank(storage) if under_torchrun else _start_ranks(count, storage, environ)
         if measured is None:
             return None
-        rates, conditions = _combine_rates(measured, kind, count), measured["conditions"]
+        rates = _combine_rates(measured, kind, count)
+        conditions = measured["conditions"]
     conditions = {**conditions, "seconds": round(time.monotonic() - began, 1)}
     return path, write_machine(path, kind, count, conditions, rates)
 
@@ -86,7 +87,8 @@ def _gpu_kind(name: str) -> str:
 
 def print_rates(content: Mapping[str, Any]) -> None:
     """Print what was measured, in a dozen lines."""
-    rates, conditions = content["rates"], content["conditions"]
+    rates = content["rates"]
+    conditions = content["conditions"]
     machine = f"{content['ranks']} x {content['kind']}"
     rows = {"machine": f"{machine}, {conditions['processor']}, load {conditions['load']:g}"}
     if content["kind"] == "cpu":
@@ -99,7 +101,8 @@ def print_rates(content: Mapping[str, Any]) -> None:
         rows |= {name: f"to {max(rate for *_, rate in points):,.3g} TFLOP/s" for name, points in curves.items()}
         for name in ("memory", "decode", "host_link", "storage"):
             rows[name] = f"{rates[f'{name}_gb_per_second']:,.3g} GB/s"
-        operator, module = rates["operator_seconds"] * 1e6, rates["module_seconds"] * 1e6
+        operator = rates["operator_seconds"] * 1e6
+        module = rates["module_seconds"] * 1e6
         rows["host"] = f"{operator:,.3g} us an operator, {module:,.3g} a module"
         for collective in rates["collectives"]:
             if collective["fabric"] == "link" and collective["ranks"] == content["ranks"]:
@@ -112,7 +115,19 @@ def print_rates(content: Mapping[str, Any]) -> None:
 
 # --- CPUs ------------------
 
-VOCABULARY, LENGTH, SEQUENCES, STEPS = 2048, 128, 4, 24
+VOCABULARY = 2048
+LENGTH = 128
+SEQUENCES = 4
+STEPS = 24
+RUN = """
+model: {{model_name_or_path: "{folder}/model"}}
+lora: {{r: 8, lora_alpha: 16, lora_dropout: 0.0, target_modules: all-linear}}
+data: {{dataset_name_or_path: "{folder}/rows.jsonl", val_split: null, max_length: {length}}}
+train: {{output_dir: "{folder}/run", max_steps: {steps}, per_device_train_batch_size: {batch},
+  gradient_accumulation_steps: 1, bf16: false, eval_strategy: "no", save_strategy: "no"}}
+layout: resident
+cluster: {{nodes: 1, gpus_per_node: {ranks}, gpu: cpu, machine: "{folder}/{table}"}}
+"""
 
 
 def _calibrate_cpu(count: int, storage: Path, environ: Mapping[str, str]) -> tuple[Rates, dict[str, Any]]:
@@ -127,7 +142,8 @@ def _calibrate_cpu(count: int, storage: Path, environ: Mapping[str, str]) -> tup
         run = _write_run(folder, count)
         write_machine(folder / TABLE, "cpu", count, {}, sheet)
         psutil.cpu_percent()
-        began, own = time.monotonic(), _children_seconds()
+        began = time.monotonic()
+        own = _children_seconds()
         _train(run, environ)
         busy = psutil.cpu_percent() / 100 * psutil.cpu_count()
         others = max(busy - (_children_seconds() - own) / (time.monotonic() - began), 0.0)
@@ -139,13 +155,12 @@ def _calibrate_cpu(count: int, storage: Path, environ: Mapping[str, str]) -> tup
         ]
         facts = read_json(folder / "run" / run_folder.METER.format(rank=0))["hardware"]
     # With one thread a rank: the processor's time, which other processes hardly change.
+    seconds = [step["step_seconds"] for step in steps]
     if threads == 1:
-        sampled = [step for step in steps if "cpu_cores" in step]
-        seconds = [step["step_seconds"] * step["cpu_cores"] for step in sampled]
-    else:
-        seconds = [step["step_seconds"] for step in steps]
+        seconds = [step["step_seconds"] * step["cpu_cores"] for step in steps if "cpu_cores" in step]
     low, middle, high = statistics.quantiles(seconds, n=4)
-    factor, spread = middle / planned, (high - low) / middle / 2
+    factor = middle / planned
+    spread = (high - low) / middle / 2
     crowded = others + count * threads > psutil.cpu_count() * (1 + BUSY)
     date = time.strftime("%Y-%m-%d")
     rates = replace(
@@ -176,24 +191,8 @@ def _write_run(folder: Path, count: int) -> Path:
     rows = [[draw.randrange(VOCABULARY) for _ in range(LENGTH)] for _ in range(STEPS * SEQUENCES * count)]
     text = "".join(json.dumps({"input_ids": row}) + "\n" for row in rows)
     (folder / "rows.jsonl").write_text(text, encoding="utf-8")
-    run = {
-        "model": {"model_name_or_path": str(folder / "model")},
-        "lora": {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-linear"},
-        "data": {"dataset_name_or_path": str(folder / "rows.jsonl"), "val_split": None, "max_length": LENGTH},
-        "train": {
-            "output_dir": str(folder / "run"),
-            "max_steps": STEPS,
-            "per_device_train_batch_size": SEQUENCES,
-            "gradient_accumulation_steps": 1,
-            "bf16": False,
-            "eval_strategy": "no",
-            "save_strategy": "no",
-        },
-        "layout": "resident",
-        "cluster": {"nodes": 1, "gpus_per_node": count, "gpu": "cpu", "machine": str(folder / TABLE)},
-    }
     path = folder / "run.yaml"
-    path.write_text(json.dumps(run), encoding="utf-8")
+    path.write_text(RUN.format(folder=folder, length=LENGTH, steps=STEPS, batch=SEQUENCES, ranks=count, table=TABLE))
     return path
 
 
@@ -222,23 +221,11 @@ def _start_ranks(count: int, storage: Path, environ: Mapping[str, str]) -> dict[
         result = folder / "rates.json"
         command = [sys.executable, "-m", "windlass.calibrate", str(result), str(storage)]
         environments = supervisor.make_environments(count, environ, Node(0, 1, "localhost", port))
-        processes = [
-            supervisor.start_process(command, environment, folder / f"output-{rank}")
-            for rank, environment in enumerate(environments)
-        ]
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes):  # the others would wait for it
-                break
-            time.sleep(0.1)
-        codes = [process.poll() for process in processes]
-        for process in processes:
-            process.kill()
-            process.wait()
+        codes = supervisor.run_processes(command, environments, folder, time.monotonic() + LIMIT_SECONDS)
         if any(codes) or not result.exists():
             failed = next((rank for rank, code in enumerate(codes) if code), 0)
-            last = (folder / f"output-{failed}").read_text(errors="replace").strip().splitlines()[-1:]
-            text = f"rank {failed} failed: {''.join(last) or 'it did not end'}"
+            last_line = supervisor.read_last_line(folder / f"output-{failed}")
+            text = f"rank {failed} failed: {last_line or 'it did not end'}"
             raise RunError(text, "windlass calibrate", "run it with --ranks 1, then with more")
         return read_json(result)
 
@@ -370,7 +357,9 @@ def measure_host_rates(device: Any) -> dict[str, float]:
     from windlass.train.lora import attach_adapter
     from windlass.train.patches import Patches
 
-    few, many, tokens = 2, 8, 8
+    few = 2  # layers
+    many = 8
+    tokens = 8
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
     base = config.describe({"model_type": "llama", "num_hidden_layers": many, "vocab_size": 64, **sizes}, "llama")
     lora = Lora(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear")

@@ -95,7 +95,8 @@ def _interpolate_line(line: list[tuple[float, float]], at: float) -> float:
     after = bisect_right(line, at, key=lambda point: point[0])
     if after in (0, len(line)):
         return line[min(after, len(line) - 1)][1]
-    (left, low), (right, high) = line[after - 1], line[after]
+    left, low = line[after - 1]
+    right, high = line[after]
     share = log(at / left) / log(right / left)
     return exp(log(low) * (1 - share) + log(high) * share)
 
@@ -140,7 +141,8 @@ class Machine:
 
 # Large bfloat16 products: power holds Hopper's clocks down (grouped ones reach 474 TFLOP/s at 512 rows an expert on an
 # H100, which 0.7 of the peak and the reading of the weights explain); Ampere's come closer to the peak.
-ACHIEVED_SHARE, AMPERE_SHARE = 0.7, 0.8
+ACHIEVED_SHARE = 0.7
+AMPERE_SHARE = 0.8
 # Large additions reach nine tenths of the data sheet's memory rate; a layer's operations other than products reach
 # less, which was fitted.
 MEMORY_SHARE = 0.85
@@ -165,7 +167,10 @@ ALIASES["none"] = "cpu"
 
 # Host time: a launch takes about 5 us, and autograd and the dispatcher as much again; a module's call in Python, with
 # hooks and adapters, several times that. Collectives: 20-40 us through PyTorch for small ones (NCCL on NVLink 10-16).
-OPERATOR, MODULE, SYNC, LATENCY = 8e-6, 20e-6, 50e-6, 25e-6
+OPERATOR = 8e-6
+MODULE = 20e-6
+SYNC = 50e-6
+LATENCY = 25e-6
 BACKWARD = 2.5  # attention's backward over its forward, which it computes again
 STORAGE = 2.0  # GB/s a node from a shared volume, an assumption
 # Measured / planned step time where nothing was measured: benchmarks/published.py has nine tenths of the eager runs at
@@ -183,15 +188,18 @@ def derive_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric, nic
         found = []
         for width in (2**i for i in range(6, 15)):
             for rows in (2**i for i in range(18)):
-                flops, moved = 2 * rows * width**2, size * (width**2 + 2 * rows * width)
+                flops = 2 * rows * width**2
+                moved = size * (width**2 + 2 * rows * width)
                 seconds = flops / tflops / 1e12 + moved / gpu.memory_gb_per_second / 1e9
                 found.append((float(rows), float(width), flops / seconds / 1e12))
         return tuple(found)
 
-    halves, wide = products(2, gpu.achieved_tflops), products(4, fp32)
+    halves = products(2, gpu.achieved_tflops)
+    wide = products(4, fp32)
     lengths = [2.0**i for i in range(6, 18)]
     attention = tuple((n, 128.0, gpu.achieved_tflops * 0.7 * n / (n + 512)) for n in lengths)
-    inside, outside = link.gb_per_second, nics_per_node * network.gb_per_second
+    inside = link.gb_per_second
+    outside = nics_per_node * network.gb_per_second
     return Rates(
         basis="data sheet",
         products={"bfloat16": halves, "float32": wide},
@@ -293,7 +301,8 @@ class LocalMachine:
 
 def read_this_machine() -> LocalMachine:
     """Return GPUs as NVML reports them, and processors and memory within the control group's limits."""
-    found, limit = read_gpus(health=False), read_memory_limit()
+    found = read_gpus(health=False)
+    limit = read_memory_limit()
     kib = re.search(r"^MemTotal:\s+(\d+) kB", read_text(Path("/proc/meminfo")), re.MULTILINE)
     if kib:
         total = int(kib[1]) * 1024 / GIB
@@ -312,10 +321,17 @@ def read_gpu_name() -> str:
 
 
 # Enumerators of nvml.h. Every driver knows them; older bindings don't name them all.
-TEMPERATURE_GPU, CLOCK_SM, CLOCK_MEM = 0, 1, 2
-PCIE_SENT, PCIE_RECEIVED = 0, 1
-NVLINK_SENT, NVLINK_RECEIVED, ALL_LINKS, MAX_NVLINKS = 138, 139, 0xFFFFFFFF, 36
-UNCORRECTED, SINCE_DRIVER_START = 1, 0
+TEMPERATURE_GPU = 0
+CLOCK_SM = 1
+CLOCK_MEM = 2
+PCIE_SENT = 0
+PCIE_RECEIVED = 1
+NVLINK_SENT = 138
+NVLINK_RECEIVED = 139
+ALL_LINKS = 0xFFFFFFFF
+MAX_NVLINKS = 36
+UNCORRECTED = 1
+SINCE_DRIVER_START = 0
 # Bits of nvmlDeviceGetCurrentClocksEventReasons, from nvml.h. Idle and application clocks are no fault.
 THROTTLE: Final = {
     0x4: "software power cap",
@@ -376,11 +392,13 @@ class Nvml:
     """NVIDIA's management library, opened. `error` says why it can't be used."""
 
     def __init__(self) -> None:
-        self.error, self.installed = "", True
+        self.error = ""
+        self.installed = True
         try:
             import pynvml
         except ImportError:
-            self.error, self.installed = "nvidia-ml-py is not installed (pip install 'windlass[gpu]')", False
+            self.error = "nvidia-ml-py is not installed (pip install 'windlass[gpu]')"
+            self.installed = False
             return
         self.library: Any = pynvml
         try:

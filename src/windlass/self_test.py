@@ -142,19 +142,7 @@ def run_in_ranks(folder: Path, count: int, environ: Mapping[str, str], until: fl
             *supervisor.make_environments(1, on_cpu, Node(0, 1, "localhost", cpu_port)),
             *supervisor.make_environments(count, environ, Node(0, 1, "localhost", port)),
         ]
-        command = [*COMMAND, str(folder)]
-        processes = [
-            supervisor.start_process(command, environment, folder / f"output-{number}")
-            for number, environment in enumerate(environments)
-        ]
-        while time.monotonic() < until and any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes):  # the others wait for it
-                until = min(until, time.monotonic() + 5)
-            time.sleep(0.1)
-        codes = [process.poll() for process in processes]
-        for process in processes:
-            process.kill()
-            process.wait()
+        codes = supervisor.run_processes([*COMMAND, str(folder)], environments, folder, until, grace=5)
     return merge_results(folder, codes)
 
 
@@ -167,9 +155,9 @@ def merge_results(folder: Path, codes: Sequence[int | None]) -> list[Result]:
         if path.exists():
             results = {line["name"]: Result(**line) for line in read_json_lines(path)}
         if code:
-            last_line = (folder / f"output-{number}").read_text(errors="replace").strip().splitlines()[-1:]
+            last_line = supervisor.read_last_line(folder / f"output-{number}")
             name = next((name for name, result in results.items() if result.seen == BEGUN), "start")
-            problem = f"its process ended with {code}: {''.join(last_line)[-300:]}"
+            problem = f"its process ended with {code}: {last_line[-300:]}"
             results[name] = failed(name, problem, _meaning(name))
         for name, result in results.items():
             if result.seen == BEGUN and any(codes):  # it waited for the one that died
@@ -341,7 +329,9 @@ def make_codes(kind: str, device: torch.device) -> tuple[quantized.Format, Tenso
     """Return a stack of weights in FP8 or 4 bits on the device, as a module has it, and its values in float32 on the
     CPU."""
     cpu = torch.device("cpu")
-    count, rows, columns = 5, 48, 320
+    count = 5
+    rows = 48
+    columns = 320
     values = compare.make_numbers(cpu, count, rows, columns).bfloat16().float()
     if not kind:
         coding = quantized.Format(torch.float8_e4m3fn, (16, 128), torch.bfloat16)

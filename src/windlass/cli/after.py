@@ -101,7 +101,7 @@ def export(
     from windlass.export import export, push_to_hub
     from windlass.export.screen import print_line
 
-    exported = export(
+    record = export(
         source,
         to,
         merge=merge,
@@ -115,7 +115,7 @@ def export(
     )
     address = push_to_hub(to, push, say=print_line) if push else None
     if as_json:
-        write_json({**exported.record, "pushed": address})
+        write_json({**record, "pushed": address})
     else:
         print(to)
 

@@ -1,7 +1,6 @@
-"""Export an adapter, alone or merged into its base."""
+"""Export an adapter, alone or merged into its base, and upload what was exported to the Hugging Face Hub."""
 
 import errno
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,20 +12,11 @@ from windlass.export.merge import merge_adapter
 from windlass.export.screen import Say, ShowProgress, show_progress
 from windlass.export.source import choose_adapter, public_base_name
 from windlass.files import write_json
+from windlass.hardware import GIB
 from windlass.train.checkpoint.snapshot import require_intact
 
 SHOWN: Final = 8  # deviations in an error; export.json lists all
 OUT_OF_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass(frozen=True, slots=True)
-class ExportResult:
-    """The result of an export."""
-
-    folder: Path
-    kind: str  # adapter or merged
-    base: str
-    record: dict[str, Any]
 
 
 def export(
@@ -42,11 +32,12 @@ def export(
     allow_other_base: bool = False,
     say: Say = print,
     progress: ShowProgress = show_progress,
-) -> ExportResult:
-    """Write and prove. `base`: the base's folder, `called`: its name; by default the adapter gives both. `model_class`:
-    the class on which an adapter for a multimodal model is to be opened.
+) -> dict[str, Any]:
+    """Write and prove; return what export.json records.
 
-    A deviation is raised after everything is written: nothing is deleted.
+    `base`: the base's folder, `called`: its name; by default the adapter gives both. `model_class`: the class on which
+    an adapter for a multimodal model is to be opened. A deviation is raised after everything is written: nothing is
+    deleted.
     """
     source = choose_adapter(path)
     say(f"adapter   {source.folder}: {source.why}")
@@ -94,4 +85,33 @@ def export(
             problem += f"; and {len(deviations) - SHOWN} more"
         hint = f"nothing was deleted, {to / EXPORT} lists all; don't use it: export into a new folder"
         raise RunError(problem, str(to), hint, "not-base-plus-adapter")
-    return ExportResult(to, kind, name, record)
+    return record
+
+
+def push_to_hub(folder: Path, repository: str, say: Say = print) -> str:
+    """Upload the folder with the hub's own client and token; a new repository is private. Returns its address."""
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    where = f"--push {repository}"
+    hint = f"the export in {folder} is complete: push it again"
+    api = HfApi()
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    try:
+        address = str(api.create_repo(repository, private=True, exist_ok=True))
+        say(f"pushing {size / GIB:.2f} GiB to {address}")
+        api.upload_folder(repo_id=repository, folder_path=folder)
+    except HFValidationError as error:
+        raise UserError(str(error).split("\n")[0], where, "write it as organisation/name", "hub-name") from None
+    except LocalTokenNotFoundError:
+        raise UserError("this machine has no token for the hub", where, "run: hf auth login") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else 0
+        problem = f"the hub answered {status}"
+        if status in (401, 403):
+            problem += "; run `hf auth login` with a token that may write there"
+        raise RunError(problem, where, hint) from None
+    except (httpx2.TransportError, OfflineModeIsEnabled, OSError) as error:
+        raise RunError(f"the hub can't be reached ({type(error).__name__})", where, hint, "hub-unreachable") from None
+    return address

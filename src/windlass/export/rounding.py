@@ -136,7 +136,8 @@ class MergedTensor:
             side = 1 if peaks.shape[axis] == size else block_side(axis, len(shape), self.block)
             parts = torch.split(values, side, axis)  # a block of rows begins at the edge of a scale's block
             values = torch.cat([part.amax(axis, keepdim=True) for part in parts], axis)
-            first, last = start // side, math.ceil(stop / side)
+            first = start // side
+            last = math.ceil(stop / side)
             peaks = peaks.narrow(axis, first, last - first)
         peaks.copy_(torch.maximum(peaks, values))
 

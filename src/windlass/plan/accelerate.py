@@ -13,9 +13,14 @@ from typing import Any, NamedTuple
 from windlass.errors import Problem, UserError, raise_all
 from windlass.runfile.document import load_document
 
-HONOURED, TRANSLATED, NO_EFFECT, REFUSED = "honoured", "translated", "no effect", "refused"
+HONOURED = "honoured"
+TRANSLATED = "translated"
+NO_EFFECT = "no effect"
+REFUSED = "refused"
 ANY = "*"  # in Key.verdicts: every value without its own row; in Verdict.sets: the value as read
-TRUE, FALSE = ("true", "yes", "y", "t", "on", "1"), ("false", "no", "n", "f", "off", "0")  # Accelerate's own lists
+# Accelerate's own lists
+TRUE = ("true", "yes", "y", "t", "on", "1")
+FALSE = ("false", "no", "n", "f", "off", "0")
 PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}  # added by Accelerate to keys that lack it
 
 
@@ -218,7 +223,8 @@ def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
     while rows:
         steps, value = rows.pop(0)
         where = document.place(document.lines[steps], steps)
-        section, name = "".join(steps[:-1]), steps[-1]
+        section = "".join(steps[:-1])
+        name = steps[-1]
         key = find_key(section, name)
         if key is None:
             problems.append(_explain_unknown(name, section, where))

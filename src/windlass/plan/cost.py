@@ -4,25 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from windlass.hardware import GIB
-from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.plan.layout import why_not_expert_parallel
 from windlass.plan.memory import MemoryRow, estimate_memory, total_bytes
 from windlass.plan.step_time import StepTime, estimate_time
-from windlass.plan.traffic import Flow
 from windlass.plan.workload import Batch, Workload, read_shape
 from windlass.settings import FOUR_BITS
 
-__all__ = [
-    "Batch",
-    "Cost",
-    "Flow",
-    "MemoryRow",
-    "Workload",
-    "estimate_cost",
-    "published_dtype",
-    "quantizable_names",
-    "read_shape",
-]
+__all__ = ["Batch", "Cost", "Workload", "estimate_cost", "read_shape"]
 
 MOST_NODES = 64  # where the search for enough nodes ends
 # Fraction of a GPU's memory that a micro-batch or layout chosen by the plan leaves free: the memory model agreed with
@@ -77,7 +65,8 @@ def _fits(work: Workload, gpu_gib: float, host_gib: float) -> bool:
 
 def _find_remedy(work: Workload, gpu_gib: float, host_gib: float) -> str:
     """Describe the mildest change that makes the run fit; else the number of nodes that would; else the shortage."""
-    have, host = work.machine.gpu.memory_gib, work.machine.host_memory_gib
+    have = work.machine.gpu.memory_gib
+    host = work.machine.host_memory_gib
     short = f"{gpu_gib:.1f} GiB of {have:.1f} a GPU"
     if host is not None and host_gib > host and gpu_gib <= have:
         short = f"{host_gib:.1f} GiB of {host:.1f} a host"
@@ -108,7 +97,9 @@ def _find_remedy(work: Workload, gpu_gib: float, host_gib: float) -> str:
 
 def _list_changes(work: Workload) -> Iterator[tuple[list[str], Workload]]:
     """Yield what a user could change, mildest first: cumulative keys, then all of them with each possible layout."""
-    layout, batch, ranks = work.layout, work.batch, work.layout.ranks
+    layout = work.layout
+    batch = work.batch
+    ranks = work.layout.ranks
     recompute = replace(layout, activation_checkpointing=True)
     keys: list[str] = []
     if work.evaluated > batch.micro:

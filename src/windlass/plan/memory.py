@@ -19,7 +19,8 @@ from windlass.model import Parameter
 from windlass.plan.workload import ElementCount, Layer, Lora, ModelShape, Traced, Workload, count_elements
 from windlass.settings import CONVERTED_VALUES, FOUR_BITS, LOADER_THREADS, PUBLISHED_NF4, TILE_TOKENS, TILE_VOCABULARY
 
-FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
+FLOAT = 4  # bytes of a float32 value
+INDEX = 8  # bytes of an int64 index
 # Driver context, cuBLAS workspace and NCCL's channels: 0.5 + 0.1 + 1.0-1.4 GiB on Hopper; an assumption. Plus memory
 # that CUDA withholds: an H100 has 79.65 GiB according to nvidia-smi, 79.11 according to torch (vllm#27508).
 RESERVE_GPU = 2.6 * GIB
@@ -148,7 +149,9 @@ def gathered_bytes(work: Workload) -> ElementBytes:
 
 def base_bytes(work: Workload) -> tuple[float, str]:
     """Return the bytes of the frozen base on one rank, with the formula."""
-    layout, size, shape = work.layout, stored_bytes(work), work.shape
+    layout = work.layout
+    size = stored_bytes(work)
+    shape = work.shape
     if layout.shard == 1:
         return size.of(shape.elements), f"{size.describe(shape.elements)}, unsharded on every rank"
     if layout.expert_parallel == 1:
@@ -185,7 +188,9 @@ def full_weights_share(work: Workload) -> int:
 
 def list_training_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     """Return the rows of each moment of training that can be the peak."""
-    shape, t, g = work.shape, Tokens.of(work), _gathered_rows(work)
+    shape = work.shape
+    t = Tokens.of(work)
+    g = _gathered_rows(work)
     layers = len(shape.layers)
     kept, words = _kept_bytes(work, t)
     saved = MemoryRow("activations", kept, words)
@@ -202,9 +207,9 @@ def list_training_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     )
     backward = [MemoryRow("backward of a layer", worst, words), *_dequantized_rows(work, t)]
     again = max(layer_bytes(layer, t) for layer, _ in shape.kinds) if recompute else 0.0
-    forward = (
-        {"norms of a layer": [saved, *g["always"], *g["layers"], *dora_norm_rows(work, t, again)]} if t.dora else {}
-    )
+    forward = {}
+    if t.dora:
+        forward["norms of a layer"] = [saved, *g["always"], *g["layers"], *dora_norm_rows(work, t, again)]
     temporaries = MemoryRow("optimizer's temporaries", adapter_share(work)[0] * 4.0, "one float32 copy of the adapter")
     if in_full := sum(shape.adapter.in_full.values()):
         size = shape.adapter.dtype_bytes
@@ -229,7 +234,8 @@ def _list_evaluation_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     """Return the rows of an evaluation's fullest moments: no backward, but perhaps larger batches than in training."""
     if not work.evaluated:
         return {}
-    shape, g = work.shape, _gathered_rows(work)
+    shape = work.shape
+    g = _gathered_rows(work)
     t = Tokens.of(replace(work, batch=replace(work.batch, micro=work.evaluated)))
     worst = max(forward_bytes(layer, shape.hidden, t) for layer, _ in shape.kinds)
     words = f"an evaluation batch of {t.count} tokens, within the widest layer"
@@ -260,8 +266,7 @@ def _kept_bytes(work: Workload, t: Tokens) -> tuple[float, str]:
             sent = 2 * shape.hidden * (work.layout.expert_parallel > 1)
             wide = sum(times * (2 * layer.expert + shape.hidden + sent) for layer, times in shape.kinds if layer.expert)
             narrow = sum(times * lora.r for layer, times in shape.kinds for lora in layer.expert_lora)
-            bytes_of_r = FLOAT if work.on_cpu else t.width
-            stream += t.count * t.top_k * t.surplus * (wide * t.width + narrow * bytes_of_r)
+            stream += t.count * t.top_k * t.surplus * (wide + narrow) * t.width
             words += "; products of routed experts, and tokens sent to them"
         return stream + final, words
     layers = sum(layer_bytes(layer, t) * times for layer, times in shape.kinds)
@@ -274,7 +279,9 @@ def _kept_bytes(work: Workload, t: Tokens) -> tuple[float, str]:
 
 def _gathered_rows(work: Workload) -> dict[str, list[MemoryRow]]:
     """Return the weights that FSDP2 has gathered: always, in the middle of a pass, and at its other moments."""
-    layout, shape, size = work.layout, work.shape, gathered_bytes(work)
+    layout = work.layout
+    shape = work.shape
+    size = gathered_bytes(work)
     rows: dict[str, list[MemoryRow]] = defaultdict(list)
     if layout.shard == 1:
         return rows
@@ -383,7 +390,7 @@ class Tokens:
             count=work.batch.tokens,
             width=work.width,
             cast=work.shape.adapter.dtype_bytes > work.width,
-            mask=0.0 if not work.dropout else (FLOAT if work.on_cpu else 1.0),
+            mask=1.0 if work.dropout else 0.0,
             dora=work.dora,
             heads=work.shape.heads,
             top_k=work.shape.top_k,
@@ -531,7 +538,8 @@ def _host_rows(work: Workload, on_rank: Mapping[str, float]) -> list[MemoryRow]:
 
 def _pinned_bytes(work: Workload) -> float:
     """Return the bytes that one rank pins: torch's pinned-memory allocator rounds each request up to a power of two."""
-    shard, split = work.layout.shard, work.layout.expert_parallel
+    shard = work.layout.shard
+    split = work.layout.expert_parallel
 
     def pinned(parameter: Parameter) -> int:
         rows, *rest = parameter.shape or (1,)

@@ -26,7 +26,8 @@ OF_LINEAR = ("inputs", "outputs", "weight", "square", "rows", "columns")  # the 
 
 def layer_features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
     """Return the features of one layer that its operators and bytes are linear in."""
-    plain, stacks = layer.plain_lora, layer.expert_lora
+    plain = layer.plain_lora
+    stacks = layer.expert_lora
     shared = apart = 0
     matrices = [p for p in layer.parameters if len(p.shape) == 2]
     for part in {p.part for p in matrices}:
@@ -94,12 +95,14 @@ def count_dispatch(
         operators = count["operators"] + VIEW * count["views"] + rest.operators - without.operators
         moved = count["bytes"] / length + rest.bytes - without.bytes
         return DispatchCounts(operators, rest.modules, moved)
-    way, name = "separate" if separate else "fused", shape.base.family.model_type
+    way = "separate" if separate else "fused"
+    name = shape.base.family.model_type
     rows = load_operators()[way]
     if not layer.experts and f"{name}, dense" in rows:
         name = f"{name}, dense"
     name = name if name in rows else "mixtral" if layer.experts else "qwen3"
-    row, of_adapters = rows[name][phase], load_operators()["separate" if dora else way][name][phase]
+    row = rows[name][phase]
+    of_adapters = load_operators()["separate" if dora else way][name][phase]
     size = layer_features(layer, shape.hidden, shape.top_k)
 
     def of(what: str, names: Collection[str] = size) -> float:

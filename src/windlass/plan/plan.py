@@ -126,7 +126,8 @@ class Plan:
     def estimate_gpu_hours(self, other: Candidate) -> float | None:
         """Return the GPU-hours of the same run under another layout."""
         ranks = other.layout.ranks
-        rows, reason = self.schedule.rows, self.schedule.rows_reason
+        rows = self.schedule.rows
+        reason = self.schedule.rows_reason
         schedule = make_schedule(self.run.train, other.cost.batch, ranks, self.adapter, rows, reason)
         seconds = self._seconds(other.cost, ranks, schedule)
         return None if seconds is None else sum(seconds.values()) * ranks / 3600

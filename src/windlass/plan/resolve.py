@@ -16,7 +16,8 @@ from windlass.runfile import Data, Loaded, RunFile
 BYTES_PER_TOKEN = 4.15
 FEW_STEPS = 50  # warm-up and decay need some; an adapter hardly moves in fewer
 SAMPLED: Final = 2000  # rows that are read to estimate their length
-SHORTEST, LONGEST = 512, 4096  # limits of data.max_length
+SHORTEST = 512  # limits of data.max_length
+LONGEST = 4096
 COVERED: Final = 99.5  # percent of the rows that fit uncut
 MARGIN: Final = 1.25  # for text with more tokens per byte than English, and for tokens that a chat template adds
 MOST_EPOCHS: Final = 3

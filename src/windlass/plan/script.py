@@ -60,7 +60,8 @@ class ScriptPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return those keys of a language model's plan that apply to a script; unknown values are None."""
-        script, gpu_gib = self.run.script, self.machine.gpu.memory_gib
+        script = self.run.script
+        gpu_gib = self.machine.gpu.memory_gib
         return {
             "windlass": __version__,
             "kind": "script",
@@ -91,7 +92,9 @@ def refuse_accelerate(file: Path | None) -> None:
 
 def make_script_plan(loaded: LoadedScript) -> ScriptPlan:
     """Plan cluster.nodes x cluster.gpus_per_node ranks; if neither is set, layout.ranks on one machine."""
-    cluster, ranks, path = loaded.run.cluster, loaded.run.layout.ranks, loaded.run.script.path
+    cluster = loaded.run.cluster
+    ranks = loaded.run.layout.ranks
+    path = loaded.run.script.path
     layout = RankGrid(*cluster.size)
     if ranks is not None and cluster.nodes == "auto" and cluster.gpus_per_node == "auto":
         layout = RankGrid(1, ranks)

@@ -78,7 +78,9 @@ class Passes:
 
 
 def estimate_time(work: Workload) -> StepTime:
-    rates, accumulation, ranks = work.machine.rates, work.batch.accumulation, work.layout.ranks
+    rates = work.machine.rates
+    accumulation = work.batch.accumulation
+    ranks = work.layout.ranks
     traffic = estimate_traffic(work)
     flops, recomputed = count_flops(work)
     passes = _estimate_pass(work, "forward") + _estimate_pass(work, "backward") + _estimate_outside_layers(work)
@@ -149,7 +151,8 @@ def count_flops(work: Workload) -> tuple[float, float]:
     A frozen weight is multiplied in the forward and for the gradient of its input only: 4 FLOPs per active frozen
     parameter, 6 per active adapter parameter.
     """
-    shape, adapter = work.shape, 0.0
+    shape = work.shape
+    adapter = 0.0
     for layer, times in shape.kinds:
         adapter += times * sum(lora.parameters for lora in layer.plain_lora)
         adapter += times * sum(lora.parameters * shape.top_k / lora.experts for lora in layer.expert_lora)
@@ -199,7 +202,9 @@ def _estimate_pass(work: Workload, phase: str, *, products: bool = True) -> Pass
 
 
 def _estimate_layer(work: Workload, layer: Layer, phase: str, *, products: bool) -> Passes:
-    rates, shape, tokens = work.machine.rates, work.shape, work.batch.tokens
+    rates = work.machine.rates
+    shape = work.shape
+    tokens = work.batch.tokens
     back = phase == "backward"
     adapter_passes = 2 if back else 1  # its backward also makes the gradients of A and B
     compute = 0.0
@@ -283,7 +288,9 @@ def _linear_option(work: Workload, name: str, adapted: Sequence[tuple[Lora, int]
 
 def _estimate_outside_layers(work: Workload) -> Passes:
     """Return the time of head and loss, forward and backward, and of a micro-batch's host work outside its layers."""
-    rates, shape, tokens = work.machine.rates, work.shape, work.batch.tokens
+    rates = work.machine.rates
+    shape = work.shape
+    tokens = work.batch.tokens
     head = _product_seconds(work, tokens, shape.hidden, shape.vocab)
     logits = LOGIT_BYTES * tokens * shape.vocab / rates.memory_gb_per_second / 1e9
     return Passes(2 * head, logits, MICRO_BATCH_OPERATORS * rates.operator_seconds)
@@ -317,7 +324,9 @@ def _count_syncs(work: Workload) -> int:
 
 def _weights_seconds(work: Workload) -> float:
     """Return the seconds to decode weights (4-bit ones at the rate of FP8) and to copy gathered ones."""
-    layout, rates, shape = work.layout, work.machine.rates, work.shape
+    layout = work.layout
+    rates = work.machine.rates
+    shape = work.shape
     width = gathered_bytes(work)
     routed = shape.routed // layout.expert_parallel
     seconds = 0.0
@@ -351,7 +360,8 @@ def _exchange_overlap(work: Workload, seconds: float) -> float:
 
 def _load_seconds(work: Workload) -> float:
     """Return the load time: each node reads its part of the files once, then each rank copies its part to the GPU."""
-    rates, elements = work.machine.rates, work.shape.elements
+    rates = work.machine.rates
+    elements = work.shape.elements
     size, _ = base_bytes(work)
     files = 2.0 * elements.total
     if work.shape.published:

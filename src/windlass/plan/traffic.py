@@ -52,7 +52,8 @@ def _ring_seconds(
     A ring that spans nodes enters and leaves each node once, so all of `size` crosses the node's NICs for each of the
     `groups` concurrent rings; inside the node it runs over the GPUs' own links.
     """
-    layout, machine = work.layout, work.machine
+    layout = work.layout
+    machine = work.machine
     near = machine.rates.collective(kind, "link", min(ranks, layout.gpus_per_node))
     inside = size / (near.gb_per_second * 1e9)
     if ranks <= layout.gpus_per_node:
@@ -97,7 +98,9 @@ def _list_gathers(work: Workload) -> Iterator[Flow]:
 
 def _list_dispatches(work: Workload) -> Iterator[Flow]:
     """Yield the traffic of tokens to their experts' rank and back, in forward, recomputation and backward."""
-    layout, machine, shape = work.layout, work.machine, work.shape
+    layout = work.layout
+    machine = work.machine
+    shape = work.shape
     ranks = layout.expert_parallel
     if ranks == 1:
         return

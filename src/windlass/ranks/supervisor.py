@@ -161,6 +161,29 @@ def start_process(
         )
 
 
+def run_processes(
+    command: Sequence[str], environs: Sequence[Mapping[str, str]], folder: Path, until: float, grace: float = 0.0
+) -> list[int | None]:
+    """Run a process in each environment and kill those that are left at `until`, or `grace` seconds after one failed.
+
+    Return their exit codes, None for those that were killed. Their output is in `folder`, by number: output-0.
+    """
+    processes = [start_process(command, environ, folder / f"output-{i}") for i, environ in enumerate(environs)]
+    while time.monotonic() < until and any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):  # the others wait for it
+            until = min(until, time.monotonic() + grace)
+        time.sleep(0.1)
+    codes = [process.poll() for process in processes]
+    for process in processes:
+        process.kill()
+        process.wait()
+    return codes
+
+
+def read_last_line(output: Path) -> str:
+    return "".join(output.read_text(errors="replace").strip().splitlines()[-1:])
+
+
 def to_exit_code(code: int) -> int:
     """Return the exit code: a rank that a signal ended without a message had not begun, since `run_rank` handles
     signals."""
