@@ -111,5 +111,6 @@ def missing_extra_error(names: str | None, command: str) -> UserError:
 
 def require_libraries(libraries: Sequence[str], command: str) -> None:
     """Look for libraries without importing them."""
-    if missing := [name for name in libraries if find_spec(name) is None]:
+    missing = [name for name in libraries if find_spec(name) is None]
+    if missing:
         raise missing_extra_error(", ".join(missing), command)

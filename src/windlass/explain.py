@@ -161,7 +161,8 @@ def print_rows(rows: Sequence[ExplainedKey]) -> None:
     console = Console(highlight=False)
     last = ("", "")
     for row in rows:
-        value, verdict = Text(row.value), Text(row.verdict, style=STYLES.get(row.verdict, ""))
+        value = Text(row.value)
+        verdict = Text(row.verdict, style=STYLES.get(row.verdict, ""))
         if row.where:  # a key of a file
             console.print(Text.assemble((row.name.rpartition(".")[2], "bold"), ": " if row.value else "", value))
             value = Text()

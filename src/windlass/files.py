@@ -9,14 +9,15 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final, TextIO
 
 # Storage that offers no locks at all: some NFS and FUSE mounts.
 NO_LOCKS: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
-SAMPLES, SAMPLE_BYTES = 9, 4096  # of a file, the first at its start
+SAMPLES = 9  # of a file, the first at its start
+SAMPLE_BYTES = 4096
 WAYS: Final[dict[str, Callable[[Any, Any], Any]]] = {"+": operator.add, "-": operator.sub, "/": operator.truediv}
 FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -35,7 +36,8 @@ class WriteGuard:
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.say, self.names = say, set[str]()
+        self.say = say
+        self.names = set[str]()
 
     @contextmanager
     def __call__(self, path: Path) -> Iterator[None]:
@@ -49,7 +51,8 @@ class WriteGuard:
         with self(path):
             file: TextIO = path.open(mode, buffering=1, encoding="utf-8")  # type: ignore[assignment]
             with path.open("rb") as written:
-                file.write("\n" * _is_cut_short(written))
+                if _is_cut_short(written):
+                    file.write("\n")
             return file
         return Path(os.devnull).open(mode, encoding="utf-8")
 
@@ -88,12 +91,17 @@ def append_json_line(path: Path, value: dict[str, Any]) -> None:
     """Append a line with a single write, so that lines of several threads or processes don't mix."""
     line = json.dumps(value, default=str) + "\n"
     with path.open("a+b") as file:
-        file.write(b"\n" * _is_cut_short(file) + line.encode())
+        if _is_cut_short(file):
+            line = "\n" + line
+        file.write(line.encode())
 
 
 def _is_cut_short(file: IO[bytes]) -> bool:
     """Return whether the file ends with half a line, left by a full disk or a kill."""
-    return file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+    if file.seek(0, os.SEEK_END) == 0:
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
 
 
 class Table:
@@ -108,7 +116,8 @@ class Table:
 
     def encode(self, record: Mapping[str, Any]) -> str:
         """Return the text to append: a row, preceded by a header if it is the first of its form."""
-        columns, header = [name for name in record if name not in self.derived], ""
+        columns = [name for name in record if name not in self.derived]
+        header = ""
         form = zlib.crc32("/".join(columns).encode()) & 0xFFFF
         if self.columns.get(form) != columns:
             self.columns[form] = columns
@@ -119,7 +128,8 @@ class Table:
         """Return a line's object; empty for a header; None if it is neither."""
         match value:
             case {"form": int(form), "columns": list(columns), "derived": dict(derived)}:
-                self.columns[form], self.derived = [*map(str, columns)], derived
+                self.columns[form] = [*map(str, columns)]
+                self.derived = derived
                 return {}
             case dict():
                 return value
@@ -142,9 +152,12 @@ def read_table_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     table = Table()
     with path.open("rb") as file:
         for line in file:
-            with suppress(ValueError, RecursionError):
-                if (value := table.decode(json.loads(line))) is not None:
-                    yield line, value
+            try:
+                value = table.decode(json.loads(line))
+            except (ValueError, RecursionError):
+                continue
+            if value is not None:
+                yield line, value
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -153,8 +166,8 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def flush_to_disk(path: Path) -> None:
     """Flush a file, or a folder with everything in it, to the disk: contents first, then names."""
-    for one in (*path.rglob("*"), path):
-        _fsync(one)
+    for inner in (*path.rglob("*"), path):
+        _fsync(inner)
 
 
 def _fsync(path: Path) -> None:

@@ -43,8 +43,8 @@ FINISHED, RUNNING, STOPPED, FAILED = "finished", "running", "stopped by a signal
 
 def find_step_files(folder: Path) -> dict[int, Path]:
     """Return the step files of a run folder by rank."""
-    named = ((re.fullmatch(r"steps-rank(\d+)\.jsonl", path.name), path) for path in folder.glob("steps-rank*.jsonl"))
-    return dict(sorted((int(match[1]), path) for match, path in named if match))
+    names = {path: path.stem.removeprefix("steps-rank") for path in folder.glob("steps-rank*.jsonl")}
+    return dict(sorted((int(rank), path) for path, rank in names.items() if re.fullmatch(r"\d+", rank)))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -53,7 +53,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def update_manifest(folder: Path, **values: Any) -> None:
     """Update the manifest. Works on a full disk too: rewriting a file that doesn't grow needs no space."""
-    path, manifest = folder / MANIFEST, {**read_manifest(folder), **values}
+    path = folder / MANIFEST
+    manifest = {**read_manifest(folder), **values}
     try:
         write_json(path, manifest)
     except OSError:
@@ -116,11 +117,11 @@ def _read_version(library: str) -> str:
 
 def read_versions(libraries: Iterable[str]) -> dict[str, str]:
     """Return the versions of windlass, Python and those of these libraries that are installed."""
-    found = {"windlass": __version__, "python": sys.version.split()[0]}
+    versions = {"windlass": __version__, "python": sys.version.split()[0]}
     for name in libraries:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = _read_version(name)
-    return found
+            versions[name] = _read_version(name)
+    return versions
 
 
 def read_git_state() -> dict[str, Any] | None:

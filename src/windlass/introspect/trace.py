@@ -15,10 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 LENGTHS: Final = (256, 512, 768)  # tokens: what is between and beyond follows a parabola through these
 MOST: Final = 4000  # operators: a layer that computes token after token would take minutes to trace
-LINEAR: Final = (
-    "mm",
-    "addmm",
-)  # products of linear layers, which have formulas; those of tokens with tokens are batched
+LINEAR: Final = ("mm", "addmm")  # of linear layers, which have formulas; products of tokens with tokens are batched
 EXPERTS: Final = re.compile(r"Experts$")
 
 
@@ -27,38 +24,39 @@ class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count, self.live, self.peak = Counter[str](), 0, 0
+        self.count = Counter[str]()
+        self.live = 0
+        self.peak = 0
         self.known = set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
-        packet, name = func.overloadpacket, func.overloadpacket.__name__
+        packet = func.overloadpacket
+        name = func.overloadpacket.__name__
         if func.namespace == "prim":
             return answer
         if name.endswith("flash_attention_for_cpu"):
             packet = torch.ops.aten._scaled_dot_product_flash_attention
-        made = [each for each in tree_leaves(answer) if isinstance(each, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
         if func.is_view or name in ("_unsafe_view", "detach", "lift_fresh") or "empty" in name:
             self.count["views"] += 1
             return answer
-        read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.count["operators"] += 1
         if self.count["operators"] > MOST:
             raise RuntimeError(f"more than {MOST} operators")
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=answer)
-            given_by_name = {
-                **dict(zip((each.name for each in func._schema.arguments), args, strict=False)),
-                **(kwargs or {}),
-            }
             if "attention" in name:
-                self.count["attention"] += flops / (2 if given_by_name.get("is_causal") else 1)
+                names = [argument.name for argument in func._schema.arguments]
+                by_name = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+                self.count["attention"] += flops / (2 if by_name.get("is_causal") else 1)
             elif name not in LINEAR:
                 self.count["products"] += flops
         elif "attention" not in name:  # its backward, which is priced by its forward
-            self.count["bytes"] += sum(each.numel() * each.element_size() for each in (*read, *made))
-        given = {each.untyped_storage()._cdata for each in read}
-        for tensor in made:
+            self.count["bytes"] += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        given = {tensor.untyped_storage()._cdata for tensor in inputs}
+        for tensor in outputs:
             storage = tensor.untyped_storage()
             if storage._cdata not in self.known | given:
                 self.known.add(storage._cdata)
@@ -128,14 +126,16 @@ def trace_layers(model: Any, numbers: Collection[int]) -> dict[int, dict[str, li
 
 def _trace_layer(layer: nn.Module, states: Tensor, args: Any, kwargs: Any) -> dict[str, float]:
     """Trace one forward and backward."""
-    args, kwargs = tree_map_only(Tensor, lambda each: each.detach(), (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach(), (args, kwargs))
     states = states.detach().requires_grad_()
     with _Tracing() as tracing:
         with torch.autocast("cpu", torch.bfloat16):
             output = layer(states, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
-        forward, kept = tracing.count.copy(), tracing.live - output.nbytes
-        inside, tracing.peak = tracing.peak, tracing.live
+        forward = tracing.count.copy()
+        kept = tracing.live - output.nbytes
+        inside = tracing.peak
+        tracing.peak = tracing.live
         output.backward(torch.ones_like(output))
     backward = tracing.count - forward
     return {

@@ -24,13 +24,17 @@ from windlass.model.parameters import Base, Parameter, Piece, Spelling, Stored
 WEIGHT_DTYPES: Final = ("F64", "F32", "F16", "BF16")
 FP8_DTYPES: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without their scale
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # suffixes of weight files
-HEAD, SCALE = "lm_head.weight", "_scale_inv"
+HEAD = "lm_head.weight"
+SCALE = "_scale_inv"
 # Kinds of faults, and a hint for each.
 FETCH_FOLDER: Final = "fetch the folder again; config.json and weights must be of the same model"
 FETCH_SCALES: Final = "an FP8 weight is its code x its scale: fetch the folder again, or a 16-bit version of the model"
-MISSING, UNKNOWN = "missing weights", "unknown tensors, which belong to no part of the model"
-SHAPE, DTYPE = "weights of another shape than config.json gives", "weights of an unknown dtype"
-NO_SCALE, ODD_SCALE = "FP8 weights without a scale", "scales that do not fit their weight"
+MISSING = "missing weights"
+UNKNOWN = "unknown tensors, which belong to no part of the model"
+SHAPE = "weights of another shape than config.json gives"
+DTYPE = "weights of an unknown dtype"
+NO_SCALE = "FP8 weights without a scale"
+ODD_SCALE = "scales that do not fit their weight"
 ODD_PACKED = "weights in 4 bits that do not fit config.json, or whose blocks run over the ends of rows"
 HINTS: Final = {
     MISSING: FETCH_FOLDER,
@@ -50,7 +54,8 @@ def find_base(model_name_or_path: str, where: str) -> Base:
         path = Path(model_name_or_path).expanduser()
         if path.exists():
             return read_base(path)
-        if (fetched := find_fetched_folder(model_name_or_path)) is not None:
+        fetched = find_fetched_folder(model_name_or_path)
+        if fetched is not None:
             return read_base(fetched)
     except (OSError, RuntimeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error

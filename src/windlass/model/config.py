@@ -172,12 +172,13 @@ def _list_spellings(
             place = theirs + name.removeprefix(ours).replace(new, old)
             if place != name:
                 yield (Spelling(place, shape, (0,) * len(shape)),)
-            if part == "experts" and (parts := family.experts_on_disk.get(leaf)):
-                rows = shape[1] // len(parts)
+            matrices = family.experts_on_disk.get(leaf, ()) if part == "experts" else ()
+            if matrices:
+                rows = shape[1] // len(matrices)
                 place = place.removesuffix(leaf)
                 yield tuple(
-                    Spelling(f"{place}#.{each}.weight", (rows, shape[2]), (0, number * rows, 0))
-                    for number, each in enumerate(parts)
+                    Spelling(f"{place}#.{matrix}.weight", (rows, shape[2]), (0, number * rows, 0))
+                    for number, matrix in enumerate(matrices)
                 )
 
 

@@ -14,7 +14,9 @@ from typing import Any, Final
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.parameters import Stored
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 HEADERS: Final = "windlass-headers.json"  # headers of files that `windlass fetch --headers-only` did not download
 DIGEST: Final = "digest of all weights"  # its key for the digest that loading must find; renamed if it is redefined
 PUBLISHED: Final = "windlass-published.json"  # samples of files whose SHA-256 was the published one when fetched
@@ -78,10 +80,10 @@ def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
     if SINGLE in names:
         return read_header(folder / SINGLE)
     if INDEX not in names:
-        if pickled := sorted(name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")):
-            problem = (
-                f"the weights are there only as a pickle, which can run code when it is opened ({abbreviate(pickled)})"
-            )
+        pickled = sorted(name for name in names if name.startswith("pytorch_model") and name.endswith(".bin"))
+        if pickled:
+            listed = abbreviate(pickled)
+            problem = f"the weights are there only as a pickle, which can run code when it is opened ({listed})"
             raise UserError(problem, str(folder), f"convert it: {CONVERT.format(folder=folder)}")
         problem = f"the model folder has no {SINGLE} and no {INDEX}; it contains {abbreviate(sorted(names))}"
         hint = "fetch or convert the model's safetensors and their index; an adapter belongs in lora.adapter"
@@ -135,7 +137,8 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for name, entry in read_table(folder / HEADERS).items():
         try:
-            header, size = entry["header"], entry["size"]
+            header = entry["header"]
+            size = entry["size"]
             begin = size - max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             why = f"{name!r} has no header: {type(error).__name__}: {error}"

@@ -12,7 +12,8 @@ from typing import Final
 
 from windlass.model.parameters import Packed, Piece, Stored
 
-BLOCKS, SCALES = "_blocks", "_scales"
+BLOCKS = "_blocks"
+SCALES = "_scales"
 STATE: Final = ".quant_state.bitsandbytes__nf4"
 NESTED: Final = (".nested_absmax", ".nested_quant_map")  # present if the scales are quantized themselves
 

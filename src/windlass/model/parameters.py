@@ -119,8 +119,8 @@ class Base:
     @property
     def positions(self) -> int | None:
         """Return the tokens of the longest row that the model supports, if config.json has them."""
-        found = [self.config.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len")]
-        return next((value for value in found if isinstance(value, int) and value > 0), None)
+        values = [self.config.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len")]
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
 
     @property
     def total(self) -> int:

@@ -40,7 +40,8 @@ def shrink_config(config: Mapping[str, Any], *, layers: int = 4, experts: int = 
         if type(config.get(size)) is int and config.get(number):  # the widths of a state's heads add up to its own
             wide = new.get("mamba_d_ssm") or new.get("mamba_expand", 2) * new["hidden_size"]
             new[size] = wide // new[number]
-    if parts := {key: config[key] for key in PARTS_OF_A_HEAD if config.get(key)}:
+    parts = {key: config[key] for key in PARTS_OF_A_HEAD if config.get(key)}
+    if parts:
         new |= {key: 8 * value // min(parts.values()) // 2 * 2 for key, value in parts.items()}
         whole = sum(new[key] for key in PARTS_OF_A_HEAD[:2] if key in parts)
         if config.get("qk_head_dim"):

@@ -14,7 +14,9 @@ from windlass.model.files import abbreviate
 from windlass.model.parameters import Base, Parameter
 from windlass.runfile import Lora
 
-ALL, ALL_LINEAR, EXPERTS = "all", "all-linear", "lora.experts"
+ALL = "all"
+ALL_LINEAR = "all-linear"
+EXPERTS = "lora.experts"
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2}
 LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
 Where = Callable[[str], str]  # a key of the run file -> its place: run.yaml:12: lora.r
@@ -352,16 +354,17 @@ def _match_experts(lora: Lora, base: Base, where: Where, layers: set[str] | None
     if not base.family.expert_adapters:
         if lora.experts is None:
             return []
-        what = f"adapters for the routed experts of {base.family.causal_lm} are not supported"
+        problem = f"adapters for the routed experts of {base.family.causal_lm} are not supported"
         hint = "leave lora.experts out: lora.target_modules adapts attention and the experts that every token visits"
-        raise UserError(what, where("lora.experts"), hint)
+        raise UserError(problem, where("lora.experts"), hint)
     problems: list[Problem] = []
     if lora.use_dora:
-        place, hint = where("lora.use_dora"), "set lora.use_dora: false"
-        problems.append(Problem("adapters of routed experts can't be DoRA", place, hint))
+        problem = "adapters of routed experts can't be DoRA"
+        problems.append(Problem(problem, where("lora.use_dora"), "set lora.use_dora: false"))
     if lora.starts_from_weights:
-        place, hint = where("lora.init_lora_weights"), "leave lora.experts out, or set lora.init_lora_weights: true"
-        problems.append(Problem(f"adapters of routed experts can't start by {lora.init_lora_weights}", place, hint))
+        problem = f"adapters of routed experts can't start by {lora.init_lora_weights}"
+        hint = "leave lora.experts out, or set lora.init_lora_weights: true"
+        problems.append(Problem(problem, where("lora.init_lora_weights"), hint))
     r = lora.experts.r if lora.experts else lora.r
     leaves = tuple(dict.fromkeys(p.name.rpartition(".")[2] for p in fused))
     targets: dict[str, Target] = {}
@@ -381,31 +384,36 @@ def _match_experts(lora: Lora, base: Base, where: Where, layers: set[str] | None
     return list(targets.values())
 
 
-def _warn_of_missed_modules(pattern: str, found: Mapping[str, str], linears: Mapping[str, Parameter]) -> list[str]:
+def _warn_of_missed_modules(pattern: str, taken: Mapping[str, str], linears: Mapping[str, Parameter]) -> list[str]:
     """Warn of modules that a regular expression misses although its words suggest them."""
     group = re.compile(r"\((?:\?:)?((?!\?)[^()]*\|[^()]*)\)")  # a group of alternatives without inner groups
-    text, idle, texts = f"({pattern})", [], []
+    text = f"({pattern})"
+    unmatched: list[str] = []
     for match in group.finditer(text):
         for word in match[1].split("|"):
             alone = f"{text[: match.start(1)]}{word}{text[match.end(1) :]}"
             with contextlib.suppress(re.error):  # (?i) is allowed at the beginning only
-                idle += [] if any(re.fullmatch(alone, module) for module in linears) else [word]
-    layers: dict[tuple[str, str], list[str]] = defaultdict(list)  # (self_attn, q_proj) -> its module in each layer
-    for module in linears:
-        if place := re.search(r"\.\d+\.(.+)\.(\w+)$", module):
-            layers[place[1], place[2]].append(module)
-    for parent in dict.fromkeys(parent for parent, _ in layers):
-        count = {leaf: len(found.keys() & {*modules}) for (of, leaf), modules in layers.items() if of == parent}
-        hit, rest = [leaf for leaf in count if count[leaf]], [leaf for leaf in count if not count[leaf]]
-        if hit and rest and (idle or (len(hit) < len(rest) and not all(leaf in pattern for leaf in hit))):
-            texts.append(f"reaches {', '.join(hit)} of {parent}, not {', '.join(rest)}")
-        missed = [f"{leaf} in {count[leaf]} of {len(layers[parent, leaf])}" for leaf in hit]
-        if any(count[leaf] < len(layers[parent, leaf]) for leaf in hit) and not re.search(r"[0-9]", pattern):
-            texts.append(f"reaches {parent}'s {', '.join(missed)} layers")
-    if idle:
-        unmatched = f"nothing matches its {', '.join(map(repr, idle))}"
-        texts[:1] = [f"{texts[0]}; {unmatched}" if texts else unmatched]
-    return texts
+                if not any(re.fullmatch(alone, module) for module in linears):
+                    unmatched.append(word)
+    by_parent: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for module in linears:  # self_attn -> q_proj -> its module in each layer
+        place = re.search(r"\.\d+\.(.+)\.(\w+)$", module)
+        if place:
+            by_parent[place[1]][place[2]].append(module)
+    warnings = []
+    for parent, leaves in by_parent.items():
+        count = {leaf: len(taken.keys() & {*modules}) for leaf, modules in leaves.items()}
+        hit = [leaf for leaf in leaves if count[leaf]]
+        missed = [leaf for leaf in leaves if not count[leaf]]
+        if hit and missed and (unmatched or (len(hit) < len(missed) and not all(leaf in pattern for leaf in hit))):
+            warnings.append(f"reaches {', '.join(hit)} of {parent}, not {', '.join(missed)}")
+        if any(count[leaf] < len(leaves[leaf]) for leaf in hit) and not re.search(r"[0-9]", pattern):
+            counts = ", ".join(f"{leaf} in {count[leaf]} of {len(leaves[leaf])}" for leaf in hit)
+            warnings.append(f"reaches {parent}'s {counts} layers")
+    if unmatched:
+        warning = f"nothing matches its {', '.join(map(repr, unmatched))}"
+        warnings[:1] = [f"{warnings[0]}; {warning}" if warnings else warning]
+    return warnings
 
 
 def _list_notes(lora: Lora, base: Base, targets: Sequence[Target], biases: int) -> Iterator[str]:

@@ -39,7 +39,8 @@ def init_from_weights(model: nn.Module, how: str) -> None:
         if dist.is_initialized():
             dist.broadcast(a, 0)
             dist.broadcast(b, 0)
-        lora_a, lora_b = module.lora_A[NAME], module.lora_B[NAME]
+        lora_a = module.lora_A[NAME]
+        lora_b = module.lora_B[NAME]
         lora_a.weight.data = torch.cat([a, a]).to(lora_a.weight)
         lora_b.weight.data = torch.cat([b, -b], 1).to(lora_b.weight)
 

@@ -36,9 +36,7 @@ from windlass.errors import RunError
 from windlass.model import Base
 from windlass.plan.layout import Layout
 from windlass.ranks.collectives import all_gather, get_rank, raise_together
-from windlass.settings import (
-    LOADER_THREADS,
-)
+from windlass.settings import LOADER_THREADS
 from windlass.train import parallel
 from windlass.weights.certificate import check_parameters, make_certificate
 from windlass.weights.fill import LocalPart, Source, fill_codes, fill_quantized, fill_scale, fill_values
@@ -65,12 +63,14 @@ def load_base(
 
     `dtypes`: parameters with another dtype, by name. Called on every rank; returns on all ranks or raises on all ranks.
     """
-    started, before = time.perf_counter(), reset_peak_rss()
+    started = time.perf_counter()
+    before = reset_peak_rss()
     where = str(base.path or base.name)
     model = parallel.build_model(base, layout, dtype, attn_implementation or base.family.usual_attention, dtypes)
     parallel.assert_sharded(model, layout)
     parallel.allocate(model, layout)
-    targets, quantized = list_unique_tensors(model), list_quantized_params(model)
+    targets = list_unique_tensors(model)
+    quantized = list_quantized_params(model)
 
     stored = {parameter.name: parameter for parameter in base.parameters}
     unlike = [f"{name} is missing from the checkpoint" for name in targets if name not in stored]

@@ -41,7 +41,8 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
     set_seed(seed)
     if lora.adapter:  # continue the adapter as saved, except for dropout, which is no property of its weights
         config, mapping = read_inner_config(Path(lora.adapter))
-        if (saved_too := sorted(config.modules_to_save or ())) != sorted(lora.modules_to_save or ()):
+        saved_too = sorted(config.modules_to_save or ())
+        if saved_too != sorted(lora.modules_to_save or ()):
             hint = f"set it to {saved_too}" if saved_too else "leave it out"
             problem = f"{lora.adapter} was trained with {saved_too or 'none'}"
             raise UserError(problem, "lora.modules_to_save", hint)
@@ -55,10 +56,12 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
         warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=lora.dtype == "float32")
     if lora.adapter:  # load the saved tensors; of split experts, this rank's part
-        parts, saved = ExpertShards(peft_model), load_peft_weights(lora.adapter, "cpu", mapping)
+        parts = ExpertShards(peft_model)
+        saved = load_peft_weights(lora.adapter, "cpu", mapping)
         of_rank = {name: parts.own(name, tensor) for name, tensor in saved.items()}
         outcome = set_peft_model_state_dict(peft_model, shard_like(peft_model, of_rank))
-        if odd := [*(name for name in outcome.missing_keys if "lora_" in name), *outcome.unexpected_keys]:
+        odd = [*(name for name in outcome.missing_keys if "lora_" in name), *outcome.unexpected_keys]
+        if odd:
             raise UserError(
                 f"{lora.adapter} is not a complete adapter of this model: {odd[0]}",
                 "lora.adapter",
@@ -106,8 +109,10 @@ def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: Any, output: Ten
 def make_peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
     """Return PEFT's configuration for the run file's lora section, with exact names. Experts may have a rank of
     their own."""
-    every, lora = adapter.r_by_module, lora.stored
-    ranks = {name: every[name] for name in adapter.target_modules if every.get(name, lora.r) != lora.r}
+    lora = lora.stored
+    r_by_module = adapter.r_by_module
+    r_of = {name: r_by_module.get(name, lora.r) for name in adapter.target_modules}
+    ranks = {name: r for name, r in r_of.items() if r != lora.r}
     alphas = dict(adapter.alphas)
     if lora.experts:
         for suffix in {".".join(name.split(".")[-2:]) for name in adapter.target_parameters}:  # experts.down_proj

@@ -11,10 +11,7 @@ from transformers import PreTrainedModel
 
 from windlass.errors import UserError
 from windlass.introspect.describe import read_logit_shaping
-from windlass.settings import (
-    TILE_TOKENS,
-    TILE_VOCABULARY,
-)
+from windlass.settings import TILE_TOKENS, TILE_VOCABULARY
 
 # The head's weight is read once per chunk: with fewer tokens a GPU would wait for memory, not for arithmetic.
 LEAST_TOKENS: Final = 256

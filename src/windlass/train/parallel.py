@@ -63,8 +63,12 @@ def build_model(
         )
     # Tried: 2.12 briefly gives every sharded parameter a gradient, which bytes can't have; 2.13 does not.
     if is_sharded(layout) and layout.base_dtype != "bf16" and torch.__version__ < "2.13":
-        what = f"torch {torch.__version__} can't shard a base that is stored in {layout.base_dtype.upper()}: 2.13 can"
-        raise UserError(what, products.WHERE, f"{products.HINT}, set layout.name: resident, or install a newer torch")
+        problem = (
+            f"torch {torch.__version__} can't shard a base that is stored in {layout.base_dtype.upper()}: 2.13 can"
+        )
+        raise UserError(
+            problem, products.WHERE, f"{products.HINT}, set layout.name: resident, or install a newer torch"
+        )
     # The text model's config without quantization: FP8 weights are loaded as `dtype` or converted by windlass.
     described = {key: value for key, value in base.config.items() if key not in ("quantization_config", "torch_dtype")}
     tied = all(parameter.name != "lm_head.weight" for parameter in base.parameters)  # a wrapper's config may decide it
@@ -118,16 +122,19 @@ def create_expert_communicator(mesh: Any) -> None:
     experts_mesh = mesh._expert_mesh
     backend = dist.distributed_c10d.get_backend_config()
     if experts_mesh["ep"].size() == dist.get_world_size():
-        shape, names = tuple(experts_mesh.shape), experts_mesh.mesh_dim_names
         override: Any = {"ep": backend}
         mesh._expert_mesh = init_device_mesh(
-            experts_mesh.device_type, shape, mesh_dim_names=names, backend_override=override
+            experts_mesh.device_type,
+            tuple(experts_mesh.shape),
+            mesh_dim_names=experts_mesh.mesh_dim_names,
+            backend_override=override,
         )
 
 
 def restore_float32(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
     """Keep in float32 what transformers keeps in float32 in narrower models, such as a router's correction."""
-    if kept := model._get_dtype_plan(dtype):
+    kept = model._get_dtype_plan(dtype)
+    if kept:
         pattern = re.compile("|".join(name.replace("*", ".*") for name in kept))
         for name, tensor in model.state_dict(keep_vars=True).items():
             if tensor.is_floating_point() and pattern.search(name):
@@ -191,9 +198,11 @@ def assert_sharded(model: torch.nn.Module, layout: Layout) -> None:
         if not isinstance(tensor, DTensor):
             wrong.append(f"{name} (a plain tensor on every rank)")
             continue
-        mesh, placements = tensor.device_mesh, tensor.placements
+        mesh = tensor.device_mesh
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-        split = math.prod(size for size, place in zip(mesh.shape, placements, strict=True) if place != Replicate())
+        split = math.prod(
+            size for size, place in zip(mesh.shape, tensor.placements, strict=True) if place != Replicate()
+        )
         experts_over = (
             sizes.get("ep", 1) if layout.expert_parallel > 1 and ".experts." in name else layout.expert_parallel
         )

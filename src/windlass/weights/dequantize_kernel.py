@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS = 4, 1024  # tile of one program: 32 codes per thread, read 16 at a time
+ROWS = 4
+COLUMNS = 1024  # tile of one program: 32 codes per thread, read 16 at a time
 
 
 # Only Triton's own annotations: with any other, Triton compiles no kernel that reads the variable.
@@ -21,7 +22,8 @@ def _fp8_kernel(  # type: ignore[no-untyped-def]
     first_row, first_column, one: tl.constexpr, exponent: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(columns, wide)
-    tile, expert = tl.program_id(0), tl.program_id(1).to(tl.int64)  # a stack's elements exceed 32-bit offsets
+    tile = tl.program_id(0)
+    expert = tl.program_id(1).to(tl.int64)  # a stack's elements exceed 32-bit offsets
     row = ((tile // tiles) * high + tl.arange(0, high))[:, None]
     column = ((tile % tiles) * wide + tl.arange(0, wide))[None, :]
     inside = (row < rows) & (column < columns)
@@ -29,7 +31,8 @@ def _fp8_kernel(  # type: ignore[no-untyped-def]
     if one:
         factor = tl.load(scale + expert)
     else:
-        down, across = (first_row + row) // side_down, (first_column + column) // side_across
+        down = (first_row + row) // side_down
+        across = (first_column + column) // side_across
         factor = tl.load(scale + (expert * scale_rows + down) * scale_columns + across, mask=inside)
     if exponent == 0:
         value = read.to(tl.float32)
@@ -58,7 +61,8 @@ def dequantize_fp8(
     matrix needs no first dimension.
     """
     (*stack, rows, columns), (*apart, row_stride, side_by_side) = codes.shape, codes.stride()
-    experts, expert_stride = (*stack, 1)[0], (*apart, 0)[0]
+    experts = (*stack, 1)[0]
+    expert_stride = (*apart, 0)[0]
     assert side_by_side == 1 or columns == 1
     assert scale.is_contiguous()
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -82,7 +86,8 @@ def _four_bits_kernel(  # type: ignore[no-untyped-def]
     first_row, first_column, side: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(columns, wide)
-    tile, expert = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    expert = tl.program_id(1).to(tl.int64)
     row = ((tile // tiles) * high + tl.arange(0, high))[:, None]
     column = ((tile % tiles) * wide + tl.arange(0, wide))[None, :]
     inside = (row < rows) & (column < columns)
@@ -99,7 +104,9 @@ def dequantize_four_bits(
 ) -> Tensor:
     """Do the same for 4-bit codes, two per byte. `scale` is the full parameter's, one per `side` columns of a row."""
     (*stack, rows, half), (*apart, row_stride, side_by_side) = codes.shape, codes.stride()
-    experts, columns, expert_stride = (*stack, 1)[0], 2 * half, (*apart, 0)[0]
+    experts = (*stack, 1)[0]
+    columns = 2 * half
+    expert_stride = (*apart, 0)[0]
     *scales_apart, scale_row_stride, scale_side_by_side = scale.stride()
     assert side_by_side == scale_side_by_side == 1
     values = torch.empty((*stack, rows, columns), dtype=dtype, device=codes.device)

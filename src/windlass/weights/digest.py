@@ -44,9 +44,12 @@ def digest_box(stored: Stored, box: Box, values: Tensor, read: Callable[[Stored,
         raise AssertionError(f"a row of {stored.key!r} is not in one piece: {box}")
     if not values.numel():
         return 0
-    (start, stop), rows, width = wide[-2], shape[-2], shape[-1] * values.element_size()
+    start, stop = wide[-2]
+    rows = shape[-2]
+    width = shape[-1] * values.element_size()
     together = rows_per_group(rows, width)
-    first, last = -(-start // together), -(-stop // together)  # groups
+    first = -(-start // together)  # groups
+    last = -(-stop // together)
     if first == last:
         return 0
     numbers = [0]  # numbers of the matrices in the box
@@ -55,7 +58,8 @@ def digest_box(stored: Stored, box: Box, values: Tensor, read: Callable[[Stored,
     own = _view_bytes(values).reshape(len(numbers), -1)[:, (first * together - start) * width :]
     full = own.shape[1] // (together * width)
     rest = own[:, full * together * width :]
-    if (end := min(last * together, rows)) > stop:
+    end = min(last * together, rows)
+    if end > stop:
         beyond = (*wide[:-2], (stop, end), wide[-1])[: len(stored.shape)]
         behind = torch.empty([b - a for a, b in beyond], dtype=values.dtype)
         read(stored, beyond, behind)

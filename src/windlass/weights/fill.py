@@ -279,7 +279,8 @@ def write_decoded(part: LocalPart, piece: Piece, box: Box, codes: Tensor, scales
     assert piece.packed is not None
     memory = part.memory.transpose(-1, -2) if piece.packed.transposed else part.memory
     rows = LocalPart(memory, to_file_order(piece, part.box)).rows(box)
-    codes, scales = codes.to(memory.device), scales.to(memory.device)
+    codes = codes.to(memory.device)
+    scales = scales.to(memory.device)
     rows.copy_(four_bits.decode_codes(codes, scales, piece.packed.block, piece.packed.kind))
 
 
@@ -312,18 +313,21 @@ def read_scale_decoder(piece: Piece, files: Files) -> tuple[ScaleDecoder, int]:
     it."""
     assert piece.packed is not None
     assert piece.scale is not None
-    key, groups = piece.scale.key, piece.scale.shape[-1]
+    key = piece.scale.key
+    groups = piece.scale.shape[-1]
     if piece.packed.kind == "mxfp4":
         powers = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
         return lambda scales, _: require_numbers(powers[scales.int()], key), 0
-    state, table, *nested = every = [read_tensor(each, files) for each in piece.packed.more]
+    tensors = [read_tensor(stored, files) for stored in piece.packed.more]
+    state, table, *nested = tensors
     numbers_of_nf4 = four_bits.code_table("nf4", table.device).tolist()
     try:
-        described = json.loads(bytes(state.tolist()))
-        block, mean = described.get("nested_blocksize", 1), float(described.get("nested_offset", 0))
-        found = described["quant_type"], described["blocksize"], tuple(described["shape"]), table.tolist()
-        if found != ("nf4", piece.packed.block, piece.shape, numbers_of_nf4):
-            raise ValueError(found)
+        description = json.loads(bytes(state.tolist()))
+        block = description.get("nested_blocksize", 1)
+        mean = float(description.get("nested_offset", 0))
+        facts = (description["quant_type"], description["blocksize"], tuple(description["shape"]), table.tolist())
+        if facts != ("nf4", piece.packed.block, piece.shape, numbers_of_nf4):
+            raise ValueError(facts)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DamagedError(f"{piece.packed.more[0].key!r} does not describe its weight") from None
 
@@ -332,12 +336,13 @@ def read_scale_decoder(piece: Piece, files: Files) -> tuple[ScaleDecoder, int]:
         mean."""
         if not nested:
             return require_numbers(codes, key)
-        first, (largest, numbers) = box[-2][0] * groups, nested
+        largest, numbers = nested
+        first = box[-2][0] * groups
         places = torch.arange(first, first + codes.numel()).view(codes.shape) // block
         return require_numbers(numbers[codes.int()] * largest[places] + mean, key)
 
     return scale, sum(
-        digest_tensor(stored, values, files) for stored, values in zip(piece.packed.more, every, strict=True)
+        digest_tensor(stored, values, files) for stored, values in zip(piece.packed.more, tensors, strict=True)
     )
 
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from windlass.settings import (
-    FOUR_BITS,
-)
+from windlass.settings import FOUR_BITS
 
 TABLES: Final[dict[str, tuple[float, ...]]] = {
     "nf4": (  # quantiles of the normal distribution (QLoRA, appendix E), as bitsandbytes has them in float32
@@ -53,7 +51,8 @@ def split_rows(rows: Tensor, columns: int, scale: torch.dtype = torch.bfloat16) 
 
 def encode_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return codes, one per byte, and float32 scales of float32 rows."""
-    block, columns = FOUR_BITS[kind].block, values.shape[-1]
+    block = FOUR_BITS[kind].block
+    columns = values.shape[-1]
     blocks = pad(values, (0, -columns % block)).view(*values.shape[:-1], -1, block)
     scale = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
     numbers = code_table(kind, values.device)
@@ -70,14 +69,15 @@ def quantize(values: Tensor, kind: str, rows: Tensor) -> Tensor:
     bytes_of.copy_(codes[..., ::2] << 4 | codes[..., 1::2])
     scales.copy_(scale)
     changed = decode_codes(bytes_of, scales, FOUR_BITS[kind].block, kind) - values
-    return torch.stack([each.square().sum(dtype=torch.float64) for each in (changed, values)])
+    return torch.stack([tensor.square().sum(dtype=torch.float64) for tensor in (changed, values)])
 
 
 def decode_codes(codes: Tensor, scale: Tensor, block: int, kind: str, origin: Sequence[int] = (0, 0)) -> Tensor:
     """Decode codes, two per byte, to float32: the part of a parameter that begins at row and column `origin`."""
     read = code_pair_table(kind, codes.device).index_select(0, codes.reshape(-1).int())
     values = read.view(*codes.shape[:-1], 2 * codes.shape[-1])
-    (top, left), (rows, columns) = origin, values.shape[-2:]
+    top, left = origin
+    rows, columns = values.shape[-2:]
     for j in range(left // block, math.ceil((left + columns) / block)):
         of_block = scale[..., top : top + rows, j : j + 1].float()
         values[..., max(0, j * block - left) : (j + 1) * block - left].mul_(of_block)

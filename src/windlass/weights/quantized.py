@@ -119,18 +119,19 @@ def kernel_is_exact(
 
     It covers part of a stack, with one scale per expert and with one per block. Draws no random numbers.
     """
-    experts, rows, columns = 3, 40, 2048
+    stack = torch.arange(3 * 40 * 2048, device=device).to(torch.uint8).view(3, 40, 2048)
+    experts, rows, columns = stack.shape
     per_byte = 2 if kind else 1
-    stack = torch.arange(experts * rows * columns, device=device).to(torch.uint8).view(experts, rows, columns)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     try:
         for block in ((1, 32), (1, 64)) if kind else ((rows, columns), (16, 128)):
             shape = (experts, math.ceil(rows / block[0]), math.ceil(per_byte * columns / block[1]))
             scale = (torch.arange(math.prod(shape), device=device) + 1.1).mul_(1.3e-4).view(shape).to(scales)
             given = stack[:, 5:37, 136:1900], scale, read, kind, *block, dtype, 5, 136 * per_byte
-            one, other = (way(*given).nan_to_num().view(bits) for way in (dequantize_by_kernel, dequantize_by_torch))
-            if not torch.equal(one, other):
-                raise ArithmeticError(f"{int((one != other).sum())} of {one.numel()} values differ from torch's")
+            ours = dequantize_by_kernel(*given).nan_to_num().view(bits)
+            torchs = dequantize_by_torch(*given).nan_to_num().view(bits)
+            if not torch.equal(ours, torchs):
+                raise ArithmeticError(f"{int((ours != torchs).sum())} of {ours.numel()} values differ from torch's")
     except Exception as error:  # no Triton, no C compiler, a GPU without float8 in Triton, a bug of ours
         why = f"{type(error).__name__}: {error}".strip()[-300:]
         warnings.warn(f"weights in {kind.upper() or 'FP8'} take two passes to read instead of one: {why}", stacklevel=2)
@@ -182,11 +183,13 @@ _DEQUANTIZE: Final[Any] = torch.ops.windlass.dequantize.default
 def to_quantized_param(module: nn.Module, name: str, weight: Tensor, coding: Format) -> None:
     """Replace `module.name` by codes of that weight, and FP8 scales by a buffer. The loader fills both."""
     rows, columns = (math.ceil(size / side) for size, side in zip(weight.shape[-2:], coding.block, strict=True))
-    shape, scales = tuple(weight.shape), (*weight.shape[:-2], rows, columns)
+    shape = tuple(weight.shape)
+    scales = (*weight.shape[:-2], rows, columns)
     if coding.kind:
         rows = weight.shape[-1 if coding.transposed else -2]
         row = four_bits.row_bytes(coding.columns, coding.block[1], coding.scales)
-        shape, scales = (*shape[:-2], rows, row), (0,)
+        shape = (*shape[:-2], rows, row)
+        scales = (0,)
     codes = torch.empty(shape, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(scales, dtype=torch.float32, device=weight.device)
     setattr(module, name, nn.Parameter(codes, requires_grad=False))
@@ -196,13 +199,13 @@ def to_quantized_param(module: nn.Module, name: str, weight: Tensor, coding: For
 
 def get_formats(module: nn.Module) -> dict[str, Format]:
     """Return the module's own quantized parameters."""
-    found: dict[str, Format] = getattr(module, "formats", {})
-    return found
+    formats: dict[str, Format] = getattr(module, "formats", {})
+    return formats
 
 
 def list_quantized_params(model: nn.Module) -> dict[str, QuantizedParam]:
     """Return the model's quantized parameters by name, with FP8 scales cut to this rank's experts. Not filled yet."""
-    found: dict[str, QuantizedParam] = {}
+    quantized: dict[str, QuantizedParam] = {}
     for prefix, module in model.named_modules():
         for leaf, coding in get_formats(module).items():
             part = get_expert_shard(module.get_parameter(leaf))
@@ -210,8 +213,8 @@ def list_quantized_params(model: nn.Module) -> dict[str, QuantizedParam]:
             if part and scale.ndim == 3 and len(scale) != part.count:
                 scale = torch.empty_like(scale[: part.count])
                 setattr(module, f"{leaf}_scale", scale)
-            found[f"{prefix}.{leaf}"] = QuantizedParam(scale, coding, part.first if part else 0)
-    return found
+            quantized[f"{prefix}.{leaf}"] = QuantizedParam(scale, coding, part.first if part else 0)
+    return quantized
 
 
 def get_expert_shard(parameter: Tensor) -> ExpertShard | None:

@@ -116,7 +116,8 @@ def require_finite(values: Tensor, key: str) -> None:
     """Refuse values that are not finite. Compares bits of stored values, which is the fastest way on a CPU."""
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
     first = math.nan if values.dtype == torch.float8_e4m3fn else math.inf  # e4m3fn has no infinity
-    limit, sign = int(torch.tensor(first).to(values.dtype).view(kind)), torch.iinfo(kind).max + 1
+    limit = int(torch.tensor(first).to(values.dtype).view(kind))
+    sign = torch.iinfo(kind).max + 1
     bits = values.detach().view(kind).numpy()
     if bits.size and (bits.max() >= limit or bits.view(f"u{bits.itemsize}").max() >= sign + limit):
         raise DamagedError(f"{key!r} contains values that are not finite numbers")
@@ -164,17 +165,18 @@ def scale_block(parameter: Parameter, block: Sequence[int]) -> tuple[int, int]:
 
     A stored tensor's blocks begin where it begins: pieces of 160 rows in blocks of 128 give blocks of 32.
     """
-    found = []
+    sides = []
     for axis in (-2, -1):
         edges = 0
         for piece in parameter.pieces:
             start, stop = locate_piece(piece)[axis]
-            size, scale = stop - start, piece.scale.shape if piece.scale else ()
+            size = stop - start
+            scale = piece.scale.shape if piece.scale else ()
             count = 1 if math.prod(scale) == 1 else scale[axis]
             inside = 0 if count == 1 else 1 if count == size else block[axis]
             edges = math.gcd(edges, start, stop if stop < parameter.shape[axis] else 0, inside)
-        found.append(edges or parameter.shape[axis])
-    return found[0], found[1]
+        sides.append(edges or parameter.shape[axis])
+    return sides[0], sides[1]
 
 
 # --- boxes ---

@@ -204,7 +204,8 @@ POSITIONS: Final[dict[str, Callable[..., Any]]] = {
 def check_rotation(theirs: Any, ours: Callable[..., Any], device: torch.device) -> bool:
     """Return whether a family's function computes the same rotation."""
     cos, sin = make_numbers(device, 2, 2, 4, 4).repeat(1, 1, 1, 2)
-    q, k = make_numbers(device, 2, 3, 4, 8), make_numbers(device, 2, 1, 4, 8)
+    q = make_numbers(device, 2, 3, 4, 8)
+    k = make_numbers(device, 2, 1, 4, 8)
     return are_equal(lambda q, k: ours(q, k, cos, sin), lambda q, k: theirs(q, k, cos, sin), q, k)
 
 

@@ -94,7 +94,9 @@ class QuantizedLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, coding: Format) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
         to_quantized_param(self, "weight", linear.weight, coding)
         # PEFT 0.21 first gives an adapter this dtype; with the weight's, A would be rounded to bytes.
         self.compute_dtype = coding.dtype
@@ -258,7 +260,9 @@ def multiply_all(
     more bytes than the plan counts (`plan.memory`). Experts without tokens are dequantized in vain, but with thousands
     of tokens per micro-batch there are none.
     """
-    experts, rows, columns = codes.shape[0], codes.shape[1], codes.shape[2] * coding.per_byte
+    experts = codes.shape[0]
+    rows = codes.shape[1]
+    columns = codes.shape[2] * coding.per_byte
     width, other = (rows, columns) if transposed else (columns, rows)
     in_chunk = settings.DEQUANTIZED_BYTES // (experts * other * x.element_size())
     full_tiles = in_chunk // settings.DEQUANTIZED_COLUMNS * settings.DEQUANTIZED_COLUMNS  # and 16-byte strides
