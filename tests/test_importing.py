@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +148,15 @@ USUAL_SET = {
     "field_tools": "functions",
     "roles": {"assistant": ["gpt"], "user": ["human"]},
 }
-# What a configuration becomes, and which of its keys are refused.
-CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
-    "axolotl": (
-        "a.yml",
+Case = tuple[str, dict[str, Any], list[str]]  # a configuration, what it becomes, and which of its keys are refused
+
+
+def case(text: str, becomes: dict[str, Any] | None = None, refused: Sequence[str] = (), /, **edits: Any) -> Case:
+    return edited(text, **edits) if edits else text, becomes or {}, [*refused]
+
+
+CASES: dict[str, Case] = {
+    "axolotl": case(
         AXOLOTL,
         {
             "model.model_name_or_path": "./mistral",
@@ -171,10 +177,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
             "train.run_name": "first",
             "train.bf16": True,
         },
-        [],
     ),
-    "axolotl mistral 4 in 4 bits": (
-        "a.yml",
+    "axolotl mistral 4 in 4 bits": case(
         MISTRAL_4,
         {
             "train.optim": "adamw_bnb_8bit",
@@ -183,62 +187,49 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
             "lora.r": 16,
             "layout.base_dtype": "nf4",
         },
-        [],
     ),
-    "axolotl mistral 4 in 16 bits, experts": (
-        "a.yml",
-        edited(MISTRAL_4, load_in_4bit=False, adapter="lora", lora_target_parameters=["mlp.experts.gate_up_proj"]),
+    "axolotl mistral 4 in 16 bits, experts": case(
+        MISTRAL_4,
         {"lora.experts": {"targets": ["gate_up_proj"]}},
-        [],
+        load_in_4bit=False,
+        adapter="lora",
+        lora_target_parameters=["mlp.experts.gate_up_proj"],
     ),
-    "axolotl text": (
-        "a.yml",
-        edited(AXOLOTL, datasets=[{"path": "t", "type": "completion", "field": "body", "name": "en"}]),
+    "axolotl text": case(
+        AXOLOTL,
         {"data.text_field": "body", "data.dataset_config_name": "en"},
-        [],
+        datasets=[{"path": "t", "type": "completion", "field": "body", "name": "en"}],
     ),
-    "axolotl own prompt": (
-        "a.yml",
-        edited(
-            AXOLOTL,
-            datasets=[
-                {"path": "t", "type": {"field_instruction": "q", "field_output": "a", "format": "{instruction}\n"}}
-            ],
-        ),
+    "axolotl own prompt": case(
+        AXOLOTL,
         {"data.prompt_template": "{q}\n[[{a}]]"},
-        [],
+        datasets=[{"path": "t", "type": {"field_instruction": "q", "field_output": "a", "format": "{instruction}\n"}}],
     ),
-    "axolotl lowest learning rate": (
-        "a.yml",
-        edited(AXOLOTL, cosine_min_lr_ratio=0.1),
+    "axolotl lowest learning rate": case(
+        AXOLOTL,
         {"train.lr_scheduler_type": "cosine_with_min_lr", "train.lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
-        [],
+        cosine_min_lr_ratio=0.1,
     ),
-    "axolotl on prompts too": (
-        "a.yml",
-        edited(AXOLOTL, train_on_inputs=True, fsdp_version=2, deepspeed="zero3.json"),
-        {"data.completion_only_loss": False},
-        [],
+    "axolotl on prompts too": case(
+        AXOLOTL, {"data.completion_only_loss": False}, train_on_inputs=True, fsdp_version=2, deepspeed="zero3.json"
     ),
-    "axolotl all weights": ("a.yml", edited(AXOLOTL, adapter=None), {}, ["adapter"]),
-    "axolotl preferences": ("a.yml", edited(AXOLOTL, rl="dpo", rl_beta=0.1), {}, ["rl", "rl_beta"]),
-    "axolotl noise": (
-        "a.yml",
-        edited(AXOLOTL, neftune_noise_alpha=5, torch_compile="auto", use_eaft=True),
+    "axolotl all weights": case(AXOLOTL, {}, ["adapter"], adapter=None),
+    "axolotl preferences": case(AXOLOTL, {}, ["rl", "rl_beta"], rl="dpo", rl_beta=0.1),
+    "axolotl noise": case(
+        AXOLOTL,
         {"train.neftune_noise_alpha": 5, "train.compile": True},
         ["use_eaft"],
+        neftune_noise_alpha=5,
+        torch_compile="auto",
+        use_eaft=True,
     ),
-    "axolotl new tokens": (
-        "a.yml",
-        edited(AXOLOTL, lora_modules_to_save=["lm_head"], tokens=["<a>"]),
-        {"lora.modules_to_save": ["lm_head"]},
-        ["tokens"],
+    "axolotl new tokens": case(
+        AXOLOTL, {"lora.modules_to_save": ["lm_head"]}, ["tokens"], lora_modules_to_save=["lm_head"], tokens=["<a>"]
     ),
-    "axolotl other end": ("a.yml", edited(AXOLOTL, special_tokens={"eos_token": "<e>"}), {}, ["special_tokens"]),
-    "axolotl misspelt": ("a.yml", edited(AXOLOTL, lora_aplha=3), {}, ["lora_aplha"]),
-    "axolotl float16": ("a.yml", edited(AXOLOTL, bf16=False, fp16=True), {}, ["fp16"]),
-    "llamafactory": (
-        "l.yaml",
+    "axolotl other end": case(AXOLOTL, {}, ["special_tokens"], special_tokens={"eos_token": "<e>"}),
+    "axolotl misspelt": case(AXOLOTL, {}, ["lora_aplha"], lora_aplha=3),
+    "axolotl float16": case(AXOLOTL, {}, ["fp16"], bf16=False, fp16=True),
+    "llamafactory": case(
         LLAMA_FACTORY,
         {
             "lora.lora_alpha": 16,
@@ -251,53 +242,42 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
             "train.eval_strategy": "no",
             "train.weight_decay": 0.0,
         },
-        [],
     ),
-    "llamafactory names": (
-        "l.yaml",
-        edited(LLAMA_FACTORY, lora_target="q_proj, v_proj", val_size=0.1, eval_strategy="steps", eval_steps=500),
+    "llamafactory names": case(
+        LLAMA_FACTORY,
         {"lora.target_modules": ["q_proj", "v_proj"], "data.val_fraction": 0.1, "train.eval_steps": 500},
-        [],
+        lora_target="q_proj, v_proj",
+        val_size=0.1,
+        eval_strategy="steps",
+        eval_steps=500,
     ),
-    "llamafactory neat packing": (
-        "l.yaml",
-        edited(LLAMA_FACTORY, neat_packing=True, additional_target="embed_tokens,lm_head"),
+    "llamafactory neat packing": case(
+        LLAMA_FACTORY,
         {"data.packing": True, "lora.modules_to_save": ["embed_tokens", "lm_head"]},
-        [],
+        neat_packing=True,
+        additional_target="embed_tokens,lm_head",
     ),
-    "llamafactory preferences": ("l.yaml", edited(LLAMA_FACTORY, stage="dpo"), {}, ["stage"]),
-    "llamafactory 4 bits": ("l.yaml", edited(LLAMA_FACTORY, quantization_bit=4), {"layout.base_dtype": "nf4"}, []),
-    "llamafactory 8 bits": ("l.yaml", edited(LLAMA_FACTORY, quantization_bit=8), {}, ["quantization_bit"]),
-    "llamafactory fp4": (
-        "l.yaml",
-        edited(LLAMA_FACTORY, quantization_bit=4, quantization_type="fp4"),
-        {},
-        ["quantization_type"],
+    "llamafactory preferences": case(LLAMA_FACTORY, {}, ["stage"], stage="dpo"),
+    "llamafactory 4 bits": case(LLAMA_FACTORY, {"layout.base_dtype": "nf4"}, quantization_bit=4),
+    "llamafactory 8 bits": case(LLAMA_FACTORY, {}, ["quantization_bit"], quantization_bit=8),
+    "llamafactory fp4": case(LLAMA_FACTORY, {}, ["quantization_type"], quantization_bit=4, quantization_type="fp4"),
+    "llamafactory hqq": case(
+        LLAMA_FACTORY, {}, ["quantization_bit", "quantization_method"], quantization_bit=4, quantization_method="hqq"
     ),
-    "llamafactory hqq": (
-        "l.yaml",
-        edited(LLAMA_FACTORY, quantization_bit=4, quantization_method="hqq"),
-        {},
-        ["quantization_bit", "quantization_method"],
-    ),
-    "llamafactory last turn": ("l.yaml", edited(LLAMA_FACTORY, mask_history=True), {"data.turns": "last"}, []),
-    "llamafactory several sets": (
-        "l.yaml",
-        edited(LLAMA_FACTORY, dataset="a.jsonl,b.jsonl", eval_dataset="c.jsonl", eval_strategy="steps"),
+    "llamafactory last turn": case(LLAMA_FACTORY, {"data.turns": "last"}, mask_history=True),
+    "llamafactory several sets": case(
+        LLAMA_FACTORY,
         {
             "data.mix": [{"split": "train[:1000]", "path": name} for name in ("a.jsonl", "b.jsonl")],
             "data.eval": {"c": {"split": "train[:1000]", "path": "c.jsonl"}},
             "train.eval_strategy": "steps",
         },
-        [],
+        dataset="a.jsonl,b.jsonl",
+        eval_dataset="c.jsonl",
+        eval_strategy="steps",
     ),
-    "axolotl several sets": (
-        "a.yml",
-        edited(
-            AXOLOTL,
-            datasets=[{"path": "a.jsonl", "type": "alpaca"}, {"path": "b.jsonl", "type": "chat_template"}],
-            chat_template="chatml",
-        ),
+    "axolotl several sets": case(
+        AXOLOTL,
         {
             "data.mix": [
                 {"path": "a.jsonl", "split": "train", "format": "alpaca"},
@@ -305,64 +285,58 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
             ],
             "data.chat_template": "chatml",
         },
-        [],
+        datasets=[{"path": "a.jsonl", "type": "alpaca"}, {"path": "b.jsonl", "type": "chat_template"}],
+        chat_template="chatml",
     ),
-    "axolotl settings of a set": (
-        "a.yml",
-        edited(AXOLOTL, datasets=[USUAL_SET], plugins=["axolotl.integrations.liger.LigerPlugin"]),
+    "axolotl settings of a set": case(
+        AXOLOTL,
         {"data.chat_template": "chatml", "data.columns": {"role": "speaker", "tools": "functions"}},
-        [],
+        datasets=[USUAL_SET],
+        plugins=["axolotl.integrations.liger.LigerPlugin"],
     ),
-    "axolotl settings of a set that change training": (
-        "a.yml",
-        edited(
-            AXOLOTL,
-            datasets=[USUAL_SET | {"roles_to_train": ["user"], "shards": 4, "roles": {"assistant": ["expert"]}}],
-            train_on_eos="none",
-            plugins=["axolotl.integrations.kd.KDPlugin"],
-        ),
+    "axolotl settings of a set that change training": case(
+        AXOLOTL,
         {},
         ["datasets[0].roles_to_train", "datasets[0].shards", "datasets[0].roles", "train_on_eos", "plugins"],
+        datasets=[USUAL_SET | {"roles_to_train": ["user"], "shards": 4, "roles": {"assistant": ["expert"]}}],
+        train_on_eos="none",
+        plugins=["axolotl.integrations.kd.KDPlugin"],
     ),
-    "axolotl twice the same file": (
-        "a.yml",
-        edited(AXOLOTL, datasets=[{"path": "a", "type": "alpaca", "split": f"train[{part}]"} for part in (":5", "9:")]),
+    "axolotl twice the same file": case(
+        AXOLOTL,
         {
             "data.mix": [
                 {"path": "a", "split": "train[:5]", "format": "alpaca"},
                 {"path": "a", "split": "train[9:]", "format": "alpaca", "name": "a-2"},
             ]
         },
-        [],
+        datasets=[{"path": "a", "type": "alpaca", "split": f"train[{part}]"} for part in (":5", "9:")],
     ),
-    "llamafactory order of sets": (
-        "l.yaml",
-        edited(LLAMA_FACTORY, dataset="a.jsonl,b.jsonl", mix_strategy="interleave_under"),
-        {},
-        ["mix_strategy"],
+    "llamafactory order of sets": case(
+        LLAMA_FACTORY, {}, ["mix_strategy"], dataset="a.jsonl,b.jsonl", mix_strategy="interleave_under"
     ),
-    "trl loss on answers": (
-        "t.yaml",
-        edited(TRL, assistant_only_loss=True, completion_only_loss=False, chat_template_path="t.jinja"),
+    "trl loss on answers": case(
+        TRL,
         {"data.completion_only_loss": True, "data.chat_template": "t.jinja"},
-        [],
+        assistant_only_loss=True,
+        completion_only_loss=False,
+        chat_template_path="t.jinja",
     ),
-    "trl another tokenizer's template": (
-        "t.yaml",
-        edited(TRL, chat_template_path="org/chat", datasets=[{"path": "a", "data_dir": "b"}], dataset_name=None),
+    "trl another tokenizer's template": case(
+        TRL,
         {"data.dataset_name_or_path": "a"},
         ["chat_template_path", "datasets[0].data_dir"],
+        chat_template_path="org/chat",
+        datasets=[{"path": "a", "data_dir": "b"}],
+        dataset_name=None,
     ),
-    "swift text": ("s.sh", SWIFT.replace("swift sft", "swift pt"), {"data.completion_only_loss": False}, []),
-    "swift last turn": (
-        "s.sh",
+    "swift text": case(SWIFT.replace("swift sft", "swift pt"), {"data.completion_only_loss": False}),
+    "swift last turn": case(
         SWIFT.replace("swift sft", "swift sft --loss_scale last_round"),
         {"data.completion_only_loss": True, "data.turns": "last"},
-        [],
     ),
-    "swift weights of words": ("s.sh", SWIFT.replace("swift sft", "swift sft --loss_scale react"), {}, ["loss_scale"]),
-    "trl": (
-        "t.yaml",
+    "swift weights of words": case(SWIFT.replace("swift sft", "swift sft --loss_scale react"), {}, ["loss_scale"]),
+    "trl": case(
         TRL,
         {
             "data.dataset_name_or_path": "org/chats",
@@ -373,11 +347,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
             "train.per_device_train_batch_size": 8,
             "train.logging_steps": 10,
         },
-        [],
     ),
-    "trl all weights": ("t.yaml", edited(TRL, use_peft=False), {}, ["use_peft"]),
-    "swift": (
-        "s.sh",
+    "trl all weights": case(TRL, {}, ["use_peft"], use_peft=False),
+    "swift": case(
         SWIFT,
         {
             "model.attn_implementation": "flash_attention_2",
@@ -388,28 +360,22 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
             "train.weight_decay": 0.1,
             "train.adam_beta2": 0.95,
         },
-        [],
     ),
-    "swift without accumulation": (
-        "s.sh",
-        SWIFT.replace("    --gradient_accumulation_steps 16 \\\n", ""),
-        {"train.global_batch_size": 16},
-        [],
+    "swift without accumulation": case(
+        SWIFT.replace("    --gradient_accumulation_steps 16 \\\n", ""), {"train.global_batch_size": 16}
     ),
-    "swift system": ("s.sh", SWIFT.replace("--deepspeed zero3", "--system 'Be kind.'"), {}, ["system"]),
-    "trl on a command line": (
-        "run.sh",
+    "swift system": case(SWIFT.replace("--deepspeed zero3", "--system 'Be kind.'"), {}, ["system"]),
+    "trl on a command line": case(
         "accelerate launch --num_processes 2 trl/scripts/sft.py --model_name_or_path m --dataset_name d --use_peft\n",
         {"model.model_name_or_path": "m", "data.val_split": None},
-        [],
     ),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_configuration_becomes_a_run_file(case: str, tmp_path: Path) -> None:
-    name, text, expected, refused = CASES[case]
-    file = tmp_path / name
+@pytest.mark.parametrize("name", CASES)
+def test_a_configuration_becomes_a_run_file(name: str, tmp_path: Path) -> None:
+    text, expected, refused = CASES[name]
+    file = tmp_path / ("run.sh" if "--" in text else "run.yml")
     file.write_text(text)
     made = import_file(file)
     assert {problem.where.rpartition(": ")[2] for problem in made.problems} == set(refused)
