@@ -79,7 +79,7 @@ def resolve_adapter(lora: Lora, base: Base, where: Where) -> Adapter:
     problems += _check_patterns(lora, taken, where)
     if lora.bias == "all" and any(p.part == "head" and p.name.endswith(".bias") for p in base.parameters):
         problem = "the head's bias can't be trained: the loss takes it as it is"
-        problems.append(Problem(problem, where("lora.bias"), "set lora.bias: lora_only"))
+        problems.append(Problem(problem, where("lora.bias"), "set lora.bias: lora_only", "head-bias"))
     try:
         in_full = _match_in_full(lora, base, where)
     except UserError as error:
@@ -136,12 +136,12 @@ def _match_modules(
         if heads:
             # The fused loss multiplies by the head's weight, in chunks, and never calls the module.
             problem = f"{heads[0]} can't be adapted: the loss is computed from its weight, without its adapter"
-            problems.append(Problem(problem, place, "leave it out, or write all-linear"))
+            problems.append(Problem(problem, place, "leave it out, or write all-linear", "adapted-head"))
         in_layers = [module for module in modules if layers is None or _layer_prefix(module) in layers]
         if modules and not in_layers:
             problem = f"{pattern!r} matches no module of these layers"
             hint = "name layers that have it, or take it out of lora.target_modules"
-            problems.append(Problem(problem, where("lora.layers_to_transform"), hint))
+            problems.append(Problem(problem, where("lora.layers_to_transform"), hint, "no-match-in-layers"))
             continue
         new = [module for module in in_layers if taken.setdefault(module, str(pattern)) == pattern]
         if new:
@@ -181,7 +181,8 @@ def _check_patterns(lora: Lora, modules: Mapping[str, str], where: Where) -> Ite
         for pattern in patterns:
             if not any(_pattern_matches(pattern, module) for module in modules):
                 hint = f"adapted: {abbreviate([*modules])}"
-                yield Problem(f"{pattern!r} matches no adapted module", where(f"lora.{key}"), hint)
+                problem = f"{pattern!r} matches no adapted module"
+                yield Problem(problem, where(f"lora.{key}"), hint, "unused-pattern")
 
 
 def _match_in_full(lora: Lora, base: Base, where: Where) -> dict[str, int]:
@@ -204,7 +205,8 @@ def _match_in_full(lora: Lora, base: Base, where: Where) -> dict[str, int]:
             problem = "it has a bias, which would stay as it is"
         if problem:
             place = where(f"lora.modules_to_save[{index}]")
-            problems.append(Problem(f"{name!r} can't be trained in full: {problem}", place, hint))
+            problem = f"{name!r} can't be trained in full: {problem}"
+            problems.append(Problem(problem, place, hint, "not-trainable-in-full"))
         sizes |= {candidates[module].name: candidates[module].count for module in modules}
     raise_all(problems)
     return sizes
@@ -279,7 +281,7 @@ def _match_expression(
         problem += f"; as a list, [{pattern}], it would"
     example = next(iter(linears), "model.layers.0.self_attn.q_proj")
     hint = f"it must match full names, such as {example}; for example .*\\.self_attn\\..*_proj"
-    raise UserError(problem, place, hint)
+    raise UserError(problem, place, hint, "no-match")
 
 
 def _explain_no_match(pattern: str, linears: Mapping[str, Parameter], base: Base, place: str) -> UserError:
@@ -302,7 +304,7 @@ def _explain_no_match(pattern: str, linears: Mapping[str, Parameter], base: Base
         close = difflib.get_close_matches(pattern.rpartition(".")[2][:80], leaves, 3, 0.5)
         if close:
             hint = f"nearest: {', '.join(close)}"
-    return UserError(problem, place, hint)
+    return UserError(problem, place, hint, "no-match")
 
 
 _IDLE: Final = "PEFT refuses it, or no gradient comes back to it"
@@ -329,7 +331,7 @@ def _choose_layers(lora: Lora, base: Base, where: Where) -> set[str] | None:
     wrong = [number for number in numbers if number not in layers]
     if wrong:
         hint = f"{base.name} has layers 0 to {max(layers)}"
-        raise UserError(f"there is no layer {wrong[0]}", where("lora.layers_to_transform"), hint)
+        raise UserError(f"there is no layer {wrong[0]}", where("lora.layers_to_transform"), hint, "no-such-layer")
     return {layers[number] for number in numbers}
 
 
@@ -350,7 +352,7 @@ def _match_experts(lora: Lora, base: Base, where: Where, layers: set[str] | None
         return []
     if not fused:
         hint = "leave lora.experts out: its feed-forward is reached by gate_proj, up_proj, down_proj"
-        raise UserError("this model has no routed experts", where("lora.experts"), hint)
+        raise UserError("this model has no routed experts", where("lora.experts"), hint, "no-experts")
     if not base.family.expert_adapters:
         if lora.experts is None:
             return []
@@ -360,7 +362,7 @@ def _match_experts(lora: Lora, base: Base, where: Where, layers: set[str] | None
     problems: list[Problem] = []
     if lora.use_dora:
         problem = "adapters of routed experts can't be DoRA"
-        problems.append(Problem(problem, where("lora.use_dora"), "set lora.use_dora: false"))
+        problems.append(Problem(problem, where("lora.use_dora"), "set lora.use_dora: false", "dora-of-experts"))
     if lora.starts_from_weights:
         problem = f"adapters of routed experts can't start by {lora.init_lora_weights}"
         hint = "leave lora.experts out, or set lora.init_lora_weights: true"
@@ -376,7 +378,7 @@ def _match_experts(lora: Lora, base: Base, where: Where, layers: set[str] | None
         if not adapted:
             problem = f"{name!r} is not a parameter of the routed experts"
             place = where(f"lora.experts.targets[{index}]")
-            problems.append(Problem(problem, place, f"known: {', '.join(leaves)}"))
+            problems.append(Problem(problem, place, f"known: {', '.join(leaves)}", "no-such-parameter"))
         count = sum(r * p.shape[0] * (p.shape[1] + p.shape[2]) for p in adapted)
         note = f"{name} -> {leaf}: fused in routed experts" if leaf != name else ""
         targets.setdefault(leaf, Target(EXPERTS, (leaf,), "experts", tuple(p.name for p in adapted), count, note, r))
