@@ -185,6 +185,10 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def as_number(value: Any) -> float:
     """Return a float; NaN for anything but a finite number."""
     if type(value) is float and value - value == 0:

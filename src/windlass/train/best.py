@@ -20,7 +20,7 @@ from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.ranks.rank import Rank
 from windlass.run_folder import BASES, CHECKPOINTS
-from windlass.train.batches import Batches, Collate
+from windlass.train.batches import Batches
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.connect import create_process_group, require_device
@@ -30,7 +30,7 @@ from windlass.train.lora import attach_adapter
 from windlass.train.parallel import get_device
 from windlass.train.patches import Patches
 from windlass.train.ranking import Candidate, Ranking
-from windlass.train.run import describe_precision, open_base_tokenizer
+from windlass.train.run import describe_precision, make_validation_batches, open_base_tokenizer
 from windlass.weights.same_base import read_recorded_base, require_same_base
 
 BASE: Final = "base model"  # without an adapter, as the reference
@@ -66,10 +66,7 @@ def rank_checkpoints(
     data = prepare_data(run, tokenizer, where=plan.where, cache=run_folder / "tokens", say=console.print)
     if data.validation is None or len(data.validation) < 2:
         raise UserError("there are no rows to compare on", str(run_folder), "name some with --eval-data FILE")
-    size = run.train.per_device_eval_batch_size
-    order = np.arange(len(data.validation))
-    collate = Collate(data.collator(tokenizer.pad_token_id, on_cpu=get_device().type == "cpu"))
-    batches = Batches(data.validation, collate, size, order=lambda _: order, round_rows=size * here.world)
+    batches = make_validation_batches(plan, data, tokenizer.pad_token_id)
 
     def evaluate(base_dtype: str, folders: Sequence[Path], suffix: str = "") -> dict[str, Rows]:
         """Return the losses of the base, stored in this dtype, and of these adapters on it."""
@@ -108,7 +105,7 @@ def rank_checkpoints(
             losses |= others
     if here.rank == 0:
         if len(on_bases) > 1:
-            write_json(run_folder / BASES, {"adapter": lowest.name, "rows": len(order), "losses": on_bases})
+            write_json(run_folder / BASES, {"adapter": lowest.name, "rows": len(batches.rows), "losses": on_bases})
         show(rank_candidates(losses, {folder.name: fault for folder, fault in faults.items() if fault}))
     return 0
 

@@ -319,7 +319,7 @@ class Loop:
         restored = restore_checkpoint(folder, self.updater.model, self.updater.optimizer, self.updater.scheduler)
         self.step = restored.step
         self.tokens = restored.tokens
-        self.log_history = restored.log_history
+        self.log_history = list(restored.log_history)
         self.evaluation_due = restored.evaluation_due and self.evaluator is not None
 
     def _log_step(self, step: Step) -> None:

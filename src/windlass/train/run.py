@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -27,17 +26,7 @@ from windlass.observe.watch.run import RunWatch
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.ranks.rank import Rank, StopSignal
-from windlass.run_folder import (
-    BASE_MODEL,
-    CHECKPOINTS,
-    DATA,
-    FINAL,
-    FINISHED,
-    LOAD,
-    MANIFEST,
-    STOPPED,
-    update_manifest,
-)
+from windlass.run_folder import BASE_MODEL, CHECKPOINTS, DATA, FINAL, FINISHED, LOAD, MANIFEST, STOPPED, update_manifest
 from windlass.train.batches import Batches, Collate, RunLength
 from windlass.train.checkpoint.folder import find_intact_best
 from windlass.train.checkpoint.resume import (
@@ -50,7 +39,7 @@ from windlass.train.checkpoint.resume import (
     resolve_run,
 )
 from windlass.train.checkpoint.saver import Saver
-from windlass.train.checkpoint.snapshot import load_adapter, save_adapter
+from windlass.train.checkpoint.snapshot import find_system_error, load_adapter, save_adapter
 from windlass.train.connect import create_process_group, find_differences, require_device, require_same_plan
 from windlass.train.console import Progress, make_console, print_header
 from windlass.train.evaluate import Evaluator
@@ -187,12 +176,11 @@ def save_final(
         if collectives.get_rank() == 0:
             try:
                 tokenizer.save_pretrained(partial)
-            except Exception as error:  # a library error, such as tokenizers' own for a full disk
-                number = re.search(r"os error (\d+)", str(error))
-                if number is None:
+            except Exception as error:  # tokenizers has one of its own for a full disk
+                system_error = find_system_error(error, final / "tokenizer.json")
+                if system_error is None:
                     raise
-                code = int(number[1])
-                raise OSError(code, os.strerror(code), str(final / "tokenizer.json")) from None
+                raise system_error from None
             write_json(partial / BASE_MODEL, base | describe_files(partial))
             commit_dir(partial, final)
     except OSError as error:
@@ -373,13 +361,14 @@ def make_validation_batches(plan: Plan, data: PreparedData, pad_token_id: int) -
     """Return the batches to evaluate on: every validation row, in its order."""
     assert data.validation is not None
     train = plan.run.train
+    micro = train.per_device_eval_batch_size
     rows = np.arange(len(data.validation))
     return Batches(
         data.validation,
         Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu")),
-        train.per_device_eval_batch_size,
+        micro,
         order=lambda _: rows,
-        round_rows=train.per_device_eval_batch_size * collectives.get_world_size(),
+        round_rows=micro * collectives.get_world_size(),
         workers=train.dataloader_num_workers,
         pin=train.dataloader_pin_memory,
         names=data.evaluated,

@@ -82,20 +82,11 @@ def open_trackio(_folder: Path, name: str | None, config: dict[str, Any]) -> tup
 OPEN = {"tensorboard": open_tensorboard, "wandb": open_wandb, "mlflow": open_mlflow, "trackio": open_trackio}
 
 
-def name_losses(losses: dict[str, float] | None) -> dict[str, float]:
-    return {f"loss_{name}": value for name, value in (losses or {}).items()}
-
-
 class Trackers:
     """Open trackers, on rank 0. `log` sends what the loop logs; `log_steps` sends every line of rank 0's step file."""
 
     def __init__(
-        self,
-        names: str | list[str],
-        folder: Path,
-        run_name: str | None,
-        config: dict[str, Any],
-        unwritten: WriteGuard,
+        self, names: str | list[str], folder: Path, run_name: str | None, config: dict[str, Any], unwritten: WriteGuard
     ) -> None:
         listed = [names] if isinstance(names, str) else names
         self.folder = folder
@@ -120,7 +111,8 @@ class Trackers:
         if not self.opened:
             return
         for record in self.lines.objects():
-            fields = {**record, **name_losses(record.get("source_loss"))}
+            by_source = {f"loss_{name}": value for name, value in (record.get("source_loss") or {}).items()}
+            fields = {**record, **by_source}
             numbers = {name: value for name, value in fields.items() if type(value) in (int, float)}
             values = {f"step/{name}": value for name, value in numbers.items() if name not in AXES}
             self.log(values, record["step"])

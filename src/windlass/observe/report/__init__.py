@@ -25,14 +25,7 @@ from rich.text import Text
 from windlass import __version__
 from windlass.errors import UserError
 from windlass.files import write_atomic
-from windlass.observe.format import (
-    NONE,
-    format_count,
-    format_duration,
-    format_figure,
-    format_percent,
-    format_plural,
-)
+from windlass.observe.format import NONE, format_count, format_duration, format_figure, format_percent, format_plural
 from windlass.observe.reader import as_list, get_path
 from windlass.observe.report.charts import (
     PHASES,

@@ -9,7 +9,7 @@ from typing import Any, Final
 from windlass import run_folder
 from windlass.observe import steps
 from windlass.observe.format import NONE, format_duration, format_figure, format_percent
-from windlass.observe.reader import NAN, as_list, as_number, get_path
+from windlass.observe.reader import NAN, as_dict, as_list, as_number, get_path
 from windlass.observe.report.facts import Facts, highest_peak_gib
 from windlass.observe.report.read import Run, Series, finite_numbers, round_value, thin_curve
 
@@ -44,19 +44,20 @@ def make_charts(run: Run) -> list[Chart]:
         series = [rank.curves[name] for rank in run.ranks.values() if name in rank.curves]
 
         def combined(part: int, way: Callable[[list[float]], float]) -> list[float | None]:
-            stretches = [[v for v in each if v is not None] for each in zip(*(s[part] for s in series), strict=True)]
+            points = zip(*(curves[part] for curves in series), strict=True)
+            stretches = [[value for value in point if value is not None] for point in points]
             return [round_value(scale * way(values)) if values else None for values in stretches]
 
         return _curve(label, (combined(0, fmean), combined(1, min), combined(2, max)))
 
     memory = {"gpu_peak_gib": "GPU peak", "gpu_reserved_gib": "GPU reserved", "rss_gib": "host, resident"}
-    made: list[tuple[str, str, str, list[Curve]]] = [
+    candidates: list[tuple[str, str, str, list[Curve]]] = [
         ("loss", "Loss", "", [*curve("loss", first["loss"]), *_evaluations(run, x)]),
         (
             "source_loss",
             "Loss by source",
             "",
-            [each for name in _sources(run) for each in curve(name, _source_losses(run, name))],
+            [drawn for name in _sources(run) for drawn in curve(name, _source_losses(run, name))],
         ),
         ("grad_norm", "Gradient norm", "", curve("gradient norm", first["grad_norm"])),
         ("learning_rate", "Learning rate", "", curve("learning rate", first["learning_rate"])),
@@ -65,10 +66,10 @@ def make_charts(run: Run) -> list[Chart]:
             "time",
             "Where step time goes",
             "s",
-            [each for p, label in PHASES.items() for each in curve(label, first[f"{p}_seconds"], band=False)],
+            [drawn for p, label in PHASES.items() for drawn in curve(label, first[f"{p}_seconds"], band=False)],
         ),
         ("slowest", "Step time of the ranks", "s", across("step_seconds", "step time")),
-        ("memory", "Memory", "GiB", [each for name, label in memory.items() for each in across(name, label)]),
+        ("memory", "Memory", "GiB", [drawn for name, label in memory.items() for drawn in across(name, label)]),
         ("utilization", "GPU utilisation", "%", across("gpu_utilization", "busy", 100)),
         ("power", "GPU power", "W", across("gpu_power_watts", "power")),
         ("mfu", "Model FLOPs utilisation", "%", across("mfu", "MFU", 100)),
@@ -76,11 +77,11 @@ def make_charts(run: Run) -> list[Chart]:
             "experts",
             "Expert load",
             "times an even share",
-            [each for which in ("busiest", "idlest") for each in curve(f"{which} expert", _experts(run, which))],
+            [drawn for end in ("busiest", "idlest") for drawn in curve(f"{end} expert", _expert_loads(run, end))],
         ),
     ]
     charts = []
-    for name, title, unit, curves in made:
+    for name, title, unit, curves in candidates:
         drawn = [curve for curve in curves if any(value is not None for value in curve["values"])]
         if drawn:
             chart = {"id": name, "title": title, "unit": unit, "x": x, "stacked": name == "time", "series": drawn}
@@ -135,9 +136,7 @@ def _evaluations(run: Run, x: list[int]) -> list[Curve]:
 
 
 def _sources(run: Run) -> list[str]:
-    return sorted(
-        {name for each in run.first.objects["source_loss"].values() if isinstance(each, dict) for name in each}
-    )
+    return sorted({name for losses in run.first.objects["source_loss"].values() for name in as_dict(losses)})
 
 
 def _source_losses(run: Run, source: str) -> Sequence[float]:
@@ -147,13 +146,13 @@ def _source_losses(run: Run, source: str) -> Sequence[float]:
     return column
 
 
-def _experts(run: Run, which: str) -> Sequence[float]:
+def _expert_loads(run: Run, end: str) -> Sequence[float]:
     """Return the load of the busiest or the idlest expert of all layers, in the steps that were sampled."""
     column = array("d", [NAN]) * (run.first.length if run.first.objects["experts"] else 0)
     for row, balance in run.first.objects["experts"].items():
-        loads = finite_numbers(as_list(get_path(balance, which)))
+        loads = finite_numbers(as_list(get_path(balance, end)))
         if loads:
-            column[row] = max(loads) if which == "busiest" else min(loads)
+            column[row] = max(loads) if end == "busiest" else min(loads)
     return column
 
 
@@ -163,31 +162,31 @@ def _experts(run: Run, which: str) -> Sequence[float]:
 def make_comparison_charts(runs: Sequence[Facts]) -> list[Chart]:
     """Return each main chart and each evaluation set, with one curve per run on the steps of all runs."""
     drawn = [(i, chart) for i, facts in enumerate(runs) for chart in facts["charts"]]
-    made = []
+    combined = []
     for name in COMPARED:
         first_curves = [(i, chart, chart["series"][0]) for i, chart in drawn if chart["id"] == name]
         if first_curves:
-            made.append(_combine_charts(runs, first_curves))
+            combined.append(_combine_charts(runs, first_curves))
         if name == "loss":
             evaluated = [
                 (i, chart, curve) for i, chart, _ in first_curves for curve in chart["series"] if curve.get("dots")
             ]
             for number, label in enumerate(dict.fromkeys(curve["label"] for _, _, curve in evaluated)):
                 of_set = _combine_charts(runs, [row for row in evaluated if row[2]["label"] == label])
-                made.append({**of_set, "id": f"evaluation-{number}", "title": f"Loss, {label}"})
-    return [chart for chart in made if chart]
+                combined.append({**of_set, "id": f"evaluation-{number}", "title": f"Loss, {label}"})
+    return [chart for chart in combined if chart]
 
 
-def _combine_charts(runs: Sequence[Facts], found: Sequence[tuple[int, Chart, Curve]]) -> Chart:
-    if len({chart["unit"] for _, chart, _ in found}) > 1:
+def _combine_charts(runs: Sequence[Facts], curves: Sequence[tuple[int, Chart, Curve]]) -> Chart:
+    if len({chart["unit"] for _, chart, _ in curves}) > 1:
         return {}
-    x = sorted({step for _, chart, _ in found for step in chart["x"]})
+    x = sorted({step for _, chart, _ in curves for step in chart["x"]})
     series = []
-    for i, chart, curve in found:
+    for i, chart, curve in curves:
         at = dict(zip(chart["x"], curve["values"], strict=True))
         dots = {"dots": True} if curve.get("dots") else {}
         series.append({"label": runs[i]["name"], "run": i, "values": [at.get(step) for step in x], **dots})
-    return {**found[0][1], "x": x, "series": series, "stacked": False}
+    return {**curves[0][1], "x": x, "series": series, "stacked": False}
 
 
 def compare_figures(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
@@ -217,8 +216,8 @@ def compare_figures(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
 def compare_run_files(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
     """Return the keys of the run file that differ between the runs, each with its value in every run."""
     flat = [dict(_iter_leaves(facts["run"] or {})) for facts in runs]
-    keys = sorted({key for each in flat for key in each})
-    rows = [(key, [str(each.get(key, NONE))[:80] for each in flat]) for key in keys]
+    keys = sorted(set().union(*flat))
+    rows = [(key, [str(values.get(key, NONE))[:80] for values in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 

@@ -1,6 +1,6 @@
 """Compute the numbers of report.json; nothing is drawn here.
 
-An unknown number is NaN until `make` writes it as null, so that what is computed from it is unknown as well.
+An unknown number is NaN until `to_strict_json` makes it null, so that what is computed from it is unknown as well.
 """
 
 import math
@@ -9,20 +9,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-from windlass import run_folder
 from windlass.observe import steps
 from windlass.observe.format import format_duration, format_plural
-from windlass.observe.reader import NAN, as_list, as_number, drop_nan, get_path, mean, median
+from windlass.observe.reader import NAN, as_dict, as_list, as_number, drop_nan, get_path, mean, median
 from windlass.observe.report.read import Run, finite_numbers
 from windlass.observe.symptoms import find_symptoms
+from windlass.run_folder import DATA, FAILED, LOAD, MANIFEST, PLAN, RUNNING
 
 Facts = dict[str, Any]
-PLAN: Final = run_folder.PLAN
-MANIFEST: Final = run_folder.MANIFEST
 SILENT_SECONDS: Final = 120  # without a heartbeat of any rank the run is dead, whatever its manifest says
 STOPPED_BY_ALARM: Final = "stopped by an alarm"
 KILLED: Final = "killed"
-BAD_STATES: Final = (run_folder.FAILED, KILLED, STOPPED_BY_ALARM)
+BAD_STATES: Final = (FAILED, KILLED, STOPPED_BY_ALARM)
 DATA_SHARE: Final = 0.25  # share of the step time from which waiting for data is reported
 CERTIFICATE: Final = ("checkpoint", "base_digest", "layout", "parameters", "loaded", "unread", "checked")
 MAX_PROMPTS: Final = 16
@@ -33,7 +31,7 @@ MAX_LISTED: Final = 200  # alarms and targets; the counts say how many there are
 
 def collect_facts(run: Run) -> Facts:
     """Return one run's entry in report.json."""
-    meter = run.meters[min(run.meters)] if run.meters else {}
+    first_meter = run.meters[min(run.meters)] if run.meters else {}
     events = {kind: [e for e in run.events if e.get("kind") == kind] for kind in ("start", "eval", "save")}
     times = run.first["time"]
     began = next(iter(finite_numbers(event.get("time") for event in events["start"])), times[0] if len(times) else NAN)
@@ -41,26 +39,26 @@ def collect_facts(run: Run) -> Facts:
     good = [event for event in events["save"] if event.get("ok") is not False]
     failed = [event for event in events["save"] if event.get("ok") is False]
     save_seconds = finite_numbers(event.get("seconds") for event in good)
-    made: Facts = {
+    facts: Facts = {
         "name": run.name,
         "folder": str(run.folder),
         "state": read_state(run),
         "model": _last_part(run.get(MANIFEST, "run", "model", "model_name_or_path") or run.get(PLAN, "checkpoint")),
         "data_set": _last_part(
-            run.get(run_folder.DATA, "source", "name") or run.get(MANIFEST, "run", "data", "dataset_name_or_path")
+            run.get(DATA, "source", "name") or run.get(MANIFEST, "run", "data", "dataset_name_or_path")
         ),
         "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if in_range else None,
-        "headline": headline(run, began, finite_numbers(event.get("eval_loss") for event in events["eval"])),
-        "step_time": step_time(run),
-        "tokens": tokens(run) if run.first.unit == steps.TOKENS else None,
-        "memory": memory(run),
+        "headline": summarize_run(run, began, finite_numbers(event.get("eval_loss") for event in events["eval"])),
+        "step_time": average_phases(run),
+        "tokens": count_tokens(run) if run.first.unit == steps.TOKENS else None,
+        "memory": compare_memory(run),
         "gpu": {
             "utilization": run.stats("gpu_utilization").mean,
             "power_watts": run.stats("gpu_power_watts").mean,
             "hottest_celsius": run.stats("gpu_temperature_celsius").most,
             "throttled_samples": Counter(str(reason) for rank in run.ranks.values() for reason in rank.throttled),
         },
-        "experts": experts(run),
+        "experts": read_expert_balance(run),
         "evaluations": events["eval"],
         "samples": read_samples(run),
         "alarms": run.alarms[:MAX_LISTED],
@@ -74,27 +72,24 @@ def collect_facts(run: Run) -> Facts:
             "most_seconds": max(save_seconds, default=NAN),
             "bytes": _whole(good[-1].get("bytes")) if good else None,
         },
-        "ranks": ranks(run),
-        "hardware": [
-            {**(get_path(meter, "hardware") if isinstance(get_path(meter, "hardware"), dict) else {}), "rank": rank}
-            for rank, meter in run.meters.items()
-        ],
-        "unmeasured": get_path(meter, "unmeasured") or {},
-        "script_name": get_path(meter, "script_name") or "",
-        "report_meta": get_path(meter, "report_meta") or {},
-        "arithmetic": get_path(meter, "arithmetic") or {},
-        "data": run.files.get(run_folder.DATA),
+        "ranks": describe_ranks(run),
+        "hardware": [{**as_dict(meter.get("hardware")), "rank": rank} for rank, meter in run.meters.items()],
+        "unmeasured": first_meter.get("unmeasured") or {},
+        "script_name": first_meter.get("script_name") or "",
+        "report_meta": first_meter.get("report_meta") or {},
+        "arithmetic": first_meter.get("arithmetic") or {},
+        "data": run.files.get(DATA),
         "adapter": describe_adapter(run),
         "certificate": describe_certificate(run),
         "run": run.get(MANIFEST, "run"),
-        "versions": run.get(MANIFEST, "versions") or get_path(meter, "hardware", "versions") or {},
+        "versions": run.get(MANIFEST, "versions") or get_path(first_meter, "hardware", "versions") or {},
         "git": run.get(MANIFEST, "git"),
         "layout": run.get(PLAN, "layout"),
         "absent": run.absent,
     }
-    made["planned"] = compare_with_plan(run, made)
-    made["verdict"] = judge_run(run, made)
-    return made
+    facts["planned"] = compare_with_plan(run, facts)
+    facts["verdict"] = judge_run(run, facts)
+    return facts
 
 
 def describe_adapter(run: Run) -> Facts | None:
@@ -109,7 +104,7 @@ def describe_adapter(run: Run) -> Facts | None:
 
 def describe_certificate(run: Run) -> Facts | None:
     """Return the loading certificate with the number of tensors instead of their names."""
-    certificate = run.files.get(run_folder.LOAD)
+    certificate = run.files.get(LOAD)
     if not certificate:
         return None
     values = {key: certificate.get(key) for key in CERTIFICATE}
@@ -134,7 +129,7 @@ def read_samples(run: Run) -> list[Facts]:
 def read_state(run: Run) -> str:
     """Return the manifest's state; while that is `running`, the last event may be newer: the run writes the report."""
     recorded = run.get(MANIFEST, "state")
-    if isinstance(recorded, str) and recorded not in ("", run_folder.RUNNING):
+    if isinstance(recorded, str) and recorded not in ("", RUNNING):
         return recorded
     last: dict[str, Any] = next((e for e in reversed(run.events) if e.get("kind") in ("start", "end")), {})
     if last.get("kind") == "end":
@@ -144,25 +139,23 @@ def read_state(run: Run) -> str:
         return STOPPED_BY_ALARM
     if run.silent_seconds > SILENT_SECONDS:
         return KILLED
-    return run_folder.RUNNING if recorded else "running, or ended without saying so"
+    return RUNNING if recorded else "running, or ended without saying so"
 
 
-def headline(run: Run, began: float, evaluations: list[float]) -> Facts:
+def summarize_run(run: Run, began: float, evaluations: list[float]) -> Facts:
     first = run.first
     of_tokens = first.unit == steps.TOKENS
     few = max(1, first.length // 20)  # a twentieth of the run: a single step's loss is mostly noise
     seconds = first["time"][-1] - began if len(first["time"]) else NAN
-    recorded = finite_numbers(
-        [get_path(meter, "ranks") for meter in run.meters.values()] + [run.get(MANIFEST, "ranks")]
-    )
-    world = int(max([len(run.ranks), *recorded]))  # some ranks may have left no file
+    recorded = finite_numbers([run.get(MANIFEST, "ranks"), *(meter.get("ranks") for meter in run.meters.values())])
+    ranks = int(max([len(run.ranks), *recorded]))  # some ranks may have left no file
     rate = median(run.job_rate)
     norms = drop_nan(first["grad_norm"])
     limit = as_number(run.get(MANIFEST, "run", "train", "max_grad_norm"))
     return {
         "steps": int(first["step"][-1]) if first.length else 0,
         "steps_planned": _whole(run.get(PLAN, "batch", "steps")),
-        "ranks": world,
+        "ranks": ranks,
         "first_loss": mean(first["loss"][:few]),
         "final_loss": mean(first["loss"][-few:]),
         "least_eval_loss": min(evaluations, default=NAN),
@@ -171,20 +164,19 @@ def headline(run: Run, began: float, evaluations: list[float]) -> Facts:
         "unit": first.unit,
         "per_second": rate,
         "tokens_per_second": rate if of_tokens else NAN,
-        "tokens_per_second_per_gpu": rate / world if of_tokens else NAN,
+        "tokens_per_second_per_gpu": rate / ranks if of_tokens else NAN,
         "mfu": run.stats("mfu").mean,
         "seconds": seconds,
-        "gpu_hours": seconds * world / 3600,
+        "gpu_hours": seconds * ranks / 3600,
         "skipped_steps": sum(value is True for value in first.objects["skipped"].values()),
         "clipped_share": sum(norm > limit for norm in norms) / len(norms) if norms and limit > 0 else NAN,
     }
 
 
-def step_time(run: Run) -> Facts:
+def average_phases(run: Run) -> Facts:
     """Return the mean seconds per phase over all ranks and steps."""
-    seconds = {
-        phase: run.stats(f"{phase}_seconds").mean for phase in steps.PHASES if run.stats(f"{phase}_seconds").count
-    }
+    stats = {phase: run.stats(f"{phase}_seconds") for phase in steps.PHASES}
+    seconds = {phase: phase_stats.mean for phase, phase_stats in stats.items() if phase_stats.count}
     total = math.fsum(seconds.values())
     spent = math.fsum(drop_nan(run.first["step_seconds"]))
     cost = drop_nan(run.first["meter_seconds"])
@@ -199,7 +191,7 @@ def step_time(run: Run) -> Facts:
     }
 
 
-def tokens(run: Run) -> Facts:
+def count_tokens(run: Run) -> Facts:
     """Return sums over the ranks whose files are here."""
     useful, padded, supervised = (run.stats(name).total for name in ("tokens", "padded_tokens", "supervised_tokens"))
     return {
@@ -212,7 +204,7 @@ def tokens(run: Run) -> Facts:
     }
 
 
-def memory(run: Run) -> Facts:
+def compare_memory(run: Run) -> Facts:
     on_gpu = run.stats("gpu_peak_gib").count > 0
     device = as_number(run.get(PLAN, "memory", "gpu_gib"))
     host = as_number(run.get(PLAN, "memory", "host_gib"))
@@ -221,13 +213,13 @@ def memory(run: Run) -> Facts:
     field = "gpu_peak_gib" if on_gpu else "rss_gib"
     return {
         "place": "gpu" if on_gpu else "host",
-        "per_rank": [{"rank": at, "peak_gib": rank.stats[field].most} for at, rank in run.ranks.items()],
+        "per_rank": [{"rank": number, "peak_gib": rank.stats[field].most} for number, rank in run.ranks.items()],
         "planned_gib": device if on_gpu else share,
         "capacity_gib": as_number(run.get(PLAN, "memory", "gpu_memory_gib")) if on_gpu else NAN,
     }
 
 
-def experts(run: Run) -> Facts | None:
+def read_expert_balance(run: Run) -> Facts | None:
     """Return the last expert balance."""
     balances = {row: balance for row, balance in run.first.objects["experts"].items() if isinstance(balance, dict)}
     last = max(balances, default=-1)
@@ -242,15 +234,15 @@ def experts(run: Run) -> Facts | None:
     }
 
 
-def ranks(run: Run) -> list[Facts]:
+def describe_ranks(run: Run) -> list[Facts]:
     rows = []
-    for at, rank in run.ranks.items():
+    for number, rank in run.ranks.items():
         waiting = rank.stats["communication_seconds"]
         seconds = rank.stats["step_seconds"].total
         rows.append(
             {
-                "rank": at,
-                "host": get_path(run.meters.get(at), "hardware", "host"),
+                "rank": number,
+                "host": get_path(run.meters.get(number), "hardware", "host"),
                 "steps": rank.length,
                 "step_seconds": rank.step_seconds,
                 "communication_share": waiting.total / seconds if seconds and waiting.count else NAN,
@@ -264,9 +256,9 @@ def ranks(run: Run) -> list[Facts]:
     return rows
 
 
-def compare_with_plan(run: Run, made: Facts) -> list[Facts]:
+def compare_with_plan(run: Run, facts: Facts) -> list[Facts]:
     """Return each figure of the plan that was also measured."""
-    head = made["headline"]
+    head = facts["headline"]
 
     def estimate(name: str) -> float:
         return as_number(run.get(PLAN, "estimate", name))
@@ -275,38 +267,38 @@ def compare_with_plan(run: Run, made: Facts) -> list[Facts]:
         ("seconds per step", "step_seconds", head["step_seconds"]),
         ("tokens per second", "tokens_per_second", head["tokens_per_second"]),
         ("MFU", "mfu", head["mfu"]),
-        ("peak memory, GiB", made["memory"]["planned_gib"], highest_peak_gib(made)),
+        ("peak memory, GiB", facts["memory"]["planned_gib"], highest_peak_gib(facts)),
         ("steps", run.get(PLAN, "batch", "steps"), float(head["steps"])),
         ("hours", "hours", head["seconds"] / 3600),
     )
     table = []
-    for what, source, measured in rows:
+    for name, source, measured in rows:
         expected = estimate(source) if isinstance(source, str) else as_number(source)
         if drop_nan([expected, measured]):
             ends = [estimate(f"{source}_{end}") for end in ("low", "high")]
-            row = {"what": what, "planned": expected, "measured": measured, "ratio": measured / (expected or NAN)}
+            row = {"what": name, "planned": expected, "measured": measured, "ratio": measured / (expected or NAN)}
             table.append({**row, "range": ends if drop_nan(ends) else None})
     return table if finite_numbers(row["planned"] for row in table) else []
 
 
-def highest_peak_gib(made: Facts) -> float:
+def highest_peak_gib(facts: Facts) -> float:
     """Return the peak of the rank with the highest one."""
-    return max(finite_numbers(row["peak_gib"] for row in made["memory"]["per_rank"]), default=NAN)
+    return max(finite_numbers(row["peak_gib"] for row in facts["memory"]["per_rank"]), default=NAN)
 
 
-def judge_run(run: Run, made: Facts) -> Facts:
+def judge_run(run: Run, facts: Facts) -> Facts:
     """Return good, warn or bad, a sentence, and the symptoms about the run."""
-    head = made["headline"]
-    saves = made["saves"]
-    throttled = made["gpu"]["throttled_samples"]
+    head = facts["headline"]
+    saves = facts["saves"]
+    throttled = facts["gpu"]["throttled_samples"]
     least = head["least_eval_loss"]
     final = head["final_eval_loss"]
-    waiting = made["step_time"]["shares"].get("data", 0.0)
+    waiting = facts["step_time"]["shares"].get("data", 0.0)
     lost = head["ranks"] - len(run.ranks)
     non_finite = [int(run.first["step"][row]) for row in run.first.objects["non_finite"]]
     reasons: list[str] = []
     # Comparisons with an unknown number (NaN) are false.
-    if made["state"] == KILLED:
+    if facts["state"] == KILLED:
         silence = f"no sign of life from any rank for {format_duration(run.silent_seconds)}"
         reasons.append(f"{silence}, and no end recorded")
     if non_finite:
@@ -333,19 +325,19 @@ def judge_run(run: Run, made: Facts) -> Facts:
         reasons.append(f"GPU clocks were lowered: {', '.join(throttled)}")
     if lost > 0:
         reasons.append(f"{lost} of {head['ranks']} ranks left no step file")
-    reasons += _find_symptoms(run, made)
+    reasons += _find_symptoms(run, facts)
     is_stopped = any(alarm.get("level") in ("stop", "error", "bad") for alarm in run.alarms)
     level = "warn" if reasons else "good"
-    if non_finite or is_stopped or made["state"] in BAD_STATES:
+    if non_finite or is_stopped or facts["state"] in BAD_STATES:
         level = "bad"
-    return {"level": level, "text": _sentence(made), "against": reasons}
+    return {"level": level, "text": _sentence(facts), "against": reasons}
 
 
-def _find_symptoms(run: Run, made: Facts) -> list[str]:
-    head = made["headline"]
-    on_gpu = made["memory"]["place"] == "gpu"  # on a CPU the plan's figures are rough
+def _find_symptoms(run: Run, facts: Facts) -> list[str]:
+    head = facts["headline"]
+    on_gpu = facts["memory"]["place"] == "gpu"  # on a CPU the plan's figures are rough
     planned_seconds = as_number(run.get(PLAN, "estimate", "step_seconds")) if on_gpu else NAN
-    planned_gib = made["memory"]["planned_gib"] if on_gpu else NAN
+    planned_gib = facts["memory"]["planned_gib"] if on_gpu else NAN
     balances = [balance for balance in run.first.objects["experts"].values() if isinstance(balance, dict)]
     return find_symptoms(
         head["steps"],
@@ -353,16 +345,16 @@ def _find_symptoms(run: Run, made: Facts) -> list[str]:
         as_number(run.get(MANIFEST, "run", "train", "max_grad_norm")),
         [list(map(as_number, as_list(get_path(balance, "busiest")))) for balance in balances],
         step_seconds=(planned_seconds, head["step_seconds"]),
-        peak_gib=(planned_gib, highest_peak_gib(made)),
+        peak_gib=(planned_gib, highest_peak_gib(facts)),
     )
 
 
-def _sentence(made: Facts) -> str:
-    head = made["headline"]
+def _sentence(facts: Facts) -> str:
+    head = facts["headline"]
     if not head["steps"]:
         return "No step has been made yet."
     planned = f" of {head['steps_planned']:,} steps" if head["steps_planned"] else ""
-    text = f"{made['state'][:1].upper()}{made['state'][1:]} after "
+    text = f"{facts['state'][:1].upper()}{facts['state'][1:]} after "
     text += f"{head['steps']:,}{planned}" if planned else format_plural(head["steps"], "step")
     if drop_nan([head["first_loss"] + head["final_loss"]]):
         text += f"; the loss went from {head['first_loss']:.3f} to {head['final_loss']:.3f}"

@@ -18,7 +18,7 @@ from windlass import run_folder
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe import steps
-from windlass.observe.reader import NAN, OBJECTS, Columns, Tail, as_number, drop_nan, get_path, median
+from windlass.observe.reader import NAN, OBJECTS, Columns, Tail, as_list, as_number, drop_nan, get_path, median
 from windlass.observe.watch.heartbeat import read_beats
 
 OPTIONAL: Final = (run_folder.MANIFEST, run_folder.PLAN, run_folder.LOAD, run_folder.DATA)
@@ -102,7 +102,7 @@ def read_run(folder: Path, points: int = 480) -> Run:
     cuts: list[int] = []
     items: list[float] = []
     ranks: dict[int, Rank] = {}
-    sampled: list[int] = []
+    sampled = 0
     for rank, path in paths.items():
         tail = Tail(path)
         columns = Columns(ALL if lead is None else ("step", *SUMS))
@@ -112,7 +112,7 @@ def read_run(folder: Path, points: int = 480) -> Run:
         # Scale a sampled rank's counts to the number of steps in its last line.
         scale = columns["step"][-1] / columns.length if sparse and columns.length else 1.0
         if sparse:
-            sampled.append(rank)
+            sampled += 1
         if tail.damaged:
             count = "a line" if len(tail.damaged) == 1 else f"{len(tail.damaged)} lines"
             absent.append(f"{count} of {path.name} can't be read, the first is line {tail.damaged[0]}")
@@ -120,26 +120,15 @@ def read_run(folder: Path, points: int = 480) -> Run:
             lead = columns
             cuts = choose_cuts(columns.length, points)
         ends = [*(lead["step"][cut] for cut in cuts[:-1]), math.inf]
-        own_cuts = [bisect_left(columns["step"], end) for end in ends]  # a killed or sampled rank has fewer steps
-        unit, per_second = steps.unit_fields(columns.unit)
-        found = {name: drop_nan(columns[name]) for name in (*SUMS, unit)}
-        ranks[rank] = Rank(
-            round(columns.length * scale),
-            {n: Stats(round(len(v) * scale), math.fsum(v) * scale, max(v, default=NAN)) for n, v in found.items()},
-            median(columns["step_seconds"]),
-            median(columns[per_second]),
-            {name: thin_curve(columns[name], own_cuts) for name in CURVES if len(columns[name])},
-            [reason for each in columns.objects["gpu_throttle"].values() if isinstance(each, list) for reason in each],
-        )
+        rank_cuts = [bisect_left(columns["step"], end) for end in ends]  # a killed or sampled rank has fewer steps
+        ranks[rank] = summarize_rank(columns, scale, rank_cuts)
         if not len(lead["job_tokens"]):
-            own = align_column(columns, lead.unit, lead["step"])
-            items = [a + b for a, b in zip(items, own, strict=True)] if items else list(own)
+            rank_items = align_column(columns, lead.unit, lead["step"])
+            items = [a + b for a, b in zip(items, rank_items, strict=True)] if items else list(rank_items)
     assert lead is not None
     if sampled:
-        lines = (
-            f"of {len(sampled)} ranks' step files of more than {LONG >> 20} MiB some lines at {points} places were read"
-        )
-        absent.append(f"{lines}: their sums are estimates, and short peaks may be missing")
+        lines = f"step files of more than {LONG >> 20} MiB some lines at {points} places were read"
+        absent.append(f"of {sampled} ranks' {lines}: their sums are estimates, and short peaks may be missing")
     items = list(lead["job_tokens"]) or items
 
     files = {}
@@ -164,7 +153,7 @@ def read_run(folder: Path, points: int = 480) -> Run:
         ranks=ranks,
         cuts=cuts,
         items=items,
-        job_rate=[each / s if s > 0 else NAN for each, s in zip(items, lead["step_seconds"], strict=False)],
+        job_rate=[count / s if s > 0 else NAN for count, s in zip(items, lead["step_seconds"], strict=False)],
         meters={rank: meter for rank, meter in meters.items() if meter},
         events=list(Tail(folder / run_folder.EVENTS).objects()),
         alarms=list(Tail(folder / run_folder.ALARMS).objects()),
@@ -176,15 +165,31 @@ def read_run(folder: Path, points: int = 480) -> Run:
     )
 
 
+def summarize_rank(columns: Columns, scale: float, cuts: Sequence[int]) -> Rank:
+    unit, per_second = steps.unit_fields(columns.unit)
+    stats = {}
+    for name in (*SUMS, unit):
+        values = drop_nan(columns[name])
+        stats[name] = Stats(round(len(values) * scale), math.fsum(values) * scale, max(values, default=NAN))
+    return Rank(
+        length=round(columns.length * scale),
+        stats=stats,
+        step_seconds=median(columns["step_seconds"]),
+        per_second=median(columns[per_second]),
+        curves={name: thin_curve(columns[name], cuts) for name in CURVES if len(columns[name])},
+        throttled=[reason for sample in columns.objects["gpu_throttle"].values() for reason in as_list(sample)],
+    )
+
+
 def align_column(columns: Columns, name: str, by: Sequence[float]) -> Sequence[float]:
     """Return a rank's field at the first rank's steps: a killed rank may have fewer."""
     values = columns[name]
-    own_steps = columns["step"]
+    rank_steps = columns["step"]
     if not len(values):
         return [NAN] * len(by)
-    if len(own_steps) >= len(by) and (not len(by) or (own_steps[0] == by[0] and own_steps[len(by) - 1] == by[-1])):
+    if len(rank_steps) >= len(by) and (not len(by) or (rank_steps[0] == by[0] and rank_steps[len(by) - 1] == by[-1])):
         return values[: len(by)]
-    at = dict(zip(own_steps, values, strict=True))
+    at = dict(zip(rank_steps, values, strict=True))
     return [at.get(step, NAN) for step in by]
 
 

@@ -29,9 +29,7 @@ from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.run_folder import ADAPTER, read_manifest
 from windlass.runfile.recorded import record_run
-from windlass.settings import (
-    FOUR_BITS,
-)
+from windlass.settings import FOUR_BITS
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints, read_step, remove_partial_checkpoints
 from windlass.train.checkpoint.snapshot import require_intact
 from windlass.weights.same_base import FETCH_AGAIN, FLAG, require_same_base
@@ -230,10 +228,7 @@ def describe_run(plan: Plan, identity: str) -> dict[str, Any]:
 def resolve_run(plan: Plan) -> dict[str, Any]:
     """Return the run file with what the plan chose or derived: micro-batch, accumulation, recomputing."""
     run = record_run(plan.run)
-    chosen = {
-        "per_device_train_batch_size": plan.batch.micro,
-        "gradient_accumulation_steps": plan.batch.accumulation,
-    }
+    chosen = {"per_device_train_batch_size": plan.batch.micro, "gradient_accumulation_steps": plan.batch.accumulation}
     if plan.run.train.gradient_checkpointing == "auto":
         chosen["gradient_checkpointing"] = plan.layout.activation_checkpointing
     return {**run, "train": {**run["train"], **chosen}}

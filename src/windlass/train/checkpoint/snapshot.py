@@ -120,17 +120,9 @@ def take_snapshot(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """The counters and the log of a checkpoint."""
-
-    step: int
-    tokens: int
-    log_history: list[dict[str, Any]]
-    evaluation_due: bool
-
-
-def restore_checkpoint(folder: Path, model: PeftModel, optimizer: torch.optim.Optimizer, scheduler: Any) -> Restored:
+def restore_checkpoint(
+    folder: Path, model: PeftModel, optimizer: torch.optim.Optimizer, scheduler: Any
+) -> TrainerState:
     """Load a checkpoint, to continue after its step."""
     manifest = read_manifest(folder)
     state = read_json(folder / STATE)
@@ -138,7 +130,15 @@ def restore_checkpoint(folder: Path, model: PeftModel, optimizer: torch.optim.Op
     load_optimizer(optimizer, scheduler, folder, model)
     generators = json.loads((folder / RANDOM).read_text())
     set_random_state(generators[min(get_rank(), len(generators) - 1)])  # ranks beyond those that saved: the last one's
-    return Restored(manifest["step"], state["num_input_tokens_seen"], state["log_history"], manifest["evaluation_due"])
+    return TrainerState(
+        manifest["step"],
+        state["epoch"],
+        state["max_steps"],
+        state["num_input_tokens_seen"],
+        tuple(state["log_history"]),
+        manifest.get("eval_loss"),
+        manifest["evaluation_due"],
+    )
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any, folder: Path, model: PeftModel) -> None:
@@ -220,10 +220,14 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
     except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code), str(path)) from None
+        raise find_system_error(error, path) or OSError(errno.EIO, os.strerror(errno.EIO), str(path)) from None
     path.chmod(0o644)  # the library ignores the umask and makes the file readable by its owner only
+
+
+def find_system_error(error: Exception, path: Path) -> OSError | None:
+    """Return the system's error (such as a full disk) that a library in Rust has wrapped in its own."""
+    number = re.search(r"os error (\d+)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1])), str(path)) if number else None
 
 
 def load_adapter(model: PeftModel, folder: Path) -> None:
