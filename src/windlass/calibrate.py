@@ -143,10 +143,10 @@ def _calibrate_cpu(count: int, storage: Path, environ: Mapping[str, str]) -> tup
         write_machine(folder / TABLE, "cpu", count, {}, sheet)
         psutil.cpu_percent()
         began = time.monotonic()
-        own = _children_seconds()
+        before = _children_seconds()
         _train(run, environ)
         busy = psutil.cpu_percent() / 100 * psutil.cpu_count()
-        others = max(busy - (_children_seconds() - own) / (time.monotonic() - began), 0.0)
+        others = max(busy - (_children_seconds() - before) / (time.monotonic() - began), 0.0)
         planned = make_plan(read_run_file(run)).cost.step_seconds
         steps = [
             step
@@ -306,9 +306,9 @@ def measure_on_rank(storage: Path, sizes: Sizes = Sizes()) -> dict[str, Any] | N
     rates: dict[str, Any] = {"products": {}}
     with torch.no_grad():
         states = [reference()]
-        for each in (torch.bfloat16, torch.float32):
-            points = measure.measure_products(device, each, product(sizes.rows, sizes.widths))
-            rates["products"][str(each).removeprefix("torch.")] = points
+        for kind in (torch.bfloat16, torch.float32):
+            points = measure.measure_products(device, kind, product(sizes.rows, sizes.widths))
+            rates["products"][str(kind).removeprefix("torch.")] = points
         states.append(reference())
         narrower = product(sizes.rows[:-1], sizes.widths[:-1])
         rates["grouped"] = measure.measure_grouped(device, dtype, narrower, _grouped_linear)

@@ -79,16 +79,16 @@ def interpolate(points: Points, first: float, second: float) -> float:
     firsts, lines = _group_by_first(points)
     after = bisect_right(firsts, first)
     near = slice(max(after - 1, 0), min(after + 1, len(firsts)))
-    line = [(one, _interpolate_line(rest, second)) for one, rest in zip(firsts[near], lines[near], strict=True)]
+    line = [(size, _interpolate_line(rest, second)) for size, rest in zip(firsts[near], lines[near], strict=True)]
     return _interpolate_line(line, first) * min(1.0, first / firsts[0])
 
 
 @lru_cache
 def _group_by_first(points: Points) -> tuple[list[float], list[list[tuple[float, float]]]]:
-    found: dict[float, list[tuple[float, float]]] = {}
-    for one, other, rate in sorted(points):
-        found.setdefault(one, []).append((other, rate))
-    return list(found), list(found.values())
+    lines: dict[float, list[tuple[float, float]]] = {}
+    for first, second, rate in sorted(points):
+        lines.setdefault(first, []).append((second, rate))
+    return list(lines), list(lines.values())
 
 
 def _interpolate_line(line: list[tuple[float, float]], at: float) -> float:
@@ -135,8 +135,9 @@ class Machine:
 
     @cached_property  # the time model asks thousands of times
     def rates(self) -> Rates:
-        own = self.gpu, self.link, self.network, self.host_link, self.nics_per_node
-        return self.measured or derive_rates(*own)
+        if self.measured:
+            return self.measured
+        return derive_rates(self.gpu, self.link, self.network, self.host_link, self.nics_per_node)
 
 
 # Large bfloat16 products: power holds Hopper's clocks down (grouped ones reach 474 TFLOP/s at 512 rows an expert on an
@@ -185,14 +186,14 @@ def derive_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric, nic
     fp32 = gpu.achieved_tflops / (1 if gpu.name == "cpu" else 16)  # GPUs have no matrix units for it
 
     def products(size: int, tflops: float) -> Points:
-        found = []
+        points = []
         for width in (2**i for i in range(6, 15)):
             for rows in (2**i for i in range(18)):
                 flops = 2 * rows * width**2
                 moved = size * (width**2 + 2 * rows * width)
                 seconds = flops / tflops / 1e12 + moved / gpu.memory_gb_per_second / 1e9
-                found.append((float(rows), float(width), flops / seconds / 1e12))
-        return tuple(found)
+                points.append((float(rows), float(width), flops / seconds / 1e12))
+        return tuple(points)
 
     halves = products(2, gpu.achieved_tflops)
     wide = products(4, fp32)
@@ -280,12 +281,12 @@ def find_fabric(name: str | Mapping[str, Any], where: str = "cluster.network") -
     return FABRICS[_find("fabric", name, key, [*FABRICS, *FABRIC_ALIASES], "{name: …, gb_per_second: …}", where)]
 
 
-def _find(what: str, name: str, key: str, known: list[str], figures: str, where: str) -> str:
+def _find(kind: str, name: str, key: str, known: list[str], figures: str, where: str) -> str:
     if key in known:
         return key
     close = difflib.get_close_matches(key, known, 3, 0.4)
     nearest = "nearest: " + ", ".join(close) if close else "known: " + ", ".join(known)
-    raise UserError(f"the {what} {name!r} is not in the table", where, f"{nearest}; or give its figures: {figures}")
+    raise UserError(f"the {kind} {name!r} is not in the table", where, f"{nearest}; or give its figures: {figures}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +302,7 @@ class LocalMachine:
 
 def read_this_machine() -> LocalMachine:
     """Return GPUs as NVML reports them, and processors and memory within the control group's limits."""
-    found = read_gpus(health=False)
+    nvml = read_gpus(health=False)
     limit = read_memory_limit()
     kib = re.search(r"^MemTotal:\s+(\d+) kB", read_text(Path("/proc/meminfo")), re.MULTILINE)
     if kib:
@@ -310,8 +311,8 @@ def read_this_machine() -> LocalMachine:
         total = 0.0
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    notes = (found.error,) if found.error else ()
-    return LocalMachine(found.gpus, count_usable_cpus(), min(total, limit) if limit else total, limit, notes)
+    notes = (nvml.error,) if nvml.error else ()
+    return LocalMachine(nvml.gpus, count_usable_cpus(), min(total, limit) if limit else total, limit, notes)
 
 
 def read_gpu_name() -> str:
@@ -416,22 +417,23 @@ class Nvml:
 
     def handles(self) -> list[Any]:
         """Return handles of every GPU; in MIG mode of its instances, on which alone processes can compute."""
-        found = []
+        handles = []
         for index in range(self.library.nvmlDeviceGetCount()):
             gpu = self.library.nvmlDeviceGetHandleByIndex(index)
             if not (self.ask("nvmlDeviceGetMigMode", gpu) or [0])[0]:
-                found.append(gpu)
+                handles.append(gpu)
                 continue
             most = self.ask("nvmlDeviceGetMaxMigDeviceCount", gpu) or 0
             instances = (self.ask("nvmlDeviceGetMigDeviceHandleByIndex", gpu, number) for number in range(most))
-            found += [instance for instance in instances if instance is not None]
-        return found
+            handles += [instance for instance in instances if instance is not None]
+        return handles
 
     def find(self, uuid: str, index: int) -> Any:
         """Return the GPU that torch calls `index`, by UUID if possible: NVML ignores CUDA_VISIBLE_DEVICES."""
         for name in (f"GPU-{uuid}", f"MIG-{uuid}", uuid):
-            if (found := self.ask("nvmlDeviceGetHandleByUUID", name)) is not None:
-                return found
+            gpu = self.ask("nvmlDeviceGetHandleByUUID", name)
+            if gpu is not None:
+                return gpu
         return self.ask("nvmlDeviceGetHandleByIndex", index)
 
     def read_gpu(self, index: int, gpu: Any, *, health: bool = True) -> GpuReading:
@@ -492,15 +494,15 @@ def list_interface_addresses(name: str, root: Path = Path("/")) -> list[str]:
     """Return the IP addresses of a network interface, without link-local ones, which reach nobody beyond the cable."""
     import fcntl
 
-    found = []
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-        found.append(socket.inet_ntoa(answer[20:24]))
+        addresses.append(socket.inet_ntoa(answer[20:24]))
     for line in read_text(root / "proc/net/if_inet6").splitlines():
         fields = line.split()
         if len(fields) == 6 and fields[5] == name and fields[3] != "20":
-            found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])))
-    return found
+            addresses.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])))
+    return addresses
 
 
 def count_usable_cpus(root: Path = Path("/sys/fs/cgroup")) -> int:

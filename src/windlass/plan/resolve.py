@@ -100,9 +100,10 @@ def _choose_epochs(run: RunFile, where: Where, ranks: int) -> int:
 def _sample_lengths(data: Data, where: Where) -> Iterator[int]:
     """Yield about how many tokens the first rows of each set have; stop at a set that can't be read."""
     sets = mix.list_training_sets(data, where)
-    for each in sets:
+    for row_set in sets:
         try:
-            parts = parse_split(each.data.train_split, resolve_source(each.data, where), where("data.train_split"))
+            source = resolve_source(row_set.data, where)
+            parts = parse_split(row_set.data.train_split, source, where("data.train_split"))
             yield from map(_estimate_tokens, islice(read_rows(parts), SAMPLED // len(sets)))
         except (UserError, ImportError, OSError):  # reported when the data are prepared
             return
@@ -114,9 +115,12 @@ def _estimate_tokens(value: Any) -> int:
         return math.ceil(len(value.encode(errors="replace")) / BYTES_PER_TOKEN)
     if isinstance(value, list) and value and isinstance(value[0], int):
         return math.ceil(len(value) / MARGIN)
-    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-    ids = [_estimate_tokens(each) for each in inner if isinstance(each, list) and each and isinstance(each[0], int)]
-    return max(ids) if ids else sum(map(_estimate_tokens, inner))
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return 0
+    ids = [_estimate_tokens(part) for part in value if isinstance(part, list) and part and isinstance(part[0], int)]
+    return max(ids) if ids else sum(map(_estimate_tokens, value))
 
 
 def estimate_row_tokens(rows: Rows) -> int | None:
