@@ -100,7 +100,8 @@ def count_dispatch(
     rows = load_operators()[way]
     if not layer.experts and f"{name}, dense" in rows:
         name = f"{name}, dense"
-    name = name if name in rows else "mixtral" if layer.experts else "qwen3"
+    if name not in rows:
+        name = "mixtral" if layer.experts else "qwen3"
     row = rows[name][phase]
     of_adapters = load_operators()["separate" if dora else way][name][phase]
     size = layer_features(layer, shape.hidden, shape.top_k)

@@ -200,16 +200,16 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         may_add_nodes=run.cluster.network is not None,
     )
     choice = choose(search, request, where("layout"))
-    if not choice.fits and request.activation_checkpointing is None:
+    if not choice.best.cost.fits and request.activation_checkpointing is None:
         recomputed = choose(search, replace(request, activation_checkpointing=True), where("layout"))
-        if recomputed.fits:
-            reason = f"{recomputed.layout.reason}; activations are recomputed, it doesn't fit without"
+        if recomputed.best.cost.fits:
+            reason = f"{recomputed.best.layout.reason}; activations are recomputed, it doesn't fit without"
             choice = recomputed.with_reason(reason)
 
     # 6. What follows from these: the schedule, the cost, and what to tell the user.
     layout_is_set = request.name != AUTO
-    layout = choice.layout
-    work = replace(work, batch=choice.batch, layout=layout)
+    layout = choice.best.layout
+    work = replace(work, batch=choice.best.cost.batch, layout=layout)
     plan = Plan(
         loaded=loaded,
         base=base,
@@ -221,7 +221,7 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         contenders=choice.contenders,
         impossible=choice.impossible,
         evaluated=count_evaluated(run.data, where) if work.evaluated else 0,
-        tried=() if batch_is_set else choice.tried,
+        tried=() if batch_is_set else choice.best.tried,
         advice=advise_faster_layout(
             work, length, choice.contenders, run, batch_is_set=batch_is_set, layout_is_set=layout_is_set
         ),

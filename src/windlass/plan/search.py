@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -60,17 +60,14 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A run's layout and micro-batch, and those that they were compared with."""
+    """A run's layout with its micro-batch, and those that it was compared with."""
 
-    layout: Layout
-    batch: Batch
-    fits: bool
-    contenders: tuple[Candidate, ...] = ()
-    impossible: Mapping[str, str] = field(default_factory=dict)  # impossible layouts, and why
-    tried: tuple[Cost, ...] = ()  # micro-batches with this layout, smallest first
+    best: Candidate
+    contenders: tuple[Candidate, ...]
+    impossible: Mapping[str, str]  # impossible layouts, and why
 
     def with_reason(self, reason: str) -> Choice:
-        return replace(self, layout=replace(self.layout, reason=reason))
+        return replace(self, best=replace(self.best, layout=replace(self.best.layout, reason=reason)))
 
 
 def choose(search: Search, request: LayoutRequest, place: str) -> Choice:
@@ -91,7 +88,7 @@ def choose(search: Search, request: LayoutRequest, place: str) -> Choice:
             text = f"{model} can't be sharded: it reads weights that FSDP2 would not have gathered"
             hint = "set layout.name: resident"
         raise UserError(text, place, hint)
-    choice = Choice(best.layout, best.cost.batch, best.cost.fits, contenders, impossible, best.tried)
+    choice = Choice(best, contenders, impossible)
     if request.name == AUTO:
         return choice
     reason = f"set by {request.where}"

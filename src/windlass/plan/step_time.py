@@ -6,7 +6,7 @@ synchronization with the GPU adds a wait. On a CPU they all share one processor,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from windlass.hardware import get_product_rate, interpolate
@@ -28,7 +28,6 @@ MICRO_BATCH_OPERATORS = 150
 STEP_OPERATORS = 600
 # Exponent of the norm that replaces max(GPU, host): neither is ahead of the other all of the time.
 AHEAD = 4
-PHASES = ("forward", "backward")
 # Extra seconds of the first step on a GPU: loading kernels, filling allocators, connecting communicators; assumed.
 FIRST_STEP = 8.0
 
@@ -87,13 +86,12 @@ def estimate_time(work: Workload) -> StepTime:
     if work.layout.activation_checkpointing:
         passes += _estimate_pass(work, "forward", products=not work.keeps_products)
     memory = passes.memory + _weights_seconds(work)
-    exchanged, gathered, transferred = (
-        sum(flow.seconds * flow.per_step for flow in flows) / accumulation
-        for flows in (traffic.dispatches, traffic.gathers, traffic.transfers)
-    )
+    exchanged = _sum_seconds(traffic.dispatches) / accumulation
+    gathered = _sum_seconds(traffic.gathers) / accumulation
+    transferred = _sum_seconds(traffic.transfers) / accumulation
     overlapped = _exchange_overlap(work, exchanged)
     waits = _count_syncs(work) * rates.sync_seconds
-    once = sum(flow.seconds for flow in traffic.reductions) + _optimizer_seconds(work)
+    once = _sum_seconds(traffic.reductions) + _optimizer_seconds(work)
     # The expert exchange sits between two dependent products and overlaps only with shared experts; weights are sent
     # while earlier layers compute, except the first layer's.
     gpu = passes.compute + memory + exchanged - overlapped
@@ -138,6 +136,11 @@ def estimate_time(work: Workload) -> StepTime:
     )
 
 
+def _sum_seconds(flows: Iterable[Flow]) -> float:
+    """Return the seconds of an optimizer step that these flows take."""
+    return sum(flow.seconds * flow.per_step for flow in flows)
+
+
 def _find_largest(seconds: Mapping[str, float]) -> str:
     return max(seconds, key=lambda name: seconds[name])
 
@@ -159,7 +162,8 @@ def count_flops(work: Workload) -> tuple[float, float]:
     length = work.attention_length
     # Kernels skip the upper half of the square only if nothing else is masked.
     square = 2 if work.masked and length == work.batch.length else 1
-    attention, back = (causal_attention_flops(shape, length, phase) * square for phase in PHASES)
+    attention = causal_attention_flops(shape, length) * square
+    back = causal_attention_flops(shape, length, "backward") * square
     recomputed = 2.0 * shape.head  # the fused head projects again in its backward
     if work.layout.activation_checkpointing:
         recomputed += 2 * (shape.active - shape.head) + 2 * adapter + attention
