@@ -142,179 +142,221 @@ def key(text: str) -> Plant:
     return swap(RUN, "cluster:", f"{text}\ncluster:")
 
 
-OVER = "plan run.yaml --override"
-FAULTS = (
-    # the run file
-    Fault(
-        "a misspelt key",
-        swap(RUN, "lora_alpha", "lora_alhpa"),
-        "plan run.yaml",
-        "run.yaml:2: lora.lora_alhpa: `lora` has no such key … did you mean lora_alpha?",
-    ),
-    Fault(
-        "another tool's name for a key",
-        swap(RUN, "{r: 4,", "{rank: 4,"),
-        "plan run.yaml",
-        "run.yaml:2: lora.rank: `lora` has no such key … write lora.r",
-    ),
-    Fault(
-        "a key twice",
-        swap(RUN, "{r: 4,", "{r: 4, r: 8,"),
-        "plan run.yaml",
-        "run.yaml:2: lora.r: is set twice, first at run.yaml:2",
-    ),
-    Fault("a section twice", key("lora: {r: 8}"), "plan run.yaml", "lora: is set twice, first at run.yaml:2"),
-    Fault(
-        "a word for a number",
-        nothing,
-        f"{OVER} train.learning_rate=fast",
-        "train.learning_rate=fast: must be a number, not 'fast'",
-    ),
-    Fault(
-        "a number that is none",
-        nothing,
-        f"{OVER} train.learning_rate=.nan",
-        "train.learning_rate=.nan: must be a number, not '.nan'",
-    ),
-    Fault(
-        "a bracket that is not closed",
-        swap(RUN, "{r: 4", "{r: [4"),
-        "plan run.yaml",
-        "run.yaml:2: is not valid YAML: expected ',' or ']'",
-    ),
-    Fault(
-        "a merge key that hides another",
-        swap(RUN, "{r: 4,", "{<<: {r: 8}, r: 4,"),
-        "plan run.yaml",
-        "run.yaml:2: lora.<<: `lora` has no such key",
-    ),
-    Fault(
-        "an override of no key", nothing, f"{OVER} lora.rnk=8", "--override lora.rnk=8: the run file has no lora.rnk"
-    ),
-    Fault(
-        "a layout that these GPUs can't make",
-        nothing,
-        f"{OVER} layout.shard=3",
-        "layout.shard=3: 3 x 1 = 3 does not make 1 ranks",
-    ),
-    Fault(
-        "two lengths of warm-up",
-        nothing,
-        f"{OVER} train.warmup_steps=5",
-        "warm-up is set both as steps and as a share (run.yaml:9: train.warmup_ratio)",
-    ),
-    Fault(
-        "best model at the end, and no evaluation",
-        nothing,
-        f"{OVER} train.load_best_model_at_end=true",
-        "the best checkpoint is wanted, but evaluation is off",
-    ),
-    # what LoRA reaches
-    Fault(
-        "a target that nothing has",
-        nothing,
-        f"{OVER} lora.target_modules=[q_proj,wq]",
-        "'wq' matches no module of Mistral4ForCausalLM … known: q_a_proj",
-    ),
+# command -> what is planted: how, and what the command says
+PLANTED: dict[str, dict[str, tuple[Plant, str]]] = {
+    "plan run.yaml": {
+        "a misspelt key": (
+            swap(RUN, "lora_alpha", "lora_alhpa"),
+            "run.yaml:2: lora.lora_alhpa: `lora` has no such key … did you mean lora_alpha?",
+        ),
+        "another tool's name for a key": (
+            swap(RUN, "{r: 4,", "{rank: 4,"),
+            "run.yaml:2: lora.rank: `lora` has no such key … write lora.r",
+        ),
+        "a key twice": (swap(RUN, "{r: 4,", "{r: 4, r: 8,"), "run.yaml:2: lora.r: is set twice, first at run.yaml:2"),
+        "a section twice": (key("lora: {r: 8}"), "lora: is set twice, first at run.yaml:2"),
+        "a bracket that is not closed": (
+            swap(RUN, "{r: 4", "{r: [4"),
+            "run.yaml:2: is not valid YAML: expected ',' or ']'",
+        ),
+        "a merge key that hides another": (
+            swap(RUN, "{r: 4,", "{<<: {r: 8}, r: 4,"),
+            "run.yaml:2: lora.<<: `lora` has no such key",
+        ),
+        "config.json says a key twice": (
+            swap(CONFIG, "{", '{"model_type": "mistral3",'),
+            "model/config.json: it is not JSON: the key 'model_type' is there twice",
+        ),
+        "one layer too many in config.json": (
+            text_config(num_hidden_layers=3),
+            "missing weights (15): model.layers.2.self_attn.q_a_proj.weight",
+        ),
+        "an unknown architecture": (
+            text_config(model_type="mistral5"),
+            "text_config: unknown model type 'mistral5' … a newer one may know it",
+        ),
+        "the index says a key twice": (
+            swap(INDEX, "{", '{"weight_map": {},'),
+            "model.safetensors.index.json: it is not JSON: the key 'weight_map' is there twice",
+        ),
+        "the index names another shard": (
+            table(INDEX, lambda i: i["weight_map"].update({NORM: Path(SHARD).name})),
+            "disagree about which file holds a tensor (2): language_model.model.norm.weight",
+        ),
+        "a shard that is away": (
+            remove(SHARD),
+            "it names 2 files, 1 of them are missing: model-00001-of-00002.safetensors",
+        ),
+        "a shard cut short": (cut(SHARD), "model-00001-of-00002.safetensors: it is truncated"),
+        "a pointer instead of a shard": (
+            write(SHARD, "version https://git-lfs.github.com/spec/v1\n"),
+            "it is a Git LFS pointer, not the weights … git lfs pull",
+        ),
+        "a tensor in two shards": (
+            tensors(SHARD, lambda t: t.update({NORM: t[EMBEDDING][0].clone()})),
+            "disagree about which file holds a tensor (1): language_model.model.norm.weight",
+        ),
+        "a tensor that nothing uses": (
+            tensors(SHARD, lambda t: t.update({MORE: t[EMBEDDING][0].clone()})),
+            "disagree about which file holds a tensor (1): language_model.model.more",
+        ),
+        "a weight of another shape": (
+            tensors(SHARD, lambda t: t.update({EMBEDDING: t[EMBEDDING][1:]})),
+            "embed_tokens.weight is [511, 64], not [512, 64]",
+        ),
+    },
+    "plan run.yaml --accelerate fsdp.yaml": {
+        "a misspelt key of Accelerate": (
+            write("fsdp.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_versoin: 2}\n"),
+            "fsdp.yaml:2: fsdp_config.fsdp_versoin: no such key … did you mean fsdp_version?",
+        ),
+        "other ranks in Accelerate's file": (
+            write("fsdp.yaml", "distributed_type: FSDP\nnum_processes: 3\nfsdp_config: {fsdp_version: 2}\n"),
+            "fsdp.yaml:2: num_processes: the number of ranks is 3 here, but 1",
+        ),
+    },
+    NEW: {
+        "a tokenizer that is away, to training": (
+            remove("model/tokenizer.json"),
+            "has no tokenizer that can be opened",
+        ),
+        "weights that are away": (remove("model/*.safetensors*"), "model contains no weights"),
+        "a row that is no JSON": (swap(DATA, '{"text"', '{"text'), "data/train.jsonl:1: not JSON"),
+        "a row without the column": (
+            swap(DATA, '"text"', '"test"'),
+            "data/train.jsonl: row 1: a row has no 'text'; it has 'test'",
+        ),
+        "a number for a text": (
+            swap(DATA, '"text": "', '"text": 3, "was": "'),
+            "data/train.jsonl: row 1: column 'text' has a number, not text: 3",
+        ),
+        "rows of blanks alone": (
+            write(DATA, '{"text": " "}\n' * 40),
+            "no row of train has a supervised token: of 40 rows 40 are empty",
+        ),
+        "NaN in a row of the embedding that no text uses": (
+            weight("embed_tokens.weight", float("nan"), 500, 3),
+            "embed_tokens.weight' contains values that are not finite numbers",
+        ),
+        "an infinite weight": (
+            weight(NORM, float("inf"), 5),
+            "norm.weight' contains values that are not finite numbers",
+        ),
+        "a scale below zero": (
+            weight("experts.down_proj_scale_inv", -1e-3, 3, 0, 0),
+            "down_proj_scale_inv' is a scale below zero",
+        ),
+        "a scale of zero": (
+            weight("experts.down_proj_scale_inv", 0.0, 3, 0, 0),
+            "down_proj' contains FP8 weights that are not zero, and their scale is",
+        ),
+    },
+    RESUME: {
+        "one bit of the base differs at the resume": (
+            unfinished(flip(SHARD, -5000)),
+            "the weights of model … are not those that checkpoints/step-1 was trained on",
+        ),
+        "another rotary base at the resume": (
+            unfinished(text_config(rope_theta=5.0)),
+            "config.json of model is not the one that checkpoints/step-1 was trained with: rope_theta",
+        ),
+        "another rank of the adapter at the resume": (
+            unfinished(swap(RUN, "{r: 4,", "{r: 8,")),
+            "run.yaml:2: lora.r: was 4 when this run began, is 8 now",
+        ),
+        "other rows at the resume": (
+            unfinished(swap(DATA, "mast", "spar")),
+            "the data are not those this run began with",
+        ),
+        "the newest checkpoint is damaged": (
+            unfinished(flip("run/checkpoints/step-1/optimizer.pt")),
+            "step-1: optimizer.pt is not what was written",
+        ),
+        "the adapter of the checkpoint is another": (
+            unfinished(flip("run/checkpoints/step-1/adapter_model.safetensors")),
+            "step-1: adapter_model.safetensors is not what was written",
+        ),
+        "a checkpoint that says another step": (
+            unfinished(swap("run/checkpoints/step-1/manifest.json", '"step": 1', '"step": 2')),
+            "step-1: manifest.json is not what was written",
+        ),
+    },
+    MERGE_FINAL: {
+        "a tensor of the adapter is away": (
+            foreign(tensors(ADAPTER, lambda t: t.pop(min(t)))),
+            "has lora_B, not a pair of matrices lora_A and lora_B",
+        ),
+        "one bit of the adapter differs": (
+            flip(ADAPTER),
+            "adapter_model.safetensors: not what was written … base_model.json",
+        ),
+        "another alpha next to the adapter": (
+            table("run/final/adapter_config.json", lambda c: c.update(lora_alpha=800)),
+            "adapter_config.json: not what was written",
+        ),
+        "another rank next to the adapter": (
+            foreign(table("run/final/adapter_config.json", lambda c: c.update(r=2))),
+            "o_proj has rank 4, and adapter_config.json has 2",
+        ),
+        "an adapter that moved its base": (
+            foreign(table("run/final/adapter_config.json", lambda c: c.update(init_lora_weights="pissa"))),
+            "init_lora_weights: pissa changed the base when training began",
+        ),
+    },
+}
+# command -> what an override gets wrong: the override, and what the command says
+OVERRIDDEN: dict[str, dict[str, tuple[str, str]]] = {
+    "plan run.yaml": {
+        "a word for a number": ("train.learning_rate=fast", "train.learning_rate=fast: must be a number, not 'fast'"),
+        "a number that is none": ("train.learning_rate=.nan", "train.learning_rate=.nan: must be a number, not '.nan'"),
+        "an override of no key": ("lora.rnk=8", "--override lora.rnk=8: the run file has no lora.rnk"),
+        "a layout that these GPUs can't make": ("layout.shard=3", "layout.shard=3: 3 x 1 = 3 does not make 1 ranks"),
+        "two lengths of warm-up": (
+            "train.warmup_steps=5",
+            "warm-up is set both as steps and as a share (run.yaml:9: train.warmup_ratio)",
+        ),
+        "best model at the end, and no evaluation": (
+            "train.load_best_model_at_end=true",
+            "the best checkpoint is wanted, but evaluation is off",
+        ),
+        "a target that nothing has": (
+            "lora.target_modules=[q_proj,wq]",
+            "'wq' matches no module of Mistral4ForCausalLM … known: q_a_proj",
+        ),
+        "the head as a target": (
+            "lora.target_modules=[o_proj,lm_head]",
+            "lm_head can't be adapted: the loss is computed from its weight",
+        ),
+        "DoRA with experts": ("lora.use_dora=true --override lora.experts=true", "DoRA doesn't work on routed experts"),
+        "no model at the path": (
+            "model.model_name_or_path=models",
+            "no folder 'models', and no published model of that name is known",
+        ),
+    },
+    NEW: {
+        "a GPU is planned, and none is here": (
+            "cluster.gpu=h200",
+            "the run is planned for h200, and torch … finds no usable GPU",
+        ),
+        "data that are away": ("data.dataset_name_or_path=dta", "dta is not on this machine"),
+        "a column that is not there": ("data.text_field=txt", "the data have no column 'txt'; they have 'text'"),
+        "trained on with another base": (
+            "lora.adapter=run/final --override model.model_name_or_path=other",
+            "the weights of other … are not those that run/final was trained on",
+        ),
+        "trained on from no adapter": (
+            "lora.adapter=data",
+            "--override lora.adapter=data: no adapter_config.json in data",
+        ),
+    },
+}
+OTHERS = (
     Fault(
         "a regular expression that reaches the least",
         nothing,
-        OVER + r" lora.target_modules=.*attn\.(q|k|v|o)_proj",
+        r"plan run.yaml --override lora.target_modules=.*attn\.(q|k|v|o)_proj",
         "lora.target_modules reaches o_proj of self_attn, not q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj",
         0,
-    ),
-    Fault(
-        "the head as a target",
-        nothing,
-        f"{OVER} lora.target_modules=[o_proj,lm_head]",
-        "lm_head can't be adapted: the loss is computed from its weight",
-    ),
-    Fault(
-        "DoRA with experts",
-        nothing,
-        f"{OVER} lora.use_dora=true --override lora.experts=true",
-        "DoRA doesn't work on routed experts",
-    ),
-    # the model's files
-    Fault(
-        "no model at the path",
-        nothing,
-        f"{OVER} model.model_name_or_path=models",
-        "no folder 'models', and no published model of that name is known",
-    ),
-    Fault(
-        "config.json says a key twice",
-        swap(CONFIG, "{", '{"model_type": "mistral3",'),
-        "plan run.yaml",
-        "model/config.json: it is not JSON: the key 'model_type' is there twice",
-    ),
-    Fault(
-        "one layer too many in config.json",
-        text_config(num_hidden_layers=3),
-        "plan run.yaml",
-        "missing weights (15): model.layers.2.self_attn.q_a_proj.weight",
-    ),
-    Fault(
-        "an unknown architecture",
-        text_config(model_type="mistral5"),
-        "plan run.yaml",
-        "text_config: unknown model type 'mistral5' … a newer one may know it",
-    ),
-    Fault(
-        "the index says a key twice",
-        swap(INDEX, "{", '{"weight_map": {},'),
-        "plan run.yaml",
-        "model.safetensors.index.json: it is not JSON: the key 'weight_map' is there twice",
-    ),
-    Fault(
-        "the index names another shard",
-        table(INDEX, lambda i: i["weight_map"].update({NORM: Path(SHARD).name})),
-        "plan run.yaml",
-        "disagree about which file holds a tensor (2): language_model.model.norm.weight",
-    ),
-    Fault(
-        "a shard that is away",
-        remove(SHARD),
-        "plan run.yaml",
-        "it names 2 files, 1 of them are missing: model-00001-of-00002.safetensors",
-    ),
-    Fault("a shard cut short", cut(SHARD), "plan run.yaml", "model-00001-of-00002.safetensors: it is truncated"),
-    Fault(
-        "a pointer instead of a shard",
-        write(SHARD, "version https://git-lfs.github.com/spec/v1\n"),
-        "plan run.yaml",
-        "it is a Git LFS pointer, not the weights … git lfs pull",
-    ),
-    Fault(
-        "a tensor in two shards",
-        tensors(SHARD, lambda t: t.update({NORM: t[EMBEDDING][0].clone()})),
-        "plan run.yaml",
-        "disagree about which file holds a tensor (1): language_model.model.norm.weight",
-    ),
-    Fault(
-        "a tensor that nothing uses",
-        tensors(SHARD, lambda t: t.update({MORE: t[EMBEDDING][0].clone()})),
-        "plan run.yaml",
-        "disagree about which file holds a tensor (1): language_model.model.more",
-    ),
-    Fault(
-        "a weight of another shape",
-        tensors(SHARD, lambda t: t.update({EMBEDDING: t[EMBEDDING][1:]})),
-        "plan run.yaml",
-        "embed_tokens.weight is [511, 64], not [512, 64]",
-    ),
-    # Accelerate's file, and the platform
-    Fault(
-        "a misspelt key of Accelerate",
-        write("fsdp.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_versoin: 2}\n"),
-        "plan run.yaml --accelerate fsdp.yaml",
-        "fsdp.yaml:2: fsdp_config.fsdp_versoin: no such key … did you mean fsdp_version?",
-    ),
-    Fault(
-        "other ranks in Accelerate's file",
-        write("fsdp.yaml", "distributed_type: FSDP\nnum_processes: 3\nfsdp_config: {fsdp_version: 2}\n"),
-        "plan run.yaml --accelerate fsdp.yaml",
-        "fsdp.yaml:2: num_processes: the number of ranks is 3 here, but 1",
     ),
     Fault(
         "a platform that is not known",
@@ -329,13 +371,6 @@ FAULTS = (
         "has no tokenizer that can be opened",
         1,
     ),
-    Fault(
-        "a tokenizer that is away, to training",
-        remove("model/tokenizer.json"),
-        NEW,
-        "has no tokenizer that can be opened",
-    ),
-    Fault("weights that are away", remove("model/*.safetensors*"), NEW, "model contains no weights"),
     Fault(
         "a tokenizer of another model",
         swap("model/tokenizer.json", '"<unk>"', '"<unknown>"'),
@@ -352,135 +387,13 @@ FAULTS = (
         {"NCCL_SOCKET_IFNAM": "eth0"},
     ),
     Fault(
-        "a GPU is planned, and none is here",
-        nothing,
-        f"{NEW} --override cluster.gpu=h200",
-        "the run is planned for h200, and torch … finds no usable GPU",
-    ),
-    # data
-    Fault(
-        "data that are away", nothing, f"{NEW} --override data.dataset_name_or_path=dta", "dta is not on this machine"
-    ),
-    Fault(
-        "a column that is not there",
-        nothing,
-        f"{NEW} --override data.text_field=txt",
-        "the data have no column 'txt'; they have 'text'",
-    ),
-    Fault("a row that is no JSON", swap(DATA, '{"text"', '{"text'), NEW, "data/train.jsonl:1: not JSON"),
-    Fault(
-        "a row without the column",
-        swap(DATA, '"text"', '"test"'),
-        NEW,
-        "data/train.jsonl: row 1: a row has no 'text'; it has 'test'",
-    ),
-    Fault(
-        "a number for a text",
-        swap(DATA, '"text": "', '"text": 3, "was": "'),
-        NEW,
-        "data/train.jsonl: row 1: column 'text' has a number, not text: 3",
-    ),
-    Fault(
-        "rows of blanks alone",
-        write(DATA, '{"text": " "}\n' * 40),
-        NEW,
-        "no row of train has a supervised token: of 40 rows 40 are empty",
-    ),
-    Fault(
         "validation rows that are trained on",
         lambda: Path("data/validation.jsonl").write_text(Path(DATA).read_text()),
         f"{NEW} --override data.val_split=validation",
         "warning: data: 60 validation rows (100.0%) are in the training set as well",
         0,
     ),
-    # weights, read by training
-    Fault(
-        "NaN in a row of the embedding that no text uses",
-        weight("embed_tokens.weight", float("nan"), 500, 3),
-        NEW,
-        "embed_tokens.weight' contains values that are not finite numbers",
-    ),
-    Fault(
-        "an infinite weight",
-        weight(NORM, float("inf"), 5),
-        NEW,
-        "norm.weight' contains values that are not finite numbers",
-    ),
-    Fault(
-        "a scale below zero",
-        weight("experts.down_proj_scale_inv", -1e-3, 3, 0, 0),
-        NEW,
-        "down_proj_scale_inv' is a scale below zero",
-    ),
-    Fault(
-        "a scale of zero",
-        weight("experts.down_proj_scale_inv", 0.0, 3, 0, 0),
-        NEW,
-        "down_proj' contains FP8 weights that are not zero, and their scale is",
-    ),
-    # a run that goes on
     Fault("a finished run trained again", nothing, TRAIN, "run.yaml:5: train.output_dir: run contains a finished run"),
-    Fault(
-        "an unfinished run begun anew",
-        unfinished(),
-        TRAIN,
-        "run contains an unfinished run … add --resume to continue it",
-    ),
-    Fault(
-        "one bit of the base differs at the resume",
-        unfinished(flip(SHARD, -5000)),
-        RESUME,
-        "the weights of model … are not those that checkpoints/step-1 was trained on",
-    ),
-    Fault(
-        "another rotary base at the resume",
-        unfinished(text_config(rope_theta=5.0)),
-        RESUME,
-        "config.json of model is not the one that checkpoints/step-1 was trained with: rope_theta",
-    ),
-    Fault(
-        "another rank of the adapter at the resume",
-        unfinished(swap(RUN, "{r: 4,", "{r: 8,")),
-        RESUME,
-        "run.yaml:2: lora.r: was 4 when this run began, is 8 now",
-    ),
-    Fault(
-        "other rows at the resume",
-        unfinished(swap(DATA, "mast", "spar")),
-        RESUME,
-        "the data are not those this run began with",
-    ),
-    Fault(
-        "the newest checkpoint is damaged",
-        unfinished(flip("run/checkpoints/step-1/optimizer.pt")),
-        RESUME,
-        "step-1: optimizer.pt is not what was written",
-    ),
-    Fault(
-        "the adapter of the checkpoint is another",
-        unfinished(flip("run/checkpoints/step-1/adapter_model.safetensors")),
-        RESUME,
-        "step-1: adapter_model.safetensors is not what was written",
-    ),
-    Fault(
-        "a checkpoint that says another step",
-        unfinished(swap("run/checkpoints/step-1/manifest.json", '"step": 1', '"step": 2')),
-        RESUME,
-        "step-1: manifest.json is not what was written",
-    ),
-    # an adapter that is trained on
-    Fault(
-        "trained on with another base",
-        nothing,
-        f"{NEW} --override lora.adapter=run/final --override model.model_name_or_path=other",
-        "the weights of other … are not those that run/final was trained on",
-    ),
-    Fault(
-        "trained on from no adapter",
-        nothing,
-        f"{NEW} --override lora.adapter=data",
-        "--override lora.adapter=data: no adapter_config.json in data",
-    ),
     Fault(
         "a file with prompts that is not there",
         swap(RUN, 'eval_strategy: "no"', "sample: {file: p.txt}"),
@@ -493,7 +406,6 @@ FAULTS = (
         f"{NEW} --override lora.adapter=run/final",
         "adapter_model.safetensors: not what was written",
     ),
-    # export and generate
     Fault(
         "merged into another base",
         nothing,
@@ -501,64 +413,10 @@ FAULTS = (
         "the weights of other … are not those that run/final was trained on",
     ),
     Fault(
-        "merged with another epsilon",
-        text_config(rms_norm_eps=0.1),
-        MERGE,
-        "config.json of model is not the one that run/final was trained with: rms_norm_eps 1e-06 then, 0.1 now",
-    ),
-    Fault(
         "generated with another base",
         nothing,
         f"{GENERATE} --base other",
         "the weights of other … are not those that run/final was trained on",
-    ),
-    Fault(
-        "generated with another rotary base",
-        text_config(rope_theta=5.0),
-        GENERATE,
-        "config.json of model is not the one that run/final was trained with: rope_theta",
-    ),
-    Fault(
-        "a tensor of the adapter is away",
-        foreign(tensors(ADAPTER, lambda t: t.pop(min(t)))),
-        MERGE_FINAL,
-        "has lora_B, not a pair of matrices lora_A and lora_B",
-    ),
-    Fault(
-        "NaN in the adapter",
-        foreign(tensors(ADAPTER, lambda t: t[min(t)].fill_(float("nan")))),
-        "export run/final --to out",
-        "lora_A.weight contains values that are not finite numbers",
-    ),
-    Fault(
-        "one bit of a checkpoint's adapter differs",
-        flip("run/checkpoints/step-2/adapter_model.safetensors"),
-        "export run/checkpoints/step-2 --to out",
-        "adapter_model.safetensors is not what was written",
-    ),
-    Fault(
-        "one bit of the adapter differs",
-        flip(ADAPTER),
-        MERGE_FINAL,
-        "adapter_model.safetensors: not what was written … base_model.json",
-    ),
-    Fault(
-        "another alpha next to the adapter",
-        table("run/final/adapter_config.json", lambda c: c.update(lora_alpha=800)),
-        MERGE_FINAL,
-        "adapter_config.json: not what was written",
-    ),
-    Fault(
-        "another rank next to the adapter",
-        foreign(table("run/final/adapter_config.json", lambda c: c.update(r=2))),
-        MERGE_FINAL,
-        "o_proj has rank 4, and adapter_config.json has 2",
-    ),
-    Fault(
-        "an adapter that moved its base",
-        foreign(table("run/final/adapter_config.json", lambda c: c.update(init_lora_weights="pissa"))),
-        MERGE_FINAL,
-        "init_lora_weights: pissa changed the base when training began",
     ),
     Fault(
         "a class that the base is not",
@@ -573,11 +431,50 @@ FAULTS = (
         "--to model: it is the base model's folder",
     ),
     Fault(
+        "an unfinished run begun anew",
+        unfinished(),
+        TRAIN,
+        "run contains an unfinished run … add --resume to continue it",
+    ),
+    Fault(
+        "merged with another epsilon",
+        text_config(rms_norm_eps=0.1),
+        MERGE,
+        "config.json of model is not the one that run/final was trained with: rms_norm_eps 1e-06 then, 0.1 now",
+    ),
+    Fault(
+        "generated with another rotary base",
+        text_config(rope_theta=5.0),
+        GENERATE,
+        "config.json of model is not the one that run/final was trained with: rope_theta",
+    ),
+    Fault(
+        "NaN in the adapter",
+        foreign(tensors(ADAPTER, lambda t: t[min(t)].fill_(float("nan")))),
+        "export run/final --to out",
+        "lora_A.weight contains values that are not finite numbers",
+    ),
+    Fault(
+        "one bit of a checkpoint's adapter differs",
+        flip("run/checkpoints/step-2/adapter_model.safetensors"),
+        "export run/checkpoints/step-2 --to out",
+        "adapter_model.safetensors is not what was written",
+    ),
+    Fault(
         "a chat template where there is none",
         remove("run/final/chat_template.jinja"),
         "generate run/final --prompt import --tokens 1 --chat",
         "the tokenizer has no chat template",
     ),
+)
+FAULTS = (
+    *(Fault(what, plant, command, says) for command, rows in PLANTED.items() for what, (plant, says) in rows.items()),
+    *(
+        Fault(what, nothing, f"{command} --override {override}", says)
+        for command, rows in OVERRIDDEN.items()
+        for what, (override, says) in rows.items()
+    ),
+    *OTHERS,
 )
 
 
