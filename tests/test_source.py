@@ -95,7 +95,7 @@ def test_names_in_docstrings_exist() -> None:
 SCRIPT = """
 import contextlib, io, json, sys
 from windlass.cli import main
-heavy = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "numpy", "pandas")
+heavy = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "numpy", "pandas", "pyarrow")
 found = {}
 for command in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
