@@ -25,9 +25,8 @@ from windlass.observe.reader import Tail
 from windlass.observe.watch import live
 from windlass.observe.watch.detectors import BY_KIND, SAMPLES, Alarm, make_hint
 from windlass.observe.watch.heartbeat import find_absent_ranks
-from windlass.observe.watch.monitor import Monitor, make_environment, report_alarm
+from windlass.observe.watch.monitor import Monitor, ScriptWatch, make_environment, report_alarm
 from windlass.observe.watch.prometheus import format_prometheus
-from windlass.observe.watch.script import ScriptWatch
 from windlass.plan import make_plan
 from windlass.runfile import Watch, names
 from windlass.train import start

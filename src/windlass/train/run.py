@@ -337,8 +337,7 @@ def make_recorder(plan: Plan, here: Rank, model: PeftModel, debug_freq: int | No
 
 
 def make_batches(plan: Plan, data: PreparedData, pad_token_id: int, *, mark_tokens: bool) -> Batches:
-    """Return the micro-batches to train on. Their order follows from seed and epoch alone: equal on any number of
-    ranks. A stream has its own order."""
+    """Return the micro-batches to train on, in an order that follows from seed and epoch, or in a stream's own."""
     train = plan.run.train
     sequences = plan.schedule.global_sequences
 

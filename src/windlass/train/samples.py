@@ -99,8 +99,7 @@ class Samples:
                 append_json_line(path, line)
 
     def _continue_rows(self, rows: list[list[int]], until: float) -> tuple[list[bool], bool]:
-        """Append tokens to the rows as often as any rank needs. Returns which rows have ended, and whether time is
-        up."""
+        """Append tokens as often as any rank needs. Return which rows have ended, and whether time is up."""
         model = self.model
         device = model.device
         ends = _find_end_tokens(model.causal_lm, self.tokenizer)

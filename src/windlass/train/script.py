@@ -21,8 +21,7 @@ from typing import Final
 from windlass import run_folder
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 from windlass.files import write_json
-from windlass.observe.watch.monitor import make_environment
-from windlass.observe.watch.script import ScriptWatch
+from windlass.observe.watch.monitor import ScriptWatch, make_environment
 from windlass.plan.script import ScriptPlan
 from windlass.ranks import supervisor as ranks
 from windlass.ranks.rank import SUPERVISED, run_rank, wait_for_peers

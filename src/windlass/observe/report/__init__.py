@@ -69,26 +69,26 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of report.json."""
-        made = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        return {"schema": SCHEMA, "windlass": __version__, "made": made, "runs": self.runs}
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        return {"schema": SCHEMA, "windlass": __version__, "made": now, "runs": self.runs}
 
 
 def make_report(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
     """Write the report of one run to its folder, of several to `out` or the current directory."""
-    made: list[Facts] = []
+    runs: list[Facts] = []
     for folder in run_dirs:
         run = read_run(Path(folder), choose_points(len(run_dirs)))
-        made.append(to_strict_json(collect_facts(run) | {"charts": make_charts(run), "axes": make_axes(run)}))
-    names = [run["name"] for run in made]
-    for number, entry in enumerate(made, 1):
+        runs.append(to_strict_json(collect_facts(run) | {"charts": make_charts(run), "axes": make_axes(run)}))
+    names = [run["name"] for run in runs]
+    for number, entry in enumerate(runs, 1):
         if names.count(entry["name"]) > 1:
             entry["name"] += f" ({number})"
-    folder = out if out is not None else Path(run_dirs[0]) if len(made) == 1 else Path.cwd()
-    report = Report(made, folder / "report.json", folder / "report.html")
+    folder = out or (Path(run_dirs[0]) if len(runs) == 1 else Path.cwd())
+    report = Report(runs, folder / "report.json", folder / "report.html")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(report.json, json.dumps(report.as_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-        write_atomic(report.html, render_page(made))
+        write_atomic(report.html, render_page(runs))
     except OSError as error:
         raise UserError(f"can't write there: {error.strerror}", str(folder), "name another folder with --out") from None
     return report

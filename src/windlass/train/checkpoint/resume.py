@@ -57,8 +57,7 @@ def claim_run_folder(
     resume: bool,
     allow_other_base: bool = False,
 ) -> Path | None:
-    """Claim the run folder on rank 0, with a lock that `held` releases. Returns the checkpoint to continue from, if
-    any."""
+    """Claim the run folder on rank 0, locked until `held` is closed. Return the checkpoint to continue from, if any."""
     folder = plan.folder
     where = plan.where("train.output_dir")
     checkpoints = folder / run_folder.CHECKPOINTS
@@ -177,8 +176,7 @@ def require_same_data(resumed: Path | None, fingerprint: str, plan: Plan) -> Non
 def require_base_of(
     resumed: Path | None, plan: Plan, digest: str, *, allow_other: bool, say: Callable[[str], None]
 ) -> str:
-    """Refuse another base than the adapter was trained on; return a description of what was accepted instead, if
-    anything."""
+    """Refuse another base than the adapter was trained on; return a description of one that was accepted instead."""
     given = plan.run.lora.adapter
     adapter = resumed or (Path(given) if given else None)
     if adapter is None:

@@ -96,8 +96,7 @@ class Saver:
         self.writing = self.thread.submit(self._write, snapshot, copying_seconds)
 
     def close(self) -> str:
-        """Wait until the checkpoint is written, also when a failure ends the run; return why it failed. Not a
-        collective."""
+        """Wait until the checkpoint is written; return why it failed. Not a collective: a failure may end the run."""
         if self.writing is None:
             return self.failure
         began = time.monotonic()

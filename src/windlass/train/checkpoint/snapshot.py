@@ -180,8 +180,7 @@ def adapter_state(model: PeftModel) -> dict[str, Tensor]:
 
 
 def adapter_config(model: PeftModel) -> PeftConfig:
-    """Return the configuration for the adapter's file, with full module names: PEFT's shortened ones match a vision
-    tower too."""
+    """Return the adapter's configuration with full module names: PEFT's shortened ones match a vision tower too."""
     config = copy.copy(model.peft_config[model.active_adapter])
     config.inference_mode = True
     config.target_modules = sorted(model.base_model.targeted_module_names)
@@ -282,8 +281,7 @@ class ExpertGatherer:
         self.rank_of = {first: firsts.index(first) for first in sorted(set(firsts))}
 
     def own_part(self, name: str, value: Any, key: str = "") -> ExpertShard | None:
-        """Return which part of this tensor the rank has; None if it isn't split. `key`: a tensor of the optimizer's
-        state."""
+        """Return which part of this tensor (`key`: of its optimizer state) the rank has; None if it isn't split."""
         part = self.parts.of(name)
         if part is None or not isinstance(value, Tensor) or value.ndim == 0:
             return None

@@ -81,8 +81,7 @@ def run_sorted_experts(experts: Any, source: Tensor, row: Tensor, by_expert: Sor
 
 
 def sum_weighted(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return each token's weighted sum over its slots, in slot order: deterministic, unlike adding into the tokens'
-    rows."""
+    """Return each token's weighted sum over its slots, in slot order: deterministic, unlike adding into rows."""
     return (rows.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
 
 
@@ -198,8 +197,7 @@ class _LowRank(torch.autograd.Function):
 
 
 def stack_by_expert(a: Tensor, b: Tensor, experts: int, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return A as [experts, r, in] and s B as [experts, r, out] in the dtype to compute in, with r zero-padded to what
-    grouped kernels take."""
+    """Return A as [experts, r, in] and s B as [experts, r, out] in this dtype, r zero-padded for grouped kernels."""
     if on_cpu.is_on_cpu(a):
         return on_cpu.stack_adapters(a, b, experts, scaling)
     down = view_by_expert(".lora_A.", a, experts).to(dtype)
@@ -226,8 +224,7 @@ def pack_grad_b(grad_b: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 class UnmergedExpertLora(ParamWrapper):  # type: ignore[misc]
-    """PEFT's container of one expert parameter's adapter. Its forward only passes on: `experts_forward` computes
-    the adapter."""
+    """PEFT's container of one expert parameter's adapter, which `experts_forward` computes: its own only passes on."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = self.base_layer(x, *args, **kwargs)
