@@ -4,7 +4,7 @@ from windlass.runfile.fields import Data, ExpertLora, Lora, Model, RunFile, Scri
 from windlass.runfile.machines import Cluster, LayoutSection, Secret
 from windlass.runfile.read import Loaded, LoadedFile, LoadedScript, read_any, read_kind, read_run_file
 from windlass.runfile.reference import list_keys, make_schema, read_preset, read_presets
-from windlass.runfile.rules import find_contradictions, resolve_accumulation
+from windlass.runfile.rules import resolve_accumulation
 
 __all__ = [
     "Cluster",
@@ -21,7 +21,6 @@ __all__ = [
     "Secret",
     "Train",
     "Watch",
-    "find_contradictions",
     "list_keys",
     "make_schema",
     "read_any",

@@ -127,7 +127,7 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
         return not any(path == bad or path.startswith((f"{bad}.", f"{bad}[")) for bad in wrong)
 
     where = LoadedFile(Path(path), (), places).where
-    problems += find_contradictions(run, where, is_valid=is_valid)
+    problems += find_contradictions(run, where, is_valid)
     line = re.compile(re.escape(document.file) + r":(\d+)")
     raise_all(sorted(problems, key=lambda each: int(at[1]) if (at := line.match(each.where)) else 0))
     notes += list_remarks(run, where)

@@ -16,18 +16,13 @@ Clash = tuple[str, str, str]  # keys, separated by spaces; what is wrong; a hint
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
 
 
-def find_contradictions(
-    run: Run, where: Where, *, ranks: int | None = None, is_valid: Callable[[str], bool] = lambda _: True
-) -> list[Problem]:
-    """Return all contradictions among the valid keys of a run with this many ranks (default: the run file's own)."""
-    ranks = ranks or run.ranks
+def find_contradictions(run: RunFile | ScriptRun, where: Where, is_valid: Callable[[str], bool]) -> list[Problem]:
+    """Return all contradictions among the valid keys; those of sizes and ranks are the plan's to find."""
     clashes = list(_check_machines(run))
-    clashes += _check_script(run) if isinstance(run, ScriptRun) else ()
-    clashes += (
-        [*_check_training(run, ranks), *_check_evaluation(run), *_check_model(run, ranks)]
-        if isinstance(run, RunFile)
-        else ()
-    )
+    if isinstance(run, ScriptRun):
+        clashes += _check_script(run)
+    else:
+        clashes += [*_check_training(run), *_check_evaluation(run), *_check_model(run)]
     problems = []
     for keys, what, hint in clashes:
         if all(map(is_valid, keys.split())):
@@ -38,7 +33,7 @@ def find_contradictions(
     batch = ("per_device_train_batch_size", "global_batch_size", "gradient_accumulation_steps")
     if isinstance(run, RunFile) and all(map(is_valid, ("train", "cluster", *(f"train.{key}" for key in batch)))):
         try:
-            resolve_accumulation(run.train, ranks, where)
+            resolve_accumulation(run.train, run.ranks, where)
         except UserError as error:
             problems += error.problems
     return problems
@@ -73,7 +68,7 @@ def _unknown(key: str, noun: str, name: str, known: list[str]) -> Clash:
     return key, f"there is no {noun} {name!r}", f"choose {', '.join(names.find_close_names(name, known) or known)}"
 
 
-def _check_training(run: RunFile, ranks: int) -> Iterator[Clash]:
+def _check_training(run: RunFile) -> Iterator[Clash]:
     train = run.train
     if train.bf16 and train.fp16:
         yield "train.fp16 train.bf16", "bf16 and fp16 are both on", "set train.fp16: false"
@@ -81,8 +76,8 @@ def _check_training(run: RunFile, ranks: int) -> Iterator[Clash]:
         yield "train.optim", f"{train.optim} {names.OPTIMIZERS_REFUSED[train.optim]}", "use adamw_torch"
     elif train.optim not in names.OPTIMIZERS:
         yield _unknown("train.optim", "optimizer", train.optim, list(names.OPTIMIZERS))
-    elif names.OPTIMIZERS[train.optim] == "bitsandbytes" and ranks > 1:
-        what = f"{train.optim} is from bitsandbytes, which doesn't support weights sharded over {ranks} ranks"
+    elif names.OPTIMIZERS[train.optim] == "bitsandbytes" and run.ranks > 1:
+        what = f"{train.optim} is from bitsandbytes, which doesn't support weights sharded over {run.ranks} ranks"
         yield "train.optim", what, "use adamw_torch: an adapter's optimizer is small anyway"
     schedule = train.lr_scheduler_type
     needs = names.SCHEDULES.get(schedule, ())
@@ -160,8 +155,9 @@ def _check_mix(data: Data) -> Iterator[Clash]:
         yield place, "has no weight, and others have one", "give every set a weight, or none"
 
 
-def _check_model(run: RunFile, ranks: int) -> Iterator[Clash]:
-    model, data, layout = run.model, run.data, run.layout
+def _check_model(run: RunFile) -> Iterator[Clash]:
+    model = run.model
+    data = run.data
     for given, missing in (("prompt", "completion"), ("completion", "prompt")):
         if getattr(data, f"{given}_field") is not None and getattr(data, f"{missing}_field") is None:
             hint = f"name the column that holds the {missing}"
@@ -173,8 +169,8 @@ def _check_model(run: RunFile, ranks: int) -> Iterator[Clash]:
     attention = model.attn_implementation
     if attention is not None and attention not in names.ATTENTION and "/" not in attention:
         yield _unknown("model.attn_implementation", "attention implementation", attention, list(names.ATTENTION))
-    if model.device_map not in ("auto", None) and ranks > 1:
-        what = f"places the model by hand, but {ranks} ranks each load their own part"
+    if model.device_map not in ("auto", None) and run.ranks > 1:
+        what = f"places the model by hand, but {run.ranks} ranks each load their own part"
         yield "model.device_map", what, "remove it: `layout` decides how the model is sharded"
     if run.lora.starts_from_weights:
         what = f"init_lora_weights: {run.lora.init_lora_weights} subtracts a part of the base's weights, which"
@@ -185,15 +181,6 @@ def _check_model(run: RunFile, ranks: int) -> Iterator[Clash]:
     if run.lora.use_dora and run.lora.experts is not None:
         hint = "set lora.use_dora: false, or remove lora.experts"
         yield "lora.use_dora lora.experts", "DoRA doesn't work on routed experts", hint
-    shard, replicate, split = layout.shard, layout.replicate, layout.expert_parallel or 1
-    product = (shard or 1) * (replicate or 1)
-    if ranks % product or (shard and replicate and product != ranks):
-        keys = [f"layout.{key}" for key in ("shard", "replicate") if getattr(layout, key)]
-        what = f"{shard or 1} x {replicate or 1} = {product} does not make {ranks} ranks"
-        yield " ".join(keys), what, f"shard x replicate must be {ranks}"
-    if (shard or ranks) % split:
-        what = f"{split} does not divide the {shard or ranks} ranks that the weights are sharded over"
-        yield "layout.expert_parallel layout.shard", what, "choose a divisor"
 
 
 def _check_machines(run: Run) -> Iterator[Clash]:
