@@ -31,7 +31,8 @@ class Draft:
     """Settings by key, each with its reason, and warnings."""
 
     def __init__(self, settings: dict[str, tuple[Any, str]]) -> None:
-        self.settings, self.warnings = settings, list[str]()
+        self.settings = settings
+        self.warnings = list[str]()
 
     @property
     def text(self) -> str:
@@ -134,7 +135,8 @@ def _parse_gpus(gpus: str | None) -> tuple[int, int, str]:
 def _follow_data(made: Draft, base: Any, say: Callable[[str], None]) -> None:
     """Set length, batch and epochs from the rows' lengths and number."""
     lengths, rows = _sample_lengths(made, base, say)
-    longest, why = UNKNOWN, "row lengths are unknown: see `windlass data run.yaml`"
+    longest = UNKNOWN
+    why = "row lengths are unknown: see `windlass data run.yaml`"
     if len(lengths) > 1:
         covered = sorted(lengths)[math.ceil(len(lengths) * COVERED / 100) - 1]
         longest = min(-(-min(LONGEST, max(SHORTEST, covered)) // 256) * 256, base.positions or LONGEST)
@@ -178,7 +180,8 @@ def _sample_lengths(made: Draft, base: Any, say: Callable[[str], None]) -> tuple
         audit_data(loaded, say=lambda _: None, audited=audits.append)
     found = audits[0]["splits"]["train"]
     say(f"{found['documents']:,} rows tokenized, {found['lengths'].get('mean', 0):.0f} tokens each on average")
-    most, lengths = found["lengths"]["most"], list[int]()
+    most = found["lengths"]["most"]
+    lengths = list[int]()
     for low, high, count in found["histogram"]:  # spread evenly within each of its bins
         high = min(high, most)
         lengths += [low + (high - low) * (i + 1) // count for i in range(count)]

@@ -138,7 +138,8 @@ def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Cal
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         for name, content in made.items():
             entry = tarfile.TarInfo(name)
-            entry.size, entry.mtime = len(content), int(time.time())
+            entry.size = len(content)
+            entry.mtime = int(time.time())
             tar.addfile(entry, io.BytesIO(content))
     try:
         write_atomic(archive, packed.getvalue())

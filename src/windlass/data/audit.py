@@ -20,18 +20,23 @@ if TYPE_CHECKING:
 Audit = dict[str, Any]
 Lengths = npt.NDArray[np.int64]
 # Ways to batch rows, by their names in data.json.
-PACKED, PADDING_FREE, LENGTH_GROUPED = "packed", "padding-free", "padded in batches of like length"
+PACKED = "packed"
+PADDING_FREE = "padding-free"
+LENGTH_GROUPED = "padded in batches of like length"
 # Most documents that they are compared on: with more, the shares change by less than 0.1 %.
 BATCHED_DOCUMENTS = 200_000
 # Two documents are near duplicates if they share this fraction of all runs of this many tokens that either has.
-NEAR, RUN = 0.8, 5
+NEAR = 0.8
+RUN = 5
 TEMPLATE_DOCUMENTS, TEMPLATE_SHARE = 8, 0.01  # a run in more validation documents than this belongs to a template
 COMPARED_TOKENS = 1 << 24  # in larger sets an eighth of the runs is compared
 
 
 def audit_split(documents: Documents, eos: int | None) -> Audit:
     """Return the statistics of one split, all counted, none estimated."""
-    lengths, counts, kept = documents.lengths, documents.counts, len(documents.lengths)
+    lengths = documents.lengths
+    counts = documents.counts
+    kept = len(documents.lengths)
     ends = np.cumsum(lengths) - 1
     tokens = int(lengths.sum())
     supervised = int(documents.supervised.sum()) - int(documents.supervised[documents.starts].sum())
@@ -83,14 +88,17 @@ def find_near_duplicates(train: Documents, validation: Documents) -> npt.NDArray
     usual = values[counts > max(TEMPLATE_DOCUMENTS, TEMPLATE_SHARE * len(found))]
     kept = ~np.isin(runs, usual)
     order = np.argsort(runs[kept], kind="stable")
-    owners, runs = owners[kept][order], runs[kept][order]
+    owners = owners[kept][order]
+    runs = runs[kept][order]
     sizes = np.bincount(owners, minlength=len(found))
     for documents, theirs in hash_token_runs(train, one_of):
         others = ~np.isin(theirs, usual)
-        documents, theirs = documents[others], theirs[others]
+        documents = documents[others]
+        theirs = theirs[others]
         first = documents[0] if len(documents) else 0
         their_sizes = np.bincount(documents - first)
-        low, high = np.searchsorted(runs, theirs, "left"), np.searchsorted(runs, theirs, "right")
+        low = np.searchsorted(runs, theirs, "left")
+        high = np.searchsorted(runs, theirs, "right")
         hits = high - low
         which = np.repeat(low - (np.cumsum(hits) - hits), hits) + np.arange(int(hits.sum()))
         pairs = np.stack([np.repeat(documents, hits), owners[which]], 1)
@@ -126,7 +134,8 @@ def compare_batching(lengths: Lengths, *, batch: int, max_length: int, configure
     documents = len(lengths)
     if documents > BATCHED_DOCUMENTS:
         lengths = lengths[shuffle(documents, seed, 0)[:BATCHED_DOCUMENTS]]
-    count, tokens = len(lengths), int(lengths.sum())
+    count = len(lengths)
+    tokens = int(lengths.sum())
     packs = len(pack_rows(lengths.tolist(), max_length))
     ordered = lengths[group_by_length(lengths, batch, seed, 0)]
     padded = sum(int(part.max()) * len(part) for part in np.split(ordered, range(batch, count, batch)))
@@ -143,9 +152,12 @@ def compare_batching(lengths: Lengths, *, batch: int, max_length: int, configure
 
 def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Audit]:
     """Return the first, middle and last document decoded, in parts that are supervised (`trained`) or not."""
-    count, spans, samples = len(documents.lengths), list(documents.spans()), []
+    count = len(documents.lengths)
+    spans = list(documents.spans())
+    samples = []
     for document in sorted({0, count // 2, count - 1}) if count else ():
-        ids, supervised = documents.ids[spans[document]], documents.supervised[spans[document]]
+        ids = documents.ids[spans[document]]
+        supervised = documents.supervised[spans[document]]
         edges = [0, *(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(ids)]
         parts = [
             {"trained": bool(supervised[a]), "text": tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False)}
@@ -192,8 +204,10 @@ def find_problems(
 
 def find_warnings(audit: Mapping[str, Any]) -> list[str]:
     """Return what a user should know although it is no error."""
-    train, shared = audit["splits"]["train"], audit.get("overlap", {"documents": 0, "share": 0})
-    waste, all_tokens = audit["batching"].get("padding_waste", 0), max(1, train["tokens"] + train["tokens_cut"])
+    train = audit["splits"]["train"]
+    shared = audit.get("overlap", {"documents": 0, "share": 0})
+    waste = audit["batching"].get("padding_waste", 0)
+    all_tokens = max(1, train["tokens"] + train["tokens_cut"])
     remedy = "data.packing: true leaves next to none"
     if audit["batching"].get("configured") == PACKED:
         remedy = "most documents share a sequence with no other: a larger data.max_length leaves less"

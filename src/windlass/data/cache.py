@@ -28,7 +28,8 @@ SILENT_SECONDS = 2.0  # waiting for the ranks of one node is reported only after
 def get_or_create(cache: Path, fingerprint: str, make: Callable[[Path], None], say: Say) -> Path:
     """Return the folder of this fingerprint: found and verified, or created. A damaged one is reported and created
     again."""
-    folder, ours = cache / fingerprint, f"{fingerprint}.part-{socket.gethostname()}-"
+    folder = cache / fingerprint
+    ours = f"{fingerprint}.part-{socket.gethostname()}-"
     partial = cache / f"{ours}{os.getpid()}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,8 @@ def get_or_create(cache: Path, fingerprint: str, make: Callable[[Path], None], s
 @contextmanager
 def hold_lock(path: Path, say: Say, waiting: str, silent_seconds: float = 0.0) -> Iterator[bool]:
     """Hold a lock; report `waiting` after `silent_seconds`. Yields False if the storage has no locks."""
-    silent_until, wait = time.monotonic() + silent_seconds, False
+    silent_until = time.monotonic() + silent_seconds
+    wait = False
     while True:
         try:
             lock = lock_file(path, wait=wait)

@@ -118,7 +118,8 @@ class ChatTemplate:
             reasoning = [thought for i in wanted for thought in turns[i].reasoning]
             self.require_reasoning(reasoning, "".join(text[a:b] for a, b in spans))
             return text, tuple(spans)
-        text, spans = self.apply(turns, tools)[0], list[Span]()
+        text = self.apply(turns, tools)[0]
+        spans = list[Span]()
         for i in wanted:
             # An answer begins after the prompt that the template writes for it. Reasoning templates open a thought in
             # that prompt, which a finished answer may lack: then it begins after what both have in common.
@@ -209,7 +210,8 @@ def read_turn(
     found = {names.get(key, key): drop_none(value) for key, value in message.items() if value is not None}
     named = found.pop("from", None) or found.get("role")
     if named is None:
-        problem, hint = f"a message has no role: {str(message)[:80]}", "if its key has another name: data.columns: "
+        problem = f"a message has no role: {str(message)[:80]}"
+        hint = "if its key has another name: data.columns: "
         raise UserError(problem, "data", f"{hint}{{role: {next(iter(found), 'speaker')}}}")
     role = roles.get(str(named).lower(), named)
     if "value" in found and "content" not in found:
@@ -230,7 +232,8 @@ def read_turn(
     if role == "assistant":
         thoughts += [str(found[name]) for name in REASONING if found.get(name)]
         if drop_reasoning:
-            found, thoughts = {k: v for k, v in found.items() if k not in REASONING}, []
+            found = {k: v for k, v in found.items() if k not in REASONING}
+            thoughts = []
             if isinstance(found["content"], list):
                 found["content"] = "".join(part["text"] for part in found["content"] if part["type"] == "text")
             found["content"] = THOUGHT.sub("", found["content"])
@@ -295,12 +298,16 @@ def choose_template(
     tokenizer: PreTrainedTokenizerBase, data: Data | None = None, where: Where = str, *, fallback: str = "mistral"
 ) -> ChatTemplate:
     """Return the template that the run file sets, else the tokenizer's, else the fallback."""
-    asked, own = data.chat_template if data else None, getattr(tokenizer, "chat_template", None)
-    notes, named = [], asked
+    asked = data.chat_template if data else None
+    own = getattr(tokenizer, "chat_template", None)
+    notes = []
+    named = asked
     if asked is None and own:
-        template, source = tokenizer.get_chat_template(), "the tokenizer's chat template"
+        template = tokenizer.get_chat_template()
+        source = "the tokenizer's chat template"
     elif asked is None:
-        named, template = fallback, read_template(fallback)
+        named = fallback
+        template = read_template(fallback)
         notes.append(f"the tokenizer has no chat template: {fallback.capitalize()}'s is used")
         source = f"{fallback.capitalize()}'s chat template (the tokenizer has none)"
     else:

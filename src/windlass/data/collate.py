@@ -19,7 +19,8 @@ class PaddedCollator:
     """Pads each row to the longest or further; an attention mask marks padding."""
 
     def __init__(self, pad_token_id: int, multiple: int = 1) -> None:
-        self.pad_token_id, self.multiple = pad_token_id, multiple
+        self.pad_token_id = pad_token_id
+        self.multiple = multiple
 
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
         ids = _pad([row["input_ids"] for row in rows], self.pad_token_id, self.multiple)

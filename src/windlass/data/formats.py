@@ -186,13 +186,16 @@ def text_format(request: Request) -> Format:
 
 def completion_format(request: Request) -> Format:
     """A prompt and a completion, on which the loss is computed; either may be a list of messages."""
-    data, tools = request.data, request.optional("tools")
-    prompt, completion = request.column("prompt", "prompt_field"), request.column("completion", "completion_field")
+    data = request.data
+    tools = request.optional("tools")
+    prompt = request.column("prompt", "prompt_field")
+    completion = request.column("completion", "completion_field")
     everything = data.completion_only_loss is False
     template = cache(request.chat_template)  # most tokenizers here need none
 
     def render(row: Row) -> RenderedRow | None:
-        question, answer = row[prompt], row[completion]
+        question = row[prompt]
+        answer = row[completion]
         if not answer:
             return None
         if isinstance(question, list) or isinstance(answer, list):
@@ -200,7 +203,8 @@ def completion_format(request: Request) -> Format:
             after = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
             text, spans = template().render([*before, *after], first=len(before), tools=row.get(tools or ""))
             return RenderedRow(text, None if everything else spans, closed=True)
-        head, tail = as_text(question, prompt), as_text(answer, completion)
+        head = as_text(question, prompt)
+        tail = as_text(answer, completion)
         if not tail.strip():
             return None
         return RenderedRow(head + tail, None if everything else ((len(head), len(head) + len(tail)),))
@@ -215,7 +219,8 @@ def completion_format(request: Request) -> Format:
 def chat_format(request: Request, column: str = "messages") -> Format:
     """A list of messages and the tools they may call; a system prompt may have its own column."""
     name = request.column(column, "messages_field")
-    tools, system = request.optional("tools"), request.optional("system")
+    tools = request.optional("tools")
+    system = request.optional("system")
 
     def messages_of(row: Row) -> list[Any]:
         messages = row[name]
@@ -238,7 +243,8 @@ def chat_format(request: Request, column: str = "messages") -> Format:
 
 def alpaca_format(request: Request) -> Format:
     """An instruction, an optional input, and the output; earlier turns and a system prompt may precede it."""
-    instruction, output = request.column("instruction"), request.column("output")
+    instruction = request.column("instruction")
+    output = request.column("output")
     more, system, history = (request.optional(name) for name in ("input", "system", "history"))
 
     def messages_of(row: Row) -> list[Any]:
@@ -295,12 +301,15 @@ def make_chat_format(
 
 def tokens_format(request: Request) -> Format:
     """Rows of tokens: `labels` or a mask say on which of them the loss is computed."""
-    name, labels = request.column("input_ids"), request.optional("labels")
+    name = request.column("input_ids")
+    labels = request.optional("labels")
     mask = next(filter(None, map(request.optional, ("completion_mask", "assistant_masks"))), None)
-    attended, everything = request.optional("attention_mask"), request.data.completion_only_loss is False
+    attended = request.optional("attention_mask")
+    everything = request.data.completion_only_loss is False
 
     def render(row: Row) -> RenderedRow | None:
-        given, place = row[name] or [], request.where("data.columns.input_ids")
+        given = row[name] or []
+        place = request.where("data.columns.input_ids")
         ids = np.array(given or [0])[: len(given)] if isinstance(given, list) else np.array(given)
         if ids.dtype.kind != "i" or ids.ndim != 1 or ids.min(initial=0) < 0:
             raise UserError(f"column {name!r} is not a list of token ids: {str(given)[:80]}", place, "check the column")
@@ -316,7 +325,8 @@ def tokens_format(request: Request) -> Format:
             raise UserError(f"{labels!r} has other ids than {name!r}", place, hint)
         if real:
             there = np.array(real, np.bool_)
-            ids, kept = ids[there], kept[there]
+            ids = ids[there]
+            kept = kept[there]
         if not len(ids):
             return None
         edges = np.flatnonzero(np.diff(kept, prepend=False, append=False)).tolist()
@@ -356,7 +366,8 @@ class Piece:
 
 def parse_template(text: str, place: str) -> list[Piece]:
     r"""Parse a template: `{column}` as in a format string, `[[…]]` around what is trained on, `\[[` for a bracket."""
-    pieces, inside = [], False
+    pieces = []
+    inside = False
     try:
         parsed = list(string.Formatter().parse(text))
     except ValueError as error:
@@ -379,7 +390,8 @@ def parse_template(text: str, place: str) -> list[Piece]:
 
 def template_format(request: Request) -> Format:
     r"""`Question: {q}\nAnswer: [[{a}]]`: loss on the part inside [[ ]], or on everything if nothing is marked."""
-    place, text = request.where("data.prompt_template"), request.data.prompt_template or ""
+    place = request.where("data.prompt_template")
+    text = request.data.prompt_template or ""
     pieces = parse_template(text, place)
     columns = dict.fromkeys(piece.column for piece in pieces if piece.field is not None)
     if not columns:
@@ -398,7 +410,8 @@ def template_format(request: Request) -> Format:
         parts = [piece.render(row, place) for piece in pieces]
         if any(needed) and not any(part.strip() for part, is_needed in zip(parts, needed, strict=True) if is_needed):
             return None  # the supervised part contains nothing from the row
-        spans, at = [], 0
+        spans = []
+        at = 0
         for piece, part in zip(pieces, parts, strict=True):
             if piece.supervised and part:
                 spans.append((at, at + len(part)))

@@ -34,7 +34,9 @@ def fetch_source(data: Data, where: Callable[[str], str], say: Say) -> Source:
 
 def fetch_set(data: Data, where: Callable[[str], str], say: Say) -> Path:
     """Fetch the card first: it says which files belong to the config."""
-    name, place, config = data.dataset_name_or_path, where("data.dataset_name_or_path"), get_config_name(data)
+    name = data.dataset_name_or_path
+    place = where("data.dataset_name_or_path")
+    config = get_config_name(data)
     card = read_card(fetch(name, "dataset", ["README.md"], place, say))
     patterns = [pattern for _, pattern in list_card_files(card, config)]
     if not patterns:
@@ -149,11 +151,14 @@ def explain_hub_errors(name: str, kind: str, place: str) -> Iterator[None]:
         yield
         return
     except errors.GatedRepoError:
-        problem, hint = f"{name} is gated and this account has no access", "ask for it on its page, then set HF_TOKEN"
+        problem = f"{name} is gated and this account has no access"
+        hint = "ask for it on its page, then set HF_TOKEN"
     except errors.RepositoryNotFoundError:
-        problem, hint = f"the hub has no {kind} {name!r}", "check the name; a private one needs HF_TOKEN"
+        problem = f"the hub has no {kind} {name!r}"
+        hint = "check the name; a private one needs HF_TOKEN"
     except errors.SafetensorsParsingError as error:
-        problem, hint = f"a weight file of {name} has no readable header: {error}", "fetch without --headers-only"
+        problem = f"a weight file of {name} has no readable header: {error}"
+        hint = "fetch without --headers-only"
     except (errors.HfHubHTTPError, httpx2.ReadError, httpx2.RemoteProtocolError, httpx2.ReadTimeout) as error:
         problem = f"the transfer of {name} was interrupted: {error}"
         hint = "run it again: what was fetched is kept"

@@ -26,7 +26,8 @@ def shuffle(count: int, seed: int, epoch: int) -> Order:
 
 def choose_epoch_rows(count: int, wanted: int, seed: int, epoch: int) -> Order:
     """Return which of a set's rows an epoch has: no row repeats before all have been used."""
-    first, stop = epoch * wanted, (epoch + 1) * wanted
+    first = epoch * wanted
+    stop = (epoch + 1) * wanted
     passes = [shuffle(count, seed, number) for number in range(first // count, -(-stop // count))]
     return np.concatenate(passes)[first % count :][:wanted] if wanted else np.zeros(0, np.int64)
 
@@ -81,7 +82,8 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
                 rooms &= ~(1 << room)
             rows[row].append(document)
         else:
-            room, row = capacity, len(rows)
+            room = capacity
+            row = len(rows)
             rows.append([document])
         if room > length:
             open_rows[room - length].append(row)

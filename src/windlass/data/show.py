@@ -27,7 +27,9 @@ SET_COLUMNS = ("rows", "tokens", "supervised", "cut", "duplicates")
 
 
 def print_audit(audit: Mapping[str, Any], console: Console | None = None) -> None:
-    source, splits, batching = audit["source"], audit["splits"], audit["batching"]
+    source = audit["source"]
+    splits = audit["splits"]
+    batching = audit["batching"]
     config = f" · {source['config']}" if source["config"] else ""
     parts: list[RenderableType] = [Text(f"{source['name']}{config}: {source['how']}", "bold")]
     parts += [] if audit["sources"] else [audit["shape"]["description"]]
@@ -61,7 +63,8 @@ def print_audit(audit: Mapping[str, Any], console: Console | None = None) -> Non
     for sample in audit["samples"]:
         text = Text(f"\n{sample['split']} document {sample['document']:,} ({sample['tokens']:,} tokens)\n", "bold")
         for part in sample["parts"]:
-            shown, hidden = part["text"], len(part["text"]) - 2 * SHOWN_CHARACTERS
+            shown = part["text"]
+            hidden = len(part["text"]) - 2 * SHOWN_CHARACTERS
             if hidden > 0:
                 shown = f"{shown[:SHOWN_CHARACTERS]} …{hidden:,} characters… {shown[-SHOWN_CHARACTERS:]}"
             text.append(*((f"[[{shown}]]", "not bold green") if part["trained"] else (shown, "not bold dim")))

@@ -155,7 +155,8 @@ ALIASES = {"training": "train", "valid": "validation", "val": "validation", "dev
 ALIASES |= {"testing": "test", "eval": "test"}
 SLICE = re.compile(r"(?P<name>[^\[\]+]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 # Larger files are not read only to count rows: counting lines takes seconds, parsing as long or longer.
-LINES_BYTES, PARSED_BYTES = 4 << 30, 256 << 20
+LINES_BYTES = 4 << 30
+PARSED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,8 @@ class Part:
 def parse_split(spec: str, source: Source, where: str) -> tuple[Part, ...]:
     """Return each part of a split's specification, in the order written: `train[:5%]+extra`. `dev` finds
     `validation`."""
-    parts, splits = [], list(source.splits or source.published)
+    parts = []
+    splits = list(source.splits or source.published)
     for piece in spec.split("+"):
         match = SLICE.fullmatch(piece.strip())
         if match is None:
@@ -266,8 +268,10 @@ def iter_located_rows(parts: Iterable[Part]) -> Iterator[tuple[Path, int, Row]]:
 
 def resolve_source(data: Data, where: Where = str) -> Source:
     """Return the files behind `data.dataset_name_or_path`, or a hub name; raise a UserError if it is neither."""
-    name, config = data.dataset_name_or_path, get_config_name(data)
-    place, path = where("data.dataset_name_or_path"), Path(name).expanduser()
+    name = data.dataset_name_or_path
+    config = get_config_name(data)
+    place = where("data.dataset_name_or_path")
+    path = Path(name).expanduser()
     if path.is_dir():
         return _resolve_folder(path, data, config, where)
     if path.is_file() or any(character in name for character in "*?["):
@@ -358,7 +362,8 @@ def _source(
         chosen = split or parse_split_name(file.name) or "train"
         if own == kind and file not in splits.get(chosen, ()):
             splits[chosen] = (*splits.get(chosen, ()), file)
-    count, others = kinds.count(kind), len(kinds) - kinds.count(kind)
+    count = kinds.count(kind)
+    others = len(kinds) - kinds.count(kind)
     how = f"{count} {kind} file{'s' * (count > 1)}{how}" + f", {others} of other formats not read" * bool(others)
     return Source(name, config, kind, how, splits, read_published_rows(card, config))
 
@@ -415,7 +420,8 @@ def list_card_files(card: Mapping[str, Any], config: str | None) -> list[tuple[s
 
 def read_published_rows(card: Mapping[str, Any], config: str | None) -> dict[str, Rows]:
     """Return the numbers of rows per split from a published set's card."""
-    infos, how = card.get("dataset_info") or [], card.get("how", "as its README says")
+    infos = card.get("dataset_info") or []
+    how = card.get("how", "as its README says")
     for info in [infos] if isinstance(infos, dict) else infos:
         if isinstance(info, dict) and (config is None or info.get("config_name", "default") == config):
             keys = {"count": "num_examples", "text_bytes": "num_bytes", "blank": "blank", "blank_how": "blank_how"}
@@ -451,13 +457,16 @@ def count_rows(data: Data, split: str, where: Where = str, key: str = "data.trai
             return rows
         start, stop = part.bounds(rows.count)
         share = (stop - start) / max(rows.count, 1)
-        total, blank, size = total + stop - start, blank + rows.blank * share, size + (rows.text_bytes or 0) * share
+        total = total + stop - start
+        blank = blank + rows.blank * share
+        size = size + (rows.text_bytes or 0) * share
     return Rows(round(total), rows.how, round(size) or None, round(blank), rows.blank_how)
 
 
 def count_files(kind: str, paths: Sequence[Path]) -> Rows:
     """Count the rows of these files together."""
-    size, tables = sum(path.stat().st_size for path in paths), kind in ("parquet", "arrow")
+    size = sum(path.stat().st_size for path in paths)
+    tables = kind in ("parquet", "arrow")
     if not tables and size > (LINES_BYTES if kind in ("text", "jsonl") else PARSED_BYTES):
         return Rows(None, f"{size / 2**30:.1f} GiB of {kind} are not read to be counted", size)
     try:

@@ -54,7 +54,8 @@ class Documents:
 
     def take(self, which: Indices) -> Documents:
         """Return these documents, in this order."""
-        starts, lengths = self.starts[which], self.lengths[which]
+        starts = self.starts[which]
+        lengths = self.lengths[which]
         # Index ranges end to end: starts 5, 0 and lengths 2, 3 give 5 6 0 1 2.
         index = np.arange(int(lengths.sum()), dtype=np.int64)
         index += np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
@@ -107,7 +108,8 @@ def tokenize(
                     null = next((name for name in kind.needs if row.get(name) is None), None)
                     left_out.setdefault(f"{null!r} is null" if null else "empty", []).append(number)
             except UserError as error:
-                first, at = error.problems[0], place(number)
+                first = error.problems[0]
+                at = place(number)
                 where, what = (at, "") if first.where == "data" else (first.where, f"{at}: ")
                 raise UserError(f"{what}{first.problem}", where, first.hint) from None
 
@@ -223,7 +225,8 @@ def find_supervised_tokens(done: Any, supervised: Sequence[tuple[int, int]]) -> 
     flags = np.zeros(len(done), np.bool_)
     straddles = False
     for start, end in supervised:
-        first, last = done.char_to_token(start), done.char_to_token(end - 1)
+        first = done.char_to_token(start)
+        last = done.char_to_token(end - 1)
         if first is None or last is None:  # no token has the character; fetching all offsets takes far longer
             edges = np.array(done.offsets, np.int64).reshape(-1, 2)
             inside = np.flatnonzero((edges[:, 1] > start) & (edges[:, 0] < end))

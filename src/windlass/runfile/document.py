@@ -122,10 +122,12 @@ def parse_document(text: str, file: str) -> Document:
         hint = "YAML wants `key: value` lines, indented alike, and quotes around text with `: `, `#` or brackets"
         if "another document" in what:
             code = "second-document"
-            what, hint = "a second document starts here", "one run per file: remove the `---` line"
+            what = "a second document starts here"
+            hint = "one run per file: remove the `---` line"
         elif mark and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]).partition("#")[0]:
             code = "tab"
-            what, hint = "a tab where YAML wants spaces", "indent with spaces"
+            what = "a tab where YAML wants spaces"
+            hint = "indent with spaces"
         place = f"{file}:{mark.line + 1}" if mark else file
         raise UserError(f"is not valid YAML: {what}", place, hint, code) from error
     except RecursionError:

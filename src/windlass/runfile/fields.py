@@ -170,7 +170,8 @@ class Lora(Section):
         if not isinstance(section, dict) or not isinstance(experts := section.get("experts"), bool | dict):
             return section
         given = experts if isinstance(experts, dict) else {}
-        r, alpha = section.get("r", 16), section.get("lora_alpha", 32)
+        r = section.get("r", 16)
+        alpha = section.get("lora_alpha", 32)
         numbers: tuple[Any, ...] = (r, alpha, given.get("r", r))
         if all(type(number) in (int, float) and 0 < number < 1e9 for number in numbers):
             scaled = alpha * given.get("r", r) / r

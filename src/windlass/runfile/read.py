@@ -83,7 +83,8 @@ def _find_root(tree: dict[str, Any], overrides: Sequence[str]) -> type[RunFile |
 def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript:
     """Read a run file of either kind. Raises a UserError with every problem, each with its place and a hint."""
     document = load_document(Path(path))
-    tree, problems = document.value, document.problems
+    tree = document.value
+    problems = document.problems
     if not isinstance(tree, dict) or not tree:
         hint = "it needs sections such as `model:`, `data:`, `train:`; `windlass init > run.yaml` writes one"
         raise_all([*problems, Problem("contains no sections", document.file, hint, "no-sections")])
@@ -297,7 +298,9 @@ def _documented_key(steps: Steps, root: Root) -> str:
 
 def _explain_wrong(steps: Steps, found: list[Any], root: Root) -> tuple[str, str]:
     """Return what is wrong with a value, and a hint."""
-    key, types, value = _documented_key(steps, root), {item["type"] for item in found}, found[0]["value"]
+    key = _documented_key(steps, root)
+    types = {item["type"] for item in found}
+    value = found[0]["value"]
     explain = f"see `windlass explain {key}`"
     messages = dict.fromkeys(item["msg"] for item in found)
     own = [message.removeprefix("Value error, ") for message in messages if message.startswith("Value error, ")]
@@ -333,12 +336,15 @@ def _explain_wrong(steps: Steps, found: list[Any], root: Root) -> tuple[str, str
 
 def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = None) -> tuple[str, str]:
     """Return what is wrong with a key that doesn't exist, and which key may have been meant."""
-    key, path, parent = str(steps[-1]), join_steps(steps), join_steps(steps[:-1])
+    key = str(steps[-1])
+    path = join_steps(steps)
+    parent = join_steps(steps[:-1])
     what = f"`{parent}` has no such key" if parent else "a run file has no such section"
     there = find_section(find_annotation(steps[:-1], root))
     own = list(there.model_fields) if there else []
     own += [old.rpartition(".")[2] for old in RENAMED if old.rpartition(".")[0] == parent]
-    near, elsewhere = find_close_names(key, own), find_owners(key, root)
+    near = find_close_names(key, own)
+    elsewhere = find_owners(key, root)
     other = next((name for name in [OTHER_NAMES.get(key.lower())] if name in list_keys(root)), "")
     if root is RunFile and path == "script":
         return "is a section of `kind: script` runs", "write `kind: script` above it"

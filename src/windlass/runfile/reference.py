@@ -158,7 +158,8 @@ def _find_example(path: str, field: FieldInfo) -> str:
     example = examples.get(path) or (examples.get(f"data.{name}") if set_of_data else "")
     above = examples.get(f"{top}.*")
     if above and not example:
-        path, example = top, above
+        path = top
+        example = above
     example = example or _make_example(field)
     in_list = any(
         path.startswith(f"{key}.") and not find_section(listed.annotation)
@@ -217,7 +218,8 @@ def make_schema() -> dict[str, Any]:
             rule = found["$defs"]["Cluster"]["properties"][name]
             if "$ref" in rule:
                 rule["anyOf"] = [{"$ref": rule.pop("$ref")}, {"type": "null"}]
-    script, lora = roots[ScriptRun], roots[RunFile]
+    script = roots[ScriptRun]
+    lora = roots[RunFile]
     sections = {**script.pop("$defs"), **lora.pop("$defs")}
     for old, new in RENAMED.items():
         (old_section, _, old_key), (new_section, _, new_key) = old.partition("."), new.partition(".")
@@ -255,13 +257,15 @@ def read_preset(preset: str = "mistral-small-4") -> str:
 
 def render_settings(settings: Mapping[str, Any], remarks: Mapping[str, str], head: str) -> str:
     """Return a run file's text. `settings`: key -> value; `remarks`: key -> comment behind the line."""
-    lines, section = [f"# {head}"], ""
+    lines = [f"# {head}"]
+    section = ""
     ordered = [key for key in list_keys(RunFile) if key in settings]
     for key in sorted(ordered, key=lambda key: SECTIONS.index(key.partition(".")[0])):
         top, _, name = key.partition(".")
         lines += ["", f"{top}:"] if top != section else []
         section = top
-        text, remark = f"  {name}: {format_yaml(settings[key])}", remarks.get(key, "")
+        text = f"  {name}: {format_yaml(settings[key])}"
+        remark = remarks.get(key, "")
         lines.append(text if remark in ("", name) else f"{text}  # {remark}")
     return "\n".join([*lines, ""])
 

@@ -98,14 +98,16 @@ def _check_training(run: RunFile) -> Iterator[Clash]:
     for name in [train.report_to] if isinstance(train.report_to, str) else train.report_to:
         if name not in names.TRACKERS:
             yield _unknown("train.report_to", "tracker", name, sorted(names.TRACKERS))
-    seconds, timeout = run.watch.stall_seconds, train.ddp_timeout
+    seconds = run.watch.stall_seconds
+    timeout = train.ddp_timeout
     if seconds is not None and seconds > timeout / 2 and run.watch.stall != "off":
         what = f"{seconds} s is too long to find a stall: collectives time out after {timeout} s"
         yield "watch.stall_seconds train.ddp_timeout", what, f"set it to {timeout // 2} or less"
 
 
 def _check_evaluation(run: RunFile) -> Iterator[Clash]:
-    train, data = run.train, run.data
+    train = run.train
+    data = run.data
     if train.sample is not None:
         if sum(way is not None for way in (train.sample.prompts, train.sample.file, train.sample.from_eval)) != 1:
             yield "train.sample", "needs one of prompts, file and from_eval", "write train.sample: {from_eval: 4}"
@@ -184,7 +186,8 @@ def _check_model(run: RunFile) -> Iterator[Clash]:
 
 
 def _check_machines(run: Run) -> Iterator[Clash]:
-    cluster, ranks = run.cluster, run.layout.ranks
+    cluster = run.cluster
+    ranks = run.layout.ranks
     nodes, gpus_per_node = cluster.size
     gpus = nodes * gpus_per_node
     is_set = cluster.nodes != "auto" or cluster.gpus_per_node != "auto"
@@ -192,7 +195,8 @@ def _check_machines(run: Run) -> Iterator[Clash]:
         what = f"{ranks} ranks, but the cluster has {nodes} x {gpus_per_node} = {gpus} GPUs"
         yield "layout.ranks cluster.nodes cluster.gpus_per_node", what, "remove layout.ranks: the cluster determines it"
     for index, volume in enumerate(cluster.volumes):
-        key, sources = f"cluster.volumes[{index}]", volume.sources
+        key = f"cluster.volumes[{index}]"
+        sources = volume.sources
         if len(sources) != 1:
             what = f"{' and '.join(sources) or 'nothing'} to mount at {volume.path}"
             yield key, what, "set one of claim, secret, config_map, empty_dir and host"
