@@ -1,7 +1,5 @@
 """`windlass init --model --data`: the shortest run file that trains fast, with the reason for each choice."""
 
-from __future__ import annotations
-
 import math
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """`windlass version` and `windlass bug-report`: the facts that a helper needs, without data or secrets."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Keep tokens on disk: made once per fingerprint by one process while others wait, and verified before use."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Collate rows into a batch: padded, packed rows stacked, or all rows laid end to end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Check that the files and folders named in the run file exist."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The order in which rows are trained on; documents packed into rows of a fixed length, and written."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path

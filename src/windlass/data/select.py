@@ -1,7 +1,5 @@
 """Choose the rows of each data set: what is trained on, what is held out, and what the run requires of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

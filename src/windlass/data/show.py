@@ -1,7 +1,5 @@
 """Show the data audit in the terminal: tables, and samples with the supervised part between [[ and ]]."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

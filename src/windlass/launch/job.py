@@ -1,7 +1,5 @@
 """A run as a job: the parts of the plan that every launcher needs, and checks for pods that couldn't run."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """`windlass submit`, `status`, `logs`, `stop`: write a platform's files, start the job, and find it again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ PyYAML parses; its node tree has the lines. Values are built here because its co
 keys win, expand aliases without limit, and read 1e-4 as text.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path

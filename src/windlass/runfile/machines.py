@@ -1,7 +1,5 @@
 """The run file's `layout` and `cluster` sections: how a run is spread over GPUs, and the machines it runs on."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Former keys of `cluster` that are now in a platform's section: each is answered with its new place."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from shlex import quote
 from typing import Any

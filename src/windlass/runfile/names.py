@@ -1,7 +1,5 @@
 """Other names of our keys, and the names of optimizers, schedules and trackers. The tables are in names.toml."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import tomllib

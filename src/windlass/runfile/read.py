@@ -1,8 +1,6 @@
 """Read a run file and `--override`s into a typed run, or report every problem at once; and record where each value
 was set."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Document keys from their definitions: description, type, default, other names; JSON Schema; the presets."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

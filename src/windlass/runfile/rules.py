@@ -1,7 +1,5 @@
 """Settings that contradict each other, and settings without effect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from windlass.errors import Problem, UserError

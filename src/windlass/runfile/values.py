@@ -1,7 +1,5 @@
 """Value types that several sections share: counts, shares, texts."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """The cluster, through kubectl or oc: check what is installed and what is missing; create, observe and delete a job."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Kubernetes: a ConfigMap with the run's files, and a job of a kind that the cluster supports."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import secrets

@@ -1,7 +1,5 @@
 """OpenShift: the same jobs as on Kubernetes, and warnings about its default policy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

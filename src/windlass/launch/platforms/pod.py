@@ -1,7 +1,5 @@
 """How each key of `cluster.kubernetes` maps to a field of a pod or to an object next to the job."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from windlass.launch.job import Job

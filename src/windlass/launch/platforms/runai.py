@@ -1,7 +1,5 @@
 """Run:ai: the command that submits the run, and the same request for its REST API."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Slurm: a batch script that starts launch.sh once on every node; observed by squeue and the run folder."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import subprocess

@@ -16,8 +16,6 @@ to `TRANSLATE` below. `<tool>.py` translates what depends on several keys. `<too
 - `held_out`: the key of the validation share. `experts`: that of adapted expert parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final

@@ -1,7 +1,5 @@
 """Axolotl's keys that depend on one another, and its data sets."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, Final

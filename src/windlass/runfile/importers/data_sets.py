@@ -1,7 +1,5 @@
 """Data sets as the tools describe them, and as keys of windlass's `data`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run file under construction, and how each key of the other tool is handled."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final

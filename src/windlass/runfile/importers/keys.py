@@ -1,7 +1,5 @@
 """Keys that several tools have and that depend on one another."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Final
 

@@ -1,7 +1,5 @@
 """LLaMA-Factory's keys that depend on one another, and its data sets, which data/dataset_info.json describes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Read another tool's configuration: a YAML or JSON file, or a shell script that starts the tool."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ms-swift's keys that depend on one another, and its data sets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from windlass.runfile.importers.data_sets import set_data_sets, set_eval_sets

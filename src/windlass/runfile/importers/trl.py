@@ -1,7 +1,5 @@
 """TRL's keys that depend on one another, and its data sets."""
 
-from __future__ import annotations
-
 from windlass.runfile.importers.data_sets import set_data_sets
 from windlass.runfile.importers.imported import ImportedRun
 

@@ -1,7 +1,5 @@
 """Write the imported run file, and what of the other tool's configuration has no effect."""
 
-from __future__ import annotations
-
 import tempfile
 import textwrap
 from pathlib import Path
