@@ -1,11 +1,8 @@
 """Fetch what a run needs from the hub to the shared volume, once, before any GPU is reserved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from windlass.data.hub import fetch, fetch_set
 from windlass.data.mix import list_all_sets
@@ -14,9 +11,7 @@ from windlass.errors import UserError
 from windlass.files import read_json, write_json
 from windlass.model import read_base
 from windlass.model.files import DIGEST, PUBLISHED
-
-if TYPE_CHECKING:
-    from windlass.runfile import RunFile
+from windlass.runfile import RunFile
 
 # What transformers loads: safetensors, configs, tokenizer. Mistral's repositories hold every weight a second time as
 # consolidated*.safetensors, others as .bin or original/: fetched, they would double the traffic and the disk.

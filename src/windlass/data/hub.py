@@ -1,7 +1,5 @@
 """Fetch published sets and models by their names: once, into the shared cache, by one process, resumable."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -10,16 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.data.cache import hold_lock
 from windlass.data.sources import SUFFIXES, Source, get_config_name, list_card_files, read_card, resolve_source
 from windlass.errors import UserError
 from windlass.files import read_json, sample_file, write_json
 from windlass.model.files import HEADERS, PUBLISHED
-
-if TYPE_CHECKING:
-    from windlass.runfile import Data
+from windlass.runfile import Data
 
 Say = Callable[[str], None]
 # One request shows whether the hub can be reached: without a network it fails at once or hangs.

@@ -1,16 +1,11 @@
 """Several data sets trained on as one, and named evaluation sets: which rows, and how many of them per epoch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from windlass.data.sources import Rows, Where, count_rows
-
-if TYPE_CHECKING:
-    from windlass.runfile import Data
-    from windlass.runfile.fields import MixedSet
+from windlass.runfile import Data
+from windlass.runfile.fields import MixedSet
 
 VALIDATION = "validation"  # name of the evaluation set of a run with a single data set
 

@@ -1,31 +1,26 @@
 """Find a data set's files, format, splits and number of rows, and read its rows. Imports no torch."""
 
-from __future__ import annotations
-
 import csv
 import difflib
 import glob
+import gzip
+import io
+import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
 import yaml
 
 from windlass.errors import UserError
 from windlass.files import read_json
+from windlass.runfile import Data
 from windlass.runfile.fields import RECIPE_CONFIG
-
-if TYPE_CHECKING:
-    from windlass.runfile import Data
-import gzip
-import io
-import json
-import sys
-from functools import partial
-from typing import IO
 
 Row = dict[str, Any]
 BATCH = 1000
