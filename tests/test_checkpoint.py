@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.errors import RunError, UserError
 from windlass.files import WriteGuard
-from windlass.model.targets import ExpertShard
 from windlass.run_folder import ADAPTER, MANIFEST, lock_run, read_manifest
 from windlass.train.checkpoint import resume, snapshot
 from windlass.train.checkpoint.folder import (
@@ -48,6 +47,7 @@ from windlass.train.checkpoint.snapshot import (
     set_random_state,
     take_snapshot,
 )
+from windlass.weights.expert_shards import ExpertShard
 
 
 def adapted(layers: int = 2) -> PeftModel:

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from windlass.errors import UserError
-from windlass.model.targets import Adapter, ExpertShard, Target, pack_experts, view_by_expert
+from windlass.model.targets import Adapter, Target
 from windlass.runfile import Lora
 from windlass.train import lora
 from windlass.train.checkpoint.snapshot import save_adapter
@@ -35,6 +35,7 @@ from windlass.train.experts import experts
 from windlass.train.experts.exchange import sort_received
 from windlass.train.kernels import kept, on_cpu, products
 from windlass.train.patches import Patches
+from windlass.weights.expert_shards import ExpertShard, pack_experts, view_by_expert
 
 # PEFT and TRL still use names of transformers that its next major version drops.
 # PEFT does not look for rank_pattern among expert parameters when it warns, only when it applies it.
@@ -398,6 +399,6 @@ def test_assembled_expert_parts_equal_the_full_adapter(name: str) -> None:
     assert stack.shape == (E, R, 5)
     assert torch.equal(pack_experts(name, stack), whole)
     parts = [ExpertShard(first, 2, E) for first in (0, 2, 4)]
-    together = torch.cat([view_by_expert(name, part.own(name, whole), 2) for part in parts])
+    together = torch.cat([view_by_expert(name, part.cut(name, whole), 2) for part in parts])
     assert torch.equal(pack_experts(name, together), whole)
     assert not torch.equal(pack_experts(name, together.flip(0)), whole)

@@ -18,7 +18,6 @@ from transformers.models.mistral4.modeling_mistral4 import get_llama_4_attn_scal
 
 from windlass.errors import RunError, UserError
 from windlass.model.files import read_header
-from windlass.model.targets import ExpertShard
 from windlass.run_folder import ADAPTER
 from windlass.train import lora, sync
 from windlass.train.checkpoint.snapshot import save_adapter
@@ -29,6 +28,7 @@ from windlass.train.liveness import Liveness
 from windlass.train.patches import Patches
 from windlass.train.sync import ReplicaGroups, compute_fingerprints
 from windlass.train.wrapped import outer_name, rename_config, rename_keys
+from windlass.weights.expert_shards import ExpertShard
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),

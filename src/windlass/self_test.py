@@ -36,7 +36,6 @@ from windlass.errors import UserError
 from windlass.files import append_json_line, read_json_lines, write_json
 from windlass.hardware import GIB
 from windlass.launch.check.results import FAIL, STYLES, Report, Result, failed, passed, skipped, warned
-from windlass.model.targets import view_by_expert
 from windlass.observe.counters import describe_machine
 from windlass.observe.format import format_plural
 from windlass.plan import make_plan
@@ -53,6 +52,7 @@ from windlass.train.kernels import compare, family_layers, products
 from windlass.train.kernels.lora_linear import check_lora_linears
 from windlass.train.run import train_rank
 from windlass.weights import four_bits, quantized
+from windlass.weights.expert_shards import view_by_expert
 
 LIMIT_SECONDS: Final = 170.0
 COMMAND: Final = (sys.executable, "-m", "windlass.self_test")

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from windlass.errors import RunError
-from windlass.model.targets import ExpertShard, ExpertShards, view_by_expert
 from windlass.observe.watch.detectors import AlarmError
 from windlass.ranks import collectives
 from windlass.train.sync import ReplicaGroups, compute_fingerprints, to_local
+from windlass.weights.expert_shards import AdapterShards, ExpertShard, view_by_expert
 
 INTERVAL = 50  # updates between two comparisons of the adapter's values
 TAIL = 0.1  # below this share of the run's learning rate an update may be too small to change a value
@@ -141,7 +141,7 @@ class ExpertTokens:
 
     def __init__(self, model: nn.Module, replicas: ReplicaGroups) -> None:
         self.replicas = replicas
-        self.parts = ExpertShards(model)
+        self.parts = AdapterShards(model)
         self.counts: dict[str, Tensor] = {}
         self.moved: dict[str, Tensor] = {}  # experts whose B has moved: only their A can have a gradient
         self.handles: list[RemovableHandle] = []

@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 from transformers import set_seed
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.model.targets import Adapter, ExpertShards
+from windlass.model.targets import Adapter
 from windlass.runfile import Lora
 from windlass.train.initial import NAME, init_from_weights
 from windlass.train.parallel import get_device, shard_like
 from windlass.train.patches import Patches, patch_peft
 from windlass.train.wrapped import read_inner_config
-from windlass.weights.quantized import get_expert_shard, get_formats
+from windlass.weights.expert_shards import AdapterShards, get_expert_shard
+from windlass.weights.quantized import get_formats
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -56,9 +57,9 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
         warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=lora.dtype == "float32")
     if lora.adapter:  # load the saved tensors; of split experts, this rank's part
-        parts = ExpertShards(peft_model)
+        parts = AdapterShards(peft_model)
         saved = load_peft_weights(lora.adapter, "cpu", mapping)
-        of_rank = {name: parts.own(name, tensor) for name, tensor in saved.items()}
+        of_rank = {name: parts.cut(name, tensor) for name, tensor in saved.items()}
         outcome = set_peft_model_state_dict(peft_model, shard_like(peft_model, of_rank))
         odd = [*(name for name in outcome.missing_keys if "lora_" in name), *outcome.unexpected_keys]
         if odd:

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from windlass.model.targets import ExpertShards
 from windlass.ranks.collectives import all_gather, get_world_size
 from windlass.train.experts.experts import expert_peer_groups
 from windlass.train.parallel import list_fsdp_modules
+from windlass.weights.expert_shards import AdapterShards
 
 BUCKET_BYTES = 256 * 2**20  # bounds the flat copy of the gradients; adapters without experts fit in one bucket
 Groups = Sequence[dist.ProcessGroup | None]
@@ -29,7 +29,7 @@ class ReplicaGroups:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parts = ExpertShards(model)
+        parts = AdapterShards(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         unsharded = {name: p for name, p in trained.items() if not isinstance(p, DTensor)}
         shared = {name: p for name, p in unsharded.items() if parts.of(name) is None}

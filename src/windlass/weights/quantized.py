@@ -36,10 +36,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from windlass.model.targets import ExpertShard
 from windlass.weights import four_bits
+from windlass.weights.expert_shards import get_expert_shard
 from windlass.weights.reading import to_float32
 
 
@@ -215,12 +214,3 @@ def list_quantized_params(model: nn.Module) -> dict[str, QuantizedParam]:
                 setattr(module, f"{leaf}_scale", scale)
             quantized[f"{prefix}.{leaf}"] = QuantizedParam(scale, coding, part.first if part else 0)
     return quantized
-
-
-def get_expert_shard(parameter: Tensor) -> ExpertShard | None:
-    """Return the experts of a stack that this rank has under expert parallelism; None if they are not split."""
-    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-    if mesh is None or "ep" not in (mesh.mesh_dim_names or ()):
-        return None
-    count = parameter.shape[0] // mesh["ep"].size()
-    return ExpertShard(mesh.get_local_rank("ep") * count, count, parameter.shape[0])

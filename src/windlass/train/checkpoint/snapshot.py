@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor
 
 from windlass.errors import RunError, UserError
 from windlass.files import read_json
-from windlass.model.targets import ExpertShard, ExpertShards, view_by_expert
 from windlass.ranks.collectives import all_gather, get_rank
 from windlass.run_folder import ADAPTER, BASE_MODEL, MANIFEST, read_manifest
 from windlass.train.checkpoint.folder import find_damage, seal_checkpoint
 from windlass.train.parallel import reshard, shard_like
+from windlass.weights.expert_shards import AdapterShards, ExpertShard, view_by_expert
 from windlass.weights.same_base import describe_files
 
 OPTIMIZER: Final = "optimizer.pt"
@@ -151,7 +151,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any, folder: Pat
         for key, value in values.items():
             part = experts.own_part(name, value, key)
             if part:
-                values[key] = part.own(name, value)
+                values[key] = part.cut(name, value)
             elif isinstance(value, Tensor):
                 values[key] = shard_like(model, {name: value})[name]
     optimizer.load_state_dict(saved)
@@ -231,10 +231,10 @@ def find_system_error(error: Exception, path: Path) -> OSError | None:
 
 def load_adapter(model: PeftModel, folder: Path) -> None:
     """Load an adapter; each rank keeps its own part of split experts."""
-    parts = ExpertShards(model)
+    parts = AdapterShards(model)
     reshard(model)
     with safe_open(folder / ADAPTER, "pt") as file:  # one at a time to bound memory: every rank reads them all
-        state = {name: parts.own(name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        state = {name: parts.cut(name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     outcome = set_peft_model_state_dict(model, shard_like(model, state))
     wrong = [*(key for key in outcome.missing_keys if "lora_" in key), *outcome.unexpected_keys]
     if wrong:
@@ -274,7 +274,7 @@ class ExpertGatherer:
     """
 
     def __init__(self, model: PeftModel) -> None:
-        self.parts = ExpertShards(model)
+        self.parts = AdapterShards(model)
         self.numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
         firsts = all_gather(next(iter(self.parts.by_module.values())).first) if self.parts.by_module else []
         # First expert of a part -> a rank that has it.

@@ -19,10 +19,10 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from windlass.model.targets import pack_experts, view_by_expert
 from windlass.train.kernels import kept, on_cpu
 from windlass.train.kernels.products import grouped_linear
-from windlass.weights.quantized import get_expert_shard, get_formats
+from windlass.weights.expert_shards import get_expert_shard, pack_experts, view_by_expert
+from windlass.weights.quantized import get_formats
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
 ALIGN: Final = 8  # grouped kernels want rows to begin at multiples of 16 bytes: 8 columns of 16 bits
@@ -250,7 +250,7 @@ def cut_adapter(wrapper: Any, adapter_name: str) -> None:
     if part is None:
         return
     for kind, linear in ((".lora_A.", wrapper.lora_A[adapter_name]), (".lora_B.", wrapper.lora_B[adapter_name])):
-        linear.weight = nn.Parameter(part.own(kind, linear.weight.detach()))
+        linear.weight = nn.Parameter(part.cut(kind, linear.weight.detach()))
         linear.out_features, linear.in_features = linear.weight.shape
     wrapper.num_experts = part.count
     wrapper.part = part

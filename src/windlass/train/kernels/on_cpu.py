@@ -19,8 +19,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from windlass.model.targets import pack_experts, view_by_expert
 from windlass.settings import BY_DOCUMENT_ELEMENTS, DOCUMENT_TOKENS
+from windlass.weights.expert_shards import pack_experts, view_by_expert
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
 ROWS: Final = 16  # products have multiples of so many rows: see `rounds_rows`
@@ -60,8 +60,7 @@ def pack_grad_b(grad_b: Tensor, b: Tensor, scaling: float) -> Tensor:
     experts, r, _ = grad_b.shape
     rows = b.new_empty(r, experts, b.shape[0])
     torch.mul(grad_b.transpose(0, 1), scaling, out=rows)
-    packed: Tensor = pack_experts(".lora_B.", rows.transpose(0, 1)).contiguous()
-    return packed
+    return pack_experts(".lora_B.", rows.transpose(0, 1)).contiguous()
 
 
 # --- attention ---
