@@ -179,7 +179,7 @@ def test_shared_volume_is_visible_to_all_nodes(tmp_path: Path, monkeypatch: pyte
 
         def elsewhere(value: Any) -> list[Any]:
             answers = gather(value)
-            if isinstance(answers[0], list) and made.node.rank:
+            if isinstance(answers[0], list) and made.node.number:
                 answers[0][1] = str(tmp_path / "elsewhere" / "file")
             return answers
 
@@ -364,7 +364,7 @@ def test_nodes_that_leave_fail_only_their_own_checks(sound: Path) -> None:
         assert Report(IN_POD, tuple(results)).exit_code == 1
 
     def measures(made: Rendezvous) -> Any:
-        if made.node.rank:
+        if made.node.number:
             return made.gather("")  # it is able, and gone when measuring begins
         return nodes.measure_speed(made, replace(c, have={"torch": "2"}), [], ["node 0", "node 1"])
 

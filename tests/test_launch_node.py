@@ -38,11 +38,12 @@ environs = supervisor.make_environments(1, os.environ, node)
 
 def run_ranks(status_dir):
     command = [sys.executable, "FOLDER/rank.py"]
-    return supervisor.run_ranks(command, environs, status_dir, grace_seconds=options.get("grace", 60), job=True)
+    return supervisor.run_ranks(command, environs, status_dir, grace_seconds=options.get("grace", 60), scheduled=True)
 
 check = options.get("check")
 check = [sys.executable, "-c", "import os, sys, time; folder = 'FOLDER'; " + check] if check else []
-sys.exit(nodes.run_node(nodes.Start(os.environ, node, "f", 60, check, run_ranks), print_error))
+code = nodes.run_node(node, run_ranks, os.environ, print_error, fingerprint="f", wait_seconds=60, check=check)
+sys.exit(nodes.end_node(node, code, scheduled=True))
 """
 RANK = """
 import os, signal, sys, time
@@ -261,6 +262,19 @@ def test_a_node_that_cannot_start_tells_the_others(start: Callable[..., Started]
     assert subprocess.run(command, env={**environ(tmp_path), **places[number]}, check=False).returncode == 13
     assert other.code == 13
     assert f"node {number} ({socket.gethostname()}): the working folder is missing" in other.log
+
+
+@pytest.mark.parametrize("command", ["train", "best"])
+def test_a_person_gets_2_for_wrong_input_and_the_other_nodes_are_told(
+    start: Callable[..., Started], tmp_path: Path, command: str
+) -> None:
+    first, second = make_places()
+    other = start("return 0", second)
+    words = [warm.python(), "-m", "windlass", command, str(tmp_path / "nix")]
+    done = subprocess.run(words, env={**environ(tmp_path), **first}, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1].endswith("ended with 2")) == (2, True), done.stderr
+    assert other.code == 13
+    assert f"node 0 ({socket.gethostname()}): {tmp_path / 'nix'}" in other.log
 
 
 # --- as launch.sh starts it: `windlass train`, here of a script, which needs no model ---

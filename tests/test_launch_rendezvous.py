@@ -74,7 +74,7 @@ class Nodes:
         return path.read_text() if path.exists() else None
 
     def joined(self) -> None:
-        wait_for(lambda: all((self.status(made.node.rank) / READY).exists() for made in self.made))
+        wait_for(lambda: all((self.status(made.node.number) / READY).exists() for made in self.made))
 
     def leave(self, *codes: int | None) -> None:
         """Scripts leave their exit codes."""
@@ -260,14 +260,14 @@ def meet(world: int, work: Callable[[Rendezvous], Any], seconds: float = 20, wit
 
 def test_all_gather_returns_none_for_missing_nodes() -> None:
     def work(made: Rendezvous) -> Any:
-        return [made.gather(f"{made.node.rank}"), made.gather({"n": made.node.rank}), made.address]
+        return [made.gather(f"{made.node.number}"), made.gather({"n": made.node.number}), made.address]
 
     assert meet(3, work) == [[["0", "1", "2"], [{"n": 0}, {"n": 1}, {"n": 2}], "127.0.0.1"]] * 3
-    assert meet(3, lambda made: made.gather(made.node.rank, 5), seconds=4, without=[2])[:2] == [[0, 1, None]] * 2
+    assert meet(3, lambda made: made.gather(made.node.number, 5), seconds=4, without=[2])[:2] == [[0, 1, None]] * 2
 
     def falls_silent(made: Rendezvous) -> Any:
-        first = made.gather(made.node.rank, 5)
-        if made.node.rank == 1:
+        first = made.gather(made.node.number, 5)
+        if made.node.number == 1:
             time.sleep(0.8)
             return made.gather("late", 5)  # not taken for an answer to a later question
         second = made.gather("again", 0.4)
@@ -280,7 +280,7 @@ def test_all_gather_returns_none_for_missing_nodes() -> None:
     assert isinstance(heard[1], RendezvousError)
 
     def node_0_leaves(made: Rendezvous) -> Any:
-        if made.node.rank == 0:
+        if made.node.number == 0:
             for peer in made.peers.values():
                 peer.end.shutdown(socket.SHUT_RDWR)
             return None

@@ -308,29 +308,32 @@ def test_interrupted_save_does_not_count(tmp_path: Path) -> None:
     assert state(tmp_path) == "failed"
 
 
+LAUNCHER = """
+import os, signal, subprocess, sys
+ranks = [
+    subprocess.Popen([sys.executable, "-m", "windlass", "train", sys.argv[1]], env=os.environ | {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+    })
+    for rank in range(2)
+]
+signal.signal(signal.SIGTERM, lambda *_: [rank.send_signal(signal.SIGTERM) for rank in ranks])
+codes = [ranks[1].wait(), os.path.exists(sys.argv[2] + "/run/saved-0"), ranks[0].wait()]
+print(*codes, flush=True)
+"""
+
+
 def test_under_a_launcher_ranks_wait_for_each_other(tmp_path: Path) -> None:
     """A launcher signals all ranks when one has ended, and kills them even while they save."""
-    slow = SAVES.replace("def save(*_):", "def save(*_):\n    time.sleep(1.6)")
-    status_dir = tmp_path / "status_dir"
-    status_dir.mkdir()
-    place = {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "WINDLASS_STATUS_DIR": str(status_dir),
-    }
-    process = started(run_file(tmp_path, slow), "run/ready-1", env=os.environ | place)
+    path = run_file(tmp_path, SLOW)
+    command = [sys.executable, "-c", LAUNCHER, str(path), str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(process, tmp_path / "run/ready-0", tmp_path / "run/ready-1")
     process.send_signal(signal.SIGTERM)
+    wait_for(process, tmp_path / "run/saved-1")
     time.sleep(1.2)
     process.send_signal(signal.SIGTERM)
-    wait_for(process, tmp_path / "run/saved-1", status_dir / "code-1")
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    assert process.poll() is None, "rank 0 has not ended"
-    (status_dir / "code-0").write_text("75")
-    words = process.communicate(timeout=200)[1]
-    assert process.returncode == 75, words
+    printed, words = process.communicate(timeout=200)
+    assert printed.split() == ["75", "True", "75"], words
 
 
 def test_alarm_stops_ranks_with_their_grace(plan: Callable[..., ScriptPlan], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +341,7 @@ def test_alarm_stops_ranks_with_their_grace(plan: Callable[..., ScriptPlan], mon
     monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0.2)
     made = plan(script=DIVERGES_SAVES)
     with ranks.reserve_port() as port:
-        environs = ranks.make_environments(2, os.environ, Node(0, 1, "localhost", port))
+        environs = ranks.make_environments(2, os.environ, Node(port=port))
     with pytest.raises(RunError, match="non finite at step 3"):
         script.run_script(made, environs, 60, resume=False)
     folder = Path(made.loaded.run.folder)

@@ -23,7 +23,7 @@ PROLOGUE = """
 import os, signal, sys, time
 from windlass.errors import SAVED, Problem, RunError, UserError
 from windlass.ranks import supervisor as ranks
-from windlass.ranks.rank import Rank, StopSignal, read_rank, run_rank, wait_for_peers
+from windlass.ranks.rank import Rank, StopSignal, read_rank, run_rank
 here = read_rank(os.environ)
 """
 RUN = "\nsys.exit(run_rank(here, work, print_error=print))\n"
@@ -101,6 +101,16 @@ SRUN |= {"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "3", "SLURM_NODE
 MPI = {"OMPI_COMM_WORLD_RANK": "11", "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
 MPI |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "MASTER_ADDR": "n1"}
 TORCHRUN = {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "n1"}
+BATCH = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_TASKS_PER_NODE": "1",
+    "SLURM_JOB_NODELIST": "n1",
+}
 KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456"}
 OLD_POD = {"RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 ONE_EACH = {"CUDA_VISIBLE_DEVICES": "3"}
@@ -125,6 +135,7 @@ OURS = ("localhost", "77")  # one machine's own ranks: a port that is free
             SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"},
             *(2, 2, ([(0, 0, 2, 0), (1, 1, 2, 1)], OURS, [2])),
         ),
+        (BATCH, 2, 2, ([(0, 0, 2, 0), (1, 1, 2, 1)], OURS, [2])),  # sbatch without srun
         (MPI, 8, 8, ([(11, 3, 16, 3)], ("n1", "29500"), [2, 8])),
         (
             MPI | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
@@ -145,7 +156,7 @@ def test_who_started_this_process_is_read_from_the_environment(
     every = [environ]
     if own is None:
         node = read_node(environ)
-        node = node if node.world > 1 else Node(0, 1, "localhost", 77)
+        node = node if node.count > 1 else Node(port=77)
         every = ranks.make_environments(ranks_here, environ, node)
     places = [found for each in every if (found := own or read_rank(each))]
     where = {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in every}
@@ -423,22 +434,19 @@ def test_second_signal_does_not_interrupt_saving(tmp_path: Path) -> None:
     assert wait_for(tmp_path, "saved-*") == ["saved-0", "saved-1"]
 
 
-def test_first_saver_waits_for_living_ranks_up_to_a_limit(tmp_path: Path) -> None:
-    script = """
-    from pathlib import Path
-    status_dir, waited = Path(sys.argv[1]), []
-    here = Rank(rank=3, local_rank=1, world=4, status_dir=status_dir)
-    here.report("code", "75")
-    for name, text in (("pid-0", "1"), ("pid-2", str(os.getpid())), ("pid-2", sys.argv[2]), ("code-2", "1")):
-        (status_dir / name).write_text(text)
+def test_first_saver_waits_for_living_ranks_up_to_a_limit() -> None:
+    """Of the processes that its launcher started, those that have a child: the script."""
+    launcher = """
+    def wait(seconds):
+        code = f"from windlass.ranks.rank import wait_for_peers; wait_for_peers({seconds})"
         began = time.monotonic()
-        wait_for_peers(here, 2, 0.5)
-        waited.append(time.monotonic() - began >= 0.5)
-        (status_dir / name).unlink()
-    print(waited)
+        subprocess.run([sys.executable, "-c", code], check=True)
+        return time.monotonic() - began
+    peer = subprocess.Popen(["bash", "-c", "sleep 40; true"])
+    print(wait(3) >= 3)
+    peer.kill()
+    print(wait(300) < 300)
     """
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    words = [warm.python(), "-c", PROLOGUE + textwrap.dedent(script), str(tmp_path), str(gone.pid)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=True)
-    assert done.stdout.split() == ["[True,", "True,", "False,", "False]"]
+    words = [sys.executable, "-c", "import subprocess, sys, time\n" + textwrap.dedent(launcher)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=400, check=True)
+    assert done.stdout.split() == ["True", "True"]

@@ -136,7 +136,7 @@ def _calibrate_cpu(count: int, storage: Path, environ: Mapping[str, str]) -> tup
 
     link, network, memory = (hardware.FABRICS[name] for name in ("loopback", "ethernet-25", "memory"))
     sheet = hardware.derive_rates(hardware.GPUS["cpu"], link, network, memory, 1)
-    threads = int(supervisor.make_environments(count, environ, Node(0, 1, "localhost", 0))[0]["OMP_NUM_THREADS"])
+    threads = int(supervisor.make_environments(count, environ, Node())[0]["OMP_NUM_THREADS"])
     with tempfile.TemporaryDirectory(prefix="windlass-calibrate-") as name:
         folder = Path(name)
         run = _write_run(folder, count)
@@ -220,7 +220,7 @@ def _start_ranks(count: int, storage: Path, environ: Mapping[str, str]) -> dict[
         folder = Path(name)
         result = folder / "rates.json"
         command = [sys.executable, "-m", "windlass.calibrate", str(result), str(storage)]
-        environments = supervisor.make_environments(count, environ, Node(0, 1, "localhost", port))
+        environments = supervisor.make_environments(count, environ, Node(port=port))
         codes = supervisor.run_processes(command, environments, folder, time.monotonic() + LIMIT_SECONDS)
         if any(codes) or not result.exists():
             failed = next((rank for rank, code in enumerate(codes) if code), 0)

@@ -139,8 +139,8 @@ def run_in_ranks(folder: Path, count: int, environ: Mapping[str, str], until: fl
     with supervisor.reserve_port() as port, supervisor.reserve_port() as cpu_port:
         on_cpu = {**environ, "CUDA_VISIBLE_DEVICES": "", CPU_ALONE: str(count)}
         environments = [
-            *supervisor.make_environments(1, on_cpu, Node(0, 1, "localhost", cpu_port)),
-            *supervisor.make_environments(count, environ, Node(0, 1, "localhost", port)),
+            *supervisor.make_environments(1, on_cpu, Node(port=cpu_port)),
+            *supervisor.make_environments(count, environ, Node(port=port)),
         ]
         codes = supervisor.run_processes([*COMMAND, str(folder)], environments, folder, until, grace=5)
     return merge_results(folder, codes)

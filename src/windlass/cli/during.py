@@ -1,6 +1,5 @@
 """Commands during a run."""
 
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -46,11 +45,9 @@ def train(
     Exits with 0 when finished, 1 if the run failed, 2 if the input is wrong (13 from a worker), and 75 if a signal
     stopped it and everything was saved.
     """
-    from windlass.ranks.job import log_as_json, read_wait_seconds, take_job
-    from windlass.ranks.place import read_node
+    from windlass.ranks.job import read_wait_seconds, take_job
     from windlass.runfile import read_kind
-    from windlass.train.script import train_script
-    from windlass.train.start import Command, compute_fingerprint, fail_on_node, train
+    from windlass.train.start import Command, compute_fingerprint, train
 
     overrides = list(override or ())
     if ranks is not None:
@@ -85,6 +82,8 @@ def train(
         from windlass.ranks.supervisor import default_overrides
         from windlass.runfile import read_any
 
+        is_script = read_kind(run, overrides) == "script"
+        require_libraries(("torch",) if is_script else TRAINING, "train")
         if is_script and debug_freq is not None:
             hint = "pass it to the meter inside your script"
             raise UserError("has no effect on a script, which measures itself", "--debug-freq", hint)
@@ -98,19 +97,7 @@ def train(
                 loaded = read_any(run, [*overrides, *defaults])
         return make_any_plan(loaded, file)
 
-    with contextlib.ExitStack() as stack:
-        try:
-            if job and job.json_log:
-                stack.enter_context(log_as_json(job.name, read_node(os.environ, job.nodes).rank))
-            is_script = read_kind(run, overrides) == "script"
-            require_libraries(("torch",) if is_script else TRAINING, "train")
-            if is_script:
-                code = train_script(planned, started, resume=resume)
-            else:
-                code = train(planned, started, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
-        except UserError as error:
-            code = fail_on_node(error, started)
-    raise typer.Exit(code)
+    raise typer.Exit(train(planned, started, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base))
 
 
 @command(DURING, "demo --dir demo-run", "report demo-run/run")

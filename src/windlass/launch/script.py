@@ -7,7 +7,7 @@ from importlib.resources import files as resources
 
 from windlass import __version__
 from windlass.launch.job import Job, quote, quote_words, to_one_line
-from windlass.ranks.job import GRACE_SECONDS, JOB, LOG_FORMAT, NODES, RANKS_PER_NODE
+from windlass.ranks.job import GRACE, JOB, LOG_FORMAT, NODES, RANKS_PER_NODE
 from windlass.runfile.machines import Secret
 
 HEAD = """\
@@ -33,7 +33,7 @@ def render_launch_sh(job: Job, *, exports: bool) -> str:
         (f"export {JOB}", quote(job.name), ""),
         (f"export {NODES}", str(job.nodes), ""),
         (f"export {RANKS_PER_NODE}", str(job.ranks_per_node), "one per GPU" if job.gpu else "on the CPU"),
-        (f"export {GRACE_SECONDS}", str(job.grace_seconds), f"to end a step and save; {job.grace_reason}"),
+        (f"export {GRACE}", str(job.grace_seconds), f"to end a step and save; {job.grace_reason}"),
         (f"export {LOG_FORMAT}", job.cluster.log_format, ""),
         ("working_dir", quote(job.cluster.working_dir or ""), "empty: where this is started"),
         ("install", f"({quote_words(job.cluster.install)})", "what the image lacks"),

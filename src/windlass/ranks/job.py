@@ -14,13 +14,15 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Final
 
+from windlass.ranks.rank import SIGNALS
+
 JOB: Final = "WINDLASS_JOB"  # its name
 NODES: Final = "WINDLASS_NODES"
 RANKS_PER_NODE: Final = "WINDLASS_RANKS_PER_NODE"
-GRACE_SECONDS: Final = "WINDLASS_GRACE_SECONDS"
+GRACE: Final = "WINDLASS_GRACE_SECONDS"
 CHECK: Final = "WINDLASS_CHECK"  # `no`: no `windlass check` before the ranks start
 LOG_FORMAT: Final = "WINDLASS_LOG_FORMAT"
-WAIT_SECONDS: Final = "WINDLASS_WAIT_SECONDS"  # for all nodes to start
+WAIT: Final = "WINDLASS_WAIT_SECONDS"  # for all nodes to start
 USUAL_WAIT_SECONDS: Final = 300.0  # names resolve only once pods are ready, and image pulls differ by minutes
 LAST_LINES_SECONDS: Final = 5.0
 
@@ -38,7 +40,7 @@ class LaunchedJob:
 
 
 def read_wait_seconds(environ: MutableMapping[str, str]) -> float:
-    return float(environ.get(WAIT_SECONDS) or USUAL_WAIT_SECONDS)
+    return float(environ.get(WAIT) or USUAL_WAIT_SECONDS)
 
 
 def take_job(environ: MutableMapping[str, str]) -> LaunchedJob | None:
@@ -49,7 +51,7 @@ def take_job(environ: MutableMapping[str, str]) -> LaunchedJob | None:
         name=environ.pop(JOB),
         nodes=int(environ.pop(NODES)),
         ranks_per_node=int(environ.pop(RANKS_PER_NODE)),
-        grace_seconds=float(environ.pop(GRACE_SECONDS)),
+        grace_seconds=float(environ.pop(GRACE)),
         check=environ.pop(CHECK, "yes") != "no",
         json_log=environ.pop(LOG_FORMAT, "text") == "json",
     )
@@ -79,7 +81,7 @@ def log_as_json(name: str, node: int) -> Iterator[None]:
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # it ends with its last writer
+    for number in SIGNALS:  # it ends with its last writer
         signal.signal(number, signal.SIG_IGN)
     name, node = sys.argv[1:]
     for line in sys.stdin.buffer:

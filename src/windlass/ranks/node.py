@@ -15,15 +15,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from windlass.errors import FAILED, RANK_USER_INPUT, SAVED, RunError, UserError
+from windlass.errors import FAILED, RANK_USER_INPUT, SAVED, USER_INPUT, RunError, UserError
 from windlass.files import write_atomic
 from windlass.hardware import GIB, read_gpus, read_text
 from windlass.ranks.place import Node, read_node
-from windlass.ranks.rank import STATUS_DIR
+from windlass.ranks.rank import SIGNALS, STATUS_DIR
 from windlass.ranks.rendezvous import LEAVING, LOST, READY, STOPPED_EARLY, Rendezvous, RendezvousError
 from windlass.run_folder import read_versions
 
@@ -33,30 +33,16 @@ CHECK_SECONDS: Final = 30.0  # for a check to end whose node is lost: that node'
 LIBRARIES: Final = ("torch", "transformers", "peft", "accelerate", "datasets")
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """How this node's ranks are started once all nodes are there."""
-
-    environ: Mapping[str, str]
-    node: Node
-    fingerprint: str  # of run file and options: the same on every node
-    wait_seconds: float  # for all nodes to start
-    check: Sequence[str]  # the command that checks all nodes; empty for none
-    run_ranks: Callable[[Path], int]  # with the status directory
-
-
 class OtherNodes:
     """The job's other nodes, through a process next to the ranks that keeps the connections."""
 
-    def __init__(self, node: Node, status_dir: Path) -> None:
-        self.node = node
+    def __init__(self, status_dir: Path) -> None:
         self.status_dir = status_dir
         self.process: subprocess.Popen[bytes] | None = None
 
-    def join(self, fingerprint: str, seconds: float) -> None:
+    def join(self, node: Node, fingerprint: str, seconds: float) -> None:
         """Wait for all nodes. Exits if they can't start together; the process has reported why."""
-        node = self.node
-        words = (node.rank, node.world, node.host, node.port + 1, seconds, fingerprint, self.status_dir)
+        words = (node.number, node.count, node.host, node.port + 1, seconds, fingerprint, self.status_dir)
         self.process = subprocess.Popen([sys.executable, "-m", "windlass.ranks.rendezvous", *map(str, words)])
         while not (self.status_dir / READY).exists():
             code = self.process.poll()
@@ -79,57 +65,69 @@ class OtherNodes:
             self.process.wait()
 
 
-def run_node(start: Start, print_error: Callable[[UserError], None]) -> int:
-    """Join the other nodes, check, run this node's ranks and tell the others. Returns the exit code."""
+def run_node(
+    node: Node,
+    run_ranks: Callable[[Path], int],
+    environ: Mapping[str, str],
+    print_error: Callable[[UserError], None],
+    *,
+    fingerprint: str,
+    wait_seconds: float,
+    check: Sequence[str],
+) -> int:
+    """Join the other nodes, check, run this node's ranks and tell the others how it ended. Returns the exit code.
+
+    run_ranks: starts them, given the status directory, and waits. fingerprint: of run file and options, the same on
+    every node. wait_seconds: for all nodes to start. check: the command that checks all nodes at once; empty for none.
+    """
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:  # of this node and this try alone
         status_dir = Path(folder)
-        others = OtherNodes(start.node, status_dir)
+        others = OtherNodes(status_dir)
         have_begun = False
         code = FAILED
         try:
-            if start.node.world > 1:
-                others.join(start.fingerprint, start.wait_seconds)
-            if start.check:
-                check_nodes(start, others)
+            if node.count > 1:
+                others.join(node, fingerprint, wait_seconds)
+            if check:
+                check_nodes(check, {**environ, **to_variables(node)}, others)
             have_begun = True
-            code = start.run_ranks(status_dir)
+            code = run_ranks(status_dir)
         except UserError as error:
             print_error(error)
             code = to_node_code(error)
-            write_error(status_dir, error)
+            problems = [problem.as_dict() for problem in error.problems]
+            # For the other nodes, unless a rank has left its own before.
+            write_atomic(status_dir / "error-node", json.dumps({"problems": problems, "time": time.monotonic()}))
         except SystemExit as leaving:
             code = leaving.code if isinstance(leaving.code, int) else FAILED
         finally:
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             if have_begun and code not in (0, RANK_USER_INPUT) and others.lost_code is not None:
                 # Wrong input on one node is wrong on all; ranks that saved without the lost one have not all saved.
                 code = RANK_USER_INPUT if others.lost_code == RANK_USER_INPUT else FAILED
             # Before there were ranks that agree with the others', 75 would tell them that theirs have saved too.
             others.leave(STOPPED_EARLY if code == SAVED and not have_begun else code)
-    if code:
-        report(start.node, f"ended with {code}")
     return code
 
 
-def write_error(status_dir: Path, error: UserError) -> None:
-    """Leave the error for the other nodes, unless a rank has left its own before."""
-    problems = [problem.as_dict() for problem in error.problems]
-    write_atomic(status_dir / "error-node", json.dumps({"problems": problems, "time": time.monotonic()}))
+def end_node(node: Node, code: int, *, scheduled: bool) -> int:
+    """Report how this node ended and return its exit code. Wrong input is 13 to a scheduler, which then doesn't retry,
+    and 2 to a person."""
+    if code == RANK_USER_INPUT and not scheduled:
+        code = USER_INPUT
+    if code:
+        print(f"windlass: node {node.number} ({socket.gethostname()}): ended with {code}", file=sys.stderr, flush=True)
+    return code
 
 
 def to_node_code(error: UserError) -> int:
     return FAILED if isinstance(error, RunError) else RANK_USER_INPUT
 
 
-def check_nodes(start: Start, others: OtherNodes) -> None:
+def check_nodes(check: Sequence[str], environ: Mapping[str, str], others: OtherNodes) -> None:
     """Run `windlass check` on all nodes at once, before anything is loaded. Exits if it fails."""
-    environ = {
-        **start.environ,
-        **to_variables(start.node),
-        STATUS_DIR: str(others.status_dir),
-    }
-    process = subprocess.Popen(start.check, env=environ)
+    process = subprocess.Popen(check, env={**environ, STATUS_DIR: str(others.status_dir)})
     lost_at: float | None = None
     try:
         while process.poll() is None:
@@ -148,8 +146,8 @@ def check_nodes(start: Start, others: OtherNodes) -> None:
 
 def to_variables(node: Node) -> dict[str, str]:
     return {
-        "PET_NODE_RANK": str(node.rank),
-        "PET_NNODES": str(node.world),
+        "PET_NODE_RANK": str(node.number),
+        "PET_NNODES": str(node.count),
         "PET_MASTER_ADDR": node.host,
         "PET_MASTER_PORT": str(node.port),
     }
@@ -157,14 +155,10 @@ def to_variables(node: Node) -> dict[str, str]:
 
 def tell_other_nodes(node: Node, problem: str, code: int) -> None:
     """Tell node 0, and through it all others, why this node can't start: they would wait for it without a word."""
-    if node.world > 1:
+    if node.count > 1:
         rendezvous = Rendezvous(replace(node, port=node.port + 1), problem=(problem, code))
         with contextlib.suppress(RendezvousError):
             rendezvous.join(TELL_SECONDS)
-
-
-def report(node: Node, text: str) -> None:
-    print(f"windlass: node {node.rank} ({socket.gethostname()}): {text}", file=sys.stderr, flush=True)
 
 
 def print_log_head(node: Node, title: str, run: Path) -> None:
@@ -180,7 +174,7 @@ def print_log_head(node: Node, title: str, run: Path) -> None:
     lines = [
         f"--- {title}",
         f"date     {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
-        f"host     {socket.gethostname()}, node {node.rank} of {node.world}",
+        f"host     {socket.gethostname()}, node {node.number} of {node.count}",
         f"master   {node.host}:{node.port}",
         f"user     {os.getuid()}:{os.getgid()} ({user}), locked memory {memory}, open files {files}",
         f"shm      {shm}",

@@ -17,10 +17,10 @@ PORT: Final = 29500  # torch's default
 class Node:
     """This process's place among those that join: one per node, or one per rank if torchrun started them."""
 
-    rank: int
-    world: int
-    host: str  # the first node's
-    port: int
+    number: int = 0
+    count: int = 1
+    host: str = "localhost"  # the first node's
+    port: int = PORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def read_node(environ: Mapping[str, str], planned: int | None = None) -> Node:
     """
     launcher = next((row for row in NODES if all(environ.get(name) for name in row.present)), None)
     if launcher is None:
-        return Node(0, 1, "localhost", PORT)
+        return Node()
     number = environ.get(launcher.number) or "0"
     if planned is not None and (launcher is POD or not launcher.count):
         count = str(planned)
@@ -100,11 +100,11 @@ def read_node(environ: Mapping[str, str], planned: int | None = None) -> Node:
         port = choose_job_port(environ)
     node = Node(parse_number(number), parse_number(count), host or "localhost", parse_number(port or str(PORT)))
     wrong = ""
-    if not 0 <= node.rank < node.world:
+    if not 0 <= node.number < node.count:
         wrong = f"there is no node {number!r} among {count!r}"
     elif node.port < 0:
         wrong = f"{port!r} is not a port"
-    elif node.world > 1 and not host:
+    elif node.count > 1 and not host:
         wrong = f"the address of node 0 is unknown: set {launcher.host[-1]}"
     if wrong:
         names = (launcher.number, launcher.count, *launcher.host, *launcher.port)

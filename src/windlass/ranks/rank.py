@@ -100,7 +100,6 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
 
     The code is also written to the status directory: torchrun and `accelerate launch` turn every code into 1.
     """
-    here.report("pid", str(os.getpid()))  # for signals: launchers' own processes do not forward all of them
     if here.supervised:
         signal_on_parent_death()
     printed = ""
@@ -163,29 +162,24 @@ def is_first_to_print(here: Rank, text: str) -> bool:
     return True
 
 
-def wait_for_peers(here: Rank, local_ranks: int, seconds: float) -> None:
-    """Wait until the other ranks of this machine have ended too, if this one saved first.
+def wait_for_peers(seconds: float) -> None:
+    """Wait until the scripts of this launcher's other ranks on this machine have ended too, if this rank's saved first.
 
     Launchers treat every exit code but 0 as a failure: they signal the other ranks and kill them 30 s later. (torch's
     elastic/multiprocessing/api.py uses its default, whatever PET_SHUTDOWN_TIMEOUT says.)
     """
-    if here.status_dir is None:
-        return
+    import psutil  # type: ignore[import-untyped]
+
     for number in SIGNALS:  # everything is saved already
         signal.signal(number, signal.SIG_IGN)
-    first, until = here.rank - here.local_rank, time.monotonic() + seconds
-    peers = set(range(first, first + local_ranks))
-    while peers and time.monotonic() < until:
-        for peer in list(peers):
-            pid = read_status(here.status_dir, f"pid-{peer}")
-            with contextlib.suppress(PermissionError):
-                try:
-                    os.kill(int(pid), 0) if pid else None
-                except ProcessLookupError:  # killed
-                    peers.discard(peer)
-            if (here.status_dir / f"code-{peer}").exists():
-                peers.discard(peer)
+    until = time.monotonic() + seconds
+    is_any_left = True
+    while is_any_left and time.monotonic() < until:
         time.sleep(0.05)
+        is_any_left = False
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that ended in between
+            peers = psutil.Process(os.getppid()).children()
+            is_any_left = any(peer.children() for peer in peers if peer.pid != os.getpid())
 
 
 def signal_on_parent_death(number: signal.Signals = signal.SIGTERM) -> None:

@@ -93,7 +93,7 @@ class Rendezvous:
         self.node, self.fingerprint = node, fingerprint
         self.problem = problem  # why this node can't start, and its exit code
         self.host = socket.gethostname()
-        self.name = f"node {node.rank} ({self.host})"
+        self.name = f"node {node.number} ({self.host})"
         self.peers: dict[int, Peer] = {}  # on node 0: all others; on the others: node 0
         self.selector = selectors.DefaultSelector()
 
@@ -143,7 +143,7 @@ class Rendezvous:
     def join(self, seconds: float, *, partial: bool = False, say: Callable[[str], None] = lambda _: None) -> None:
         """Wait for all nodes. `partial`: node 0 goes on with those that came in time."""
         try:
-            if self.node.rank:
+            if self.node.number:
                 self._reach_master(seconds)
             else:
                 self._accept_peers(seconds, partial, say)
@@ -152,7 +152,7 @@ class Rendezvous:
             raise
 
     def _accept_peers(self, seconds: float, partial: bool, say: Callable[[str], None]) -> None:
-        world, began, dual = self.node.world, time.monotonic(), socket.has_dualstack_ipv6()
+        world, began, dual = self.node.count, time.monotonic(), socket.has_dualstack_ipv6()
         deadline, report = began + seconds, began + REPORT_SECONDS
         refusal = RendezvousError(f"{self.name}: {self.problem[0]}", self.problem[1]) if self.problem else None
         came: list[Peer] = []  # includes refused peers: they are sent the reason
@@ -203,8 +203,8 @@ class Rendezvous:
         code, known = RANK_USER_INPUT, self.peers.get(peer.rank)
         if message.get("problem"):
             what, code = f"{peer}: {message['problem']}", int(message["code"])
-        elif message.get("world") != self.node.world or not 0 < peer.rank < self.node.world:
-            what = f"{peer} of {message.get('world')} nodes came, and there are nodes 0 to {self.node.world - 1}"
+        elif message.get("world") != self.node.count or not 0 < peer.rank < self.node.count:
+            what = f"{peer} of {message.get('world')} nodes came, and there are nodes 0 to {self.node.count - 1}"
         elif known:
             what = f"both {known.host} and {peer.host} are node {peer.rank}"
         elif message.get("fingerprint") != self.fingerprint:
@@ -216,7 +216,7 @@ class Rendezvous:
     def _reach_master(self, seconds: float) -> None:
         """Connect to node 0, whose name may not resolve yet, and wait for its answer."""
         address, (problem, code) = (self.node.host, self.node.port), self.problem or ("", 0)
-        hello = {"node": self.node.rank, "world": self.node.world, "host": self.host, "fingerprint": self.fingerprint}
+        hello = {"node": self.node.number, "world": self.node.count, "host": self.host, "fingerprint": self.fingerprint}
         deadline, why = time.monotonic() + seconds, "no attempt was made"
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -245,21 +245,21 @@ class Rendezvous:
 
     def gather(self, value: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
         """Return every node's value by rank. A node that left or didn't answer in time gets None and is dropped."""
-        if self.node.rank and self.peers:
+        if self.node.number and self.peers:
             self.peers[0].send(gather=value)
         answers: dict[int, Any] = {}
-        deadline = time.monotonic() + seconds * (2 if self.node.rank else 1)  # node 0 waits for the others first
+        deadline = time.monotonic() + seconds * (2 if self.node.number else 1)  # node 0 waits for the others first
         while self.peers.keys() - answers.keys() and time.monotonic() < deadline:
             for peer, message in self._receive(deadline):
                 if message and "gather" in message and self.peers.get(peer.rank) is peer:
                     answers[peer.rank] = message["gather"]
         for rank in self.peers.keys() - answers.keys():
             self._drop(self.peers[rank])  # its late answer would count for the next gather
-        if self.node.rank:
+        if self.node.number:
             if 0 not in answers:
                 raise RendezvousError("node 0 went away")
             return list(answers[0])
-        everything = [value, *(answers.get(rank) for rank in range(1, self.node.world))]
+        everything = [value, *(answers.get(rank) for rank in range(1, self.node.count))]
         for peer in self.peers.values():
             peer.send(gather=everything)
         return everything
@@ -267,7 +267,7 @@ class Rendezvous:
     def close(self) -> None:
         """Close the connections, node 0 last: its port is then free at once for the next launch."""
         deadline = time.monotonic() + 5.0
-        while self.node.rank == 0 and self.peers and time.monotonic() < deadline:
+        while self.node.number == 0 and self.peers and time.monotonic() < deadline:
             self._receive(deadline)
         self.disconnect()
 
@@ -282,7 +282,7 @@ class Rendezvous:
             self.report(how)
             if not (status_dir / LOST).exists():
                 write_atomic(status_dir / LOST, str(code))
-            for other in self.peers.values() if self.node.rank == 0 else ():
+            for other in self.peers.values() if self.node.number == 0 else ():
                 if other is not peer:
                     other.send(lost=how, code=code)
 

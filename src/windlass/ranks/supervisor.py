@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Final, NamedTuple
 
 from windlass.errors import RANK_USER_INPUT, SAVED, Problem, RunError, UserError
 from windlass.ranks.job import LaunchedJob
@@ -41,7 +41,7 @@ def start_ranks(
 ) -> int:
     """Run `command` once per rank on this machine alone. Returns the exit code; see `run_ranks`."""
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder, reserve_port() as port:
-        environs = make_environments(ranks, environ, Node(0, 1, "localhost", port))
+        environs = make_environments(ranks, environ, Node(port=port))
         return run_ranks(
             command, environs, Path(folder), grace_seconds=grace_seconds, patience_seconds=patience_seconds
         )
@@ -54,18 +54,17 @@ def run_ranks(
     *,
     grace_seconds: float = GRACE_SECONDS,
     patience_seconds: float = PATIENCE_SECONDS,
-    job: bool = False,
+    scheduled: bool = False,
 ) -> int:
     """Run `command` once per environment, forward signals, wait, and report the cause if a rank failed. Returns the
     exit code.
 
-    grace_seconds: for ranks to save after a signal. patience_seconds: for the others once one has failed. job: a
-    scheduler started it, which may repeat a signal.
+    grace_seconds: for ranks to save after a signal. patience_seconds: for the others once one has failed.
+    scheduled: a scheduler started this node, which may repeat a signal.
 
     These are plain processes because torchrun would turn every exit code into 1, kill ranks 30 s after SIGTERM whether
     they have saved or not, and orphan them on SIGUSR1.
     """
-    processes: list[subprocess.Popen[bytes]] = []
     starting = (
         start_process(
             command,
@@ -74,19 +73,14 @@ def run_ranks(
         )
         for local_rank, environ in enumerate(environs)
     )
-    first, cut_short = wait_for_ranks(
-        processes,
+    end = wait_for_ranks(
         starting,
         grace_seconds,
         patience_seconds,
-        second_kills=not job,
+        second_kills=not scheduled,
         lost=status_dir / LOST,
     )
-    codes = {
-        int(environ["RANK"]): to_exit_code(process.returncode)
-        for environ, process in zip(environs, processes, strict=True)
-    }
-    return _explain_end(codes, None if first is None else list(codes)[first], cut_short, status_dir)
+    return _explain_end(end, [int(environ["RANK"]) for environ in environs], status_dir)
 
 
 @contextlib.contextmanager
@@ -107,14 +101,14 @@ def make_environments(ranks: int, environ: Mapping[str, str], node: Node) -> lis
     inherited.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     inherited.setdefault("TOKENIZERS_PARALLELISM", "false")  # true makes forked workers deadlock
     shared = {
-        "WORLD_SIZE": str(node.world * ranks),
+        "WORLD_SIZE": str(node.count * ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": node.host,
         "MASTER_PORT": str(node.port),
         SUPERVISED: "1",
     }
     return [
-        {**inherited, **shared, "RANK": str(node.rank * ranks + local_rank), "LOCAL_RANK": str(local_rank)}
+        {**inherited, **shared, "RANK": str(node.number * ranks + local_rank), "LOCAL_RANK": str(local_rank)}
         for local_rank in range(ranks)
     ]
 
@@ -190,8 +184,19 @@ def to_exit_code(code: int) -> int:
     return SAVED if code in (-signal.SIGTERM, -signal.SIGUSR1) else code
 
 
+class End(NamedTuple):
+    """How this machine's ranks ended, in the order in which they were started."""
+
+    codes: list[int]
+    first: int | None  # the one that failed first; None if all ended well
+    cut_short: str  # why ranks were ended before they had saved
+
+    @property
+    def interrupted_save(self) -> bool:
+        return bool(self.cut_short) and not {to_exit_code(code) for code in self.codes} <= {0, SAVED}
+
+
 def wait_for_ranks(
-    processes: list[subprocess.Popen[bytes]],
     starting: Iterable[subprocess.Popen[bytes]],
     grace_seconds: float,
     patience_seconds: float,
@@ -199,14 +204,15 @@ def wait_for_ranks(
     second_kills: bool = True,
     stop: threading.Event | None = None,
     lost: Path | None = None,
-) -> tuple[int | None, str]:
-    """Wait until all have ended. Returns the first that failed, if any, and why ranks were ended before they had saved.
+) -> End:
+    """Start ranks and wait until all have ended.
 
-    Ranks start in here and are added to `processes`, so that a signal always reaches those that run. If one fails, the
-    others get a bounded time. On a signal, they save. A second signal kills them, if `second_kills`: not below a
-    launcher, which signals all ranks because one of them has ended. stop: an event that acts like a signal. lost: a
-    file that exists once another node is lost; ranks notice by themselves, or would wait for it for ever.
+    Ranks start in here, so that a signal always reaches those that run. If one fails, the others get a bounded time. On
+    a signal, they save. A second signal kills them, if `second_kills`: not below a launcher, which signals all ranks
+    because one of them has ended. stop: an event that acts like a signal. lost: a file that exists once another node is
+    lost; ranks notice by themselves, or would wait for it for ever.
     """
+    processes: list[subprocess.Popen[bytes]] = []
     signalled: float | None = None
     cut_short = ""
 
@@ -256,7 +262,8 @@ def wait_for_ranks(
         signal_all(processes, signal.SIGKILL)
         for number, handler in before.items():
             signal.signal(number, handler)
-    return find_first_failure([process.returncode for process in processes]) if first is None else first, cut_short
+    codes_at_end = [process.returncode for process in processes]
+    return End(codes_at_end, find_first_failure(codes_at_end) if first is None else first, cut_short)
 
 
 def find_first_failure(codes: Sequence[int | None]) -> int | None:
@@ -272,33 +279,32 @@ def signal_all(processes: Sequence[subprocess.Popen[bytes]], number: int) -> Non
                 process.send_signal(number)
 
 
-def _explain_end(codes: Mapping[int, int], first: int | None, cut_short: str, status_dir: Path) -> int:
-    """Return the exit code, or raise the root cause of a failure: ranks that only lost their peer fail after it.
-
-    codes: exit codes by rank. first: the rank that failed first.
-    """
+def _explain_end(end: End, ranks: Sequence[int], status_dir: Path) -> int:
+    """Return the exit code, or raise the root cause of a failure: ranks that only lost their peer fail after it."""
     resume = "resume from the last checkpoint with --resume"
-    if first is None:
+    if end.first is None:
         return 0
-    if cut_short and not set(codes.values()) <= {0, SAVED}:
+    if end.interrupted_save:
         hint = f"{resume}; cluster.grace_seconds is the time that ranks get"
-        raise RunError(cut_short, "windlass train", hint)
-    if codes[first] == SAVED:  # the others have saved too, or lost this one
+        raise RunError(end.cut_short, "windlass train", hint)
+    first = ranks[end.first]
+    code = to_exit_code(end.codes[end.first])
+    if code == SAVED:  # the others have saved too, or lost this one
         if message := read_status(status_dir, f"stopped-{first}"):
             print(message, file=sys.stderr, flush=True)
         return SAVED
-    written = ((rank, read_status(status_dir, f"error-{rank}")) for rank in codes)
+    written = ((rank, read_status(status_dir, f"error-{rank}")) for rank in ranks)
     errors = [{"rank": rank, **json.loads(text)} for rank, text in written if text]
     if of_users := [error for error in errors if "problems" in error]:
         error = min(of_users, key=lambda error: error["time"])
         kind = UserError if error["code"] == RANK_USER_INPUT else RunError
         raise kind.of([Problem(**problem) for problem in error["problems"]])
-    if codes[first] < 0:
+    if code < 0:
         phase = read_status(status_dir, f"phase-{first}") or "starting"
         hint = f"a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg); {resume}"
-        problem = f"rank {first} was killed by {signal.Signals(-codes[first]).name} while {phase}"
+        problem = f"rank {first} was killed by {signal.Signals(-code).name} while {phase}"
         raise RunError(problem, "windlass train", hint)
-    text = f"rank {first} ended with {codes[first]}:\n{read_status(status_dir, f'output-{first}')[-4000:]}"
+    text = f"rank {first} ended with {code}:\n{read_status(status_dir, f'output-{first}')[-4000:]}"
     if errors:
         error = min(errors, key=lambda error: error["time"])
         text = f"rank {error['rank']} failed:\n{error['traceback']}"
@@ -329,7 +335,7 @@ def default_overrides(
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         gpus = min(gpus, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
-    nodes = 1 if read_rank(environ) else read_node(environ, planned=1).world
+    nodes = 1 if read_rank(environ) else read_node(environ, planned=1).count
     overrides = [f"cluster.nodes={nodes}"] if nodes > 1 else []
     return [*overrides, f"cluster.gpus_per_node={gpus}"] if gpus > 1 else overrides
 
@@ -337,7 +343,7 @@ def default_overrides(
 def require_all_nodes(planned: int, where: Callable[[str], str], environ: Mapping[str, str]) -> None:
     """Refuse to start on another number of nodes than planned: one of several would wait for the others, and too few
     would train another run."""
-    nodes = read_node(environ, planned).world
+    nodes = read_node(environ, planned).count
     if planned != nodes:
         noun = "node" if planned == 1 else "nodes"
         hint = "add --ranks N to use this machine alone, or start it with `windlass submit RUN`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -9,26 +10,33 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from windlass import __version__
 from windlass.errors import SAVED, Problem, UserError, raise_all
 from windlass.plan import Plan
-from windlass.plan.script import AnyPlan
-from windlass.ranks.job import USUAL_WAIT_SECONDS, LaunchedJob
-from windlass.ranks.node import Start, print_log_head, report, require_gpus, run_node, tell_other_nodes, to_node_code
-from windlass.ranks.place import PORT, Node, read_node, require_one_process_per_node, translate_launcher
+from windlass.plan.script import AnyPlan, ScriptPlan
+from windlass.ranks.job import USUAL_WAIT_SECONDS, LaunchedJob, log_as_json
+from windlass.ranks.node import (
+    end_node,
+    print_log_head,
+    require_gpus,
+    run_node,
+    tell_other_nodes,
+    to_node_code,
+)
+from windlass.ranks.place import Node, read_node, require_one_process_per_node, translate_launcher
 from windlass.ranks.rank import Rank, read_rank, run_rank
+from windlass.ranks.rendezvous import LOST
 from windlass.ranks.supervisor import make_environments, require_all_nodes, reserve_port, run_ranks
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import find_absent_trackers
 from windlass.train.ranking import Ranking
+from windlass.train.script import run_script, run_script_rank
 
 PLAN = "plan"  # in the status directory: the plan that this machine's ranks share
-AnyPlanT = TypeVar("AnyPlanT", bound=AnyPlan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +51,9 @@ class Command:
     fingerprint: str = ""  # of run file and options: the same on every node
     wait_seconds: float = USUAL_WAIT_SECONDS  # for all nodes to start
 
-    def read_rank(self) -> Rank | None:
-        """Return this process's rank if a launcher has started it as one. launch.sh starts nodes."""
-        if self.job is not None:
-            require_one_process_per_node(self.environ)
-            return None
-        self.environ.update(translate_launcher(self.environ))
-        return read_rank(self.environ)
-
-
-# With the plan, its ranks' environments, the status directory, and the seconds that they get to save.
-RunRanks = Callable[[AnyPlanT, Sequence[Mapping[str, str]], Path, float], int]
-
 
 def train(
-    make_plan: Callable[[], Plan],
+    make_plan: Callable[[], AnyPlan],
     command: Command,
     *,
     resume: bool,
@@ -66,22 +62,30 @@ def train(
 ) -> int:
     """Train in this machine's ranks, or as one of them. Returns the exit code."""
 
-    def make_checked_plan() -> Plan:
+    def make_checked_plan() -> AnyPlan:
         plan = make_plan()
         require_inputs(plan)
         return plan
 
-    def work(plan: Plan, here: Rank) -> int:
+    def work(plan: AnyPlan, here: Rank) -> int:
+        if isinstance(plan, ScriptPlan):
+            return run_script_rank(plan, here, command.environ, resume=resume)
         here.phase("importing the training libraries")
         from windlass.train.run import train_rank
 
         return train_rank(plan, here, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
 
-    return run_in_ranks(make_checked_plan, work, command)
+    return run_in_ranks(make_checked_plan, work, command, resume=resume)
 
 
-def require_inputs(plan: Plan) -> None:
-    """Refuse what would be missed only once the model is loaded: trackers, data and other files."""
+def require_inputs(plan: AnyPlan) -> None:
+    """Refuse what would be missed only once ranks run or the model is loaded: a script, trackers, data, other files."""
+    if isinstance(plan, ScriptPlan):
+        path = plan.run.script.path
+        if path is not None and not Path(path).is_file():
+            hint = f"the path is relative to the folder that the run is started in, here {Path.cwd()}"
+            raise UserError(f"there is no file {path}", plan.where("script.path"), hint)
+        return
     from windlass.data.inputs import find_absent_data, find_absent_files
 
     where = plan.where("train.report_to")
@@ -105,9 +109,10 @@ def best(
 ) -> int:
     """Evaluate every saved adapter of a run, in as many ranks as its layout has. Returns the exit code."""
 
-    def work(plan: Plan, here: Rank) -> int:
+    def work(plan: AnyPlan, here: Rank) -> int:
         from windlass.train.best import rank_checkpoints
 
+        assert isinstance(plan, Plan)
         return rank_checkpoints(
             plan, here, run_folder, show, base_dtypes=base_dtypes, allow_other_base=allow_other_base
         )
@@ -115,41 +120,33 @@ def best(
     return run_in_ranks(make_plan, work, command)
 
 
-def run_in_ranks(make_plan: Callable[[], Plan], work: Callable[[Plan, Rank], int], command: Command) -> int:
-    """Start ranks with the same command, or do one rank's work. Returns the exit code.
-
-    One plan serves all ranks that are started here; those of another launcher make it themselves, and `train_rank`
-    refuses plans that differ.
-    """
+def run_in_ranks(
+    make_plan: Callable[[], AnyPlan],
+    work: Callable[[AnyPlan, Rank], int],
+    command: Command,
+    *,
+    resume: bool = False,
+) -> int:
+    """Start ranks with the same command, or do the work of the rank that a launcher started. Returns the exit code."""
     exit_when_signalled()
-    here = command.read_rank()
+    here = None
+    if command.job is None:  # launch.sh starts nodes
+        command.environ.update(translate_launcher(command.environ))
+        here = read_rank(command.environ)
     if here is None:
+        return start_ranks(make_plan, command, resume=resume)
 
-        def start(plan: Plan, environs: Sequence[Mapping[str, str]], status_dir: Path, grace_seconds: float) -> int:
-            (status_dir / PLAN).write_bytes(pickle.dumps(plan))
-            words = [sys.executable, "-m", "windlass", *command.arguments]
-            job = command.job is not None
-            return run_ranks(words, environs, status_dir, grace_seconds=grace_seconds, job=job)
-
-        return start_ranks_here(make_plan, start, command)
-
-    def work_with_plan() -> int:
+    def plan_and_work() -> int:
         here.phase("planning")
-        shared = here.status_dir / PLAN if here.supervised and here.status_dir else None
-        if shared is not None and shared.exists():
-            plan: Plan = pickle.loads(shared.read_bytes())  # written by this process's parent
-        else:
-            plan = make_plan()
-        return work(plan, here)
+        return work(read_shared_plan(here) or make_plan(), here)
 
-    code = run_rank(here, work_with_plan, print_error=command.print_error)
+    code = run_rank(here, plan_and_work, print_error=command.print_error)
     if code:  # ranks that are gone would make a clean shutdown hang
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    import torch.distributed as dist
-
-    if dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
     return 0
 
@@ -161,36 +158,74 @@ def exit_when_signalled() -> None:
             signal.signal(number, lambda *_: sys.exit(SAVED))
 
 
-def start_ranks_here(make_plan: Callable[[], AnyPlanT], run: RunRanks[AnyPlanT], command: Command) -> int:
+def read_shared_plan(here: Rank) -> AnyPlan | None:
+    """Return the plan that this rank's supervisor made, if it has one. Ranks of a foreign launcher plan by themselves,
+    and `train_rank` refuses plans that differ."""
+    if here.status_dir is None or not here.supervised or not (here.status_dir / PLAN).exists():
+        return None
+    # A pickle is safe here: its directory has mode 0700, so that only this user's processes can have written it.
+    plan: AnyPlan = pickle.loads((here.status_dir / PLAN).read_bytes())
+    return plan
+
+
+def start_ranks(make_plan: Callable[[], AnyPlan], command: Command, *, resume: bool) -> int:
     """Plan, and start this machine's ranks; on several nodes once all have joined. Returns the exit code."""
-    plan = make_plan()  # here first: input errors show in one process, before torch is imported
-    raise_all(getattr(plan, "missing_weights", ()))
-    layout = plan.layout
-    require_all_nodes(layout.nodes, plan.where, command.environ)
-    node = read_node(command.environ, layout.nodes)
-    if command.job is not None and plan.machine.gpu.name != "cpu":
-        require_gpus(layout.gpus_per_node)
     job = command.job
-    grace_seconds = job.grace_seconds if job else float(plan.run.cluster.grace_seconds or GRACE_SECONDS)
-    with reserve_port() as port:
-        if node.world == 1:
-            node = Node(0, 1, "localhost", port)  # no other machine needs to know the port
-        environs = make_environments(layout.gpus_per_node, command.environ, node)
-        if job is None and node.world == 1:
+    environ = command.environ
+    node = Node()
+    with contextlib.ExitStack() as stack:
+        try:
+            if job:
+                require_one_process_per_node(environ)
+            node = read_node(environ, job.nodes if job else None)
+            if job and job.json_log:
+                stack.enter_context(log_as_json(job.name, node.number))
+            plan = make_plan()  # here first: input errors show in one process, before torch is imported
+            raise_all(getattr(plan, "missing_weights", ()))
+            layout = plan.layout
+            require_all_nodes(layout.nodes, plan.where, environ)
+            node = read_node(environ, layout.nodes)
+            if job and plan.machine.gpu.name != "cpu":
+                require_gpus(layout.gpus_per_node)
+        except UserError as error:
+            if job is None and node.count == 1:
+                raise
+            command.print_error(error)
+            problem = error.problems[0]
+            code = to_node_code(error)
+            tell_other_nodes(node, f"{problem.where}: {problem.problem}", code)
+            return end_node(node, code, scheduled=job is not None)
+        port = stack.enter_context(reserve_port())
+        if node.count == 1:
+            node = Node(port=port)  # no other machine needs to know the port
+        grace_seconds = job.grace_seconds if job else float(plan.run.cluster.grace_seconds or GRACE_SECONDS)
+        environs = make_environments(layout.gpus_per_node, environ, node)
+
+        def run_here(status_dir: Path) -> int:
+            scheduled = job is not None
+            if isinstance(plan, ScriptPlan):
+                lost = status_dir / LOST
+                return run_script(plan, environs, grace_seconds, resume=resume, scheduled=scheduled, lost=lost)
+            (status_dir / PLAN).write_bytes(pickle.dumps(plan))
+            words = [sys.executable, "-m", "windlass", *command.arguments]
+            return run_ranks(words, environs, status_dir, grace_seconds=grace_seconds, scheduled=scheduled)
+
+        if job is None and node.count == 1:
             with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
-                return run(plan, environs, Path(folder), grace_seconds)
-        if job is not None:
+                return run_here(Path(folder))
+        if job:
             title = f"{layout.nodes} x {layout.gpus_per_node} {plan.machine.gpu.name}, {layout.name}"
             print_log_head(node, f"{job.name}: {title}", plan.loaded.path)
-        start = Start(
-            environ=command.environ,
-            node=node,
+        code = run_node(
+            node,
+            run_here,
+            environ,
+            command.print_error,
             fingerprint=command.fingerprint,
             wait_seconds=command.wait_seconds,
             check=command.check if job and job.check else (),
-            run_ranks=lambda status_dir: run(plan, environs, status_dir, grace_seconds),
         )
-        return run_node(start, command.print_error)
+        return end_node(node, code, scheduled=job is not None)
 
 
 def compute_fingerprint(files: Sequence[Path], words: Sequence[str]) -> str:
@@ -198,19 +233,3 @@ def compute_fingerprint(files: Sequence[Path], words: Sequence[str]) -> str:
     texts = [path.read_bytes() for path in files if path.is_file()]  # a missing one is reported elsewhere
     digest = hashlib.sha256(b"\0".join([*texts, *(word.encode() for word in words), __version__.encode()]))
     return digest.hexdigest()[:12]
-
-
-def fail_on_node(error: UserError, command: Command) -> int:
-    """Print why this node of several can't start, tell the others, and return its exit code. A single machine raises
-    the error."""
-    try:
-        node = read_node(command.environ, command.job.nodes if command.job else None)
-    except UserError:  # without a place among others
-        node = Node(0, 1, "localhost", PORT)
-    if command.job is None and node.world == 1:
-        raise error
-    command.print_error(error)
-    code = to_node_code(error)
-    tell_other_nodes(node, f"{error.problems[0].where}: {error.problems[0].problem}", code)
-    report(node, f"ended with {code}")
-    return code

@@ -65,8 +65,8 @@ def measure_bandwidth(rendezvous: Rendezvous, local_rank: int = 0) -> BandwidthR
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not among the names it declares
 
-    rank = rendezvous.node.rank
-    world = rendezvous.node.world
+    rank = rendezvous.node.number
+    world = rendezvous.node.count
     timeout = datetime.timedelta(seconds=GROUP_SECONDS)
     backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
     if backend == "nccl":

@@ -68,22 +68,22 @@ def check_nodes(
         node = read_node(c.environ)
     except UserError as error:
         return [*mine, *problems_to_results(COUNT, error.problems)], True
-    name = f"node {node.rank} ({socket.gethostname()})"
+    name = f"node {node.number} ({socket.gethostname()})"
     results = list[Result]()
     # This process is a node, or a rank if torchrun started it.
-    if node.world not in (c.loaded.run.cluster.size[0], c.loaded.run.ranks):
+    if node.count not in (c.loaded.run.cluster.size[0], c.loaded.run.ranks):
         hint = "set cluster.nodes to what was submitted, or submit what cluster.nodes says"
-        seen = f"{node.world} started, cluster.nodes is {c.loaded.run.cluster.size[0]}"
+        seen = f"{node.count} started, cluster.nodes is {c.loaded.run.cluster.size[0]}"
         results = [failed(COUNT, seen, hint, c.loaded.where("cluster.nodes"))]
     alone = [*results, *(replace(result, node=name) for result in mine)]
-    if node.world == 1:
+    if node.count == 1:
         return [*alone, *speed.check_here(c), skipped("between nodes", "there is one node")], True
     rendezvous = Rendezvous(node)
     how = f"did not join within {seconds:.0f} s"
     try:
         rendezvous.join(seconds, partial=True, say=say)
         how = "lost the others while checking"
-        return [*results, *compare_nodes(rendezvous, c, mine, name, seconds)], node.rank == 0
+        return [*results, *compare_nodes(rendezvous, c, mine, name, seconds)], node.number == 0
     except RendezvousError as error:
         hint = "the pods must run at the same time and reach node 0's port: see the job's pods and its network policy"
         return [*alone, replace(failed(NODES, f"{name} {how}: {error}", hint), node=name)], True
@@ -111,7 +111,7 @@ def compare_nodes(
         names = [node["name"] if node else f"node {rank}" for rank, node in enumerate(present)]
         results = merge_results([node and node["results"] for node in present], names)
         results += compare_facts({node["name"]: node["facts"] for node in present if node})
-        others = {rank: node for rank, node in enumerate(present) if node and rank != rendezvous.node.rank}
+        others = {rank: node for rank, node in enumerate(present) if node and rank != rendezvous.node.number}
         answers = {str(rank): read_time(node["address"], node["port"]) for rank, node in others.items()}
         reports = rendezvous.gather(answers)
         volumes = rendezvous.gather(check_shared_volume(rendezvous, folder))
@@ -291,7 +291,7 @@ def check_shared_volume(rendezvous: Rendezvous, folder: Path) -> str:
     token = secrets.token_hex(8)
     wrong = ""
     path = place / f".windlass-{token}"
-    if rendezvous.node.rank == 0:
+    if rendezvous.node.number == 0:
         try:
             write_atomic(path, token)
         except OSError as error:
@@ -304,7 +304,7 @@ def check_shared_volume(rendezvous: Rendezvous, folder: Path) -> str:
             seen = Path(name).read_text() == token
         time.sleep(0.0 if seen else 0.2)
     rendezvous.gather(None)  # all have checked
-    if rendezvous.node.rank == 0 and not wrong:
+    if rendezvous.node.number == 0 and not wrong:
         path.unlink(missing_ok=True)
     return wrong or ("" if seen else f"what node 0 wrote in {place} does not show here")
 
