@@ -38,8 +38,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from windlass.hardware import Machine, find_fabric, find_gpu
-from windlass.model import Base, Parameter
-from windlass.model.family import Family
+from windlass.model import Base
+from windlass.model.config import describe
 from windlass.model.targets import Adapter
 from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
@@ -173,30 +173,9 @@ CASES = [
 ]
 
 
-def part(name: str, shape: tuple[int, ...]) -> str:
-    for key, value in (("shared_expert", "shared_experts"), (".experts.", "experts"), ("norm", "norm")):
-        if key in name:
-            return value
-    for key, value in (
-        ("embed", "embedding"),
-        ("lm_head", "head"),
-        ("self_attn", "attention"),
-        ("mlp.gate.", "router"),
-    ):
-        if key in name:
-            return value
-    return "mlp" if len(shape) > 1 else "norm"
-
-
-def checkpoint(model: Any) -> Base:
+def describe_model(model: Any) -> Base:
     """Return what the headers of this model's files would say."""
-    config = model.config
-    dims = {"heads": config.num_attention_heads, "top_k": getattr(config, "num_experts_per_tok", None) or 0}
-    family = Family(config.model_type, type(model).__name__, "", narrow_routing=config.model_type == "qwen3_moe")
-    parameters = tuple(
-        Parameter(name, tuple(p.shape), part(name, tuple(p.shape))) for name, p in model.named_parameters()
-    )
-    return Base(config.model_type, None, family, {}, dims, parameters)
+    return describe(model.config.to_dict(), model.config.model_type)
 
 
 def build(case: Case) -> Any:
@@ -352,7 +331,7 @@ ASSUMED = {"reserve", "fragmentation"}  # memory that torch does not allocate
 def run(case: Case) -> dict[str, Any]:
     started = time.perf_counter()
     model = build(case)
-    found = checkpoint(model)
+    found = describe_model(model)
     peft, adapter = adapt(case, model)
     Patches().patch_forward(model)
     predicted = estimate_cost(work(case, found, adapter))
@@ -393,7 +372,7 @@ def count(case: Case) -> dict[str, Any]:
     kernels compute, except under a mask; and the plan's head projects once more."""
     model = build(case)
     model.set_attn_implementation("eager")
-    found = checkpoint(model)
+    found = describe_model(model)
     peft, adapter = adapt(case, model)
     shape = read_shape(found, adapter)
     predicted = estimate_cost(work(case, found, adapter))
