@@ -11,13 +11,10 @@ Three depths. Alone: run file, checkpoint and data. `here`: this machine too, as
 nodes connect, agree on one verdict, and each exits with it.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from windlass.launch.check import inputs, machine, speed
 from windlass.launch.check.results import (
@@ -31,10 +28,8 @@ from windlass.launch.check.results import (
     skipped,
     write_error,
 )
+from windlass.plan.accelerate import AccelerateFile
 from windlass.runfile import Loaded, LoadedScript
-
-if TYPE_CHECKING:
-    from windlass.plan.accelerate import AccelerateFile
 
 __all__ = ["ALONE", "HERE", "IN_POD", "Report", "Result", "print_report", "run_checks", "write_error"]
 

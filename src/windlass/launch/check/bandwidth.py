@@ -1,7 +1,5 @@
 """How fast the nodes exchange data: a short all-reduce of each pair and of all, over the backend that training uses."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os
@@ -13,15 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from windlass.hardware import Fabric
 from windlass.launch.check.machine import RDMA
 from windlass.launch.check.results import Result, failed, passed, skipped, warned
+from windlass.plan.script import AnyPlan
 from windlass.ranks.rendezvous import Rendezvous
-
-if TYPE_CHECKING:
-    from windlass.hardware import Fabric
-    from windlass.plan.script import AnyPlan
 
 GROUP_SECONDS = 30.0  # timeout of a collective
 BYTES = {"gloo": 8 << 20, "nccl": 256 << 20}  # large enough that latency is negligible

@@ -250,7 +250,8 @@ def check_libraries(c: Context, loaded: Loaded) -> list[Result]:
 def check_library(name: str, version: str | None) -> Result:
     from packaging.specifiers import SpecifierSet
 
-    title, (supported, ran) = f"library {name}", TESTED[name]
+    title = f"library {name}"
+    (supported, ran) = TESTED[name]
     if version is None:
         return failed(title, "not installed", INSTALL)
     mine = parse_release(version)

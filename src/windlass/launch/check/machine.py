@@ -3,8 +3,6 @@
 Linux's files are read below the context's root, so that a test can replace them.
 """
 
-from __future__ import annotations
-
 import fcntl
 import math
 import os
@@ -17,19 +15,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from windlass import hardware
 from windlass.errors import UserError
 from windlass.hardware import GIB, GpuReading, Gpus, LocalMachine, read_text
 from windlass.launch.check.inputs import check_cuda, format_size
 from windlass.launch.check.results import NO_PLAN, Context, Result, failed, passed, skipped, skipped_elsewhere, warned
+from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.ranks.interfaces import list_choices
 from windlass.variables import find_unread
-
-if TYPE_CHECKING:
-    from windlass.plan import Plan
 
 IPC_LOCK = 14  # the capability's number, capabilities(7)
 # NCCL registers a few MiB of buffers per connection; an unprivileged pod's default of 64 KiB is less than one.
@@ -117,7 +112,8 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
         if wants_rdma(plan):  # RDMA pins memory: unlimited memlock, or the capability that lifts it
             effective = re.search(r"^CapEff:\s*([0-9a-f]+)", read_text(root / "proc/self/status"), re.MULTILINE)
             if effective and int(effective[1], 16) >> IPC_LOCK & 1:
-                locked, seen["locked memory"] = math.inf, "IPC_LOCK is effective"
+                locked = math.inf
+                seen["locked memory"] = "IPC_LOCK is effective"
             hint = "raise memlock in the node's container runtime (IPC_LOCK does nothing for a user other than root)"
             rows["locked memory"] = (locked, LOCKED_LEAST, hint, failed)
 

@@ -1,7 +1,5 @@
 """Checks between the nodes of a run: they join, compare, connect, write and measure, and agree on one verdict."""
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 import socket
@@ -39,7 +37,10 @@ from windlass.ranks.place import read_node
 from windlass.ranks.rendezvous import Rendezvous, RendezvousError
 from windlass.runfile import LoadedScript
 
-COUNT, PORTS, CLOCKS, VOLUME = "number of nodes", "ports", "clocks", "shared volume"
+COUNT = "number of nodes"
+PORTS = "ports"
+CLOCKS = "clocks"
+VOLUME = "shared volume"
 # A collective would hang on any of these.
 NEEDED_TO_MEASURE = {NODES, PORTS, *(f"interface {variable}" for variable in EXACT)}
 CONNECT_SECONDS = 5.0

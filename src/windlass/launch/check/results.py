@@ -1,7 +1,5 @@
 """The input of checks, the result of one, the report of all, and the table that shows it."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter
@@ -10,15 +8,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass import __version__
 from windlass.errors import FAILED, RANK_USER_INPUT, Problem, make_pasteable
 from windlass.files import write_atomic, write_json
-
-if TYPE_CHECKING:
-    from windlass.plan.script import AnyPlan
-    from windlass.runfile import Loaded, LoadedScript
+from windlass.plan.script import AnyPlan
+from windlass.runfile import Loaded, LoadedScript
 
 PASS = "pass"
 WARN = "warn"

@@ -1,17 +1,12 @@
 """The speed of each GPU of a node, compared with its kind and the other nodes': a short `windlass calibrate`."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from windlass.hardware import interpolate
 from windlass.launch.check.machine import OTHER_NODE
 from windlass.launch.check.results import Context, Result, passed, skipped, warned
-
-if TYPE_CHECKING:
-    from windlass.plan.script import AnyPlan
+from windlass.plan.script import AnyPlan
 
 Speeds = Mapping[str, Mapping[str, float]]  # GPU of a node -> measurement -> rate
 SLOW_SHARE = 0.75  # of its kind's or the other GPUs' rate: lowered clocks, a bad slot, another process
