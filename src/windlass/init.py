@@ -11,10 +11,10 @@ from typing import Any, Final
 import yaml
 
 from windlass import hardware
-from windlass import plan as planning
 from windlass.data.sources import count_rows
 from windlass.errors import UserError
 from windlass.model import find_base
+from windlass.plan import make_plan
 from windlass.plan.resolve import COVERED, FEW_STEPS, MOST_EPOCHS, SAMPLED, SHORTEST
 from windlass.runfile import Loaded, read_run_file
 from windlass.runfile.reference import render_settings
@@ -189,14 +189,14 @@ def _sample_lengths(made: Draft, base: Any, say: Callable[[str], None]) -> tuple
 def _fit_memory(made: Draft) -> None:
     """Recompute activations only if the run doesn't fit otherwise, and pack only if rows can't attend to each other."""
     try:
-        plan = planning.make_plan(made.load())
+        plan = make_plan(made.load())
     except UserError as error:
         if not any("packing" in problem.where for problem in error.problems):
             raise
         made.settings["data.packing"] = (False, error.problems[0].problem)
-        plan = planning.make_plan(made.load())
+        plan = make_plan(made.load())
     if not plan.cost.fits:
         made.settings["train.gradient_checkpointing"] = (True, "it doesn't fit without")
-        plan = planning.make_plan(made.load())
+        plan = make_plan(made.load())
     if not plan.cost.fits:
         made.warnings.append(plan.cost.remedy)

@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from windlass.data import audit as auditing
+from windlass.data.audit import (
+    LENGTH_GROUPED,
+    PACKED,
+    PADDING_FREE,
+    audit_split,
+    compare_batching,
+    count_overlap,
+    find_problems,
+    find_warnings,
+    sample_documents,
+)
 from windlass.data.cache import Say, get_or_create, hash_file
 from windlass.data.formats import Format, choose_format
 from windlass.data.mix import count_per_epoch
@@ -53,7 +63,7 @@ class PreparedData:
     fingerprint: str
     lengths: np.ndarray[Any, np.dtype[np.int64]] | None = None
     """Tokens of each row of `train`; None when it is streamed."""
-    batching: str = auditing.LENGTH_GROUPED
+    batching: str = LENGTH_GROUPED
     masked: bool = False
     """Whether a mask has to separate packed documents: neither flash nor flex attention."""
     sources: tuple[str, ...] = ()
@@ -70,9 +80,9 @@ class PreparedData:
         """
         from windlass.data import collate  # imports torch
 
-        if self.batching == auditing.LENGTH_GROUPED:
+        if self.batching == LENGTH_GROUPED:
             return collate.PaddedCollator(pad_token_id, 16 if on_cpu else 1)
-        if self.batching == auditing.PACKED and self.masked:
+        if self.batching == PACKED and self.masked:
             return collate.PaddedPackingCollator(pad_token_id)
         return collate.PaddingFreeCollator()
 
@@ -85,7 +95,7 @@ class PreparedData:
             firsts = np.cumsum([0, *(count for count, _ in self.shares)])
             parts = [choose_epoch_rows(count, wanted, seed, epoch) for count, wanted in self.shares]
             rows = np.concatenate([first + part for first, part in zip(firsts[:-1], parts, strict=True)])
-        if self.batching == auditing.LENGTH_GROUPED:
+        if self.batching == LENGTH_GROUPED:
             return rows[group_by_length(self.lengths[rows], global_batch, seed, epoch)]
         return rows[shuffle(len(rows), seed, epoch)]
 
@@ -127,13 +137,13 @@ def prepare_data(
     trained = [rows for rows in selections if not rows.evaluated]
     shares = count_shares(trained, audit) if data.mix and not data.streaming else ()
     notes = dict.fromkeys(note for format_ in formats for note in format_.notes)
-    audit["notes"] = [*notes, *auditing.find_warnings(audit)]
+    audit["notes"] = [*notes, *find_warnings(audit)]
     if not any(rows.validated for rows in selections):
         audit["notes"].append("there are no validation rows, so nothing is evaluated: data.val_fraction holds some out")
     if audited is not None:
         audited(audit)
     least = run.watch.min_supervised_fraction
-    raise_all(auditing.find_problems(audit, vocabulary=vocabulary, least_fraction=least, where=where))
+    raise_all(find_problems(audit, vocabulary=vocabulary, least_fraction=least, where=where))
 
     # 4. The sets themselves, mapped into memory instead of read.
     validation = open_rows(folder / "validation.arrow") if "validation" in audit["splits"] else None
@@ -161,10 +171,10 @@ def prepare_data(
 def choose_batching(run: RunFile, batch: int) -> str:
     """Return how rows form micro-batches of `batch` rows."""
     if run.data.packs:
-        return auditing.PACKED
+        return PACKED
     # Unpacked rows may be laid end to end if attention is computed per document, not over a square mask.
     by_document = "flash" in (run.model.attn_implementation or "")
-    return auditing.PADDING_FREE if by_document and batch > 1 else auditing.LENGTH_GROUPED
+    return PADDING_FREE if by_document and batch > 1 else LENGTH_GROUPED
 
 
 def complete_audit(
@@ -172,7 +182,7 @@ def complete_audit(
 ) -> dict[str, Any]:
     """Return the audit of the cached folder with what this run does with its rows."""
     data = run.data
-    compared = auditing.compare_batching(
+    compared = compare_batching(
         np.load(folder / "train.lengths.npy"),
         batch=batch,
         max_length=data.length,
@@ -235,22 +245,22 @@ def write_tokens(
     eos = tokenizer.eos_token_id
     audit: dict[str, Any] = {"splits": {}, "sources": {}, "evaluated": {}}
     together = {"train": Documents.concatenate([*train.values()])}
-    audit["samples"] = auditing.sample_documents(together["train"], tokenizer, "train")
+    audit["samples"] = sample_documents(together["train"], tokenizer, "train")
     if validation:
         together["validation"] = Documents.concatenate([*validation.values()])
-        audit["overlap"] = auditing.count_overlap(together["train"], together["validation"])
+        audit["overlap"] = count_overlap(together["train"], together["validation"])
     for split, sets, key in (("train", train, "sources"), ("validation", validation, "evaluated")):
         if sets:
             capacity = data.length if data.packs else None
             rows = write_rows([*sets.values()], into / f"{split}.arrow", capacity=capacity)
             np.save(into / f"{split}.rows.npy", np.concatenate(rows))
             np.save(into / f"{split}.lengths.npy", together[split].lengths)
-            audit["splits"][split] = auditing.audit_split(together[split], eos)
+            audit["splits"][split] = audit_split(together[split], eos)
         named = data.mix if key == "sources" else data.eval  # the only set of a run needs no figures of its own
         for name, lengths in zip(sets, rows, strict=True) if named or len(sets) > 1 else ():
-            audit[key][name] = {**auditing.audit_split(sets[name], eos), "sequences": len(lengths)}
+            audit[key][name] = {**audit_split(sets[name], eos), "sequences": len(lengths)}
             if key == "evaluated":
-                audit[key][name]["overlap"] = auditing.count_overlap(together["train"], sets[name])
+                audit[key][name]["overlap"] = count_overlap(together["train"], sets[name])
     (into / "audit.json").write_text(json.dumps(audit))
 
 

@@ -19,6 +19,7 @@ import yaml
 
 from windlass.errors import UserError
 from windlass.files import read_json
+from windlass.observe.format import format_plural
 from windlass.runfile import Data
 from windlass.runfile.fields import RECIPE_CONFIG
 
@@ -241,7 +242,7 @@ def locate_row(parts: Iterable[Part], *numbers: int) -> str:
     for number, (path, own, _) in enumerate(islice(iter_located_rows(parts), max(numbers) + 1)):
         if number in numbers:
             found.setdefault(path, []).append(str(own))
-    return "; ".join(f"{path}: row{'s' * (len(own) > 1)} {', '.join(own)}" for path, own in found.items())
+    return "; ".join(f"{path}: {'rows' if len(own) > 1 else 'row'} {', '.join(own)}" for path, own in found.items())
 
 
 def iter_located_rows(parts: Iterable[Part]) -> Iterator[tuple[Path, int, Row]]:
@@ -291,11 +292,9 @@ def resolve_source(data: Data, where: Where = str) -> Source:
     missing = path.relative_to(parent).parts[0]
     close = difflib.get_close_matches(missing, sorted(file.name for file in parent.glob("*")), n=3)
     there = "this folder" if parent == Path() else str(parent)
-    hint = (
-        f"did you mean {parent / close[0]}? {there} has {', '.join(close)}"
-        if close
-        else f"{there} has no {missing}: is the volume mounted?"
-    )
+    hint = f"{there} has no {missing}: is the volume mounted?"
+    if close:
+        hint = f"did you mean {parent / close[0]}? {there} has {', '.join(close)}"
     raise UserError(f"{name} does not exist", place, hint)
 
 
@@ -358,8 +357,9 @@ def _source(
         if own == kind and file not in splits.get(chosen, ()):
             splits[chosen] = (*splits.get(chosen, ()), file)
     count = kinds.count(kind)
-    others = len(kinds) - kinds.count(kind)
-    how = f"{count} {kind} file{'s' * (count > 1)}{how}" + f", {others} of other formats not read" * bool(others)
+    how = f"{format_plural(count, f'{kind} file')}{how}"
+    if count < len(kinds):
+        how += f", {len(kinds) - count} of other formats not read"
     return Source(name, config, kind, how, splits, read_published_rows(card, config))
 
 

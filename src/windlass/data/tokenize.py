@@ -20,6 +20,7 @@ import numpy.typing as npt
 from windlass.data.formats import Format, RenderedRow
 from windlass.data.sources import Row, split_into_batches
 from windlass.errors import UserError
+from windlass.observe.format import format_plural
 from windlass.observe.steps import IGNORED
 
 if TYPE_CHECKING:
@@ -129,10 +130,11 @@ def tokenize(
     chunks = chunks or [collect_documents([], [], None, max_length, counts)]
     found = Documents.concatenate(chunks)
     found.counts = counts
-    found.left_out = tuple(
-        f"{len(rows):,} row{'s'[len(rows) < 2 :]} left out ({why}): {place(*rows[:FIRST])}{', …' * (len(rows) > FIRST)}"
-        for why, rows in left_out.items()
-    )
+    reasons = []
+    for why, numbers in left_out.items():
+        more = ", …" if len(numbers) > FIRST else ""
+        reasons.append(f"{format_plural(len(numbers), 'row')} left out ({why}): {place(*numbers[:FIRST])}{more}")
+    found.left_out = tuple(reasons)
     return found
 
 

@@ -192,8 +192,8 @@ class Rendezvous:
         missing = [str(rank) for rank in range(1, world) if rank not in self.peers]
         if missing and not (refusal or partial):
             there = ", ".join(["node 0", *map(str, self.peers.values())])
-            noun = f"node{'s' * (len(missing) > 1)} {', '.join(missing)}"
-            refusal = RendezvousError(f"{noun} did not join within {seconds:.0f} s ({there} did)")
+            noun = "nodes" if len(missing) > 1 else "node"
+            refusal = RendezvousError(f"{noun} {', '.join(missing)} did not join within {seconds:.0f} s ({there} did)")
         for peer in came:
             peer.send(**({"stop": str(refusal), "code": refusal.code} if refusal else {"go": True, "host": self.host}))
         if refusal:

@@ -20,6 +20,7 @@ from typing import Any
 from windlass.errors import SAVED, USER_INPUT, Problem
 from windlass.files import read_json, read_json_lines, write_json
 from windlass.hardware import read_this_machine
+from windlass.observe.format import format_plural
 from windlass.plan import fill_in_choices
 from windlass.rehearse.process import ERROR, Command, node_variables
 from windlass.rehearse.record import Failed, Phase, Record
@@ -266,12 +267,12 @@ def launch(r: Rehearsal) -> Iterator[str]:
     ranks, nodes = r.record.ranks["here"], r.record.ranks["nodes"]
     run, out = str(r.folder / "rehearsal.yaml"), str(r.run_folder)
     r.start("launch-submit", command_line("submit", run, "--to", "script", "--dry-run", "--out", out)).finish()
-    r.doing = f"the script checks {nodes} node{'s' * (nodes > 1)} and starts {ranks} ranks"
+    r.doing = f"the script checks {format_plural(nodes, 'node')} and starts {ranks} ranks"
     r.launch("launch")
     r.wait_for((r.run_folder / MANIFEST).exists)
     verdicts = [result["verdict"] for result in read_json(r.run_folder / "check.json")["results"]]
     yield f"launch.sh checked this machine: {verdicts.count('pass')} passed, none failed"
-    yield f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)} have met"
+    yield f"{format_plural(ranks, 'rank')} on {format_plural(nodes, 'node')} have met"
 
 
 def load(r: Rehearsal) -> Iterator[str]:

@@ -167,9 +167,8 @@ def _apply_override(tree: dict[str, Any], places: dict[str, str], text: str, roo
         raise UserError("is not of the form a.b=value", place, hint, "not-an-assignment")
     steps: tuple[str, ...] = tuple((RENAMED.get(path, path) if root is RunFile else path).split("."))
     for depth in range(1, len(steps)):
-        if (
-            find_item_annotation(find_annotation(steps[:depth], root), dict) is not None
-        ):  # keys of a free mapping may contain dots
+        is_mapping = find_item_annotation(find_annotation(steps[:depth], root), dict) is not None
+        if is_mapping:  # its keys may contain dots
             steps = (*steps[:depth], ".".join(steps[depth:]))
             break
     annotation = find_annotation(steps, root)

@@ -113,14 +113,11 @@ def check_files(c: Context, loaded: Loaded) -> list[Result]:
 
 
 def check_weights(c: Context, plan: Plan) -> Result:
-    if missing := plan.missing_weights:
-        here = not c.elsewhere
-        return (
-            problems_to_results("weights", missing)[0]
-            if here
-            else skipped_elsewhere("weights", plan.run.model.model_name_or_path)
-        )
-    return passed("weights", f"{format_size(plan.disk_bytes or 0)} in {plan.base.path}")
+    if not plan.missing_weights:
+        return passed("weights", f"{format_size(plan.disk_bytes or 0)} in {plan.base.path}")
+    if c.elsewhere:
+        return skipped_elsewhere("weights", plan.run.model.model_name_or_path)
+    return problems_to_results("weights", plan.missing_weights)[0]
 
 
 def check_tokenizer(plan: Plan) -> tuple[Any, Result]:

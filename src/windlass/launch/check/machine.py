@@ -402,12 +402,8 @@ def check_disk_space(c: Context, free: float | None = None) -> Result:
     free = shutil.disk_usage(deepest_existing_dir(folder)).free if free is None else free
     if free < run:
         hint = "free some space, lower train.save_total_limit, or name a larger volume in train.output_dir"
-        return failed(
-            "disk space",
-            f"{format_size(free)} free in {folder}; the run needs {format_size(run)} ({words})",
-            hint,
-            where,
-        )
+        seen = f"{format_size(free)} free in {folder}; the run needs {format_size(run)} ({words})"
+        return failed("disk space", seen, hint, where)
     if free < run + merged:
         seen = f"{format_size(free)} free in {folder}: enough for the run ({words}), "
         seen += f"not for a merged model of {format_size(merged)}"
