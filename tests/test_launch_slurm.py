@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program
+from refusals import refused
 
 from windlass import demo, run_folder
 from windlass.errors import RunError, UserError
@@ -193,7 +194,7 @@ def test_slurm_refusals_and_pending_jobs(cluster: Slurm, capsys: pytest.CaptureF
     os.environ["STATE"] = "PENDING"
     try:
         platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.printed.append)
-        with pytest.raises(UserError, match="there is no log yet"):
+        with refused("no-log"):
             platform.logs(record, follow=False)
         program(cluster.folder / "bin", "scancel", 'touch "$FAKE/over"')
         assert platform.stop(record) == 0
@@ -262,17 +263,15 @@ def test_containers_use_the_runtimes_own_options() -> None:
 
 
 def test_unsupported_slurm_settings_are_refused() -> None:
-    for more, what in (
-        (("cluster.slurm.container=pyxis",), "nothing for pyxis to run"),
-        (("cluster.slurm.container=pyxis", IMAGE), "is not mounted at its own path, to be written to"),
-        (
-            ("cluster.slurm.container=pyxis", IMAGE, "cluster.volumes=[{claim: a, path: /data}]"),
-            "folders of its nodes only",
-        ),
-        (("cluster.deadline_seconds=60",), "60 s, and saving may take"),
-        (("cluster.cpu_limit=8",), "Slurm can't set it"),
-        (("cluster.slurm.sbatch={output: /x/y.log}",), "windlass sets it, and relies on it"),
-        (("cluster.slurm.container=pyxis", IMAGE, "train.output_dir=out"), "out is a path of this working folder"),
+    pyxis = "cluster.slurm.container=pyxis"
+    for code, where, *more in (
+        ("no-image", "cluster.image", pyxis),
+        ("not-mounted", "train.output_dir", pyxis, IMAGE),
+        ("not-on-platform", "path: /data}]", pyxis, IMAGE, "cluster.volumes=[{claim: a, path: /data}]"),
+        ("deadline-within-grace", "deadline_seconds=60", "cluster.deadline_seconds=60"),
+        ("not-on-platform", "cluster.cpu_limit=8", "cluster.cpu_limit=8"),
+        ("set-by-windlass", "cluster.slurm.sbatch={output: /x/y.log}", "cluster.slurm.sbatch={output: /x/y.log}"),
+        ("relative-path", "train.output_dir=out", pyxis, IMAGE, "train.output_dir=out"),
     ):
-        with pytest.raises(UserError, match=what):
-            render(example("train", more)[0], "slurm")
+        with refused(code, where):
+            render(example("train", tuple(more))[0], "slurm")

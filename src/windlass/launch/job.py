@@ -230,21 +230,23 @@ def find_pod_problems(job: Job) -> Iterator[Problem]:
     the server, or earlier by the types of the run file's keys."""
     cluster = job.cluster
     if not cluster.image:
-        yield Problem("no container image", job.where("cluster.image"), "set cluster.image; see Containerfile")
+        hint = "set cluster.image; see Containerfile"
+        yield Problem("no container image", job.where("cluster.image"), hint, "no-image")
     yield from _find_path_problems(job)
     yield from _find_memory_problems(job)
     if cluster.cpu_limit and parse_cores(job.cpu) > parse_cores(cluster.cpu_limit):
-        yield Problem(f"less than the {job.cpu} of cluster.cpu", job.where("cluster.cpu_limit"), "raise it")
+        what = f"less than the {job.cpu} of cluster.cpu"
+        yield Problem(what, job.where("cluster.cpu_limit"), "raise it", "too-few-cpus")
     for index, volume in enumerate(cluster.volumes):
         if volume.host:
             where = job.where(f"cluster.volumes[{index}]")
-            yield Problem(
-                "pods mount no folder of their node", where, "mount a claim; only Slurm's containers mount it"
-            )
+            hint = "mount a claim; only Slurm's containers mount it"
+            yield Problem("pods mount no folder of their node", where, hint, "not-on-platform")
     plan = job.plan
     if isinstance(plan, Plan) and cluster.max_restarts and plan.run.train.save_strategy == "no":
         text = "a run that is started again would start from the beginning: it saves no checkpoints"
-        yield Problem(text, job.where("train.save_strategy"), "save by steps, or set cluster.max_restarts: 0")
+        hint = "save by steps, or set cluster.max_restarts: 0"
+        yield Problem(text, job.where("train.save_strategy"), hint, "restarts-without-saves")
 
 
 def _find_path_problems(job: Job) -> Iterator[Problem]:
@@ -264,12 +266,13 @@ def _find_path_problems(job: Job) -> Iterator[Problem]:
     for key, path in {run.folder_key: run.folder, **paths}.items():
         if path and not path.startswith("/") and (key == run.folder_key or Path(path).exists()):
             hint = "give the absolute path that the pods see"
-            yield Problem(f"{path} is a path of this machine's working folder", job.where(key), hint)
+            what = f"{path} is a path of this machine's working folder"
+            yield Problem(what, job.where(key), hint, "relative-path")
     folder = PurePosixPath(job.folder)
     if folder.is_absolute() and not any(folder.is_relative_to(volume.path) for volume in job.cluster.volumes):
         hint = f"mount a volume there: cluster.volumes: [{{claim: my-claim, path: /{folder.parts[1]}}}]"
         what = f"{folder} is on no volume: what the run writes would vanish with its pods"
-        yield Problem(what, job.where(run.folder_key), hint)
+        yield Problem(what, job.where(run.folder_key), hint, "not-mounted")
 
 
 def _find_memory_problems(job: Job) -> Iterator[Problem]:
@@ -282,12 +285,13 @@ def _find_memory_problems(job: Job) -> Iterator[Problem]:
         why = f"the plan needs {need_gib:.1f} GiB on each node with /dev/shm"
     elif not keys:
         hint = f"set cluster.memory_limit, such as 64Gi; {why}"
-        yield Problem("what a script needs of host memory can't be planned", job.where("cluster.memory_limit"), hint)
+        what = "what a script needs of host memory can't be planned"
+        yield Problem(what, job.where("cluster.memory_limit"), hint, "memory-unknown")
     for key in keys:
         amount = getattr(cluster, key)
         if parse_gib(amount) <= need_gib:
             hint = f"set at least {job.memory_gib + job.is_script}Gi"
-            yield Problem(f"{amount} of memory, and {why}", job.where(f"cluster.{key}"), hint)
+            yield Problem(f"{amount} of memory, and {why}", job.where(f"cluster.{key}"), hint, "too-little-memory")
 
 
 def parse_gib(amount: str) -> float:
@@ -311,7 +315,7 @@ def list_refused_keys(job: Job, name: str, refused: Mapping[str, str], what: str
     section: Section = getattr(job.cluster, name)
     for key, hint in refused.items():
         if key in section.changed:
-            yield Problem(f"{what} can't set it", job.where(f"cluster.{name}.{key}"), hint)
+            yield Problem(f"{what} can't set it", job.where(f"cluster.{name}.{key}"), hint, "not-on-platform")
 
 
 def list_other_sections(cluster: Cluster, platform: str) -> Iterator[str]:

@@ -103,7 +103,7 @@ def submit(
             say(f"nothing is written; it would start: windlass train {quote_words(job.arguments)} --resume")
         return 0
     if remedy:
-        raise UserError("the plan says that it does not fit", str(plan.file), remedy)
+        raise UserError("the plan says that it does not fit", str(plan.file), remedy, "does-not-fit")
     if platform.start(job, folder, say) and follow:
         platform, record = open_record(folder, Path(job.folder), say)
         return platform.logs(record, follow=True)
@@ -150,8 +150,9 @@ def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Pl
     except FileNotFoundError:
         if not (folder / run_folder.MANIFEST).exists():
             hint = "`windlass submit RUN`; or the --out that it was given"
-            raise UserError("nothing was submitted from here", str(path), hint) from None
+            raise UserError("nothing was submitted from here", str(path), hint, "nothing-submitted") from None
         facts = {"platform": "script"}  # started by `windlass train`, or by a launch.sh that was copied here
     except (OSError, ValueError) as error:
-        raise UserError(f"can't be read: {error}", str(path), "`windlass submit RUN` writes it again") from None
+        hint = "`windlass submit RUN` writes it again"
+        raise UserError(f"can't be read: {error}", str(path), hint, "unreadable") from None
     return PLATFORMS[facts["platform"]], Record(facts, path, run, say)

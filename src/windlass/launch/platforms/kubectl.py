@@ -69,7 +69,7 @@ def run(
         raise RunError(f"no answer within {SECONDS} s", " ".join(command), "is the cluster reachable?") from None
     except OSError as error:
         what = f"kubectl can't be run: {error.strerror}"
-        raise UserError(what, "PATH", "install it; submit --dry-run needs none") from None
+        raise UserError(what, "PATH", "install it; submit --dry-run needs none", "no-client") from None
     if check and done.returncode:
         text = LOG.sub("", done.stderr).strip() or done.stderr.strip() or f"ended with {done.returncode}"
         raise RunError(text, " ".join(command[:6]), OTHER_VERSION if "unknown field" in text else HINT)
@@ -167,7 +167,8 @@ class KubernetesJob:
             done = self.run("get", kind, name, "--output", "name", *where, check=False)
             if done.returncode and ABSENT.search(done.stderr):
                 hint = f"kubectl get {kind} prints those that it has"
-                problems.append(Problem(f"the cluster has no {kind} {name}", job.where(f"cluster.{key}"), hint))
+                what = f"the cluster has no {kind} {name}"
+                problems.append(Problem(what, job.where(f"cluster.{key}"), hint, "not-in-cluster"))
             elif done.returncode:
                 say(f"note: {kind} {name} could not be looked up: {done.stderr.strip()}")
         for note in list_node_notes(job):
@@ -176,7 +177,7 @@ class KubernetesJob:
         if before == "running":
             hint = "wait for it, `windlass stop RUN`, or give another name"
             what = f"{RESOURCES[self.engine]} {self.name} exists and has not ended"
-            problems.append(Problem(what, job.where("name"), hint))
+            problems.append(Problem(what, job.where("name"), hint, "already-running"))
         raise_all(problems)
         self._try_pod(pod, say)
         words = ("apply", "--validate=strict", "--filename", "-")
@@ -220,7 +221,7 @@ class KubernetesJob:
                 say(f"note: {text}")
                 return
             if "cannot create resource" not in text:
-                raise RunError(text, f"{self.name}: its pods", POD_HINT)
+                raise RunError(text, f"{self.name}: its pods", POD_HINT, "pod-refused")
         say(f"note: whether its pods would be admitted is not known: {text}")
 
     def _wait_until_gone(self, seconds: float, say: Callable[[str], None]) -> None:
@@ -238,7 +239,7 @@ class KubernetesJob:
             what = f"the job before has {left} {'pod' if left == 1 else 'pods'} left"
             if time.monotonic() > deadline:
                 hint = "one whose node is lost stays: kubectl delete pod --force, once that machine is surely off"
-                raise RunError(f"{what} after {seconds} s", self.name, hint)
+                raise RunError(f"{what} after {seconds} s", self.name, hint, "pods-left")
             if not reported:
                 say(f"{what}, which may be saving: waiting for the end")
             reported = True

@@ -140,7 +140,7 @@ def find_problems(job: Job) -> Iterator[Problem | str]:
         if tuple(map(int, version.split("."))) < tuple(map(int, OLDEST_TRAINER.split("."))):
             what = f"Kubeflow Trainer {version} is too old: its TrainJob can't set all that a run needs"
             hint = "use cluster.kubernetes.engine: jobset, which every Kubeflow Trainer comes with"
-            yield Problem(what, job.where("cluster.kubernetes.trainer_version"), hint)
+            yield Problem(what, job.where("cluster.kubernetes.trainer_version"), hint, "too-old")
         yield f"restarts are the runtime's ({section.runtime}): cluster.max_restarts has no effect"
 
 

@@ -48,7 +48,7 @@ def review(job: Job) -> Iterator[Problem | str]:
             yield f"cluster.{key} has no effect on this machine: {why}"
     if job.nodes > 1:
         hint = "--to script writes a script for each node; --to runai and --to kubernetes start them"
-        yield Problem(f"{job.nodes} nodes, and this is one", job.where("cluster.nodes"), hint)
+        yield Problem(f"{job.nodes} nodes, and this is one", job.where("cluster.nodes"), hint, "too-many-nodes")
 
 
 def files(_: Job) -> dict[str, str]:
@@ -62,7 +62,7 @@ def start(job: Job, folder: Path, _: Callable[[str], None]) -> bool:
         # A second run would wait for the folder's lock, and its record would replace the first one's.
         what = f"it is already running, as process {facts['pid']}"
         hint = "`windlass status RUN`; `windlass stop RUN`; or another train.output_dir"
-        raise UserError(what, str(folder / RECORD), hint)
+        raise UserError(what, str(folder / RECORD), hint, "already-running")
     keep_record(job, "local", folder, **describe_process())
     sys.stdout.flush()
     sys.stderr.flush()
@@ -137,7 +137,8 @@ def stop(record: Record) -> int:
     facts, here = record.facts, socket.gethostname()
     if facts["host"] != here:
         hint = f"there: `windlass stop RUN`, or kill -TERM {facts['pid']}"
-        raise UserError(f"it was started on {facts['host']}, and this is {here}", str(record.path), hint)
+        what = f"it was started on {facts['host']}, and this is {here}"
+        raise UserError(what, str(record.path), hint, "started-elsewhere")
     if is_running(facts):
         os.kill(facts["pid"], signal.SIGTERM)
         text = f"process {facts['pid']} is stopping: its ranks save, and `windlass submit RUN` resumes from there"

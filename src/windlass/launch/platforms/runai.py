@@ -286,7 +286,7 @@ def review(job: Job) -> Iterator[Problem | str]:
     yield from find_pod_problems(job)
     if not cluster.runai.project:
         hint = "set cluster.runai.project: without it the job goes to whatever project was used last"
-        yield Problem("no Run:ai project", job.where("cluster.runai.project"), hint)
+        yield Problem("no Run:ai project", job.where("cluster.runai.project"), hint, "no-project")
     for index, volume in enumerate(cluster.volumes):
         if volume.read_only or (volume.sub_path and not volume.config_map):
             where = job.where(f"cluster.volumes[{index}]")
@@ -314,7 +314,7 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
         return False
     if code := subprocess.run(submit_command(job), check=False).returncode:
         hint = "not logged in: runai login; the name is taken: `windlass stop RUN`, or another name"
-        raise RunError(f"runai ended with {code}: its own message is above", by_hand, hint)
+        raise RunError(f"runai ended with {code}: its own message is above", by_hand, hint, "client-failed")
     keep_record(job, "runai", folder, project=job.cluster.runai.project)
     return True
 

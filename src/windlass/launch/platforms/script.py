@@ -31,10 +31,10 @@ status = local.status
 
 def logs(record: Record, *, follow: bool) -> int:  # noqa: ARG001
     hint = f"look there, or in Slurm's output file; `windlass watch {record.run}` shows its progress"
-    raise UserError("its nodes print where they were started", str(record.path), hint)
+    raise UserError("its nodes print where they were started", str(record.path), hint, "started-elsewhere")
 
 
 def stop(record: Record) -> int:
     hint = "scancel, or kill -TERM the process of launch.sh or windlass train on any one node: all save and end"
     hint += f"; `windlass watch {record.run}` shows its progress"
-    raise UserError("it is stopped where it was started", str(record.path), hint)
+    raise UserError("it is stopped where it was started", str(record.path), hint, "started-elsewhere")

@@ -121,14 +121,15 @@ def review(job: Job) -> Iterator[Problem | str]:
     if cluster.memory_request and cluster.memory_limit:
         yield "cluster.memory_request has no effect on Slurm: a job gets cluster.memory_limit"
     if cluster.cpu_limit:
-        yield Problem("Slurm can't set it", job.where("cluster.cpu_limit"), "set cluster.cpu")
+        yield Problem("Slurm can't set it", job.where("cluster.cpu_limit"), "set cluster.cpu", "not-on-platform")
     seconds = cluster.deadline_seconds
     if seconds and seconds <= job.grace_seconds:
         what = f"{seconds} s, and saving may take {job.grace_seconds} s of them"
-        yield Problem(what, job.where("cluster.deadline_seconds"), "raise it")
+        yield Problem(what, job.where("cluster.deadline_seconds"), "raise it", "deadline-within-grace")
     for option in sorted({*RELIED_ON} & cluster.slurm.sbatch.keys()):
         hint = "remove it; nodes and time to save are cluster.nodes and cluster.grace_seconds"
-        yield Problem("windlass sets it, and relies on it", job.where(f"cluster.slurm.sbatch.{option}"), hint)
+        where = job.where(f"cluster.slurm.sbatch.{option}")
+        yield Problem("windlass sets it, and relies on it", where, hint, "set-by-windlass")
 
 
 def _find_container_problems(job: Job, container: str) -> Iterator[Problem | str]:
@@ -136,13 +137,16 @@ def _find_container_problems(job: Job, container: str) -> Iterator[Problem | str
     folder = PurePosixPath(job.folder)
     if not folder.is_absolute():
         hint = "give an absolute path, which is the same inside the container"
-        yield Problem(f"{folder} is a path of this working folder", job.where(job.plan.run.folder_key), hint)
+        where = job.where(job.plan.run.folder_key)
+        yield Problem(f"{folder} is a path of this working folder", where, hint, "relative-path")
     if not cluster.image:
-        yield Problem(f"nothing for {container} to run", job.where("cluster.image"), "set cluster.image")
+        where = job.where("cluster.image")
+        yield Problem(f"nothing for {container} to run", where, "set cluster.image", "no-image")
     for index, volume in enumerate(cluster.volumes):
         if not volume.host:
             hint = f"mount a folder of the nodes: {{host: {volume.path}, path: {volume.path}}}"
-            yield Problem("Slurm mounts folders of its nodes only", job.where(f"cluster.volumes[{index}]"), hint)
+            where = job.where(f"cluster.volumes[{index}]")
+            yield Problem("Slurm mounts folders of its nodes only", where, hint, "not-on-platform")
     shared = [
         volume.path
         for volume in cluster.volumes
@@ -152,7 +156,7 @@ def _find_container_problems(job: Job, container: str) -> Iterator[Problem | str
         top = f"/{folder.parts[1]}"
         hint = f"cluster.volumes: [{{host: {top}, path: {top}}}]"
         what = f"{folder} is not mounted at its own path, to be written to"
-        yield Problem(what, job.where(job.plan.run.folder_key), hint)
+        yield Problem(what, job.where(job.plan.run.folder_key), hint, "not-mounted")
     if container == "pyxis" and "@" in (cluster.image or ""):
         yield f"{job.where('cluster.image')}: enroot's documented names have a tag and no digest: try it once by srun"
 
@@ -172,7 +176,8 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
     facts = read_json(folder / RECORD)
     if facts.get("platform") == "slurm" and (state := query_squeue(facts["number"], "%T")):
         hint = "`windlass status RUN`; `windlass stop RUN`; or another train.output_dir"
-        raise UserError(f"Slurm has it already, as job {facts['number']} ({state})", str(folder / RECORD), hint)
+        what = f"Slurm has it already, as job {facts['number']} ({state})"
+        raise UserError(what, str(folder / RECORD), hint, "already-running")
     done = run_command("sbatch", "--parsable", str(folder / BATCH))
     if done.returncode:
         hint = "the options come from `cluster` in the run file: `windlass explain cluster` prints its keys"
@@ -224,7 +229,7 @@ def logs(record: Record, *, follow: bool) -> int:
                 print(log.read(), end="", flush=True)
                 shown = log.tell()
         elif not follow:
-            raise UserError("there is no log yet", str(path), "`windlass status RUN`")
+            raise UserError("there is no log yet", str(path), "`windlass status RUN`", "no-log")
         elif state and state != waiting:
             record.say(f"waiting: {state}")
         waiting = state
