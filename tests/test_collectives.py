@@ -4,6 +4,7 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_shared_experts_are_computed_while_tokens_are_exchanged(
         if checkpointing:
             options = {
                 "use_reentrant": False,
-                "context_fn": kept.checkpoint_contexts(products=checkpointing == "selective"),
+                "context_fn": partial(kept.checkpoint_contexts, products=checkpointing == "selective"),
             }
             model.gradient_checkpointing_enable(options)
         for module in model.modules():
@@ -242,7 +243,7 @@ def test_different_routing_in_recomputation_gives_no_gradient(
                 parameter.to_local().normal_(std=0.02)
         model.requires_grad_(False)
         embedded = model.get_input_embeddings().weight.requires_grad_()
-        options = {"use_reentrant": False, "context_fn": kept.checkpoint_contexts(products=products)}
+        options = {"use_reentrant": False, "context_fn": partial(kept.checkpoint_contexts, products=products)}
         model.activation_checkpointing_enable(options)
         model.train()(torch.arange(1, TOKENS + 1)[None], use_cache=False).logits.sum().backward()
     assert layers == 2 * LAYERS

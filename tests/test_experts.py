@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -304,7 +305,7 @@ def test_kept_products_are_computed_once_and_gradients_are_the_same(
         model.train()
         if keeps_products is not None:
             model.enable_input_require_grads()
-            options = {"use_reentrant": False, "context_fn": kept.checkpoint_contexts(products=keeps_products)}
+            options = {"use_reentrant": False, "context_fn": partial(kept.checkpoint_contexts, products=keeps_products)}
             model.gradient_checkpointing_enable(options)
         calls.clear()
         model(**batch()).loss.backward()
@@ -320,11 +321,11 @@ def test_other_products_are_not_reported_as_kept() -> None:
     model = ours_of(base(), *BOTH)
     layer: Any = stack_of(model).get_base_layer()
     rows, edges = torch.randn(4, 32, dtype=torch.float64), torch.tensor([4] * E, dtype=torch.int32)
-    forward, _ = kept.checkpoint_contexts(products=True)()
+    forward, _ = kept.checkpoint_contexts(products=True)
     with forward, pytest.raises(UserError, match=r"in float32, what they are given in float64: .* can't be kept"):
         products.grouped_linear(rows, layer, "gate_up_proj", edges)
     layer.has_post_expert_norm = True
-    forward, _ = kept.checkpoint_contexts(products=True)()
+    forward, _ = kept.checkpoint_contexts(products=True)
     with forward, pytest.raises(UserError, match="the products of Mistral4Experts can't be kept"):
         experts.experts_forward(layer, rows, edges, rows)
 

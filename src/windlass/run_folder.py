@@ -1,7 +1,6 @@
 """The run folder (`train.output_dir`): names of its files, its manifest and state, its lock."""
 
 import contextlib
-import functools
 import importlib.metadata
 import json
 import re
@@ -110,17 +109,12 @@ def begin_manifest(folder: Path, facts: dict[str, Any]) -> None:
     write_json(folder / MANIFEST, {"state": RUNNING, "began": began, **facts})
 
 
-@functools.cache
-def _read_version(library: str) -> str:
-    return importlib.metadata.version(library)
-
-
 def read_versions(libraries: Iterable[str]) -> dict[str, str]:
     """Return the versions of windlass, Python and those of these libraries that are installed."""
     versions = {"windlass": __version__, "python": sys.version.split()[0]}
     for name in libraries:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = _read_version(name)
+            versions[name] = importlib.metadata.version(name)
     return versions
 
 

@@ -141,10 +141,7 @@ def explain(
     """Explain a setting: what it means and what windlass does with it."""
     from windlass.explain import explain_file, explain_topic, print_rows
 
-    rows = [
-        *(explain_topic(topic, run) if topic else ()),
-        *(explain_file(accelerate) if accelerate else ()),
-    ]
+    rows = [*(explain_topic(topic, run) if topic else ()), *(explain_file(accelerate) if accelerate else ())]
     if not rows:
         raise UserError("nothing to explain", "windlass explain", "give a key, or a file with --accelerate FILE")
     if as_json:
@@ -178,11 +175,7 @@ def data(
     if not sample and row is None:
         audit_data(loaded, say=say, audited=write_json if as_json else print_audit)
         return
-    rows = sample_token_rows(loaded, say=say, sample=sample, row=row, source=source)
-    if as_json:
-        write_json(rows)
-    else:
-        print_rows(rows)
+    write_result(sample_token_rows(loaded, say=say, sample=sample, row=row, source=source), as_json, print_rows)
 
 
 @command(BEFORE, "fetch run.yaml")
@@ -232,10 +225,7 @@ def calibrate(
     if measured is None:  # one rank prints
         return
     path, rates = measured
-    if as_json:
-        write_json(rates)
-    else:
-        print_rates(rates)
+    write_result(rates, as_json, print_rates)
     say(f"written to {path}")
 
 
@@ -279,9 +269,7 @@ def check(
             raise
         print_error(error)
         raise typer.Exit(RANK_USER_INPUT) from None
-    depth = ALONE
-    if here:
-        depth = HERE
+    depth = HERE if here else ALONE
     if in_pod:
         depth = IN_POD
     report = run_checks(

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from windlass.cli.options import HELP, Json, arg, command, opt, say, write_json
+from windlass.cli.options import HELP, Json, arg, command, opt, say, write_result
 
 
 @command(HELP, "version", "version --json")
@@ -12,11 +12,7 @@ def version(as_json: Json = False) -> None:
     """Print the versions that matter for a bug report: libraries, CUDA, driver, GPUs, system."""
     from windlass.support import print_versions, read_versions
 
-    versions = read_versions()
-    if as_json:
-        write_json(versions)
-    else:
-        print_versions(versions)
+    write_result(read_versions(), as_json, print_versions)
 
 
 @command(HELP, "bug-report run", "bug-report run.yaml --out bug-report.tar.gz")

@@ -126,7 +126,7 @@ def write_json(value: Any) -> None:
 
 def write_result(value: Any, as_json: bool, show: Callable[[Any], None]) -> None:
     if as_json:
-        write_json(value.as_dict())
+        write_json(value.as_dict() if hasattr(value, "as_dict") else value)
     else:
         show(value)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -94,7 +95,7 @@ class TrainedModel:
             noise_alpha=train.neftune_noise_alpha,
         )
         if layout.activation_checkpointing:
-            keeps = {} if self.compiled else {"context_fn": kept.checkpoint_contexts(train.keeps_products)}
+            keeps = {} if self.compiled else {"context_fn": partial(kept.checkpoint_contexts, train.keeps_products)}
             self.causal_lm.activation_checkpointing_enable({"use_reentrant": False, **keeps})
 
     @property

@@ -38,10 +38,6 @@ class DamagedError(Exception):
     """A stored tensor that can't be what its publisher wrote."""
 
 
-class TruncatedError(DamagedError):
-    """A file that ends before a tensor its header promises."""
-
-
 class Files:
     """Open files of one checkpoint, with a count of the bytes read. Thread-safe."""
 
@@ -69,7 +65,7 @@ class Files:
         while done < len(into):
             got = os.preadv(descriptor, [into[done:]], stored.start + skip + done)
             if got == 0:
-                raise TruncatedError(f"{stored.file.name} ends within {stored.key!r}")
+                raise DamagedError(f"{stored.file.name} ends within {stored.key!r}")
             done += got
 
 
@@ -89,12 +85,6 @@ def read_tensor(stored: Stored, files: Files) -> Tensor:
     return values
 
 
-def require_scale(scale: Tensor, key: str) -> None:
-    """Refuse scales below zero, which would invert the weight's sign, and NaN."""
-    if not bool((scale >= 0).all()):
-        raise DamagedError(f"{key!r} is a scale below zero, or not a number")
-
-
 def require_no_erased(codes: Tensor, scale: Tensor, key: str) -> None:
     """Refuse zero scales of blocks that are not all zeros: they would erase weights."""
     if bool(((scale == 0) & (codes.view(torch.uint8) & 127 != 0)).any()):
@@ -104,7 +94,8 @@ def require_no_erased(codes: Tensor, scale: Tensor, key: str) -> None:
 def read_scale(stored: Stored, files: Files) -> tuple[Tensor, int]:
     """Read the scale of an FP8 weight in float32, and its digest."""
     scale = read_tensor(stored, files)
-    require_scale(scale.float(), stored.key)
+    if not bool((scale.float() >= 0).all()):  # below zero it would invert the weight's sign
+        raise DamagedError(f"{stored.key!r} is a scale below zero, or not a number")
     return scale.float(), digest_tensor(stored, scale, files)
 
 

@@ -40,16 +40,10 @@ class KeptValues:
             KeptValues.current = None
 
 
-def checkpoint_contexts(
-    products: bool,
-) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
-    """Return torch.utils.checkpoint's `context_fn`: contexts for a layer's forward and its recomputation."""
-
-    def contexts_of_layer() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        kept = KeptValues(products)
-        return kept.open(replaying=False), kept.open(replaying=True)
-
-    return contexts_of_layer
+def checkpoint_contexts(products: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for a layer's forward and its recomputation: torch.utils.checkpoint's `context_fn`."""
+    kept = KeptValues(products)
+    return kept.open(replaying=False), kept.open(replaying=True)
 
 
 def keep_value(compute: Callable[[], T]) -> T:
