@@ -32,7 +32,7 @@ from windlass.model.family import FAMILIES, WRAPPERS
 from windlass.rehearse import Record, material, rehearse, reload, stages
 from windlass.rehearse.process import Command, make_environment, node_variables
 from windlass.rehearse.record import Failed, print_record
-from windlass.rehearse.scale import STEPS, Material, RankGrid, scale_config, scale_ranks, scale_run
+from windlass.rehearse.scale import STEPS, Material, Sharding, scale_config, scale_ranks, scale_run
 from windlass.rehearse.stages import Rehearsal
 from windlass.runfile import RunFile, read_run_file
 
@@ -377,7 +377,7 @@ def test_rehearsal_lists_every_changed_key() -> None:
         }
     )
     plan = {**PLAN, "adapter": {"targets": targets}}
-    text, changes = scale_run(run, plan, RankGrid(3, 1, 1), some_material(), Path("out"), packs=False)
+    text, changes = scale_run(run, plan, Sharding(3, 1, 1), some_material(), Path("out"), packs=False)
     small = RunFile.model_validate(yaml.safe_load(text))
     assert (small.model.torch_dtype, small.model.attn_implementation, small.train.fp16) == ("float32", "sdpa", False)
     assert small.lora.target_modules == ["q_proj", "o_proj"]  # names of layers that the replica has not got

@@ -21,12 +21,13 @@ class Choice:
     pattern: str
     addresses: tuple[tuple[str, str], ...]  # (interface, its first address)
     problem: str
-    code: int
+    code: int  # to end with if there is one
 
 
 def match_interfaces(pattern: str, names: Sequence[str], *, exact: bool) -> list[str]:
     """Match names by NCCL's rules: prefixes; `=` for exact names; `^` to exclude. gloo's names are always exact."""
-    exclude, exact = pattern.startswith("^"), exact or "=" in pattern[:2]
+    exclude = pattern.startswith("^")
+    exact = exact or "=" in pattern[:2]
     wanted = [name for name in pattern.lstrip("^=").split(",") if name]
     return [n for n in names if any(n == w or (not exact and n.startswith(w)) for w in wanted) != exclude]
 
@@ -34,18 +35,21 @@ def match_interfaces(pattern: str, names: Sequence[str], *, exact: bool) -> list
 def list_choices(environ: Mapping[str, str], nodes: int, root: Path = Path("/")) -> Iterator[Choice]:
     names = sorted(path.name for path in (root / "sys/class/net").glob("*"))
     for variable, exact in EXACT.items():
-        if not (pattern := environ.get(variable, "")):
+        pattern = environ.get(variable, "")
+        if not pattern:
             continue
-        chosen, setting = match_interfaces(pattern, names, exact=exact), f"{variable}={pattern}"
+        chosen = match_interfaces(pattern, names, exact=exact)
+        setting = f"{variable}={pattern}"
         states = {name: root / "sys/class/net" / name / "operstate" for name in chosen}
         up = [name for name, state in states.items() if not state.is_file() or state.read_text().strip() != "down"]
         addresses = tuple((name, found[0]) for name in up if (found := list_interface_addresses(name, root)))
-        problem, code = "", 0
+        problem = ""
+        code = RANK_USER_INPUT
         if not chosen:
             problem = f"{setting} names no interface of this node; it has {', '.join(names) or 'none'}"
-            code = RANK_USER_INPUT
         elif nodes > 1 and set(chosen) == {"lo"}:
-            problem, code = f"{setting} reaches no other node", RANK_USER_INPUT
+            problem = f"{setting} reaches no other node"
         elif not addresses:
-            problem, code = f"{setting}: {', '.join(chosen)} {'has no IP address' if up else 'is down'}", FAILED
+            problem = f"{setting}: {', '.join(chosen)} {'has no IP address' if up else 'is down'}"
+            code = FAILED
         yield Choice(variable, pattern, addresses, problem, code)

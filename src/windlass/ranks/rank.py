@@ -131,7 +131,8 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
             here.report("stopped", message)
             printed = message if here.local_rank == 0 else ""
     except Exception:
-        code, trace = 1, traceback.format_exc()
+        code = 1
+        trace = traceback.format_exc()
         here.report("error", json.dumps({"traceback": trace, "time": time.monotonic()}))
         printed = f"rank {here.rank} failed:\n{trace}" if is_first_to_print(here, trace) else ""
     if printed and not here.supervised:

@@ -36,7 +36,9 @@ LONGEST_LINE = 1 << 26  # bytes that a stranger on the port can make us buffer
 LONGEST_REASON = 500  # characters of another node's reason
 STOPPED_EARLY = 143  # stopped by a signal before it had ranks that could agree with the others'
 # Files in the status directory, shared by this process and the supervisor of this node's ranks.
-READY, LOST, LEAVING = "ready", "lost", "leaving"
+READY = "ready"
+LOST = "lost"
+LEAVING = "leaving"
 
 
 class RendezvousError(Exception):
@@ -49,17 +51,17 @@ class RendezvousError(Exception):
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """A connection to another node; `rank` is -1 until it has introduced itself."""
+    """A connection to another node; `number` is -1 until it has introduced itself."""
 
     end: socket.socket
-    rank: int = -1
+    number: int = -1
     host: str = ""
     alive: bool = True  # it was neither lost nor did it leave
     heard: float = field(default_factory=time.monotonic)
     unread: bytearray = field(default_factory=bytearray)  # the beginning of a message
 
     def __str__(self) -> str:
-        return f"node {self.rank} ({self.host})"
+        return f"node {self.number} ({self.host})"
 
     @property
     def connected(self) -> bool:
@@ -79,7 +81,8 @@ class Peer:
             ended = not data or len(rest) > LONGEST_LINE or not all(isinstance(one, dict) for one in messages)
         except (OSError, ValueError, RecursionError):
             return [None]
-        self.unread, self.heard = rest, time.monotonic()
+        self.unread = rest
+        self.heard = time.monotonic()
         return [None] if ended else messages
 
 
@@ -90,7 +93,8 @@ class Rendezvous:
     silence_seconds = 60.0  # a machine that is busy loading is late by less than this
 
     def __init__(self, node: Node, fingerprint: str = "", problem: tuple[str, int] | None = None) -> None:
-        self.node, self.fingerprint = node, fingerprint
+        self.node = node
+        self.fingerprint = fingerprint
         self.problem = problem  # why this node can't start, and its exit code
         self.host = socket.gethostname()
         self.name = f"node {node.number} ({self.host})"
@@ -113,8 +117,8 @@ class Rendezvous:
         return [key.data for key in (self.selector.get_map() or {}).values() if isinstance(key.data, Peer)]
 
     def _drop(self, peer: Peer) -> None:
-        if self.peers.get(peer.rank) is peer:  # another peer may take its rank
-            del self.peers[peer.rank]
+        if self.peers.get(peer.number) is peer:  # another peer may take its number
+            del self.peers[peer.number]
         if peer.connected:
             self.selector.unregister(peer.end)
             peer.end.close()
@@ -152,8 +156,11 @@ class Rendezvous:
             raise
 
     def _accept_peers(self, seconds: float, partial: bool, say: Callable[[str], None]) -> None:
-        world, began, dual = self.node.count, time.monotonic(), socket.has_dualstack_ipv6()
-        deadline, report = began + seconds, began + REPORT_SECONDS
+        world = self.node.count
+        began = time.monotonic()
+        dual = socket.has_dualstack_ipv6()
+        deadline = began + seconds
+        report = began + REPORT_SECONDS
         refusal = RendezvousError(f"{self.name}: {self.problem[0]}", self.problem[1]) if self.problem else None
         came: list[Peer] = []  # includes refused peers: they are sent the reason
         family = socket.AF_INET6 if dual else socket.AF_INET
@@ -166,20 +173,21 @@ class Rendezvous:
             self.selector.register(server, selectors.EVENT_READ, server)
             while sum(peer.connected for peer in came) < world - 1 and time.monotonic() < deadline:
                 for peer, message in self._receive(min(deadline, report)):
-                    if message is None or peer.rank >= 0:
+                    if message is None or peer.number >= 0:
                         continue
                     try:
-                        peer.rank, peer.host = int(message["node"]), str(message["host"])
+                        peer.number = int(message["node"])
+                        peer.host = str(message["host"])
                         wrong = self._find_objection(peer, message)
                     except (KeyError, TypeError, ValueError):
                         self._drop(peer)
                         continue
                     came.append(peer)
                     if wrong is None:
-                        self.peers[peer.rank] = peer
+                        self.peers[peer.number] = peer
                     elif refusal is None:
                         refusal = wrong
-                missing = [str(rank) for rank in range(1, world) if rank not in self.peers]
+                missing = [str(number) for number in range(1, world) if number not in self.peers]
                 if refusal:  # wait for the rest only to send them the reason
                     deadline = min(deadline, time.monotonic() + TELL_SECONDS)
                 elif missing and time.monotonic() >= report:
@@ -189,10 +197,10 @@ class Rendezvous:
         for peer in self._connections():
             if peer not in came:  # not one of our nodes
                 self._drop(peer)
-        missing = [str(rank) for rank in range(1, world) if rank not in self.peers]
+        missing = [str(number) for number in range(1, world) if number not in self.peers]
         if missing and not (refusal or partial):
             there = ", ".join(["node 0", *map(str, self.peers.values())])
-            noun = "nodes" if len(missing) > 1 else "node"
+            noun = "node" if len(missing) == 1 else "nodes"
             refusal = RendezvousError(f"{noun} {', '.join(missing)} did not join within {seconds:.0f} s ({there} did)")
         for peer in came:
             peer.send(**({"stop": str(refusal), "code": refusal.code} if refusal else {"go": True, "host": self.host}))
@@ -200,13 +208,15 @@ class Rendezvous:
             raise refusal
 
     def _find_objection(self, peer: Peer, message: dict[str, Any]) -> RendezvousError | None:
-        code, known = RANK_USER_INPUT, self.peers.get(peer.rank)
+        code = RANK_USER_INPUT
+        known = self.peers.get(peer.number)
         if message.get("problem"):
-            what, code = f"{peer}: {message['problem']}", int(message["code"])
-        elif message.get("world") != self.node.count or not 0 < peer.rank < self.node.count:
+            what = f"{peer}: {message['problem']}"
+            code = int(message["code"])
+        elif message.get("world") != self.node.count or not 0 < peer.number < self.node.count:
             what = f"{peer} of {message.get('world')} nodes came, and there are nodes 0 to {self.node.count - 1}"
         elif known:
-            what = f"both {known.host} and {peer.host} are node {peer.rank}"
+            what = f"both {known.host} and {peer.host} are node {peer.number}"
         elif message.get("fingerprint") != self.fingerprint:
             what = f"{peer} has another run file, other options or another windlass"
         else:
@@ -215,9 +225,11 @@ class Rendezvous:
 
     def _reach_master(self, seconds: float) -> None:
         """Connect to node 0, whose name may not resolve yet, and wait for its answer."""
-        address, (problem, code) = (self.node.host, self.node.port), self.problem or ("", 0)
+        address = (self.node.host, self.node.port)
+        problem, code = self.problem or ("", 0)
         hello = {"node": self.node.number, "world": self.node.count, "host": self.host, "fingerprint": self.fingerprint}
-        deadline, why = time.monotonic() + seconds, "no attempt was made"
+        deadline = time.monotonic() + seconds
+        why = "no attempt was made"
         while (left := deadline - time.monotonic()) > 0:
             try:
                 peer = self._add(socket.create_connection(address, timeout=max(0.1, min(10.0, left))))
@@ -233,7 +245,8 @@ class Rendezvous:
                     if message and "stop" in message:
                         raise RendezvousError(f"node 0 says: {message['stop']}", int(message["code"]))
                     if message and "go" in message:
-                        peer.rank, peer.host = 0, str(message.get("host", self.node.host))
+                        peer.number = 0
+                        peer.host = str(message.get("host", self.node.host))
                         self.peers[0] = peer
                         return
             # A connection closed without an answer is an earlier attempt's, or another program's on that port.
@@ -244,22 +257,22 @@ class Rendezvous:
     # --- all-gather ---------------------------------------------------------------------------------------------------
 
     def gather(self, value: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
-        """Return every node's value by rank. A node that left or didn't answer in time gets None and is dropped."""
+        """Return every node's value by number. A node that left or didn't answer in time gets None and is dropped."""
         if self.node.number and self.peers:
             self.peers[0].send(gather=value)
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + seconds * (2 if self.node.number else 1)  # node 0 waits for the others first
         while self.peers.keys() - answers.keys() and time.monotonic() < deadline:
             for peer, message in self._receive(deadline):
-                if message and "gather" in message and self.peers.get(peer.rank) is peer:
-                    answers[peer.rank] = message["gather"]
-        for rank in self.peers.keys() - answers.keys():
-            self._drop(self.peers[rank])  # its late answer would count for the next gather
+                if message and "gather" in message and self.peers.get(peer.number) is peer:
+                    answers[peer.number] = message["gather"]
+        for number in self.peers.keys() - answers.keys():
+            self._drop(self.peers[number])  # its late answer would count for the next gather
         if self.node.number:
             if 0 not in answers:
                 raise RendezvousError("node 0 went away")
             return list(answers[0])
-        everything = [value, *(answers.get(rank) for rank in range(1, self.node.count))]
+        everything = [value, *(answers.get(number) for number in range(1, self.node.count))]
         for peer in self.peers.values():
             peer.send(gather=everything)
         return everything
@@ -347,7 +360,7 @@ def main() -> int:
     for number in (signal.SIGUSR1, signal.SIGINT):  # sent to the whole group
         signal.signal(number, signal.SIG_IGN)
     try:
-        rendezvous.join(float(seconds), say=rendezvous.report)  # SIGTERM ends it at once and frees its rank
+        rendezvous.join(float(seconds), say=rendezvous.report)  # SIGTERM ends it at once and frees its number
     except RendezvousError as error:
         rendezvous.report(str(error))
         return error.code

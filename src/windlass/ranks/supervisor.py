@@ -290,13 +290,15 @@ def _explain_end(end: End, ranks: Sequence[int], status_dir: Path) -> int:
     first = ranks[end.first]
     code = to_exit_code(end.codes[end.first])
     if code == SAVED:  # the others have saved too, or lost this one
-        if message := read_status(status_dir, f"stopped-{first}"):
+        message = read_status(status_dir, f"stopped-{first}")
+        if message:
             print(message, file=sys.stderr, flush=True)
         return SAVED
     written = ((rank, read_status(status_dir, f"error-{rank}")) for rank in ranks)
     errors = [{"rank": rank, **json.loads(text)} for rank, text in written if text]
-    if of_users := [error for error in errors if "problems" in error]:
-        error = min(of_users, key=lambda error: error["time"])
+    user_errors = [error for error in errors if "problems" in error]
+    if user_errors:
+        error = min(user_errors, key=lambda error: error["time"])
         kind = UserError if error["code"] == RANK_USER_INPUT else RunError
         raise kind.of([Problem(**problem) for problem in error["problems"]])
     if code < 0:
@@ -323,7 +325,8 @@ def default_overrides(
 
     CUDA_VISIBLE_DEVICES limits the GPUs that a process started here may use.
     """
-    cluster, layout = loaded.run.cluster, loaded.run.layout
+    cluster = loaded.run.cluster
+    layout = loaded.run.layout
     if cluster.nodes != "auto" or cluster.gpus_per_node != "auto" or layout.ranks is not None:
         return []
     if job is not None:

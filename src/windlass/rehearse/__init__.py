@@ -34,7 +34,8 @@ def rehearse(
     """Rehearse a run file on this machine's CPU. Faults of the run are in the record, not raised."""
     options = [word for one in overrides for word in ("--override", one)]
     options += ["--accelerate", str(accelerate)] if accelerate else []
-    record, began = Record(str(run)), time.monotonic()
+    record = Record(str(run))
+    began = time.monotonic()
     folder = make_empty_folder(keep) if keep else Path(tempfile.mkdtemp(prefix="windlass-rehearsal-"))
     try:
         with (
@@ -56,7 +57,8 @@ def rehearse(
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    record.seconds, record.folder = round(time.monotonic() - began, 1), str(folder)
+    record.seconds = round(time.monotonic() - began, 1)
+    record.folder = str(folder)
     if keep is None and (record.failure is None or record.failure["phase"] in SELF_EXPLAINED):
         shutil.rmtree(folder)
         record.folder = None
@@ -79,7 +81,8 @@ def make_empty_folder(keep: Path) -> Path:
     try:
         keep.mkdir(parents=True, exist_ok=True)
         ours = OURS if (keep / "logs" / "plan.log").is_file() else set()
-        if others := sorted(path.name for path in keep.iterdir() if path.name not in ours):
+        others = sorted(path.name for path in keep.iterdir() if path.name not in ours)
+        if others:
             raise UserError(f"the folder contains other files ({others[0]} …)", f"--keep {keep}", "name a new one")
         for path in keep.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -90,9 +93,14 @@ def make_empty_folder(keep: Path) -> Path:
 
 def list_unproved(rehearsal: Rehearsal) -> list[dict[str, str]]:
     """Return what no CPU can show, with the plan's estimates of it."""
-    plan, run = rehearsal.plan, rehearsal.load().run
-    memory, estimate, nodes = plan["memory"], plan["estimate"], plan["layout"]["nodes"]
-    gpu_gib, host_gib, speed = memory["gpu_gib"], memory["host_gib"], estimate["tokens_per_second"]
+    plan = rehearsal.plan
+    run = rehearsal.load().run
+    memory = plan["memory"]
+    estimate = plan["estimate"]
+    nodes = plan["layout"]["nodes"]
+    gpu_gib = memory["gpu_gib"]
+    host_gib = memory["host_gib"]
+    speed = estimate["tokens_per_second"]
     found: dict[str, str] = {}
     if gpus := run.cluster.gpu != "cpu":
         found["NCCL and GPUs"] = "the ranks talk over gloo, between processes of one machine"

@@ -32,9 +32,13 @@ from windlass.plan.resolve import resolve_auto
 from windlass.rehearse.scale import STAND_IN_VOCAB, scale_config
 from windlass.runfile import Data, Loaded, read_run_file
 
-MOST_ROWS, MOST_BYTES = 2000, 8 << 20  # most rows and bytes that are read
-LEAST_ROWS, VALIDATION_ROWS = 32, 16
-LENGTH, LENGTH_OF_MANY, MANY = 512, 256, 32768  # tokens; shorter where each has the logits of a large vocabulary
+MOST_ROWS = 2000  # that are read
+MOST_BYTES = 8 << 20  # of them
+LEAST_ROWS = 32
+VALIDATION_ROWS = 16
+LENGTH = 512  # tokens of a row
+MANY = 32768  # tokens of a vocabulary from which rows are shorter: each token has its logits
+LENGTH_OF_MANY = 256
 LEAST_SUPERVISED = 16  # number of rows that must have a supervised token within the rehearsal's length
 TAIL = 3  # supervised tokens at a row's end among which the end token is: templates write a line break behind it
 ENOUGH = 0.5  # share of the uncut rows that must end so
@@ -48,7 +52,8 @@ TOKENIZER = (  # every file that may belong to a tokenizer, and those that say w
 
 def main(request: Path) -> None:
     asked = json.loads(request.read_text())
-    loaded, folder = read_run_file(Path(asked["run"]), asked["overrides"]), Path(asked["folder"])
+    loaded = read_run_file(Path(asked["run"]), asked["overrides"])
+    folder = Path(asked["folder"])
     base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
     tokenizer = copy_tokenizer(base, loaded, folder / "model")
     rows = take_rows(loaded, base, tokenizer, folder / "data", asked["sequences"])
@@ -85,11 +90,16 @@ def copy_tokenizer(base: Base, loaded: Loaded, model: Path) -> Any:
 def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequences: int) -> dict[str, Any]:
     """Judge the first rows of the user's data as training will, and write those that the rehearsal trains on."""
     run, _ = resolve_auto(loaded, base, loaded.run.ranks)
-    data, where, stand_ins = run.data, loaded.where, list[str]()
-    vocab, trained, sets = base.dims["vocab"] if base.path else None, list_training_sets(data, where), list[RowSet]()
+    data = run.data
+    where = loaded.where
+    stand_ins = list[str]()
+    vocab = base.dims["vocab"] if base.path else None
+    trained = list_training_sets(data, where)
+    sets = list[RowSet]()
     taken: list[dict[str, list[Row]]] = []  # per set, by split
     places: list[dict[str, Any]] = []  # places of the rows, likewise
-    columns, selections = list[tuple[str, ...]](), []
+    columns = list[tuple[str, ...]]()
+    selections = []
     for of in (*trained, *list_evaluation_sets(data, where)):
         sets.append(of)
         places.append({})
@@ -99,12 +109,14 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
             columns.append(tuple(forms))
             stand_ins.append(f"data: {reason}; 600 rows with the columns {', '.join(forms)} stand in")
             continue
-        selection, rows = select_rows(of, lambda _: None), dict[str, list[Row]]()
+        selection = select_rows(of, lambda _: None)
+        rows = dict[str, list[Row]]()
         selections.append(replace(selection, evaluated=len(sets) > len(trained)))
         columns.append(selection.columns)
         for name, parts in (("train", selection.train), ("validation", selection.validation)):
             if parts:
-                rows[name], size = [], 0
+                rows[name] = []
+                size = 0
                 places[-1][name] = {"place": partial(locate_row, parts)}
                 for row in itertools.islice(read_rows(parts), MOST_ROWS):
                     rows[name].append(row)
@@ -132,7 +144,8 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
     }
     audit = {"splits": {name: audit_split(part, tokenizer.eos_token_id) for name, part in tokens.items()}}
     raise_all(find_problems(audit, vocabulary=vocab, least_fraction=run.watch.min_supervised_fraction, where=where))
-    documents, kind = tokens["train"], kinds[0]
+    documents = tokens["train"]
+    kind = kinds[0]
     end = check_ends(documents, tokenizer, base, data.length, where)
     # Short, and long enough that enough rows have a supervised token within it. The first token is never predicted.
     firsts = [int(documents.supervised[span][1:].argmax()) + 1 for span in documents.spans()]
@@ -198,7 +211,8 @@ def list_requested_columns(data: Data) -> dict[str, Any]:
                     form = [form] * (int(step) + 1) if step.isdecimal() else {step: form}
                 forms[piece.column] = form
         return forms
-    asked, answered = "What is it? ", "{}"
+    asked = "What is it? "
+    answered = "{}"
     turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     chat = [{"from": "human", "value": asked}, {"from": "gpt", "value": answered}]
     published: dict[str, dict[str, Any]] = {

@@ -40,9 +40,12 @@ class Command:
         tick: Callable[[], None] = lambda: None,
         limit_seconds: float = LIMIT_SECONDS,
     ) -> None:
-        self.name, self.tick = name, tick
-        self.limit_seconds, self.deadline = limit_seconds, time.monotonic() + limit_seconds
-        self.processes, self.files = list[subprocess.Popen[bytes]](), list[Path]()
+        self.name = name
+        self.tick = tick
+        self.limit_seconds = limit_seconds
+        self.deadline = time.monotonic() + limit_seconds
+        self.processes = list[subprocess.Popen[bytes]]()
+        self.files = list[Path]()
         for node, variables in enumerate(nodes):
             path = folder / (name if len(nodes) == 1 else f"{name}-node{node}")
             self.files.append(path)
@@ -64,7 +67,8 @@ class Command:
     @property
     def code(self) -> int:
         """Return the exit code over all nodes: wrong input if any reports it, else any failure."""
-        inputs, fine = (USER_INPUT, RANK_USER_INPUT), (0, SAVED)
+        inputs = (USER_INPUT, RANK_USER_INPUT)
+        fine = (0, SAVED)
         codes = [process.returncode for process in self.processes]
         return min(codes, key=lambda code: (code not in inputs, code in fine, code == 0))
 

@@ -26,7 +26,8 @@ class Failed(Exception):  # noqa: N818  (it is no error of the rehearsal)
 
     def __init__(self, text: str, code: int, log: Path | None = None) -> None:
         super().__init__(text)
-        self.text, self.log = text, log
+        self.text = text
+        self.log = log
         self.code = USER_INPUT if code in (USER_INPUT, RANK_USER_INPUT) else 1
 
 

@@ -22,7 +22,8 @@ from windlass.train.load import load_base
 from windlass.train.logits import compute_both_logits, compute_logits, kl_divergence, open_adapter, sample_rows
 from windlass.weights.reading import DTYPES
 
-ROWS, LENGTH = 4, 64
+ROWS = 4
+LENGTH = 64
 EQUAL = 1e-3  # bound for logits in float32: the same arithmetic, perhaps in another order
 UNSHARDED = Layout("resident", "compared", 1, 1, shard=1)
 
@@ -37,7 +38,8 @@ def main(folder: Path) -> list[str]:
     transformers.logging.disable_progress_bar()
     logging.getLogger("peft").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    base, record = read_base(folder / "model"), read_json(folder / "adapter" / "export.json")
+    base = read_base(folder / "model")
+    record = read_json(folder / "adapter" / "export.json")
     rows = sample_rows(folder / "run", base.dims["vocab"], ROWS, LENGTH)
 
     # The adapter as the run itself saved it, on the base as windlass loads and certifies it.
@@ -78,10 +80,8 @@ def main(folder: Path) -> list[str]:
             seen = f"{len(keys)} {what.replace('_', ' ')}: {keys}"
             raise ReloadMismatch(f"plain transformers opens the merged model with {seen}")
     # It must equal PEFT's merge, rounded as the files are. Rounding alone may lose much of what few steps have changed.
-    logits, rounded = (
-        compute_logits(merged, rows),
-        compute_logits(merge_with_peft(ours, read_base(folder / "merged")), rows),
-    )
+    logits = compute_logits(merged, rows)
+    rounded = compute_logits(merge_with_peft(ours, read_base(folder / "merged")), rows)
     # The median token counts: a last bit sends some tokens to other experts.
     far = float((logits - rounded).abs().amax(-1).median())
     if not far <= EQUAL:

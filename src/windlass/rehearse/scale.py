@@ -21,7 +21,8 @@ from windlass.runfile.fields import EvalSet, MixedSet, RowFormat
 STEPS = 20  # optimizer steps of the rehearsal: enough that a fast machine is still training when it is stopped
 EVERY = 4  # steps between two evaluations or saves, and steps of an epoch
 STOP_AT = EVERY + 1  # SIGTERM comes after the first evaluation and save
-MOST_ROWS, MOST_MICRO_BATCHES = 2, 2  # rows of a micro-batch, micro-batches of a step: more would test nothing new
+MOST_ROWS = 2  # of a micro-batch: more would test nothing new
+MOST_MICRO_BATCHES = 2  # of a step, likewise
 PATIENCE_SECONDS = 120  # timeout of a collective between processes of one machine
 FEW_RANKS = 4  # this many processes run in acceptable time even on two cores
 RANK_GIB = 1.5  # of host memory: Python, torch, transformers; the replica is next to nothing
@@ -32,11 +33,12 @@ STAND_IN_IDS = {"pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2}
 STAND_IN_VOCAB = 1024
 # FP8 with a scale per block.
 WIDTH_OF_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
-USUAL_DEVIATION, USUAL_HIDDEN = 0.02, 4096  # transformers' default, if config.json has none; and the width it fits
+USUAL_DEVIATION = 0.02  # transformers' default, if config.json has none
+USUAL_HIDDEN = 4096  # the width that it fits
 
 
 @dataclass(frozen=True, slots=True)
-class RankGrid:
+class Sharding:
     """shard x replicate = ranks; `expert_parallel` divides `shard`."""
 
     shard: int
@@ -48,10 +50,10 @@ class RankGrid:
         return self.shard * self.replicate
 
 
-def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[RankGrid, int, str]:
+def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Sharding, int, str]:
     """Return the run's own ranks if this machine can run them, else as many of the same kind as it can; the nodes,
     all played by this machine; and the reason."""
-    own = RankGrid(layout["shard"], layout["replicate"], layout["expert_parallel"])
+    own = Sharding(layout["shard"], layout["replicate"], layout["expert_parallel"])
     most = max(1, min(max(FEW_RANKS, here.cpus), int(here.memory_gib / RANK_GIB)))
     if own.ranks <= most:
         return own, _choose_nodes(layout, own), ""
@@ -65,12 +67,12 @@ def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[RankGrid
         shard = min(own.shard, shard * rest)
     else:
         replicate = min(own.replicate, replicate * rest)
-    scaled = RankGrid(shard, replicate, shard if own.expert_parallel == own.shard > 1 else parallel)
+    scaled = Sharding(shard, replicate, shard if own.expert_parallel == own.shard > 1 else parallel)
     why = f"{here.cpus} cores and {here.memory_gib:.0f} GiB hold {scaled.ranks} of its kind"
     return scaled, _choose_nodes(layout, scaled), why
 
 
-def _choose_nodes(layout: Mapping[str, Any], spread: RankGrid) -> int:
+def _choose_nodes(layout: Mapping[str, Any], spread: Sharding) -> int:
     """Return as many nodes as the run has, or fewer, so that all have equally many ranks."""
     return next(n for n in range(min(layout["nodes"], spread.ranks), 0, -1) if spread.ranks % n == 0)
 
@@ -128,7 +130,7 @@ def limit_batch(batch: Mapping[str, Any]) -> tuple[int, int]:
 def scale_run(
     run: RunFile,
     plan: Mapping[str, Any],
-    spread: RankGrid,
+    spread: Sharding,
     material: Material,
     folder: Path,
     nodes: int = 1,
@@ -148,7 +150,9 @@ def scale_run(
             tree.setdefault(section, {})[name] = value
             changes.append(Change(key, yours, value, why))
 
-    own, usual, cluster = plan["layout"], LayoutSection(), run.cluster
+    own = plan["layout"]
+    usual = LayoutSection()
+    cluster = run.cluster
     layout = {"name": own["name"], "shard": spread.shard, "replicate": spread.replicate}
     if spread.expert_parallel > 1:
         layout["expert_parallel"] = spread.expert_parallel
@@ -180,13 +184,20 @@ def scale_run(
 
 
 def _scale_keys(
-    run: RunFile, plan: Mapping[str, Any], spread: RankGrid, material: Material, folder: Path
+    run: RunFile, plan: Mapping[str, Any], spread: Sharding, material: Material, folder: Path
 ) -> list[tuple[str, Any, str]]:
     """Yield key, value here, and reason. A value that equals the user's is no change."""
-    model, lora, data, train = run.model, run.lora, run.data, run.train
-    attention, layers = model.attn_implementation or "", material.layers
-    half, less, rows = "CPUs have no arithmetic in float16", "a few show what many do", "the first rows, written out"
-    sooner, untracked = "in the run's own order, sooner", "a rehearsal is not tracked"
+    model = run.model
+    lora = run.lora
+    data = run.data
+    train = run.train
+    attention = model.attn_implementation or ""
+    layers = material.layers
+    half = "CPUs have no arithmetic in float16"
+    less = "a few show what many do"
+    rows = "the first rows, written out"
+    sooner = "in the run's own order, sooner"
+    untracked = "a rehearsal is not tracked"
     micro, accumulation = limit_batch(plan["batch"])
     # A share of validation rows is held out of few rows, unless the set has a validation split.
     fraction = None if material.validation else data.val_fraction
@@ -209,7 +220,8 @@ def _scale_keys(
     config = "auto" if data.dataset_config_name == "auto" else None
     targets = _scale_targets(lora.target_modules, plan["adapter"]["targets"], layers)
     kernels = "flash" in attention or "/" in attention
-    half_steps, warmup = EVERY // 2, min(train.warmup_steps or 0, STEPS // 4) or train.warmup_steps
+    half_steps = EVERY // 2
+    warmup = min(train.warmup_steps or 0, STEPS // 4) or train.warmup_steps
     batch = micro * spread.ranks * accumulation if train.global_batch_size else None
     follows = train.global_batch_size is not None and train.gradient_accumulation_steps == "auto"
     return [

@@ -24,7 +24,7 @@ from windlass.observe.format import format_plural
 from windlass.plan import fill_in_choices
 from windlass.rehearse.process import ERROR, Command, node_variables
 from windlass.rehearse.record import Failed, Phase, Record
-from windlass.rehearse.scale import EVERY, STEPS, STOP_AT, Material, RankGrid, limit_batch, scale_ranks, scale_run
+from windlass.rehearse.scale import EVERY, STEPS, STOP_AT, Material, Sharding, limit_batch, scale_ranks, scale_run
 from windlass.run_folder import DATA, EVENTS, LOAD, MANIFEST, is_finished
 from windlass.run_folder import STEPS as STEP_FILE
 from windlass.runfile import Loaded, LoadedScript, read_any
@@ -48,7 +48,7 @@ class Rehearsal:
     began: float = 0.0
     reported: float = 0.0  # what it does
     plan: dict[str, Any] = field(default_factory=dict)
-    spread: RankGrid = field(default_factory=lambda: RankGrid(1, 1, 1))
+    spread: Sharding = field(default_factory=lambda: Sharding(1, 1, 1))
     job: Command | None = None  # a job that several stages watch: the material's, then the launch script's
 
     @property
@@ -65,7 +65,10 @@ class Rehearsal:
 
     def stage(self, name: str, doing: str, prove: Callable[[Rehearsal], Iterator[str]]) -> None:
         """Run a stage: timed, shown, recorded; a fault ends the rehearsal."""
-        phase, self.name, self.doing, self.began = Phase(name), name, doing, time.monotonic()
+        phase = Phase(name)
+        self.name = name
+        self.doing = doing
+        self.began = time.monotonic()
         self.record.phases.append(phase)
         self.reported = self.began
         try:
@@ -110,10 +113,9 @@ class Rehearsal:
         """Wait for something that the job writes; a job that ends before has failed."""
         assert self.job is not None
         if not self.job.wait_until(done):
-            if self.job.code and (
-                text := format_failed_checks(read_json(self.run_folder / "check.json").get("results", []))
-            ):
-                raise Failed(text, self.job.code, self.job.log)
+            failed = format_failed_checks(read_json(self.run_folder / "check.json").get("results", []))
+            if self.job.code and failed:
+                raise Failed(failed, self.job.code, self.job.log)
             self.job.finish()
             raise Failed("it ended with 0 too soon", 1, self.job.log)
         return self.job
@@ -150,7 +152,8 @@ def format_errors(problems: Iterator[Problem] | Sequence[Problem]) -> str:
 
 def plan(r: Rehearsal) -> Iterator[str]:
     made = r.plan = r.windlass("plan", "plan", str(r.run), *r.options)
-    layout, memory = made["layout"], made["memory"]
+    layout = made["layout"]
+    memory = made["memory"]
     if made.get("kind") == "script":  # a script can't be scaled down
         yield f"{layout['ranks']} ranks: {' '.join(made['script']['command'])}"
         why = "a script is not scaled down"
@@ -158,7 +161,8 @@ def plan(r: Rehearsal) -> Iterator[str]:
         hint = "try it on few data: `windlass train RUN --ranks 2 --override script.args=[…]`"
         r.record.not_proved.append({"what": "the script itself", "why": f"windlass can't scale it down; {hint}"})
         return
-    model, modules = made["model"], sum(target["modules"] for target in made["adapter"]["targets"])
+    model = made["model"]
+    modules = sum(target["modules"] for target in made["adapter"]["targets"])
     yield f"{model['class']}: {modules} modules are adapted, {made['adapter']['trainable']:,} parameters"
     fits = f"{memory['gpu_gib']:.1f} of {memory['gpu_memory_gib']:.1f} GiB on each"
     yield f"{layout['name']} on {layout['ranks']} ranks takes {fits}"
@@ -172,7 +176,8 @@ def plan(r: Rehearsal) -> Iterator[str]:
 def check(r: Rehearsal) -> Iterator[str]:
     """Run `windlass check` from here, and check that the run could claim its folder."""
     loaded = r.load()
-    cluster, folder = loaded.run.cluster, Path(loaded.run.folder)
+    cluster = loaded.run.cluster
+    folder = Path(loaded.run.folder)
     if is_finished(folder):
         hint = "name another train.output_dir, or remove it"
         problem = Problem(f"{folder} contains a finished run", loaded.where("train.output_dir"), hint)
@@ -185,7 +190,8 @@ def check(r: Rehearsal) -> Iterator[str]:
     if not ended.out:
         ended.finish()
     results = json.loads(ended.out)["results"]
-    if text := format_failed_checks(results):
+    text = format_failed_checks(results)
+    if text:
         raise Failed(text, ended.code, ended.log.with_suffix(".out"))
     yield f"pass: {', '.join(each['name'] for each in results if each['verdict'] == 'pass')}"
     yield from (f"warning: {each['name']}: {each['seen']}" for each in results if each["verdict"] == "warn")
@@ -194,7 +200,8 @@ def check(r: Rehearsal) -> Iterator[str]:
 
 def submit(r: Rehearsal) -> Iterator[str]:
     """Render the job for the user's platform, and read it."""
-    platform, out = r.load().run.cluster.platform, r.folder / "submit"
+    platform = r.load().run.cluster.platform
+    out = r.folder / "submit"
     to = "script" if platform == "local" else platform
     command = command_line("submit", str(r.run), *r.options, "--to", to, "--dry-run", "--out", str(out))
     ended = r.start("submit", command).finish()
@@ -229,7 +236,8 @@ def data(r: Rehearsal) -> Iterator[str]:
 
 def replica(r: Rehearsal) -> Iterator[str]:
     """Write the scaled-down model; then its run file and the rows."""
-    made, rows = make_material(r, "replica"), make_material(r, "data")
+    made = make_material(r, "replica")
+    rows = make_material(r, "data")
     r.record.replica = {key: value for key, value in made.items() if key != "part"}
     within = f" in {made['wrapper']}" if made["wrapper"] else ""
     coded = f", {made['quantization']}" if made["quantization"] else ""
@@ -264,10 +272,12 @@ def make_material(r: Rehearsal, part: str) -> dict[str, Any]:
 
 def launch(r: Rehearsal) -> Iterator[str]:
     """Render as for a cluster and run here: the script checks the machine and starts the ranks."""
-    ranks, nodes = r.record.ranks["here"], r.record.ranks["nodes"]
-    run, out = str(r.folder / "rehearsal.yaml"), str(r.run_folder)
+    ranks = r.record.ranks["here"]
+    nodes = r.record.ranks["nodes"]
+    run = str(r.folder / "rehearsal.yaml")
+    out = str(r.run_folder)
     r.start("launch-submit", command_line("submit", run, "--to", "script", "--dry-run", "--out", out)).finish()
-    r.doing = f"the script checks {format_plural(nodes, 'node')} and starts {ranks} ranks"
+    r.doing = f"the script checks {format_plural(nodes, 'node')} and starts {format_plural(ranks, 'rank')}"
     r.launch("launch")
     r.wait_for((r.run_folder / MANIFEST).exists)
     verdicts = [result["verdict"] for result in read_json(r.run_folder / "check.json")["results"]]
@@ -278,10 +288,11 @@ def launch(r: Rehearsal) -> Iterator[str]:
 def load(r: Rehearsal) -> Iterator[str]:
     r.wait_for((r.run_folder / LOAD).exists)
     certificate = read_json(r.run_folder / LOAD)
-    elements, each = certificate["checked"]["elements"], [rank["bytes_read"] for rank in certificate["ranks"]]
+    elements = certificate["checked"]["elements"]
+    bytes_read = [rank["bytes_read"] for rank in certificate["ranks"]]
     loaded = f"all {certificate['loaded']} parameters loaded"
     yield f"{certificate['layout']}: {loaded}, {elements:,} values read again by another way are equal"
-    yield f"each rank read {min(each) / 1e6:.1f} to {max(each) / 1e6:.1f} MB"
+    yield f"each rank read {min(bytes_read) / 1e6:.1f} to {max(bytes_read) / 1e6:.1f} MB"
 
 
 def train(r: Rehearsal) -> Iterator[str]:
@@ -298,7 +309,8 @@ def train(r: Rehearsal) -> Iterator[str]:
     yield "every part of the adapter has a gradient and moves"  # else the first steps stop the run
     events = list(read_json_lines(r.run_folder / EVENTS))
     for kind, what in (("eval", "evaluated"), ("save", "saved and read back")):
-        if after := sorted({event["step"] for event in events if event.get("kind") == kind}):
+        after = sorted({event["step"] for event in events if event.get("kind") == kind})
+        if after:
             yield f"{what} after step {', '.join(map(str, after))}"
 
 

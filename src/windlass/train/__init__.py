@@ -2,16 +2,20 @@
 
 Read run, then loop: they are what a training run does.
 
-start       this machine's ranks or this node's, or one of them; finished: the run file of a finished run
-run         what every rank does, in numbered steps
-loop        the training loop
+start       this machine's ranks or this node's, or one of them; script: the ranks of a run of kind: script
+run         what every rank does, in numbered steps; connect: ranks meet, and those that differ are refused
+loop        the training loop; step: what an optimizer step works with; evaluate and samples: between steps
 batches     which rows come when; micro-batches of this rank
-loss        the loss, without the logits of a whole batch
+loss        the loss, without the logits of a whole batch; noise: NEFTune
 optimizer   optimizers and schedules by name
 sync        gradients: one all-reduce per step; liveness: proof that the adapter trains
-checkpoint  what is saved, when, and read again
 load        the base model, each weight proven against the files
-parallel, lora, experts     layouts, adapters, and what is special about experts
-best        the saved adapters of a run, evaluated and ranked
-script      a run of kind: script
+parallel    layouts; lora: adapters; initial: PiSSA and OLoRA; wrapped: names in saved adapters
+patches     every replacement of other libraries' code, and when it may go
+console     what a run prints; trackers: what it sends to TensorBoard, W&B and others
+best        the saved adapters of a run, evaluated; ranking: their table; finished: a finished run's plan
+logits      with and without the adapter, and how far apart
+checkpoint/ what is saved, when, and read again
+experts/    routed experts: their low-rank path, and tokens exchanged under expert parallelism
+kernels/    faster forms of what layers compute
 """
