@@ -1,9 +1,9 @@
 """Find signs of trouble in a run in which nothing failed, for the report and for the live view."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
-from windlass.observe.reader import NAN, median
+from windlass.observe.reader import NAN, as_number, get_path, median
 
 MIN_STEPS: Final = 20  # before clipping and step times are checked
 CLIPPED_SHARE: Final = 0.9  # of the steps
@@ -18,12 +18,13 @@ def find_symptoms(
     max_grad_norm: float,
     busiest: Sequence[Sequence[float]],
     *,
-    step_seconds: tuple[float, float],
-    peak_gib: tuple[float, float],
+    plan: Any,
+    step_seconds: float,
+    gpu_peak_gib: float,
 ) -> list[str]:
-    """Return one sentence per symptom. Pairs: planned and measured, NaN if unknown.
+    """Return one sentence per symptom. What is unknown is NaN; a run without a GPU has no `gpu_peak_gib`.
 
-    busiest: for each sampled step, of each layer, the busiest expert's share x experts."""
+    busiest: for each sampled step, of each layer, the busiest expert's share x experts. plan: that of plan.json."""
     symptoms = []
     if steps >= MIN_STEPS and clipped_share >= CLIPPED_SHARE:
         symptoms.append(f"{clipped_share:.0%} of the gradients were clipped to max_grad_norm {max_grad_norm:g}")
@@ -31,13 +32,14 @@ def find_symptoms(
     if after >= DRIFT * before:
         text = f"the busiest expert of layer {layer} takes {after:.1f} times an even share of the tokens"
         symptoms.append(f"{text}, {before:.1f} times at the start")
-    planned, measured = step_seconds
-    if steps >= MIN_STEPS and 0 < planned * SLOWER < measured:
-        text = f"a step takes {measured:.3g} s, {measured / planned:.1f} times the planned {planned:.3g} s"
+    planned = as_number(get_path(plan, "estimate", "step_seconds"))
+    is_on_gpu = gpu_peak_gib == gpu_peak_gib  # on a CPU the plan's figures are rough
+    if is_on_gpu and steps >= MIN_STEPS and 0 < planned * SLOWER < step_seconds:
+        text = f"a step takes {step_seconds:.3g} s, {step_seconds / planned:.1f} times the planned {planned:.3g} s"
         symptoms.append(text)
-    planned_gib, measured_gib = peak_gib
-    if 0 < planned_gib * MORE_MEMORY < measured_gib:
-        symptoms.append(f"the peak memory is {measured_gib:.1f} GiB, the plan has {planned_gib:.1f} GiB")
+    planned_gib = as_number(get_path(plan, "memory", "gpu_gib"))
+    if 0 < planned_gib * MORE_MEMORY < gpu_peak_gib:
+        symptoms.append(f"the peak memory is {gpu_peak_gib:.1f} GiB, the plan has {planned_gib:.1f} GiB")
     return symptoms
 
 

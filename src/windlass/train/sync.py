@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from windlass.ranks.collectives import all_gather, get_world_size
-from windlass.train.experts.experts import expert_peer_groups
+from windlass.ranks.collectives import get_world_size
+from windlass.train.experts.experts import expert_peer_groups, find_shard_holders
 from windlass.train.parallel import list_fsdp_modules
 from windlass.weights.expert_shards import AdapterShards
 
@@ -44,10 +44,7 @@ class ReplicaGroups:
         self.world = get_world_size()
         # Groups that together span the ranks with the same experts; none if every rank has its own.
         self.alike: Groups = expert_peer_groups(model)
-        self.holders: list[int] = []  # per part of the experts, the first rank that has it
-        if split:
-            firsts = all_gather(next(iter(parts.by_module.values())).first)
-            self.holders = [firsts.index(first) for first in sorted(set(firsts))]
+        self.holders = list(find_shard_holders(parts).values())  # together they have all experts' adapters
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's gradients of all trainable parameters."""

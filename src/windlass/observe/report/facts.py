@@ -335,17 +335,15 @@ def judge_run(run: Run, facts: Facts) -> Facts:
 
 def _find_symptoms(run: Run, facts: Facts) -> list[str]:
     head = facts["headline"]
-    on_gpu = facts["memory"]["place"] == "gpu"  # on a CPU the plan's figures are rough
-    planned_seconds = as_number(run.get(PLAN, "estimate", "step_seconds")) if on_gpu else NAN
-    planned_gib = facts["memory"]["planned_gib"] if on_gpu else NAN
     balances = [balance for balance in run.first.objects["experts"].values() if isinstance(balance, dict)]
     return find_symptoms(
         head["steps"],
         head["clipped_share"],
         as_number(run.get(MANIFEST, "run", "train", "max_grad_norm")),
         [list(map(as_number, as_list(get_path(balance, "busiest")))) for balance in balances],
-        step_seconds=(planned_seconds, head["step_seconds"]),
-        peak_gib=(planned_gib, highest_peak_gib(facts)),
+        plan=run.get(PLAN),
+        step_seconds=head["step_seconds"],
+        gpu_peak_gib=highest_peak_gib(facts) if facts["memory"]["place"] == "gpu" else NAN,
     )
 
 

@@ -175,15 +175,14 @@ class View:
         ]
 
     def _find_symptoms(self, plan: Any) -> list[str]:
-        on_gpu = self.peak_gib == self.peak_gib  # on a CPU the plan's figures are rough
-        planned_seconds = as_number(get_path(plan, "estimate", "step_seconds")) if on_gpu else NAN
         return find_symptoms(
             self.step,
             self.clipped / self.norms if self.norms else NAN,
             self.max_grad_norm,
             self.busiest,
-            step_seconds=(planned_seconds, median(self.seconds)),
-            peak_gib=(as_number(get_path(plan, "memory", "gpu_gib")), self.peak_gib),
+            plan=plan,
+            step_seconds=median(self.seconds),
+            gpu_peak_gib=self.peak_gib,
         )
 
     def _draw_alarms(self) -> Iterator[Text]:

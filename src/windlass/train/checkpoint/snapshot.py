@@ -32,6 +32,7 @@ from windlass.files import read_json
 from windlass.ranks.collectives import all_gather, get_rank
 from windlass.run_folder import ADAPTER, BASE_MODEL, MANIFEST, read_manifest
 from windlass.train.checkpoint.folder import find_damage, seal_checkpoint
+from windlass.train.experts.experts import find_shard_holders
 from windlass.train.parallel import reshard, shard_like
 from windlass.weights.expert_shards import AdapterShards, ExpertShard, view_by_expert
 from windlass.weights.same_base import describe_files
@@ -276,9 +277,7 @@ class ExpertGatherer:
     def __init__(self, model: PeftModel) -> None:
         self.parts = AdapterShards(model)
         self.numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        firsts = all_gather(next(iter(self.parts.by_module.values())).first) if self.parts.by_module else []
-        # First expert of a part -> a rank that has it.
-        self.rank_of = {first: firsts.index(first) for first in sorted(set(firsts))}
+        self.rank_of = find_shard_holders(self.parts)
 
     def own_part(self, name: str, value: Any, key: str = "") -> ExpertShard | None:
         """Return which part of this tensor (`key`: of its optimizer state) the rank has; None if it isn't split."""
