@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from test_checkpoint_resume import material  # noqa: F401
 
 from windlass.errors import SAVED
-from windlass.ranks import supervisor as ranks
+from windlass.ranks import supervisor
 from windlass.run_folder import ADAPTER, is_finished
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 
@@ -137,7 +137,7 @@ def test_a_signal_to_another_launcher_is_saved_too(
     for attempt in ("stopped", "to the end"):
         status_dir = tmp_path / attempt
         status_dir.mkdir()
-        with ranks.reserve_port() as port:
+        with supervisor.reserve_port() as port:
             launcher = {
                 "torchrun": ("torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"),
                 "accelerate launch": (

@@ -20,13 +20,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import TCPStore
 
-from windlass import plan as planning
 from windlass import runfile, tiny
 from windlass.data.hub import require_published
 from windlass.errors import SAVED, UserError
 from windlass.fetch import record_digest
 from windlass.files import WriteGuard, read_json, read_json_lines, write_json
 from windlass.observe.background import BackgroundReport
+from windlass.plan import make_plan
 from windlass.plan.layout import Layout
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.ranks.supervisor import reserve_port
@@ -76,9 +76,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
     def made(**train: str) -> Loop:
-        plan = planning.make_plan(
-            runfile.read_run_file(tmp_path / "run.yaml", [f"train.{key}={train[key]}" for key in train])
-        )
+        plan = make_plan(runfile.read_run_file(tmp_path / "run.yaml", [f"train.{key}={train[key]}" for key in train]))
         job, folder, console = plan.run, tmp_path / "run", Console(quiet=True)
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         tokenizer = run.open_base_tokenizer(plan)
@@ -213,7 +211,7 @@ def test_resume_keeps_files_and_machine_kind(
     folder, model = tmp_path / "run", tmp_path / "model"
     tiny.write_model(model)
     (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path))
-    plan = planning.make_plan(runfile.read_run_file(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set"]))
+    plan = make_plan(runfile.read_run_file(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set"]))
 
     # Weights of another model of the same shape, under the same name.
     before = fingerprint_base(plan.base)
@@ -257,7 +255,7 @@ def test_resume_keeps_files_and_machine_kind(
     # A GPU that torch can't use would otherwise mean weeks on the CPU.
     require_device(plan)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    gpu = planning.make_plan(
+    gpu = make_plan(
         runfile.read_run_file(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set", "cluster.gpu=h200"])
     )
     with pytest.raises(UserError, match=r"planned for h200, and torch .* finds no usable GPU"):
@@ -333,8 +331,10 @@ def test_without_a_compiler_layers_run_eagerly_and_the_reason_is_printed(
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nonexistent"))
     torch._dynamo.reset()
     quiet = {"eval_strategy": "no", "save_strategy": "no", "max_steps": "3"}
-    (eager := make(**quiet)).run()  # before the other is made, which seeds anew: dropout draws from one generator
-    console = printed(loop := make(compile="true", **quiet))
+    eager = make(**quiet)
+    eager.run()  # before the other is made, which seeds anew: dropout draws from one generator
+    loop = make(compile="true", **quiet)
+    console = printed(loop)
     loop.run()
     text = console.export_text()
     assert "layers run eagerly on all ranks" in text
@@ -350,8 +350,10 @@ def test_compiled_layers_equal_eager_and_resume_exactly(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     torch._dynamo.reset()
-    (eager := make(output_dir=str(tmp_path / "eager"))).run()
-    console = printed(loop := make(compile="true"))
+    eager = make(output_dir=str(tmp_path / "eager"))
+    eager.run()
+    loop = make(compile="true")
+    console = printed(loop)
     loop.run()
     assert loop.model.compiled, console.export_text()
     assert "proven equal to eager" in console.export_text()
