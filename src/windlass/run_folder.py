@@ -37,7 +37,10 @@ LIBRARIES: Final = ("torch", "transformers", "peft", "accelerate", "datasets", "
 
 OUTPUT_DIR: Final = "WINDLASS_OUTPUT_DIR"  # where a script that windlass started finds the run folder
 
-FINISHED, RUNNING, STOPPED, FAILED = "finished", "running", "stopped by a signal", "failed"
+FINISHED = "finished"
+RUNNING = "running"
+STOPPED = "stopped by a signal"
+FAILED = "failed"
 
 
 def find_step_files(folder: Path) -> dict[int, Path]:

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-BEFORE, DURING, AFTER, HELP = "Before a run", "During a run", "After a run", "If something is wrong"
+BEFORE = "Before a run"
+DURING = "During a run"
+AFTER = "After a run"
+HELP = "If something is wrong"
 
 
 class Groups(TyperGroup):

@@ -60,10 +60,11 @@ def dequantize_fp8(
     The bytes are of dtype `read` and each row is contiguous. Products are taken in float32 and rounded once. A single
     matrix needs no first dimension.
     """
-    (*stack, rows, columns), (*apart, row_stride, side_by_side) = codes.shape, codes.stride()
-    experts = (*stack, 1)[0]
-    expert_stride = (*apart, 0)[0]
-    assert side_by_side == 1 or columns == 1
+    *stack, rows, columns = codes.shape
+    *expert_strides, row_stride, column_stride = codes.stride()
+    experts = stack[0] if stack else 1
+    expert_stride = expert_strides[0] if stack else 0
+    assert column_stride == 1 or columns == 1
     assert scale.is_contiguous()
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if not values.numel():
@@ -103,19 +104,21 @@ def dequantize_four_bits(
     codes: Tensor, scale: Tensor, table: Tensor, side: int, dtype: torch.dtype, origin: Sequence[int]
 ) -> Tensor:
     """Do the same for 4-bit codes, two per byte. `scale` is the full parameter's, one per `side` columns of a row."""
-    (*stack, rows, half), (*apart, row_stride, side_by_side) = codes.shape, codes.stride()
-    experts = (*stack, 1)[0]
+    *stack, rows, half = codes.shape
+    *expert_strides, row_stride, column_stride = codes.stride()
+    *scale_expert_strides, scale_row_stride, scale_column_stride = scale.stride()
+    experts = stack[0] if stack else 1
     columns = 2 * half
-    expert_stride = (*apart, 0)[0]
-    *scales_apart, scale_row_stride, scale_side_by_side = scale.stride()
-    assert side_by_side == scale_side_by_side == 1
+    expert_stride = expert_strides[0] if stack else 0
+    scale_expert_stride = scale_expert_strides[0] if scale_expert_strides else 0
+    assert column_stride == scale_column_stride == 1
     values = torch.empty((*stack, rows, columns), dtype=dtype, device=codes.device)
     if not values.numel():
         return values
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS), experts)
     with torch.cuda.device_of(codes):  # type: ignore[no-untyped-call]
         _four_bits_kernel[grid](
-            codes, scale, table, values, rows, columns, expert_stride, row_stride, (*scales_apart, 0)[0],
+            codes, scale, table, values, rows, columns, expert_stride, row_stride, scale_expert_stride,
             scale_row_stride, *origin, side=side, high=ROWS, wide=COLUMNS, num_warps=4,
         )  # fmt: skip
     return values

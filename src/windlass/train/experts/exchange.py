@@ -168,19 +168,15 @@ class SharedExperts:
     def take(self, x: Tensor) -> Tensor:
         computed = self.computed
         self.computed = None
-        if computed is None or not _share_memory(computed[0], x):
+        if computed is None or _place(computed[0]) != _place(x):
             self.first = True
             return self.original(x)
         return computed[1].view(*x.shape[:-1], -1)
 
 
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors share the same memory, whatever their shapes."""
-
-    def place(tensor: Tensor) -> tuple[Any, ...]:
-        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
-
-    return place(one) == place(other)
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a tensor's place in memory, whatever its shape."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
 
 
 def find_shared_experts(model: nn.Module) -> Iterator[tuple[Exchange, nn.Module]]:
