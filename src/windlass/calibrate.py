@@ -23,6 +23,7 @@ from windlass import hardware, run_folder, tiny
 from windlass.errors import RunError, UserError
 from windlass.files import read_json, read_json_lines
 from windlass.hardware import KINDS, Collective, Rates
+from windlass.observe.format import format_plural
 from windlass.plan import make_plan
 from windlass.plan.machine import own_machine_file, write_machine
 from windlass.ranks import supervisor
@@ -52,15 +53,17 @@ def calibrate(
     if under_torchrun and not gpus and int(environ["WORLD_SIZE"]) > 1:
         hint = f"`windlass calibrate --ranks {environ['LOCAL_WORLD_SIZE']}`, without a launcher"
         raise UserError("a launcher started several ranks, but a CPU's are started here", "windlass calibrate", hint)
-    count = int(environ["LOCAL_WORLD_SIZE"]) if under_torchrun else count or len(gpus) or 1
-    most, name = (len(gpus), "GPUs") if gpus else (os.cpu_count() or 1, "processors")
+    if under_torchrun:
+        count = int(environ["LOCAL_WORLD_SIZE"])
+    count = count or len(gpus) or 1
+    most = len(gpus) or os.cpu_count() or 1
     if count > most:
+        name = "GPUs" if gpus else "processors"
         raise UserError(f"{count} ranks, but this machine has {most} {name}", "--ranks", f"give at most {most}")
     path = out or own_machine_file(kind, count)
     began = time.monotonic()
     if not under_torchrun:
-        ranks = "1 rank" if count == 1 else f"{count} ranks"
-        say(f"measuring {kind} with {ranks}, about {60 if gpus else 15} s")
+        say(f"measuring {kind} with {format_plural(count, 'rank')}, about {60 if gpus else 15} s")
     if not gpus:
         rates, conditions = _calibrate_cpu(count, path.absolute().parent, environ)
         if conditions["busy"]:
