@@ -64,24 +64,6 @@ def test_an_epochs_rows_are_counted_for_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        ({"dataset_name_or_path": "x"}, r"run.yaml:\d: data.dataset_name_or_path: is not trained on when there is"),
-        ({"mix": [{"path": "x", "weight": 1}, {"path": "y"}]}, r"data.mix\[1\]: has no weight, and others have one"),
-        ({"mix": [{"path": "x", "weight": 1, "rows": 2}]}, r"data.mix\[0\].rows: has both weight and rows"),
-        ({"mix": [{"path": "x/a.jsonl"}, {"path": "y/a.parquet"}]}, r"\[1\]: has the name 'a', as data.mix\[0\]"),
-        ({"mix": [{"path": "x", "epochs": 0}]}, r"data.mix\[0\].epochs"),
-        ({"mix": [{"path": "x", "epoch": 1}]}, r"data.mix\[0\].epoch.*"),
-        ({"streaming": True}, r"data.mix\[1\].epochs: a streamed set has no length"),
-        ({"eval": {"a": {"path": "x"}}}, r"has the name 'a', as data.eval has"),
-    ],
-)  # fmt: skip
-def test_mix_errors_are_named(tmp_path: Path, section: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        read_run_file(write(tmp_path, **section), [])
-
-
-@pytest.mark.parametrize(
     ("part", "words"),
     [
         ({"path": "{folder}/c.jsonl"}, r"data.mix\[0\].path: .*c.jsonl does not exist"),

@@ -16,10 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from windlass import tiny
-from windlass.errors import UserError
 from windlass.files import read_json_lines
 from windlass.observe import report
-from windlass.runfile import read_run_file
 from windlass.train.logits import open_adapter
 from windlass.train.patches import Patches
 
@@ -130,18 +128,3 @@ def test_embedding_noise_equals_transformers_and_skips_evaluations() -> None:
     expected = neftune_post_forward_hook(embeddings, None, plain.clone())
     torch.testing.assert_close(noisy, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(embeddings.eval()(ids), plain)
-
-
-@pytest.mark.parametrize(
-    ("sample", "message"),
-    [
-        ("{}", "needs one of prompts, file and from_eval"),
-        ("{prompts: [a], from_eval: 2}", "needs one of prompts, file and from_eval"),
-        ("{from_eval: 2}, eval_strategy: 'no'", "prompts are continued at evaluations"),
-        ("{prompts: []}", "must not be empty"),
-    ],
-)
-def test_invalid_sample_settings_are_refused(tmp_path: Path, sample: str, message: str) -> None:
-    (tmp_path / "run.yaml").write_text(f"train: {{sample: {sample}}}\n")
-    with pytest.raises(UserError, match=message):
-        read_run_file(tmp_path / "run.yaml")
