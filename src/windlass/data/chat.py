@@ -312,7 +312,8 @@ def choose_template(
         source = f"{fallback.capitalize()}'s chat template (the tokenizer has none)"
     else:
         template, source = find_template(asked, own, where("data.chat_template"))
-    if named and (unknown := sorted({*CONTROL.findall(template)} - {*tokenizer.get_vocab()})):
+    unknown = sorted({*CONTROL.findall(template)} - {*tokenizer.get_vocab()}) if named else []
+    if unknown:
         are = "are no tokens of this tokenizer and are" if len(unknown) > 1 else "is no token of this tokenizer and is"
         notes.append(f"{' and '.join(unknown)} {are} spelt out")
     if data is None:

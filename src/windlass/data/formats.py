@@ -86,10 +86,12 @@ class Request:
         if column in self.columns:
             return column
         close = difflib.get_close_matches(column, self.columns, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "name one of these: "
-        hint += "" if close else f"data.columns: {{{key.rpartition('.')[2].removesuffix('_field')}: …}}"
-        if key == "text_field" and (usual := guess_columns(self.columns)):
+        usual = guess_columns(self.columns) if key == "text_field" else {}
+        hint = f"name one of these: data.columns: {{{key.rpartition('.')[2].removesuffix('_field')}: …}}"
+        if usual:
             hint = f"if that is what they hold, write data.columns: {format_yaml(usual)}"
+        elif close:
+            hint = f"did you mean {close[0]!r}?"
         has = ", ".join(map(repr, self.columns)) or "none"
         raise UserError(f"the data have no column {column!r}; they have {has}", self.where(f"data.{key}"), hint)
 
@@ -150,10 +152,12 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     if asked and asked[0] not in chosen.keys:
         hint = "remove one of them"
         raise UserError(f"data.{asked[0]} is not of the format {chosen.name}", where(f"data.{asked[0]}"), hint)
-    if odd := [name for name in data.columns if name not in (*chosen.columns, *chosen.more)]:
+    odd = [name for name in data.columns if name not in (*chosen.columns, *chosen.more)]
+    if odd:
         problem = f"the format {chosen.name} has no {odd[0]!r}"
         hint = f"it has {', '.join((*chosen.columns, *chosen.more))}; data.format chooses another"
-        if data.format is None and (usual := guess_columns(columns)):
+        usual = guess_columns(columns) if data.format is None else {}
+        if usual:
             hint = f"name the format's column, then yours: data.columns: {format_yaml(usual)}"
         raise UserError(problem, where(f"data.columns.{odd[0]}"), hint)
     for key in sorted(CHAT_KEYS.intersection(data.own_changes)):
@@ -287,7 +291,8 @@ def make_chat_format(
         raise UserError("the loss is computed on everything", request.where("data.turns"), hint)
 
     def render(row: Row) -> RenderedRow | None:
-        if not (messages := messages_of(row)):
+        messages = messages_of(row)
+        if not messages:
             return None
         text, spans = template.render(messages, tools=row.get(tools or ""))
         return RenderedRow(text, None if everything else spans, closed=True)

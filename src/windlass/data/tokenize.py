@@ -233,7 +233,10 @@ def find_supervised_tokens(done: Any, supervised: Sequence[tuple[int, int]]) -> 
             edges = np.array(done.offsets, np.int64).reshape(-1, 2)
             inside = np.flatnonzero((edges[:, 1] > start) & (edges[:, 0] < end))
         else:  # a character may span several tokens
-            while last + 1 < len(done) and start < (edge := done.token_to_chars(last + 1))[1] and edge[0] < end:
+            while last + 1 < len(done):
+                first_char, after_char = done.token_to_chars(last + 1)
+                if after_char <= start or first_char >= end:
+                    break
                 last += 1
             inside = np.arange(first, last + 1)
         flags[inside] = True

@@ -103,36 +103,47 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
     if isinstance(cluster, dict):
         cluster.update({name: {} for name in PLATFORM_SECTIONS.values() if name in cluster and cluster[name] is None})
 
-    wrong: list[str] = []
-    run: RunFile | ScriptRun = RunFile() if root is RunFile else ScriptRun(kind="script")
-    for _ in range(8):  # without the wrong keys, to find contradictions among the others
+    run, faults = _validate(tree, root, lambda steps: _nearest_place(places, steps, document.file))
+    problems += faults.values()
+    wrong = [join_steps(steps) for steps in faults]
+
+    def is_valid(path: str) -> bool:
+        return not any(path == bad or path.startswith((f"{bad}.", f"{bad}[")) for bad in wrong)
+
+    def line(problem: Problem) -> int:
+        match = re.match(re.escape(document.file) + r":(\d+)", problem.where)
+        return int(match[1]) if match else 0
+
+    where = LoadedFile(Path(path), (), places).where
+    if run is not None:
+        problems += find_contradictions(run, where, is_valid)
+    raise_all(sorted(problems, key=line))
+    assert run is not None
+    notes += list_remarks(run, where)
+    if isinstance(run, ScriptRun):
+        return LoadedScript(Path(path), tuple(notes), places, run)
+    return Loaded(Path(path), tuple(notes), places, run)
+
+
+def _validate(
+    tree: dict[str, Any], root: type[RunFile | ScriptRun], where: Callable[[Steps], str]
+) -> tuple[RunFile | ScriptRun | None, dict[Steps, Problem]]:
+    """Return the run and a problem for each faulty path, which is taken out of the tree: to find contradictions among
+    the others. No run if that leaves none in eight rounds."""
+    faults: dict[Steps, Problem] = {}
+    for _ in range(8):
         try:
-            run = root.model_validate(tree)
-            break
+            return root.model_validate(tree), faults
         except ValidationError as error:
-            found = _explain_validation(error, tree, lambda steps: _nearest_place(places, steps, document.file), root)
-        problems += found.values()
-        wrong += map(join_steps, found)
+            found = _explain_validation(error, tree, where, root)
+        faults |= found
         for steps in found:  # a list or free mapping goes as a whole
             top = tree.get(str(steps[0])) if len(steps) > 1 else None
             if isinstance(top, dict):
                 top.pop(str(steps[1]), None)
             elif steps:
                 tree.pop(str(steps[0]), None)
-    else:
-        wrong += SECTIONS
-
-    def is_valid(path: str) -> bool:
-        return not any(path == bad or path.startswith((f"{bad}.", f"{bad}[")) for bad in wrong)
-
-    where = LoadedFile(Path(path), (), places).where
-    problems += find_contradictions(run, where, is_valid)
-    line = re.compile(re.escape(document.file) + r":(\d+)")
-    raise_all(sorted(problems, key=lambda each: int(at[1]) if (at := line.match(each.where)) else 0))
-    notes += list_remarks(run, where)
-    if isinstance(run, ScriptRun):
-        return LoadedScript(Path(path), tuple(notes), places, run)
-    return Loaded(Path(path), tuple(notes), places, run)
+    return None, faults
 
 
 def _rename(tree: dict[str, Any], places: dict[str, str], problems: list[Problem]) -> list[str]:
@@ -314,13 +325,16 @@ def _explain_wrong(steps: Steps, found: list[Any], root: Root) -> tuple[str, str
     if key == "kind":
         wanted = "'lora' or 'script'"
     hint = explain
-    if (named := (key, str(value).lower())) in NOT_VALUES:
+    named = (key, str(value).lower())
+    near = find_close_names(value, re.findall(r"'([^']+)'", wanted), 1) if isinstance(value, str) else []
+    inner = find_section(find_annotation(steps, root))
+    if named in NOT_VALUES:
         hint = NOT_VALUES[named]
     elif value is None:
         hint = "write a value, or remove the line"
-    elif isinstance(value, str) and (near := find_close_names(value, re.findall(r"'([^']+)'", wanted), 1)):
+    elif near:
         hint = f"did you mean {near[0]}?"
-    elif (inner := find_section(find_annotation(steps, root))) and "'" not in wanted:
+    elif inner and "'" not in wanted:
         hint = f"indent its keys below it: {', '.join(list(inner.model_fields)[:6])} …"
     elif isinstance(value, str) and "bool_type" in types and value.lower() in ("true", "false"):
         hint = f"write {value.lower()} without quotes"

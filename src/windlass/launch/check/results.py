@@ -129,7 +129,8 @@ class Report:
 def write_error(report: Report, environ: Mapping[str, str]) -> None:
     """Leave the error, as ranks do, for the process next to this one that sends it to the other nodes."""
     status_dir = environ.get("WINDLASS_STATUS_DIR")
-    if status_dir and (seen := "; ".join(f"{result.title}: {result.seen}" for result in report.failures)):
+    seen = "; ".join(f"{result.title}: {result.seen}" for result in report.failures)
+    if status_dir and seen:
         text = json.dumps({"problems": [{"where": "windlass check", "problem": seen}], "time": time.monotonic()})
         with suppress(OSError):
             write_atomic(Path(status_dir) / "error-check", text)

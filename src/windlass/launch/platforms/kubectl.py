@@ -148,7 +148,8 @@ class KubernetesJob:
 
     def state(self) -> str | None:
         """Return `running` or how the job ended; None if it doesn't exist."""
-        if not (text := self.get("--output", "json")):
+        text = self.get("--output", "json")
+        if not text:
             return None
         conditions = json.loads(text).get("status", {}).get("conditions", [])
         for condition in conditions:

@@ -149,7 +149,8 @@ def choose_engine(job: Job, *, ask: bool, say: Callable[[str], None] = lambda _:
     section = job.cluster.kubernetes
     where = job.where("cluster.kubernetes.engine")
     ask = ask and kubectl.find_client() is not None
-    if section.engine == "trainer" and ask and (why := kubectl.find_runtime_problem(section.runtime)):
+    why = kubectl.find_runtime_problem(section.runtime) if section.engine == "trainer" and ask else ""
+    if why:
         say(f"note: {where}: {why}; cluster.kubernetes.engine: jobset would")
     if section.engine != "auto":
         return job

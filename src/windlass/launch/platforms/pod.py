@@ -74,7 +74,8 @@ def labels_and_annotations(job: Job, of: str, engine: str = "") -> dict[str, dic
         if engine == "pytorchjob" and job.nodes > 1:  # one domain for master and workers; Kueue would use two
             annotations[f"{KUEUE}/podset-group-name"] = "nodes"
     found = {"labels": labels, "annotations": annotations}
-    if of == "pod" and (group := gang_scheduler(section)):
+    group = gang_scheduler(section)
+    if of == "pod" and group:
         _, _, kind, name = GROUPS[group]
         found[kind][name] = job.name
     return found

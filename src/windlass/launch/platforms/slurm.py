@@ -174,7 +174,8 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
         say(f"sbatch is not installed here; on a machine that has it: {by_hand}")
         return False
     facts = read_json(folder / RECORD)
-    if facts.get("platform") == "slurm" and (state := query_squeue(facts["number"], "%T")):
+    state = query_squeue(facts["number"], "%T") if facts.get("platform") == "slurm" else ""
+    if state:
         hint = "`windlass status RUN`; `windlass stop RUN`; or another train.output_dir"
         what = f"Slurm has it already, as job {facts['number']} ({state})"
         raise UserError(what, str(folder / RECORD), hint, "already-running")
@@ -248,8 +249,10 @@ def stop(record: Record) -> int:
         return 0
     if state != "RUNNING":
         done = run_command("scancel", number)
-    elif not (done := run_command("scontrol", "update", f"JobId={number}", "Requeue=0")).returncode:
-        done = run_command("scancel", "--signal=USR1", number)
+    else:
+        done = run_command("scontrol", "update", f"JobId={number}", "Requeue=0")
+        if not done.returncode:
+            done = run_command("scancel", "--signal=USR1", number)
     if done.returncode:
         raise RunError(done.stderr.strip(), f"job {number}", f"scancel --signal=USR1 {number}")
     saves = "is stopping: its ranks save, and `windlass submit RUN` resumes from there"
