@@ -27,7 +27,7 @@ from windlass.observe.format import format_plural
 from windlass.plan import make_plan
 from windlass.plan.machine import own_machine_file, write_machine
 from windlass.ranks import supervisor
-from windlass.ranks.place import Node, translate_launcher
+from windlass.ranks.place import LAUNCHERS, Node, translate_launcher
 from windlass.runfile import read_run_file
 
 # Range of measured / planned step times of calibrated plans, wider where the machine itself varies: on GPUs assumed; on
@@ -36,8 +36,6 @@ RANGES = {"cpu": (0.67, 1.5), "cuda": (0.8, 1.4)}
 STORAGE_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 LIMIT_SECONDS = 300.0  # limit of the whole calibration: a collective may hang
 TABLE = "table.json"  # a machine file with the hardware table's rates
-# Variables that make a process a rank, or a node, of a job that something else started.
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PET_", "SLURM_")
 BUSY = 0.1  # share of the processors' time from which other processes are worth a warning
 
 

@@ -81,26 +81,22 @@ def make_any_plan(loaded: Loaded | LoadedScript, accelerate: AccelerateFile | No
     if isinstance(loaded, Loaded):
         return make_plan(loaded, accelerate)
     refuse_accelerate(accelerate.path if accelerate else None)
-    return make_script_plan(loaded)
+    # cluster.nodes x cluster.gpus_per_node ranks; if neither is set, layout.ranks on one machine.
+    cluster = loaded.run.cluster
+    ranks = loaded.run.layout.ranks
+    layout = RankGrid(*cluster.size)
+    if ranks is not None and cluster.nodes == "auto" and cluster.gpus_per_node == "auto":
+        layout = RankGrid(1, ranks)
+    machine = find_machine(cluster.model_copy(update={"gpus_per_node": layout.gpus_per_node}), loaded.where)
+    notes = list(loaded.notes)
+    path = loaded.run.script.path
+    if path is not None and not Path(path).is_file():  # it may exist on the platform that runs it
+        problem = f"{path} is a folder" if Path(path).is_dir() else f"there is no {path} here"
+        notes.append(f"{problem}: it must be there when the run starts")
+    return ScriptPlan(loaded, machine, layout, (*notes, UNKNOWN))
 
 
 def refuse_accelerate(file: Path | None) -> None:
     if file is not None:
         what = "sets how a language model is sharded, but this run is of kind: script"
         raise UserError(what, str(file), "leave --accelerate out: a script shards by itself")
-
-
-def make_script_plan(loaded: LoadedScript) -> ScriptPlan:
-    """Plan cluster.nodes x cluster.gpus_per_node ranks; if neither is set, layout.ranks on one machine."""
-    cluster = loaded.run.cluster
-    ranks = loaded.run.layout.ranks
-    path = loaded.run.script.path
-    layout = RankGrid(*cluster.size)
-    if ranks is not None and cluster.nodes == "auto" and cluster.gpus_per_node == "auto":
-        layout = RankGrid(1, ranks)
-    machine = find_machine(cluster.model_copy(update={"gpus_per_node": layout.gpus_per_node}), loaded.where)
-    notes = [*loaded.notes, UNKNOWN]
-    if path is not None and not Path(path).is_file():  # it may exist on the platform that runs it
-        what = f"{path} is a folder" if Path(path).is_dir() else f"there is no {path} here"
-        notes.insert(-1, f"{what}: it must be there when the run starts")
-    return ScriptPlan(loaded, machine, layout, tuple(notes))

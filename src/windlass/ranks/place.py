@@ -11,6 +11,8 @@ from typing import Final
 from windlass.errors import UserError
 
 PORT: Final = 29500  # torch's default
+# Beginnings of the variables below: without them a process is no rank and no node of a job that something else started.
+LAUNCHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PET_", "SLURM_", "OMPI_", "JOB_COMPLETION_INDEX")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from windlass.errors import RANK_USER_INPUT, SAVED, USER_INPUT
+from windlass.ranks.place import LAUNCHERS
 from windlass.rehearse.record import Failed
 
 LIMIT_SECONDS = 600.0  # limit of one command: nobody waits an hour for a rehearsal
@@ -21,7 +22,7 @@ POLL_SECONDS = 0.1
 ERROR = "error: "  # prefix of a command's error message
 LAST_LINES = 40  # of a log, if a failed command printed no error
 # Variables that give a process its place among others, and those that only GPUs need.
-PLACES = ("PET_", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "JOB_COMPLETION_INDEX", "WINDLASS_", "NCCL_")
+DROPPED = (*LAUNCHERS, "WINDLASS_", "NCCL_")
 
 
 class Command:
@@ -149,7 +150,7 @@ def exit_on_sigterm() -> Iterator[None]:
 def make_environment(environ: Mapping[str, str], scratch: Path) -> dict[str, str]:
     """Return an environment for this machine's CPU, without network and without a launcher's variables."""
     return {
-        **{key: value for key, value in environ.items() if not key.startswith(PLACES)},
+        **{key: value for key, value in environ.items() if not key.startswith(DROPPED)},
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', os.defpath)}",
         "TMPDIR": str(scratch),
         "CUDA_VISIBLE_DEVICES": "",

@@ -134,7 +134,7 @@ def run_in_ranks(
         command.environ.update(translate_launcher(command.environ))
         here = read_rank(command.environ)
     if here is None:
-        return start_ranks(make_plan, command, resume=resume)
+        return start_here(make_plan, command, resume=resume)
 
     def plan_and_work() -> int:
         here.phase("planning")
@@ -168,7 +168,7 @@ def read_shared_plan(here: Rank) -> AnyPlan | None:
     return plan
 
 
-def start_ranks(make_plan: Callable[[], AnyPlan], command: Command, *, resume: bool) -> int:
+def start_here(make_plan: Callable[[], AnyPlan], command: Command, *, resume: bool) -> int:
     """Plan, and start this machine's ranks; on several nodes once all have joined. Returns the exit code."""
     job = command.job
     environ = command.environ
