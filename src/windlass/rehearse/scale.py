@@ -209,8 +209,8 @@ def _scale_keys(
     def elsewhere(part: MixedSet | EvalSet) -> dict[str, Any]:
         complete = data.of(part)
         kept = {key: getattr(part, key) for key in ("weight", "rows", "epochs") if getattr(part, key, None) is not None}
-        for key in RowFormat.model_fields.keys() - {"dataset_config_name"}:
-            if getattr(complete, key) != getattr(data, key):
+        for key in RowFormat.model_fields:
+            if key != "dataset_config_name" and getattr(complete, key) != getattr(data, key):
                 kept[key] = getattr(complete, key)
         return {**kept, "path": next(written), "split": "train"}
 
