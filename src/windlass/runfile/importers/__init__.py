@@ -43,12 +43,13 @@ NOT_TRANSFORMERS: Final = ("warmup_ratio", "global_batch_size", "resume")  # key
 def import_file(path: Path, tool: str = "") -> ImportedRun:
     """Translate another tool's configuration, a YAML or JSON file or a shell script that starts the tool."""
     if tool and tool not in TOOLS:
-        raise UserError(f"windlass imports from {', '.join(TOOLS)}, not from {tool!r}", "--from", "choose one of them")
+        what = f"windlass imports from {', '.join(TOOLS)}, not from {tool!r}"
+        raise UserError(what, "--from", "choose one of them", "no-such-tool")
     named, theirs, lines = read_configuration(path)
     tool = tool or named or _recognise(theirs)
     if not tool:
         hint = f"name it: `windlass import {path} --from axolotl`, or another: {', '.join(TOOLS)}"
-        raise UserError("is not clearly a configuration of one tool", str(path), hint)
+        raise UserError("is not clearly a configuration of one tool", str(path), hint, "no-tool")
     imported = ImportedRun(tool, str(path), dict(theirs), lines)
     translate_common(imported)
     _apply_table(imported)

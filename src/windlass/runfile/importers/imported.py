@@ -55,7 +55,7 @@ class ImportedRun:
 
     def refuse(self, key: str, why: str, hint: str) -> None:
         line = f":{self.lines[key]}" if key in self.lines else ""
-        self.problems.append(Problem(why, f"{self.file}{line}: {key}", hint))
+        self.problems.append(Problem(why, f"{self.file}{line}: {key}", hint, "refused-key"))
 
     def judge(self, key: str, value: Any, place: str = "") -> None:
         """Handle a key that is not carried over: it has no effect, with a reason, or it is refused."""

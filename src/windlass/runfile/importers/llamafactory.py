@@ -62,7 +62,8 @@ def _read_dataset_info(beside: Path, folder: Path) -> dict[str, Any]:
             try:
                 return dict(json.loads(file.read_text(encoding="utf-8")))
             except (ValueError, TypeError) as error:
-                raise UserError(f"is not valid JSON: {error}", str(file), "correct it, then import again") from None
+                hint = "correct it, then import again"
+                raise UserError(f"is not valid JSON: {error}", str(file), hint, "not-json") from None
     return {}
 
 

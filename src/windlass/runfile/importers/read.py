@@ -18,7 +18,7 @@ def read_configuration(path: Path) -> tuple[str, dict[str, Any], dict[str, int]]
     document = load_document(path)
     if not isinstance(document.value, dict):
         hint = "give another tool's YAML, JSON or shell script"
-        raise UserError("contains no `key: value` settings", str(path), hint)
+        raise UserError("contains no `key: value` settings", str(path), hint, "no-settings")
     raise_all(document.problems)
     return "", document.value, {join_steps(steps): line for steps, line in document.lines.items()}
 
@@ -32,7 +32,7 @@ def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, 
                 options = _read_options(path, text, tool, start[0], line[start.end() :])
                 return tool, options, {key: _find_line(text, f"--{key}") for key in options}
     hint = "windlass reads `swift sft`, `llamafactory-cli train` and `trl sft` with their options"
-    raise UserError("starts no training tool that windlass knows", str(path), hint)
+    raise UserError("starts no training tool that windlass knows", str(path), hint, "no-tool")
 
 
 def _read_options(path: Path, text: str, tool: str, command: str, line: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _read_options(path: Path, text: str, tool: str, command: str, line: str) -> 
         words = shlex.split(line, comments=True)
     except ValueError as error:
         where = f"{path}:{_find_line(text, command)}"
-        raise UserError(f"is not a shell command: {error}", where, "close the quotes") from None
+        raise UserError(f"is not a shell command: {error}", where, "close the quotes", "not-shell") from None
     options: dict[str, Any] = {}
     if re.search(r"\bpt\b", command):  # ms-swift's pretraining
         options["loss_scale"] = "all"
@@ -51,7 +51,7 @@ def _read_options(path: Path, text: str, tool: str, command: str, line: str) -> 
             options[key] = parse_scalar(value) if equals else True
         elif not key:
             hint = f"import that file: `windlass import {word} --from {tool}`"
-            raise UserError(f"takes its settings from {word}", str(path), hint)
+            raise UserError(f"takes its settings from {word}", str(path), hint, "settings-elsewhere")
         elif options[key] is True:
             options[key] = parse_scalar(word)
         else:
@@ -59,7 +59,7 @@ def _read_options(path: Path, text: str, tool: str, command: str, line: str) -> 
     for key, value in options.items():
         if any("$" in str(item) for item in as_list(value)):
             where = f"{path}:{_find_line(text, f'--{key}')}: {key}"
-            raise UserError("is a shell expression", where, "write its value instead")
+            raise UserError("is a shell expression", where, "write its value instead", "shell-expression")
     return options
 
 

@@ -46,4 +46,5 @@ def validate(imported: ImportedRun) -> None:
                 theirs = imported.remarks.get(key, "")
                 line = f":{imported.lines[theirs]}" if theirs in imported.lines else ""
                 where = f"{imported.file}{line}: {theirs or key}"
-                imported.problems.append(Problem(f"as {key}, it {problem.problem}", where, problem.hint))
+                what = f"as {key}, it {problem.problem}"
+                imported.problems.append(Problem(what, where, problem.hint, problem.code))
