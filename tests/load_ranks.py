@@ -27,14 +27,10 @@ from windlass.errors import UserError
 from windlass.model import Base, read_base
 from windlass.model.family import FAMILIES
 from windlass.model.targets import resolve_adapter
-from windlass.plan.layout import (
-    Layout,
-)
+from windlass.plan.layout import Layout
 from windlass.ranks.collectives import all_gather, raise_together
 from windlass.runfile import Lora
-from windlass.settings import (
-    FOUR_BITS,
-)
+from windlass.settings import FOUR_BITS
 from windlass.train import parallel
 from windlass.train.liveness import Liveness
 from windlass.train.load import list_unique_tensors, load_base, view_own_part

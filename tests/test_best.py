@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from windlass.errors import UserError
+from windlass.plan.finished import load_finished_run
 from windlass.runfile.rules import resolve_accumulation
 from windlass.train.best import BASE, rank_candidates
-from windlass.train.finished import load_finished_run
 
 
 def test_paired_interval_separates_a_difference_from_noise() -> None:

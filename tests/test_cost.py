@@ -23,10 +23,7 @@ from windlass.plan import memory, operators
 from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.memory import dequantized_bytes
-from windlass.plan.workload import (
-    Lora,
-    ModelShape,
-)
+from windlass.plan.workload import Lora, ModelShape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 dispatched: Any = importlib.import_module("dispatched")

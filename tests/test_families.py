@@ -30,10 +30,7 @@ from windlass.model import PARTS, read_base
 from windlass.model.config import describe
 from windlass.model.derived import find_description
 from windlass.model.family import FAMILIES as ROWS
-from windlass.model.quantization import (
-    published_dtype,
-    quantizable_names,
-)
+from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.model.shrink import shrink_config
 from windlass.model.targets import resolve_adapter
 from windlass.plan.workload import Traced

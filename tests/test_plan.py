@@ -23,9 +23,7 @@ from windlass.plan.schedule import count_sequences, make_schedule
 from windlass.plan.search import EQUAL, drop_dominated, is_same_layout
 from windlass.plan.show import format_rough, print_plan
 from windlass.runfile import Train, read_run_file
-from windlass.settings import (
-    FOUR_BITS,
-)
+from windlass.settings import FOUR_BITS
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "mistral-small-4"

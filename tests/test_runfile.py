@@ -27,15 +27,7 @@ from windlass.runfile import (
     read_run_file,
     resolve_accumulation,
 )
-from windlass.runfile.names import (
-    ATTENTION,
-    OPTIMIZERS,
-    OPTIMIZERS_REFUSED,
-    OTHER_NAMES,
-    RENAMED,
-    SCHEDULES,
-    TRACKERS,
-)
+from windlass.runfile.names import ATTENTION, OPTIMIZERS, OPTIMIZERS_REFUSED, OTHER_NAMES, RENAMED, SCHEDULES, TRACKERS
 from windlass.runfile.recorded import read_recorded_data, record_run
 from windlass.runfile.reference import UPSTREAM, find_annotation, list_alternatives
 

@@ -51,7 +51,7 @@ def best(
     The base model is loaded once. Differences come with a paired 95 % confidence interval, which shows which adapters
     are significantly worse.
     """
-    from windlass.train.finished import plan_finished_run
+    from windlass.plan.finished import plan_finished_run
     from windlass.train.start import Command, best, compute_fingerprint
 
     def show(ranking: Any) -> None:

@@ -9,7 +9,7 @@ search       layouts and micro-batches, compared
 cost         workload, memory, step_time: what a layout needs
 advice       what would be faster, and what is probably not intended
 show         the plan as text; as_json: as JSON
-script       the plan of a run of kind: script
+script       the plan of a run of kind: script; finished: a finished run's file, changed to evaluate it again
 """
 
 from windlass.plan.as_json import write_plan

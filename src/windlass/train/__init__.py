@@ -13,7 +13,7 @@ load        the base model, each weight proven against the files
 parallel    layouts; lora: adapters; initial: PiSSA and OLoRA; wrapped: names in saved adapters
 patches     every replacement of other libraries' code, and when it may go
 console     what a run prints; trackers: what it sends to TensorBoard, W&B and others
-best        the saved adapters of a run, evaluated; ranking: their table; finished: a finished run's plan
+best        the saved adapters of a run, evaluated; ranking: their table
 logits      with and without the adapter, and how far apart
 checkpoint/ what is saved, when, and read again
 experts/    routed experts: their low-rank path, and tokens exchanged under expert parallelism

@@ -19,14 +19,7 @@ from windlass.errors import SAVED, Problem, UserError, raise_all
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.ranks.job import USUAL_WAIT_SECONDS, LaunchedJob, log_as_json
-from windlass.ranks.node import (
-    end_node,
-    print_log_head,
-    require_gpus,
-    run_node,
-    tell_other_nodes,
-    to_node_code,
-)
+from windlass.ranks.node import end_node, print_log_head, require_gpus, run_node, tell_other_nodes, to_node_code
 from windlass.ranks.place import Node, read_node, require_one_process_per_node, translate_launcher
 from windlass.ranks.rank import Rank, read_rank, run_rank
 from windlass.ranks.rendezvous import LOST
@@ -215,7 +208,7 @@ def start_here(make_plan: Callable[[], AnyPlan], command: Command, *, resume: bo
                 return run_here(Path(folder))
         if job:
             title = f"{layout.nodes} x {layout.gpus_per_node} {plan.machine.gpu.name}, {layout.name}"
-            print_log_head(node, f"{job.name}: {title}", plan.loaded.path)
+            print_log_head(node, f"{job.name}: {title}", plan.file)
         code = run_node(
             node,
             run_here,
