@@ -144,7 +144,7 @@ def _find_contradictions(request: LayoutRequest, layout: Layout, experts: int) -
             f"leave reshard_after_forward out, or take {CONTRADICTIONS[name, reshard]}",
         )
     if shard * replicate != layout.ranks:
-        text = f"shard {shard} x replicate {replicate} = {shard * replicate}, but there are {layout.ranks} ranks"
+        text = f"shard {shard} x replicate {replicate} = {shard * replicate}, not the number of ranks, {layout.ranks}"
         yield "sizes-unlike-ranks", text, "leave one of the two out: it is derived"
     if name in ("full-shard", "no-reshard") and shard == 1 < layout.ranks:
         yield "nothing-sharded", f"{name} with shard 1: that is resident", "write layout: resident"

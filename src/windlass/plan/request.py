@@ -5,6 +5,7 @@ from typing import Any
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.family import Family
+from windlass.observe.format import format_plural
 from windlass.plan.accelerate import AccelerateFile, Setting
 from windlass.plan.layout import AUTO, LayoutRequest, rule_out_layouts
 from windlass.runfile import Loaded
@@ -112,17 +113,19 @@ def _count_gpus(loaded: Loaded, written: Settings, in_accelerate: Settings, prob
         nodes = one_node
     written_gpus = written.get("cluster.gpus_per_node")
     if ranks and ranks.value % nodes:
-        text = f"{ranks.value} ranks do not spread evenly over {nodes} nodes"
+        text = f"{ranks.value} ranks do not spread evenly over {format_plural(nodes, 'node')}"
         hint = f"give a multiple of {nodes}, or change the number of nodes"
         problems.append(Problem(text, ranks.where, hint, "uneven-ranks"))
     elif ranks and written_gpus and ranks.value != nodes * per_node:
-        text = f"the number of ranks is {ranks.value} here, but {nodes} nodes x {per_node} at {written_gpus.where}"
+        sizes = f"{format_plural(nodes, 'node')} x {per_node}"
+        text = f"the number of ranks is {ranks.value} here, but {sizes} at {written_gpus.where}"
         problems.append(Problem(text, ranks.where, "make the two agree, or keep one of them", "disagreement"))
     elif ranks:
         per_node = ranks.value // nodes
     planned = loaded.run.layout.ranks
     if planned not in (None, nodes * per_node):
-        text = f"layout.ranks is {planned}, but {nodes} nodes x {per_node} GPUs are {nodes * per_node}"
+        sizes = f"{format_plural(nodes, 'node')} x {format_plural(per_node, 'GPU')}"
+        text = f"layout.ranks is {planned}, but {sizes} are {nodes * per_node}"
         hint = "leave layout.ranks out, or change cluster.nodes and cluster.gpus_per_node"
         problems.append(Problem(text, loaded.where("layout.ranks"), hint, "disagreement"))
     return nodes, per_node
