@@ -45,6 +45,8 @@ def sleeper(loop: Loop, step: int) -> None:
 
 def poison(loop: Loop, step: int) -> None:
     """One batch whose gradient is a thousand times too large."""
+    if step == 26:
+        time.sleep(1.5)  # the monitor's round, before the last step
     if step == 23:
         norm = loop.model.causal_lm.model.norm
 
