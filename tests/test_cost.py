@@ -400,6 +400,21 @@ def test_operations_per_token() -> None:
     assert answer.flops_per_token == pytest.approx(2 * 12.2e9, rel=0.05)
 
 
+def test_a_cpu_pays_for_each_matrix_that_it_decodes() -> None:
+    """With torch's own operators, several a matrix: more than the bytes that FP8 saves."""
+    card = find_gpu("cpu")
+    link = find_fabric(card.link)
+    given = replace(work(1, 2, shard=1, name="resident"), machine=Machine(card, link, link, link, 1, None))
+    kept = replace(given, layout=replace(given.layout, base_dtype="fp8"))
+    matrices = sum(
+        36 * (128 if p.part == "experts" else 1)
+        for p in BASE.parameters
+        if "layers.0." in p.name and p.name in shape().narrow
+    )
+    least = 13 * matrices * given.machine.rates.operator_seconds
+    assert estimate_cost(kept).host_seconds - estimate_cost(given).host_seconds >= 2 * least
+
+
 def test_every_gpu_can_be_planned_and_cpu_has_no_overlap() -> None:
     for name in GPUS:
         answer = estimate_cost(real(replace(work(2, 8), machine=machine(name))))

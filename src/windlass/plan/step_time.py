@@ -19,6 +19,7 @@ SKEW = 1.03  # ranks wait for the slowest one, and collectives use some of the G
 LOGIT_BYTES = 26  # per logit in the loss: written, read, in float32, exponentiated, its gradient written and read
 OPTIMIZER_BYTES = 40  # per trained parameter: gradient, two moments and value, read and written, and its norm
 GATHER_OPERATORS = 40  # to gather and free a layer: a few kernels, and FSDP2's Python; assumed
+DECODE_OPERATORS = 13  # per matrix on a CPU, which decodes with torch's own operators
 EXCHANGE_OPERATORS = 12  # per pass, to send tokens to experts and back; counted in a training step
 # Devices for which torch has no grouped product of all experts (GPUs before Hopper, and CPUs): the host reads back the
 # rows of each expert every time and starts one product per expert.
@@ -249,6 +250,11 @@ def _estimate_layer(work: Workload, layer: Layer, phase: str, *, products: bool)
     if work.layout.expert_parallel > 1 and layer.experts > 0:
         operators += EXCHANGE_OPERATORS
     operators += _count_unfused_products(work, layer, phase) * layer.experts / work.layout.expert_parallel
+    if work.on_cpu and work.layout.base_dtype != "bf16":
+        for p in layer.parameters:
+            if p.name in shape.narrow:
+                matrices = layer.experts / work.layout.expert_parallel if len(p.shape) == 3 else 1
+                operators += DECODE_OPERATORS * matrices
     host = operators * rates.operator_seconds + dispatched.modules * rates.module_seconds
     return Passes(compute, memory, host) + _adapter_options(work, layer, phase, wide=wide)
 
