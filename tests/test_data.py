@@ -109,6 +109,20 @@ def test_empty_rows_are_dropped_and_long_ones_cut_and_counted(prepared: Prepare,
     assert any("cut at max_length" in note for note in done.audit["notes"])
 
 
+def test_the_share_of_cut_rows_counts_those_that_are_dropped(prepared: Prepare) -> None:
+    rows = [{"prompt": "word " * 500, "completion": "x"}] * 9 + [{"prompt": "short", "completion": "word " * 500}]
+    done = prepared(rows)
+    assert done.audit["splits"]["train"]["truncated_share"] == 1.0
+    assert any(note.startswith("10 rows (100.0%) cut at max_length: ") for note in done.audit["notes"])
+
+
+def test_equal_rows_that_are_all_held_out_are_named_so(prepared: Prepare) -> None:
+    with pytest.raises(UserError) as caught:
+        prepared([{"text": "the same"}] * 6, val_fraction=0.5)
+    assert "of 0 rows" not in str(caught.value)
+    assert "val_fraction" in caught.value.problems[0].hint
+
+
 def test_loss_is_on_the_completion(prepared: Prepare, tokenizer: Any) -> None:
     rows = [{"prompt": "What is a list?", "completion": " A sequence."}, {"prompt": "Nothing", "completion": " "}]
     done = prepared(rows)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from windlass.data.packing import group_by_length, pack_rows, shuffle
 from windlass.data.tokenize import Documents
 from windlass.errors import Problem
+from windlass.observe.format import format_plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +38,7 @@ def audit_split(documents: Documents, eos: int | None) -> Audit:
     lengths = documents.lengths
     counts = documents.counts
     kept = len(documents.lengths)
+    tokenized = kept + counts["unsupervised"]
     ends = np.cumsum(lengths) - 1
     tokens = int(lengths.sum())
     supervised = int(documents.supervised.sum()) - int(documents.supervised[documents.starts].sum())
@@ -48,7 +50,8 @@ def audit_split(documents: Documents, eos: int | None) -> Audit:
         "tokens": tokens,
         "supervised_tokens": supervised,
         "supervised_fraction": supervised / tokens if tokens else 0.0,
-        "truncated_share": counts["truncated"] / kept if kept else 0.0,
+        # Rows that were held out are no longer here, but were cut before: at most all.
+        "truncated_share": min(1.0, counts["truncated"] / max(1, tokenized)),
         "dropped": counts["empty"] + counts["unsupervised"],
         "duplicates": kept - len(np.unique(documents.hashes)),
         "end_trained_share": stopping / kept if kept else 0.0,
@@ -185,6 +188,9 @@ def find_problems(
                 f"{figures['unsupervised']} have nothing supervised, {figures['truncated']} were cut at data.max_length"
             )
             hint = "check the column or template; a prompt longer than data.max_length leaves no room for its answer"
+            if not figures["rows"]:
+                problem = f"no row is left in {split}"
+                hint = "name a split with rows; data.val_fraction holds equal rows out together"
             found.append(Problem(problem, place, hint))
         if vocabulary is not None and (figures["highest_id"] or 0) >= vocabulary:
             problem = f"{split} has token id {figures['highest_id']}, the model's vocabulary ends at {vocabulary - 1}"
@@ -214,8 +220,8 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
     warnings = (
         (
             train["truncated"],
-            f"{train['truncated']:,} rows ({train['truncated_share']:.1%}) are cut at max_length and lose "
-            f"{train['tokens_cut']:,} tokens ({train['tokens_cut'] / all_tokens:.1%})",
+            f"{format_plural(train['truncated'], 'row')} ({train['truncated_share']:.1%}) cut at max_length: "
+            f"{train['tokens_cut']:,} tokens ({train['tokens_cut'] / all_tokens:.1%}) are lost",
         ),
         (
             train["unsupervised"],
