@@ -1,0 +1,5 @@
+"""Serving: prove that a server answers with the exported adapter.
+
+probe       what a server's answers are compared with: log-probabilities of base, adapter and parts of the adapter
+verify      compare a server's answers with a probe
+"""
