@@ -1,5 +1,6 @@
 """Serving: prove that a server answers with the exported adapter.
 
+servers     what each server does with each kind of module: the table of servers.toml
 probe       what a server's answers are compared with: log-probabilities of base, adapter and parts of the adapter
 verify      compare a server's answers with a probe
 """

@@ -1,0 +1,114 @@
+"""Servers as a table: what each does with each kind of module of each kind of model (servers.toml)."""
+
+import datetime
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from windlass.model import Base
+
+PEFT: Final = "peft"
+PER_EXPERT: Final = "per-expert"
+FOLDED: Final = "folded"
+APPLIED: Final = "applied"
+UNTRIED: Final = "untried"
+# Result -> what the server does with the modules that follow.
+SAYS: Final = {
+    "ignored": "ignores without a word",
+    "refused": "refuses",
+    "misscaled": "applies at the wrong scale",
+    "crash": "crashes on",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server, and which version of it was tried, when and how."""
+
+    title: str
+    version: str
+    tried: datetime.date
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of servers.toml, whose head says what the fields mean."""
+
+    server: str
+    what: tuple[str, ...]
+    result: str
+    models: tuple[str, ...] = ()
+    form: str = ""
+    module: str = ""  # the experts' module in the server
+    matrices: tuple[str, ...] = ()  # an expert's gate, down and up matrix there
+    unless: str = ""
+    seen: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a server does with some modules, or with a feature of the adapter."""
+
+    row: Row
+    what: str
+    modules: tuple[str, ...] = field(default=())
+    enabled: bool = False  # the environment variable is set that makes the server apply them
+
+    @property
+    def is_served(self) -> bool:
+        """Return whether the server applies them, as PEFT saves them or as windlass writes them."""
+        return self.row.result == APPLIED or bool(self.row.form) or self.enabled
+
+    @property
+    def is_tried(self) -> bool:
+        return self.row.result != UNTRIED
+
+    def __str__(self) -> str:
+        title = SERVERS[self.row.server].title
+        count = f" ({len(self.modules)} modules)" if len(self.modules) > 1 else ""
+        return f"{title} {SAYS[self.row.result]} {self.what}{count}"
+
+
+def _read_table() -> tuple[dict[str, Server], tuple[Row, ...]]:
+    table = tomllib.loads(Path(__file__).with_name("servers.toml").read_text(encoding="utf-8"))
+    servers = {name: Server(**entry) for name, entry in table["servers"].items()}
+    rows = []
+    for entry in table["rows"]:
+        lists = {key: tuple(entry.get(key, "").split()) for key in ("what", "models", "matrices")}
+        rows.append(Row(**{**entry, **lists}))
+    return servers, tuple(rows)
+
+
+SERVERS, ROWS = _read_table()
+
+
+def find_row(server: str, model_type: str, *names: str) -> Row:
+    """Return the first row for a module by any of its names, or one that says that it was not tried."""
+    for row in ROWS:
+        if row.server == server and set(names) & set(row.what) and model_type in (row.models or (model_type,)):
+            return row
+    return Row(server, (names[0],), UNTRIED)
+
+
+def judge_adapter(
+    server: str, base: Base, adapted: Sequence[str], features: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[Verdict]:
+    """Yield what the server does with each kind of the parameters (`adapted`, by name) and features of an adapter."""
+    parts = {parameter.name: parameter.part for parameter in base.parameters}
+    groups: dict[tuple[str, Row], list[str]] = {}
+    for name in adapted:
+        part = parts[name]
+        module = name.removesuffix(".weight")
+        leaf = module.rpartition(".")[2]
+        row = find_row(server, base.family.model_type, leaf, part)
+        groups.setdefault((leaf if leaf in row.what else part, row), []).append(module)
+    for feature in features:
+        groups[feature, find_row(server, base.family.model_type, feature)] = []
+    for (what, row), modules in groups.items():
+        variable, _, value = row.unless.partition("=")
+        enabled = bool(variable) and environment.get(variable) == value
+        yield Verdict(row, what, tuple(modules), enabled)
