@@ -376,7 +376,7 @@ def test_tokenizer_without_offsets_keeps_span_edges(prepared: Prepare, tokenizer
 
     rows = [{"prompt": "What is a list?", "completion": " A sequence."}]
     slow, quick = prepared(rows, Slow()), prepared(rows)
-    assert slow.fingerprint != quick.fingerprint
+    assert slow.fingerprint == quick.fingerprint
     assert slow.train[:1] == quick.train[:1]
 
 
@@ -496,7 +496,7 @@ def test_tokens_come_from_the_cache_and_are_made_again_if_damaged(text: Path, to
     printed: list[str] = []
     first = prepare_data(run_file(text, packing=True), tokenizer, say=printed.append)
     expected, audit = first.train.to_pylist(), first.audit
-    folder = text.parent / "out" / "tokens" / first.fingerprint
+    folder = next(path for path in (text.parent / "out" / "tokens").iterdir() if path.is_dir())
     del first
     arrow = folder / "train.arrow"
     times = arrow.stat()
@@ -537,21 +537,27 @@ def test_the_fingerprint_follows_what_the_tokens_depend_on(
     if sampled:  # as of a file over 1 GiB
         monkeypatch.setattr(cache, "BLOCK_BYTES", 16)
         monkeypatch.setattr(prepare, "HASHED_BYTES", 64)
-    seen = {prepare_data(run_file(text), tokenizer, say=print).fingerprint}
+    seen = []
+
+    def prepare_again(tokenizer: Any = tokenizer, **section: Any) -> None:
+        seen.append(prepare_data(run_file(text, **section), tokenizer, say=print).fingerprint)
+
+    prepare_again()
     os.utime(text, (0, 0))
-    # A copy with another date is the same data.
-    assert prepare_data(run_file(text), tokenizer, say=print).fingerprint in seen
+    prepare_again()  # a copy with another date is the same data
+    assert seen[0] == seen.pop()
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     other.add_special_tokens({"eos_token": "<stop>"})
-    sections: list[dict[str, Any]] = [{"max_length": 32}, {"packing": True}, {"val_fraction": 0.1}]
-    sections += [{"train_split": "train[:50%]"}, {"prompt_template": "{text}!"}]
-    found = [prepare_data(run_file(text, **section), tokenizer, say=print).fingerprint for section in sections]
-    found.append(prepare_data(run_file(text), other, say=print).fingerprint)
-    text.write_text("~" + text.read_text()[1:])
-    found.append(prepare_data(run_file(text), tokenizer, say=print).fingerprint)
-    text.write_text(text.read_text()[:-2] + "~\n")
-    found.append(prepare_data(run_file(text), tokenizer, say=print).fingerprint)
-    assert len({*seen, *found}) == 1 + len(found)
+    for section in ({"max_length": 32}, {"packing": True}, {"val_fraction": 0.1}, {"train_split": "train[:50%]"}):
+        prepare_again(**section)
+    prepare_again(prompt_template="{text}!")
+    prepare_again(other)
+    content = text.read_text()
+    # Begin the first, a middle and the last row otherwise: of a sampled file, only its date tells of the second.
+    for start in (0, content.index("\n", len(content) // 2) + 1, content.rindex("\n", 0, -1) + 1):
+        text.write_text(content[:start] + "~" + content[start + 1 :])
+        prepare_again()
+    assert len({*seen}) == len(seen) == 10
 
 
 def test_a_volume_without_locks_still_gets_one_complete_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,7 @@ train:
   ddp_timeout: 60
 """
 # Three sets in three formats, an evaluation set with a name, and rows held out of each.
+DATED = "{{ strftime_now('%d %B') }}{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
 MIX = """  mix:
   - {{path: {folder}/data, name: words, rows: 16}}
   - {{path: {folder}/talks.jsonl, epochs: 0.5}}
@@ -241,6 +242,15 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "unlike images": case(2, on_rank_1=["watch.non_finite=skip"], versions_of_rank_1={"peft": "0.19.0"}),
         "unlike models": case(2, model_of_rank_1="{folder}/other model"),
         "unlike rows": case(2, data__dataset_name_or_path="data", folder_of_rank_1="{folder}/other"),
+        "unlike clocks": case(
+            2,
+            data__dataset_name_or_path="{folder}/chats.jsonl",
+            data__text_field=None,
+            data__chat_template="{folder}/dated.jinja",
+            train__output_dir="own",
+            folder_of_rank_1="{folder}/other",
+            time_zones=["day+12", "day-14"],  # 26 hours apart
+        ),
         "no data": case(2, data__text_field="nope", train__output_dir="{out}/mended"),
         "mended": case(2, train__max_steps=3),
         "over an unfinished one": case(2, train__output_dir="{out}/nan"),
@@ -320,7 +330,11 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "talks": pairs[:20],
         "asked": pairs[40:46],
         "ids": [{"input_ids": [*range(5, 9 + i)]} for i in range(7)],
+        "chats": [
+            {"messages": [{"role": role, "content": text} for role in ("user", "assistant")]} for text in printed
+        ],
     }
+    (folder / "dated.jinja").write_text(DATED)
     for name, lines in sets.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     start, end = RUN.index("  dataset_name_or_path"), RUN.index("  max_length")
@@ -804,6 +818,7 @@ def test_slow_rank_is_distinguished_from_waiting_ranks(two: Outcomes, name: str)
         ),
         ("unlike models", "UserError", ["the ranks plan different runs: the base model's fingerprint is "]),
         ("unlike rows", "UserError", ["the ranks have different data, though the run file names the same"]),
+        ("unlike clocks", "UserError", ["the ranks make different tokens of the same files", "writes the date"]),
         ("no data", "UserError", ["no column 'nope'"]),
         ("over a finished one", "UserError", ["contains a finished run"]),
         ("over an unfinished one", "UserError", ["contains an unfinished run"]),
@@ -821,6 +836,11 @@ def test_slow_rank_is_distinguished_from_waiting_ranks(two: Outcomes, name: str)
     "ranks with other rows",
     "`windlass train`",
     "the ranks have different data, though the run file names the same",
+)
+@pytest.mark.fault(
+    "a chat template that writes the date, and nodes whose clocks are a day apart",
+    "`windlass train`",
+    "the ranks make different tokens of the same files",
 )
 @pytest.mark.fault(
     "nodes that choose other layouts",

@@ -91,7 +91,7 @@ def test_batches_draw_no_random_numbers_from_training() -> None:
 def test_each_epoch_has_its_own_order(batching: str) -> None:
     """The planted fault: a shuffle that depends only on the seed."""
     lengths = np.arange(5, 105)
-    data = PreparedData(pa.table({}), None, {}, "", lengths=lengths, batching=batching)
+    data = PreparedData(pa.table({}), None, {}, "", "", lengths=lengths, batching=batching)
     orders = [data.order(seed=3, epoch=epoch, global_batch=8) for epoch in (0, 0, 1, 2)]
     assert orders[0].tolist() == orders[1].tolist()
     assert len({tuple(order.tolist()) for order in orders}) == 3

@@ -239,6 +239,8 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
     try:
         if here.rank == 1 and "folder_of_rank_1" in case:
             os.chdir(case["folder_of_rank_1"])
+        os.environ["TZ"] = case.get("time_zones", ["UTC", "UTC"])[here.rank % 2]
+        time.tzset()
         plan = planning.make_plan(
             runfile.read_run_file(
                 Path(case.get("file", file)), [*case["overrides"], *case.get("on_rank_1", []) * here.rank]

@@ -64,11 +64,6 @@ class ChatTemplate:
     names: Mapping[str, str] = field(default_factory=dict)
     """What a message's keys are called in these data, and how they are called here."""
 
-    @property
-    def identity(self) -> list[Any]:
-        """Return everything that rendering depends on besides the chat."""
-        return [self.template, dict(self.kwargs), self.last, self.drop_reasoning, dict(self.names)]
-
     @cached_property
     def has_generation_marks(self) -> bool:
         """Return whether the template itself marks the assistant's part."""

@@ -43,11 +43,10 @@ class RenderedRow:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How rows become text. `identity` is everything that depends on besides the row and the tokenizer."""
+    """How rows become text."""
 
     name: str
     description: str
-    identity: str
     render: Callable[[Row], RenderedRow | None]
     notes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
@@ -56,6 +55,10 @@ class Format:
     """All of them, or one at least."""
     others: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Columns of the other formats, by name, if the format was inferred."""
+    template: ChatTemplate | None = None
+    """What writes its chats."""
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """Everything that its text depends on besides the row and the tokenizer."""
 
     def require_columns(self, row: Row) -> None:
         """Refuse a row of another format: dropping it would go unnoticed."""
@@ -135,6 +138,18 @@ def guess_columns(columns: Sequence[str]) -> dict[str, str]:
     return {}
 
 
+# Keys of `data` that change no row's tokens, and why: with any other key changed, nothing is taken from the cache.
+CHANGES_NO_ROW = {
+    "dataset_name_or_path": "the contents of the files are compared",
+    "dataset_config_name": "it chooses files",
+    "train_split": "the files and slices that it chooses are compared",
+    "val_split": "the files and slices that it chooses are compared",
+    "val_fraction": "whether and how much is held out is compared",
+    "mix": "each of its sets is compared; shares are taken of the rows afterwards",
+    "eval": "each of its sets is compared",
+}
+
+
 def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, where: Where = str) -> Format:
     """Return the format that the run file requests by name or by a key, else the first one whose columns exist."""
     asked = [key for key in ("prompt_template", "messages_field", "prompt_field") if getattr(data, key)]
@@ -165,7 +180,10 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
             problem = f"no effect on {chosen.name} rows: no chat template writes them"
             raise UserError(problem, where(f"data.{key}"), "remove it, or set data.format")
     others = {f.name: f.columns for f in FORMATS if f.columns and f is not chosen and data.format is None}
-    return replace(chosen.make(Request(data, columns, tokenizer, where)), others=others)
+    made = chosen.make(Request(data, columns, tokenizer, where))
+    keys = {key: value for key, value in data.model_dump(mode="json").items() if key not in CHANGES_NO_ROW}
+    identity = {**keys, "format": made.name, "template": made.template.template if made.template else None}
+    return replace(made, others=others, identity=identity)
 
 
 def as_text(value: Any, column: str) -> str:
@@ -185,7 +203,7 @@ def text_format(request: Request) -> Format:
     request.refuse_completion_only("plain text")
     name = request.column("text", "text_field")
     description = f"text in {name!r}, loss on every token"
-    return Format("text", description, name, lambda row: RenderedRow(as_text(row[name], name)), needs=(name,))
+    return Format("text", description, lambda row: RenderedRow(as_text(row[name], name)), needs=(name,))
 
 
 def completion_format(request: Request) -> Format:
@@ -214,10 +232,8 @@ def completion_format(request: Request) -> Format:
         return RenderedRow(head + tail, None if everything else ((len(head), len(head) + len(tail)),))
 
     description = f"{prompt!r} then {completion!r}, loss on {'every token' if everything else repr(completion)}"
-    rendering = [getattr(data, key) for key in sorted(CHAT_KEYS)]
-    rendering += [template().template] if data.chat_template else []
-    identity = f"{prompt}:{completion}:{everything}:{rendering}"
-    return Format("prompt-completion", description, identity, render, needs=(prompt, completion))
+    used = template() if data.chat_template or not getattr(request.tokenizer, "chat_template", None) else None
+    return Format("prompt-completion", description, render, needs=(prompt, completion), template=used)
 
 
 def chat_format(request: Request, column: str = "messages") -> Format:
@@ -300,8 +316,7 @@ def make_chat_format(
     loss = "every token" if everything else "the last assistant turn" if template.last else "assistant turns"
     kind = {"conversations": "sharegpt"}.get(name, name)
     description = f"{what} through {template.source}, loss on {loss}"
-    identity = f"{what}:{tools}:{everything}:{template.identity}"
-    return Format(kind, description, identity, render, template.notes, needs)
+    return Format(kind, description, render, template.notes, needs, template=template)
 
 
 def tokens_format(request: Request) -> Format:
@@ -339,8 +354,7 @@ def tokens_format(request: Request) -> Format:
         return RenderedRow("", spans, closed=True, ids=ids)
 
     loss = "every token" if everything or not (labels or mask) else f"what {labels or mask!r} marks"
-    identity = f"{name}:{labels}:{mask}:{everything}"
-    return Format("input_ids", f"tokens in {name!r}, loss on {loss}", identity, render, needs=(name,))
+    return Format("input_ids", f"tokens in {name!r}, loss on {loss}", render, needs=(name,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,7 +438,7 @@ def template_format(request: Request) -> Format:
         return RenderedRow("".join(parts), tuple(spans) if marked else None)
 
     description = f"data.prompt_template, loss on {'the part in [[ ]]' if marked else 'every token'}"
-    return Format("template", description, f"{marked}:{text}", render, needs=tuple(trained_on), every=False)
+    return Format("template", description, render, needs=tuple(trained_on), every=False)
 
 
 class FormatRow(NamedTuple):

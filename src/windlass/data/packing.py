@@ -1,5 +1,6 @@
 """The order in which rows are trained on; documents packed into rows of a fixed length, and written."""
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,6 +123,17 @@ def open_rows(path: Path) -> pa.Table:
     """Map what `write_rows` wrote into memory. Importing `datasets` would take a second."""
     with pa.memory_map(str(path)) as file:
         return pa.ipc.open_stream(file).read_all()
+
+
+def hash_rows(path: Path) -> str:
+    """Hash what is in an Arrow file of rows: ids, labels, and where rows and their documents end."""
+    digest = hashlib.blake2b(digest_size=16)
+    for batch in open_rows(path).to_batches():
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            digest.update(name.encode())
+            digest.update(to_numpy(column.offsets).data)
+            digest.update(to_numpy(column.values).data)
+    return digest.hexdigest()
 
 
 def write_rows(sets: Sequence[Documents], path: Path, *, capacity: int | None) -> list[npt.NDArray[np.int64]]:

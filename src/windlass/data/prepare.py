@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from windlass import __version__
 from windlass.data.audit import (
     LENGTH_GROUPED,
     PACKED,
@@ -31,7 +32,7 @@ from windlass.data.audit import (
 from windlass.data.cache import Say, get_or_create, hash_file
 from windlass.data.formats import Format, choose_format
 from windlass.data.mix import count_per_epoch
-from windlass.data.packing import Order, choose_epoch_rows, group_by_length, open_rows, shuffle, write_rows
+from windlass.data.packing import Order, choose_epoch_rows, group_by_length, hash_rows, open_rows, shuffle, write_rows
 from windlass.data.select import Selection, check_selection, select_all
 from windlass.data.sources import Part, Where, locate_row, read_rows
 from windlass.data.stream import stream_rows
@@ -46,9 +47,8 @@ if TYPE_CHECKING:
     from windlass.model import Base
     from windlass.runfile import Data, Loaded, Model, RunFile
 
-CACHE_VERSION = 7  # raise it when what is written into the cached folder changes
-# Larger files are identified by a sample of their content, which is equal on every node whatever the modification
-# times.
+CACHE_VERSION = 8  # raise it when what is written into the cached folder changes
+# Larger files are identified by a sample of their content and by their modification time.
 HASHED_BYTES = 1 << 30
 STREAM_AUDIT_ROWS = 10_000  # rows of a stream that are audited before training
 
@@ -61,6 +61,9 @@ class PreparedData:
     validation: pa.Table | None
     audit: dict[str, Any]
     fingerprint: str
+    """Hash of the rows themselves: ranks, and a run and its resumption, must have the same."""
+    inputs: str
+    """Hash of the files, the tokenizer and the keys that they were made from."""
     lengths: np.ndarray[Any, np.dtype[np.int64]] | None = None
     """Tokens of each row of `train`; None when it is streamed."""
     batching: str = LENGTH_GROUPED
@@ -126,14 +129,17 @@ def prepare_data(
 
     # 2. Tokens: from the cache, or made now.
     chosen = list(zip(selections, formats, strict=True))
-    key = fingerprint_data(data, chosen, tokenizer)
+    inputs = describe_inputs(data, chosen, tokenizer)
+    key = compute_cache_key(inputs, chosen)
     cache = cache if cache is not None else Path(run.train.output_dir) / "tokens"
     folder = get_or_create(cache, key, lambda into: write_tokens(into, data, chosen, tokenizer), say)
 
     # 3. The audit, and what it finds wrong.
     batch = batch or run.train.least_batch
     batching = choose_batching(run, batch)
-    audit = complete_audit(folder, run, chosen, key, batching, batch)
+    audit = complete_audit(folder, run, chosen, batching, batch)
+    if data.streaming:  # only its first rows are tokenized by now
+        audit["fingerprint"] = hash_text([audit["fingerprint"], inputs])
     trained = [rows for rows in selections if not rows.evaluated]
     shares = count_shares(trained, audit) if data.mix and not data.streaming else ()
     notes = dict.fromkeys(note for format_ in formats for note in format_.notes)
@@ -158,7 +164,8 @@ def prepare_data(
         train,
         validation,
         audit,
-        key,
+        audit["fingerprint"],
+        hash_text(inputs),
         row_lengths,
         batching,
         run.masked,
@@ -178,7 +185,7 @@ def choose_batching(run: RunFile, batch: int) -> str:
 
 
 def complete_audit(
-    folder: Path, run: RunFile, chosen: Sequence[tuple[Selection, Format]], key: str, batching: str, batch: int
+    folder: Path, run: RunFile, chosen: Sequence[tuple[Selection, Format]], batching: str, batch: int
 ) -> dict[str, Any]:
     """Return the audit of the cached folder with what this run does with its rows."""
     data = run.data
@@ -196,7 +203,6 @@ def complete_audit(
         "sampled_rows": STREAM_AUDIT_ROWS if data.streaming else None,
         "source": sources[0],
         "shape": {"name": format_.name, "description": format_.description, "columns": list(selection.columns)},
-        "fingerprint": key,
         "max_length": data.length,
         "packing": data.packs,
         "held_out": selection.fraction,
@@ -261,6 +267,8 @@ def write_tokens(
             audit[key][name] = {**audit_split(sets[name], eos), "sequences": len(lengths)}
             if key == "evaluated":
                 audit[key][name]["overlap"] = count_overlap(together["train"], sets[name])
+    splits = sorted(audit["splits"])
+    audit["fingerprint"] = hash_text([[split, hash_rows(into / f"{split}.arrow")] for split in splits])
     (into / "audit.json").write_text(json.dumps(audit))
 
 
@@ -279,40 +287,57 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
     return train, validation
 
 
-def fingerprint_data(data: Data, chosen: Sequence[tuple[Selection, Format]], tokenizer: Any) -> str:
-    """Return a hash of everything that the tokens depend on: files, tokenizer, rendering, lengths, cache version."""
-    import tokenizers
-
+def describe_inputs(data: Data, chosen: Sequence[tuple[Selection, Format]], tokenizer: Any) -> dict[str, Any]:
+    """Return everything that the tokens depend on: files, tokenizer, rendering, lengths."""
     if tokenizer.is_fast:
         encoder = tokenizer.backend_tokenizer.to_str()
     else:
         encoder = [type(tokenizer).__name__, tokenizer.get_vocab(), repr(tokenizer.init_kwargs)]
-    parts = [part for selection, _ in chosen for part in (*selection.train, *selection.validation)]
-    facts = {
-        "version": CACHE_VERSION,
-        "files": [
-            [path.name, path.stat().st_size, hash_file(path, HASHED_BYTES)]
-            for path in dict.fromkeys(path for part in parts for path in part.files)
-        ],
-        "parts": [(part.source.format, part.split, part.start, part.stop) for part in parts],
-        "sets": [
-            [
-                each.of.name,
-                len(each.train),
-                len(each.validation),
-                each.fraction,
-                each.evaluated,
-                kind.name,
-                kind.identity,
-            ]
-            for each, kind in chosen
-        ],
-        "tokenizer": [encoder, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)],
-        "tokenizers": tokenizers.__version__,
-        "max_length": data.length,
-        "packing": data.packs,
-        "streaming": data.streaming,
+    files = {
+        path: [path.name, path.stat().st_size, hash_file(path, HASHED_BYTES)] for path in dict.fromkeys(_files(chosen))
     }
+
+    def describe(parts: Sequence[Part]) -> list[Any]:
+        return [
+            [part.source.format, part.split, part.start, part.stop, [files[path] for path in part.files]]
+            for part in parts
+        ]
+
+    return {
+        "sets": [
+            {
+                "name": rows.of.name,
+                "train": describe(rows.train),
+                "validation": describe(rows.validation),
+                "held_out": rows.fraction,
+                "evaluated": rows.evaluated,
+                "format": format_.identity,
+            }
+            for rows, format_ in chosen
+        ],
+        "listed": [bool(data.mix), bool(data.eval)],
+        "tokenizer": [encoder, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)],
+    }
+
+
+def compute_cache_key(inputs: dict[str, Any], chosen: Sequence[tuple[Selection, Format]]) -> str:
+    """Return a hash of the inputs, of the code that makes tokens from them, and of when files changed that were hashed
+    in part."""
+    import tokenizers
+    import transformers
+
+    versions = [CACHE_VERSION, __version__, tokenizers.__version__, transformers.__version__]
+    stats = [path.stat() for path in _files(chosen)]
+    return hash_text([inputs, versions, [stat.st_mtime_ns for stat in stats if stat.st_size > HASHED_BYTES]])
+
+
+def _files(chosen: Sequence[tuple[Selection, Format]]) -> list[Path]:
+    parts = [part for rows, _ in chosen for part in (*rows.train, *rows.validation)]
+    return [path for part in parts for path in part.files]
+
+
+def hash_text(facts: Any) -> str:
+    """Return a short hash of what JSON can write."""
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 

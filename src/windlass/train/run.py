@@ -218,14 +218,15 @@ def prepare_on_all_ranks(
         say=console.print,
         audited=write_audit,
     )
-    fingerprints = collectives.all_gather(data.fingerprint)
-    differing = find_differences([{"data": fingerprint} for fingerprint in fingerprints])
-    if differing:
-        raise UserError(
-            f"the ranks have different data, though the run file names the same: fingerprint {differing['data']}",
-            plan.where("data.dataset_name_or_path"),
-            "give all nodes the same files and the same tokenizer",
-        )
+    differing = find_differences(collectives.all_gather({"inputs": data.inputs, "tokens": data.fingerprint}))
+    if "tokens" in differing:
+        problem = f"the ranks have different data, though the run file names the same: {differing['tokens']}"
+        hint = "give all nodes the same files and the same tokenizer"
+        if "inputs" not in differing:
+            problem = f"the ranks make different tokens of the same files: {differing['tokens']}"
+            hint = "a chat template that writes the date needs the same date on all nodes, or one folder for tokens: "
+            hint += "put train.output_dir on a shared volume"
+        raise UserError(problem, plan.where("data.dataset_name_or_path"), hint)
     return data
 
 
