@@ -51,6 +51,9 @@ def equal(base: Base, dtype: torch.dtype, layout: Layout) -> None:
         found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         assert found.dtype == wanted[name].dtype, (name, found.dtype, wanted[name].dtype)
         assert torch.equal(found, wanted[name]), name
+    buffers = {key: buffer for key, buffer in true.named_non_persistent_buffers() if not base.wrapper}
+    for name, buffer in buffers.items():
+        assert torch.equal(model.get_buffer(name), buffer), name
     with torch.no_grad():
         one, other = model(TOKENS).logits.float(), true(input_ids=TOKENS).logits.float()
     slack = (2e-2 if dtype == torch.bfloat16 else 1e-5) * float(other.abs().max())

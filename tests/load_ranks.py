@@ -338,6 +338,25 @@ def other_copy(root: Path) -> None:
     assert "give all nodes the same copy" in found
 
 
+def poisoned_buffer(root: Path) -> None:
+    """A buffer that transformers sets in the class of the whole model; then memory that one rank alone has wrong."""
+    base = read_base(root / "falcon_h1")
+    attention = base.family.usual_attention
+    true = transformers.FalconH1ForCausalLM.from_pretrained(root / "falcon_h1", attn_implementation=attention)
+    for layout in (layouts(experts=False)[name] for name in ("full-shard", "resident")):
+        model, _ = load_base(base, layout, dtype=torch.float32)
+        buffers = dict(true.named_buffers())
+        assert len(buffers["model.layers.0.mamba.mup_vector"].unique()) == 5
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, buffers[name]), (layout.name, name)
+    if dist.get_rank() == 1:
+        model.get_buffer("model.layers.1.mamba.mup_vector")[0, 0, 7] = 7
+    true_buffers = parallel.list_true_buffers(base, torch.float32, attention)
+    found = refused(lambda: raise_together(certificate.check_buffers(model, true_buffers), "check", ""))
+    assert "the buffer model.layers.1.mamba.mup_vector is not what transformers computes" in found
+    assert "(rank 1)" in found
+
+
 def unsharded(root: Path) -> None:
     """A run that claims to be sharded but isn't."""
     model, _ = load_base(read_base(root / "published"), layouts()["resident"])
@@ -470,7 +489,7 @@ def cases(root: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     ):
         yield f"{what} {base_dtype} {split}", partial(spoilt, root, what, base_dtype, split, named)
     yield from ((f"bytes of {each}", partial(same_bytes, root, each, kind)) for each, kind in IN_FOUR_BITS)
-    for fault in (other_copy, unsharded, other_ranks, kept_gathered):
+    for fault in (other_copy, poisoned_buffer, unsharded, other_ranks, kept_gathered):
         yield fault.__name__, partial(fault, root)
     for name, how in (*TRAINING, *(TRAINED_IN_FOUR_BITS if ranks == 2 else ())):
         yield f"training {name} {how}", partial(same_training, root, name, **how)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from windlass import tiny
-from windlass.errors import UserError
+from windlass.errors import RunError, UserError
 from windlass.model import Base, Piece, Stored, read_base
 from windlass.plan.layout import Layout
 from windlass.train import parallel
@@ -57,6 +57,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.write_family(directory / "oss", "gpt_oss", config=sizes, layers=2, quantized={"quant_method": "mxfp4"})
     for name, kind in load_ranks.PUBLISHED:
         load_ranks.write_unpacked(directory / name, directory / f"{name}-{kind}", kind)
+    tiny.write_family(directory / "falcon_h1", "falcon_h1", config={"ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 0.125]})
     tiny.write_model(directory / "large", tokenizer=False, **load_ranks.LARGE)
     return directory
 
@@ -266,6 +267,23 @@ def test_faulty_header_reader_is_detected(root: Path, layout: Layout, fault: str
     parameters = (replace(p, pieces=change(p.pieces)) if p.name == STACK else p for p in base.parameters)
     with pytest.raises(UserError, match=named):
         load_base(replace(base, parameters=tuple(parameters)), layout)
+
+
+@pytest.mark.fault("a buffer that holds uninitialized memory", "`windlass train`", "is not what transformers computes")
+@pytest.mark.parametrize("value", [math.nan, 0.5])
+def test_a_buffer_of_other_values_stops_the_run(root: Path, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    """Several ranks, one of which has another, are in load_ranks.py."""
+    allocate = parallel.allocate
+
+    def poison(model: Any, layout: Layout) -> None:
+        allocate(model, layout)
+        model.get_buffer("model.rotary_emb.inv_freq")[1] = value
+
+    base = read_base(root / "llama")
+    assert load_base(base, ALONE)[1]["checked"]["buffers"] == 2
+    monkeypatch.setattr(parallel, "allocate", poison)
+    with pytest.raises(RunError, match=r"the buffer model\.rotary_emb\.inv_freq is not what transformers computes"):
+        load_base(base, ALONE)
 
 
 def test_unfilled_parameters_are_reported(root: Path) -> None:

@@ -38,7 +38,7 @@ from windlass.plan.layout import Layout
 from windlass.ranks.collectives import all_gather, get_rank, raise_together
 from windlass.settings import LOADER_THREADS
 from windlass.train import parallel
-from windlass.weights.certificate import check_parameters, make_certificate
+from windlass.weights.certificate import check_buffers, check_parameters, make_certificate
 from windlass.weights.fill import LocalPart, Source, fill_codes, fill_quantized, fill_scale, fill_values
 from windlass.weights.quantized import QuantizedParam, list_quantized_params
 from windlass.weights.reading import NEEDS_SCALE, DamagedError, Files
@@ -48,6 +48,7 @@ NOTHING: Mapping[str, QuantizedParam] = MappingProxyType({})
 DAMAGED = "nothing was trained; compare the files with their publisher's checksums, or fetch them again"
 ANOTHER = "nothing was trained; config.json and the weights must be of the same model: fetch the folder again"
 UNEQUAL = "nothing was trained; give all nodes the same copy of the base model"
+UNSET = "nothing was trained; report it with the output of `windlass bug-report RUN`, and train a model that was tried"
 FAULTY = "nothing was trained; the files changed while they were read, or a node's memory or storage is at fault"
 
 
@@ -66,7 +67,8 @@ def load_base(
     started = time.perf_counter()
     before = reset_peak_rss()
     where = str(base.path or base.name)
-    model = parallel.build_model(base, layout, dtype, attn_implementation or base.family.usual_attention, dtypes)
+    attn_implementation = attn_implementation or base.family.usual_attention
+    model = parallel.build_model(base, layout, dtype, attn_implementation, dtypes)
     parallel.assert_sharded(model, layout)
     parallel.allocate(model, layout)
     targets = list_unique_tensors(model)
@@ -88,6 +90,9 @@ def load_base(
     raise_together(find_fetch_differences(base, digest), where, FETCH_AGAIN.format(folder=where))
     wrong, checked = check_parameters(targets, base, get_rank(), quantized)
     raise_together(wrong, where, FAULTY, RunError)
+    buffers = parallel.list_true_buffers(base, dtype, attn_implementation)
+    raise_together(check_buffers(model, buffers), where, UNSET, RunError)
+    checked["buffers"] = len(buffers)
     model.requires_grad_(False)
     measured = {
         "rank": get_rank(),

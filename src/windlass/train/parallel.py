@@ -69,15 +69,7 @@ def build_model(
         raise UserError(
             problem, products.WHERE, f"{products.HINT}, set layout.name: resident, or install a newer torch"
         )
-    # The text model's config without quantization: FP8 weights are loaded as `dtype` or converted by windlass.
-    described = {key: value for key, value in base.config.items() if key not in ("quantization_config", "torch_dtype")}
-    tied = all(parameter.name != "lm_head.weight" for parameter in base.parameters)  # a wrapper's config may decide it
-    described |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": False, "tie_word_embeddings": tied}
-    config_class = transformers.CONFIG_MAPPING[base.family.model_type]
-    config = config_class.from_dict(described, attn_implementation=attn_implementation)
-    config._experts_implementation = experts.NAME
-    config.name_or_path = str(base.path or base.name)  # saved adapters name their base by it
-
+    config = make_config(base, dtype, attn_implementation)
     model_class = getattr(transformers, base.family.causal_lm)
     distributed = DistributedConfig(
         fsdp_size=layout.shard,
@@ -91,10 +83,8 @@ def build_model(
     distributed, _, mesh = model_class.prepare_distribute_model(distributed if is_sharded(layout) else None)
     if layout.expert_parallel > 1:
         create_expert_communicator(mesh)
-    with contextlib.ExitStack() as stack:
-        for context in model_class.get_init_context(dtype, False, False, False):
-            stack.enter_context(context)
-        model = model_class(config)
+    model = build_on_meta(model_class, config, dtype)
+    compute_buffers(model, 0)
     restore_float32(model, dtype)
     for name, dtype_of_parameter in dtypes.items():
         model.get_parameter(name).data = model.get_parameter(name).data.to(dtype_of_parameter)
@@ -141,21 +131,67 @@ def restore_float32(model: transformers.PreTrainedModel, dtype: torch.dtype) -> 
                 tensor.data = tensor.data.float()
 
 
+def make_config(base: Base, dtype: torch.dtype, attn_implementation: str) -> transformers.PreTrainedConfig:
+    """Return the text model's config without quantization: FP8 weights are loaded as `dtype` or converted by
+    windlass."""
+    described = {key: value for key, value in base.config.items() if key not in ("quantization_config", "torch_dtype")}
+    tied = all(parameter.name != "lm_head.weight" for parameter in base.parameters)  # a wrapper's config may decide it
+    described |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": False, "tie_word_embeddings": tied}
+    config_class = transformers.CONFIG_MAPPING[base.family.model_type]
+    config = config_class.from_dict(described, attn_implementation=attn_implementation)
+    config._experts_implementation = experts.NAME
+    config.name_or_path = str(base.path or base.name)  # saved adapters name their base by it
+    return config
+
+
+def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    with contextlib.ExitStack() as stack:
+        for context in model_class.get_init_context(dtype, False, False, False):
+            stack.enter_context(context)
+        return model_class(config)
+
+
+def compute_buffers(model: transformers.PreTrainedModel, fill: int) -> None:
+    """Compute the buffers that no checkpoint stores (rotary frequencies, scales) as `from_pretrained` does: by the
+    class's own initialization, with everything stored marked as read. Bytes that this leaves as they were are `fill`.
+
+    Before sharding: FSDP2 gives a sharded model a class of torch's own module, which transformers takes for a
+    checkpoint's code, and then skips modules without states of their own.
+    """
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    for name, buffer in [*model.named_non_persistent_buffers()]:
+        computed = torch.empty_like(buffer, device="cpu", memory_format=torch.contiguous_format)
+        computed.view(-1).view(torch.uint8).fill_(fill)
+        set_buffer(model, name, computed)
+    model.initialize_weights()
+
+
+def set_buffer(model: torch.nn.Module, name: str, buffer: torch.Tensor) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, buffer)
+
+
+def list_true_buffers(base: Base, dtype: torch.dtype, attn_implementation: str) -> dict[str, torch.Tensor]:
+    """Return all buffers that no checkpoint stores, of an unsharded model; what is never computed is NaN."""
+    model = build_on_meta(
+        getattr(transformers, base.family.causal_lm), make_config(base, dtype, attn_implementation), dtype
+    )
+    compute_buffers(model, 255)
+    return dict(model.named_non_persistent_buffers())
+
+
 def allocate(model: transformers.PreTrainedModel, layout: Layout) -> None:
-    """Allocate this rank's part of every parameter, and compute buffers.
+    """Allocate this rank's part of every parameter. Buffers that were computed move to the compute device.
 
     Parameters then hold uninitialized memory: the caller fills every one of them.
     """
     offloaded = is_sharded(layout) and layout.offload
+    computed = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     model.to_empty(device=torch.device("cpu") if offloaded else get_device())
     model.tie_weights(recompute_mapping=False)
-    for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True  # marks what the checkpoint has; the rest (rotary frequencies) is computed now
-    model.initialize_weights()
-    if offloaded:
-        for name, buffer in list(model.named_buffers()):  # buffers are needed on the compute device
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, buffer.to(get_device()))
+    for name, buffer in [*model.named_buffers()]:  # needed on the compute device, if parameters are not
+        set_buffer(model, name, computed.get(name, buffer).to(get_device()))
     model.eval()
 
 

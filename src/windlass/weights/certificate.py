@@ -58,8 +58,9 @@ def make_certificate(
             {"key": stored.key, "file": stored.file.name, "bytes": stored.end - stored.start, "why": why}
             for stored, why in base.unread.items()
         ],
-        "checked": {  # parameters: compared on every rank; slices and elements: over all ranks
+        "checked": {  # parameters and buffers: compared on every rank; slices and elements: over all ranks
             "parameters": min(count["parameters"] for count in counts),
+            "buffers": min(count["buffers"] for count in counts),
             "slices": sum(count["slices"] for count in counts),
             "elements": sum(count["elements"] for count in counts),
         },
@@ -137,6 +138,20 @@ def check_parameters(
         if difference:
             differences.append(difference)
     return differences, counts
+
+
+def check_buffers(model: torch.nn.Module, true: Mapping[str, Tensor]) -> list[str]:
+    """Compare every buffer that no checkpoint stores, bit by bit, with transformers' own. Returns the differences."""
+    own = dict(model.named_buffers())
+    differences = []
+    for name, expected in true.items():
+        buffer = own[name].detach().cpu() if name in own else None
+        if buffer is None or buffer.dtype != expected.dtype or not torch.equal(buffer, expected):
+            differences.append(f"the buffer {name} is not what transformers computes")
+    for name, module in model.named_modules():
+        tensors = [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
+        differences += [f"{name}.{key} is a tensor that transformers neither loads nor computes" for key in tensors]
+    return differences
 
 
 def _check_rows(
