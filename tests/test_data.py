@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from windlass import tiny
-from windlass.data import cache, chat, prepare
+from windlass.data import cache, chat, prepare, progress
 from windlass.data.cache import SEAL, get_or_create
 from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.prepare import PreparedData, prepare_data
@@ -286,6 +286,41 @@ def test_held_out_rows_are_the_same_every_time_and_no_duplicate_crosses(prepared
     assert 0.09 < len(one.validation) / (len(one.train) + len(one.validation)) < 0.13
     assert one.audit["overlap"]["documents"] == 0
     assert one.audit["splits"]["train"]["duplicates"] > 0
+
+
+def test_rows_that_are_mostly_alike_are_held_out_as_far_as_they_differ(prepared: Prepare, tmp_path: Path) -> None:
+    """Ten of eleven equal rows went into the validation set, and training began with one."""
+
+    def split(rows: list[str], cache: str) -> tuple[int, int, list[str]]:
+        made = prepared([{"text": row} for row in rows], val_fraction=0.02, more={"cache": tmp_path / cache})
+        counts = {name: figures["documents"] for name, figures in made.audit["splits"].items()}
+        return counts["train"], counts["validation"], [note for note in made.audit["notes"] if "held out" in note]
+
+    assert split(["the same"] * 10 + ["another"], "a") == (10, 1, [])
+    train, validation, notes = split(["one"] * 6 + ["two"] * 5, "b")
+    assert (train, validation) == (6, 5)
+    assert notes[0].startswith("5 of 11 rows are held out, more than data.val_fraction 0.02")
+    with pytest.raises(UserError, match=r"val_fraction: all 6 rows are equal"):
+        split(["the same"] * 6, "c")
+
+
+def test_tokenizing_that_takes_long_says_how_long(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 1.9, 3.0, 6.0, 9.0, 12.0])
+    with monkeypatch.context() as patched:
+        patched.setattr("windlass.data.progress.time.monotonic", lambda: next(clock))
+        report = progress.Progress("train", lambda: 3000)
+        for done in (900, 0, 1000, 2000, 2000):
+            report(done)
+    assert capsys.readouterr().err.splitlines() == [
+        "tokenizing train: 1,000 of 3,000 rows, 167 rows/s, 0:12 left",
+        "tokenizing train: 2,000 of 3,000 rows, 222 rows/s, 0:04 left",
+    ]
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
+    prepared([{"text": f"other {i}"} for i in range(2500)])
+    lines = [line.split(",")[:3] for line in capsys.readouterr().err.splitlines()]
+    assert lines[0] == ["tokenizing train: 1", "000 of 2", "500 rows"]
 
 
 def test_validation_rows_that_are_missing_or_also_trained_on(prepared: Prepare, tokenizer: Any, tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def test_missing_paths_and_hub_names_are_reported(tmp_path: Path) -> None:
         (f"{tmp_path}/wikitext/*", "mixes formats: jsonl, text"),
         (f"{tmp_path}/*.parquet", "no file matches"),
         ("missing.jsonl", "does not exist"),
+        ("data/missing.jsonl", "does not exist"),  # not a set of the hub's user `data`
         ("./Salesforce/wikitext", "does not exist"),
     ):
         with pytest.raises(UserError, match=words) as caught:

@@ -41,8 +41,9 @@ def find_absent_files(run: RunFile, where: Where) -> Iterator[tuple[str, Problem
 
 
 def is_expected_here(path: str) -> bool:
-    """Return whether a path should be on this machine, not another: its folder is."""
-    return Path(path).expanduser().parent.is_dir()
+    """Return whether a path should be on this machine, not another: its folder is, or it is relative to this one."""
+    parent = Path(path).expanduser().parent
+    return parent.is_dir() or not parent.is_absolute()
 
 
 def read_prompt_lines(file: str, place: str) -> list[str]:

@@ -8,7 +8,7 @@ import heapq
 import itertools
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,9 @@ from windlass.data.cache import Say, get_or_create, hash_file
 from windlass.data.formats import Format, choose_format
 from windlass.data.mix import count_per_epoch
 from windlass.data.packing import Order, choose_epoch_rows, group_by_length, hash_rows, open_rows, shuffle, write_rows
+from windlass.data.progress import Progress
 from windlass.data.select import Selection, check_selection, select_all
-from windlass.data.sources import Part, Where, locate_row, read_rows
+from windlass.data.sources import Part, Where, count_parts, locate_row, read_rows
 from windlass.data.stream import stream_rows
 from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import UserError, raise_all
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from windlass.model import Base
     from windlass.runfile import Data, Loaded, Model, RunFile
 
-CACHE_VERSION = 8  # raise it when what is written into the cached folder changes
+CACHE_VERSION = 9  # raise it when what is written into the cached folder changes
 # Larger files are identified by a sample of their content and by their modification time.
 HASHED_BYTES = 1 << 30
 STREAM_AUDIT_ROWS = 10_000  # rows of a stream that are audited before training
@@ -143,7 +144,7 @@ def prepare_data(
     trained = [rows for rows in selections if not rows.evaluated]
     shares = count_shares(trained, audit) if data.mix and not data.streaming else ()
     notes = dict.fromkeys(note for format_ in formats for note in format_.notes)
-    audit["notes"] = [*notes, *find_warnings(audit)]
+    audit["notes"] = [*notes, *find_warnings(audit), *note_held_out(audit)]
     if not any(rows.validated for rows in selections):
         audit["notes"].append("there are no validation rows, so nothing is evaluated: data.val_fraction holds some out")
     if audited is not None:
@@ -217,6 +218,16 @@ def complete_audit(
     return audit
 
 
+def note_held_out(audit: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note if equal rows, which stay together, make the held-out part much larger than its share."""
+    counts = {split: figures["documents"] for split, figures in audit["splits"].items()}
+    total = sum(counts.values())
+    held = counts.get("validation", 0)
+    if audit["held_out"] and held > 2 * max(1, audit["held_out"] * total):
+        share = f"{held:,} of {total:,} rows are held out, more than data.val_fraction {audit['held_out']:g}"
+        yield f"{share}: equal rows stay together, and nearly all rows occur several times"
+
+
 def count_shares(trained: Sequence[Selection], audit: dict[str, Any]) -> tuple[tuple[int, int], ...]:
     """Return of every set of a mix its rows, and how many of them are in an epoch; note them in the audit."""
     figures = [audit["sources"][rows.of.name] for rows in trained]
@@ -234,18 +245,20 @@ def write_tokens(
     train: dict[str, Documents] = {}
     validation: dict[str, Documents] = {}
 
-    def read(parts: tuple[Part, ...], kind: Format, most: int | None = None) -> Documents:
+    def read(name: str, parts: tuple[Part, ...], kind: Format, most: int | None = None) -> Documents:
         rows = itertools.islice(read_rows(parts), most)
-        return tokenize(rows, kind, tokenizer, data.length, place=partial(locate_row, parts))
+        progress = Progress(name, lambda: most or count_parts(parts))
+        return tokenize(rows, kind, tokenizer, data.length, place=partial(locate_row, parts), progress=progress)
 
     for selection, kind in chosen:
         name = selection.of.held_out_name
         most = STREAM_AUDIT_ROWS if data.streaming and not selection.evaluated else None
-        documents = read(selection.train, kind, most)
+        documents = read(selection.of.name, selection.train, kind, most)
         if selection.validation:
-            validation[name] = read(selection.validation, kind)
+            validation[name] = read(name, selection.validation, kind)
         elif selection.fraction:
-            documents, validation[name] = hold_out(documents, selection.fraction)
+            place = selection.of.where("data.val_fraction")
+            documents, validation[name] = hold_out(documents, selection.fraction, place)
         into_sets = validation if selection.evaluated else train
         into_sets[selection.of.name] = documents
     eos = tokenizer.eos_token_id
@@ -272,11 +285,28 @@ def write_tokens(
     (into / "audit.json").write_text(json.dumps(audit))
 
 
-def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
-    """Split into training and validation rows by hashes of the rows: no seed, and duplicates stay together."""
+def hold_out(documents: Documents, fraction: float, place: str) -> tuple[Documents, Documents]:
+    """Split into training and validation rows by hashes of the rows: no seed, and duplicates stay together.
+
+    Rows that occur more often than rows are wanted are trained on, if there are others.
+    """
     count = len(documents.hashes)
     wanted = min(max(1, round(fraction * count)), count - 1) if count > 1 else 0
-    chosen = documents.hashes <= np.sort(documents.hashes)[wanted - 1] if wanted else np.zeros(count, np.bool_)
+    values, counts = np.unique(documents.hashes, return_counts=True)
+    if wanted and len(values) == 1:
+        hint = "remove the duplicates, or train without evaluation: data.val_fraction: null"
+        raise UserError(f"all {count:,} rows are equal: none can be held out of the others", place, hint)
+    held = []
+    missing = wanted
+    for value, occurrences in zip(values, counts.tolist(), strict=True):
+        if occurrences <= missing:
+            held.append(value)
+            missing -= occurrences
+        if not missing:
+            break
+    if wanted and not held:
+        held = [values[counts.argmin()]]
+    chosen = np.isin(documents.hashes, np.array(held, documents.hashes.dtype))
     train = documents.take(np.flatnonzero(~chosen))
     validation = documents.take(np.flatnonzero(chosen))
     kept = len(validation.lengths)

@@ -34,7 +34,9 @@ def print_audit(audit: Mapping[str, Any], console: Console | None = None) -> Non
     if audit["sampled_rows"]:
         parts.append(f"streamed: train is audited by its first {audit['sampled_rows']:,} rows")
     if audit["held_out"]:
-        parts.append(f"validation: {audit['held_out']:.1%} of the rows held out, by their own hashes")
+        held = splits["validation"]["documents"]
+        share = held / max(1, held + splits["train"]["documents"])
+        parts.append(f"validation: {share:.1%} of the rows held out, by their own hashes")
     rows = [(name, *(format(s[key], spec) for s in splits.values())) for key, (name, spec) in FIGURES.items()]
     if overlap := audit.get("overlap"):
         rows.append(("also in train", "", f"{overlap['documents']:,}"))

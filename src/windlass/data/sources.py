@@ -285,7 +285,8 @@ def resolve_source(data: Data, where: Where = str) -> Source:
         # A single file is the training set, whatever its name.
         splits = [parse_split_name(file.name) or parse_split_name(file.parent.name) for file in files]
         return _source(name, None, "", list(zip(splits if len(files) > 1 else ["train"], files, strict=True)))
-    is_name = path.suffix not in SUFFIXES if path.parent == Path() else not path.parent.is_dir()
+    is_file_name = detect_format(path) is not None
+    is_name = not is_file_name and (path.parent == Path() or not path.parent.is_dir())
     if HUB_NAME.fullmatch(name) and is_name:
         return Source(name, config, "hub", f"{name!r} is not a path here: taken as a data set on the hub")
     parent = next((p for p in path.parents if p.is_dir()), Path())
@@ -456,6 +457,18 @@ def count_rows(data: Data, split: str, where: Where = str, key: str = "data.trai
         blank = blank + rows.blank * share
         size = size + (rows.text_bytes or 0) * share
     return Rows(round(total), rows.how, round(size) or None, round(blank), rows.blank_how)
+
+
+def count_parts(parts: Iterable[Part]) -> int | None:
+    """Count the rows of splits or slices whose files are here; None if they are too large to be counted."""
+    total = 0
+    for part in parts:
+        count = count_files(part.source.format, part.files).count
+        if count is None:
+            return None
+        start, stop = part.bounds(count)
+        total += stop - start
+    return total
 
 
 def count_files(kind: str, paths: Sequence[Path]) -> Rows:

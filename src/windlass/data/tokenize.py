@@ -91,9 +91,10 @@ def tokenize(
     *,
     threads: bool = True,
     place: Callable[..., str] = lambda *numbers: f"row {numbers[0] + 1}",
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Documents:
     """Tokenize all rows that have a supervised token. `counts` records what became of each row; `place`: where rows
-    are."""
+    are; `progress` is called with the number of rows read so far."""
     counts = dict.fromkeys(("rows", "empty", "unsupervised", "truncated", "tokens_cut", "straddling"), 0)
     chunks: list[Documents] = []
     left_out: dict[str, list[int]] = {}
@@ -120,6 +121,7 @@ def tokenize(
             rendered = [*render(batch)]
             counts["rows"] += len(batch)
             counts["empty"] += len(batch) - len(rendered)
+            progress(counts["rows"])
             # Rust encodes without Python's lock: meanwhile this thread reads, renders and collects.
             coming = (rendered, other.submit(encode_batch, rendered, tokenizer))
             if pending is not None:
