@@ -420,7 +420,7 @@ def steps(
             own = model(input_ids=ids, labels=ids).loss / micro
             own.backward()
             loss += own.detach()
-        loss, norm = replicas.average(loss) / replicas.world, replicas.norm()
+        loss, norm = replicas.reduce(loss) / replicas.world, replicas.norm()
         gradients = [to_local(p.grad) for p in (*replicas.parameters, *replicas.sharded) if p.grad is not None]
         torch._foreach_mul_(gradients, 0.05 / norm)
         torch.testing.assert_close(replicas.norm(), torch.tensor(0.05), rtol=1e-4, atol=0)

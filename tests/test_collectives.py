@@ -99,7 +99,7 @@ def recorded(base: Base, layout: Layout) -> list[tuple[str, str, int]]:
         recording.phase = "backward"
         loss.backward()
         recording.phase = "reduce"
-        replicas.average(torch.zeros(6))
+        replicas.reduce(torch.zeros(6))
     found: list[tuple[str, str, int]] = recording.found
     return found
 

@@ -378,7 +378,7 @@ def test_single_rank_norm_equals_torchs() -> None:
     replicas, gradients = ReplicaGroups(model), [p.grad for p in trained(model).values() if p.grad is not None]
     before = [gradient.clone() for gradient in gradients]
     sums = torch.tensor([3.0])
-    assert replicas.average(sums) is sums
+    assert replicas.reduce(sums) is sums
     assert all(torch.equal(a, b) for a, b in zip(before, gradients, strict=True))
     assert replicas.norm() == torch.nn.utils.get_total_norm(before)
 

@@ -77,14 +77,14 @@ def not_a_number(loop: Loop) -> None:
 
 def overflow(loop: Loop) -> None:
     """A gradient that is finite on each rank, and infinite once the ranks' are summed."""
-    average = loop.updater.replicas.average
+    average = loop.updater.replicas.reduce
 
     def averaged(sums: torch.Tensor) -> torch.Tensor:
-        loop.updater.replicas.average = average  # type: ignore[method-assign]
+        loop.updater.replicas.reduce = average  # type: ignore[method-assign]
         loop.updater.replicas.gradients()[0].fill_(3e38)
         return average(sums)
 
-    loop.updater.replicas.average = averaged  # type: ignore[method-assign]
+    loop.updater.replicas.reduce = averaged  # type: ignore[method-assign]
 
 
 def drift(loop: Loop) -> None:
@@ -116,7 +116,7 @@ def averaged_over(groups: Any) -> Callable[[Loop], None]:
     """Average the gradient of a rank's own experts with those of others' ([None]: all), or with nobody's."""
 
     def plant(loop: Loop) -> None:
-        average, alike = loop.updater.replicas.average, loop.updater.replicas.alike
+        average, alike = loop.updater.replicas.reduce, loop.updater.replicas.alike
 
         def averaged(sums: torch.Tensor) -> torch.Tensor:
             loop.updater.replicas.alike = groups
@@ -124,7 +124,7 @@ def averaged_over(groups: Any) -> Callable[[Loop], None]:
             loop.updater.replicas.alike = alike
             return found
 
-        loop.updater.replicas.average = averaged  # type: ignore[method-assign]
+        loop.updater.replicas.reduce = averaged  # type: ignore[method-assign]
 
     return plant
 

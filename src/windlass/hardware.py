@@ -141,16 +141,16 @@ class Machine:
 
 
 # Large bfloat16 products: power holds Hopper's clocks down (grouped ones reach 474 TFLOP/s at 512 rows an expert on an
-# H100, which 0.7 of the peak and the reading of the weights explain); Ampere's come closer to the peak.
+# H100, which 0.7 of the peak and the reading of the weights explain). hardware.toml has other shares: Ampere's come
+# closer to the peak.
 ACHIEVED_SHARE = 0.7
-AMPERE_SHARE = 0.8
 # Large additions reach nine tenths of the data sheet's memory rate; a layer's operations other than products reach
 # less, which was fitted.
 MEMORY_SHARE = 0.85
 
 
 def _read_gpu(name: str, row: Mapping[str, Any]) -> Gpu:
-    share = AMPERE_SHARE if name.startswith("a1") else ACHIEVED_SHARE
+    share = row.get("share", ACHIEVED_SHARE)
     rate = row["tb_per_second"] * 1000 * MEMORY_SHARE
     return Gpu(name, row["mib"] / 1024, row["tflops"], row["tflops"] * share, rate, row["link"], row["host_link"])
 

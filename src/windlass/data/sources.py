@@ -29,7 +29,7 @@ BATCH = 1000
 
 def read_file(path: Path, kind: str) -> Iterator[Row]:
     try:
-        yield from FORMATS[kind][1](path)
+        yield from FILE_FORMATS[kind][1](path)
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8: {error}", str(path), "convert it: iconv -f latin1 -t utf-8") from None
     except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors
@@ -124,7 +124,7 @@ def arrow_batches(path: Path) -> Iterator[Any]:
 
 
 # Suffixes and reader of each format. If a folder has the same rows in several formats, the first is read.
-FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], Iterator[Row]]]] = {
+FILE_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], Iterator[Row]]]] = {
     "parquet": ((".parquet",), read_batches),
     "arrow": ((".arrow",), read_batches),
     "jsonl": ((".jsonl", ".ndjson"), partial(read_json_rows, lines=True)),
@@ -133,7 +133,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], Iterator[Row]]]] = {
     "tsv": ((".tsv",), partial(read_table, delimiter="\t")),
     "text": ((".txt", ".text", ".raw", ".tokens"), read_text),
 }
-SUFFIXES = {suffix: kind for kind, (suffixes, _) in FORMATS.items() for suffix in suffixes}
+SUFFIXES = {suffix: kind for kind, (suffixes, _) in FILE_FORMATS.items() for suffix in suffixes}
 
 
 def detect_format(path: Path) -> str | None:
@@ -351,7 +351,7 @@ def _source(
 ) -> Source:
     """Return the files of the preferred format, by their given split or the split in their name."""
     kinds = [detect_format(file) for _, file in files]
-    kind = next(kind for kind in FORMATS if kind in kinds)
+    kind = next(kind for kind in FILE_FORMATS if kind in kinds)
     splits: dict[str, tuple[Path, ...]] = {}
     for (split, file), own in zip(files, kinds, strict=True):
         chosen = split or parse_split_name(file.name) or "train"

@@ -11,7 +11,7 @@ from windlass.plan.resolve import BYTES_PER_TOKEN, estimate_row_tokens
 from windlass.plan.workload import Batch
 from windlass.runfile import Data, Train
 
-OPTIMIZER_BYTES = 8  # AdamW keeps two float32 moments per trainable parameter
+STATE_BYTES = 8  # AdamW keeps two float32 moments per trainable parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def make_schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows
         evaluations=_count_events(train.evaluation, train.eval_steps, steps, per_epoch),
         checkpoints=saves,
         checkpoints_kept=kept,
-        checkpoint_bytes=adapter.trainable * (adapter.dtype_bytes + OPTIMIZER_BYTES),
+        checkpoint_bytes=adapter.trainable * (adapter.dtype_bytes + STATE_BYTES),
     )
 
 

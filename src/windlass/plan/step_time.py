@@ -17,7 +17,7 @@ from windlass.plan.workload import Layer, Lora, ModelShape, Workload
 
 SKEW = 1.03  # ranks wait for the slowest one, and collectives use some of the GPU's own units and memory
 LOGIT_BYTES = 26  # per logit in the loss: written, read, in float32, exponentiated, its gradient written and read
-OPTIMIZER_BYTES = 40  # per trained parameter: gradient, two moments and value, read and written, and its norm
+UPDATE_BYTES = 40  # per trained parameter: gradient, two moments and value, read and written, and its norm
 GATHER_OPERATORS = 40  # to gather and free a layer: a few kernels, and FSDP2's Python; assumed
 DECODE_OPERATORS = 13  # per matrix on a CPU, which decodes with torch's own operators
 EXCHANGE_OPERATORS = 12  # per pass, to send tokens to experts and back; counted in a training step
@@ -310,7 +310,7 @@ def _optimizer_seconds(work: Workload) -> float:
     """Return the seconds of the optimizer, once per step: every trained parameter, and the Python around it."""
     rates = work.machine.rates
     trained, _ = adapter_share(work)
-    return OPTIMIZER_BYTES * trained / rates.memory_gb_per_second / 1e9 + STEP_OPERATORS * rates.operator_seconds
+    return UPDATE_BYTES * trained / rates.memory_gb_per_second / 1e9 + STEP_OPERATORS * rates.operator_seconds
 
 
 def _count_unfused_products(work: Workload, layer: Layer, phase: str) -> int:

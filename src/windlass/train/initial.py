@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from windlass.errors import UserError
 from windlass.train.parallel import get_device
 
-NAME = "default"  # PEFT's name of the only adapter
+ADAPTER_NAME = "default"  # PEFT's name of the only adapter
 
 
 def init_from_weights(model: nn.Module, how: str) -> None:
@@ -31,16 +31,16 @@ def init_from_weights(model: nn.Module, how: str) -> None:
         weight = weight.to(get_device()).float()
         if getattr(module, "fan_in_fan_out", False):
             weight = weight.T
-        r = module.r[NAME] // 2
+        r = module.r[ADAPTER_NAME] // 2
         if r > min(weight.shape):
             problem = f"{how} with rank {r}, and the weight of {name} has only rank {min(weight.shape)}"
             raise UserError(problem, "lora.r", f"set lora.r to {min(weight.shape)} or less")
-        a, b = (factor.contiguous() for factor in compute_factors(weight, r, module.scaling[NAME], how))
+        a, b = (factor.contiguous() for factor in compute_factors(weight, r, module.scaling[ADAPTER_NAME], how))
         if dist.is_initialized():
             dist.broadcast(a, 0)
             dist.broadcast(b, 0)
-        lora_a = module.lora_A[NAME]
-        lora_b = module.lora_B[NAME]
+        lora_a = module.lora_A[ADAPTER_NAME]
+        lora_b = module.lora_B[ADAPTER_NAME]
         lora_a.weight.data = torch.cat([a, a]).to(lora_a.weight)
         lora_b.weight.data = torch.cat([b, -b], 1).to(lora_b.weight)
 
@@ -66,7 +66,7 @@ class FixedHalves:
         self.parts: list[tuple[nn.Parameter, int]] = []  # and the dimension whose second half is fixed
         for module in model.modules():
             if isinstance(module, LoraLayer):
-                self.parts += [(module.lora_A[NAME].weight, 0), (module.lora_B[NAME].weight, 1)]
+                self.parts += [(module.lora_A[ADAPTER_NAME].weight, 0), (module.lora_B[ADAPTER_NAME].weight, 1)]
         self.values = [self._half(parameter, dim).clone() for parameter, dim in self.parts]
 
     def clear_gradients(self) -> None:

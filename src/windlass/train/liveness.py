@@ -22,8 +22,8 @@ class Liveness:
     """Call `before_update` and `after_update` around every optimizer step; both do nothing once `is_done`.
 
     B starts at zero, so A has no gradient until B has moved: A is checked one step with a positive learning rate after
-    B. If no B starts at zero (a continued adapter, a resumed run), all are checked at once. Warm-up steps at rate 0
-    move nothing, prove nothing and don't count.
+    B. If no B starts at zero (a continued adapter), all are checked at once. A resumed run is checked like a new one.
+    Warm-up steps at rate 0 move nothing, prove nothing and don't count.
     """
 
     def __init__(self, model: nn.Module, replicas: ReplicaGroups, where: str) -> None:

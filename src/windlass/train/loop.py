@@ -117,7 +117,10 @@ class Loop:
     # --- one optimizer step ---
 
     def train_step(self, micro_batches: Iterator[Batch]) -> Step:
-        """Run the micro-batches of one optimizer step, one collective, one wait for the device, and the update."""
+        """Run the micro-batches of one optimizer step, reduce over the ranks, wait once for the device, and update.
+
+        The reduction is one collective if all ranks have the same adapter; split experts and shards add theirs.
+        """
         model = self.model
         updater = self.updater
         updater.set_mode("train")
@@ -140,7 +143,7 @@ class Loop:
                 self.recorder.mark("data")
                 if model.kept_gathered:
                     keep_gathered(model.kept_gathered, keep=number < self.length.accumulation)
-                model.waits.on = number == 1
+                model.waits.on = number == 1 or bool(model.kept_gathered)
                 batch_loss, batch_balance = model.compute_loss(batch, balance_share)
                 model.waits.on = False
                 self.recorder.mark("forward")
@@ -153,7 +156,7 @@ class Loop:
                 tokens += batch.tokens
                 supervised += batch.supervised
 
-        # One collective: gradients, and with them loss, tokens, faults, signals and the watch's request.
+        # The reduction: gradients, and with them loss, tokens, faults, signals and the watch's request.
         updater.clear_fixed()
         local = StepSums(
             loss=loss,
@@ -162,19 +165,19 @@ class Loop:
             tokens=tokens,
             interrupted=self.stop_signal.received,
             requested=self.watch.request,
-            failed=bool(model.compiled and model.compiled.problem),
+            not_compiled=bool(model.compiled and model.compiled.problem),
             non_finite=~updater.is_finite(loss),
             by_source=model.sources.take(),
         )
         world = updater.replicas.world
-        reduced = updater.replicas.average(local.pack(collectives.get_rank(), world))
+        reduced = updater.replicas.reduce(local.pack(collectives.get_rank(), world))
         self.recorder.mark("communication")
-        norm = updater.clip(StepSums.unpack(reduced, world).supervised)
+        norm = updater.scale_and_clip(StepSums.unpack(reduced, world).supervised)
 
         # The one wait for the device, and the checks.
         *values, grad_norm = torch.cat([reduced, norm[None]]).tolist()
         sums = StepSums.unpack(values, world)
-        if sums.failed and model.compiled:  # on any rank: a shape that fails to compile, or too many shapes
+        if sums.not_compiled and model.compiled:  # on any rank: a shape that fails to compile, or too many shapes
             self._disable_compiled(model.compiled.reason())
         step = Step(
             self.step + 1,
@@ -195,19 +198,19 @@ class Loop:
         # Update.
         updater.update(skip=step.skipped)
         self.recorder.mark("optimizer")
-        unchanged = updater.finish(skipped=step.skipped)
+        stalled = updater.finish(skipped=step.skipped)
 
         self.step = step.step
         self.eval_loss = None
         self.tokens += step.job_tokens
-        self._record(step, sums, rows, unchanged)
+        self._record(step, sums, rows, stalled)
         return step
 
     def _balance_share(self, batches: list[Batch]) -> Tensor:
         """Return the factor that scales a micro-batch's balancing loss to the summed loss of the tokens.
 
-        The step's loss is the mean over its tokens plus the mean of the balancing loss over its micro-batches. This is
-        the only other collective of a step, and only mixtures whose config has such a loss need it.
+        The step's loss is the mean over its tokens plus the mean of the balancing loss over its micro-batches. Only
+        mixtures whose config has such a loss need this collective.
         """
         total = torch.tensor(float(sum(batch.supervised for batch in batches)), device=self.model.device)
         world = self.updater.replicas.world
@@ -215,7 +218,7 @@ class Loop:
             dist.all_reduce(total)
         return self.model.router_weight * total.clamp(min=1) / (self.length.accumulation * world)
 
-    def _record(self, step: Step, sums: StepSums, rows: list[int], unchanged: str) -> None:
+    def _record(self, step: Step, sums: StepSums, rows: list[int], stalled: str) -> None:
         """Write the step's line: rank 0 with the values of all ranks, the others with their own only."""
         waited = self.model.waits.seconds()
         of_job: dict[str, Any] = {}
@@ -230,10 +233,11 @@ class Loop:
                 "learning_rate": step.learning_rate,
                 "job_tokens": step.job_tokens,
                 "skipped": step.skipped or None,
-                "unchanged": unchanged or None,
+                "unchanged": stalled or None,
             }
-        wait_seconds = waited and waited * self.length.accumulation
-        self.recorder.end_step(step.step, rows=rows, wait_seconds=wait_seconds, **of_job)
+        if waited and not self.model.kept_gathered:  # measured in the first micro-batch, and the others wait as long
+            waited *= self.length.accumulation
+        self.recorder.end_step(step.step, rows=rows, wait_seconds=waited, **of_job)
 
     # --- compiled layers ---
 

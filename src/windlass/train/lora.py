@@ -15,7 +15,7 @@ from transformers import set_seed
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.targets import Adapter
 from windlass.runfile import Lora
-from windlass.train.initial import NAME, init_from_weights
+from windlass.train.initial import ADAPTER_NAME, init_from_weights
 from windlass.train.parallel import get_device, shard_like
 from windlass.train.patches import Patches, patch_peft
 from windlass.train.wrapped import read_inner_config
@@ -76,7 +76,7 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
         if lora.lora_dropout:
             for module in peft_model.modules():
                 if isinstance(module, LoraLayer):
-                    module.lora_dropout.update({NAME: nn.Dropout(lora.lora_dropout)})
+                    module.lora_dropout.update({ADAPTER_NAME: nn.Dropout(lora.lora_dropout)})
     unfreeze_modules(peft_model, lora, adapter)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
@@ -100,7 +100,7 @@ def unfreeze_modules(peft_model: PeftModel, lora: Lora, adapter: Adapter) -> Non
         owner.weight.requires_grad_(True)
         if isinstance(owner, nn.Embedding):  # keep the layers' compute dtype
             owner.register_forward_hook(partial(_cast_output, model.config.dtype))
-    peft_model.peft_config[NAME].modules_to_save = lora.modules_to_save or None
+    peft_model.peft_config[ADAPTER_NAME].modules_to_save = lora.modules_to_save or None
 
 
 def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:

@@ -50,17 +50,20 @@ class StepSums(NamedTuple):
     tokens: Number  # without padding
     interrupted: Number  # a signal was received
     requested: Number  # by the watch
-    failed: Number  # a layer did not compile
+    not_compiled: Number  # a layer did not compile
     non_finite: Any  # loss or gradient; summed: a flag per rank
     by_source: Any  # losses per data set of a mix, then tokens
 
     def pack(self, rank: int, world: int) -> Tensor:
         """Return the vector that is reduced, in float32, on the device of the loss."""
         device = self.loss.device
-        known = [self.supervised, self.tokens, self.interrupted, self.requested, self.failed, *[0] * world]
+        flags = torch.zeros(world, device=device)
+        flags[rank] = self.non_finite.float()
+        known = [self.supervised, self.tokens, self.interrupted, self.requested, self.not_compiled]
         counts = torch.tensor(known, dtype=torch.float32, pin_memory=device.type == "cuda")
-        sums = torch.cat([torch.stack([self.loss, self.balance]), counts.to(device, non_blocking=True), self.by_source])
-        sums[self._fields.index("non_finite") + rank] = self.non_finite.float()
+        losses = torch.stack([self.loss, self.balance])
+        sums = torch.cat([losses, counts.to(device, non_blocking=True), flags, self.by_source])
+        # One rank's NaN would hide the other ranks' losses; its flag is what reports it.
         return torch.nan_to_num(sums)
 
     @classmethod
@@ -151,7 +154,7 @@ class Updater:
         largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else loss.new_zeros(1)
         return torch.isfinite(loss) & torch.isfinite(largest).all()
 
-    def clip(self, supervised: Tensor) -> Tensor:
+    def scale_and_clip(self, supervised: Tensor) -> Tensor:
         """Turn gradients of the summed loss, averaged over ranks, into those of the mean loss, and clip them, in one
         pass. Returns their norm before clipping."""
         scale = self.replicas.world / supervised.clamp(min=1)

@@ -51,7 +51,7 @@ class ReplicaGroups:
         return [to_local(p.grad) for p in (*self.parameters, *self.sharded) if p.grad is not None]
 
     @torch.no_grad()
-    def average(self, sums: Tensor) -> Tensor:
+    def reduce(self, sums: Tensor) -> Tensor:
         """Average the gradients over the ranks and return `sums` (float32) added up over them.
 
         Every rank makes the same calls whatever its batch was: a missing gradient counts as zeros.

@@ -18,13 +18,15 @@ To add a format:
 | step                                             | place                                                |
 |--------------------------------------------------|------------------------------------------------------|
 | its name, its block, its bytes per weight        | `FOUR_BITS` or `PUBLISHED` in settings.py            |
-| its keys in a checkpoint: codes, scales, config  | model/quantization.py, model/files.py                |
+| its keys in a checkpoint: codes, scales          | `SCALE` in model/base.py, model/packed.py            |
+| its method in config.json                        | `_check_quantization` in model/config.py             |
+| its name in a run file and in a layout           | `base_dtype` in runfile/machines.py, `IN_NAMES`      |
 | the 16 numbers of its codes                      | `TABLES` in four_bits.py                             |
-| its scales as published, in float32              | `read_scale_decoder` in fill.py                      |
+| its codes and scales as published                | `read_scale_decoder`, `write_packed` in fill.py      |
 | `Format` of a parameter                          | `choose_format` in train/kernels/products.py         |
 | decoding in one pass on a GPU                    | dequantize_kernel.py                                 |
 | decoding a second way, as its publisher does     | `Disk` in certificate.py                             |
-| writing it in a test's checkpoint                | tiny.py                                              |
+| writing it in a test's checkpoint, on a GPU      | tiny.py, `PACKED` in self_test.py                    |
 """
 
 import functools
