@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
+from refusals import refused
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
@@ -199,11 +200,11 @@ MARKED = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endge
     ("template", "expected"),
     [
         (f"{{% for m in messages %}}{MARKED}{{% endif %}}{{% endfor %}}", ["Hi.!", "Because.!"]),
-        (TURNS + ASK, ["Hi.<end>\n", "Because.<end>\n"]),
-        (TURNS + ASK.replace("\n{%", "\n<think>\n{%"), ["Hi.<end>\n", "Because.<end>\n"]),  # a thought that is absent
-        (TURNS + "{% if not add_generation_prompt %}<stop>{% endif %}", "earlier turns differently"),
-        ("{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}", "earlier turns differently"),
-        ("{{ raise_exception('no') }}", "refuses a chat"),
+        (TURNS + ASK, ["Hi.<end>", "Because.<end>"]),
+        (TURNS + ASK.replace("\n{%", "\n<think>\n{%"), ["Hi.<end>", "Because.<end>"]),  # a thought that is absent
+        (TURNS + "{% if not add_generation_prompt %}<stop>{% endif %}", ["Hi.<end>", "Because.<end>\n<stop>"]),
+        ("{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}", "answer-not-found"),
+        ("{{ raise_exception('no') }}", "template-refuses"),
     ],
 )
 @pytest.mark.parametrize("steps", [("_compile_jinja_template", "_render_with_assistant_indices"), ("gone", "_gone")])
@@ -213,13 +214,13 @@ def test_answer_spans_are_derived_from_templates(
     """By transformers' own steps, or by its public function in versions that name them differently."""
     monkeypatch.setattr(chat, "STEPS", steps)
     if isinstance(expected, str):
-        with pytest.raises(UserError, match=expected):
+        with refused(expected):
             ChatTemplate(tokenizer, template).render(CHAT)
         return
     names = {"system": "system", "user": "human", "assistant": "gpt"}
     for turns in (CHAT, [{"from": names[turn["role"]], "value": turn["content"]} for turn in CHAT]):
-        text, spans = ChatTemplate(tokenizer, template).render(turns)
-        assert [text[slice(*span)] for span in spans] == expected
+        (row,) = ChatTemplate(tokenizer, template).render(turns)
+        assert [row.text[slice(*span)] for span in row.spans] == expected
     with pytest.raises(UserError, match="no role"):
         choose_template(tokenizer).render([{"content": "x"}])
     known = Data(chat_template="{% set y = 1 %}{% if loud and y %}!{% endif %}" + template)

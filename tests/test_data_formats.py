@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
@@ -162,7 +163,7 @@ def test_templates_by_name_file_and_text(prepared: Prepare, tokenizer: Any, tmp_
     assert "paired with an input" in first
     assert "paired with an input" not in second
     for name, end in (
-        ("chatml", "Because.<|im_end|>\n"),
+        ("chatml", "Because.<|im_end|>"),
         ("llama3", "Because.<|eot_id|>"),
         ("mistral", "Because.</s>"),
     ):
@@ -182,8 +183,15 @@ def test_templates_by_name_file_and_text(prepared: Prepare, tokenizer: Any, tmp_
     drops = TURNS + "{% if loop.last and m.reasoning_content %}({{ m.reasoning_content }}){% endif %}" + END
     twice = {"messages": THOUGHT + THOUGHT}
     assert parts(prepared(twice, drops, turns="last"), tokenizer) == ["4(two twice)<end>"]
-    with pytest.raises(UserError, match=r"earlier turns differently.*\n\n.*data.turns: last"):
-        prepared(twice, drops)
+    with refused("turns-rewritten", "data.turns"):
+        prepared(twice, drops, turns="all")
+    for turns in ("auto", "each"):
+        done = prepared(twice, drops, turns=turns)
+        rows = [tokenizer.decode(ids) for ids in done.train["input_ids"].to_pylist()]
+        assert rows == ["<user>2+2?<end><assistant>4(two twice)<end>", f"<user>2+2?<end><assistant>4<end>{rows[0]}"]
+        assert all(row.count("two twice") == 1 for row in rows)
+        figures = done.audit["splits"]["train"]
+        assert [figures[name] for name in ("rows", "split", "split_into", "documents", "duplicates")] == [1, 1, 2, 2, 0]
 
 
 def test_roles_by_any_usual_name_or_one_that_the_template_names(prepared: Prepare, tokenizer: Any) -> None:
@@ -217,7 +225,7 @@ def test_roles_by_any_usual_name_or_one_that_the_template_names(prepared: Prepar
         (SHAREGPT, {"chat_template": "chatlm"}, "no chat template 'chatlm'.*\n\n.*did you mean chatml"),
         (SHAREGPT, {"chat_template": "{% for"}, "data.chat_template: not a chat template"),
         (SHAREGPT, {"template_kwargs": {"tool": 1}}, "template_kwargs: the chat template doesn't use a variable"),
-        (OPENAI, {"chat_template": TURNS + END}, "data.chat_template doesn't render tools, and a row has some"),
+        (OPENAI, {"chat_template": TURNS + END}, "data.chat_template doesn't write tools, and a row has some"),
         ({"messages": THOUGHT}, {"chat_template": TURNS + END}, "leaves out an answer's reasoning: 'two twice'"),
         ({"messages": [{"role": "user", "content": "a", "train": True}]}, {}, "'user' is marked to be trained on"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, {}, "has the weight 0.5"),

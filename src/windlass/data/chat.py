@@ -5,48 +5,50 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from windlass.data.answers import Answer, Pieces, Span, common_prefix_length
+from windlass.data.messages import (
+    FLAGS,
+    OWN_ROLES,
+    REASONING,
+    ROLES,
+    Turn,
+    arguments_as_text,
+    drop_none,
+    find_lost_part,
+    read_turn,
+    require_calls,
+)
 from windlass.data.sources import Where
 from windlass.errors import UserError
-from windlass.runfile.names import ROLES as NAMES_OF_ROLES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from windlass.runfile import Data
 
-Span = tuple[int, int]
-
 TEMPLATES = Path(__file__).parent / "templates"
 GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 # The parts of transformers' render_jinja_template: calling them directly saves a tenth to a third of the time per chat.
 STEPS = ("_compile_jinja_template", "_render_with_assistant_indices")
 CONTROL = re.compile(r"<\|[a-z_]+\|>|\[/?[A-Z_]+\]")  # how templates write control tokens
-OWN_ROLES = ("system", "user", "assistant", "tool")
-ROLES = {  # their names in data sets
-    name: "assistant" if role == "call" else role for role, names in NAMES_OF_ROLES.items() for name in names
-}
-CALLS = NAMES_OF_ROLES["call"]
-REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message
-THOUGHT = re.compile(r"<think>(.*?)</think>\s*|\[THINK\](.*?)\[/THINK\]", re.DOTALL)  # or tags inside its content
-FLAGS = ("weight", "train")  # whether the loss is computed on a message, in OpenAI's and in Axolotl's format
+TAG = re.compile(r"</?\|?[A-Za-z_]+\|?>|\[/?[A-Z_]+\]")  # or where the tokenizer has no such token
 
 
-class Turn(NamedTuple):
-    """A message in the form that templates take, whether the data exclude it from the loss, and its reasoning."""
+class Rendering(NamedTuple):
+    """A row of a chat: its text, and the supervised span of each assistant turn in it, by the turn's number."""
 
-    message: dict[str, Any]
-    trained: bool | None
-    reasoning: list[str]
+    text: str
+    answers: Mapping[int, Span]
 
     @property
-    def is_assistant(self) -> bool:
-        return bool(self.message["role"] == "assistant")
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(self.answers.values())
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,10 @@ class ChatTemplate:
     source: str = ""
     notes: tuple[str, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    last: bool = False
-    """Loss on the last answer alone."""
+    turns: str = "auto"
+    """Assistant turns that loss is computed on, and in how many rows, as in the run file."""
     drop_reasoning: bool = False
+    ignore_tools: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     """What a message's keys are called in these data, and how they are called here."""
 
@@ -84,64 +87,163 @@ class ChatTemplate:
         named = {**self.tokenizer.special_tokens_map, **self.kwargs}
         return {name: value for name, value in named.items() if name in self.template}
 
-    def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> tuple[str, tuple[Span, ...]]:
-        """Return the text and the assistant's supervised spans, from message `first` on."""
+    @cached_property
+    def pieces(self) -> Pieces:
+        return Pieces({*self.tokenizer.get_added_vocab(), *TAG.findall(self.template)})
+
+    @cached_property
+    def header(self) -> str:
+        """Return what the template writes before an answer to a user, with the thought that it may open."""
+        chat = [Turn({"role": "user", "content": "Hello"}, None, [])]
+        try:
+            prompt = self.apply(chat, None, prompt=True)[0]
+            plain = self.apply(chat, None)[0]
+        except UserError:
+            return ""
+        same = common_prefix_length(prompt, plain)
+        return prompt[max(edge for edge in self.pieces.edges(prompt) if edge <= same) :]
+
+    def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> list[Rendering]:
+        """Return the rows of a chat. Each assistant turn from message `first` on is supervised in one of them.
+
+        An answer is exact in a rendering that agrees, up to the answer's end, with the rendering of the chat that ends
+        with it. The rendering of the full chat has all answers that are exact in it; others get rows of their own, with
+        the prompt that the model sees at inference.
+        """
+        turns = self.read(messages)
+        tools = self.read_tools(tools)
+        wanted = [i for i, turn in enumerate(turns) if turn.is_assistant and i >= first]
+        wanted = [i for i in wanted[-1 if self.turns == "last" else 0 :] if turns[i].trained is not False]
+        if self.has_generation_marks and self.turns != "each":
+            rows = [self.render_marked(turns, tools, wanted)]
+        elif self.has_generation_marks:
+            rows = [self.render_marked(turns[: i + 1], tools, [i]) for i in wanted]
+        else:
+            rows = self.render_unmarked(turns, tools, wanted)
+        for row in rows:
+            self.require_written(turns, row)
+        return rows
+
+    def render_whole(self, messages: Sequence[Any], tools: Any = None) -> str:
+        """Return the text of all of a chat, for loss on everything."""
+        turns = self.read(messages)
+        text = self.apply(turns, self.read_tools(tools))[0]
+        self.require_written(turns, Rendering(text, {}))
+        return text
+
+    def read(self, messages: Sequence[Any]) -> list[Turn]:
         turns = [read_turn(message, self.names, self.roles, drop_reasoning=self.drop_reasoning) for message in messages]
+        self.require_roles(turns)
+        require_calls(turns)
+        return turns
+
+    def render_marked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> Rendering:
+        """Return the rendering with the spans that the template's own marks enclose."""
+        text, marked = self.apply(turns, tools, marks=True)
+        answers = [i for i, turn in enumerate(turns) if turn.is_assistant]
+        if len(marked) != len(answers) != len(wanted):
+            problem = f"the chat template marks {len(marked)} parts of a chat with {len(answers)} assistant turns"
+            hint = "mark each assistant turn once: {% generation %} … {% endgeneration %}"
+            raise UserError(problem, "data", hint, "generation-marks")
+        if len(marked) != len(answers):  # several marks in a turn: all are supervised
+            return Rendering(text, {-1 - number: span for number, span in enumerate(marked)})
+        return Rendering(text, {i: marked[answers.index(i)] for i in wanted})
+
+    def render_unmarked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
+        @cache
+        def write(count: int, prompt: bool = False) -> str:
+            """Return the first turns, with the header of an answer to them."""
+            return self.apply(turns[:count], tools, prompt=prompt)[0]
+
+        whole = write(len(turns))
+        answers = {i: self.find_answer(turns, i, write) for i in wanted}
+        opener = next(reversed(self.pieces.token.findall(self.header)), "")
+        rows: list[Rendering] = []
+        left = list(wanted)
+        while left:
+            last = left[-1]
+            texts = [answers[last].text]
+            if not rows and self.turns != "each":
+                texts.insert(0, whole)
+            for text in texts:
+                ends = {i: self.pieces.find_in(text, answers[i], opener) for i in left}
+                if ends[last] is not None:
+                    break
+            spans = {i: (answers[i].start, end) for i, end in ends.items() if end is not None}
+            if self.turns == "each":
+                spans = {last: spans[last]}
+            rows.insert(0, Rendering(text, spans))
+            left = [i for i in left if i not in spans]
+        if self.turns == "all" and len(rows) > 1:
+            raise UserError(
+                f"{self.why_split(whole, answers)}, so one row can't have all answers",
+                "data.turns",
+                "set data.turns: auto, which gives such answers rows of their own",
+                "turns-rewritten",
+            )
+        return rows or [Rendering(whole, {})]
+
+    def why_split(self, whole: str, answers: Mapping[int, Answer]) -> str:
+        """Return where the full rendering first differs from that of an answer."""
+        places = ((i, common_prefix_length(whole, answer.text)) for i, answer in answers.items())
+        i, at = next((i, at) for i, at in places if at < answers[i].end)
+        near = answers[i].text[max(0, at - 20) : at + 30]
+        return f"the chat template writes turns differently once later ones follow (at {near!r})"
+
+    def find_answer(self, turns: list[Turn], i: int, write: Callable[..., str]) -> Answer:
+        """Find a turn in the rendering of the chat that ends with it."""
+        text = write(i + 1)
+        body = turns[i].words.strip()
+        if i:
+            start = self.pieces.find_start(text, write(i, True), lambda: write(i), self.header)
+        else:
+            start = self.pieces.find_header(text, self.header)
+        plain = not turns[i].reasoning and not turns[i].calls
+        if start is None and i == 0:
+            start = text.find(body)
+        elif start is not None and body and plain and not self.header:
+            # Without a header that generation starts from, what precedes the answer's own words is none of it.
+            start = text.find(body, start)
+        if start is None or start < 0:
+            self.require_written(turns[: i + 1], Rendering(text, {}))
+            raise UserError(
+                "the chat template doesn't write an answer behind the prompt that it writes for it",
+                "data",
+                "leave out such rows, or give data.chat_template a template with {% generation %} … "
+                "{% endgeneration %} around the assistant's part",
+                "answer-not-found",
+            )
+        end = self.pieces.find_end(text, start)
+        found = text.rfind(body, start, end) if body and not turns[i].calls else -1
+        return Answer(text, start, end, start if found < 0 else found + len(body))
+
+    def require_roles(self, turns: Sequence[Turn]) -> None:
         for role in {str(turn.message["role"]) for turn in turns}.difference(OWN_ROLES):
             if not self.supports_role(role):
                 problem = f"a message has the role {role!r}, which {self.source or 'the chat template'} doesn't name"
                 close = difflib.get_close_matches(role.lower(), ROLES, n=1)
                 hint = f"did you mean {close[0]}? roles are" if close else "write one of the roles"
                 hint += f" {', '.join(OWN_ROLES)}, or one that a data.chat_template of yours names"
-                raise UserError(problem, "data", hint)
+                raise UserError(problem, "data", hint, "unknown-role")
+
+    def read_tools(self, tools: Any) -> Any:
+        if self.ignore_tools:
+            return None
         tools = drop_none(json.loads(tools) if isinstance(tools, str) and tools.strip() else tools) or None
         if tools and not re.search(r"\btools\b", self.template):
-            hint = "set data.chat_template to one that does, such as chatml"
-            raise UserError(
-                f"{self.source or 'the chat template'} doesn't render tools, and a row has some", "data", hint
-            )
-        answers = [i for i, turn in enumerate(turns) if turn.is_assistant]
-        wanted = [i for i in answers if i >= first][-1 if self.last else 0 :]
-        wanted = [i for i in wanted if turns[i].trained is not False]
-        if self.has_generation_marks:
-            text, marked = self.apply(turns, tools, marks=True)
-            if len(marked) != len(answers) != len(wanted):
-                problem = f"the chat template marks {len(marked)} parts of a chat with {len(answers)} assistant turns"
-                hint = "mark each assistant turn once: {% generation %} … {% endgeneration %}"
-                raise UserError(problem, "data", hint)
-            spans = marked if len(marked) != len(answers) else [marked[answers.index(i)] for i in wanted]
-            reasoning = [thought for i in wanted for thought in turns[i].reasoning]
-            self.require_reasoning(reasoning, "".join(text[a:b] for a, b in spans))
-            return text, tuple(spans)
-        text = self.apply(turns, tools)[0]
-        spans = list[Span]()
-        for i in wanted:
-            # An answer begins after the prompt that the template writes for it. Reasoning templates open a thought in
-            # that prompt, which a finished answer may lack: then it begins after what both have in common.
-            prompt = self.apply(turns[:i], tools, prompt=True)[0] if i else ""
-            plain = prompt if text.startswith(prompt) else self.apply(turns[:i], tools)[0]
-            until = self.apply(turns[: i + 1], tools)[0] if i + 1 < len(turns) else text
-            start = max(len(plain), common_prefix_length(text, prompt))
-            for head in (plain, until):
-                if not text.startswith(head) or len(until) <= start:
-                    at = common_prefix_length(text, head)
-                    raise UserError(
-                        "the chat template writes earlier turns differently once later ones follow "
-                        f"(at {text[max(0, at - 30) : at + 30]!r}), so the assistant's part can't be found",
-                        "data",
-                        "compute the loss on the last turn alone (data.turns: last), or give data.chat_template a "
-                        "template with {% generation %} … {% endgeneration %} around the assistant's part",
-                    )
-            self.require_reasoning(turns[i].reasoning, text[start : len(until)])
-            spans.append((start, len(until)))
-        return text, tuple(spans)
+            problem = f"{self.source or 'the chat template'} doesn't write tools, and a row has some"
+            hint = "set data.tools: ignore to train on the calls without them"
+            raise UserError(problem, "data.tools", hint, "tools-not-written")
+        return tools
 
-    def require_reasoning(self, thoughts: Sequence[str], written: str) -> None:
-        for thought in thoughts:
-            if thought.strip() not in written:
-                problem = f"{self.source or 'the chat template'} leaves out an answer's reasoning: {thought[:60]!r}"
-                hint = "train without it (data.reasoning: drop), or name a data.chat_template that writes it"
-                raise UserError(problem, "data.reasoning", hint)
+    def require_written(self, turns: Sequence[Turn], row: Rendering) -> None:
+        """Refuse a row that lacks anything of the chat up to its last answer."""
+        count = max(row.answers, default=len(turns) - 1) + 1
+        lost = find_lost_part(turns[: count or len(turns)], row.text, row.answers)
+        if lost is None:
+            return
+        what, key, hint = lost
+        raise UserError(f"{self.source or 'the chat template'} leaves out {what}", key, hint, "not-written")
 
     def apply(
         self, turns: list[Turn], tools: Any, *, prompt: bool = False, marks: bool = False
@@ -172,121 +274,9 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(str(message["role"]) for message in chat)
             hint = "fix or leave out such rows: most templates want user and assistant in turn, system first"
-            raise UserError(f"the chat template refuses a chat ({roles}): {error}", "data", hint) from None
+            problem = f"the chat template refuses a chat ({roles}): {error}"
+            raise UserError(problem, "data", hint, "template-refuses") from None
         return str(texts[0]), [(start, end) for start, end in marked[0]] if marks else []
-
-
-def common_prefix_length(one: str, other: str) -> int:
-    """Return the length of the longest common prefix of two texts."""
-    if one.startswith(other):
-        return len(other)
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def drop_none(value: Any) -> Any:
-    """Remove None values: columnar files fill in None for what other rows have, and templates test for presence."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, dict):
-        return {k: drop_none(v) for k, v in value.items() if v is not None}
-    return [drop_none(item) for item in value] if isinstance(value, list) else value
-
-
-def read_turn(
-    message: Any, names: Mapping[str, str] = {}, roles: Mapping[str, str] = ROLES, *, drop_reasoning: bool = False
-) -> Turn:
-    """Read a message in the format of OpenAI, ShareGPT or similar, into `role` and `content`."""
-    if not isinstance(message, dict):
-        raise UserError(f"a message has no role: {str(message)[:80]}", "data", 'write {"role": …, "content": …}')
-    plain = not names and message.keys() == {"role", "content"} and type(message["content"]) is str
-    if plain and message["role"] in ("system", "user"):  # most are: the code below would not change them
-        return Turn(message, None, [])
-    found = {names.get(key, key): drop_none(value) for key, value in message.items() if value is not None}
-    named = found.pop("from", None) or found.get("role")
-    if named is None:
-        problem = f"a message has no role: {str(message)[:80]}"
-        hint = "if its key has another name: data.columns: "
-        raise UserError(problem, "data", f"{hint}{{role: {next(iter(found), 'speaker')}}}")
-    role = roles.get(str(named).lower(), named)
-    if "value" in found and "content" not in found:
-        found["content"] = found.pop("value")
-    given = [found.pop(flag) for flag in FLAGS if flag in found]
-    if given and given[0] not in (0, 1):
-        raise UserError(f"a message has the weight {given[0]}", "data", "write 0 or 1: loss is computed on it or not")
-    trained = bool(given[0]) if given else None
-    if trained and role != "assistant":
-        hint = "leave the flag out; data.completion_only_loss: false computes the loss on everything"
-        raise UserError(f"a message of {role!r} is marked to be trained on", "data", hint)
-    if named in CALLS:  # LLaMA-Factory's and ms-swift's roles for an answer that calls tools
-        calls = parse_json(found.pop("content", ""))
-        found["tool_calls"] = calls if isinstance(calls, list) else [calls]
-    if calls := found.get("tool_calls"):
-        found["tool_calls"] = [read_call(call) for call in calls]
-    found["content"], thoughts = read_content(found.get("content", ""))
-    if role == "assistant":
-        thoughts += [str(found[name]) for name in REASONING if found.get(name)]
-        if drop_reasoning:
-            found = {k: v for k, v in found.items() if k not in REASONING}
-            thoughts = []
-            if isinstance(found["content"], list):
-                found["content"] = "".join(part["text"] for part in found["content"] if part["type"] == "text")
-            found["content"] = THOUGHT.sub("", found["content"])
-        elif isinstance(found["content"], str):
-            thoughts += [one or other for one, other in THOUGHT.findall(found["content"])]
-    return Turn({**found, "role": role}, trained, [thought for thought in thoughts if thought.strip()])
-
-
-def read_content(content: Any) -> tuple[Any, list[str]]:
-    """Join parts of text. With reasoning, parts are left as they are and the reasoning is returned."""
-    if isinstance(content, str):
-        return content, []
-    if not isinstance(content, list):
-        raise UserError(f"a message's content is a {type(content).__name__}, not text", "data", "write it as text")
-    parts = [part if isinstance(part, dict) else {"type": "text", "text": str(part)} for part in content]
-    kinds = {str(part.get("type")) for part in parts}
-    if other := kinds - {"text", "thinking"}:
-        hint = "leave out such rows: windlass trains on text"
-        raise UserError(f"a message has a part of the type {min(other)!r}", "data", hint)
-    if "thinking" not in kinds:
-        return "".join(part["text"] for part in parts), []
-    thoughts = [part.get("thinking") or [] for part in parts if part["type"] == "thinking"]  # text, or a list of parts
-    return parts, ["".join(part["text"] if isinstance(part, dict) else str(part) for part in each) for each in thoughts]
-
-
-def read_call(call: Any) -> Any:
-    """Return a tool call with its arguments as a mapping, also if they are written as JSON."""
-    if not isinstance(call, dict):
-        hint = 'write {"function": {"name": …, "arguments": …}}'
-        raise UserError(f"a tool call is a {type(call).__name__}: {str(call)[:80]}", "data", hint)
-    inner: dict[str, Any] = call["function"] if isinstance(call.get("function"), dict) else call
-    read = {**inner, "arguments": parse_json(inner.get("arguments", {}))}
-    return {**call, "function": read} if inner is not call else {"type": "function", "function": read}
-
-
-def parse_json(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value or "{}")
-    except json.JSONDecodeError:
-        raise UserError(
-            f"a tool call is not valid JSON: {value[:80]!r}", "data", "fix or leave out such rows"
-        ) from None
-
-
-def arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in message.get("tool_calls", ())
-    ]
-    return {**message, **({"tool_calls": calls} if calls else {})}
 
 
 def choose_template(
@@ -316,8 +306,8 @@ def choose_template(
     require_variables(template, data.template_kwargs, where)
     names = {data.columns[name]: name for name in ("role", "content", "from", "value", *FLAGS) if name in data.columns}
     return ChatTemplate(
-        tokenizer, template, source, tuple(notes), data.template_kwargs, data.turns == "last",
-        data.reasoning == "drop", names,
+        tokenizer, template, source, tuple(notes), data.template_kwargs, data.turns, data.reasoning == "drop",
+        data.tools == "ignore", names,
     )  # fmt: skip
 
 

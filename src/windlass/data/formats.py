@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from windlass.data.chat import FLAGS, ChatTemplate, Span, choose_template
+from windlass.data.answers import Span
+from windlass.data.chat import ChatTemplate, choose_template
+from windlass.data.messages import FLAGS
 from windlass.data.sources import Row, Where
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
@@ -39,6 +41,10 @@ class RenderedRow:
     supervised: tuple[Span, ...] | None = None
     closed: bool = False
     ids: npt.NDArray[np.int64] | None = None
+    whole: str = ""
+    """Of a chat that became several rows: the text of all of them."""
+    part: int = 0
+    """And the number of this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,8 @@ class Format:
 
     name: str
     description: str
-    render: Callable[[Row], RenderedRow | None]
+    render: Callable[[Row], Sequence[RenderedRow]]
+    """Returns no row for one without text, and several for a chat whose answers need rows of their own."""
     notes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     """Columns that a row must have; null or empty text leaves the row out."""
@@ -203,7 +210,7 @@ def text_format(request: Request) -> Format:
     request.refuse_completion_only("plain text")
     name = request.column("text", "text_field")
     description = f"text in {name!r}, loss on every token"
-    return Format("text", description, lambda row: RenderedRow(as_text(row[name], name)), needs=(name,))
+    return Format("text", description, lambda row: [RenderedRow(as_text(row[name], name))], needs=(name,))
 
 
 def completion_format(request: Request) -> Format:
@@ -215,21 +222,20 @@ def completion_format(request: Request) -> Format:
     everything = data.completion_only_loss is False
     template = cache(request.chat_template)  # most tokenizers here need none
 
-    def render(row: Row) -> RenderedRow | None:
+    def render(row: Row) -> Sequence[RenderedRow]:
         question = row[prompt]
         answer = row[completion]
         if not answer:
-            return None
+            return []
         if isinstance(question, list) or isinstance(answer, list):
             before = question if isinstance(question, list) else [{"role": "user", "content": question or ""}]
             after = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
-            text, spans = template().render([*before, *after], first=len(before), tools=row.get(tools or ""))
-            return RenderedRow(text, None if everything else spans, closed=True)
+            return render_chat(template(), [*before, *after], row.get(tools or ""), everything, first=len(before))
         head = as_text(question, prompt)
         tail = as_text(answer, completion)
         if not tail.strip():
-            return None
-        return RenderedRow(head + tail, None if everything else ((len(head), len(head) + len(tail)),))
+            return []
+        return [RenderedRow(head + tail, None if everything else ((len(head), len(head) + len(tail)),))]
 
     description = f"{prompt!r} then {completion!r}, loss on {'every token' if everything else repr(completion)}"
     used = template() if data.chat_template or not getattr(request.tokenizer, "chat_template", None) else None
@@ -291,6 +297,24 @@ def alpaca_format(request: Request) -> Format:
     )
 
 
+LOSS = {
+    **dict.fromkeys(("auto", "all"), "assistant turns"),
+    "last": "the last assistant turn",
+    "each": "assistant turns, a row for each",
+}
+
+
+def render_chat(
+    template: ChatTemplate, messages: Sequence[Any], tools: Any, everything: bool, first: int = 0
+) -> list[RenderedRow]:
+    """Return the rows of a chat; with loss on everything, the one that has all of it."""
+    if everything:
+        return [RenderedRow(template.render_whole(messages, tools), closed=True)]
+    rows = template.render(messages, first=first, tools=tools)
+    whole = "".join(row.text for row in rows) if len(rows) > 1 else ""
+    return [RenderedRow(row.text, row.spans, closed=True, whole=whole, part=part) for part, row in enumerate(rows)]
+
+
 def make_chat_format(
     request: Request,
     what: str,
@@ -302,18 +326,15 @@ def make_chat_format(
 ) -> Format:
     """Rows that are chats or are converted to chats."""
     everything = request.data.completion_only_loss is False
-    if everything and template.last:
-        hint = "remove one of them"
-        raise UserError("the loss is computed on everything", request.where("data.turns"), hint)
+    if everything and template.turns in ("last", "each"):
+        problem = "the loss is computed on everything (data.completion_only_loss)"
+        raise UserError(problem, request.where("data.turns"), "remove one of them", "no-effect")
 
-    def render(row: Row) -> RenderedRow | None:
+    def render(row: Row) -> Sequence[RenderedRow]:
         messages = messages_of(row)
-        if not messages:
-            return None
-        text, spans = template.render(messages, tools=row.get(tools or ""))
-        return RenderedRow(text, None if everything else spans, closed=True)
+        return render_chat(template, messages, row.get(tools or ""), everything) if messages else []
 
-    loss = "every token" if everything else "the last assistant turn" if template.last else "assistant turns"
+    loss = "every token" if everything else LOSS[template.turns]
     kind = {"conversations": "sharegpt"}.get(name, name)
     description = f"{what} through {template.source}, loss on {loss}"
     return Format(kind, description, render, template.notes, needs, template=template)
@@ -327,7 +348,7 @@ def tokens_format(request: Request) -> Format:
     attended = request.optional("attention_mask")
     everything = request.data.completion_only_loss is False
 
-    def render(row: Row) -> RenderedRow | None:
+    def render(row: Row) -> Sequence[RenderedRow]:
         given = row[name] or []
         place = request.where("data.columns.input_ids")
         ids = np.array(given or [0])[: len(given)] if isinstance(given, list) else np.array(given)
@@ -335,7 +356,7 @@ def tokens_format(request: Request) -> Format:
             raise UserError(f"column {name!r} is not a list of token ids: {str(given)[:80]}", place, "check the column")
         marks, real = (row.get(name or "") or None for name in (labels or mask, attended))
         if given and marks is real is None:
-            return RenderedRow("", None, closed=True, ids=ids)
+            return [RenderedRow("", None, closed=True, ids=ids)]
         if any(each is not None and len(each) != len(ids) for each in (marks, real)):
             lengths = [len(each or given) for each in (given, marks, real)]
             raise UserError("{} ids, {} labels, {} in the mask".format(*lengths), place, "fix such rows")
@@ -348,10 +369,10 @@ def tokens_format(request: Request) -> Format:
             ids = ids[there]
             kept = kept[there]
         if not len(ids):
-            return None
+            return []
         edges = np.flatnonzero(np.diff(kept, prepend=False, append=False)).tolist()
         spans = None if everything or kept.all() else tuple(zip(edges[::2], edges[1::2], strict=True))
-        return RenderedRow("", spans, closed=True, ids=ids)
+        return [RenderedRow("", spans, closed=True, ids=ids)]
 
     loss = "every token" if everything or not (labels or mask) else f"what {labels or mask!r} marks"
     return Format("input_ids", f"tokens in {name!r}, loss on {loss}", render, needs=(name,))
@@ -425,17 +446,17 @@ def template_format(request: Request) -> Format:
     needed = [piece.field is not None and (piece.supervised or not marked) for piece in pieces]
     trained_on = {piece.column: None for piece, is_needed in zip(pieces, needed, strict=True) if is_needed}
 
-    def render(row: Row) -> RenderedRow | None:
+    def render(row: Row) -> Sequence[RenderedRow]:
         parts = [piece.render(row, place) for piece in pieces]
         if any(needed) and not any(part.strip() for part, is_needed in zip(parts, needed, strict=True) if is_needed):
-            return None  # the supervised part contains nothing from the row
+            return []  # the supervised part contains nothing from the row
         spans = []
         at = 0
         for piece, part in zip(pieces, parts, strict=True):
             if piece.supervised and part:
                 spans.append((at, at + len(part)))
             at += len(part)
-        return RenderedRow("".join(parts), tuple(spans) if marked else None)
+        return [RenderedRow("".join(parts), tuple(spans) if marked else None)]
 
     description = f"data.prompt_template, loss on {'the part in [[ ]]' if marked else 'every token'}"
     return Format("template", description, render, needs=tuple(trained_on), every=False)

@@ -37,7 +37,7 @@ from windlass.data.progress import Progress
 from windlass.data.select import Selection, check_selection, select_all
 from windlass.data.sources import Part, Where, count_parts, locate_row, read_rows
 from windlass.data.stream import stream_rows
-from windlass.data.tokenize import Documents, tokenize
+from windlass.data.tokenize import PART_BITS, Documents, tokenize
 from windlass.errors import UserError, raise_all
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from windlass.model import Base
     from windlass.runfile import Data, Loaded, Model, RunFile
 
-CACHE_VERSION = 9  # raise it when what is written into the cached folder changes
+CACHE_VERSION = 10  # raise it when what is written into the cached folder changes
 # Larger files are identified by a sample of their content and by their modification time.
 HASHED_BYTES = 1 << 30
 STREAM_AUDIT_ROWS = 10_000  # rows of a stream that are audited before training
@@ -286,16 +286,18 @@ def write_tokens(
 
 
 def hold_out(documents: Documents, fraction: float, place: str) -> tuple[Documents, Documents]:
-    """Split into training and validation rows by hashes of the rows: no seed, and duplicates stay together.
+    """Split into training and validation rows by hashes of the rows: no seed, and duplicates and chats stay together.
 
     Rows that occur more often than rows are wanted are trained on, if there are others.
     """
-    count = len(documents.hashes)
+    hashes = documents.hashes >> np.uint64(PART_BITS)
+    count = len(hashes)
     wanted = min(max(1, round(fraction * count)), count - 1) if count > 1 else 0
-    values, counts = np.unique(documents.hashes, return_counts=True)
+    values, counts = np.unique(hashes, return_counts=True)
     if wanted and len(values) == 1:
         hint = "remove the duplicates, or train without evaluation: data.val_fraction: null"
-        raise UserError(f"all {count:,} rows are equal: none can be held out of the others", place, hint)
+        problem = f"all {count:,} rows are equal or of one chat: none can be held out of the others"
+        raise UserError(problem, place, hint)
     held = []
     missing = wanted
     for value, occurrences in zip(values, counts.tolist(), strict=True):
@@ -306,10 +308,10 @@ def hold_out(documents: Documents, fraction: float, place: str) -> tuple[Documen
             break
     if wanted and not held:
         held = [values[counts.argmin()]]
-    chosen = np.isin(documents.hashes, np.array(held, documents.hashes.dtype))
+    chosen = np.isin(hashes, np.array(held, hashes.dtype))
     train = documents.take(np.flatnonzero(~chosen))
     validation = documents.take(np.flatnonzero(chosen))
-    kept = len(validation.lengths)
+    kept = int((validation.hashes % np.uint64(1 << PART_BITS) == 0).sum())  # once for all rows of a chat
     # Rows were dropped before the split.
     train.counts = {**documents.counts, "rows": documents.counts["rows"] - kept}
     train.left_out = documents.left_out
@@ -391,15 +393,19 @@ def sample_token_rows(
         format_ = choose_format(of.data, selection.columns, tokenizer, of.where)
         for number, columns in _pick_rows(selection, sample or 1, row, run.train.order_seed):
             place = partial(lambda parts, number, _: locate_row(parts, number), selection.train, number)
-            document = tokenize([columns], format_, tokenizer, run.data.length, place=place)
-            flags = zip(document.ids.tolist(), document.supervised.tolist(), strict=True)
-            tokens = [
-                {"id": id_, "text": tokenizer.decode([id_]), "loss": bool(flag and position)}
-                for position, (id_, flag) in enumerate(flags)
-            ]
-            summary = _summarize(document, tokens)
-            facts = {"source": of.name, "row": number, "format": format_.name}
-            shown.append({**facts, "description": summary, "tokens": tokens})
+            documents = tokenize([columns], format_, tokenizer, run.data.length, place=place)
+            spans = [*documents.spans()] or [slice(0, 0)]
+            for part, span in enumerate(spans, 1):
+                flags = zip(documents.ids[span].tolist(), documents.supervised[span].tolist(), strict=True)
+                tokens = [
+                    {"id": id_, "text": tokenizer.decode([id_]), "loss": bool(flag and position)}
+                    for position, (id_, flag) in enumerate(flags)
+                ]
+                summary = _summarize(documents, tokens)
+                if len(spans) > 1:
+                    summary += f" (row {part} of the {len(spans)} that this chat became)"
+                facts = {"source": of.name, "row": number, "format": format_.name}
+                shown.append({**facts, "description": summary, "tokens": tokens})
     return shown
 
 

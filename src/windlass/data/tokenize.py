@@ -33,6 +33,8 @@ Encoded = tuple[list[int] | npt.NDArray[np.int64], Flags | None, bool]
 
 # A process with another id was forked from the one that imported this module, perhaps after threads had started.
 IMPORTED_BY = os.getpid()
+COUNTS = ("rows", "split", "split_into", "empty", "unsupervised", "truncated", "tokens_cut", "straddling")
+PART_BITS = 12  # of a hash, that number the rows of one chat
 FIRST = 3  # rows named in a message if more are left out
 
 
@@ -44,7 +46,7 @@ class Documents:
     supervised: Flags
     lengths: Indices
     hashes: npt.NDArray[np.uint64]
-    """Of the rendered text: equal rows have equal hashes."""
+    """Of the rendered text: equal rows have equal hashes. Rows of one chat differ in their last bits (PART_BITS)."""
     counts: dict[str, int] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     """Why rows are not among them, how many, and where the first are."""
@@ -95,32 +97,34 @@ def tokenize(
 ) -> Documents:
     """Tokenize all rows that have a supervised token. `counts` records what became of each row; `place`: where rows
     are; `progress` is called with the number of rows read so far."""
-    counts = dict.fromkeys(("rows", "empty", "unsupervised", "truncated", "tokens_cut", "straddling"), 0)
+    counts = dict.fromkeys(COUNTS, 0)
     chunks: list[Documents] = []
     left_out: dict[str, list[int]] = {}
 
-    def render(batch: Sequence[Row]) -> Iterator[RenderedRow]:
+    def render(batch: Sequence[Row]) -> Iterator[list[RenderedRow]]:
         for number, row in enumerate(batch, counts["rows"]):
             try:
                 kind.require_columns(row)
-                one = kind.render(row)
-                if one is not None and (one.ids is not None or one.text.strip()):
-                    yield one
-                else:
+                found = [one for one in kind.render(row) if one.ids is not None or one.text.strip()]
+                yield found
+                counts["split"] += len(found) > 1
+                counts["split_into"] += len(found) if len(found) > 1 else 0
+                if not found:
                     null = next((name for name in kind.needs if row.get(name) is None), None)
                     left_out.setdefault(f"{null!r} is null" if null else "empty", []).append(number)
             except UserError as error:
                 first = error.problems[0]
                 at = place(number)
                 where, what = (at, "") if first.where == "data" else (first.where, f"{at}: ")
-                raise UserError(f"{what}{first.problem}", where, first.hint) from None
+                raise UserError(f"{what}{first.problem}", where, first.hint, first.code) from None
 
     with allow_rust_threads(threads), ThreadPoolExecutor(1) as other:
         pending: tuple[list[RenderedRow], Future[list[Encoded]]] | None = None
         for batch in itertools.chain(split_into_batches(iter(rows)), [[]]):  # the empty batch collects the last one
-            rendered = [*render(batch)]
+            chats = [*render(batch)]
+            rendered = [*itertools.chain(*chats)]
             counts["rows"] += len(batch)
-            counts["empty"] += len(batch) - len(rendered)
+            counts["empty"] += chats.count([])
             progress(counts["rows"])
             # Rust encodes without Python's lock: meanwhile this thread reads, renders and collects.
             coming = (rendered, other.submit(encode_batch, rendered, tokenizer))
@@ -130,14 +134,14 @@ def tokenize(
                 )
             pending = coming
     chunks = chunks or [collect_documents([], [], None, max_length, counts)]
-    found = Documents.concatenate(chunks)
-    found.counts = counts
+    documents = Documents.concatenate(chunks)
+    documents.counts = counts
     reasons = []
     for why, numbers in left_out.items():
         more = ", …" if len(numbers) > FIRST else ""
         reasons.append(f"{format_plural(len(numbers), 'row')} left out ({why}): {place(*numbers[:FIRST])}{more}")
-    found.left_out = tuple(reasons)
-    return found
+    documents.left_out = tuple(reasons)
+    return documents
 
 
 def collect_documents(
@@ -174,8 +178,9 @@ def collect_documents(
         flat.frombytes(np.asarray(ids, np.int32).tobytes())
         supervised += row
         lengths.append(len(ids))
-        content = one.text.encode() if one.ids is None else one.ids.tobytes()
-        hashes.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big"))
+        content = (one.whole or one.text).encode() if one.ids is None else one.ids.tobytes()
+        hashed = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+        hashes.append(hashed >> PART_BITS << PART_BITS | one.part % (1 << PART_BITS))
     return Documents(
         np.frombuffer(flat, np.int32),
         np.frombuffer(supervised, np.bool_),

@@ -181,7 +181,7 @@ class Lora(Section):
         return {**section, "experts": None if experts is False else {**filled, **given}}
 
 
-CHAT_KEYS = {"turns", "reasoning", "chat_template", "template_kwargs"}
+CHAT_KEYS = {"turns", "reasoning", "tools", "chat_template", "template_kwargs"}
 RECIPE_CONFIG = "wikitext-2-raw-v1"
 
 
@@ -213,12 +213,17 @@ class RowFormat(Section):
     """Variables of the chat template, such as {enable_thinking: false}."""
     completion_only_loss: bool | None = None
     """Compute loss on completions and assistant turns only. null: yes if the data have a prompt."""
-    turns: Literal["all", "last"] = "all"
-    """Assistant turns that loss is computed on: all, or the last of each chat. A message with `weight: 0` or `train:
-    false` is never one."""
+    turns: Literal["auto", "all", "last", "each"] = "auto"
+    """Assistant turns that loss is computed on. all: all of a chat, in one row, an error if the chat template writes
+    earlier turns differently once later ones follow; each: each in a row of its own, behind the prompt of inference;
+    auto: in one row if that is the same, else in as few as that takes; last: the last of each chat. A message with
+    `weight: 0` or `train: false` is never one."""
     reasoning: Literal["keep", "drop"] = "keep"
     """Reasoning in assistant turns (reasoning_content, <think>): keep, an error if the chat template leaves it out; or
     drop."""
+    tools: Literal["keep", "ignore"] = "keep"
+    """The column of tools that rows may call: keep, an error if the chat template writes none; or ignore it. Calls and
+    their results are written in any case."""
 
 
 Amount = Annotated[Number, Field(gt=0)]

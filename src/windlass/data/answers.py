@@ -1,0 +1,134 @@
+"""Where an answer begins and ends in a rendered chat: comparisons of texts, with the tokens that are never split."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import NamedTuple
+
+Span = tuple[int, int]
+
+
+class Answer(NamedTuple):
+    """An answer in the rendering of the chat that ends with it: `body` is where its own words end."""
+
+    text: str
+    start: int
+    end: int
+    body: int
+
+
+class Pieces:
+    """Texts as pieces: added tokens of a tokenizer, white space, and what is between them."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self.tokens = tuple(sorted(filter(str.strip, tokens), key=len, reverse=True))
+
+    @cached_property
+    def token(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.tokens)) or r"(?!)")
+
+    @cached_property
+    def closing(self) -> re.Pattern[str]:
+        """Tokens and white space only."""
+        return re.compile(rf"(?:{self.token.pattern}|\s)*")
+
+    def edges(self, text: str) -> list[int]:
+        """Return where pieces begin and end."""
+        found = re.finditer(rf"(?:{self.token.pattern})|\s+", text)
+        return sorted({0, len(text), *(edge for match in found for edge in match.span())})
+
+    def find_start(self, text: str, prompt: str, before: Callable[[], str], header: str) -> int | None:
+        """Return where an answer begins in `text`: behind the prompt that the template writes for it.
+
+        White space may differ. Reasoning templates open a thought in the prompt, which a finished answer may lack: of
+        the prompt, whole tokens and white space may be absent behind the header. `before`: the prompt without header.
+        """
+        at, matched = (len(prompt), len(prompt)) if text.startswith(prompt) else match(text, prompt)
+        if matched < len(prompt):
+            edges = self.edges(prompt)
+            begin = common_prefix_length(prompt, before())
+            begin = max(edge for edge in edges if edge <= begin)
+            edge = max(edge for edge in edges if edge <= matched)
+            at = match(text, prompt[:edge])[0]
+            absent = self.closing.fullmatch(prompt, edge) is not None
+            if edge < begin or not absent or (edge == begin and self.token.match(text, at)):
+                return None
+        elif not prompt.rstrip().endswith(header.strip()):
+            at = self.skip_header(text, at, header)
+        return at
+
+    def skip_header(self, text: str, at: int, header: str) -> int:
+        """Return the end of the header, or of its last pieces, if it follows: prompts may lack it behind answers."""
+        for edge in self.edges(header):
+            left = header[edge:]
+            named = edge == 0 or (self.token.match(left) and not self.closing.fullmatch(left))
+            if left.strip() and named:
+                rest = text[at : at + 2 * len(left) + 8]
+                after, matched = match(rest, left)
+                if matched == len(left):
+                    return at + after
+        return at
+
+    def find_header(self, text: str, header: str) -> int | None:
+        """Return the end of the first header in `text`, without the thought that it may open."""
+        for edge in reversed(self.edges(header)):
+            head = header[:edge].strip()
+            if head and self.closing.fullmatch(header, edge) and (at := text.find(head)) >= 0:
+                return at + match(text[at:], header[:edge])[0]
+        return None
+
+    def find_end(self, text: str, start: int) -> int:
+        """Return where an answer that `text` ends with ends: with the token that closes it, if there is one."""
+        end = len(text.rstrip())
+        return end if end > start and text.endswith(self.tokens, start, end) else len(text)
+
+    def find_in(self, text: str, answer: Answer, opener: str) -> int | None:
+        """Return the answer's end in a rendering of a longer chat, or None if that differs from the answer's own.
+
+        The tokens that close it may be fewer, or missing from its own rendering: then it takes the one that follows,
+        unless that opens another answer.
+        """
+        own, _, end, body = answer
+        same = common_prefix_length(text, own)
+        if same >= end:
+            follows = None
+            if not own.endswith(self.tokens, body, end):
+                follows = re.compile(rf"\s*({self.token.pattern})").match(text, end)
+            return follows.end() if follows and follows[1] != opener else end
+        if same < body or not self.closing.fullmatch(own, body, end):
+            return None
+        closed_at = [token.end() for token in self.token.finditer(own, body, end) if token.end() <= same]
+        return closed_at[-1] if closed_at else None
+
+
+def match(text: str, prompt: str) -> Span:
+    """Return how many characters of either agree from the start on, white space aside."""
+    at = matched = common_prefix_length(text, prompt)
+    while matched < len(prompt):
+        if at < len(text) and text[at] == prompt[matched]:
+            at += 1
+            matched += 1
+        elif prompt[matched].isspace():
+            matched += 1
+        elif at < len(text) and text[at].isspace():
+            at += 1
+        else:
+            break
+    return at, matched
+
+
+def common_prefix_length(one: str, other: str) -> int:
+    """Return the length of the longest common prefix of two texts."""
+    low = 0
+    high = min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # one[:low] is common, one[:high] is not
+        middle = (low + high) // 2
+        if one.startswith(other[low:middle], low):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,213 @@
+"""Read the messages of a chat, as data sets write them, into the form that chat templates take."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from windlass.errors import UserError
+from windlass.runfile.names import ROLES as NAMES_OF_ROLES
+
+OWN_ROLES = ("system", "user", "assistant", "tool")
+ROLES = {  # their names in data sets
+    name: "assistant" if role == "call" else role for role, names in NAMES_OF_ROLES.items() for name in names
+}
+CALLS = NAMES_OF_ROLES["call"]
+REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message
+THOUGHT = re.compile(r"<think>(.*?)</think>\s*|\[THINK\](.*?)\[/THINK\]", re.DOTALL)  # or tags inside its content
+FLAGS = ("weight", "train")  # whether the loss is computed on a message, in OpenAI's and in Axolotl's format
+
+
+class Turn(NamedTuple):
+    """A message in the form that templates take, whether the data exclude it from the loss, and its reasoning."""
+
+    message: dict[str, Any]
+    trained: bool | None
+    reasoning: list[str]
+
+    @property
+    def is_assistant(self) -> bool:
+        return bool(self.message["role"] == "assistant")
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return self.message.get("tool_calls") or []
+
+    @property
+    def words(self) -> str:
+        """The content without reasoning."""
+        content = self.message["content"]
+        text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        return THOUGHT.sub("", text) if self.is_assistant else text
+
+
+def drop_none(value: Any) -> Any:
+    """Remove None values: columnar files fill in None for what other rows have, and templates test for presence."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return {k: drop_none(v) for k, v in value.items() if v is not None}
+    return [drop_none(item) for item in value] if isinstance(value, list) else value
+
+
+def read_turn(
+    message: Any, names: Mapping[str, str] = {}, roles: Mapping[str, str] = ROLES, *, drop_reasoning: bool = False
+) -> Turn:
+    """Read a message in the format of OpenAI, ShareGPT or similar, into `role` and `content`."""
+    if not isinstance(message, dict):
+        raise UserError(f"a message has no role: {str(message)[:80]}", "data", 'write {"role": …, "content": …}')
+    plain = not names and message.keys() == {"role", "content"} and type(message["content"]) is str
+    if plain and message["role"] in ("system", "user"):  # most are: the code below would not change them
+        return Turn(message, None, [])
+    found = {names.get(key, key): drop_none(value) for key, value in message.items() if value is not None}
+    named = found.pop("from", None) or found.get("role")
+    if named is None:
+        problem = f"a message has no role: {str(message)[:80]}"
+        hint = "if its key has another name: data.columns: "
+        raise UserError(problem, "data", f"{hint}{{role: {next(iter(found), 'speaker')}}}")
+    role = roles.get(str(named).lower(), named)
+    if "value" in found and "content" not in found:
+        found["content"] = found.pop("value")
+    given = [found.pop(flag) for flag in FLAGS if flag in found]
+    if given and given[0] not in (0, 1):
+        raise UserError(f"a message has the weight {given[0]}", "data", "write 0 or 1: loss is computed on it or not")
+    trained = bool(given[0]) if given else None
+    if trained and role != "assistant":
+        hint = "leave the flag out; data.completion_only_loss: false computes the loss on everything"
+        raise UserError(f"a message of {role!r} is marked to be trained on", "data", hint)
+    if named in CALLS:  # LLaMA-Factory's and ms-swift's roles for an answer that calls tools
+        calls = parse_json(found.pop("content", ""))
+        found["tool_calls"] = calls if isinstance(calls, list) else [calls]
+    if calls := found.get("tool_calls"):
+        found["tool_calls"] = [read_call(call) for call in calls]
+    found["content"], thoughts = read_content(found.get("content", ""))
+    if role == "assistant":
+        thoughts += [str(found[name]) for name in REASONING if found.get(name)]
+        if drop_reasoning:
+            found = {k: v for k, v in found.items() if k not in REASONING}
+            thoughts = []
+            if isinstance(found["content"], list):
+                found["content"] = "".join(part["text"] for part in found["content"] if part["type"] == "text")
+            found["content"] = THOUGHT.sub("", found["content"])
+        elif isinstance(found["content"], str):
+            thoughts += [one or other for one, other in THOUGHT.findall(found["content"])]
+    return Turn({**found, "role": role}, trained, [thought for thought in thoughts if thought.strip()])
+
+
+def read_content(content: Any) -> tuple[Any, list[str]]:
+    """Join parts of text. With reasoning, parts are left as they are and the reasoning is returned."""
+    if isinstance(content, str):
+        return content, []
+    if not isinstance(content, list):
+        raise UserError(f"a message's content is a {type(content).__name__}, not text", "data", "write it as text")
+    parts = [part if isinstance(part, dict) else {"type": "text", "text": str(part)} for part in content]
+    kinds = {str(part.get("type")) for part in parts}
+    if other := kinds - {"text", "thinking"}:
+        hint = "leave out such rows: windlass trains on text"
+        raise UserError(f"a message has a part of the type {min(other)!r}", "data", hint)
+    if "thinking" not in kinds:
+        return "".join(part["text"] for part in parts), []
+    thoughts = [part.get("thinking") or [] for part in parts if part["type"] == "thinking"]  # text, or a list of parts
+    return parts, ["".join(part["text"] if isinstance(part, dict) else str(part) for part in each) for each in thoughts]
+
+
+def read_call(call: Any) -> Any:
+    """Return a tool call with its arguments as a mapping, also if they are written as JSON."""
+    if not isinstance(call, dict):
+        hint = 'write {"function": {"name": …, "arguments": …}}'
+        raise UserError(f"a tool call is a {type(call).__name__}: {str(call)[:80]}", "data", hint)
+    inner: dict[str, Any] = call["function"] if isinstance(call.get("function"), dict) else call
+    read = {**inner, "arguments": parse_json(inner.get("arguments", {}))}
+    return {**call, "function": read} if inner is not call else {"type": "function", "function": read}
+
+
+def parse_json(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value or "{}")
+    except json.JSONDecodeError:
+        raise UserError(
+            f"a tool call is not valid JSON: {value[:80]!r}", "data", "fix or leave out such rows"
+        ) from None
+
+
+def arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, **({"tool_calls": calls} if calls else {})}
+
+
+def require_calls(turns: Sequence[Turn]) -> None:
+    """Refuse a tool's result that no answer precedes."""
+    answered = False
+    for turn in turns:
+        if turn.message["role"] == "tool" and not answered:
+            hint = "put the answer that calls the tool before its result, or leave out such rows"
+            raise UserError("a tool's result follows no answer that could have called it", "data", hint, "no-call")
+        answered = turn.is_assistant or (answered and turn.message["role"] == "tool")
+
+
+def find_lost_part(
+    turns: Sequence[Turn], text: str, answers: Mapping[int, tuple[int, int]]
+) -> tuple[str, str, str] | None:
+    """Return what of the turns isn't in the text, or None: as words, with the key and the hint that help.
+
+    Templates may trim, escape and rearrange. Reasoning is needed only in the answers that are trained on.
+    """
+    at = 0
+    leave_out = "leave out such rows, or name a data.chat_template that writes it"
+    for number, turn in enumerate(turns):
+        role = turn.message["role"]
+        words = turn.words
+        trained = number in answers
+        start, stop = answers.get(number, (0 if role == "system" else at, len(text)))
+        end = find_written(words, text, start, stop)
+        if end < 0:
+            what = "the system message" if role == "system" else f"what a message of {role!r} says"
+            return f"{what}: {words.strip()[:60]!r}", "data", leave_out
+        for call in turn.calls:
+            for value in (call["function"].get("name"), *list_values(call["function"]["arguments"])):
+                if find_written(str(value), text, start, stop) < 0:
+                    return f"a tool call: {str(value)[:60]!r} of {call['function'].get('name')!r}", "data", leave_out
+        for thought in turn.reasoning if trained else ():
+            if find_written(thought, text, start, stop) < 0:
+                hint = "train without it (data.reasoning: drop), or name a data.chat_template that writes it"
+                return f"an answer's reasoning: {thought.strip()[:60]!r}", "data.reasoning", hint
+        at = stop if trained else at if role == "system" else end
+    return None
+
+
+def find_written(words: str, text: str, start: int, stop: int) -> int:
+    """Return where the words end in this part of the text, trimmed, escaped or rearranged; -1 if they are not there."""
+    words = words.strip()
+    for form in (words, json.dumps(words, ensure_ascii=False)[1:-1], json.dumps(words)[1:-1]):
+        found = text.find(form, start, stop)
+        if found >= 0:
+            return found + len(form)
+    several = re.findall(r"\w+", words)
+    places = [text.find(word, start, stop) for word in several]
+    return max(places) if len(several) > 1 and min(places) >= 0 else -1
+
+
+def list_values(arguments: Any) -> Iterator[Any]:
+    """Yield names and values of a call's arguments, at any depth."""
+    if isinstance(arguments, dict):
+        for name, value in arguments.items():
+            yield name
+            yield from list_values(value)
+    elif isinstance(arguments, list):
+        for value in arguments:
+            yield from list_values(value)
+    elif isinstance(arguments, str | int | float) and not isinstance(arguments, bool):
+        yield arguments
