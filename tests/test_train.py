@@ -458,6 +458,7 @@ def test_more_ways_equal_plain_trl(more: Callable[[int], Outcomes], world: int, 
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(900)  # the C++ compiler takes minutes on a loaded machine
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_layers_equal_eager_on_two_ranks(material: Path, name: str) -> None:
     ways = {"eager": False, "compiled": True}
