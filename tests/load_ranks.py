@@ -47,7 +47,7 @@ MIB = 2**20
 
 # Every layout in which such a model comes. Sizes that no number of ranks divides are there on purpose.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "published": {"decoys": True},
+    "published": {"both_layouts": True},
     "blocks": {"quantization": "block128", "hidden": 256, "moe_intermediate": 160, "files": 3},
     "tied": {"files": 2, "tied": True, "dtype": "float32", "quantization": "none"},
     "uneven": {"family": "mistral", "vocab": 515, "hidden": 60, "heads": 3, "intermediate": 130, "wrapper": True},

@@ -133,8 +133,8 @@ def test_mistral_small_4_is_the_default_of_transformers() -> None:
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "published": {"family": "mistral4", "decoys": True},
-    "published-sharded": {"family": "mistral4", "files": 5, "decoys": True},
+    "published": {"family": "mistral4", "both_layouts": True},
+    "published-sharded": {"family": "mistral4", "files": 5, "both_layouts": True},
     "blocks": {"family": "mistral4", "quantization": "block128", "hidden": 192, "moe_intermediate": 160},
     "plain": {"family": "mistral4", "wrapper": False, "quantization": "none"},
     "dense-first": {"family": "mistral4", "config": {"first_k_dense_replace": 1}},

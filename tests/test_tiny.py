@@ -29,7 +29,7 @@ def stored(directory: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def test_mistral4_is_stored_as_published(tmp_path: Path) -> None:
-    tensors = stored(tiny.write_model(tmp_path, layers=1, decoys=True))
+    tensors = stored(tiny.write_model(tmp_path, layers=1, both_layouts=True))
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["Mistral3ForConditionalGeneration"]
     assert config["text_config"]["model_type"] == "mistral4"
@@ -106,7 +106,7 @@ def test_codes_times_scales_equal_the_weights(side: int | None) -> None:
 
 
 def test_tokenizer_loads_next_to_the_publishers_files(tmp_path: Path) -> None:
-    tiny.write_model(tmp_path, decoys=True)
+    tiny.write_model(tmp_path, both_layouts=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "The with statement, naïvely — x[0] += 1"
     tokens = tokenizer(text)["input_ids"]

@@ -20,6 +20,14 @@ from windlass.errors import UserError
 from windlass.introspect.describe import find_model_class, find_wrapper_class
 from windlass.model import Base
 from windlass.model.family import FAMILIES
+from windlass.model.mistral_layout import (
+    CONSOLIDATED,
+    PARAMS,
+    ROTATED_ROWS,
+    make_params,
+    rename_module,
+    rename_vision,
+)
 from windlass.model.shrink import shrink_config
 from windlass.weights import four_bits
 
@@ -81,7 +89,7 @@ def write_model(
     quantization: str | None = None,
     files: int = 1,
     tied: bool = False,
-    decoys: bool = False,
+    both_layouts: bool = False,
     tokenizer: bool = True,
     dtype: str = "bfloat16",
     config: dict[str, Any] | None = None,
@@ -94,7 +102,8 @@ def write_model(
     quantization: "none", "tensor" (FP8, a scale for each linear and expert), "block128" (a scale for each 128 x 128
     block) or "nf4" (bitsandbytes', twice quantized); default: "tensor" for mistral4, as published, else "none".
     files: more than 1 is a sharded index.
-    decoys: the publisher's own format next to it. config: further entries of the text model's config.
+    both_layouts: Mistral's own layout next to it, of the same weights, for mistral4. config: further entries of the
+    text model's config.
     sizes: of `SIZES`, where they differ.
     """
     unknown = sizes.keys() - SIZES.keys()
@@ -131,14 +140,11 @@ def write_model(
             "dequantize": False,
             "modules_to_not_convert": skipped,
         }
-    storage = Storage(quantized, dtype, files, seed)
+    storage = Storage(quantized, dtype, files, seed, both_layouts=both_layouts)
     _write_model(directory, row.causal_lm, entries, MISTRAL3 if wrapped else "", storage)
     if tokenizer:
         write_tokenizer(directory, dims["vocab"])
-    if decoys:  # other keys and other values, not to be read
-        decoy = {"layers.0.attention.wo.weight": torch.zeros(4, 4), "output.weight": torch.zeros(4, 4)}
-        save_file(decoy, directory / "consolidated.safetensors")
-        (directory / "params.json").write_text(json.dumps({"dim": dims["hidden"], "n_layers": 1}) + "\n")
+    if both_layouts:
         (directory / "tekken.json").write_text(json.dumps({"config": {"pattern": "."}, "vocab": []}) + "\n")
     return directory
 
@@ -180,6 +186,7 @@ class Storage(NamedTuple):
     files: int
     seed: int
     rename: Callable[[str], str] = str  # from the names that transformers saves
+    both_layouts: bool = False
 
 
 def _write_model(directory: Path, causal_lm: str, sizes: dict[str, Any], wrapper: str, storage: Storage) -> None:
@@ -257,9 +264,57 @@ def _save_model(directory: Path, model_class: Any, config: Any, storage: Storage
     stored = {
         storage.rename(key): weight.contiguous() for key, weight in revert_weight_conversion(model, state).items()
     }
+    if storage.both_layouts:
+        _save_mistral_layout(directory, table, stored, quantized=bool(storage.quantized))
     if storage.quantized:
         stored = dict(_quantize(stored, storage.quantized))
     _save(stored, directory, storage.files)
+
+
+def _save_mistral_layout(
+    directory: Path, config: Mapping[str, Any], stored: dict[str, Tensor], *, quantized: bool
+) -> None:
+    """Write Mistral's own layout, with a scale for each matrix of each expert; what it stores is what transformers'
+    layout then rounds, as Mistral's converter does."""
+    tensors: dict[str, Tensor] = {}
+
+    def add(name: str, weight: Tensor) -> Tensor:
+        if not quantized:
+            tensors[name] = weight.clone()
+            return weight
+        codes, scale = _to_fp8(weight, None)
+        stem = name.removesuffix("weight")
+        tensors.update(
+            {
+                name: codes,
+                f"{stem}qscale_weight": scale,
+                f"{stem}qscale_act": torch.tensor(0.0625, dtype=torch.bfloat16),
+            }
+        )
+        return (codes.float() * scale.float()).to(weight.dtype)
+
+    for key, weight in stored.items():
+        text = key.removeprefix("language_model.")
+        module, _, leaf = text.rpartition(".")
+        if re.match("vision_tower|multi_modal_projector", key):
+            name = rename_vision(key)
+            tensors[name] = weight.clone()
+            if ROTATED_ROWS.fullmatch(name):
+                heads = config["vision_config"]["num_attention_heads"]
+                tensors[name] = weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        elif module.endswith(".experts"):
+            layer = rename_module(module.removesuffix(".mlp.experts"))
+            matrices = ("w1", "w3") if leaf == "gate_up_proj" else ("w2",)
+            for expert, matrix in enumerate(weight):
+                for name, part in zip(matrices, matrix.chunk(len(matrices)), strict=True):
+                    part.copy_(add(f"{layer}.experts.{expert}.{name}.weight", part))
+        elif QUANTIZED.search(key):
+            stored[key] = add(f"{rename_module(module)}.{leaf}", weight)
+        else:
+            tensors[f"{rename_module(module)}.{leaf}"] = weight.clone()
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, directory / CONSOLIDATED, metadata={"format": "pt"})
+    (directory / PARAMS).write_text(json.dumps(make_params(config), indent=2) + "\n")
 
 
 def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -80,7 +80,12 @@ def best(
     raise typer.Exit(code)
 
 
-@command(AFTER, "export run --to my-adapter", "export run --to my-model --merge --dtype bf16")
+@command(
+    AFTER,
+    "export run --to my-adapter",
+    "export run --to my-adapter --for vllm",
+    "export run --to my-model --merge --dtype bf16",
+)
 def export(
     source: Annotated[Path, arg("RUN_DIR|CHECKPOINT", "A run folder, or a folder with an adapter.")],
     to: Annotated[Path, opt("--to", "DIR", "Folder to write to.")],
@@ -88,7 +93,12 @@ def export(
     dtype: Annotated[str | None, opt("--dtype", "DTYPE", "bf16; a merged model also fp8. Default: unchanged.")] = None,
     base: Base = None,
     base_name: Annotated[str | None, opt("--base-name", "NAME", "Name of the base model in the model card.")] = None,
-    model_class: Annotated[str | None, opt("--for", "CLASS", "Model class that opens it, if the base has two.")] = None,
+    reader: Annotated[
+        str | None, opt("--for", "SERVER", "Who reads it: vllm, sglang, llama.cpp, peft, or a model class.")
+    ] = None,
+    layout: Annotated[
+        str | None, opt("--layout", "LAYOUT", "With --merge: hf, or mistral for both. Default: as the base.")
+    ] = None,
     workers: Annotated[int | None, opt("--workers", "N", "Write N files at a time.", min=1)] = None,
     push: Annotated[str | None, opt("--push", "ORG/NAME", "Upload it to a private Hub repository.")] = None,
     allow_other_base: OtherBase = False,
@@ -100,6 +110,7 @@ def export(
     """
     from windlass.export import export, push_to_hub
     from windlass.export.screen import print_line
+    from windlass.serve.servers import SERVERS
 
     record = export(
         source,
@@ -108,7 +119,10 @@ def export(
         dtype=dtype,
         base=base,
         called=base_name,
-        model_class=model_class,
+        model_class=None if reader in SERVERS else reader,
+        server=reader if reader in SERVERS else None,
+        environment=os.environ,
+        layout=layout,
         workers=workers,
         allow_other_base=allow_other_base,
         say=print_line,

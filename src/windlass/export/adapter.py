@@ -15,12 +15,14 @@ from windlass.export.card import write_card
 from windlass.export.deltas import read_deltas
 from windlass.export.folder import ADAPTER, claim_folder
 from windlass.export.screen import Say
+from windlass.export.served import Pair, convert_adapter, name_tensors, prove_served, require_served
 from windlass.export.source import CONFIG, WEIGHTS, AdapterSource, find_local_base, require_local_base
 from windlass.files import write_json
 from windlass.model import Base
 from windlass.run_folder import BASE_MODEL, FINAL
+from windlass.serve.servers import PEFT, SERVERS, Verdict, list_commands
 from windlass.train.checkpoint.snapshot import save_tensors
-from windlass.train.wrapped import inner_name, outer_name, rename_config, rename_keys
+from windlass.train.wrapped import Rename, inner_name, outer_name, rename_config, rename_keys
 from windlass.weights.same_base import describe_files, describe_quantization, read_recorded_base
 
 OUTPUT_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -36,16 +38,25 @@ def export_adapter(
     base_name: str,
     dtype: str | None,
     model_class: str | None,
+    server: str,
+    environment: Mapping[str, str],
     say: Say,
 ) -> dict[str, Any]:
     """Write and prove the adapter; return what export.json records."""
-    # 1. If the base is available, the adapter must fit it.
+    # 1. If the base is available, the adapter must fit it; and a server must apply all of it.
     base = require_local_base(source, base_folder) if base_folder else find_local_base(source)
-    if base is None:
+    deltas = read_deltas(source, base) if base else None
+    if deltas is None or base is None:
         say("base      not on this machine: the adapter's names and shapes are not checked against it")
     else:
-        say(f"base      {base.name}: {len(read_deltas(source, base).by_name)} of its parameters are adapted")
-    openers = list_model_classes(base, model_class)
+        say(f"base      {base.name}: {len(deltas.by_name)} of its parameters are adapted")
+    openers = list_model_classes(base, model_class, f"--for {server}" if server != PEFT else "")
+    verdicts: list[Verdict] = []
+    if server != PEFT and base and deltas:
+        verdicts = require_served(server, base, deltas, source.config, environment, source.run_folder or source.folder)
+        for verdict in verdicts:
+            if not verdict.is_served:
+                say(f"note      {verdict}: compare its answers, `windlass verify URL {to}`")
     if dtype is not None and dtype not in OUTPUT_DTYPES:
         hint = f"one of {', '.join(OUTPUT_DTYPES)}"
         raise UserError(f"an adapter can't be written as {dtype!r}", "--dtype", hint, "no-such-dtype")
@@ -55,10 +66,20 @@ def export_adapter(
     config = {**source.config, "base_model_name_or_path": base_name, "inference_mode": True}
     saved = load_file(source.weights)
     tensors = saved
+    rename: Rename = str
+    pairs: list[Pair] = []
     if base and base.wrapper:
         rename = inner_name if openers[0] == base.family.causal_lm else partial(outer_name, place=base.wrapper.place)
-        config |= rename_config(config, saved, rename)
         tensors = rename_keys(saved, rename)
+    if base and deltas and verdicts:
+        pairs, converted = convert_adapter(saved, source.config, deltas, base, verdicts, rename)
+        config |= converted
+    if pairs:
+        tensors = name_tensors(pairs)
+        openers = []
+        say(f"written   for {SERVERS[server].title}: {', '.join(sorted({v.row.form for v in verdicts} - {''}))}")
+    elif base and base.wrapper:
+        config |= rename_config(config, saved, rename)
         say(f"named     for {openers[0]}; for {openers[1]}: --for {openers[1]}")
     # PEFT writes this list as a set, in varying order: sorted, two exports can be compared.
     if isinstance(config.get("target_modules"), list):
@@ -66,7 +87,7 @@ def export_adapter(
     write_json(to / CONFIG, config)
     if dtype:
         tensors = {key: tensor.to(OUTPUT_DTYPES[dtype]) for key, tensor in tensors.items()}
-    if dtype is None and tensors.keys() == saved.keys():
+    if dtype is None and not pairs and tensors.keys() == saved.keys():
         shutil.copyfile(source.weights, to / WEIGHTS)
     else:
         save_tensors(tensors, to / WEIGHTS, {"format": "pt"})
@@ -88,14 +109,19 @@ def export_adapter(
         trained_on=trained_on,
         openers=openers,
         place=base.wrapper.place if base and base.wrapper else "",
+        commands=list_commands(server, base_name, config, verdicts),
     )
 
     # 3. Open it again: the same tensors, each the one that was saved.
-    deviations = [*_compare_tensors(tensors, load_file(to / WEIGHTS))]
+    written = load_file(to / WEIGHTS)
+    deviations = [*_compare_tensors(tensors, written)]
+    if pairs and deltas:
+        deviations += prove_served(pairs, written, config, deltas)
     if not deviations:
         say(f"proven    opened again: every tensor present, {'rounded once' if dtype else 'byte-equal'}")
     return {
         "dtype": dtype,
+        "for": server,
         "opened_by": openers[:1],
         "base_digest": recorded.get("base_digest"),
         "other_base": recorded.get("other_base", ""),
@@ -103,18 +129,21 @@ def export_adapter(
     }
 
 
-def list_model_classes(base: Base | None, wanted: str | None) -> list[str]:
+def list_model_classes(base: Base | None, wanted: str | None, needed_for: str = "") -> list[str]:
     """Return the classes of transformers that open the adapter: the one it is named for, and a wrapper's other one."""
     if base is None:
-        if wanted:
+        if wanted or needed_for:
             problem = "the names of its modules follow from the base model, which is not on this machine"
-            raise UserError(problem, "--for", "name the folder that holds it: --base DIR")
+            raise UserError(
+                problem, needed_for or "--for", "name the folder that holds it: --base DIR", "base-not-here"
+            )
         return []
     classes = [base.family.causal_lm]
     if base.wrapper:
         classes.insert(0, base.wrapper.architecture)
     if wanted and wanted not in classes:
-        raise UserError(f"{base.name} is no {wanted}", "--for", f"known: {', '.join(classes)}")
+        hint = f"a server: {', '.join(SERVERS)}; or a class that opens it: {', '.join(classes)}"
+        raise UserError(f"{base.name} is no {wanted}", "--for", hint, "no-such-reader")
     return sorted(classes, key=lambda name: name != wanted)
 
 

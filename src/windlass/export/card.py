@@ -32,9 +32,10 @@ def write_card(
     trained_on: str = "",
     openers: Sequence[str] = (),
     place: str = "",
+    commands: Sequence[str] = (),
 ) -> None:
     """Write the card. `openers`: the class that opens the adapter as it is named, and a wrapper's other class, which
-    names the language model's `model.` `place`."""
+    names the language model's `model.` `place`; `commands`: that serve it."""
     evaluations: dict[int, float] = {}
     if source.run_folder and (source.run_folder / EVENTS).is_file():
         for event in read_json_lines(source.run_folder / EVENTS):
@@ -57,6 +58,7 @@ def write_card(
         trained_on=trained_on,
         openers=openers,
         place=place,
+        commands=commands,
         data=public_name((run.get("data") or {}).get("dataset_name_or_path")),
         name=run.get("name") or source.folder.name,
         why=source.why,

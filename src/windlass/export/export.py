@@ -1,7 +1,9 @@
 """Export an adapter, alone or merged into its base, and upload what was exported to the Hugging Face Hub."""
 
 import errno
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from windlass import __version__
@@ -13,6 +15,7 @@ from windlass.export.screen import Say, ShowProgress, show_progress
 from windlass.export.source import choose_adapter, public_base_name
 from windlass.files import write_json
 from windlass.hardware import GIB
+from windlass.serve.servers import PEFT
 from windlass.train.checkpoint.snapshot import require_intact
 
 SHOWN: Final = 8  # deviations in an error; export.json lists all
@@ -28,6 +31,9 @@ def export(
     base: str | None = None,
     called: str | None = None,
     model_class: str | None = None,
+    server: str | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    layout: str | None = None,
     workers: int | None = None,
     allow_other_base: bool = False,
     say: Say = print,
@@ -36,8 +42,9 @@ def export(
     """Write and prove; return what export.json records.
 
     `base`: the base's folder, `called`: its name; by default the adapter gives both. `model_class`: the class on which
-    an adapter for a multimodal model is to be opened. A deviation is raised after everything is written: nothing is
-    deleted.
+    an adapter for a multimodal model is to be opened. `server`: one of SERVERS, which is to apply the adapter in this
+    `environment`; by default the run file's. `layout`: of a merged model, hf or mistral. A deviation is raised after
+    everything is written: nothing is deleted.
     """
     source = choose_adapter(path)
     say(f"adapter   {source.folder}: {source.why}")
@@ -62,14 +69,26 @@ def export(
                 base_folder=base,
                 base_name=name,
                 dtype=dtype,
+                layout=layout,
                 workers=workers,
                 allow_other_base=allow_other_base,
                 say=say,
                 progress=progress,
             )
         else:
+            if layout:
+                raise UserError("an adapter has no layout of its own", "--layout", "add --merge", "no-such-layout")
+            named = (source.manifest.get("run", {}).get("export") or {}).get("server")
             record |= export_adapter(
-                source, to, base_folder=base, base_name=name, dtype=dtype, model_class=model_class, say=say
+                source,
+                to,
+                base_folder=base,
+                base_name=name,
+                dtype=dtype,
+                model_class=model_class,
+                server=server or (PEFT if model_class else named) or PEFT,
+                environment=environment,
+                say=say,
             )
         write_json(to / EXPORT, record)
     except OSError as error:

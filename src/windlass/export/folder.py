@@ -1,6 +1,7 @@
 """The folder that an export is written to."""
 
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +32,8 @@ def claim_folder(source: AdapterSource, base: Path | None, to: Path, kind: str, 
         hint = "name a new folder, or empty this one"
         raise UserError(f"the folder holds {content}", f"--to {to}", hint, "folder-taken")
     if kind == MERGED:
-        for path in (to / "config.json", *to.glob("model*.safetensors*")):
+        written = (to.glob(f"{name}*.safetensors*") for name in ("model", "consolidated"))
+        for path in (to / "config.json", to / "params.json", *chain(*written)):
             path.unlink(missing_ok=True)
     free = shutil.disk_usage(to).free
     needed = size + RESERVE

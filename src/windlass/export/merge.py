@@ -8,17 +8,20 @@ from typing import Any, Final
 import torch
 
 from windlass.export.card import write_card
-from windlass.export.deltas import read_deltas
+from windlass.export.deltas import Deltas, read_deltas
 from windlass.export.folder import MERGED, claim_folder
-from windlass.export.merged_files import COPIED, OWN, plan_merge, write_merge
+from windlass.export.merged_files import COPIED, OWN, MergePlan, plan_merge, write_merge
+from windlass.export.mistral_files import HF, LAYOUTS, choose_layout, plan_beside, plan_conversion, read_beside
 from windlass.export.proof import Proof, compare_logits, prove_files
 from windlass.export.screen import Say, ShowProgress
 from windlass.export.source import CONFIG, AdapterSource, require_local_base
 from windlass.files import read_json
 from windlass.hardware import GIB
-from windlass.model import Base
+from windlass.model import Base, read_base
 from windlass.model.quantization import published_dtype
+from windlass.observe.format import format_plural
 from windlass.run_folder import BASES
+from windlass.serve.servers import find_row
 from windlass.weights.same_base import (
     bytes_to_digest,
     describe_quantization,
@@ -27,6 +30,7 @@ from windlass.weights.same_base import (
     require_same_base,
 )
 
+MISTRALS_FILES: Final = ("consolidated", "params.json")  # beginnings of names
 LOST: Final = 0.9  # below this share of the adapter a warning is printed
 
 
@@ -37,6 +41,7 @@ def merge_adapter(
     base_folder: str | None,
     base_name: str,
     dtype: str | None,
+    layout: str | None,
     workers: int | None,
     allow_other_base: bool,
     say: Say,
@@ -47,6 +52,9 @@ def merge_adapter(
     base = require_local_base(source, base_folder)
     deltas = read_deltas(source, base)
     plan = plan_merge(base, deltas, to, dtype or OWN)
+    has_mistrals = choose_layout(base, layout)
+    beside = read_beside(base) if has_mistrals else None
+    beside_plan = plan_beside(base, beside, deltas, to, dtype or OWN) if beside else None
     if not any(bool(torch.any(deltas.factors(name).b)) for name in deltas.by_name):
         say("note      every lora_B is zero: the adapter was never trained, and the merged model is the base")
     say(f"base      {base.name}: {len(deltas.by_name)} parameters are adapted")
@@ -64,25 +72,33 @@ def merge_adapter(
     where = "--base" if base_folder else str(source.folder / CONFIG)
     other_base = require_same_base(source.folder, base, digest, where, allow_other=allow_other_base, say=say)
 
-    # 2. Write.
-    claim_folder(source, base.path, to, MERGED, plan.size)
-    counts = Counter(entry.how for entry in plan.entries)
-    tensors = ", ".join(f"{count} {how}" for how, count in counts.items())
-    say(f"writing   {plan.size / GIB:.2f} GiB in {len(plan.headers)} files: {tensors}")
-    if plan.dropped:
-        say(f"dropped   {len(plan.dropped)} scales: the weights are 16-bit now, and scales mean nothing")
-    if plan.left_out:
-        say(f"left out  {', '.join(plan.left_out)}: they hold, or point to, weights without the adapter")
-    with progress("merging", plan.size) as advance:
-        write_merge(plan, base, deltas, to, advance, workers)
+    # 2. Write each layout, open it again and compare it with base and adapter.
+    size = plan.size
+    if has_mistrals:
+        size += beside_plan.size if beside_plan else plan.size
+    claim_folder(source, base.path, to, MERGED, size)
+    _report_left_out(base, plan, has_mistrals, say)
+
+    def write(which: Base, plan: MergePlan, deltas: Deltas) -> Proof:
+        _report_plan(plan, say)
+        with progress("merging", plan.size) as advance:
+            write_merge(plan, which, deltas, to, advance, workers)
+        copied = sum(entry.out.end - entry.out.start for entry in plan.entries if entry.how == COPIED)
+        with progress("proving", copied) as advance:
+            proof = prove_files(which, deltas, plan, to, source.weights, advance)
+        _report_files(proof, say)
+        return proof
+
+    proof = write(base, plan, deltas)
+    if beside and beside_plan:
+        proof.deviations += write(beside, beside_plan, deltas).deviations
+    elif has_mistrals and not proof.deviations:
+        merged = read_base(to)
+        proof.deviations += write(merged, plan_conversion(merged, to), Deltas({})).deviations
     written_dtype = None if plan.dtype == OWN else plan.dtype
     write_card(source, to, base_name, merged=True, dtype=written_dtype, other_base=other_base, trained_on=trained_on)
 
-    # 3. Open it again and compare it with base and adapter.
-    copied = sum(entry.out.end - entry.out.start for entry in plan.entries if entry.how == COPIED)
-    with progress("proving", copied) as advance:
-        proof = prove_files(base, deltas, plan, to, source.weights, advance)
-    _report_files(proof, say)
+    # 3. Compare its logits with those of base and adapter.
     proof.logits = {"skipped": "the files are wrong"}
     if not proof.deviations:
         proof.logits = compare_logits(base, source, to)
@@ -91,6 +107,7 @@ def merge_adapter(
     _report_logits(proof.logits, say)
     return {
         "dtype": plan.dtype,
+        "layouts": list(LAYOUTS) if has_mistrals else [HF],
         "base_digest": digest or None,
         "other_base": other_base,
         "base_quantisation": quantization or None,
@@ -110,6 +127,27 @@ def _compare_base_losses(source: AdapterSource, base: Base) -> str:
         for dtype, (alone, adapted) in record["losses"].items()
     ]
     return f"held out  loss of {record['rows']} rows, by base ({record['adapter']}): {'; '.join(losses)}"
+
+
+def _report_plan(plan: MergePlan, say: Say) -> None:
+    counts = Counter(entry.how for entry in plan.entries)
+    tensors = ", ".join(f"{count} {how}" for how, count in counts.items())
+    say(f"writing   {plan.size / GIB:.2f} GiB in {format_plural(len(plan.headers), 'file')}: {tensors}")
+    if plan.dropped:
+        say(f"dropped   {len(plan.dropped)} scales: the weights are 16-bit now, and scales mean nothing")
+
+
+def _report_left_out(base: Base, plan: MergePlan, has_mistrals: bool, say: Say) -> None:
+    """Report what the result lacks: of the base's folder, and for servers."""
+    left_out = [name for name in plan.left_out if not (has_mistrals and name.startswith(MISTRALS_FILES))]
+    if left_out:
+        say(f"left out  {', '.join(left_out)}: they hold, or point to, weights without the adapter")
+    row = find_row("vllm", base.family.model_type, "merged")
+    if row.form and not has_mistrals:
+        say(f"note      vLLM doesn't open this folder, {row.note}: add --layout mistral")
+    processors = ("preprocessor_config.json", "processor_config.json")
+    if base.wrapper and base.path and not any((base.path / name).is_file() for name in processors):
+        say(f"note      the base has no {processors[0]}, which servers need for the multimodal class")
 
 
 def _report_files(proof: Proof, say: Say) -> None:

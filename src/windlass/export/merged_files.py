@@ -7,7 +7,7 @@ import itertools
 import json
 import shutil
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
@@ -24,11 +24,12 @@ from windlass.export.rounding import MergedTensor, round_to
 from windlass.export.screen import Advance
 from windlass.files import flush_to_disk, write_atomic
 from windlass.hardware import count_usable_cpus
-from windlass.model import Base, Piece, Stored
+from windlass.model import Base, Piece, Stored, read_base
 from windlass.model.family import ACTIVATIONS
 from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, SINGLE
+from windlass.model.mistral_layout import CONSOLIDATED, CONSOLIDATED_INDEX, PARAMS, name_in_file
 from windlass.model.packed import BLOCKS
-from windlass.weights.reading import DTYPES, NEEDS_SCALE, DamagedError, Files
+from windlass.weights.reading import DTYPES, NEEDS_SCALE, DamagedError, Files, read_tensor
 
 # Dtypes of a merged model.
 OWN: Final = "own"
@@ -39,6 +40,7 @@ COPIED: Final = "copied"
 MERGED: Final = "merged"
 CONVERTED: Final = "converted"
 RESCALED: Final = "rescaled"
+ROTATED: Final = "rotated"
 ALIGNMENT: Final = 8  # alignment of a header, as safetensors writes it
 COPIED_BYTES: Final = 2**22  # copied at a time
 # Not copied: weights in any other form, into which the adapter is not merged, and what points servers to them.
@@ -49,14 +51,38 @@ LEFT_OUT: Final = (
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutFiles:
+    """Names of the files of a layout, and what else differs between layouts."""
+
+    config: str
+    single: str
+    index: str
+    drop_quantization: Callable[[dict[str, Any]], Any]  # changes its config to that of the model in bfloat16
+    name_in_file: Callable[[str], str] = str
+
+
+def _drop_quantization(settings: dict[str, Any]) -> None:
+    for section in (settings, settings.get("text_config") or {}):
+        section.pop("quantization_config", None)
+        section.update({name: "bfloat16" for name in ("dtype", "torch_dtype") if name in section})
+
+
+HUGGING_FACE: Final = LayoutFiles(CONFIG, SINGLE, INDEX, _drop_quantization)
+MISTRAL: Final = LayoutFiles(
+    PARAMS, CONSOLIDATED, CONSOLIDATED_INDEX, lambda params: params.pop("quantization", None), name_in_file
+)
+
+
+@dataclass(frozen=True, slots=True)
 class MergedEntry:
     """One tensor of the merged model."""
 
     out: Stored
     source: Stored  # its tensor in the base
-    how: str  # COPIED, MERGED, CONVERTED or RESCALED
+    how: str  # COPIED, MERGED, CONVERTED, RESCALED or ROTATED
     parameter: str = ""
     piece: Piece | None = None
+    heads: int = 0  # of an attention whose rows are reordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +90,7 @@ class MergePlan:
     """All files to write, and what happens to the rest of the base's folder."""
 
     dtype: str
+    names: LayoutFiles
     headers: dict[Path, bytes]  # headers of the files to write, with their eight bytes of length
     entries: tuple[MergedEntry, ...]
     dropped: tuple[str, ...]  # tensors of the base that the new dtype does not need
@@ -71,13 +98,14 @@ class MergePlan:
     index: bytes | None
     others: tuple[Path, ...]  # files that are copied unchanged
     left_out: tuple[str, ...]
+    read: Callable[[Path], Base] = read_base  # opens the result
 
     @property
     def size(self) -> int:
         return sum(map(len, self.headers.values())) + sum(entry.out.end - entry.out.start for entry in self.entries)
 
 
-def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
+def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str, names: LayoutFiles = HUGGING_FACE) -> MergePlan:
     """Plan what is written, or raise if the base can't be written in that dtype. Files keep their names."""
     assert base.path is not None
     sources = sorted({s.key: s for s in base.stored()}.values(), key=lambda s: (s.file.name, s.start, s.key))
@@ -89,20 +117,25 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
     # 2. The files: headers, config.json and index are byte-equal to the base's, unless a tensor's dtype changes.
     headers = {to / file.name: _read_header(file) for file in {entry.source.file: None for entry in entries}}
     entries = [replace(entry, out=replace(entry.out, file=to / entry.source.file.name)) for entry in entries]
-    config = (base.path / CONFIG).read_bytes()
-    index = None if (base.path / SINGLE).is_file() else (base.path / INDEX).read_bytes()
+    config = (base.path / names.config).read_bytes()
+    index = None
+    if not (base.path / names.single).is_file() and (base.path / names.index).is_file():
+        index = (base.path / names.index).read_bytes()
     if dropped or any(entry.out.dtype != entry.source.dtype for entry in entries):
-        headers, entries = _lay_out(entries)
-        config = _convert_config(config)
+        headers, entries = lay_out(entries, names)
+        settings = json.loads(config)
+        names.drop_quantization(settings)
+        config = (json.dumps(settings, indent=2) + "\n").encode()
         if index is not None:
-            index = _make_index(entries)
+            index = make_index(entries, names)
 
     # 3. The rest of the base's folder.
     others = [path for path in sorted(base.path.iterdir()) if path.name not in (CONFIG, SINGLE, INDEX)]
-    others = [path for path in others if path.is_file()]
+    others = [path for path in others if path.is_file() and names == HUGGING_FACE]
     left_out = [path for path in others if any(path.match(pattern) for pattern in LEFT_OUT)]
     return MergePlan(
         dtype=OWN if dtype == FP8 else dtype,
+        names=names,
         headers=headers,
         entries=tuple(entries),
         dropped=tuple(dropped),
@@ -153,19 +186,10 @@ def _read_header(file: Path) -> bytes:
         return length + opened.read(struct.unpack("<Q", length)[0])
 
 
-def _convert_config(config: bytes) -> bytes:
-    """Return config.json of the model in bfloat16."""
-    settings: dict[str, Any] = json.loads(config)
-    for section in (settings, settings.get("text_config") or {}):
-        section.pop("quantization_config", None)
-        section.update({name: "bfloat16" for name in ("dtype", "torch_dtype") if name in section})
-    return (json.dumps(settings, indent=2) + "\n").encode()
-
-
-def _make_index(entries: Sequence[MergedEntry]) -> bytes:
+def make_index(entries: Sequence[MergedEntry], names: LayoutFiles) -> bytes:
     table = {
         "metadata": {"total_size": sum(entry.out.end - entry.out.start for entry in entries)},
-        "weight_map": {entry.out.key: entry.out.file.name for entry in entries},
+        "weight_map": {names.name_in_file(entry.out.key): entry.out.file.name for entry in entries},
     }
     return (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()
 
@@ -188,7 +212,7 @@ def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iter
         yield Problem(problem, "--dtype", "leave --dtype out, and they are kept as they are")
 
 
-def _lay_out(entries: Sequence[MergedEntry]) -> tuple[dict[Path, bytes], list[MergedEntry]]:
+def lay_out(entries: Sequence[MergedEntry], names: LayoutFiles) -> tuple[dict[Path, bytes], list[MergedEntry]]:
     """Return new headers, and the entries at their new places in the files."""
     headers: dict[Path, bytes] = {}
     placed: list[MergedEntry] = []
@@ -200,12 +224,18 @@ def _lay_out(entries: Sequence[MergedEntry]) -> tuple[dict[Path, bytes], list[Me
             start = end
             end += prod(entry.out.shape) * BITS[entry.out.dtype] // 8
             shape = list(entry.out.shape)
-            table[entry.out.key] = {"dtype": entry.out.dtype, "shape": shape, "data_offsets": [start, end]}
+            table[names.name_in_file(entry.out.key)] = {
+                "dtype": entry.out.dtype,
+                "shape": shape,
+                "data_offsets": [start, end],
+            }
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % ALIGNMENT)
         headers[file] = struct.pack("<Q", len(text)) + text
         for entry in in_file:
-            start, end = (len(headers[file]) + offset for offset in table[entry.out.key]["data_offsets"])
+            start, end = (
+                len(headers[file]) + offset for offset in table[names.name_in_file(entry.out.key)]["data_offsets"]
+            )
             placed.append(replace(entry, out=replace(entry.out, start=start, end=end)))
     return headers, placed
 
@@ -244,10 +274,10 @@ def write_merge(
     for path in plan.others:
         shutil.copyfile(path, to / path.name)
     if plan.index is not None:
-        write_atomic(to / INDEX, plan.index)
+        write_atomic(to / plan.names.index, plan.index)
     flush_to_disk(to)
-    write_atomic(to / CONFIG, plan.config)
-    flush_to_disk(to / CONFIG)
+    write_atomic(to / plan.names.config, plan.config)
+    flush_to_disk(to / plan.names.config)
 
 
 def _iter_bytes(
@@ -260,6 +290,9 @@ def _iter_bytes(
             copied = memoryview(bytearray(min(COPIED_BYTES, size - skip)))
             files.read(entry.source, skip, copied)
             yield copied
+        return
+    if entry.how == ROTATED:
+        yield _view_bytes(rotate_rows(read_tensor(entry.source, files), entry.heads))
         return
     assert entry.piece is not None
     factors = None if entry.how == CONVERTED else deltas.factors(entry.parameter)
@@ -277,7 +310,13 @@ def _iter_bytes(
     unit = None if scale is None else scale.float()
     for box in tensor.blocks():
         values = tensor.values(box, unit)
-        yield _view_bytes(round_to(values, DTYPES[entry.out.dtype], entry.out.key, box))
+        yield _view_bytes(round_to(values, DTYPES[entry.out.dtype], entry.parameter, tensor.place(box)))
+
+
+def rotate_rows(values: Tensor, heads: int) -> Tensor:
+    """Reorder each head's rows from two halves, as transformers rotates them, to Mistral's neighbouring pairs."""
+    rows, columns = values.shape
+    return values.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:

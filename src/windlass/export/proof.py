@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from windlass.errors import UserError
 from windlass.export.deltas import Delta, Deltas
-from windlass.export.merged_files import COPIED, MergePlan
+from windlass.export.merged_files import COPIED, ROTATED, MergedEntry, MergePlan
 from windlass.export.rounding import FORMATS
 from windlass.export.screen import Advance
 from windlass.export.source import AdapterSource
@@ -70,7 +71,7 @@ class Proof:
 def prove_files(base: Base, deltas: Deltas, plan: MergePlan, to: Path, adapter: Path, advance: Advance) -> Proof:
     """Do steps 1 and 2."""
     try:
-        merged = read_base(to)
+        merged = plan.read(to)
     except UserError as error:
         return Proof(deviations=[problem.problem for problem in error.problems])
     proof = Proof()
@@ -78,7 +79,7 @@ def prove_files(base: Base, deltas: Deltas, plan: MergePlan, to: Path, adapter: 
     if proof.deviations:
         return proof
     _prove_untouched(proof, plan, advance)
-    _prove_touched(proof, base, deltas, merged, adapter)
+    _prove_touched(proof, base, deltas, merged, adapter, plan.names.name_in_file)
     return proof
 
 
@@ -103,6 +104,9 @@ def _describe_stored(stored: Stored) -> tuple[Any, ...]:
 def _prove_untouched(proof: Proof, plan: MergePlan, advance: Advance) -> None:
     """Compare the bytes of every copied tensor with the base's."""
     untouched = [entry for entry in plan.entries if entry.how == COPIED]
+    for entry in plan.entries:
+        if entry.how == ROTATED:
+            _prove_rotated(proof, entry)
     with Files() as files, ThreadPoolExecutor(2) as pool:
         equal = pool.map(lambda entry: _are_bytes_equal(entry.source, entry.out, files), untouched)
         for entry, is_equal in zip(untouched, equal, strict=True):
@@ -112,6 +116,19 @@ def _prove_untouched(proof: Proof, plan: MergePlan, advance: Advance) -> None:
             advance(size)
             if not is_equal:
                 proof.deviations.append(f"{entry.out.key} is not byte-equal to the base's, though not adapted")
+
+
+def _prove_rotated(proof: Proof, entry: MergedEntry) -> None:
+    """Compare row by row: row 2 i + j of a head is row i of its half j in transformers' layout."""
+    with safe_open(entry.source.file, "pt") as before, safe_open(entry.out.file, "pt") as after:
+        expected = before.get_tensor(entry.source.key)
+        written = after.get_tensor(entry.out.key)
+    side = len(expected) // entry.heads
+    for row in range(len(expected)):
+        head, place = divmod(row, side)
+        if not torch.equal(written[row], expected[head * side + place % 2 * (side // 2) + place // 2]):
+            proof.deviations.append(f"{entry.out.key} is not the base's, in the order of Mistral's rows")
+            return
 
 
 def _are_bytes_equal(before: Stored, after: Stored, files: Files) -> bool:
@@ -138,7 +155,9 @@ class Sums:
     noise: float = 0.0  # the variance that dithered rounding may add to `kept`
 
 
-def _prove_touched(proof: Proof, base: Base, deltas: Deltas, merged: Base, adapter: Path) -> None:
+def _prove_touched(
+    proof: Proof, base: Base, deltas: Deltas, merged: Base, adapter: Path, name_in_file: Callable[[str], str]
+) -> None:
     """Compare sampled rows of every tensor that was rounded anew, because of the adapter or of a new dtype."""
     merged_parameters = {parameter.name: parameter for parameter in merged.parameters}
     files_before = {stored.key: stored.file for stored in base.stored()}
@@ -149,8 +168,8 @@ def _prove_touched(proof: Proof, base: Base, deltas: Deltas, merged: Base, adapt
         after = merged_parameters[parameter.name]
         if delta is None and _list_dtypes(parameter) == _list_dtypes(after):
             continue
-        disk_before = Disk(files_before, base.block)
-        disk_after = Disk(files_after, base.block)
+        disk_before = Disk(files_before, base.block, name_in_file)
+        disk_after = Disk(files_after, base.block, name_in_file)
         with safe_open(adapter, framework="pt") as opened:
             expected = Expected(delta, opened)
         sums = _sum_samples(parameter, after, expected, disk_before, disk_after)

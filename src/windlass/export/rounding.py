@@ -69,12 +69,16 @@ class MergedTensor:
             side = self.piece.shape[-2]  # whole rows of its file
         return iter_row_blocks(self.piece.shape, side)
 
+    def place(self, box: Box) -> Box:
+        """Return the block's place in the parameter."""
+        outer = len(self.piece.offset) - len(box)  # an expert's matrix is a slice of the fused parameter
+        inside = (*((0, 1),) * outer, *box)
+        return tuple((start + at, stop + at) for (start, stop), at in zip(inside, self.piece.offset, strict=True))
+
     def values(self, box: Box, unit: Tensor | None = None) -> Tensor:
         """Return a block's values in float32, divided by `unit`, a scale, if given."""
         shape = self.piece.stored.shape
-        outer = len(self.piece.offset) - len(box)  # an expert's matrix is a slice of the fused parameter
-        inside = (*((0, 1),) * outer, *box)
-        place = tuple((start + at, stop + at) for (start, stop), at in zip(inside, self.piece.offset, strict=True))
+        place = self.place(box)
         scale = None if self.scale is None else expand_scale(self.scale, shape, box, self.block)
         if unit is not None:
             unit = expand_scale(unit, shape, box, self.block)
@@ -147,9 +151,11 @@ def _in_units(values: Tensor, unit: Tensor | None) -> Tensor:
     return values if unit is None else torch.where(unit == 0, 0.0, values / unit)
 
 
-def round_to(values: Tensor, dtype: torch.dtype, key: str, box: Box) -> Tensor:
-    """Round once, to the nearest value; FP8 codes with dither."""
-    return encode_fp8(values, dtype, make_dither(key, box)) if dtype in FORMATS else values.to(dtype)
+def round_to(values: Tensor, dtype: torch.dtype, parameter: str, place: Box) -> Tensor:
+    """Round once, to the nearest value; FP8 codes with dither, which is the same in each layout of the model."""
+    if dtype not in FORMATS:
+        return values.to(dtype)
+    return encode_fp8(values, dtype, make_dither(parameter, place).reshape(values.shape))
 
 
 def encode_fp8(units: Tensor, dtype: torch.dtype, dice: Tensor) -> Tensor:
@@ -163,7 +169,7 @@ def encode_fp8(units: Tensor, dtype: torch.dtype, dice: Tensor) -> Tensor:
 
 
 def make_dither(key: str, box: Box) -> Tensor:
-    """Return numbers in [0, 1) that depend only on the tensor's name and the element's place."""
+    """Return numbers in [0, 1) that depend only on the parameter's name and the element's place in it."""
     outer = box[0][0] if len(box) == 3 else 0
     digest = hashlib.sha256(f"{key}:{outer}".encode()).digest()
     start = int.from_bytes(digest[:6], "big") / 2**48

@@ -123,13 +123,13 @@ def read_base(path: Path) -> Base:
     if not any(Path(name).suffix in WEIGHTS for name in names):
         known = "config.json and the headers of its files" if HEADERS in names else "its config.json"
         if HEADERS in names:
-            base = _assign(base, config, read_headers(path), str(path))
+            base = assign_stored(base, config, read_headers(path), str(path))
         note = f"no weights in {str(path)[:200]}: planned from {known}; check and train will refuse it"
         return replace(base, notes=(note, *base.notes))
-    return replace(_assign(base, config, read_tensors(path, names), str(path)), path=path)
+    return replace(assign_stored(base, config, read_tensors(path, names), str(path)), path=path)
 
 
-def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored], where: str) -> Base:
+def assign_stored(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored], where: str) -> Base:
     """Assign a stored tensor to every piece of every parameter, and a reason to every tensor that is not read."""
     notes = []
     if base.wrapper and config.get("tie_word_embeddings") is True and not any(_is_head(key) for key in stored):

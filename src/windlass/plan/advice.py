@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from windlass.data.inputs import find_absent_data, find_absent_files, is_expected_here
@@ -14,6 +15,7 @@ from windlass.plan.resolve import FEW_STEPS, estimate_row_tokens
 from windlass.plan.search import Candidate, choose_layout, compare_layouts, list_micro_batches, try_batches
 from windlass.plan.workload import ModelShape
 from windlass.runfile import RunFile
+from windlass.serve.servers import judge_adapter, list_ways_on
 
 if TYPE_CHECKING:
     from windlass.plan.plan import Plan
@@ -106,6 +108,7 @@ def find_cautions(plan: Plan, rows: Rows, shape: ModelShape) -> Iterator[Caution
     """Yield cautions, the most serious first."""
     yield from _find_absent_inputs(plan)
     yield from (Caution(f"lora.target_modules {text}") for text in plan.adapter.warnings)
+    yield from _find_unserved(plan)
     family = shape.base.family
     if family.without_formula and not family.traced:
         layers = f"{family.without_formula} of {len(shape.layers)} layers"
@@ -132,6 +135,25 @@ def _find_absent_inputs(plan: Plan) -> Iterator[Caution]:
     for path, problem in (*find_absent_data(run.data, plan.where), *find_absent_files(run, plan.where)):
         if is_local or is_expected_here(path):
             yield Caution(f"{problem.where}: {problem.problem} ({problem.hint})")
+
+
+def _find_unserved(plan: Plan) -> Iterator[Caution]:
+    """Yield what the server of `export.server` doesn't apply of the adapter."""
+    lora = plan.run.lora
+    adapter = plan.adapter
+    present = {
+        "rslora": lora.use_rslora,
+        "patterns": adapter.alphas or len(set(adapter.r_by_module.values())) > 1,
+        "dora": lora.use_dora,
+        "modules_to_save": adapter.in_full,
+        "bias": lora.bias != "none",
+    }
+    features = [feature for feature, is_present in present.items() if is_present]
+    adapted = [f"{module}.weight" for module in adapter.target_modules]
+    adapted += adapter.target_parameters
+    for verdict in judge_adapter(plan.run.export.server, plan.base, adapted, features, {}):
+        if verdict.is_refused:
+            yield Caution(f"export.server: {verdict}; {list_ways_on(verdict, plan.base, quote(plan.run.folder))}")
 
 
 def _find_short_schedule(plan: Plan) -> Iterator[Caution]:

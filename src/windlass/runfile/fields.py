@@ -593,6 +593,14 @@ class Watch(Section):
     """Address to serve it on; 0.0.0.0 for all interfaces."""
 
 
+class ExportSection(Section):
+    """Where the adapter will be used."""
+
+    server: Literal["vllm", "sglang", "llama.cpp", "peft"] = "peft"
+    """The server that will apply the adapter, also written `export.for`: `plan` warns if it doesn't apply every adapted
+    module, and `export` writes the form that it reads."""
+
+
 class Run(Section):
     """What both kinds of run have."""
 
@@ -632,6 +640,8 @@ class RunFile(Run):
         default_factory=LayoutSection
     )
     """How the model is placed on the GPUs: a name (`auto` by default), or a section."""
+    export: ExportSection = Field(default_factory=ExportSection)
+    """Where the adapter will be used."""
 
     @property
     def folder(self) -> str:

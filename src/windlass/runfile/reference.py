@@ -27,7 +27,7 @@ from windlass.runfile.values import Section
 
 Root = type[BaseModel]
 Key = tuple[Root, FieldInfo]  # its section and its definition
-SECTIONS = ("model", "lora", "data", "train", "script", "layout", "cluster", "watch")
+SECTIONS = ("model", "lora", "data", "train", "script", "layout", "cluster", "watch", "export")
 
 # The class whose argument a key becomes, and the keys of the section that are windlass's own.
 UPSTREAM = {

@@ -5,21 +5,26 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from windlass.model import Base
+from windlass.observe.format import format_plural
 
 PEFT: Final = "peft"
 PER_EXPERT: Final = "per-expert"
 FOLDED: Final = "folded"
+MERGED: Final = "merged"
+MISTRAL: Final = "mistral"  # Mistral's own layout of a merged model
 APPLIED: Final = "applied"
 UNTRIED: Final = "untried"
+VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # its choices for --max-lora-rank
 # Result -> what the server does with the modules that follow.
 SAYS: Final = {
     "ignored": "ignores without a word",
     "refused": "refuses",
     "misscaled": "applies at the wrong scale",
     "crash": "crashes on",
+    "untried": "was not tried with",
 }
 
 
@@ -31,6 +36,7 @@ class Server:
     version: str
     tried: datetime.date
     how: str
+    commands: Sequence[str]  # that serve {base} with {adapter} as {name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +70,37 @@ class Verdict:
         return self.row.result == APPLIED or bool(self.row.form) or self.enabled
 
     @property
-    def is_tried(self) -> bool:
-        return self.row.result != UNTRIED
+    def is_refused(self) -> bool:
+        """Return whether the adapter must not be exported for the server."""
+        return not self.is_served and self.row.result != UNTRIED
 
     def __str__(self) -> str:
         title = SERVERS[self.row.server].title
-        count = f" ({len(self.modules)} modules)" if len(self.modules) > 1 else ""
-        return f"{title} {SAYS[self.row.result]} {self.what}{count}"
+        count = f" ({format_plural(len(self.modules), 'module')})" if self.modules else ""
+        note = f": {self.row.note}" if self.row.note else ""
+        return f"{title} {SAYS[self.row.result]} {self.what}{count}{note}"
+
+
+def list_ways_on(verdict: Verdict, base: Base, run: str) -> str:
+    """Return what to do about a part that the server doesn't apply. `run`: what to export, quoted."""
+    row = verdict.row
+    merge = f"windlass export {run} --to merged --merge"
+    if find_row(row.server, base.family.model_type, MERGED).form == MISTRAL:
+        merge += " --layout mistral"
+    hint = f"merge it: `{merge}`"
+    if row.unless:
+        again = f"{row.unless} windlass export {run} --to DIR --for {row.server}"
+        hint += f"; or serve with {row.unless} in the environment, and export so: `{again}`"
+    return hint
+
+
+def list_commands(server: str, base: str, config: Mapping[str, Any], verdicts: Sequence[Verdict]) -> list[str]:
+    """Return the commands that serve an adapter, run in its folder; none for PEFT."""
+    needed = max([int(config["r"]), *(config.get("rank_pattern") or {}).values()])
+    rank = next((rank for rank in VLLM_RANKS if rank >= needed), needed)
+    names = {"base": base, "adapter": ".", "name": "adapter", "rank": rank}
+    variables = dict.fromkeys(f"{verdict.row.unless} " for verdict in verdicts if verdict.enabled)
+    return ["".join(variables) + command.format(**names) for command in SERVERS[server].commands]
 
 
 def _read_table() -> tuple[dict[str, Server], tuple[Row, ...]]:

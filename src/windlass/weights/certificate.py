@@ -10,7 +10,7 @@ checked by properties: each block's scale is its largest value, and each code is
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -328,9 +328,12 @@ class Disk:
     """Reads stored values with safetensors' own reader. Create one per parameter, so that mapped pages are released
     with it."""
 
-    def __init__(self, where: Mapping[str, Path], block: Sequence[int]) -> None:
+    def __init__(
+        self, where: Mapping[str, Path], block: Sequence[int], name_in_file: Callable[[str], str] = str
+    ) -> None:
         self.where = where
         self.block = block
+        self.name_in_file = name_in_file
         self.open: dict[Path, Any] = {}
 
     def handle(self, key: str) -> Any:
@@ -391,7 +394,7 @@ class Disk:
     def scale(self, piece: Piece, indices: Sequence[Tensor]) -> Tensor:
         """Return the scales of a stored tensor's elements at the crossings of these indices."""
         name = f"{piece.stored.key}_scale_inv"
-        scale: Tensor = self.handle(name).get_tensor(name).double()
+        scale: Tensor = self.handle(name).get_tensor(self.name_in_file(name)).double()
         if scale.numel() == 1:
             return scale
         shape = self.handle(piece.stored.key).get_slice(piece.stored.key).get_shape()

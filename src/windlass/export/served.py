@@ -1,0 +1,186 @@
+"""An adapter as a server reads it: refused where the server would not apply it, experts as a matrix each, scales folded
+into lora_B."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from windlass.errors import Problem, raise_all
+from windlass.export.deltas import Delta, Deltas
+from windlass.model import Base
+from windlass.model.targets import LAYER
+from windlass.serve.servers import FOLDED, PER_EXPERT, Row, Verdict, judge_adapter, list_ways_on
+from windlass.train.wrapped import PREFIX, Rename
+
+PROVEN_ROWS: Final = 64  # of each matrix, when it is opened again
+SLACK: Final = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # of products of rounded factors
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One pair of matrices in the form to write."""
+
+    module: str  # its name in the server's base
+    a: Tensor  # [r, in]
+    b: Tensor  # [out, r]
+    scale: float
+    delta: Delta | None = None  # the change that it is of; None: zeros beside an adapted matrix
+    expert: int = 0
+    first_row: int = 0  # of the delta's rows
+
+
+def list_features(deltas: Deltas, config: Mapping[str, Any]) -> list[str]:
+    """Return the features of an adapter that servers may not have, by their names in servers.toml."""
+    replaced = [name for name, delta in deltas.by_name.items() if delta.replaced is not None]
+    present = {
+        "rslora": config.get("use_rslora"),
+        "patterns": config.get("rank_pattern") or config.get("alpha_pattern"),
+        "dora": config.get("use_dora"),
+        "modules_to_save": any(not name.endswith(".bias") for name in replaced),
+        "bias": any(name.endswith(".bias") for name in replaced),
+    }
+    return [feature for feature, is_present in present.items() if is_present]
+
+
+def require_served(
+    server: str, base: Base, deltas: Deltas, config: Mapping[str, Any], environment: Mapping[str, str], source: Path
+) -> list[Verdict]:
+    """Return what the server does with every part of the adapter, or raise a problem for each that it doesn't apply."""
+    adapted = [name for name, delta in deltas.by_name.items() if delta.replaced is None]
+    verdicts = list(judge_adapter(server, base, adapted, list_features(deltas, config), environment))
+    refused = [verdict for verdict in verdicts if verdict.is_refused]
+    run = shlex.quote(str(source))
+    raise_all([Problem(str(v), f"--for {server}", list_ways_on(v, base, run), "not-served") for v in refused])
+    return verdicts
+
+
+def convert_adapter(
+    saved: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    deltas: Deltas,
+    base: Base,
+    verdicts: Sequence[Verdict],
+    rename: Rename,
+) -> tuple[list[Pair], dict[str, Any]]:
+    """Return the pairs to write, and adapter_config.json, if the server reads another form than PEFT's; else no pairs.
+
+    rename: from the language model's names to the served model's.
+    """
+    forms = {verdict.row.form for verdict in verdicts} - {""}
+    if not forms:
+        return [], dict(config)
+    rows = {module: verdict.row for verdict in verdicts for module in verdict.modules}
+    pairs: list[Pair] = []
+    for name, delta in deltas.by_name.items():
+        assert delta.a is not None
+        assert delta.b is not None
+        module = name.removesuffix(".weight")
+        if rows[module].form == PER_EXPERT:
+            pairs += _split_experts(delta, deltas, rows[module], rename, saved[delta.b.key].dtype)
+        else:
+            pairs.append(Pair(rename(module), saved[delta.a.key], saved[delta.b.key], delta.scale, delta))
+    r = int(config["r"])
+    alpha = config["lora_alpha"]
+    if FOLDED in forms or any(pair.scale != alpha / r for pair in pairs):
+        r = alpha = max(pair.b.shape[1] for pair in pairs)
+        pairs = [_fold(pair, r) for pair in pairs]
+    experts = [row for row in rows.values() if row.form == PER_EXPERT]
+    pairs += _add_zeros(base, pairs, experts, rename, r)
+    converted = {
+        **config,
+        "r": r,
+        "lora_alpha": alpha,
+        "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "target_modules": sorted({pair.module.rpartition(".")[2] for pair in pairs}),
+        "target_parameters": None,
+    }
+    return pairs, converted
+
+
+def _layer_of(name: str) -> str:
+    match = LAYER.search(name)
+    assert match is not None
+    return name[: match.end() - 1]
+
+
+def _split_experts(delta: Delta, deltas: Deltas, row: Row, rename: Rename, dtype: torch.dtype) -> Iterator[Pair]:
+    """Yield a pair for each matrix of each expert: gate and up share their A."""
+    factors = deltas.factors(delta.parameter.name)
+    gate, down, up = row.matrices
+    half = factors.b.shape[1] // 2
+    parts = {gate: (0, half), up: (half, 2 * half)}
+    if delta.parameter.name.endswith("down_proj"):
+        parts = {down: (0, factors.b.shape[1])}
+    for expert in range(delta.experts):
+        for matrix, (first, last) in parts.items():
+            module = rename(f"{_layer_of(delta.parameter.name)}.{row.module}.{expert}.{matrix}")
+            b = factors.b[expert, first:last].to(dtype)
+            yield Pair(module, factors.a[expert].to(dtype), b, delta.scale, delta, expert, first)
+
+
+def _fold(pair: Pair, r: int) -> Pair:
+    """Multiply the scale into B, and fill both up with zeros to rank r; B stays in its dtype if that rounds nothing."""
+    b = pair.b.float() * pair.scale
+    narrow = b.to(pair.b.dtype)
+    if torch.equal(narrow.float(), b):
+        b = narrow
+    missing = r - b.shape[1]
+    a = nn.functional.pad(pair.a, (0, 0, 0, missing))
+    b = nn.functional.pad(b, (0, missing))
+    return Pair(pair.module, a, b, 1.0, pair.delta, pair.expert, pair.first_row)
+
+
+def _add_zeros(base: Base, pairs: Sequence[Pair], experts: Sequence[Row], rename: Rename, r: int) -> Iterator[Pair]:
+    """Yield pairs that change nothing for matrices beside adapted ones: servers take all of an expert's or none."""
+    if not experts:
+        return
+    row = experts[0]
+    gate, down, up = row.matrices
+    present = {pair.module for pair in pairs}
+    layers = {_layer_of(pair.delta.parameter.name) for pair in pairs if pair.delta and pair.delta.experts}
+    for parameter in base.parameters:
+        if parameter.part != "experts" or len(parameter.shape) != 3 or _layer_of(parameter.name) not in layers:
+            continue
+        count, outputs, inputs = parameter.shape
+        matrices: tuple[str, ...] = (down,)
+        if not parameter.name.endswith("down_proj"):
+            matrices = (gate, up)
+            outputs //= 2
+        for expert in range(count):
+            for matrix in matrices:
+                module = rename(f"{_layer_of(parameter.name)}.{row.module}.{expert}.{matrix}")
+                if module not in present:
+                    yield Pair(module, torch.zeros(r, inputs), torch.zeros(outputs, r), 1.0)
+
+
+def name_tensors(pairs: Sequence[Pair]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for pair in pairs:
+        for kind, matrix in (("lora_A", pair.a), ("lora_B", pair.b)):
+            tensors[f"{PREFIX}{pair.module}.{kind}.weight"] = matrix.clone().contiguous()  # gate and up share their A
+    return tensors
+
+
+def prove_served(
+    pairs: Sequence[Pair], written: Mapping[str, Tensor], config: Mapping[str, Any], deltas: Deltas
+) -> Iterator[str]:
+    """Yield modules whose written matrices, at alpha / r alone, are not the adapter's change."""
+    scale = config["lora_alpha"] / config["r"]
+    for pair in pairs:
+        a, b = (written[f"{PREFIX}{pair.module}.{kind}.weight"] for kind in ("lora_A", "lora_B"))
+        rows = b[:PROVEN_ROWS].double()
+        read = rows @ a.double() * scale
+        exact = torch.zeros_like(read)
+        if pair.delta:
+            factors = deltas.factors(pair.delta.parameter.name)
+            exact = factors.rows(pair.expert, pair.first_row, pair.first_row + len(rows)).double()
+        size = rows.abs() @ a.double().abs() * abs(scale)
+        if not bool(((read - exact).abs() <= SLACK[b.dtype] * size + 1e-30).all()):
+            yield f"{pair.module} is not the adapter's change when it is read back"
