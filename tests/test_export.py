@@ -332,8 +332,9 @@ def test_an_adapter_opens_on_the_multimodal_class_and_on_the_language_model(
     # On the other class than it was named for, PEFT itself refuses it
     with pytest.raises(ValueError, match="No modules were targeted"):
         PeftModel.from_pretrained(plain_model(base), str(tmp_path / "outer"))
+    servers = f"a server: vllm, sglang, llama.cpp, peft; or a class that opens it: {outer}, {inner}"
     for wrong, message in (
-        (["--for", "LlamaForCausalLM"], f"base is no LlamaForCausalLM\n\nhint: known: {outer}, {inner}"),
+        (["--for", "LlamaForCausalLM"], f"base is no LlamaForCausalLM\n\nhint: {servers}"),
         (["--for", inner, "--merge"], "a merged model has its base's class"),
     ):
         with pytest.raises(SystemExit) as end:

@@ -170,7 +170,7 @@ def test_layouts_of_different_weights_are_refused(made: Path, tmp_path: Path) ->
     save_file(weights, base / "consolidated.safetensors")
     with refused("layouts-differ") as problems:
         export(made / "adapter", tmp_path / "out", merge=True, base=str(base), say=silent)
-    assert "model.layers.1.mlp.experts.gate_up_proj" in problems[0].problem
+    assert "belong to different weights (1): model.layers.1.mlp.experts.gate_up_proj" in problems[0].problem
     export(made / "adapter", tmp_path / "out", merge=True, base=str(base), layout="hf", say=silent)
 
 

@@ -118,7 +118,10 @@ def export_adapter(
     if pairs and deltas:
         deviations += prove_served(pairs, written, config, deltas)
     if not deviations:
-        say(f"proven    opened again: every tensor present, {'rounded once' if dtype else 'byte-equal'}")
+        how = "rounded once" if dtype else "byte-equal"
+        if pairs:
+            how = "each pair the adapter's change at alpha / r alone"
+        say(f"proven    opened again: every tensor present, {how}")
     return {
         "dtype": dtype,
         "for": server,
