@@ -108,7 +108,7 @@ MESSAGES = {
     ),
     "train run.yaml --override train.fp16=true --override train.bf16=true": (
         "--override train.fp16=true: bf16 and fp16 are both on (--override train.bf16=true)",
-        "set train.fp16: false",
+        "remove train.fp16: bf16 has float32's range; windlass doesn't train in float16, which overflows",
     ),
     "data run.yaml --source x": (
         "--source: it says of which set rows are shown, and none are",

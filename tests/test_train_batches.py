@@ -1,6 +1,10 @@
 """Order of rows, micro-batches of ranks, optimizers and schedules: the loop's inputs, without the loop."""
 
+import shutil
+import subprocess
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,8 @@ from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
 from windlass.data.audit import PACKED
 from windlass.data.collate import PaddedCollator, PaddedPackingCollator, PaddingFreeCollator
 from windlass.data.prepare import PreparedData
+from windlass.observe import background
+from windlass.observe.background import BackgroundReport
 from windlass.runfile import Train
 from windlass.runfile.names import OPTIMIZERS as NAMES
 from windlass.runfile.names import SCHEDULES
@@ -85,6 +91,69 @@ def test_batches_draw_no_random_numbers_from_training() -> None:
     state = torch.get_rng_state()
     taken(batches(9, 2, 1, 0, 2), 0, 1, 5, 7)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_workers_forked_while_a_report_is_started_keep_none_of_its_pipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault: a start slow enough for the workers of an epoch to be forked in the middle of it."""
+    begun = threading.Event()
+
+    def fork_slowly(*arguments: Any, fork: Any = subprocess._fork_exec) -> int:  # type: ignore[attr-defined]
+        begun.set()
+        time.sleep(0.5)
+        pid: int = fork(*arguments)
+        return pid
+
+    monkeypatch.setattr(subprocess, "_fork_exec", fork_slowly)
+    report = BackgroundReport(tmp_path)
+    report.command = [shutil.which("true") or ""]
+    saver = threading.Thread(target=report.start, daemon=True)
+    saver.start()
+    assert begun.wait(60)
+    epoch = batches(9, 2, 1, 0, 2, workers=2).epoch(0)
+    next(epoch)
+    saver.join(60)
+    assert not saver.is_alive()
+    assert len(list(epoch)) == 4  # the workers lived until here
+    assert report.process is not None
+    report.process.wait(60)
+
+
+@pytest.mark.prove
+def test_reports_and_workers_start_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "LEAST_SECONDS", 0)
+    report = BackgroundReport(tmp_path)
+    report.command = [shutil.which("true") or ""]
+    over = threading.Event()
+    starts = 0
+
+    def save() -> None:
+        nonlocal starts
+        while not over.is_set():
+            report.start()
+            assert report.process is not None
+            report.process.wait()
+            starts += 1
+
+    saver = threading.Thread(target=save, daemon=True)
+    saver.start()
+    until = time.monotonic() + 60
+    number = 0
+    while time.monotonic() < until:
+        epoch = batches(9, 2, 1, 0, 2, workers=2).epoch(number)
+        next(epoch)
+        seen = starts
+        waits = time.monotonic() + 30
+        while starts < seen + 2:  # while the workers live
+            assert time.monotonic() < waits, f"no start within 30 s in epoch {number}, after {starts} starts"
+            time.sleep(0.001)
+        assert len(list(epoch)) == 4
+        number += 1
+    over.set()
+    saver.join(60)
+    assert number > 20
+    print(f"{number} epochs, {starts} starts")
 
 
 @pytest.mark.parametrize("batching", [PACKED, "padded in batches of like length"])

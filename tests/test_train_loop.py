@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import random
+import re
 import signal
 import socket
 import threading
@@ -25,6 +26,7 @@ from windlass.data.hub import require_published
 from windlass.errors import SAVED, UserError
 from windlass.fetch import record_digest
 from windlass.files import WriteGuard, read_json, read_json_lines, write_json
+from windlass.observe import background
 from windlass.observe.background import BackgroundReport
 from windlass.plan import make_plan
 from windlass.plan.layout import Layout
@@ -118,6 +120,25 @@ class Halved(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         assert self.param_groups[0]["train_mode"], "not in train mode"
         return super().step(closure)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1800)
+def test_two_thousand_steps_with_workers_epochs_saves_and_reports(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked for every epoch and evaluation, while the saving thread starts one report after another."""
+    monkeypatch.setattr(background, "LEAST_SECONDS", 0)
+    settings = {"save_strategy": "epoch", "eval_strategy": "epoch", "save_total_limit": "2", "max_steps": "2000"}
+    settings |= {"dataloader_num_workers": "2", "per_device_train_batch_size": "1", "gradient_accumulation_steps": "1"}
+    loop = make(learning_rate="1e-5", **settings)
+
+    def require_progress(text: str) -> None:
+        waited = re.search(r"writing for (\d+) s", text)
+        assert waited is None or int(waited[1]) < 100, text
+
+    loop.saver.say = require_progress
+    loop.run()
+    assert loop.step == 2000
+    assert loop.saver.close() == ""
 
 
 def test_schedule_free_optimizers_save_their_evaluation_weights(

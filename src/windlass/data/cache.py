@@ -31,7 +31,7 @@ def get_or_create(cache: Path, fingerprint: str, make: Callable[[Path], None], s
     partial = cache / f"{ours}{os.getpid()}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        waiting = f"waiting for another process that is tokenizing into {folder}"
+        waiting = f"waiting: another rank of this run, or another run, is tokenizing into {folder}"
         with hold_lock(cache / f"{fingerprint}.lock", say, waiting, SILENT_SECONDS) as alone:
             if folder.exists():
                 damage = find_cache_damage(folder)

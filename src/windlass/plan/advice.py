@@ -25,6 +25,7 @@ OF_ALL = "all of these"
 SHORT = 0.5  # fraction of max_length: shorter rows are mostly padding, or make small matrix products
 # Trained parameters per token of data: an adapter stores about two bits per parameter, text has about one per token.
 LARGE = 100
+HIGH_RATE = 0.1  # adapters train at 1e-5 to 1e-2, by optimizers whose steps don't grow with the gradient
 SLOW = 1.2  # smallest gain from larger micro-batches that is worth a warning
 
 
@@ -114,6 +115,9 @@ def find_cautions(plan: Plan, rows: Rows, shape: ModelShape) -> Iterator[Caution
         layers = f"{family.without_formula} of {len(shape.layers)} layers"
         text = f"{layers} are linear attention or the like, which no formula is known for: memory and time are"
         yield Caution(f"{text} estimated as attention of the same widths")
+    rate = plan.run.train.learning_rate
+    if rate >= HIGH_RATE and "sgd" not in plan.run.train.optim:
+        yield Caution(f"train.learning_rate {rate:g} is far above what adapters train at", "train.learning_rate=0.0002")
     yield from _find_short_schedule(plan)
     yield from _find_unfit_length(plan, estimate_row_tokens(rows), shape)
     key = "train.per_device_train_batch_size=auto"

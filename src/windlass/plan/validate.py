@@ -90,7 +90,7 @@ def check_request(
     settings = accelerate.settings if accelerate else {}
     if request.precision == "fp16":
         text = "float16 overflows now and then; its loss scaler skips such steps, and here they would end the run"
-        hint = "set train.fp16: false and train.bf16: true (mixed_precision: bf16), which has float32's range"
+        hint = "write train.bf16: true in its place (mixed_precision: bf16), which has float32's range"
         yield Problem(text, where("train.fp16"), hint, "float16")
     cpu = settings.get("cpu")
     if cpu and cpu.value and gpu != "cpu":

@@ -69,7 +69,8 @@ def _unknown(key: str, noun: str, name: str, known: list[str]) -> Clash:
 def _check_training(run: RunFile) -> Iterator[Clash]:
     train = run.train
     if train.bf16 and train.fp16:
-        yield "train.fp16 train.bf16", "bf16 and fp16 are both on", "set train.fp16: false"
+        hint = "remove train.fp16: bf16 has float32's range; windlass doesn't train in float16, which overflows"
+        yield "train.fp16 train.bf16", "bf16 and fp16 are both on", hint
     if train.optim in names.OPTIMIZERS_REFUSED:
         yield "train.optim", f"{train.optim} {names.OPTIMIZERS_REFUSED[train.optim]}", "use adamw_torch"
     elif train.optim not in names.OPTIMIZERS:

@@ -120,8 +120,13 @@ class Batches:
         self.rank = collectives.get_rank()
         self.world = collectives.get_world_size()
         self.workers = workers
-        # torch's loader draws a seed at every start: from its own generator, not from training's.
-        self.options: dict[str, Any] = {"pin_memory": pin and torch.cuda.is_available(), "generator": torch.Generator()}
+        # torch's loader draws a seed at every start: from its own generator, not from training's. Forked workers read
+        # the rows where they are mapped; others would get a copy of all of them.
+        self.options: dict[str, Any] = {
+            "pin_memory": pin and torch.cuda.is_available(),
+            "generator": torch.Generator(),
+            "multiprocessing_context": "fork" if workers else None,
+        }
 
     def __len__(self) -> int:
         """Return the rounds (steps) of an epoch."""
