@@ -222,6 +222,10 @@ PLANTED: dict[str, dict[str, tuple[Plant, str]]] = {
         ),
         "weights that are away": (remove("model/*.safetensors*"), "model contains no weights"),
         "a row that is no JSON": (swap(DATA, '{"text"', '{"text'), "data/train.jsonl:1: not JSON"),
+        "a key twice in a row": (
+            swap(DATA, '{"text"', '{"text": "", "text"'),
+            "data/train.jsonl:1: the key 'text' is there twice",
+        ),
         "a row without the column": (
             swap(DATA, '"text"', '"test"'),
             "data/train.jsonl: row 1: a row has no 'text'; it has 'test'",

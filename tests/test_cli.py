@@ -123,7 +123,7 @@ MESSAGES = {
     "report none": ("none: is not there", "give a run folder: the output_dir of a run that has begun"),
     "explain lora.rnk": (
         "windlass explain: unknown setting 'lora.rnk'",
-        "did you mean lora.r, RANK, lora, LOCAL_RANK?",
+        "did you mean lora.r, lora.use_dora?",
     ),
     "import fsdp.yaml": (
         "fsdp.yaml: is not clearly a configuration of one tool",
@@ -135,7 +135,7 @@ MESSAGES = {
     ),
     "export none --to out": ("none: no such folder", "name a run folder, or a folder that holds an adapter"),
     "best none": (
-        "none: it is not a run folder: manifest.json can't be read",
+        "none: no such folder",
         "name the folder that train.output_dir named",
     ),
 }

@@ -240,8 +240,8 @@ def test_answer_spans_are_derived_from_templates(
         ({}, [{"text": "a"}, {"messages": CHAT}], r"row 1: a row has no 'messages'; it has 'text' \(format text\)"),
         ({}, [{"messages": CHAT}, {"messages": None, "text": "a"}], r"'text' \(format text\)\n\n.*format: messages"),
         ({}, [{"messages": CHAT}, {"messages": 3}], "row 2: column 'messages' has a number, not a list of messages: 3"),
-        ({}, [{"messages": {"role": "user"}}], "column 'messages' has a dict, not a list of messages"),
-        ({}, [{"messages": '"Hello"'}], "column 'messages' has a str, not a list of messages"),
+        ({}, [{"messages": {"role": "user"}}], "column 'messages' has an object, not a list of messages"),
+        ({}, [{"messages": '"Hello"'}], "column 'messages' has text, not a list of messages"),
         ({"prompt_template": "{a}: [[{b}{c}]]"}, [{"a": 1, "b": 2, "c": 3}, {"a": 1}], "row 2: a row has no 'b'"),
         ({"messages_field": "talk"}, [{"messages": CHAT}], "no column 'talk'"),
         ({"val_split": "held"}, [{"text": "a"}], "no split 'held'; it has 'train'"),
@@ -377,7 +377,11 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any) -
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl:2: not JSON"),
         ("a.jsonl", b"[1]\n", "a.jsonl:1: a list, not an object"),
-        ("a.json", b'[{"text": "a"}, 3]', "element 1: a int"),
+        ("a.json", b'[{"text": "a"}, 3]', "element 1: a number, not an object"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}\n', "a.jsonl:2: the key 'text' is there twice"),
+        ("a.jsonl", b'{"text": "a\tb"}\n', r"a.jsonl:1: not JSON: Invalid control character, column 12\n\nhint: .*\\n"),
+        ("a.jsonl", b"", "a.jsonl: is empty"),
+        ("a.csv", "text\na\n".encode("utf-16"), r"a.csv: is UTF-16, not UTF-8\n\nhint: convert it: iconv -f utf-16"),
         ("a.json", b'[{"text": "a"}, {]', "a.json:1: not JSON"),
         ("a.txt", b"caf\xe9\n", "not UTF-8"),
         ("a.csv", b"text\na,b\n", "more fields than the header"),
@@ -506,7 +510,7 @@ def test_one_process_makes_and_the_others_wait_even_if_it_is_killed(tmp_path: Pa
     others = [start_maker(cache) for _ in range(2)]
     for other in others:
         assert other.stdout is not None
-        assert "waiting for another process" in other.stdout.readline()
+        assert "waiting: another rank of this run, or another run" in other.stdout.readline()
     owner.send_signal(signal.SIGKILL)
     owner.communicate(timeout=200)
     (cache / "go").touch()

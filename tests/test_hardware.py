@@ -48,6 +48,10 @@ def test_unknown_names_get_the_nearest_and_ask_for_figures() -> None:
         hardware.find_gpu("h20", "run.yaml:3: cluster.gpu")
     problem = caught.value.problems[0]
     assert problem.where == "run.yaml:3: cluster.gpu"
+    for where, words in (("--gpus", "did you mean 8xh100?"), ("cluster.gpu", "cluster.gpu: h100 and cluster.gpus_per")):
+        with pytest.raises(UserError) as caught:
+            hardware.find_gpu("8h100", where)
+        assert words in caught.value.problems[0].hint
     assert all(word in problem.hint for word in ("h200", *hardware.FIGURES))
     with pytest.raises(UserError, match="infinband-400") as caught:
         hardware.find_fabric("infinband-400", "run.yaml: cluster.network")

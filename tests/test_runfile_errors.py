@@ -110,6 +110,7 @@ BAD_KEYS = {
     "watch: {zzzzzzz: 1}": ("watch.zzzzzzz", "windlass explain watch"),
     "lora: {experts: {zzzzzzz: 1}}": ("lora.experts.zzzzzzz", "its keys are r, lora_alpha, targets"),
     "layout: {rank: 2}": ("layout.rank", "did you mean ranks?"),
+    "lora: {rank_: 8}": ("lora.rank_", "did you mean lora.r?"),
     "train: {<<: {seed: 1}}": ("train.<<", "windlass explain train"),
     "train: {evaluation_stratgy: no}": ("train.evaluation_stratgy", "evaluation_strategy"),
     "script: {path: a.py}": ("script", "write `kind: script`"),

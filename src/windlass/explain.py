@@ -58,13 +58,17 @@ def _suggest(name: str) -> str:
     names = [*(key for section in load_key_table().spelled.values() for key in section), *list_documented()]
     names += [*(path.rpartition(".")[2] for path in keys), *NOT_TAKEN, *LAYOUTS]
     names += [*variables(), *sorted(list_other_names())]
-    known = {known.lower(): known for known in names}
+    known = {f"{key.rpartition('.')[0]}.{other}".lower(): key for other, key in OTHER_NAMES.items()}
+    known |= {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), list(known), 4, 0.6)
     if len(name) > 2:
         near += [folded for folded in known if name.lower() in folded]
     if not near:
         return "give a run-file key such as lora.r, an Accelerate key, a variable such as NCCL_DEBUG, or a layout"
-    return f"did you mean {', '.join(known[folded] for folded in [*dict.fromkeys(near)][:4])}?"
+    meant = list(dict.fromkeys(known[folded] for folded in near))
+    if "." in name:  # a path: no variable or layout
+        meant = [key for key in meant if "." in key] or meant
+    return f"did you mean {', '.join(meant[:4])}?"
 
 
 def _explain_run_keys(name: str) -> Iterator[ExplainedKey]:

@@ -78,6 +78,16 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, default=str))
 
 
+def refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's keys and values: a hook of json.loads, with which the last value would silently win."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return table
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON file's object; an empty one if the file is absent, damaged or not an object."""
     try:

@@ -268,6 +268,12 @@ def find_gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
         raise UserError(
             f"{name!r} is a part of a GPU, which no table has", where, f"give the part's figures: {figures}"
         )
+    counted = re.fullmatch(r"(\d+)-?x?-?([a-z].*)", key)
+    if counted and counted[2] in {*GPUS, *ALIASES} and key not in {*GPUS, *ALIASES}:
+        hint = f"write cluster.gpu: {counted[2]} and cluster.gpus_per_node: {counted[1]}"
+        if where == "--gpus":
+            hint = f"did you mean {counted[1]}x{counted[2]}?"
+        raise UserError(f"{name!r} is a number of GPUs and their kind in one word", where, hint)
     key = _find("GPU", name, ALIASES.get(key, key), [*GPUS, *ALIASES], figures, where)
     return GPUS[key]
 

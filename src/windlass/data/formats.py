@@ -17,7 +17,7 @@ import numpy.typing as npt
 from windlass.data.answers import Span
 from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.messages import FLAGS
-from windlass.data.sources import Row, Where
+from windlass.data.sources import JSON_KINDS, Row, Where
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
 from windlass.runfile.fields import CHAT_KEYS
@@ -203,7 +203,7 @@ def as_text(value: Any, column: str) -> str:
 
 
 def describe_type(value: Any) -> str:
-    return "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
+    return JSON_KINDS.get(type(value), f"a {type(value).__name__}")
 
 
 def text_format(request: Request) -> Format:

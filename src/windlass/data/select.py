@@ -64,6 +64,9 @@ def select_rows(of: RowSet, say: Say) -> Selection:
                 raise
     columns = dict.fromkeys(key for row in itertools.islice(read_rows(train), HEAD_ROWS) for key in row)
     if not columns:
+        if not any(path.stat().st_size for part in train for path in part.files):
+            paths = ", ".join(str(path) for part in train for path in part.files)
+            raise UserError("is empty", paths, "copy the data again, or name another file", "empty-file")
         hint = f"name a split or a slice that has rows; the set has {', '.join(source.splits)}"
         raise UserError(f"{source.name}: {data.train_split} has no rows", where("data.train_split"), hint)
     return Selection(of, train, validation, fraction, tuple(columns))

@@ -1,5 +1,6 @@
 """Find a data set's files, format, splits and number of rows, and read its rows. Imports no torch."""
 
+import codecs
 import csv
 import difflib
 import glob
@@ -18,12 +19,14 @@ from typing import IO, Any
 import yaml
 
 from windlass.errors import UserError
-from windlass.files import read_json
+from windlass.files import read_json, refuse_duplicate_keys
 from windlass.observe.format import format_plural
 from windlass.runfile import Data
 from windlass.runfile.fields import RECIPE_CONFIG
 
 Row = dict[str, Any]
+JSON_KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number"}
+JSON_KINDS |= {bool: "true or false", type(None): "null"}
 BATCH = 1000
 
 
@@ -31,7 +34,11 @@ def read_file(path: Path, kind: str) -> Iterator[Row]:
     try:
         yield from FILE_FORMATS[kind][1](path)
     except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8: {error}", str(path), "convert it: iconv -f latin1 -t utf-8") from None
+        what, encoding = f"not UTF-8: {error}", "latin1"
+        with open_file(path) as file:
+            if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                what, encoding = "is UTF-16, not UTF-8", "utf-16"
+        raise UserError(what, str(path), f"convert it: iconv -f {encoding} -t utf-8", "not-utf8") from None
     except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors
         pointer = path.is_file() and path.stat().st_size < 1000 and b"git-lfs" in path.read_bytes()
         hint = "it is a git-lfs pointer: fetch the file itself" if pointer else "check the file, or copy it again"
@@ -81,17 +88,21 @@ def read_json_rows(path: Path, *, lines: bool = False) -> Iterator[Row]:
             if not text.strip():
                 continue
             try:
-                value = json.loads(text)
+                value = json.loads(text, object_pairs_hook=refuse_duplicate_keys)
             except json.JSONDecodeError as error:
                 hint = "every line must be one JSON object, or the .json file one list of them"
-                raise UserError(
-                    f"not JSON: {error.msg}", f"{path}:{error.lineno if is_list else number}", hint
-                ) from None
+                if "control character" in error.msg:
+                    hint = r"within a text a line break is written \n, and a tab \t"
+                what = f"not JSON: {error.msg.removesuffix(' at')}, column {error.colno}"
+                raise UserError(what, f"{path}:{error.lineno if is_list else number}", hint) from None
+            except ValueError as error:
+                place = str(path) if is_list else f"{path}:{number}"
+                raise UserError(str(error), place, "keep one: only the last would be read", "key-twice") from None
             for element, row in enumerate(value if is_list else [value]):
                 if not isinstance(row, dict):
                     place = f"{path}: element {element}" if is_list else f"{path}:{number}"
                     hint = 'write {"text": …} for every row'
-                    raise UserError(f"a {type(row).__name__}, not an object", place, hint)
+                    raise UserError(f"{JSON_KINDS[type(row)]}, not an object", place, hint)
                 yield row
 
 
@@ -318,6 +329,9 @@ def _resolve_folder(path: Path, data: Data, config: str | None, where: Where) ->
     main = path / "refs" / "main"  # a hub cache folder stands for the revision that refs/main names
     if main.is_file() and (path / "snapshots" / main.read_text().strip()).is_dir():
         path = path / "snapshots" / main.read_text().strip()
+    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        hint = "model.model_name_or_path names the model; data.dataset_name_or_path a file or folder of rows"
+        raise UserError(f"{name} is the folder of a model", where("data.dataset_name_or_path"), hint, "model-folder")
     card = read_card(path)
     configs = {str(entry.get("config_name")): entry for entry in card.get("configs") or []}
     if config is None and default and (default in configs or (path / default).is_dir()):

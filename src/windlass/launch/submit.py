@@ -136,6 +136,9 @@ def find_submission(
     """Return the platform that a run was submitted to, and its record. `run`: the run file or the run folder."""
     if run.is_dir():
         return open_record(out or run, run, say)
+    if not run.exists():
+        hint = "name the run file, or the folder that its train.output_dir names"
+        raise UserError("no such run file or run folder", str(run), hint, "no-such-file")
     loaded = read_any(run, override)
     return open_record(find_record_folder(loaded, out), Path(loaded.run.folder), say)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
+from windlass.files import refuse_duplicate_keys
 from windlass.model.parameters import Stored
 
 CONFIG = "config.json"
@@ -54,7 +55,7 @@ def read_table(file: Path) -> dict[str, Any]:
     text = b""
     try:
         text = file.read_bytes()
-        table = json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
+        table = json.loads(text, object_pairs_hook=refuse_duplicate_keys)
     except OSError as error:
         raise UserError(f"it can't be read: {error.strerror}", str(file), "check its owner and mode") from None
     except (ValueError, RecursionError) as error:
@@ -63,15 +64,6 @@ def read_table(file: Path) -> dict[str, Any]:
         raise UserError(f"it is not JSON: {error}", str(file), hint) from None
     if not isinstance(table, dict):
         raise UserError("it is JSON, but not an object", str(file), FETCH_FILE)
-    return table
-
-
-def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
     return table
 
 
@@ -150,7 +142,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 def _parse_header(file: Path, text: bytes, begin: int, size: int) -> dict[str, Stored]:
     where = str(file)
     try:
-        header = json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
+        header = json.loads(text, object_pairs_hook=refuse_duplicate_keys)
         metadata = header.pop("__metadata__", None)
         if metadata is not None and {*map(type, metadata.values())} - {str}:
             raise TypeError("__metadata__ is not a table of texts")

@@ -33,6 +33,8 @@ def load_finished_run(
 ) -> Loaded:
     """Load a run's file from its manifest, changed to evaluate it again: on these ranks, with unpacked rows."""
     manifest = run_folder / MANIFEST
+    if not run_folder.is_dir():
+        raise UserError("no such folder", str(run_folder), "name the folder that train.output_dir named")
     try:
         tree: dict[str, Any] = read_manifest(run_folder)["run"]
         data = tree["data"]

@@ -137,8 +137,8 @@ def parse_document(text: str, file: str) -> Document:
     return document
 
 
-def load_document(path: Path) -> Document:
-    """Read a run file."""
+def load_document(path: Path, absent: str = "`windlass init > run.yaml` writes one to start from") -> Document:
+    """Read a run file. absent: the hint if there is none of this name, nor of one like it."""
     file = str(path)
     try:
         if path.exists() and not path.is_file():  # a pipe would block, /dev/zero would never end
@@ -152,7 +152,7 @@ def load_document(path: Path) -> Document:
     except FileNotFoundError:
         there = [other.name for other in path.parent.glob("*.y*ml")]
         close = find_close_names(path.name, there) or sorted(there)[:3]
-        hint = f"did you mean {', '.join(close)}?" if close else "`windlass init > run.yaml` writes one to start from"
+        hint = f"did you mean {', '.join(close)}?" if close else absent
         raise UserError("no such file", file, hint, "no-such-file") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1

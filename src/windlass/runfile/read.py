@@ -354,7 +354,9 @@ def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = Non
     there = find_section(find_annotation(steps[:-1], root))
     own = list(there.model_fields) if there else []
     own += [old.rpartition(".")[2] for old in RENAMED if old.rpartition(".")[0] == parent]
-    near = find_close_names(key, own)
+    others = {name: target for name, target in OTHER_NAMES.items() if target.rpartition(".")[0] == parent}
+    close = find_close_names(key, [*own, *(others if parent else ())])
+    near = list(dict.fromkeys(others.get(name, name) for name in close))
     elsewhere = find_owners(key, root)
     other = next((name for name in [OTHER_NAMES.get(key.lower())] if name in list_keys(root)), "")
     if root is RunFile and path == "script":

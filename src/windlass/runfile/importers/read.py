@@ -15,7 +15,7 @@ def read_configuration(path: Path) -> tuple[str, dict[str, Any], dict[str, int]]
     """Return the tool if the file names it, its settings, and their lines."""
     if path.suffix in (".sh", ".bash") and path.is_file():
         return _read_script(path, path.read_text(encoding="utf-8", errors="replace"))
-    document = load_document(path)
+    document = load_document(path, absent=f"name a configuration of {', '.join(TOOLS.values())}")
     if not isinstance(document.value, dict):
         hint = "give another tool's YAML, JSON or shell script"
         raise UserError("contains no `key: value` settings", str(path), hint, "no-settings")
