@@ -38,6 +38,7 @@ from windlass.run_folder import BASE_MODEL
 from windlass.train.checkpoint.folder import find_best, list_checkpoints, seal_checkpoint
 from windlass.train.load import load_base
 from windlass.train.logits import compute_logits, open_adapter
+from windlass.train.wrapped import outer_name, rename_keys
 from windlass.weights.same_base import describe_base, digest_files
 
 # PEFT still uses names of transformers that its next major version drops; it does not look for rank_pattern among
@@ -292,6 +293,32 @@ def test_export_of_the_adapter_only(cases: dict[str, Case], tmp_path: Path) -> N
     after = load_file(tmp_path / "adapter_model.safetensors")
     assert all(torch.equal(before[key].bfloat16(), after[key]) for key in before)
     assert (tmp_path / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.fault("an export under names that its model has not", "`windlass export`", "PEFT can't open it on")
+@pytest.mark.fault("an export that PEFT opens without a tensor", "`windlass export`", "gets no tensor")
+def test_an_export_that_peft_opens_elsewhere_or_in_part_is_refused(
+    cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases["published"]
+    options: dict[str, Any] = {"model_class": "Mistral3ForConditionalGeneration", "say": silent}
+    inside = "windlass.export.adapter"
+    monkeypatch.setattr(f"{inside}.outer_name", lambda name, place: outer_name(name, f"{place}layers."))
+    with refused("not-base-plus-adapter", error=RunError) as problems:
+        export(case.adapter, tmp_path / "elsewhere", **options)
+    assert "PEFT can't open it on Mistral3ForConditionalGeneration: " in problems[0].problem
+
+    def misspell(tensors: dict[str, Any], rename: Any) -> dict[str, Any]:
+        right, wrong = "layers.1.self_attn.o_proj", "layers.1.attn.o_proj"
+        return {key.replace(right, wrong): tensor for key, tensor in rename_keys(tensors, rename).items()}
+
+    monkeypatch.setattr(f"{inside}.outer_name", outer_name)
+    monkeypatch.setattr(f"{inside}.rename_keys", misspell)
+    with refused("not-base-plus-adapter", error=RunError) as problems:
+        export(case.adapter, tmp_path / "in part", **options)
+    assert "layers.1.attn.o_proj.lora_A.weight has no place in Mistral3" in problems[0].problem
+    empty = "layers.1.self_attn.o_proj.lora_A.default.weight of Mistral3ForConditionalGeneration gets no tensor"
+    assert empty in problems[0].problem
 
 
 def test_an_adapter_opens_on_the_multimodal_class_and_on_the_language_model(

@@ -17,11 +17,13 @@ import torch
 import transformers
 import warm
 from peft import LoraConfig, get_peft_model
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from windlass import plan as planning
 from windlass import runfile, tiny
 from windlass.errors import UserError
+from windlass.export import export
 from windlass.export.deltas import read_deltas
 from windlass.export.source import choose_adapter
 from windlass.introspect import describe as derive
@@ -33,8 +35,12 @@ from windlass.model.family import FAMILIES as ROWS
 from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.model.shrink import shrink_config
 from windlass.model.targets import resolve_adapter
+from windlass.plan.layout import Layout
 from windlass.plan.workload import Traced
 from windlass.runfile import Lora
+from windlass.train.checkpoint.snapshot import load_adapter, save_adapter
+from windlass.train.load import load_base
+from windlass.train.lora import attach_adapter
 from windlass.train.wrapped import outer_name
 
 pytestmark = pytest.mark.long
@@ -277,6 +283,38 @@ def test_transposed_experts_merge_as_peft_merges_them(root: Path, tmp_path: Path
         resolve_adapter(lora(experts={"r": 2}), wrapped, str)
     with pytest.raises(UserError, match=r"lora\.bias: the head's bias can't be trained(.|\n)*lora_only"):
         resolve_adapter(lora(bias="all"), read_base(written(root, "phi")), str)
+
+
+@pytest.mark.fault(
+    "targets that are all left out", "`windlass plan`", "nothing would be adapted: gate_proj is left out"
+)
+def test_targets_that_are_all_left_out_are_refused(root: Path) -> None:
+    """PEFT takes these names for the routed experts, which lora.experts adapts."""
+    base = read_base(written(root, "deepseek_v3"))
+    with refused("nothing-adapted", "lora.target_modules") as problems:
+        resolve_adapter(lora(target_modules=["gate_proj", "up_proj", "down_proj"]), base, str)
+    assert problems[0].problem.startswith("nothing would be adapted: gate_proj is left out: PEFT takes it")
+    assert problems[0].hint.endswith("o_proj, or set lora.experts: true")
+    assert resolve_adapter(lora(target_modules=["gate_proj", "o_proj"]), base, str).trainable
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+@pytest.mark.parametrize("name", ["laguna", "gemma4"])
+def test_adapters_of_names_that_peft_or_a_wrapper_changes_open_again(root: Path, tmp_path: Path, name: str) -> None:
+    """PEFT renames Laguna's shared experts; Gemma 4 has embeddings for each layer beside its embedding."""
+    base = read_base(written(root, name))
+    adapter = resolve_adapter(lora(), base, str)
+    alone = Layout("resident", "test", 1, 1, shard=1, precision="no")
+    model = attach_adapter(load_base(base, alone, dtype=torch.float32)[0], lora(), adapter, seed=1)
+    save_adapter(model, tmp_path / "adapter")
+    load_adapter(model, tmp_path / "adapter")  # as a resumed run does
+    assert any("is left out" in note for note in adapter.notes) or name != "laguna"
+    classes = [base.family.causal_lm, *([base.wrapper.architecture] if base.wrapper else [])]
+    for model_class in classes:
+        said: list[str] = []
+        export(tmp_path / "adapter", tmp_path / model_class, model_class=model_class, say=said.append)
+        assert said[-1].endswith(f"byte-equal, each at its place in {model_class}")
+    assert len(classes) == (2 if name == "gemma4" else 1)
 
 
 def test_machine_without_torch_gets_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from windlass.errors import UserError
 from windlass.export.card import write_card
 from windlass.export.deltas import read_deltas
 from windlass.export.folder import ADAPTER, claim_folder
+from windlass.export.proof import list_unplaced
 from windlass.export.screen import Say
 from windlass.export.served import Pair, convert_adapter, name_tensors, prove_served, require_served
 from windlass.export.source import CONFIG, WEIGHTS, AdapterSource, find_local_base, require_local_base
@@ -112,15 +113,17 @@ def export_adapter(
         commands=list_commands(server, base_name, config, verdicts),
     )
 
-    # 3. Open it again: the same tensors, each the one that was saved.
+    # 3. Open it again: the same tensors, each the one that was saved, and each with its place where it is opened.
     written = load_file(to / WEIGHTS)
     deviations = [*_compare_tensors(tensors, written)]
+    how = "rounded once" if dtype else "byte-equal"
     if pairs and deltas:
         deviations += prove_served(pairs, written, config, deltas)
+        how = "each pair the adapter's change at alpha / r alone"
+    elif base is not None and not deviations:
+        deviations = list_unplaced(base, openers[0], to)
+        how += f", each at its place in {openers[0]}"
     if not deviations:
-        how = "rounded once" if dtype else "byte-equal"
-        if pairs:
-            how = "each pair the adapter's change at alpha / r alone"
         say(f"proven    opened again: every tensor present, {how}")
     return {
         "dtype": dtype,

@@ -6,12 +6,15 @@
 float64 and in PEFT's terms; for FP8 weights also the share of the adapter that they contain.
 
 3. Logits of base + adapter (PEFT's own forward) against the merged model, if it fits into memory in float32.
+
+An adapter alone is opened with plain PEFT on its base's class without memory: every tensor must find its place.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -282,6 +285,36 @@ def allowed_rounding_error(exact: Tensor, dtype: str, disk: Disk, piece: Piece, 
     scale = scale.reshape(()) if scale.numel() == 1 else scale.reshape(exact.shape)
     exponent = torch.frexp(exact / torch.where(scale == 0, 1.0, scale)).exponent - 1
     return torch.ldexp(torch.ones_like(exact), exponent.clamp(min=least) - mantissa) * scale
+
+
+def list_unplaced(base: Base, model_class: str, folder: Path) -> list[str]:
+    """Return the tensors of an exported adapter that plain PEFT finds no place for, and the places that stay empty."""
+    import transformers
+    from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+
+    from windlass.train.parallel import build_on_meta, make_config
+
+    config: Any = make_config(base, torch.float32, "eager")
+    if model_class != base.family.causal_lm:
+        config = transformers.AutoConfig.from_pretrained(base.path)
+    model = build_on_meta(getattr(transformers, model_class), config, torch.float32)
+    saved = load_peft_weights(str(folder), "cpu")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
+            opened = PeftModel(model, PeftConfig.from_pretrained(str(folder)), low_cpu_mem_usage=True)
+        outcome = set_peft_model_state_dict(opened, saved, low_cpu_mem_usage=True)
+    except (ValueError, RuntimeError, KeyError) as error:  # no such module, another shape, no weight to train in full
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return [f"PEFT can't open it on {model_class}: {why[:300]}"]
+    unplaced = [f"{name} has no place in {model_class}" for name in outcome.unexpected_keys]
+    places = {name: p for name, p in opened.named_parameters() if "lora_" in name or ".modules_to_save." in name}
+    unplaced += [f"{name} of {model_class} gets no tensor" for name in outcome.missing_keys if name in places]
+    elements = sum(p.numel() for name, p in places.items() if "lora_" in name)
+    stored = sum(tensor.numel() for name, tensor in saved.items() if "lora_" in name)
+    if not unplaced and elements != stored:
+        unplaced.append(f"{stored:,} values are saved, and {model_class} has place for {elements:,}")
+    return unplaced
 
 
 def read_free_memory() -> int:

@@ -80,7 +80,7 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "skipped": skipped,
         "ignored": sorted(model_class._keys_to_ignore_on_load_unexpected or ()),
         "attention": attention,
-        "peft_takes": sorted(_names_mistaken_by_peft(text.model_type)),
+        "peft_takes": sorted({*_names_mistaken_by_peft(text.model_type), *_names_renamed_by_peft(model)}),
         **_try_out(model_class, text, "sdpa" if "sdpa" in attention else "eager"),
         "expert_parallel": bool(model.ep_plan),
         "expert_adapters": all(map(_is_adaptable, filter(_is_experts, model.modules()))),
@@ -253,6 +253,17 @@ def _names_mistaken_by_peft(model_type: str) -> Iterable[str]:
         return ()
     names: Iterable[str] = peft_conversion._MOE_TARGET_MODULE_MAPPING[family]
     return names
+
+
+def _names_renamed_by_peft(model: Any) -> Iterator[str]:
+    """Yield names of linear modules whose adapters PEFT gives another module's name when it opens them."""
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    keys = {f"base_model.model.{name}.lora_A.weight": torch.empty(1, 1) for name in linears}
+    found = peft_conversion.convert_peft_adapter_state_dict_for_transformers(model, LoraConfig(), keys)
+    kept = {name.replace(".default.", ".") for name in found}
+    for name, key in zip(linears, keys, strict=True):
+        if key not in kept:
+            yield name.rpartition(".")[2]
 
 
 # --- parts, by the modules that parameters are of ------------------

@@ -115,7 +115,7 @@ def _read_parameter(entry: Mapping[str, Any], layer: int | None = None) -> Param
 
 
 def _read_wrapper(description: Mapping[str, Any], first: list[Parameter], last: list[Parameter]) -> Wrapper:
-    embeddings = [parameter for parameter in first if parameter.name.startswith("model.embed_tokens")]
+    embeddings = [parameter for parameter in first if parameter.name == "model.embed_tokens.weight"]
     heads = [parameter for parameter in last if parameter.part == "head"]
     stems = [way[0].name.removesuffix("embed_tokens.weight") for parameter in embeddings for way in parameter.spellings]
     prefixes = [(stem, "model.") for stem in stems]

@@ -84,8 +84,16 @@ def resolve_adapter(lora: Lora, base: Base, where: Where) -> Adapter:
         in_full = _match_in_full(lora, base, where)
     except UserError as error:
         problems += error.problems
-    raise_all(problems)
     targets += experts
+    if not problems and not any(target.parameters for target in targets):
+        notes = "; ".join(dict.fromkeys(target.note for target in targets if target.note))
+        leaves = dict.fromkeys(_last_component(name) for name, p in linears.items() if p.part != "head")
+        hint = f"add some of {', '.join(leaves)}"
+        if "experts" in base.dims and base.family.expert_adapters:
+            hint += ", or set lora.experts: true"
+        problem = f"nothing would be adapted: {notes}"
+        problems.append(Problem(problem, where("lora.target_modules"), hint, "nothing-adapted"))
+    raise_all(problems)
 
     biases = 0
     for p in base.parameters:
@@ -308,7 +316,9 @@ def _explain_no_match(pattern: str, linears: Mapping[str, Parameter], base: Base
 
 
 _IDLE: Final = "PEFT refuses it, or no gradient comes back to it"
-_PEFT_TAKES: Final = "PEFT takes it for the routed experts, which lora.experts adapts, and could not open the adapter"
+_PEFT_TAKES: Final = (
+    "PEFT takes it for the routed experts, which lora.experts adapts, or renames it, and could not open the adapter"
+)
 
 
 def _last_component(name: str) -> str:
