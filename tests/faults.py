@@ -68,6 +68,16 @@ def remove(pattern: str) -> Plant:
     return lambda: [*map(Path.unlink, Path().glob(pattern))]
 
 
+def dangle(file: str) -> Plant:
+    """Replace a file by a link to nothing, as a hub's cache has it after a copy of its snapshot alone."""
+
+    def plant() -> None:
+        Path(file).unlink()
+        Path(file).symlink_to("gone")
+
+    return plant
+
+
 def cut(file: str) -> Plant:
     return lambda: Path(file).write_bytes(Path(file).read_bytes()[:-100])
 
@@ -186,6 +196,10 @@ PLANTED: dict[str, dict[str, tuple[Plant, str]]] = {
         "a shard that is away": (
             remove(SHARD),
             "it names 2 files, 1 of them are missing: model-00001-of-00002.safetensors",
+        ),
+        "a shard that is a link to nothing": (
+            dangle(SHARD),
+            "model-00001-of-00002.safetensors: it is a link to gone, and nothing is there",
         ),
         "a shard cut short": (cut(SHARD), "model-00001-of-00002.safetensors: it is truncated"),
         "a pointer instead of a shard": (

@@ -11,14 +11,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from windlass import tiny
+from windlass.data.prepare import open_tokenizer
 from windlass.errors import UserError
 from windlass.model import PARTS, Piece, find_base, find_published_base, read_base
 from windlass.model.base import read_published_configs
 from windlass.model.config import describe
 from windlass.model.family import FAMILIES, WRAPPERS
+from windlass.plan.layout import Layout
+from windlass.runfile import Model
+from windlass.train.load import load_base
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -303,6 +308,39 @@ def test_known_models_are_found_without_weights_and_unknown_ones_refused() -> No
         with pytest.raises(UserError, match=message) as error:
             find_base(name, where)
         assert len(str(error.value)) < 1500
+
+
+@pytest.mark.fault("a model folder without a tokenizer", "`windlass check`", "transformers makes one of")
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_a_tokenizer_of_special_tokens_alone_is_refused(tmp_path: Path, family: str) -> None:
+    """transformers makes one for families whose tokenizer class needs no file."""
+    folder = tiny.write_family(tmp_path / family, family, layers=1)
+    model = Model.model_validate({"model_name_or_path": str(folder)})
+    with refused("no-tokenizer", "model.model_name_or_path") as problems:
+        open_tokenizer(read_base(folder), model, str)
+    assert "has no tokenizer: transformers makes one of" in problems[0].problem
+    tiny.write_tokenizer(folder)
+    assert len(open_tokenizer(read_base(folder), model, str)) > 256
+
+
+@pytest.mark.parametrize("linked", ["config.json", "model.safetensors"])
+def test_a_link_to_nothing_is_called_one(tmp_path: Path, linked: str) -> None:
+    folder = tiny.write_model(tmp_path / "m", "llama", tokenizer=False)
+    (folder / linked).unlink()
+    (folder / linked).symlink_to("../blobs/0a1b")
+    with refused("dangling-link", linked) as problems:
+        read_base(folder)
+    assert problems[0].problem == "it is a link to ../blobs/0a1b, and nothing is there"
+
+
+def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    folder = tiny.write_family(tmp_path / "m", "bamba", layers=1)
+    transformers.BambaConfig.from_pretrained(folder).save_pretrained(tmp_path / "again")
+    text = (tmp_path / "again" / "config.json").read_text()
+    assert json.loads(text)["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    (folder / "config.json").write_text(text)
+    alone = Layout("resident", "test", 1, 1, shard=1, precision="no")
+    assert load_base(read_base(folder), alone)[0].config.time_step_limit == (0.0, float("inf"))
 
 
 MEASURE = """

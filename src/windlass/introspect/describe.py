@@ -201,7 +201,9 @@ def _read_config(config: Mapping[str, Any], where: str) -> Any:
             raise UserError(f"unknown model type {reprlib.repr(name)}", place, hint)
     try:
         with _silence_transformers():
-            return known[model_type].from_dict({k: v for k, v in config.items() if k != "quantization_config"})
+            described = {key: value for key, value in config.items() if key != "quantization_config"}
+            # save_pretrained writes infinity as {"__float__": "Infinity"}, which from_dict alone does not read.
+            return known[model_type].from_dict(known[model_type]._decode_special_floats(described))
     except Exception as error:  # whatever a config class objects to
         problem = f"transformers' {known[model_type].__name__} refuses it: {_first_line(error)}"
         raise UserError(problem, where, FETCH) from None

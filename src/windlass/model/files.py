@@ -57,7 +57,7 @@ def read_table(file: Path) -> dict[str, Any]:
         text = file.read_bytes()
         table = json.loads(text, object_pairs_hook=refuse_duplicate_keys)
     except OSError as error:
-        raise UserError(f"it can't be read: {error.strerror}", str(file), "check its owner and mode") from None
+        raise _explain_unreadable(file, error) from None
     except (ValueError, RecursionError) as error:
         lfs = text.startswith(b"version https://git-lfs")
         hint = "it is a Git LFS pointer: run git lfs pull" if lfs else FETCH_FILE
@@ -65,6 +65,14 @@ def read_table(file: Path) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise UserError("it is JSON, but not an object", str(file), FETCH_FILE)
     return table
+
+
+def _explain_unreadable(file: Path, error: OSError) -> UserError:
+    if file.is_symlink() and not file.exists():
+        problem = f"it is a link to {file.readlink()}, and nothing is there"
+        hint = "copy or mount what it points to, or fetch the model again"
+        return UserError(problem, str(file), hint, "dangling-link")
+    return UserError(f"it can't be read: {error.strerror}", str(file), "check its owner and mode")
 
 
 def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
@@ -118,7 +126,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             length = opened.read(LENGTH)
             text = opened.read(min(int.from_bytes(length, "little"), MAX_HEADER))
     except OSError as error:
-        raise UserError(f"the file can't be read: {error.strerror}", where, "check its owner and mode") from None
+        raise _explain_unreadable(file, error) from None
     if length == b"version ":
         raise UserError("it is a Git LFS pointer, not the weights", where, "run: git lfs pull")
     return _parse_header(file, text, LENGTH + len(text), size)

@@ -138,6 +138,7 @@ def make_config(base: Base, dtype: torch.dtype, attn_implementation: str) -> tra
     tied = all(parameter.name != "lm_head.weight" for parameter in base.parameters)  # a wrapper's config may decide it
     described |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": False, "tie_word_embeddings": tied}
     config_class = transformers.CONFIG_MAPPING[base.family.model_type]
+    described = config_class._decode_special_floats(described)
     config = config_class.from_dict(described, attn_implementation=attn_implementation)
     config._experts_implementation = experts.NAME
     config.name_or_path = str(base.path or base.name)  # saved adapters name their base by it
