@@ -19,10 +19,11 @@ from windlass.cli.options import (
     flag,
     opt,
     option_words,
+    say,
     write_json,
     write_result,
 )
-from windlass.errors import print_error
+from windlass.errors import FAILED, print_error
 
 
 @command(AFTER, "report run", "report run-a run-b --out compared")
@@ -100,6 +101,7 @@ def export(
         str | None, opt("--layout", "LAYOUT", "With --merge: hf, or mistral for both. Default: as the base.")
     ] = None,
     workers: Annotated[int | None, opt("--workers", "N", "Write N files at a time.", min=1)] = None,
+    no_probe: Annotated[bool, flag("--no-probe", "Don't compute what `windlass verify` compares with.")] = False,
     push: Annotated[str | None, opt("--push", "ORG/NAME", "Upload it to a private Hub repository.")] = None,
     allow_other_base: OtherBase = False,
     as_json: Json = False,
@@ -125,6 +127,7 @@ def export(
         layout=layout,
         workers=workers,
         allow_other_base=allow_other_base,
+        probes=not no_probe,
         say=print_line,
     )
     address = push_to_hub(to, push, say=print_line) if push else None
@@ -132,6 +135,28 @@ def export(
         write_json({**record, "pushed": address})
     else:
         print(to)
+
+
+@command(AFTER, "verify http://127.0.0.1:8000 my-adapter --model NAME")
+def verify(
+    url: Annotated[str, arg("URL", "Address of an OpenAI-compatible server: vLLM, SGLang, llama.cpp.")],
+    folder: Annotated[Path, arg("EXPORT", "The folder that `windlass export` wrote.")],
+    model: Annotated[str | None, opt("--model", "NAME", "The model's name there. Default: the only one.")] = None,
+    key_variable: Annotated[
+        str, opt("--api-key-env", "NAME", "Variable with the server's key. Default: OPENAI_API_KEY.")
+    ] = "OPENAI_API_KEY",
+    as_json: Json = False,
+) -> None:
+    """Check that a server answers with the exported adapter.
+
+    Compares log-probabilities, decoded tokens and the chat template with those of the export. Exits with 1 if the
+    adapter is not applied, or not all of it.
+    """
+    from windlass.serve.verify import print_verdict, verify
+
+    verdict = verify(url, folder, model, os.environ.get(key_variable), key_variable, say)
+    write_result(verdict, as_json, print_verdict)
+    raise typer.Exit(0 if verdict.passed else FAILED)
 
 
 @command(AFTER, "generate my-model --prompt 'Once upon a time'")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from windlass.data.answers import Span
 from windlass.data.chat import ChatTemplate, choose_template
-from windlass.data.messages import FLAGS
+from windlass.data.messages import FLAGS, arguments_as_text
 from windlass.data.sources import JSON_KINDS, Row, Where
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
@@ -66,6 +66,8 @@ class Format:
     """What writes its chats."""
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Everything that its text depends on besides the row and the tokenizer."""
+    chat: Callable[[Row], dict[str, Any]] | None = None
+    """Returns the messages and tools of a row that is a chat, as a request to a server has them."""
 
     def require_columns(self, row: Row) -> None:
         """Refuse a row of another format: dropping it would go unnoticed."""
@@ -334,10 +336,15 @@ def make_chat_format(
         messages = messages_of(row)
         return render_chat(template, messages, row.get(tools or ""), everything) if messages else []
 
+    def chat(row: Row) -> dict[str, Any]:
+        turns = template.read(messages_of(row))
+        messages = [arguments_as_text(turn.message) for turn in turns]
+        return {"messages": messages, "tools": template.read_tools(row.get(tools or ""))}
+
     loss = "every token" if everything else LOSS[template.turns]
     kind = {"conversations": "sharegpt"}.get(name, name)
     description = f"{what} through {template.source}, loss on {loss}"
-    return Format(kind, description, render, template.notes, needs, template=template)
+    return Format(kind, description, render, template.notes, needs, template=template, chat=chat)
 
 
 def tokens_format(request: Request) -> Format:

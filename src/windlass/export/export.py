@@ -11,6 +11,7 @@ from windlass.errors import RunError, UserError
 from windlass.export.adapter import export_adapter
 from windlass.export.folder import ADAPTER, EXPORT, MERGED
 from windlass.export.merge import merge_adapter
+from windlass.export.probe import write_probe
 from windlass.export.screen import Say, ShowProgress, show_progress
 from windlass.export.source import choose_adapter, public_base_name
 from windlass.files import write_json
@@ -36,6 +37,7 @@ def export(
     layout: str | None = None,
     workers: int | None = None,
     allow_other_base: bool = False,
+    probes: bool = True,
     say: Say = print,
     progress: ShowProgress = show_progress,
 ) -> dict[str, Any]:
@@ -43,8 +45,8 @@ def export(
 
     `base`: the base's folder, `called`: its name; by default the adapter gives both. `model_class`: the class on which
     an adapter for a multimodal model is to be opened. `server`: one of SERVERS, which is to apply the adapter in this
-    `environment`; by default the run file's. `layout`: of a merged model, hf or mistral. A deviation is raised after
-    everything is written: nothing is deleted.
+    `environment`; by default the run file's. `layout`: of a merged model, hf or mistral. `probes`: also write what a
+    server's answers are compared with. A deviation is raised after everything is written: nothing is deleted.
     """
     source = choose_adapter(path)
     say(f"adapter   {source.folder}: {source.why}")
@@ -90,6 +92,8 @@ def export(
                 environment=environment,
                 say=say,
             )
+        if probes and not record["deviations"]:
+            record |= write_probe(source, to, kind, base_folder=base, allow_other_base=allow_other_base, say=say)
         write_json(to / EXPORT, record)
     except OSError as error:
         problem = f"{error.filename or to} can't be written: {error.strerror or error}"

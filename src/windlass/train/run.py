@@ -47,7 +47,8 @@ from windlass.train.load import load_base
 from windlass.train.loop import Loop
 from windlass.train.lora import DTYPES, attach_adapter
 from windlass.train.loss import router_loss_weight
-from windlass.train.parallel import assert_sharded, get_device
+from windlass.train.parallel import assert_sharded, get_device, is_sharded
+from windlass.train.probe import write_probe
 from windlass.train.samples import Samples, read_prompts
 from windlass.train.step import TrainedModel, Updater
 from windlass.train.trackers import Trackers
@@ -155,6 +156,11 @@ def train_rank(
         if here.rank == 0:
             update_manifest(folder, state=FINISHED, steps=loop.step)
         console.print(f"adapter written to {folder / FINAL}")
+
+        # 9. What a server's answers are compared with, if a machine that exports may not hold the model.
+        if is_sharded(plan.layout):
+            here.phase("computing the probe")
+            write_probe(plan, loop.model, data, tokenizer, console.print)
         return 0
 
 

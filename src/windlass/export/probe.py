@@ -1,0 +1,115 @@
+"""Write an export's probe: from the run, if its last evaluation has written one, else computed here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from windlass.data.packing import open_rows
+from windlass.errors import UserError
+from windlass.export.folder import MERGED
+from windlass.export.generate import choose_base_dtype, load_model
+from windlass.export.proof import FLOAT32_SHARE, read_free_memory
+from windlass.export.screen import Say
+from windlass.export.source import AdapterSource, require_local_base
+from windlass.files import write_atomic
+from windlass.model import Base, read_base
+from windlass.plan.layout import Layout
+from windlass.run_folder import PROBE
+from windlass.runfile import RunFile
+from windlass.runfile.recorded import read_recorded_data
+from windlass.serve.hypotheses import PlainScorer, compute_probe
+from windlass.serve.probe import ROWS, TOKENS, describe_probe, find_probe, hash_probe
+from windlass.serve.rows import add_chats, choose_rows
+from windlass.train.load import load_base
+from windlass.train.logits import open_adapter
+from windlass.weights.same_base import describe_files, read_recorded_base, require_same_base
+
+WIDE = {"BF16", "F16", "F32", "F64"}
+
+
+def write_probe(
+    source: AdapterSource, to: Path, kind: str, *, base_folder: str | None, allow_other_base: bool, say: Say
+) -> dict[str, Any]:
+    """Write probe.json; return what export.json records of it, or why there is none."""
+    probe = find_probe(source.run_folder, source.folder)
+    try:
+        if not probe:
+            probe = _compute(source, to, base_folder, allow_other_base, say)
+        served = read_base(to) if kind == MERGED else require_local_base(source, base_folder)
+        probe["dtype"] = read_coarsest_dtype(served)
+    except UserError as error:
+        why = error.problems[0].problem
+        if not probe:
+            say(f"probe     none, so `windlass verify` can't compare a server with this export: {why}")
+            return {"probe": None, "no_probe": why}
+    write_atomic(to / PROBE, json.dumps(probe))
+    say(f"probe     {describe_probe(probe)}")
+    files = {} if kind == MERGED else describe_files(to)
+    return {"probe": hash_probe(to / PROBE), **files}
+
+
+def read_coarsest_dtype(base: Base) -> str:
+    """Return the key of `BOUNDS` for a server of this model."""
+    stored = {piece.stored.dtype for parameter in base.parameters for piece in parameter.pieces}
+    return "BF16" if stored <= WIDE else "F8"
+
+
+def _compute(
+    source: AdapterSource, to: Path, base_folder: str | None, allow_other_base: bool, say: Say
+) -> dict[str, Any]:
+    """Compute the probe in float32 if the model fits, else as `windlass generate` computes."""
+    base = require_local_base(source, base_folder)
+    if source.config.get("bias", "none") != "none":
+        raise UserError("it trains biases, which can't be switched off to compute the base")
+    tokenizer = _open_tokenizer(to, base)
+    rows, rows_from = _read_rows(source, base, tokenizer, say)
+    where = "--base" if base_folder else str(source.folder)
+    dtype = "float32"
+    if 4 * base.total <= FLOAT32_SHARE * read_free_memory():
+        say(f"probe     loading {base.name} in float32")
+        whole = Layout("resident", "probed", 1, 1, shard=1)
+        model, certificate = load_base(base, whole, dtype=torch.float32)
+        require_same_base(source.folder, base, certificate["base_digest"], where, allow_other=allow_other_base, say=say)
+        model = open_adapter(model.eval(), source.folder)
+    else:
+        trained_in = read_recorded_base(source.folder).get("base_quantisation", {}).get("format", "")
+        dtype = choose_base_dtype(base, to, trained_in)
+        model = load_model(base, source, dtype, where, allow_other_base=allow_other_base, say=say)
+    probe = compute_probe(model, rows, PlainScorer(model), tokenizer, say)
+    return {
+        "base": base.name,
+        "adapter": describe_files(source.folder)["files"],
+        "base_digest": read_recorded_base(source.folder).get("base_digest"),
+        "computed_in": dtype,
+        "rows_from": rows_from,
+        "mixture": "experts" in base.dims,
+        **probe,
+    }
+
+
+def _open_tokenizer(to: Path, base: Base) -> Any:
+    folder = next((path for path in (to, base.path) if path and (path / "tokenizer_config.json").is_file()), None)
+    return AutoTokenizer.from_pretrained(folder) if folder else None
+
+
+def _read_rows(source: AdapterSource, base: Base, tokenizer: Any, say: Say) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows, and where they are from: held out by the run, trained on, or random."""
+    files = sorted(source.run_folder.glob("tokens/*/*.arrow")) if source.run_folder else []
+    vocabulary = base.dims["vocab"]
+    if files:
+        file = min(files, key=lambda path: path.stem != "validation")
+        rows = choose_rows(open_rows(file))
+        if rows and max(token for row in rows for token in row["ids"]) < vocabulary:
+            try:
+                tree = source.manifest["run"]
+                run = RunFile.model_validate({**tree, "data": read_recorded_data(tree["data"])})
+                add_chats(rows, run, str, tokenizer)
+            except (UserError, KeyError, ValueError) as error:
+                say(f"probe     the chats of its rows can't be read here: {str(error).splitlines()[0]}")
+            return rows, f"the run's {file.stem} rows"
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(vocabulary, (ROWS, TOKENS // 4), generator=generator).tolist()
+    return [{"ids": ids, "start": len(ids) // 2} for ids in drawn], "random tokens"

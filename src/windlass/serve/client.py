@@ -1,0 +1,191 @@
+"""Requests to an OpenAI-compatible server: vLLM, SGLang, llama.cpp's. Only the standard library."""
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from windlass.errors import UserError
+
+SECONDS: Final = 300  # until an answer: the first request may compile
+FORCING: Final = 100  # added to a token's logit
+SHOWN: Final = 300  # characters of a server's message
+
+PROMPT: Final = "prompt_logprobs"
+ECHO: Final = "echo"
+FORCED: Final = "forced"  # the tokens of a prompt, each generated
+
+
+class RefusedError(Exception):
+    """The server understood the address, and refuses this request."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a server generates after a prompt. None: it doesn't say."""
+
+    text: str
+    ids: list[int] | None
+    logprobs: list[float] | None
+
+
+@dataclass
+class Server:
+    """One model of a server."""
+
+    url: str
+    model: str = ""
+    key: str | None = None
+    key_variable: str = "OPENAI_API_KEY"
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/").removesuffix("/v1")
+        if "://" not in self.url:
+            self.url = f"http://{self.url}"
+
+    def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Return the answer's JSON."""
+        where = self.url + path
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        content = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(where, content, headers)
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            if error.code in (401, 403):
+                hint = (
+                    f"put the server's key into the variable {self.key_variable}, or name another: --api-key-env NAME"
+                )
+                raise UserError(f"the server answers {error.code}", where, hint, "no-access") from None
+            text = error.read().decode(errors="replace")
+            raise RefusedError(f"{error.code}: {_read_message(text)}") from None
+        except (http.client.IncompleteRead, json.JSONDecodeError, UnicodeDecodeError):
+            hint = "name the address of an OpenAI-compatible server; a proxy may cut answers off"
+            raise UserError("the answer is no complete JSON", where, hint, "cut-short") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            why = getattr(error, "reason", None) or error
+            hint = "start the server, wait until it has loaded, and name its address: http://HOST:PORT"
+            raise UserError(f"no answer: {why}", where, hint, "no-answer") from None
+
+    def list_models(self) -> list[str]:
+        try:
+            listed = self.request("/v1/models")
+            return [str(model["id"]) for model in listed["data"]]
+        except (RefusedError, KeyError, TypeError) as error:
+            hint = "name the address of an OpenAI-compatible server, without /v1/…"
+            raise UserError(f"it lists no models: {error}", f"{self.url}/v1/models", hint, "no-models") from None
+
+    def complete(self, prompt: Sequence[int], tokens: int = 1, **options: Any) -> dict[str, Any]:
+        """Return the first choice of a completion."""
+        body = {"model": self.model, "prompt": [*prompt], "max_tokens": tokens, "temperature": 0, **options}
+        answer = self.request("/v1/completions", body)
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not choices:
+            raise RefusedError(f"an answer without choices: {str(answer)[:SHOWN]}")
+        choice: dict[str, Any] = choices[0]
+        return choice
+
+    def find_way(self, ids: list[int]) -> str:
+        """Return by which requests the server gives log-probabilities of a prompt; empty if by none."""
+        for way in (PROMPT, ECHO):
+            try:
+                if self.read_prompt_logprobs(ids, way):
+                    return way
+            except RefusedError:
+                continue
+        forced = [self.force(ids, position) for position in range(1, min(len(ids), 4))]
+        known = [value for value in forced if value is not None]
+        return FORCED if any(value < -1e-3 for value in known) else ""  # 0: of what the forcing has made certain
+
+    def read_prompt_logprobs(self, ids: list[int], way: str) -> list[float] | None:
+        """Return each token's log-probability from the second on; None if the answer has none."""
+        if way == PROMPT:
+            entries = self.complete(ids, prompt_logprobs=0).get("prompt_logprobs") or []
+            given = [
+                (entry or {}).get(str(token), {}).get("logprob") for token, entry in zip(ids, entries, strict=False)
+            ]
+        else:
+            logprobs = self.complete(ids, echo=True, logprobs=0).get("logprobs") or {}
+            given = logprobs.get("token_logprobs") or []
+        if len(given) <= 1:  # without an echo there is the generated token's alone
+            return None
+        values = [float(value) for value in given[1 : len(ids)] if isinstance(value, float | int)]
+        if len(values) < len(ids) - 1:
+            problem = f"log-probabilities of {len(values) + 1} tokens for a prompt of {len(ids)}"
+            raise UserError(problem, self.url, "the server cuts prompts or answers off: raise its limits", "cut-short")
+        return values
+
+    def force(self, ids: list[int], position: int) -> float | None:
+        """Return the log-probability of the token at this position, by making the server generate it."""
+        token = ids[position]
+        try:
+            choice = self.complete(ids[:position], logprobs=1, logit_bias={str(token): FORCING})
+        except RefusedError:
+            return None
+        generated = _read_generated(choice)
+        if generated.logprobs is None or (generated.ids is not None and generated.ids[:1] != [token]):
+            return None
+        return generated.logprobs[0]
+
+    def generate(self, prompt: Sequence[int], tokens: int) -> Generated:
+        """Return what follows the prompt greedily."""
+        for options in ({"logprobs": 1, "return_token_ids": True}, {}):
+            try:
+                return _read_generated(self.complete(prompt, tokens, **options))
+            except RefusedError as error:
+                refused = error
+        raise refused
+
+    def tokenize(self, text: str) -> list[int] | None:
+        """Return the tokens of a text without a beginning of sequence; None if the server doesn't say."""
+        flags = {"add_special_tokens": False, "add_special": False, "parse_special": True}
+        return self._read_tokens({"prompt": text, "content": text, **flags})
+
+    def tokenize_chat(self, chat: dict[str, Any]) -> list[int] | None:
+        """Return the tokens of a finished chat through the server's chat template."""
+        body = {"messages": chat["messages"], "add_generation_prompt": False}
+        if chat.get("tools"):
+            body["tools"] = chat["tools"]
+        tokens = self._read_tokens(body)
+        if tokens:
+            return tokens
+        try:
+            text = self.request("/apply-template", body)["prompt"]  # llama.cpp's
+        except (RefusedError, KeyError, TypeError):
+            return None
+        return self._read_tokens({"content": text, "add_special": True, "parse_special": True})
+
+    def _read_tokens(self, body: dict[str, Any]) -> list[int] | None:
+        try:
+            answer = self.request("/tokenize", {"model": self.model, **body})
+            return [int(token) for token in answer["tokens"]]
+        except (RefusedError, KeyError, TypeError):
+            return None
+
+
+def _read_generated(choice: dict[str, Any]) -> Generated:
+    """Read tokens and log-probabilities in vLLM's form or in llama.cpp's."""
+    logprobs = choice.get("logprobs") or {}
+    content = logprobs.get("content")
+    if content:
+        ids = [entry["id"] for entry in content] if "id" in content[0] else None
+        return Generated(choice.get("text", ""), ids, [float(entry["logprob"]) for entry in content])
+    values = logprobs.get("token_logprobs") or None
+    return Generated(choice.get("text", ""), choice.get("token_ids"), values)
+
+
+def _read_message(text: str) -> str:
+    """Return the message of an error's body."""
+    try:
+        body = json.loads(text)
+        error = body.get("error", body)
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        pass
+    return " ".join(text.split())[:SHOWN]

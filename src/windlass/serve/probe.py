@@ -1,0 +1,82 @@
+"""The probe: what a server's answers are compared with. A file of an export, `probe.json`. No torch.
+
+Rows of tokens, and for some positions of each the token's log-probability under every hypothesis about what the server
+computes: the base, the adapter, the adapter without a group of its modules, at another scale. Positions are those on
+which the hypotheses differ most. Some rows end in tokens that the adapter itself has decoded.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from windlass.errors import UserError
+from windlass.files import read_json
+from windlass.run_folder import ADAPTER as WEIGHTS
+from windlass.run_folder import PROBE
+from windlass.weights.same_base import describe_files
+
+BASE: Final = "base"
+ADAPTER: Final = "adapter"  # other hypotheses continue this word: "without q_proj", "at 0.5 x its scale"
+ROWS: Final = 12
+TOKENS: Final = 160  # most of a row
+POSITIONS: Final = 24  # most of a row whose log-probabilities are kept
+DECODED_ROWS: Final = 4
+DECODED_TOKENS: Final = 8
+TEXT: Final = "def half(n: int) -> float:\n\treturn n / 2  # naïve: 12,345.67 → ½ 東京"  # identifies a tokenizer
+# Bounds of the judged difference: nats, or a share of what the adapter itself changes, whichever is larger; by the
+# coarsest dtype of the base's weights. Servers compute in bf16, and round inputs of FP8 products to FP8.
+FAINT: Final = 0.005  # nats, mean: what rounding to bf16 alone changes
+BOUNDS: Final = {"BF16": (0.1, 0.1), "F8": (0.3, 0.25)}
+
+
+def describe_difference(values: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """Return how far two sequences of log-probabilities are apart, in nats."""
+    differences = sorted(abs(one - other) for one, other in zip(values, others, strict=True))
+    count = len(differences)
+    mean = sum(differences) / count
+    return {"mean": mean, "median": differences[count // 2], "largest": differences[-1]}
+
+
+def list_logprobs(probe: dict[str, Any], hypothesis: str) -> list[float]:
+    """Return the log-probabilities of all rows' kept positions."""
+    return [value for row in probe["rows"] for value in row["logprobs"][hypothesis]]
+
+
+def hash_probe(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def find_probe(run_folder: Path | None, adapter: Path) -> dict[str, Any]:
+    """Return the probe that the run has written for this adapter; empty if there is none."""
+    probe = read_json(run_folder / PROBE) if run_folder else {}
+    return probe if probe.get("adapter") == describe_files(adapter)["files"] else {}
+
+
+def read_probe(folder: Path, recorded: dict[str, Any]) -> dict[str, Any]:
+    """Read an export's probe. recorded: export.json, which names it by its hash."""
+    path = folder / PROBE
+    if not path.is_file():
+        hint = f"export again where base and adapter can be computed: {recorded.get('no_probe', 'on a larger machine')}"
+        raise UserError("the export has no probe to compare with", str(path), hint, "no-probe")
+    try:
+        probe: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError:
+        raise UserError("it is not JSON", str(path), "export again", "damaged-probe") from None
+    written = recorded.get("files")
+    changed = written and (folder / WEIGHTS).is_file() and describe_files(folder)["files"] != written
+    if changed or recorded.get("probe") != hash_probe(path):
+        problem = "the adapter beside it was changed" if changed else "it was not written with this export"
+        raise UserError(problem, str(path), "export again into a new folder", "other-probe")
+    return probe
+
+
+def describe_probe(probe: dict[str, Any]) -> str:
+    """Summarize a probe in a line."""
+    apart = probe["difference"]
+    line = f"{len(probe['rows'])} rows of {probe['rows_from']}: base and adapter are {apart['mean']:.3g} nats apart"
+    line += f" (mean), {apart['largest']:.3g} (largest)"
+    if apart["mean"] < FAINT:
+        line += "; too little for a server in bf16 to be told from the base"
+    return line

@@ -1,0 +1,66 @@
+"""Rows of a probe: the documents that tell most, and their chats as a request to a server has them."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from windlass.data.formats import choose_format
+from windlass.data.select import select_all
+from windlass.data.sources import Where, read_rows, split_into_batches
+from windlass.data.tokenize import encode_batch
+from windlass.observe.steps import IGNORED
+from windlass.runfile import RunFile
+from windlass.serve.probe import ROWS, TOKENS
+
+SEARCHED: Final = 256  # rows from which a probe's are chosen
+READ: Final = 20_000  # rows of a data set in which their chats are looked for
+SHORTEST: Final = 8
+
+
+def choose_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Return the documents with the most supervised tokens at their beginning; `start`: of the first of these."""
+    documents = [
+        {
+            "ids": ids[:TOKENS].tolist(),
+            "start": int(supervised[:TOKENS].argmax()),
+            "told": int(supervised[:TOKENS].sum()),
+        }
+        for ids, supervised in _iter_documents(table)
+    ]
+    long = [document for document in documents if len(document["ids"]) >= SHORTEST] or documents
+    chosen = sorted(long, key=lambda document: -document.pop("told"))
+    distinct = {tuple(document["ids"]): document for document in reversed(chosen)}
+    return [document for document in chosen if distinct[tuple(document["ids"])] is document][:ROWS]
+
+
+def _iter_documents(table: pa.Table) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """Yield tokens of the first documents, and which of them are supervised."""
+    for row in table.slice(0, SEARCHED).to_pylist():
+        ids = np.asarray(row["input_ids"])
+        supervised = np.asarray(row["labels"]) != IGNORED if "labels" in row else np.ones(len(ids), np.bool_)
+        sizes = row.get("seq_lengths") or [len(ids)]
+        for end, size in zip(np.cumsum(sizes), sizes, strict=True):
+            yield ids[end - size : end], supervised[end - size : end]
+
+
+def add_chats(rows: Sequence[dict[str, Any]], run: RunFile, where: Where, tokenizer: Any) -> None:
+    """Add the chat of each row that was one, and all of its tokens, by reading the data set again."""
+    wanted = {tuple(row["ids"]): row for row in rows}
+    for selection in select_all(run.data, where, lambda _: None):
+        of = selection.of
+        kind = choose_format(of.data, selection.columns, tokenizer, of.where)
+        if kind.chat is None:
+            continue
+        parts = (*selection.validation, *selection.train)
+        for batch in split_into_batches(itertools.islice(read_rows(parts), READ)):
+            pairs = [(row, rendered[0]) for row in batch if len(rendered := kind.render(row)) == 1]
+            encoded = encode_batch([rendered for _, rendered in pairs], tokenizer)
+            for (source, _), (ids, *_) in zip(pairs, encoded, strict=True):
+                row = wanted.pop(tuple(ids[:TOKENS]), None)
+                if row is not None:
+                    row["chat"] = {**kind.chat(source), "ids": [int(token) for token in ids][: 8 * TOKENS]}
+            if not wanted:
+                return
