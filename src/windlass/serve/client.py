@@ -58,12 +58,13 @@ class Server:
             with urllib.request.urlopen(request, timeout=SECONDS) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")
+            error.close()
             if error.code in (401, 403):
                 hint = (
                     f"put the server's key into the variable {self.key_variable}, or name another: --api-key-env NAME"
                 )
                 raise UserError(f"the server answers {error.code}", where, hint, "no-access") from None
-            text = error.read().decode(errors="replace")
             raise RefusedError(f"{error.code}: {_read_message(text)}") from None
         except (http.client.IncompleteRead, json.JSONDecodeError, UnicodeDecodeError):
             hint = "name the address of an OpenAI-compatible server; a proxy may cut answers off"

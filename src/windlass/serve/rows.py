@@ -49,6 +49,7 @@ def _iter_documents(table: pa.Table) -> Iterator[tuple[np.ndarray[Any, Any], np.
 def add_chats(rows: Sequence[dict[str, Any]], run: RunFile, where: Where, tokenizer: Any) -> None:
     """Add the chat of each row that was one, and all of its tokens, by reading the data set again."""
     wanted = {tuple(row["ids"]): row for row in rows}
+    most = min(TOKENS, run.data.length)
     for selection in select_all(run.data, where, lambda _: None):
         of = selection.of
         kind = choose_format(of.data, selection.columns, tokenizer, of.where)
@@ -59,7 +60,7 @@ def add_chats(rows: Sequence[dict[str, Any]], run: RunFile, where: Where, tokeni
             pairs = [(row, rendered[0]) for row in batch if len(rendered := kind.render(row)) == 1]
             encoded = encode_batch([rendered for _, rendered in pairs], tokenizer)
             for (source, _), (ids, *_) in zip(pairs, encoded, strict=True):
-                row = wanted.pop(tuple(ids[:TOKENS]), None)
+                row = wanted.pop(tuple(ids[:most]), None)
                 if row is not None:
                     row["chat"] = {**kind.chat(source), "ids": [int(token) for token in ids][: 8 * TOKENS]}
             if not wanted:
