@@ -182,7 +182,7 @@ def test_help_groups_all_commands(windlass: Windlass) -> None:
     groups = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert groups == ["Options:", "Before a run:", "During a run:", "After a run:", "If something is wrong:"]
     names = [command.name or getattr(command.callback, "__name__", "") for command in cli.app.registered_commands]
-    assert len(names) == 23
+    assert len(names) == 24
     assert all(f"\n  {name} " in text for name in names)
     assert " report [OPTIONS] RUN_DIR...\n" in windlass("report", "--help")
     assert " explain [OPTIONS] [KEY]\n" in windlass("explain", "--help")

@@ -156,8 +156,8 @@ def judge(
     effect = describe_difference(expected[ADAPTER], expected[BASE])
     # A token at a tie between two experts goes to the other one by the last bit: with experts the median is judged.
     judged = "median" if probe["mixture"] else "largest"
-    least, share = BOUNDS[probe["dtype"]]
-    bound = max(least, share * effect[judged])
+    least, part = BOUNDS[probe["dtype"]][judged]
+    bound = max(least, part * effect[judged])
     mean = {name: error["mean"] for name, error in errors.items()}
     fits = errors[nearest][judged] <= bound
     figures = f"{judged} difference {errors[nearest][judged]:.3g} nats of {len(measured)} tokens, bound {bound:.3g}"
@@ -181,7 +181,7 @@ def judge(
     elif fits and beats_adapter:
         verdict.verdict = IN_PART
         verdict.summary = f"fits the adapter {nearest}, not all of it: {figures}"
-    elif errors[ADAPTER][judged] <= bound:
+    elif max(errors[ADAPTER][judged], errors[BASE][judged]) <= bound:
         verdict.verdict = UNDECIDED
         verdict.summary = (
             f"can't be told: base and adapter are {effect['mean']:.2g} nats apart (mean), and the server is "
