@@ -51,7 +51,7 @@ def test_every_proof_is_in_one_part_of_make_prove() -> None:
     assert listed == [name for name in marked if name != Path(__file__).stem]
 
 
-LIBRARIES = {"datasets", "distributed_config", "key_mapping", "context_fn"}  # and their arguments
+LIBRARIES = {"datasets", "distributed_config", "from_pretrained", "key_mapping", "context_fn"}  # and their arguments
 
 
 def find_names(tree: ast.AST) -> tuple[set[str], set[str]]:

@@ -219,11 +219,12 @@ def make_schema() -> dict[str, Any]:
     script = roots[ScriptRun]
     lora = roots[RunFile]
     sections = {**script.pop("$defs"), **lora.pop("$defs")}
+    models: dict[str, Any] = {name: field.annotation for name, field in RunFile.model_fields.items()}
     for old, new in RENAMED.items():
         (old_section, _, old_key), (new_section, _, new_key) = old.partition("."), new.partition(".")
-        rule = sections[new_section.capitalize()]["properties"][new_key]
+        rule = sections[models[new_section].__name__]["properties"][new_key]
         rule = {**rule, "deprecated": True, "description": f"Another name of {new}."}
-        sections[old_section.capitalize()]["properties"][old_key] = rule
+        sections[models[old_section].__name__]["properties"][old_key] = rule
     layout_names = sections["LayoutSection"]["properties"]["name"]["enum"]
     lora["properties"]["layout"]["anyOf"].append({"enum": layout_names})  # `layout: hybrid`
     sections["Lora"]["properties"]["experts"]["anyOf"].append({"type": "boolean"})
