@@ -21,6 +21,7 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from windlass.train.wrapped import outer_name, rename_keys
 
 from windlass import cli, tiny
 from windlass.errors import RunError, UserError
@@ -38,7 +39,6 @@ from windlass.run_folder import BASE_MODEL
 from windlass.train.checkpoint.folder import find_best, list_checkpoints, seal_checkpoint
 from windlass.train.load import load_base
 from windlass.train.logits import compute_logits, open_adapter
-from windlass.train.wrapped import outer_name, rename_keys
 from windlass.weights.same_base import describe_base, digest_files
 
 # PEFT still uses names of transformers that its next major version drops; it does not look for rank_pattern among

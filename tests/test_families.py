@@ -35,13 +35,13 @@ from windlass.model.family import FAMILIES as ROWS
 from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.model.shrink import shrink_config
 from windlass.model.targets import resolve_adapter
+from windlass.model.wrapped import outer_name
 from windlass.plan.layout import Layout
 from windlass.plan.workload import Traced
 from windlass.runfile import Lora
 from windlass.train.checkpoint.snapshot import load_adapter, save_adapter
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
-from windlass.train.wrapped import outer_name
 
 pytestmark = pytest.mark.long
 

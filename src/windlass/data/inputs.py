@@ -6,6 +6,7 @@ from pathlib import Path
 from windlass.data import mix
 from windlass.data.sources import Where, resolve_source
 from windlass.errors import Problem, UserError
+from windlass.model.saved_adapter import find_adapter
 from windlass.runfile import Data, RunFile
 
 TEMPLATES = (".jinja", ".jinja2", ".json")
@@ -27,7 +28,7 @@ def find_absent_files(run: RunFile, where: Where) -> Iterator[tuple[str, Problem
         if template.endswith(TEMPLATES) and not Path(template).expanduser().is_file():
             hint = "name a file that exists, a template such as chatml, or write the template itself"
             yield template, Problem(f"there is no file {template}", row_set.where("data.chat_template"), hint)
-    if run.lora.adapter and not (Path(run.lora.adapter) / "adapter_config.json").is_file():
+    if run.lora.adapter and find_adapter(run) is None:
         text = f"no adapter_config.json in {run.lora.adapter}"
         yield run.lora.adapter, Problem(text, where("lora.adapter"), "name a folder that PEFT or windlass saved")
     if Path(run.folder).is_file():

@@ -20,10 +20,10 @@ from windlass.export.served import Pair, convert_adapter, name_tensors, prove_se
 from windlass.export.source import CONFIG, WEIGHTS, AdapterSource, find_local_base, require_local_base
 from windlass.files import write_json
 from windlass.model import Base
+from windlass.model.wrapped import Rename, inner_name, outer_name, rename_config, rename_keys
 from windlass.run_folder import BASE_MODEL, FINAL
 from windlass.serve.servers import PEFT, SERVERS, Verdict, list_commands
 from windlass.train.checkpoint.snapshot import save_tensors
-from windlass.train.wrapped import Rename, inner_name, outer_name, rename_config, rename_keys
 from windlass.weights.same_base import describe_files, describe_quantization, read_recorded_base
 
 OUTPUT_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

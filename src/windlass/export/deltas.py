@@ -9,37 +9,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from windlass.errors import Problem, UserError, raise_all
+from windlass.errors import UserError
 from windlass.export.source import CONFIG, AdapterSource
 from windlass.model import Base, Parameter, Stored
 from windlass.model.family import FUSED
 from windlass.model.files import abbreviate, read_header
-from windlass.train.wrapped import KEY, PREFIX, inner_name, rename_config, rename_keys
+from windlass.model.saved_adapter import require_supported
+from windlass.model.wrapped import KEY, PREFIX, inner_name, rename_config, rename_keys
 from windlass.weights.reading import DTYPES, Files, read_tensor
-
-# Fields of PEFT's LoraConfig that change the meaning of the weights, and their neutral values.
-NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    "fan_in_fan_out": (False,),
-    "lora_bias": (False,),
-    "layer_replication": (None, []),
-    "megatron_config": (None,),
-    "trainable_token_indices": (None,),
-    "alora_invocation_tokens": (None,),
-    "arrow_config": (None,),
-    "use_qalora": (False, None),
-    "use_bdlora": (False, None),
-    "kasa_config": (None,),
-    "velora_config": (None,),
-    "monteclora_config": (None,),
-}
-# Initializations that leave the base unchanged. The others (pissa, olora, corda, loftq, lora_ga) move a part of the
-# base into the adapter: unless it was converted when saved, it belongs to a base that is stored nowhere.
-KEEPS_BASE: Final = (True, False, "gaussian", "eva", "orthogonal", "default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +84,6 @@ class Deltas:
 
     def _read(self, stored: Stored | None) -> Tensor:
         return torch.empty(0) if stored is None else read_tensor(stored, self.files).float()
-
-
-def require_supported(config: Mapping[str, Any], where: str) -> None:
-    problems = []
-    if config.get("peft_type") != "LORA":
-        problem = f"the adapter is of the kind {config.get('peft_type')}"
-        problems.append(Problem(problem, where, "windlass exports LoRA, rsLoRA and DoRA adapters"))
-    for name in NEUTRAL.keys() & config.keys():
-        if config[name] not in NEUTRAL[name]:
-            hint = f"windlass can export it only with {NEUTRAL[name][0]!r}"
-            problems.append(Problem(f"{name} is {str(config[name])[:60]}", where, hint))
-    start = config.get("init_lora_weights", True)
-    if start not in KEEPS_BASE:
-        problem = f"init_lora_weights: {start} changed the base when training began, and the adapter belongs to that"
-        hint = "save it with PEFT's path_initial_model_for_weight_conversion, which turns it into a plain adapter"
-        problems.append(Problem(problem, where, hint))
-    raise_all(problems)
 
 
 def read_deltas(source: AdapterSource, base: Base) -> Deltas:

@@ -103,7 +103,7 @@ def resolve_adapter(lora: Lora, base: Base, where: Where) -> Adapter:
     if isinstance(lora.target_modules, str) and lora.target_modules not in (ALL, ALL_LINEAR):
         reached = {module: p for module, p in linears.items() if layers is None or _layer_prefix(module) in layers}
         warnings = _warn_of_missed_modules(lora.target_modules, taken, reached)
-    alphas = {module: _match_first(lora.alpha_pattern, module, None) for module in taken}
+    alphas = {module: match_first(lora.alpha_pattern, module, None) for module in taken}
     return Adapter(
         r=lora.r,
         alpha=lora.lora_alpha,
@@ -174,7 +174,7 @@ def _make_targets(
     """Yield the target in each part of the model, for each r."""
     groups: dict[tuple[str, int], list[str]] = defaultdict(list)
     for module in modules:
-        groups[linears[module].part, _match_first(lora.rank_pattern, module, lora.r)].append(module)
+        groups[linears[module].part, match_first(lora.rank_pattern, module, lora.r)].append(module)
     for (part, r), group in groups.items():
         # A is r x in, B is out x r; DoRA adds a magnitude per output
         count = sum(r * sum(linears[module].shape) for module in group)
@@ -187,7 +187,7 @@ def _check_patterns(lora: Lora, modules: Mapping[str, str], where: Where) -> Ite
     """Yield a problem for each entry of `rank_pattern` and `alpha_pattern` that matches no adapted module."""
     for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:
-            if not any(_pattern_matches(pattern, module) for module in modules):
+            if not any(pattern_matches(pattern, module) for module in modules):
                 hint = f"adapted: {abbreviate([*modules])}"
                 problem = f"{pattern!r} matches no adapted module"
                 yield Problem(problem, where(f"lora.{key}"), hint, "unused-pattern")
@@ -345,12 +345,12 @@ def _choose_layers(lora: Lora, base: Base, where: Where) -> set[str] | None:
     return {layers[number] for number in numbers}
 
 
-def _match_first(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+def match_first(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
     """Return the value of the first pattern that matches, or `otherwise`."""
-    return next((value for pattern, value in patterns.items() if _pattern_matches(pattern, module)), otherwise)
+    return next((value for pattern, value in patterns.items() if pattern_matches(pattern, module)), otherwise)
 
 
-def _pattern_matches(pattern: str, module: str) -> bool:
+def pattern_matches(pattern: str, module: str) -> bool:
     """Return whether a pattern matches a module by PEFT's rule."""
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 

@@ -12,6 +12,7 @@ from windlass.data import mix
 from windlass.errors import Problem, raise_all
 from windlass.hardware import Machine
 from windlass.model import Base, find_base
+from windlass.model.saved_adapter import continue_adapter
 from windlass.model.targets import Adapter, resolve_adapter
 from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.advice import Advice, Caution, advise_faster_layout, find_cautions
@@ -142,7 +143,9 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     # 1. The model and the adapter, from headers alone.
     where = loaded.where
     base = find_base(loaded.run.model.model_name_or_path, where("model.model_name_or_path"))
-    adapter = resolve_adapter(loaded.run.lora, base, where)
+    run, continued = continue_adapter(loaded.run, base, where)
+    loaded = replace(loaded, run=run)
+    adapter = resolve_adapter(run.lora, base, where)
 
     # 2. The layout that the files request, and the settings that they leave open.
     request = read_request(loaded, base.family, accelerate, experts_adapted=bool(adapter.target_parameters))
@@ -227,7 +230,7 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         ),
         warnings=(),
         notes=(),
-        chosen=chosen,
+        chosen=(continued, *chosen) if continued else chosen,
     )
     notes = (*_list_notes(plan, accelerate), *row_notes)
     return replace(plan, warnings=tuple(find_cautions(plan, rows, work.shape)), notes=notes)

@@ -132,7 +132,8 @@ class Lora(Section):
     new tokens or another language. Takes 16 bytes of memory a parameter, sharded as the base is, and 8 unsharded while
     a step runs."""
     adapter: Text | None = None
-    """Folder of an existing PEFT adapter to continue from. Its optimizer starts afresh."""
+    """Folder of an existing PEFT adapter to continue from. It decides r, lora_alpha, targets and the like, so leave
+    them out; lora_dropout, dtype and the optimizer are this run's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the adapter's weights and of the optimizer's state. bfloat16 halves their memory but loses small
     updates."""

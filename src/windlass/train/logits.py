@@ -9,7 +9,7 @@ from torch import Tensor
 
 from windlass.data.packing import open_rows
 from windlass.model.family import WRAPPERS
-from windlass.train.wrapped import read_inner_config
+from windlass.train.lora import read_inner_config
 
 
 def open_adapter(model: Any, folder: Path) -> Any:

@@ -6,19 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import set_seed
 
 from windlass.errors import Problem, UserError, raise_all
+from windlass.model.files import read_header
 from windlass.model.targets import Adapter
+from windlass.model.wrapped import inner_name, rename_config
 from windlass.runfile import Lora
 from windlass.train.initial import ADAPTER_NAME, init_from_weights
 from windlass.train.parallel import get_device, shard_like
 from windlass.train.patches import Patches, patch_peft
-from windlass.train.wrapped import read_inner_config
 from windlass.weights.expert_shards import AdapterShards, get_expert_shard
 from windlass.weights.quantized import get_formats
 
@@ -40,24 +41,14 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
     # PEFT draws A on the CPU: the same seed gives every rank the same adapter. Dropout deliberately continues from it,
     # so ranks draw the same masks for different rows, as with transformers' Trainer.
     set_seed(seed)
-    if lora.adapter:  # continue the adapter as saved, except for dropout, which is no property of its weights
-        config, mapping = read_inner_config(Path(lora.adapter))
-        saved_too = sorted(config.modules_to_save or ())
-        if saved_too != sorted(lora.modules_to_save or ()):
-            hint = f"set it to {saved_too}" if saved_too else "leave it out"
-            problem = f"{lora.adapter} was trained with {saved_too or 'none'}"
-            raise UserError(problem, "lora.modules_to_save", hint)
-        config.modules_to_save = None
-        config.inference_mode = False
-        config.lora_dropout = 0.0 if config.target_parameters else lora.lora_dropout
-    else:
-        config = make_peft_config(lora, adapter)
+    config = make_peft_config(lora, adapter)
     with patch_peft(), warnings.catch_warnings():
         # PEFT looks for rank_pattern among modules only, although it applies it to expert parameters too.
         warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=lora.dtype == "float32")
     if lora.adapter:  # load the saved tensors; of split experts, this rank's part
         parts = AdapterShards(peft_model)
+        _, mapping = read_inner_config(Path(lora.adapter))
         saved = load_peft_weights(lora.adapter, "cpu", mapping)
         of_rank = {name: parts.cut(name, tensor) for name, tensor in saved.items()}
         outcome = set_peft_model_state_dict(peft_model, shard_like(peft_model, of_rank))
@@ -84,6 +75,19 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
             parameter.data = parameter.data.to(get_device(), DTYPES[lora.dtype])
     require_planned(peft_model, adapter)
     return peft_model
+
+
+def read_inner_config(folder: Path) -> tuple[Any, dict[str, str] | None]:
+    """Return PEFT's configuration of a saved adapter with the language model's own names, and the `key_mapping` to
+    them."""
+    config = PeftConfig.from_pretrained(str(folder))
+    file = folder / "adapter_model.safetensors"
+    keys = list(read_header(file)) if file.is_file() else []
+    if all(inner_name(key) == key for key in keys):
+        return config, None
+    for name, value in rename_config(config.to_dict(), keys, inner_name).items():
+        setattr(config, name, value)
+    return config, {r"(?<![^.])language_model\.": ""}
 
 
 def unfreeze_modules(peft_model: PeftModel, lora: Lora, adapter: Adapter) -> None:

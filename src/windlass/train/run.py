@@ -123,7 +123,9 @@ def train_rank(
 
             # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
             here.phase("attaching the adapter")
-            model = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
+            # A run that began with an adapter continues from its own checkpoint, which has all of it.
+            given = {"adapter": str(from_checkpoint)} if from_checkpoint and job.lora.adapter else {}
+            model = attach_adapter(model, job.lora.model_copy(update=given), plan.adapter, job.train.seed)
             assert_sharded(model, plan.layout)
 
             # 6. The loop, and what it calls by name.

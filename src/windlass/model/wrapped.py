@@ -2,10 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Final
-
-from windlass.model.files import read_header
 
 PREFIX: Final = "base_model.model."  # prefix of every name in PEFT's files
 KEY: Final = re.compile(r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
@@ -46,18 +43,3 @@ def rename_config(config: Mapping[str, Any], keys: Iterable[str], rename: Rename
     for patterns in ("rank_pattern", "alpha_pattern"):
         renamed[patterns] = {rename(name): value for name, value in (config.get(patterns) or {}).items()}
     return renamed
-
-
-def read_inner_config(folder: Path) -> tuple[Any, dict[str, str] | None]:
-    """Return PEFT's configuration of a saved adapter with the language model's own names, and the `key_mapping` to
-    them."""
-    from peft import PeftConfig
-
-    config = PeftConfig.from_pretrained(str(folder))
-    file = folder / "adapter_model.safetensors"
-    keys = list(read_header(file)) if file.is_file() else []
-    if all(inner_name(key) == key for key in keys):
-        return config, None
-    for name, value in rename_config(config.to_dict(), keys, inner_name).items():
-        setattr(config, name, value)
-    return config, {r"(?<![^.])language_model\.": ""}
