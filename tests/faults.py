@@ -346,6 +346,18 @@ OVERRIDDEN: dict[str, dict[str, tuple[str, str]]] = {
             "lm_head can't be adapted: the loss is computed from its weight",
         ),
         "DoRA with experts": ("lora.use_dora=true --override lora.experts=true", "DoRA doesn't work on routed experts"),
+        "another alpha than that of the adapter to continue": (
+            "lora.adapter=run/final --override lora.lora_alpha=16",
+            "lora.lora_alpha=16: is 16, and run/final was trained with 8",
+        ),
+        "another scale than that of the adapter to continue": (
+            "lora.adapter=run/final --override lora.use_rslora=true",
+            "lora.use_rslora=true: is True, and run/final was trained with False",
+        ),
+        "other targets than those of the adapter to continue": (
+            "lora.adapter=run/final --override lora.target_modules=[o_proj]",
+            "run/final is another adapter: it adapts model.layers.0.self_attn.q_a_proj, and this run would not",
+        ),
         "no model at the path": (
             "model.model_name_or_path=models",
             "no folder 'models', and no published model of that name is known",
@@ -422,7 +434,19 @@ OTHERS = (
         "trained on from a part of an adapter",
         tensors(ADAPTER, lambda t: t.pop(min(t))),
         f"{NEW} --override lora.adapter=run/final",
-        "adapter_model.safetensors: not what was written",
+        "run/final: adapter_model.safetensors has no tensors for model.layers.0.self_attn",
+    ),
+    Fault(
+        "an adapter of another kind to continue",
+        foreign(table("run/final/adapter_config.json", lambda c: c.update(peft_type="LOHA"))),
+        "plan run.yaml --override lora.adapter=run/final",
+        "run/final/adapter_config.json: the adapter is of the kind LOHA",
+    ),
+    Fault(
+        "an adapter to continue that moved its base",
+        foreign(table("run/final/adapter_config.json", lambda c: c.update(init_lora_weights="pissa"))),
+        "plan run.yaml --override lora.adapter=run/final",
+        "init_lora_weights: pissa changed the base when training began",
     ),
     Fault(
         "merged into another base",

@@ -21,7 +21,6 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from windlass.train.wrapped import outer_name, rename_keys
 
 from windlass import cli, tiny
 from windlass.errors import RunError, UserError
@@ -34,6 +33,7 @@ from windlass.export.rounding import FORMATS, encode_fp8, make_dither
 from windlass.export.source import choose_adapter, require_local_base
 from windlass.model import Stored, read_base
 from windlass.model.files import read_header
+from windlass.model.wrapped import outer_name, rename_keys
 from windlass.plan.layout import Layout
 from windlass.run_folder import BASE_MODEL
 from windlass.train.checkpoint.folder import find_best, list_checkpoints, seal_checkpoint

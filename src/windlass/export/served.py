@@ -14,8 +14,8 @@ from windlass.errors import Problem, raise_all
 from windlass.export.deltas import Delta, Deltas
 from windlass.model import Base
 from windlass.model.targets import LAYER
+from windlass.model.wrapped import PREFIX, Rename
 from windlass.serve.servers import FOLDED, PER_EXPERT, Row, Verdict, judge_adapter, list_ways_on
-from windlass.train.wrapped import PREFIX, Rename
 
 PROVEN_ROWS: Final = 64  # of each matrix, when it is opened again
 SLACK: Final = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # of products of rounded factors

@@ -10,6 +10,7 @@ from windlass.data import mix
 from windlass.data.sources import Rows, Where, parse_split, read_rows, resolve_source
 from windlass.errors import UserError
 from windlass.model import Base, find_base
+from windlass.model.saved_adapter import continue_adapter
 from windlass.runfile import Data, Loaded, RunFile
 
 # Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 non-blank rows, 110 tokens each.
@@ -59,8 +60,9 @@ def resolve_auto(loaded: Loaded, base: Base, ranks: int, precision: str = "bf16"
 def fill_in_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None) -> Loaded:
     """Return the run file as `resolve_auto` makes it, without a plan; `say` is called with each choice."""
     base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
-    run, reasons = resolve_auto(loaded, base, loaded.run.ranks)
-    for reason in reasons:
+    run, continued = continue_adapter(loaded.run, base, loaded.where)
+    run, reasons = resolve_auto(replace(loaded, run=run), base, run.ranks)
+    for reason in filter(None, (continued, *reasons)):
         say(f"not set, chosen: {reason}")
     return replace(loaded, run=run)
 

@@ -246,8 +246,10 @@ def replica(r: Rehearsal) -> Iterator[str]:
     material = Material(r.folder / "model", r.folder / "data", rows["validation"], rows["length"], rows["rows"], layers)
     loaded = r.load()
     assert isinstance(loaded, Loaded)
-    packs = fill_in_choices(loaded).run.data.packs
-    scaled = scale_run(loaded.run, r.plan, r.spread, material, r.run_folder, r.record.ranks["nodes"], packs=packs)
+    filled = fill_in_choices(loaded).run
+    packs = filled.data.packs
+    run = loaded.run.model_copy(update={"lora": filled.lora})
+    scaled = scale_run(run, r.plan, r.spread, material, r.run_folder, r.record.ranks["nodes"], packs=packs)
     text, r.record.changes = scaled
     (r.folder / "rehearsal.yaml").write_text(text, encoding="utf-8")
 

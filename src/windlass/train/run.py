@@ -32,10 +32,12 @@ from windlass.train.checkpoint.folder import find_intact_best
 from windlass.train.checkpoint.resume import (
     claim_run_folder,
     describe_run,
+    explain_other_length,
     fingerprint_base,
     record_failure,
     require_base_of,
     require_same_data,
+    require_steps_left,
     resolve_run,
 )
 from windlass.train.checkpoint.saver import Saver
@@ -132,6 +134,11 @@ def train_rank(
             here.phase("setting up the loop")
             facts = {**describe_run(plan, identity), **base, "data": data.fingerprint}
             loop = make_loop(plan, session, model, data, tokenizer, facts=facts, debug_freq=debug_freq)
+            if from_checkpoint is not None:
+                require_steps_left(from_checkpoint, loop.length.total, plan)
+                other_length = explain_other_length(from_checkpoint, loop.length.total)
+                if other_length:
+                    console.print(other_length, style="yellow")
 
         # 7. Train. The first steps prove that gradients reach every part of the adapter.
         with loop.watch, record_failure(folder), contextlib.ExitStack() as stack:

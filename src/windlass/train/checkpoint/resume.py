@@ -31,20 +31,45 @@ from windlass.run_folder import ADAPTER, read_manifest
 from windlass.runfile.recorded import record_run
 from windlass.settings import FOUR_BITS
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints, read_step, remove_partial_checkpoints
-from windlass.train.checkpoint.snapshot import require_intact
+from windlass.train.checkpoint.snapshot import STATE, require_intact
 from windlass.weights.same_base import FETCH_AGAIN, FLAG, require_same_base
 
-# What must not change when a run is resumed: full sections, and the keys of `train` that an update depends on. Settings
-# of the optimizer and the schedule come from the checkpoint, so a change would silently have no effect.
-FIXED: Final[dict[str, set[str] | None]] = {
-    "model": None,
-    "lora": None,
-    "data": None,
-    "train": {
-        *("optim", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps"),
-        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-        *("bf16", "fp16", "seed", "data_seed"),
-    },
+# What may change when a run is resumed, and why: sections, and keys of others. All other keys must be as they were.
+FREE: Final[dict[str, str]] = {
+    "kind": "a script's run has no checkpoints of windlass",
+    "name": "it names the job",
+    "layout": "every layout computes the same, within rounding; base_dtype is compared by itself",
+    "cluster": "any machines compute the same, within rounding",
+    "watch": "alarms change no step, and whoever resumes after one may have to change it",
+    "model.model_name_or_path": "the base's weights and config.json are compared",
+    "model.device_map": "it has no effect",
+    "model.use_cache": "it has no effect",
+    "lora.adapter": "the checkpoint has the adapter",
+    "data.dataset_name_or_path": "the tokens are compared",
+    "train.output_dir": "it is the folder that is resumed, which may have been moved",
+    "train.num_train_epochs": "a run may be made longer or shorter, which is reported",
+    "train.max_steps": "a run may be made longer or shorter, which is reported",
+    "train.per_device_train_batch_size": "the sequences of a step are compared",
+    "train.gradient_accumulation_steps": "the sequences of a step are compared",
+    "train.global_batch_size": "the sequences of a step are compared",
+    "train.per_device_eval_batch_size": "an evaluation is a mean over tokens",
+    "train.gradient_checkpointing": "what is computed again is the same",
+    "train.compile": "compiled layers are proven equal to eager ones",
+    "train.sample": "continuing prompts changes no step",
+    "train.logging_steps": "it changes no step",
+    "train.eval_strategy": "evaluations change no step, unless the schedule follows them",
+    "train.eval_steps": "evaluations change no step, unless the schedule follows them",
+    "train.save_strategy": "it changes no step",
+    "train.save_steps": "it changes no step",
+    "train.save_total_limit": "it changes no step",
+    "train.load_best_model_at_end": "it is decided at the end",
+    "train.report_to": "it changes no step",
+    "train.run_name": "it changes no step",
+    "train.dataloader_num_workers": "it changes no batch",
+    "train.dataloader_pin_memory": "it changes no batch",
+    "train.ddp_find_unused_parameters": "it has no effect",
+    "train.ddp_timeout": "it changes no step",
+    "train.resume": "it says whether to resume",
 }
 
 
@@ -81,6 +106,8 @@ def claim_run_folder(
         then = read_manifest(usable) if usable else before
         _require_same_run(then, now, plan, folder, allow_other_base=allow_other_base)
         _warn_of_other_versions(then.get("versions", {}), now["versions"])
+    if usable and plan.run.train.max_steps > 0:
+        require_steps_left(usable, plan.run.train.max_steps, plan)
     with unwritten(folder / run_folder.PLAN):
         write_json(folder / run_folder.PLAN, plan.as_dict())
     run_folder.begin_manifest(folder, now)
@@ -142,9 +169,10 @@ def _require_same_run(
             plan.where(f"{section}.{key}"),
             back,
         )
-        for section, keys in FIXED.items()
-        for key, value in now["run"].get(section, {}).items()
-        if (keys is None or key in keys) and key in then.get(section, {}) and then[section][key] != value
+        for section, values in now["run"].items()
+        if section not in FREE
+        for key, value in values.items()
+        if f"{section}.{key}" not in FREE and key in then.get(section, {}) and then[section][key] != value
     ]
     had = before.get("sequences")
     if had and had != now["sequences"]:
@@ -171,6 +199,24 @@ def require_same_data(resumed: Path | None, fingerprint: str, plan: Plan) -> Non
             plan.where("data.dataset_name_or_path"),
             "put the files (and the tokenizer) back as they were, or train into another folder",
         )
+
+
+def require_steps_left(resumed: Path, total: int, plan: Plan) -> None:
+    """Refuse a run that is to end before the step that it has reached."""
+    step = read_step(resumed)
+    if step > total:
+        key = "max_steps" if plan.run.train.max_steps > 0 else "num_train_epochs"
+        hint = f"make it longer, or take what {resumed.name} has: `windlass export {resumed} --to FOLDER`"
+        raise UserError(f"the run has {total} steps now, and has reached step {step}", plan.where(f"train.{key}"), hint)
+
+
+def explain_other_length(resumed: Path, total: int) -> str:
+    """Return what a changed number of steps means for the learning rate; empty if it is unchanged."""
+    before = read_json(resumed / STATE).get("max_steps", total)
+    if before == total:
+        return ""
+    then = f"the run had {before} steps when step {read_step(resumed)} was saved, and has {total} now"
+    return f"warning: {then}: from here on, warm-up and decay of the learning rate are those of {total} steps"
 
 
 def require_base_of(
