@@ -41,6 +41,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "template_kwargs": ({"messages": CHAT}, {}, {"template_kwargs": {"mark": "!"}}),
     "completion_only_loss": (PAIR, {}, {"completion_only_loss": False}),
     "turns": ({"messages": LONG}, {}, {"turns": "last"}),
+    "tools": ({"messages": CHAT, "tools": TOOLS}, {}, {"tools": "ignore"}),
     "reasoning": ({"messages": LONG}, {}, {"reasoning": "drop"}),
     "max_length": ({"text": "One, two, three, four, five."}, {}, {"max_length": 6}),
     "packing": ({"text": "One."}, {}, {"packing": True}),
