@@ -425,7 +425,7 @@ def test_all_tokens_of_a_spans_last_character_are_supervised(tokenizer: Any) -> 
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     of_emoji = [end > text.index("🙂") for _, end in encoding.offsets]
     assert sum(of_emoji) > 1, "one character, several tokens"
-    flags, _ = find_supervised_tokens(encoding, [(5, 6)])
+    flags, _ = find_supervised_tokens(encoding, [(5, 6)], text)
     assert flags.tolist() == of_emoji
 
 

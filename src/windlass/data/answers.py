@@ -17,6 +17,8 @@ class Answer(NamedTuple):
     start: int
     end: int
     body: int
+    after_prompt: bool = True
+    """Whether it begins behind the prompt that the template writes for it."""
 
 
 class Pieces:
@@ -31,8 +33,9 @@ class Pieces:
 
     @cached_property
     def closing(self) -> re.Pattern[str]:
-        """Tokens and white space only."""
-        return re.compile(rf"(?:{self.token.pattern}|\s)*")
+        """Tokens and white space only, but for the name of a channel between two tokens."""
+        token = rf"(?:{self.token.pattern})"
+        return re.compile(rf"(?:{token}\w+\s*{token}|{token}|\s)*")
 
     def edges(self, text: str) -> list[int]:
         """Return where pieces begin and end."""
@@ -72,12 +75,25 @@ class Pieces:
         return at
 
     def find_header(self, text: str, header: str) -> int | None:
-        """Return the end of the first header in `text`, without the thought that it may open."""
+        """Return the end of the last header in `text`, without the thought that it may open."""
         for edge in reversed(self.edges(header)):
             head = header[:edge].strip()
-            if head and self.closing.fullmatch(header, edge) and (at := text.find(head)) >= 0:
+            at = text.rfind(head) if head and self.closing.fullmatch(header, edge) else -1
+            if at >= 0:
                 return at + match(text[at:], header[:edge])[0]
         return None
+
+    def trim_mark(self, text: str, start: int, end: int, header: str, *, close: bool) -> Span:
+        """Return a template's own mark without pieces of the header, and with the token that closes the turn."""
+        for edge in self.edges(header)[:-1]:
+            if text.startswith(header[edge:], start) and text.endswith(header[:edge], 0, start):
+                start += len(header) - edge
+                break
+        if not close or start >= end or text.endswith(self.tokens, start, start + len(text[start:end].rstrip())):
+            return start, end
+        follows = re.compile(rf"\s*({self.token.pattern})").match(text, end)
+        opener = next(reversed(self.token.findall(header)), "")
+        return start, follows.end() if follows and follows[1] != opener else end
 
     def find_end(self, text: str, start: int) -> int:
         """Return where an answer that `text` ends with ends: with the token that closes it, if there is one."""
@@ -90,7 +106,7 @@ class Pieces:
         The tokens that close it may be fewer, or missing from its own rendering: then it takes the one that follows,
         unless that opens another answer.
         """
-        own, _, end, body = answer
+        own, _, end, body, _ = answer
         same = common_prefix_length(text, own)
         if same >= end:
             follows = None

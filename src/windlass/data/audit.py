@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from windlass.data.packing import group_by_length, pack_rows, shuffle
 from windlass.data.tokenize import Documents
 from windlass.errors import Problem
+from windlass.files import read_json
 from windlass.observe.format import format_plural
 
 if TYPE_CHECKING:
@@ -33,19 +35,39 @@ TEMPLATE_DOCUMENTS, TEMPLATE_SHARE = 8, 0.01  # a run in more validation documen
 COMPARED_TOKENS = 1 << 24  # in larger sets an eighth of the runs is compared
 
 
-def audit_split(documents: Documents, eos: int | None) -> Audit:
+TAIL = 3  # tokens at the end of a supervised part among which the end token is: templates write a line break behind it
+# What is said of rows, by kinds of `remarks`: facts, and warnings.
+FACTS = {
+    "split": "{chats} became {split_into:,} rows: {example}. Each answer is trained on once, behind the prompt of "
+    "inference ({where})",
+    "date": "the chat template writes today's date into {rows}, so that other days give other rows ({example})",
+    "thought": "in {rows} answers have no reasoning, though the chat template opens a thought in their prompts "
+    "({example!r}); data.template_kwargs may switch that off ({where})",
+}
+WARNINGS = {
+    "prompt": "in {rows} an answer follows another, and the chat template doesn't write it behind the prompt that "
+    "generation would start from: join such answers to one ({where})",
+    "empty": "{rows} with an empty answer: the model learns to end its turn at once ({where})",
+    "special": "in {rows} a message that is not the assistant's spells a special token, such as {example!r}, and "
+    "becomes it: leave such rows out, or write it differently ({where})",
+}
+
+
+def audit_split(documents: Documents, tokenizer: Any) -> Audit:
     """Return the statistics of one split, all counted, none estimated."""
     lengths = documents.lengths
     counts = documents.counts
     kept = len(documents.lengths)
     tokenized = kept + counts["unsupervised"]
-    ends = np.cumsum(lengths) - 1
     tokens = int(lengths.sum())
     supervised = int(documents.supervised.sum()) - int(documents.supervised[documents.starts].sum())
-    stopping = int((documents.supervised[ends] & (documents.ids[ends] == eos)).sum()) if eos is not None else 0
+    owners, ended = find_ended_parts(documents, list_stops(tokenizer), tokenizer)
     figures: Audit = {
         **counts,
         "left_out": documents.left_out,
+        "remarks": documents.remarks,
+        "answers": len(owners),
+        "answers_ended": int(ended.sum()),
         "documents": kept,
         "tokens": tokens,
         "supervised_tokens": supervised,
@@ -54,7 +76,7 @@ def audit_split(documents: Documents, eos: int | None) -> Audit:
         "truncated_share": min(1.0, counts["truncated"] / max(1, tokenized)),
         "dropped": counts["empty"] + counts["unsupervised"],
         "duplicates": kept - len(np.unique(documents.hashes)),
-        "end_trained_share": stopping / kept if kept else 0.0,
+        "end_trained_share": len(np.unique(owners[ended])) / kept if kept else 0.0,
         "lowest_id": int(documents.ids.min()) if tokens else None,
         "highest_id": int(documents.ids.max()) if tokens else None,
         "lengths": {},
@@ -68,6 +90,31 @@ def audit_split(documents: Documents, eos: int | None) -> Audit:
         bins = range(powers.min(), powers.max() + 1)
         figures["histogram"] = [[2**p, 2 ** (p + 1) - 1, int((powers == p).sum())] for p in bins]
     return figures
+
+
+def list_stops(tokenizer: Any) -> set[int]:
+    """Return the tokens that end a turn: those that generation stops at, and special ones."""
+    stops = read_json(Path(str(tokenizer.name_or_path)) / "generation_config.json").get("eos_token_id")
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {*(stops if isinstance(stops, list) else [stops]), *tokenizer.all_special_ids, *special} - {None}
+
+
+def find_ended_parts(
+    documents: Documents, stops: set[int], tokenizer: Any
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Return the document of each supervised part, and whether the part ends, white space aside, in one of `stops`."""
+    supervised = documents.supervised
+    following = np.append(supervised[1:], False)
+    lasts = documents.starts + documents.lengths - 1
+    following[lasts] = False
+    ends = np.flatnonzero(supervised & ~following)
+    owners = np.searchsorted(documents.starts, ends, "right") - 1
+    at = ends
+    for _ in range(TAIL - 1):
+        blank = [token for token in np.unique(documents.ids[at]).tolist() if not tokenizer.decode([token]).strip()]
+        back = np.isin(documents.ids[at], sorted({*blank} - stops))
+        at = np.maximum(at - back, documents.starts[owners])
+    return owners, supervised[at] & np.isin(documents.ids[at], sorted(stops))
 
 
 def count_overlap(train: Documents, validation: Documents) -> Audit:
@@ -233,9 +280,9 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
             "let the white space at the edge belong to that part",
         ),
         (
-            train["documents"] and train["end_trained_share"] < 0.5,
-            f"only {train['end_trained_share']:.0%} of the rows end with the end of sequence supervised: "
-            "the model will not learn to stop",
+            train["documents"] and not train["answers_ended"],
+            "no supervised part ends with a token at which generation stops, so the model will not learn to stop: "
+            "take a data.chat_template that closes the assistant's turn with one, behind the last turn too",
         ),
         (
             shared["documents"],
@@ -248,5 +295,18 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
         ),
         (waste > 0.2, f"{waste:.0%} of the computed positions are padding: {remedy}"),
     )
+    remarks = [describe_remark(remark, train, WARNINGS) for remark in train["remarks"] if remark["kind"] in WARNINGS]
     left_out = itertools.chain(*(figures["left_out"] for figures in audit["splits"].values()))
-    return [*dict.fromkeys(left_out), *(text for holds, text in warnings if holds)]
+    return [*dict.fromkeys(left_out), *remarks, *(text for holds, text in warnings if holds)]
+
+
+def list_facts(audit: Mapping[str, Any]) -> list[str]:
+    """Return what is worth knowing of the rows though nothing is wrong."""
+    train = audit["splits"]["train"]
+    return [describe_remark(remark, train, FACTS) for remark in train["remarks"] if remark["kind"] in FACTS]
+
+
+def describe_remark(remark: Mapping[str, Any], figures: Mapping[str, Any], sentences: Mapping[str, str]) -> str:
+    rows = format_plural(remark["rows"], "row")
+    chats = format_plural(figures["split"], "chat")
+    return sentences[remark["kind"]].format(**{**figures, **remark, "rows": rows, "chats": chats})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +21,7 @@ from windlass.data.messages import (
     ROLES,
     Turn,
     arguments_as_text,
+    describe_lost_thought,
     drop_none,
     find_lost_part,
     read_turn,
@@ -37,6 +40,7 @@ GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 # The parts of transformers' render_jinja_template: calling them directly saves a tenth to a third of the time per chat.
 STEPS = ("_compile_jinja_template", "_render_with_assistant_indices")
 CONTROL = re.compile(r"<\|[a-z_]+\|>|\[/?[A-Z_]+\]")  # how templates write control tokens
+TRIED = ("What does a windlass do?", "It lifts an anchor.", "Who turns it?")  # a chat that templates are tried on
 TAG = re.compile(r"</?\|?[A-Za-z_]+\|?>|\[/?[A-Z_]+\]")  # or where the tokenizer has no such token
 
 
@@ -45,6 +49,8 @@ class Rendering(NamedTuple):
 
     text: str
     answers: Mapping[int, Span]
+    remarks: Mapping[str, str] = {}
+    """What a user should know of it, by kinds of audit.REMARKS, with an example."""
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -94,12 +100,8 @@ class ChatTemplate:
     @cached_property
     def header(self) -> str:
         """Return what the template writes before an answer to a user, with the thought that it may open."""
-        chat = [Turn({"role": "user", "content": "Hello"}, None, [])]
-        try:
-            prompt = self.apply(chat, None, prompt=True)[0]
-            plain = self.apply(chat, None)[0]
-        except UserError:
-            return ""
+        tried = self.try_turns(TRIED[0], prompt=True), self.try_turns(TRIED[0])
+        prompt, plain = (found[0] if found else "" for found in tried)
         same = common_prefix_length(prompt, plain)
         return prompt[max(edge for edge in self.pieces.edges(prompt) if edge <= same) :]
 
@@ -122,7 +124,43 @@ class ChatTemplate:
             rows = self.render_unmarked(turns, tools, wanted)
         for row in rows:
             self.require_written(turns, row)
-        return rows
+        return self.note_remarks(turns, rows)
+
+    def note_remarks(self, turns: Sequence[Turn], rows: Sequence[Rendering]) -> list[Rendering]:
+        """Add what a user should know of a chat to the first of its rows."""
+        remarks = dict(rows[0].remarks) if rows else {}
+        trained = [i for row in rows for i in row.answers]
+        if any(turns[i].is_empty for i in trained if i >= 0):
+            remarks["empty"] = ""
+        if self.special is not None:
+            spelled = (self.special.search(turn.words) for turn in turns if not turn.is_assistant)
+            if found := next(filter(None, spelled), None):
+                remarks["special"] = found[0]
+        for date in self.dates:
+            if any(date in row.text for row in rows):
+                names = [name for name in read_variables(self.template) if "date" in name]
+                remarks["date"] = f"{date!r}"
+                remarks["date"] += f"; data.template_kwargs: {{{names[0]}: {date}}} fixes it" if names else ""
+        for row in rows:
+            for i, (start, _) in row.answers.items():
+                if i > 0 and turns[i - 1].message["role"] == "user" and not turns[i].reasoning:
+                    prompt = row.text[:start].rstrip()
+                    if not prompt.endswith(self.header.strip()):
+                        remarks["thought"] = self.header.strip()
+        return [row._replace(remarks={} if number else remarks) for number, row in enumerate(rows)]
+
+    @cached_property
+    def special(self) -> re.Pattern[str] | None:
+        """The tokenizer's special tokens: text of a message that spells one becomes it."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        names = {token.content for token in added if token.special} | {*self.tokenizer.all_special_tokens}
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+
+    @cached_property
+    def dates(self) -> list[str]:
+        """Today, as the template writes it."""
+        forms = re.findall(r"""strftime_now\((['"])(.*?)\1""", self.template)
+        return [datetime.now().strftime(form) for _, form in forms]
 
     def render_whole(self, messages: Sequence[Any], tools: Any = None) -> str:
         """Return the text of all of a chat, for loss on everything."""
@@ -145,9 +183,47 @@ class ChatTemplate:
             problem = f"the chat template marks {len(marked)} parts of a chat with {len(answers)} assistant turns"
             hint = "mark each assistant turn once: {% generation %} … {% endgeneration %}"
             raise UserError(problem, "data", hint, "generation-marks")
-        if len(marked) != len(answers):  # several marks in a turn: all are supervised
-            return Rendering(text, {-1 - number: span for number, span in enumerate(marked)})
-        return Rendering(text, {i: marked[answers.index(i)] for i in wanted})
+        if self.marks_users:
+            raise UserError(
+                "the chat template's {% generation %} marks enclose a user's turn",
+                "data.chat_template",
+                "put {% generation %} and {% endgeneration %} around the assistant's part only",
+                "generation-marks",
+            )
+        single = len(marked) == len(answers)
+        spans = [self.pieces.trim_mark(text, *span, self.header, close=single) for span in marked]
+        if not single:  # several marks in a turn: all are supervised
+            written = "".join(text[start:end] for start, end in spans)
+            for thought in itertools.chain(*(turns[i].reasoning for i in wanted)):
+                if thought.strip() not in written:
+                    raise self.not_written_error(*describe_lost_thought(thought))
+            return Rendering(text, {-1 - number: span for number, span in enumerate(spans) if span[0] < span[1]})
+        return Rendering(text, {i: spans[answers.index(i)] for i in wanted})
+
+    def try_turns(self, *texts: str, prompt: bool = False, marks: bool = False) -> tuple[str, list[Span]] | None:
+        """Render a chat of these texts, a user's first; None if the template refuses it."""
+        roles = itertools.cycle(("user", "assistant"))
+        turns = [Turn({"role": role, "content": text}, None, []) for text, role in zip(texts, roles, strict=False)]
+        try:
+            return self.apply(turns, None, prompt=prompt, marks=marks)
+        except UserError:
+            return None
+
+    @cached_property
+    def marks_users(self) -> bool:
+        """Return whether the template's marks enclose what a user says."""
+        text, marked = self.try_turns(*TRIED[:2], marks=True) or ("", [])
+        return any(TRIED[0] in text[start:end] for start, end in marked)
+
+    @cached_property
+    def opens_always(self) -> bool:
+        """Return whether the template opens an answer behind every chat, also a finished one."""
+        prompt = self.try_turns(TRIED[0], prompt=True)
+        finished, longer = self.try_turns(*TRIED[:2]), self.try_turns(*TRIED)
+        if prompt is None or finished is None or longer is None or longer[0].startswith(finished[0].rstrip()):
+            return False
+        last = next(reversed(self.pieces.token.findall(finished[0])), "")
+        return finished[0].rstrip().endswith(last) and last in prompt[0] and last not in ("", self.tokenizer.bos_token)
 
     def render_unmarked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
         @cache
@@ -181,30 +257,42 @@ class ChatTemplate:
                 "set data.turns: auto, which gives such answers rows of their own",
                 "turns-rewritten",
             )
+        remarks = {"split": self.why_split(whole, answers)} if len(rows) > 1 and self.turns == "auto" else {}
+        remarks |= {} if all(answer.after_prompt for answer in answers.values()) else {"prompt": ""}
+        if rows:
+            rows[0] = rows[0]._replace(remarks=remarks)
         return rows or [Rendering(whole, {})]
 
     def why_split(self, whole: str, answers: Mapping[int, Answer]) -> str:
         """Return where the full rendering first differs from that of an answer."""
-        places = ((i, common_prefix_length(whole, answer.text)) for i, answer in answers.items())
-        i, at = next((i, at) for i, at in places if at < answers[i].end)
-        near = answers[i].text[max(0, at - 20) : at + 30]
+        at, own = min((common_prefix_length(whole, answer.text), answer.text) for answer in answers.values())
+        near = own[max(0, at - 20) : at + 30]
         return f"the chat template writes turns differently once later ones follow (at {near!r})"
 
     def find_answer(self, turns: list[Turn], i: int, write: Callable[..., str]) -> Answer:
         """Find a turn in the rendering of the chat that ends with it."""
+        if self.opens_always:
+            raise UserError(
+                "the chat template opens another answer at the end of every chat",
+                "data.chat_template",
+                "write {% if add_generation_prompt %} … {% endif %} around that in a template of your own",
+                "opens-always",
+            )
         text = write(i + 1)
         body = turns[i].words.strip()
-        if i:
-            start = self.pieces.find_start(text, write(i, True), lambda: write(i), self.header)
-        else:
-            start = self.pieces.find_header(text, self.header)
-        plain = not turns[i].reasoning and not turns[i].calls
-        if start is None and i == 0:
-            start = text.find(body)
-        elif start is not None and body and plain and not self.header:
-            # Without a header that generation starts from, what precedes the answer's own words is none of it.
-            start = text.find(body, start)
-        if start is None or start < 0:
+        begin = text.rfind(body) if body else -1
+        start = self.pieces.find_start(text, write(i, True), lambda: write(i), self.header) if i else None
+        after_prompt = start is not None
+        if start is None and begin >= 0 and (i == 0 or turns[i - 1].is_assistant):
+            # No prompt leads to an opening answer, and hardly one to an answer that follows another.
+            before = common_prefix_length(text, write(i)) if i else 0
+            start = self.pieces.find_header(text[before:begin], self.header)
+            start = begin if start is None else before + start
+        elif (
+            start is not None and begin > start and text[start:begin].strip() and not self.header and turns[i].is_plain
+        ):
+            start = begin  # without a header that generation starts from, what precedes the words is none of the answer
+        if start is None:
             self.require_written(turns[: i + 1], Rendering(text, {}))
             raise UserError(
                 "the chat template doesn't write an answer behind the prompt that it writes for it",
@@ -214,8 +302,8 @@ class ChatTemplate:
                 "answer-not-found",
             )
         end = self.pieces.find_end(text, start)
-        found = text.rfind(body, start, end) if body and not turns[i].calls else -1
-        return Answer(text, start, end, start if found < 0 else found + len(body))
+        body_end = start if begin < start or turns[i].calls else begin + len(body)
+        return Answer(text, start, end, body_end, after_prompt or i == 0)
 
     def require_roles(self, turns: Sequence[Turn]) -> None:
         for role in {str(turn.message["role"]) for turn in turns}.difference(OWN_ROLES):
@@ -240,10 +328,11 @@ class ChatTemplate:
         """Refuse a row that lacks anything of the chat up to its last answer."""
         count = max(row.answers, default=len(turns) - 1) + 1
         lost = find_lost_part(turns[: count or len(turns)], row.text, row.answers)
-        if lost is None:
-            return
-        what, key, hint = lost
-        raise UserError(f"{self.source or 'the chat template'} leaves out {what}", key, hint, "not-written")
+        if lost is not None:
+            raise self.not_written_error(*lost)
+
+    def not_written_error(self, what: str, key: str, hint: str) -> UserError:
+        return UserError(f"{self.source or 'the chat template'} leaves out {what}", key, hint, "not-written")
 
     def apply(
         self, turns: list[Turn], tools: Any, *, prompt: bool = False, marks: bool = False
@@ -335,13 +424,20 @@ def find_template(asked: str, own: Any, place: str) -> tuple[str, str]:
         raise UserError(f"{asked} is not a chat template: {error}", place, "name a .jinja file") from None
 
 
+def read_variables(template: str) -> list[str]:
+    """Return the variables that the template reads and doesn't set itself."""
+    from jinja2 import Environment, meta
+
+    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
+    return sorted(meta.find_undeclared_variables(tree))
+
+
 def require_variables(template: str, kwargs: Mapping[str, Any], where: Where) -> None:
     """Refuse variables that the template doesn't read: they would silently have no effect."""
-    from jinja2 import Environment, TemplateError, meta
+    from jinja2 import TemplateError
 
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
-        known = sorted(meta.find_undeclared_variables(tree))
+        known = read_variables(template)
     except TemplateError as error:
         raise UserError(f"not a chat template: {error}", where("data.chat_template"), "fix its Jinja") from None
     for name in kwargs:

@@ -45,6 +45,8 @@ class RenderedRow:
     """Of a chat that became several rows: the text of all of them."""
     part: int = 0
     """And the number of this one."""
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    """What a user should know of it, by kinds of audit.REMARKS, with an example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +316,7 @@ def render_chat(
         return [RenderedRow(template.render_whole(messages, tools), closed=True)]
     rows = template.render(messages, first=first, tools=tools)
     whole = "".join(row.text for row in rows) if len(rows) > 1 else ""
-    return [RenderedRow(row.text, row.spans, closed=True, whole=whole, part=part) for part, row in enumerate(rows)]
+    return [RenderedRow(row.text, row.spans, True, None, whole, part, row.remarks) for part, row in enumerate(rows)]
 
 
 def make_chat_format(

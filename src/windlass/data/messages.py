@@ -36,6 +36,14 @@ class Turn(NamedTuple):
         return self.message.get("tool_calls") or []
 
     @property
+    def is_plain(self) -> bool:
+        return not self.calls and not self.reasoning
+
+    @property
+    def is_empty(self) -> bool:
+        return self.is_plain and not self.words.strip()
+
+    @property
     def words(self) -> str:
         """The content without reasoning."""
         content = self.message["content"]
@@ -182,10 +190,14 @@ def find_lost_part(
                     return f"a tool call: {str(value)[:60]!r} of {call['function'].get('name')!r}", "data", leave_out
         for thought in turn.reasoning if trained else ():
             if find_written(thought, text, start, stop) < 0:
-                hint = "train without it (data.reasoning: drop), or name a data.chat_template that writes it"
-                return f"an answer's reasoning: {thought.strip()[:60]!r}", "data.reasoning", hint
+                return describe_lost_thought(thought)
         at = stop if trained else at if role == "system" else end
     return None
+
+
+def describe_lost_thought(thought: str) -> tuple[str, str, str]:
+    hint = "train without it (data.reasoning: drop), or name a data.chat_template that writes it"
+    return f"an answer's reasoning: {thought.strip()[:60]!r}", "data.reasoning", hint
 
 
 def find_written(words: str, text: str, start: int, stop: int) -> int:

@@ -27,6 +27,7 @@ from windlass.data.audit import (
     count_overlap,
     find_problems,
     find_warnings,
+    list_facts,
     sample_documents,
 )
 from windlass.data.cache import Say, get_or_create, hash_file
@@ -144,6 +145,7 @@ def prepare_data(
     trained = [rows for rows in selections if not rows.evaluated]
     shares = count_shares(trained, audit) if data.mix and not data.streaming else ()
     notes = dict.fromkeys(note for format_ in formats for note in format_.notes)
+    audit["facts"] = list_facts(audit)
     audit["notes"] = [*notes, *find_warnings(audit), *note_held_out(audit)]
     if not any(rows.validated for rows in selections):
         audit["notes"].append("there are no validation rows, so nothing is evaluated: data.val_fraction holds some out")
@@ -261,7 +263,6 @@ def write_tokens(
             documents, validation[name] = hold_out(documents, selection.fraction, place)
         into_sets = validation if selection.evaluated else train
         into_sets[selection.of.name] = documents
-    eos = tokenizer.eos_token_id
     audit: dict[str, Any] = {"splits": {}, "sources": {}, "evaluated": {}}
     together = {"train": Documents.concatenate([*train.values()])}
     audit["samples"] = sample_documents(together["train"], tokenizer, "train")
@@ -274,10 +275,10 @@ def write_tokens(
             rows = write_rows([*sets.values()], into / f"{split}.arrow", capacity=capacity)
             np.save(into / f"{split}.rows.npy", np.concatenate(rows))
             np.save(into / f"{split}.lengths.npy", together[split].lengths)
-            audit["splits"][split] = audit_split(together[split], eos)
+            audit["splits"][split] = audit_split(together[split], tokenizer)
         named = data.mix if key == "sources" else data.eval  # the only set of a run needs no figures of its own
         for name, lengths in zip(sets, rows, strict=True) if named or len(sets) > 1 else ():
-            audit[key][name] = {**audit_split(sets[name], eos), "sequences": len(lengths)}
+            audit[key][name] = {**audit_split(sets[name], tokenizer), "sequences": len(lengths)}
             if key == "evaluated":
                 audit[key][name]["overlap"] = count_overlap(together["train"], sets[name])
     splits = sorted(audit["splits"])
@@ -315,6 +316,7 @@ def hold_out(documents: Documents, fraction: float, place: str) -> tuple[Documen
     # Rows were dropped before the split.
     train.counts = {**documents.counts, "rows": documents.counts["rows"] - kept}
     train.left_out = documents.left_out
+    train.remarks = documents.remarks
     validation.counts = {**dict.fromkeys(documents.counts, 0), "rows": kept}
     return train, validation
 

@@ -69,7 +69,7 @@ def print_audit(audit: Mapping[str, Any], console: Console | None = None) -> Non
                 shown = f"{shown[:SHOWN_CHARACTERS]} …{hidden:,} characters… {shown[-SHOWN_CHARACTERS:]}"
             text.append(*((f"[[{shown}]]", "not bold green") if part["trained"] else (shown, "not bold dim")))
         parts.append(text)
-    parts += [Text(f"! {note}", "yellow") for note in audit["notes"]]
+    parts += [*audit["facts"], *(Text(f"! {note}", "yellow") for note in audit["notes"])]
     (console or Console(highlight=False)).print(Group(*(Text(p) if isinstance(p, str) else p for p in parts)))
 
 

@@ -50,6 +50,8 @@ class Documents:
     counts: dict[str, int] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     """Why rows are not among them, how many, and where the first are."""
+    remarks: tuple[dict[str, Any], ...] = ()
+    """What a user should know of rows: the kind, an example, how many, and where the first are."""
 
     @cached_property
     def starts(self) -> Indices:
@@ -76,8 +78,9 @@ class Documents:
         names = ("ids", "supervised", "lengths", "hashes")
         counts = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
         left_out = tuple(itertools.chain(*(part.left_out for part in parts)))
+        remarks = tuple(itertools.chain(*(part.remarks for part in parts)))
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-        return cls(**arrays, counts=counts, left_out=left_out)
+        return cls(**arrays, counts=counts, left_out=left_out, remarks=remarks)
 
     def spans(self) -> Iterator[slice]:
         """Yield each document's slice of the flat arrays."""
@@ -100,12 +103,15 @@ def tokenize(
     counts = dict.fromkeys(COUNTS, 0)
     chunks: list[Documents] = []
     left_out: dict[str, list[int]] = {}
+    remarks: dict[str, tuple[str, list[int]]] = {}  # by kind: an example, and the rows
 
     def render(batch: Sequence[Row]) -> Iterator[list[RenderedRow]]:
         for number, row in enumerate(batch, counts["rows"]):
             try:
                 kind.require_columns(row)
                 found = [one for one in kind.render(row) if one.ids is not None or one.text.strip()]
+                for kind_of, example in itertools.chain(*(one.remarks.items() for one in found)):
+                    remarks.setdefault(kind_of, (example, []))[1].append(number)
                 yield found
                 counts["split"] += len(found) > 1
                 counts["split_into"] += len(found) if len(found) > 1 else 0
@@ -136,11 +142,17 @@ def tokenize(
     chunks = chunks or [collect_documents([], [], None, max_length, counts)]
     documents = Documents.concatenate(chunks)
     documents.counts = counts
-    reasons = []
-    for why, numbers in left_out.items():
-        more = ", …" if len(numbers) > FIRST else ""
-        reasons.append(f"{format_plural(len(numbers), 'row')} left out ({why}): {place(*numbers[:FIRST])}{more}")
-    documents.left_out = tuple(reasons)
+
+    def locate(numbers: Sequence[int]) -> str:
+        return f"{place(*numbers[:FIRST])}{', …' if len(numbers) > FIRST else ''}"
+
+    documents.left_out = tuple(
+        f"{format_plural(len(numbers), 'row')} left out ({why}): {locate(numbers)}" for why, numbers in left_out.items()
+    )
+    documents.remarks = tuple(
+        {"kind": name, "example": example, "rows": len(numbers), "where": locate(numbers)}
+        for name, (example, numbers) in remarks.items()
+    )
     return documents
 
 
@@ -215,7 +227,10 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
             chosen, call([rendered[i].text for i in chosen], add_special_tokens=not closed), strict=True
         ):
             spans = rendered[i].supervised
-            encoded[i] = (done.ids, *((None, False) if spans is None else find_supervised_tokens(done, spans)))
+            flags, straddles = None, False
+            if spans is not None:
+                flags, straddles = find_supervised_tokens(done, spans, rendered[i].text, closed=closed)
+            encoded[i] = (done.ids, flags, straddles)
     return encoded
 
 
@@ -229,8 +244,13 @@ def wrap_tokens(one: RenderedRow, ids: npt.NDArray[np.int64]) -> Encoded:
     return ids, flags, False
 
 
-def find_supervised_tokens(done: Any, supervised: Sequence[tuple[int, int]]) -> tuple[Flags, bool]:
-    """Return which tokens have a supervised character, and whether one of them also has unsupervised characters."""
+def find_supervised_tokens(
+    done: Any, supervised: Sequence[tuple[int, int]], text: str, *, closed: bool = False
+) -> tuple[Flags, bool]:
+    """Return which tokens have a supervised character, and whether one of them also has unsupervised characters.
+
+    White space that a chat template writes before an answer (`closed`) doesn't count: nobody can move it.
+    """
     flags = np.zeros(len(done), np.bool_)
     straddles = False
     for start, end in supervised:
@@ -247,7 +267,8 @@ def find_supervised_tokens(done: Any, supervised: Sequence[tuple[int, int]]) -> 
                 last += 1
             inside = np.arange(first, last + 1)
         flags[inside] = True
-        straddles = straddles or bool(len(inside) and done.token_to_chars(int(inside[0]))[0] < start)
+        begun = done.token_to_chars(int(inside[0]))[0] if len(inside) else start
+        straddles = straddles or bool(text[begun:start].strip() if closed else begun < start)
     return flags, straddles
 
 

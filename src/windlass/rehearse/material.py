@@ -18,8 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from windlass import tiny
-from windlass.data.audit import audit_split, find_problems
+from windlass.data.audit import audit_split, find_ended_parts, find_problems
 from windlass.data.formats import choose_format, parse_template
 from windlass.data.mix import RowSet, list_evaluation_sets, list_training_sets
 from windlass.data.select import check_selection, select_rows
@@ -40,7 +42,6 @@ LENGTH = 512  # tokens of a row
 MANY = 32768  # tokens of a vocabulary from which rows are shorter: each token has its logits
 LENGTH_OF_MANY = 256
 LEAST_SUPERVISED = 16  # number of rows that must have a supervised token within the rehearsal's length
-TAIL = 3  # supervised tokens at a row's end among which the end token is: templates write a line break behind it
 ENOUGH = 0.5  # share of the uncut rows that must end so
 COMPARED = ("layers", "hidden", "heads", "kv_heads", "experts", "top_k", "vocab")
 
@@ -142,7 +143,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         for name in ("train", "validation")
         if (found := [each[name] for each in made[: len(trained)] if name in each])
     }
-    audit = {"splits": {name: audit_split(part, tokenizer.eos_token_id) for name, part in tokens.items()}}
+    audit = {"splits": {name: audit_split(part, tokenizer) for name, part in tokens.items()}}
     raise_all(find_problems(audit, vocabulary=vocab, least_fraction=run.watch.min_supervised_fraction, where=where))
     documents = tokens["train"]
     kind = kinds[0]
@@ -251,23 +252,21 @@ def check_ends(documents: Documents, tokenizer: Any, base: Base, longest: int, w
         sources = [("generation_config.json", generation), ("config.json", base.config.get("eos_token_id")), *sources]
     named = ((who, value if isinstance(value, list) else [value]) for who, value in sources)
     who, stops = next(((who, set(ids)) for who, ids in named if ids != [None]), ("everything", set[int]()))
-    tails = [
-        documents.ids[span][documents.supervised[span]][-TAIL:].tolist()
-        for span in documents.spans()
-        if span.stop - span.start < longest
-    ]
-    if not tails:
+    uncut = documents.lengths < longest
+    if not uncut.any():
         return "every row is cut before its end"
-    ended = sum(bool(stops & set(tail)) for tail in tails)
-    if ended >= ENOUGH * len(tails):
-        return f"{ended} of {len(tails)} rows end with a token that generation stops at"
+    owners, ends = find_ended_parts(documents, stops, tokenizer)
+    ended = len({*owners[ends].tolist()} & {*np.flatnonzero(uncut).tolist()})
+    if ended >= ENOUGH * uncut.sum():
+        return f"{ended} of {uncut.sum()} rows end with a token that generation stops at"
+    tails = [documents.ids[span][documents.supervised[span]][-1] for span in documents.spans()]
 
     def spell(tokens: Iterable[int]) -> str:
         return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in tokens) or "nothing"
 
-    usual = Counter(tail[-1] for tail in tails if tail).most_common(1)
+    usual = Counter(map(int, tails)).most_common(1)
     stopping = f"generation stops at {spell(sorted(stops))}, as {who} says"
-    problem = f"the model would never stop: {ended} of {len(tails)} rows end with a supervised token at which "
+    problem = f"the model would never stop: {ended} of {uncut.sum()} rows end with a supervised token at which "
     problem += f"{stopping}; most end with {spell(token for token, _ in usual)}"
     hint = "let the chat template close the assistant's turn with eos_token, or [[ ]] reach the end of the template; "
     hint += "or put the rows' last token into eos_token_id of the model's generation_config.json"

@@ -101,6 +101,8 @@ def train_rank(
             here.phase("preparing the data")
             tokenizer = open_base_tokenizer(plan)
             data = prepare_on_all_ranks(plan, tokenizer, console, unwritten)
+            for fact in data.audit["facts"]:
+                console.print(f"data: {fact}")
             for note in data.audit["notes"]:
                 console.print(f"warning: data: {note}", style="yellow")
             require_same_data(from_checkpoint, data.fingerprint, plan)
