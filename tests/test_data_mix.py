@@ -87,7 +87,7 @@ def test_sets_inherit_unset_keys_from_the_section(tmp_path: Path) -> None:
     data = RunFile.model_validate({"data": {**tree, "dataset_config_name": None, "val_fraction": 0.1}}).data
     first, second = map(data.of, data.mix)
     assert (first.format, first.turns, first.dataset_name_or_path, first.val_fraction) == ("sharegpt", "last", "x", 0.1)
-    assert (second.format, second.turns, second.mix) == ("text", "all", [])
+    assert (second.format, second.turns, second.mix) == ("text", "auto", [])
     whole = RunFile.model_validate({"data": {**tree, "reasoning": "drop"}}).data
     own = [set(whole.of(part).own_changes) & CHAT_KEYS for part in whole.mix]
     assert own == [{"turns"}, set()]  # of a text set, `reasoning` is no error: it is meant for the chats of the mix
