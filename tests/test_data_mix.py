@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from windlass import tiny
-from windlass.data.mix import RowSet, count_all, count_per_epoch
+from windlass.data.mix import RowSet, count_per_epoch
 from windlass.data.packing import choose_epoch_rows
 from windlass.data.prepare import prepare_data
 from windlass.errors import UserError
+from windlass.plan.rows import sample_data
 from windlass.runfile import RunFile, read_run_file
 from windlass.runfile.fields import CHAT_KEYS, MixedSet
 
@@ -59,8 +60,9 @@ def write(folder: Path, **section: Any) -> Path:
 
 
 def test_an_epochs_rows_are_counted_for_the_plan(tmp_path: Path) -> None:
-    rows = count_all(read_run_file(write(tmp_path), []).run.data)
-    assert (rows.count, rows.how) == (12, "8 of a, 4 of b")
+    data = read_run_file(write(tmp_path), []).run.data
+    counts = sample_data(data, None, str).estimate(data)
+    assert (counts.sequences, counts.reason, counts.tolerance) == (12, "8 of a, 4 of b", None)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,30 @@
 """`windlass init --model --data`: a run file that fits the data, the model and the machines."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from random import Random
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import warm
+from refusals import refused
 
 from windlass import init as draft
 from windlass import plan as planning
 from windlass import tiny
+from windlass.data.prepare import open_model_tokenizer, prepare_data
 from windlass.errors import UserError
-from windlass.plan.resolve import BYTES_PER_TOKEN, FEW_STEPS, MOST_EPOCHS
+from windlass.plan.resolve import FEW_STEPS, MOST_EPOCHS
 from windlass.plan.show import print_plan
 from windlass.runfile import read_run_file
+from windlass.train.batches import Batches, RunLength
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +54,7 @@ def test_length_batch_and_epochs_follow_the_data(tmp_path: Path, model: Path) ->
 
 
 def test_few_rows_are_repeated_and_warned_about(tmp_path: Path, model: Path) -> None:
-    made = draft.draft_run(str(model), rows(tmp_path / "few.jsonl", [100] * 20), "1xcpu", print)
+    made = draft.draft_run(str(model), rows(tmp_path / "few.jsonl", [20] * 20), "1xcpu", print)
     assert made.settings["train.num_train_epochs"][0] == MOST_EPOCHS
     assert "20 rows make only" in made.warnings[0]
 
@@ -89,7 +98,7 @@ def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys:
 
     plan = chosen()
     run = plan.run
-    assert 5000 / BYTES_PER_TOKEN < run.data.length <= 1.5 * 5000 / BYTES_PER_TOKEN
+    assert run.data.length == 3072  # the longest have 3,001 tokens
     assert run.data.packing
     assert run.train.num_train_epochs == 3  # 1000 rows make some 200 sequences, 6 steps
     assert run.train.per_device_train_batch_size == "auto"
@@ -97,7 +106,7 @@ def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys:
     assert [each.split(" ")[0] for each in plan.chosen] == ["data.max_length", "data.packing", "train.num_train_epochs"]
     assert f"not set, chosen: {plan.chosen[1]}" in plan.notes
     print_plan(plan)
-    assert "\nnot set  chosen: max_length 1536, packing true, num_train_epochs 3\n" in capsys.readouterr().out
+    assert "\nnot set  chosen: max_length 3072, packing true, num_train_epochs 3\n" in capsys.readouterr().out
     # A default that is written out means the same.
     train = ", num_train_epochs: auto, gradient_accumulation_steps: auto, per_device_train_batch_size: null"
     train += ", max_steps: -1, gradient_checkpointing: auto, bf16: auto"
@@ -170,3 +179,166 @@ def test_columns_are_named_by_a_flag_that_the_error_suggests(tmp_path: Path, mod
         with pytest.raises(UserError, match=r"^--columns: .* is not a mapping"):
             made(text)
     assert "  columns: {prompt: Question, completion: answer}\n" in made(hint.split("'")[1]).text
+
+
+# --- the steps that init, plan and training count ---
+
+WORDS = ("the", "hull", "anchor", "rope", "sails", "north", "wind", "over", "deep", "waters", "captain", "said")
+
+
+def write_rows(folder: Path, kind: str, count: int = 700) -> str:
+    """Write rows of widely differing lengths in a format."""
+    random = Random(kind)
+
+    def text(longest: int) -> str:
+        return " ".join(random.choice(WORDS) for _ in range(random.randint(2, longest)))
+
+    texts = [text(random.choice((10, 30, 200))) for _ in range(count)]
+    if kind == "text":
+        (folder / "rows.txt").write_text("".join(f"{each}\n" + "\n" * random.randint(0, 1) for each in texts))
+        return str(folder / "rows.txt")
+    if kind == "parquet":
+        pq.write_table(
+            pa.Table.from_pylist([{"text": each} for each in texts]), folder / "a.parquet", row_group_size=50
+        )
+        return str(folder / "a.parquet")
+    lines: list[dict[str, Any]] = [{"text": each} for each in texts]
+    if kind == "chats":
+        turns = [[("user", text(9)), ("assistant", each)] * random.randint(1, 4) for each in texts]
+        lines = [{"messages": [{"role": role, "content": said} for role, said in each]} for each in turns]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder / "rows.jsonl")
+
+
+def count_steps(text: str) -> int:
+    found = re.search(r"#.*?([\d,]+) optimizer steps", text)
+    assert found, text
+    return int(found[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text", "chats"])
+def test_init_plan_and_training_count_the_same_steps(
+    kind: str, packing: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Init said 42, plan 66, and training made 48; 900 steps for Parquet that made 15."""
+    monkeypatch.setattr("windlass.plan.rows.ROWS", 350)  # half of them: an estimate
+    out = f"train.output_dir={tmp_path / 'out'}"
+    sizes = ("data.max_length=256", f"data.packing={packing}", "train.global_batch_size=4", out)
+    made = draft.draft_run(str(model), write_rows(tmp_path, kind), "2xcpu", print, overrides=sizes)
+    (tmp_path / "run.yaml").write_text(made.text)
+    loaded = read_run_file(tmp_path / "run.yaml")
+    plan = planning.make_plan(loaded)
+    assert plan.schedule.steps is not None
+    assert plan.schedule.tolerance is not None
+    assert count_steps(made.text) == plan.schedule.steps
+    tokenizer, _ = open_model_tokenizer(loaded)
+    audits: list[Any] = []
+    data = prepare_data(plan.run, tokenizer, where=loaded.where, say=print, audited=audits.append)
+    order = partial(data.order, seed=0, global_batch=4)
+    batches = Batches(data.train, None, 2, order=lambda epoch: order(epoch=epoch), round_rows=4)  # type: ignore[arg-type]
+    trained = RunLength.of(plan.run.train, batches, plan.batch.accumulation).total
+    assert abs(plan.schedule.steps - trained) <= max(2, plan.schedule.tolerance * trained)
+    if packing == "false":
+        assert plan.schedule.steps == trained
+    # Once the tokens are there, they are counted.
+    (tmp_path / "out" / "data.json").write_text(json.dumps(audits[0]))
+    again = planning.make_plan(loaded)
+    assert (again.schedule.steps, again.schedule.tolerance) == (trained, 0.0)
+    assert again.run == plan.run
+    assert again.layout == plan.layout
+    # Not those of other settings.
+    other = planning.make_plan(read_run_file(tmp_path / "run.yaml", ["data.max_length=128"]))
+    assert other.schedule.tolerance != 0.0 or packing == "false"
+    assert "counted in the tokens" not in other.schedule.rows_reason
+
+
+def test_steps_without_a_tokenizer_are_said_to_be_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = draft.draft_run("Mistral-7B-v0.1", write_rows(tmp_path, "jsonl"), "1xh100", print)
+    assert "# about " in made.text
+    assert ", by their bytes" in made.text
+    print_plan(planning.make_plan(made.load()))
+    assert re.search(r"about \d+ steps", capsys.readouterr().out)
+
+
+# --- rows that init must look at ---
+
+
+def test_the_length_covers_what_the_template_adds(tmp_path: Path, model: Path) -> None:
+    """`512, which 100 % fit`, then `no row has a supervised token`: the template wrote 2,000 characters itself."""
+    verbose = shutil.copytree(model, tmp_path / "model")
+    template = verbose / "chat_template.jinja"
+    template.write_text("You are " + "very " * 700 + "helpful." + template.read_text())
+    data = write_rows(tmp_path, "chats", 60)
+    made = draft.draft_run(str(verbose), data, "1xcpu", print, overrides=[f"train.output_dir={tmp_path / 'out'}"])
+    assert made.settings["data.max_length"][0] > 1500
+    (tmp_path / "run.yaml").write_text(made.text)
+    loaded = read_run_file(tmp_path / "run.yaml")
+    tokenizer, _ = open_model_tokenizer(loaded)
+    audit = prepare_data(loaded.run, tokenizer, where=loaded.where, say=print).audit
+    assert audit["splits"]["train"]["unsupervised"] == 0
+    # A plan chooses so too.
+    chosen = planning.make_plan(read_run_file(tmp_path / "run.yaml", ["data.max_length=auto"]))
+    assert chosen.run.data.length > 1500
+
+
+def test_rows_that_are_all_too_long_are_named(tmp_path: Path, model: Path) -> None:
+    small = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((small / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 600
+    (small / "config.json").write_text(json.dumps(config))
+    made = draft.draft_run(str(small), rows(tmp_path / "long.jsonl", [900] * 50), "1xcpu", print)
+    assert any("data.max_length 600: every row is longer" in warning for warning in made.warnings)
+    assert "0.0%" not in made.text
+    chat = {"messages": [{"role": "user", "content": "hull " * 900}, {"role": "assistant", "content": "rope"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    with pytest.raises(UserError, match=r"^--data: no row has anything to train on within 600 tokens"):
+        draft.draft_run(str(small), str(tmp_path / "chat.jsonl"), "1xcpu", print)
+
+
+def test_what_the_template_needs_for_the_rows_is_set_with_the_reason(tmp_path: Path, model: Path) -> None:
+    plain = shutil.copytree(model, tmp_path / "model")
+    template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}{{ eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<s>assistant {% endif %}"
+    (plain / "chat_template.jinja").write_text(template)
+    thought = {"role": "assistant", "content": "rope", "reasoning_content": "a hull needs one"}
+    line = json.dumps({"messages": [{"role": "user", "content": "hull"}, thought]})
+    (tmp_path / "rows.jsonl").write_text(f"{line}\n" * 30)
+    made = draft.draft_run(str(plain), str(tmp_path / "rows.jsonl"), "1xcpu", print)
+    value, reason = made.settings["data.reasoning"]
+    assert value == "drop"
+    assert "leaves out an answer's reasoning" in reason
+    assert any("data.reasoning drop" in warning for warning in made.warnings)
+    assert "  reasoning: drop  # " in made.text
+
+
+def test_without_gpus_any_number_of_ranks_divides_the_batch(tmp_path: Path, model: Path) -> None:
+    made = draft.draft_run(str(model), write_rows(tmp_path, "jsonl"), None, print)
+    assert made.settings["train.global_batch_size"][0] % 8 == 0
+    assert not any(key.startswith("cluster.") for key in made.settings)
+    assert not {"data.dataset_config_name", "data.val_split"} & made.settings.keys()
+    (tmp_path / "run.yaml").write_text(made.text)
+    assert planning.make_plan(read_run_file(tmp_path / "run.yaml", ["cluster.gpus_per_node=2"])).layout.ranks == 2
+
+
+def test_overrides_are_kept_and_refused_by_name(tmp_path: Path, model: Path) -> None:
+    data = write_rows(tmp_path, "jsonl")
+    overrides = ["data.max_length=300", "train.num_train_epochs=2", "lora.r=4", "name=mine"]
+    made = draft.draft_run(str(model), data, "1xcpu", print, overrides=overrides)
+    (tmp_path / "run.yaml").write_text(made.text)
+    run = read_run_file(tmp_path / "run.yaml").run
+    assert (run.data.length, run.train.epochs, run.lora.r, run.name) == (300, 2, 4, "mine")
+    for override in ("data.pack=false", "lora.r", "data.max_seq_length=3"):
+        with refused("unknown-key", override):
+            draft.draft_run(str(model), data, "1xcpu", print, overrides=[override])
+    with pytest.raises(UserError, match=r"^--override lora.r"):
+        draft.draft_run(str(model), data, "1xcpu", print, overrides=["lora.r=none"])
+
+
+def test_validation_rows_of_the_data_are_used(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "set").mkdir()
+    for split in ("train", "validation"):
+        rows(tmp_path / "set" / f"{split}.jsonl", [9] * 40)
+    made = draft.draft_run(str(model), str(tmp_path / "set"), "1xcpu", print)
+    assert "data.val_fraction" not in made.settings
+    assert planning.make_plan(made.load()).counts.evaluated

@@ -382,12 +382,90 @@ def test_a_configuration_becomes_a_run_file(name: str, tmp_path: Path) -> None:
     assert {problem.where.rpartition(": ")[2] for problem in made.problems} == set(keys)
     assert all(problem.code for problem in made.problems)
     assert {key: made.settings.get(key, "absent") for key in expected} == expected
-    (tmp_path / "run.yaml").write_text(render_run_file(made))
-    run = read_run_file(tmp_path / "run.yaml").run.model_dump()
+    written = tmp_path / "run.yaml"
+    written.write_text(render_run_file(made))
+    if keys:  # it can't be used as it is
+        with refused("incomplete", "run.yaml:1") as problems:
+            read_run_file(written)
+        assert all(key in problems[0].problem for key in keys)
+        written.write_text(written.read_text().partition("\n")[2])
+    run = read_run_file(written).run.model_dump()
     for key, value in made.settings.items():  # what is written is what is read
         section, _, field = key.partition(".")
         if key not in ("lora.experts", "data.mix", "data.eval"):  # which defaults fill up
             assert run[section][field] == value
+
+
+def test_preferences_are_never_turned_into_answers(tmp_path: Path) -> None:
+    """The hint said `write stage: sft`: the chosen rows, and with a mix the rejected ones, were then trained on."""
+    file = tmp_path / "run.yml"
+    for text, changes, key in (
+        (LLAMA_FACTORY, {"stage": "dpo"}, "stage"),
+        (LLAMA_FACTORY, {"pref_loss": "orpo"}, "pref_loss"),
+        (AXOLOTL, {"rl": "kto"}, "rl"),
+        (TRL, {"dpo_beta": 0.1}, "dpo_beta"),
+    ):
+        file.write_text(edited(text, **changes))
+        (problem,) = [each for each in import_file(file).problems if each.where.endswith(f": {key}")]
+        assert problem.hint.startswith("train this with "), (key, problem)
+        assert "write stage" not in problem.hint
+        assert "import again" not in problem.hint
+
+
+def test_llamafactory_data_set_that_is_described_nowhere_is_refused(tmp_path: Path) -> None:
+    """`dataset: identity` became the path `identity`, a name on the hub."""
+    file = tmp_path / "l.yaml"
+    file.write_text(edited(LLAMA_FACTORY, dataset="identity"))
+    (problem,) = import_file(file).problems
+    assert problem.problem == "'identity' is described in data/dataset_info.json, which isn't here"
+    assert "dataset_dir" in problem.hint
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"identities": {"file_name": "a.jsonl"}}))
+    (problem,) = import_file(file).problems
+    assert problem.problem == "data/dataset_info.json describes no 'identity'"
+    assert problem.hint == "did you mean identities?"
+    file.write_text(edited(LLAMA_FACTORY, dataset="identity", dataset_dir="ONLINE"))
+    assert not import_file(file).problems
+
+
+def test_the_machine_and_overrides_are_written_into_the_run_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.yml"
+    file.write_text(AXOLOTL)
+    assert "No machine is set" in render_run_file(import_file(file)).splitlines()[1]
+    made = import_file(file, gpus="2x8xh100", overrides=["lora.r=64", "name=mine"])
+    (tmp_path / "run.yaml").write_text(render_run_file(made))
+    run = read_run_file(tmp_path / "run.yaml").run
+    assert (run.cluster.nodes, run.cluster.gpus_per_node, run.cluster.gpu, run.lora.r) == (2, 8, "h100", 64)
+    assert "No machine" not in render_run_file(made)
+    with pytest.raises(UserError, match="--gpus"):
+        import_file(file, gpus="8")
+
+
+def test_a_file_is_written_in_full_or_not_at_all(tmp_path: Path) -> None:
+    good = tmp_path / "a.yml"
+    good.write_text(AXOLOTL)
+    bad = tmp_path / "b.yml"
+    bad.write_text(edited(AXOLOTL, rl="dpo"))
+    out = tmp_path / "run.yaml"
+    out.write_text("mine\n")
+
+    def run(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "windlass", *arguments, "--out", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.stdout == ""
+        return done.returncode, done.stderr
+
+    code, said = run("import", str(good))
+    assert (code, out.read_text()) == (2, "mine\n")
+    assert "exists already" in said
+    code, said = run("import", str(bad), "--force")
+    assert (code, out.read_text()) == (2, "mine\n")
+    code, said = run("import", str(good), "--force")
+    assert code == 0, said
+    assert read_run_file(out).run.lora.r == 32
+    assert run("init", "tiny-cpu", "--force")[0] == 0
+    assert read_run_file(out).run.cluster.gpu == "cpu"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.yml", "b.yml", "run.yaml"]
 
 
 def test_llamafactory_data_set_names_are_resolved(tmp_path: Path) -> None:

@@ -15,14 +15,16 @@ import pytest
 from refusals import refused
 
 from windlass import hardware
+from windlass.data.mix import RowSet
 from windlass.data.sources import Rows
 from windlass.plan import Plan, make_plan
 from windlass.plan.accelerate import read_accelerate
 from windlass.plan.cost import HEADROOM, Batch
-from windlass.plan.schedule import count_sequences, make_schedule
+from windlass.plan.rows import Counts, DataSample, SplitSample
+from windlass.plan.schedule import make_schedule
 from windlass.plan.search import EQUAL, drop_dominated, is_same_layout
 from windlass.plan.show import format_rough, print_plan
-from windlass.runfile import Train, read_run_file
+from windlass.runfile import Data, Train, read_run_file
 from windlass.settings import FOUR_BITS
 
 ROOT = Path(__file__).parent.parent
@@ -489,6 +491,10 @@ def test_unlikely_settings_are_warned_about() -> None:
 # --- the run's length ------------------
 
 
+def count(rows: int | None) -> Counts:
+    return Counts(rows, None, 128, None, "counted" if rows else "a stream", 0.0)
+
+
 @pytest.mark.parametrize(
     ("rows", "ranks", "micro", "accumulation", "steps"),
     [
@@ -502,22 +508,28 @@ def test_unlikely_settings_are_warned_about() -> None:
 )
 def test_steps_of_an_epoch(rows: int, ranks: int, micro: int, accumulation: int, steps: int) -> None:
     adapter, batch = planned("train").adapter, Batch(micro, accumulation, 128)
-    made = make_schedule(Train(num_train_epochs=3), batch, ranks, adapter, rows, "counted")
+    made = make_schedule(Train(num_train_epochs=3), batch, ranks, adapter, count(rows))
     assert (made.steps_per_epoch, made.steps) == (steps, 3 * steps)
     assert made.global_sequences == ranks * micro * accumulation
     assert made.warmup_steps == math.ceil(3 * steps * 0.05)
-    assert make_schedule(Train(), batch, ranks, adapter, None, "a stream").steps is None
-    assert make_schedule(Train(max_steps=7, save_steps=2), batch, ranks, adapter, None, "a stream").checkpoints == 3
+    assert make_schedule(Train(), batch, ranks, adapter, count(None)).steps is None
+    assert make_schedule(Train(max_steps=7, save_steps=2), batch, ranks, adapter, count(None)).checkpoints == 3
 
 
 def test_rows_as_sequences() -> None:
-    short = Rows(1000, "counted", 1000 * 415)  # 100 tokens each
-    half_blank = Rows(2000, "counted", 1000 * 415, blank=1000)
-    for rows in (short, half_blank):
-        assert count_sequences(rows, 1000, packing=False)[:2] == (1000, 100)
-        assert count_sequences(rows, 1000, packing=True)[:2] == (100, 1000)
-    assert count_sequences(Rows(1000, "counted"), 1000, packing=False) == (1000, 1000, ())
-    assert count_sequences(Rows(None, "a stream"), 1000, packing=True) == (None, 1000, ())
+    def estimate(rows: Rows, *, packing: bool, known: bool = True) -> tuple[int | None, int, str]:
+        data = Data.model_validate({"dataset_name_or_path": "x", "max_length": 1000, "packing": packing})
+        groups = [[(100, 1)]] if known else []
+        split = SplitSample(RowSet("train", data, str), rows, groups=groups)
+        counts = DataSample([split], [], None).estimate(data)
+        assert counts.tolerance is None
+        return counts.sequences, counts.usual, counts.reason
+
+    for rows in (Rows(1000, "counted"), Rows(2000, "counted", blank=1000)):
+        assert estimate(rows, packing=False)[:2] == (1000, 100)
+        assert estimate(rows, packing=True)[:2] == (100, 1000)
+    assert estimate(Rows(1000, "counted"), packing=False, known=False) == (1000, 1000, "counted")
+    assert estimate(Rows(None, "a stream"), packing=True, known=False) == (None, 1000, "a stream")
 
 
 def write_json(value: Any, indent: str = "") -> str:

@@ -321,6 +321,15 @@ def read_this_machine() -> LocalMachine:
     return LocalMachine(nvml.gpus, count_usable_cpus(), min(total, limit) if limit else total, limit, notes)
 
 
+def parse_gpus(text: str, where: str) -> tuple[int, int, str]:
+    """Parse 8xh200 as eight GPUs on one node, and 2x8xh200 as two such nodes."""
+    *counts, name = text.lower().split("x")
+    if len(counts) > 2 or not all(count.isdigit() and int(count) for count in counts) or not name:
+        raise UserError(f"{text!r} is not a number of GPUs", where, "write 8xh200, or 2x8xh200 for two nodes")
+    nodes, per_node = [1, 1, *map(int, counts)][-2:]
+    return nodes, per_node, "cpu" if name == "cpu" else find_gpu(name, where).name
+
+
 def read_gpu_name() -> str:
     """Return the name of this machine's first GPU, or `cpu` if there is none."""
     gpus = read_gpus(health=False).gpus

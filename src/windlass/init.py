@@ -3,7 +3,8 @@
 import math
 import re
 import tempfile
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -11,18 +12,24 @@ from typing import Any, Final
 import yaml
 
 from windlass import hardware
-from windlass.data.sources import count_rows
+from windlass.data.mix import list_training_sets
+from windlass.data.sources import resolve_source
 from windlass.errors import UserError
-from windlass.model import find_base
-from windlass.plan import make_plan
-from windlass.plan.resolve import COVERED, FEW_STEPS, MOST_EPOCHS, SAMPLED, SHORTEST
-from windlass.runfile import Loaded, read_run_file
+from windlass.model import Base, find_base
+from windlass.observe.format import format_plural
+from windlass.plan import Plan, make_plan
+from windlass.plan.resolve import COVERED, FEW_STEPS, MOST_EPOCHS, SHORTEST
+from windlass.plan.rows import DataSample, sample_data
+from windlass.runfile import Loaded, parse_settings, read_run_file
 from windlass.runfile.reference import render_settings
 
 LONGEST: Final = 16_384  # largest data.max_length
 MANY_STEPS: Final = 150  # with more steps than this, an optimizer step takes more rows
 UNKNOWN: Final = 2048  # data.max_length for rows of unknown lengths
 MOST_SEQUENCES: Final = 128  # most sequences of an optimizer step
+ANY_RANKS: Final = 8  # sequences of an optimizer step divide by it, if the number of ranks isn't known
+# A setting in a hint of what refuses the rows, if it leaves the prompt as it is at inference.
+HINTED: Final = re.compile(r"data\.(turns|tools|reasoning|template_kwargs): (\{[^{}]*\}|\w+)")
 
 
 class Draft:
@@ -31,6 +38,13 @@ class Draft:
     def __init__(self, settings: dict[str, tuple[Any, str]]) -> None:
         self.settings = settings
         self.warnings = list[str]()
+        self.ranks = 1
+        self.fixed = frozenset[str]()  # keys that the user has set
+
+    def set(self, key: str, value: Any, reason: str = "") -> None:
+        """Set a key that the user hasn't set."""
+        if key not in self.fixed:
+            self.settings[key] = (value, reason)
 
     @property
     def text(self) -> str:
@@ -46,31 +60,44 @@ class Draft:
             return read_run_file(path)
 
 
-def draft_run(model: str, data: str, gpus: str | None, say: Callable[[str], None], columns: str | None = None) -> Draft:
+def draft_run(
+    model: str,
+    data: str,
+    gpus: str | None,
+    say: Callable[[str], None],
+    columns: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Draft:
     """Choose what fits the data, the model and the machines."""
     try:
-        return _draft(model, data, gpus, say, columns)
+        return _draft(model, data, gpus, say, columns, overrides)
     except UserError as error:  # its places are in a file that is gone
         flags = {
             "model.model_name_or_path": "--model",
             "data.dataset_name_or_path": "--data",
             "data.text_field": "--data",
         }
-        keys = [problem.where.rpartition(": ")[2] for problem in error.problems]
-        problems = [
-            replace(
-                problem,
-                where="--columns" if key.startswith("data.columns") else flags.get(key, key),
-                hint=re.sub(r"data\.columns: (\{.*?\})", r"--columns '\1'", problem.hint),
-            )
-            for problem, key in zip(error.problems, keys, strict=True)
-        ]
+        problems = []
+        for problem in error.problems:
+            key = problem.where.rpartition(": ")[2]
+            where = "--columns" if key.startswith("data.columns") else flags.get(key, key)
+            if any(override.startswith(f"{key}=") for override in overrides):
+                where = f"--override {key}"
+            hint = re.sub(r"data\.columns: (\{.*?\})", r"--columns '\1'", problem.hint)
+            hint = re.sub(r"(data\.\w+): (\{.*?\}|\w+)", r"--override '\1=\2'", hint)
+            problems.append(replace(problem, where=where, hint=hint))
         raise UserError.of(problems) from None
 
 
-def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None], columns: str | None) -> Draft:
+def _draft(
+    model: str,
+    data: str,
+    gpus: str | None,
+    say: Callable[[str], None],
+    columns: str | None,
+    overrides: Sequence[str],
+) -> Draft:
     base = find_base(model, "--model")
-    nodes, per_node, gpu = _parse_gpus(gpus)
     made = Draft(
         {
             "model.model_name_or_path": (model, ""),
@@ -79,27 +106,22 @@ def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None], 
             "lora.lora_dropout": (0.0, ""),
             "lora.target_modules": ("all-linear", ""),
             "data.dataset_name_or_path": (data, ""),
-            "data.dataset_config_name": (None, ""),
-            "data.val_split": (None, ""),
             "data.val_fraction": (0.02, "held out to evaluate on"),
             "data.max_length": (LONGEST, ""),
             "data.packing": (True, "short rows share a sequence and can't attend to each other"),
             "train.output_dir": ("run", ""),
             "train.num_train_epochs": (1, ""),
             "train.per_device_train_batch_size": ("auto", "the fastest that fits"),
-            "train.global_batch_size": (nodes * per_node, "sequences per optimizer step"),
+            "train.global_batch_size": (ANY_RANKS, "sequences per optimizer step"),
             "train.gradient_checkpointing": (False, "it fits without"),
             "train.learning_rate": (2e-4, ""),
             "train.lr_scheduler_type": ("cosine", ""),
-            "train.bf16": (gpu != "cpu", ""),
             "train.logging_steps": (1, ""),
             "train.resume": ("auto", "the same command resumes after an interruption"),
             "layout.name": ("auto", "the fastest that fits"),
-            "cluster.nodes": (nodes, ""),
-            "cluster.gpus_per_node": (per_node, ""),
-            "cluster.gpu": (gpu, ""),
         }
     )
+    _set_machine(made, gpus)
     if columns is not None:
         try:
             named = yaml.safe_load(columns)
@@ -108,95 +130,129 @@ def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None], 
         if not isinstance(named, dict):
             hint = "name the format's columns and yours: --columns '{prompt: question, completion: answer}'"
             raise UserError(f"{columns!r} is not a mapping", "--columns", hint)
-        made.settings["data.columns"] = (named, "")
-    if nodes > 1:
-        made.settings["cluster.network"] = ("infiniband-400", "between nodes: put in what you have")
-    if gpu == "cpu":
-        made.settings["model.torch_dtype"] = ("float32", "CPUs compute in it")
-    _follow_data(made, base, say)
-    _fit_memory(made)
+        made.set("data.columns", named)
+    settings = parse_settings(overrides)
+    made.settings |= {key: (value, "") for key, value in settings.items()}
+    made.fixed = frozenset(settings)
+    sample = _sample(made, base, say)
+    _follow_data(made, base, sample)
+    plan = _fit_memory(made)
+    _set_rhythm(made, plan, sample)
     return made
 
 
-def _parse_gpus(gpus: str | None) -> tuple[int, int, str]:
-    """Parse 8xh200 as eight GPUs on one node and 2x8xh200 as two such nodes; None: this machine's."""
+def _set_machine(made: Draft, gpus: str | None) -> None:
+    """Set the machines, if they are named; otherwise the run takes what it finds."""
     if gpus is None:
-        here = hardware.read_this_machine().gpus
-        return 1, max(1, len(here)), hardware.read_gpu_name()
-    *counts, name = gpus.lower().split("x")
-    if len(counts) > 2 or not all(count.isdigit() and int(count) for count in counts) or not name:
-        raise UserError(f"{gpus!r} is not a number of GPUs", "--gpus", "write 8xh200, or 2x8xh200 for two nodes")
-    nodes, per_node = [1, 1, *map(int, counts)][-2:]
-    return nodes, per_node, "cpu" if name == "cpu" else hardware.find_gpu(name, "--gpus").name
+        gpu = hardware.read_gpu_name()
+    else:
+        nodes, per_node, gpu = hardware.parse_gpus(gpus, "--gpus")
+        made.ranks = nodes * per_node
+        made.set("train.bf16", gpu != "cpu")
+        made.set("cluster.nodes", nodes)
+        made.set("cluster.gpus_per_node", per_node)
+        made.set("cluster.gpu", gpu)
+        if nodes > 1:
+            made.set("cluster.network", "infiniband-400", "between nodes: put in what you have")
+    if gpu == "cpu":
+        made.set("model.torch_dtype", "float32", "CPUs compute in it")
+        if gpus is None:
+            made.warnings.append("this machine has no GPU, and the run is made for it: --gpus 8xh100 names another")
 
 
-def _follow_data(made: Draft, base: Any, say: Callable[[str], None]) -> None:
+def _sample(made: Draft, base: Base, say: Callable[[str], None]) -> DataSample:
+    """Render and tokenize a sample of the rows; set what the template needs for them, as its errors say."""
+    loaded = made.load()
+    for row_set in list_training_sets(loaded.run.data, loaded.where):
+        resolve_source(row_set.data, row_set.where)  # or what is wrong with the path
+    for _ in range(4):
+        loaded = made.load()
+        sample = sample_data(loaded.run.data, base.path, loaded.where)
+        problem = next(iter(sample.problems), None)
+        if problem is None:
+            break
+        hinted = HINTED.search(problem.hint)
+        key = f"data.{hinted[1]}" if hinted else ""
+        if not hinted or key in made.settings:
+            raise UserError.of([problem])
+        reason = re.sub(r"^.*?: row \d+: ", "", problem.problem)  # the row itself is not to blame
+        made.set(key, yaml.safe_load(hinted[2]), textwrap.shorten(reason, 100, placeholder=" …"))
+        made.warnings.append(f"{key} {hinted[2]}: {problem.problem}")
+    if sample.tokenized:
+        tokens = [tokens for tokens, _ in sample.lengths()]
+        rows = format_plural(sample.sampled, "row")
+        say(f"{rows} tokenized, {sum(tokens) / max(1, len(tokens)):.0f} tokens each on average")
+    loaded = made.load(data__val_fraction=None)
+    if "data.val_fraction" not in made.fixed and sample_data(loaded.run.data, None, loaded.where).evaluated:
+        made.settings.pop("data.val_fraction")  # the data have validation rows of their own
+        loaded = made.load()
+        return sample_data(loaded.run.data, base.path, loaded.where)
+    return sample
+
+
+def _follow_data(made: Draft, base: Base, sample: DataSample) -> None:
     """Set length, batch and epochs from the rows' lengths and number."""
-    lengths, rows = _sample_lengths(made, base, say)
+    documents = sample.lengths()
     longest = UNKNOWN
     why = "row lengths are unknown: see `windlass data run.yaml`"
-    if len(lengths) > 1:
-        covered = sorted(lengths)[math.ceil(len(lengths) * COVERED / 100) - 1]
+    if documents:
+        lengths = sorted(tokens for tokens, _ in documents)
+        covered = lengths[math.ceil(len(lengths) * COVERED / 100) - 1]
         longest = min(-(-min(LONGEST, max(SHORTEST, covered)) // 256) * 256, base.positions or LONGEST)
-        share = sum(length <= longest for length in lengths) / len(lengths)
-        why = f"{share:.1%} of the rows fit uncut, by the first {len(lengths):,}"
-    made.settings["data.max_length"] = (longest, why)
-    if rows is None or not lengths:
+        share = sum(tokens <= longest for tokens in lengths) / len(lengths)
+        why = f"{share:.1%} of a sample of {len(lengths):,} fit uncut{'' if sample.tokenized else ', by their bytes'}"
+        if not share:
+            why = f"every row is longer, {lengths[len(lengths) // 2]:,} tokens at the middle, and is cut"
+            made.warnings.append(f"data.max_length {longest:,}: {why}")
+        lost = sum(trained_at >= longest for _, trained_at in documents)
+        if lost == len(documents):
+            problem = f"no row has anything to train on within {longest:,} tokens, the most that is chosen"
+            raise UserError(problem, "--data", "shorten the prompts, or split the rows")
+        if lost:
+            rows = f"{lost / len(documents):.1%} of the rows"
+            made.warnings.append(f"{rows} have nothing to train on within {longest:,} tokens and are left out")
+    made.set("data.max_length", longest, why)
+    loaded = made.load()
+    sequences = sample.estimate(loaded.run.data).sequences
+    if sequences is None or not documents:
         made.warnings.append("the rows can't be counted: set train.global_batch_size yourself")
         return
-    mean = sum(min(length, longest) for length in lengths) / len(lengths)
-    sequences = max(1, math.ceil(rows * 0.98 * mean / longest))
-    ranks = made.settings["cluster.nodes"][0] * made.settings["cluster.gpus_per_node"][0]
-    epochs = min(MOST_EPOCHS, max(1, math.ceil(FEW_STEPS * 2 * ranks / sequences)))
-    batch = min(MOST_SEQUENCES, max(ranks, epochs * sequences // MANY_STEPS)) // ranks * ranks or ranks
-    steps = max(1, epochs * sequences // batch)
-    made.settings |= {
-        "train.num_train_epochs": (epochs, f"{steps} optimizer steps of about {batch * longest:,} tokens"),
-        "train.global_batch_size": (batch, "sequences per optimizer step, over all GPUs"),
-        **dict.fromkeys(("train.eval_steps", "train.save_steps"), (max(1, steps // 10), "")),
-    }
-    if steps < FEW_STEPS:
-        warning = f"{rows:,} rows make only {steps} optimizer steps: an adapter hardly learns in fewer than {FEW_STEPS}"
-        made.warnings.append(warning)
+    even = made.ranks if "cluster.gpu" in made.settings else math.lcm(made.ranks, ANY_RANKS)
+    epochs = min(MOST_EPOCHS, max(1, math.ceil(FEW_STEPS * 2 * even / sequences)))
+    batch = min(MOST_SEQUENCES, max(even, epochs * sequences // MANY_STEPS)) // even * even or even
+    made.set("train.num_train_epochs", epochs)
+    made.set("train.global_batch_size", batch, "sequences per optimizer step, over all GPUs")
 
 
-def _sample_lengths(made: Draft, base: Any, say: Callable[[str], None]) -> tuple[list[int], int | None]:
-    """Return the lengths of the first rows in tokens, and the number of rows."""
-    loaded = made.load()
-    split = loaded.run.data.train_split
-    rows = count_rows(loaded.run.data, split, loaded.where)
-    if base.path is None:
-        return ([rows.text_bytes // rows.count // 4] if rows.count and rows.text_bytes else []), rows.count
-    try:
-        from windlass.data.prepare import audit_data
-    except ImportError:
-        return [], rows.count
-    audits: list[Any] = []
-    with tempfile.TemporaryDirectory() as folder:
-        sampled = {"data__train_split": f"{split}[:{SAMPLED}]", "data__val_fraction": None, "data__packing": False}
-        loaded = made.load(train__output_dir=folder, train__eval_strategy="no", **sampled)
-        audit_data(loaded, say=lambda _: None, audited=audits.append)
-    found = audits[0]["splits"]["train"]
-    say(f"{found['documents']:,} rows tokenized, {found['lengths'].get('mean', 0):.0f} tokens each on average")
-    most = found["lengths"]["most"]
-    lengths = list[int]()
-    for low, high, count in found["histogram"]:  # spread evenly within each of its bins
-        high = min(high, most)
-        lengths += [low + (high - low) * (i + 1) // count for i in range(count)]
-    return lengths, rows.count
-
-
-def _fit_memory(made: Draft) -> None:
+def _fit_memory(made: Draft) -> Plan:
     """Recompute activations only if the run doesn't fit otherwise, and pack only if rows can't attend to each other."""
     try:
         plan = make_plan(made.load())
     except UserError as error:
-        if not any("packing" in problem.where for problem in error.problems):
+        if not any("packing" in problem.where for problem in error.problems) or "data.packing" in made.fixed:
             raise
-        made.settings["data.packing"] = (False, error.problems[0].problem)
+        made.set("data.packing", False, error.problems[0].problem)
         plan = make_plan(made.load())
-    if not plan.cost.fits:
-        made.settings["train.gradient_checkpointing"] = (True, "it doesn't fit without")
+    if not plan.cost.fits and "train.gradient_checkpointing" not in made.fixed:
+        made.set("train.gradient_checkpointing", True, "it doesn't fit without")
         plan = make_plan(made.load())
     if not plan.cost.fits:
         made.warnings.append(plan.cost.remedy)
+    return plan
+
+
+def _set_rhythm(made: Draft, plan: Plan, sample: DataSample) -> None:
+    """Evaluate and save ten times, and say how many steps the plan counts."""
+    steps = plan.schedule.steps
+    if steps is None:
+        return
+    epochs, _ = made.settings["train.num_train_epochs"]
+    about = "" if plan.schedule.tolerance == 0 else "about "
+    tokens = plan.schedule.global_sequences * plan.counts.usual
+    made.set("train.num_train_epochs", epochs, f"{about}{steps:,} optimizer steps of about {tokens:,} tokens")
+    for key in ("train.eval_steps", "train.save_steps"):
+        made.set(key, max(1, steps // 10))
+    if steps < FEW_STEPS:
+        rows = sum(split.rows.count or 0 for split in sample.train)
+        warning = f"{rows:,} rows make only {steps} optimizer steps: an adapter hardly learns in fewer than {FEW_STEPS}"
+        made.warnings.append(warning)

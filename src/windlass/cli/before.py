@@ -10,7 +10,9 @@ import typer
 from windlass.cli.options import (
     BEFORE,
     Accelerate,
+    Force,
     Json,
+    OutFile,
     Overrides,
     Run,
     arg,
@@ -19,15 +21,20 @@ from windlass.cli.options import (
     make_plan,
     opt,
     remember_run_file,
+    require_new,
     say,
     write_json,
     write_result,
+    write_run_file,
 )
 from windlass.errors import RANK_USER_INPUT, TRAINING, UserError, print_error, raise_all, require_libraries
 
 
 @command(
-    BEFORE, "init > run.yaml", "init --model ./Qwen3-8B --data chats.jsonl --gpus 8xh100 > run.yaml", "init --list"
+    BEFORE,
+    "init --model ./Qwen3-8B --data chats.jsonl --gpus 8xh100 --out run.yaml",
+    "init mistral-small-4 --out run.yaml",
+    "init --list",
 )
 def init(
     preset: Annotated[str | None, arg("PRESET", "Which run file; see --list. Default: mistral-small-4.")] = None,
@@ -37,51 +44,68 @@ def init(
         str | None, opt("--columns", "MAP", "What the rows call a format's columns: '{prompt: question, …}'.")
     ] = None,
     gpus: Annotated[str | None, opt("--gpus", "N", "8xh200, or 2x8xh200 for two nodes. Default: this machine.")] = None,
+    override: Overrides = None,
+    out: OutFile = None,
+    force: Force = False,
     names: Annotated[bool, flag("--list", "List the presets.")] = False,
 ) -> None:
-    """Print a run file to start from: a commented preset, or one made for your model and data."""
+    """Print a run file to start from: a commented preset, or one made for your model and data.
+
+    With --out it is written in full or not at all: `> run.yaml` leaves an empty file if something is wrong.
+    """
     from windlass.init import draft_run
     from windlass.runfile import read_preset, read_presets
 
-    if model or data or gpus or columns:
+    require_new(out, force)
+    text = ""
+    if model or data or gpus or columns or override:
         if preset:
             raise UserError(f"takes either a preset or --model, not {preset} too", "windlass init", "leave one out")
         if not (model and data):
-            hint = "`windlass init --model DIR --data PATH > run.yaml`"
+            hint = "`windlass init --model DIR --data PATH --out run.yaml`"
             raise UserError("needs both --model and --data", "windlass init", hint)
-        draft = draft_run(model, data, gpus, say, columns)
+        draft = draft_run(model, data, gpus, say, columns, override or ())
         for warning in draft.warnings:
             say(f"warning: {warning}")
-        print(draft.text, end="")
+        text = draft.text
     elif names:
-        for name, text in read_presets().items():
-            summary = text.splitlines()[0].removeprefix("# ")
+        for name, preset_text in read_presets().items():
+            summary = preset_text.splitlines()[0].removeprefix("# ")
             print(f"{name}\n  {summary}")
     else:
-        print(read_preset(preset or "mistral-small-4"), end="")
+        text = read_preset(preset or "mistral-small-4")
+    write_run_file(text, out)
 
 
-@command(BEFORE, "import axolotl.yml > run.yaml", "import sft.sh --from swift > run.yaml")
+@command(BEFORE, "import axolotl.yml --gpus 8xh100 --out run.yaml", "import sft.sh --from swift > run.yaml")
 def import_(
     file: Annotated[Path, arg("FILE", "Configuration (YAML, JSON), or shell script that starts the tool.")],
     tool: Annotated[
         str | None, opt("--from", "TOOL", "axolotl, llamafactory, trl or swift. Default: recognized.")
     ] = None,
+    gpus: Annotated[str | None, opt("--gpus", "N", "The run's GPUs: 8xh200, or 2x8xh200 for two nodes.")] = None,
+    override: Overrides = None,
+    out: OutFile = None,
+    force: Force = False,
     as_json: Annotated[bool, flag("--json", "Print one JSON object instead of a run file.")] = False,
 ) -> None:
     """Print a run file made from another tool's configuration.
 
     Every key is carried over, translated, or listed on stderr with the reason why it has no effect.
-    A key that changes training and has no counterpart is an error.
+    A key that changes training and has no counterpart is an error; --out then writes nothing.
     """
     from windlass.runfile.importers import import_file, list_no_effect, render_run_file
 
-    imported = import_file(file, tool or "")
+    require_new(out, force)
+    imported = import_file(file, tool or "", gpus, override or ())
     if as_json:
         write_json(imported.as_dict())
     else:
-        print(render_run_file(imported), end="", flush=True)
         say(list_no_effect(imported))
+    if out is not None:
+        raise_all(imported.problems)
+    if out is not None or not as_json:
+        write_run_file(render_run_file(imported), out)
     raise_all(imported.problems)
 
 

@@ -12,7 +12,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from windlass import __version__
-from windlass.errors import GIVEN, make_pasteable
+from windlass.errors import GIVEN, UserError, make_pasteable
+from windlass.files import write_atomic
 
 if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan
@@ -134,6 +135,25 @@ def write_result(value: Any, as_json: bool, show: Callable[[Any], None]) -> None
         show(value)
 
 
+def require_new(out: Path | None, force: bool) -> None:
+    if out is not None and out.exists() and not force:
+        raise UserError("exists already", str(out), "--force overwrites it; --out names another file", "exists")
+
+
+def write_run_file(text: str, out: Path | None) -> None:
+    """Print a run file, or write it in full or not at all."""
+    if not text:
+        return
+    if out is None:
+        print(text, end="", flush=True)
+        return
+    try:
+        write_atomic(out, text)
+    except OSError as error:
+        raise UserError(f"can't be written: {error.strerror}", str(out), "name another file with --out") from None
+    say(f"written to {out}: next, windlass plan {out}")
+
+
 def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) -> AnyPlan:
     from windlass.plan.accelerate import read_accelerate
     from windlass.plan.script import make_any_plan
@@ -150,6 +170,8 @@ Accelerate = Annotated[Path | None, opt("--accelerate", "FILE", "Take the layout
 Json = Annotated[bool, flag("--json", "Print one JSON object instead of tables.")]
 JobDir = Annotated[Path | None, opt("--out", "DIR", "Folder of the job's files. Default: the run folder.")]
 Follow = Annotated[bool, flag("--follow -f", "Keep printing the log as lines arrive.")]
+OutFile = Annotated[Path | None, opt("--out", "FILE", "Write the run file there instead of printing it.")]
+Force = Annotated[bool, flag("--force", "Let --out overwrite a file.")]
 Ranks = Annotated[int | None, opt("--ranks", "N", "Run N workers, on this machine only.", min=1)]
 Base = Annotated[str | None, opt("--base", "DIR", "Folder of the base model.")]
 

@@ -1,5 +1,7 @@
 """Check that the files and folders named in the run file exist."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +41,17 @@ def find_absent_files(run: RunFile, where: Where) -> Iterator[tuple[str, Problem
             read_prompt_lines(run.train.sample.file, where("train.sample.file"))
         except UserError as error:
             yield run.train.sample.file, error.problems[0]
+
+
+def fingerprint_inputs(data: Data, tokenizer: Path | None, where: Where) -> str:
+    """Return a hash of the data section and of sizes and times of its files and the tokenizer's: cheap to compare."""
+    files = [*tokenizer.glob("*token*"), *tokenizer.glob("*template*")] if tokenizer else []
+    for row_set in mix.list_all_sets(data, where):
+        splits = resolve_source(row_set.data, row_set.where).splits.values()
+        files += [path for paths in splits for path in paths]
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(set(files))]
+    facts = json.dumps([data.model_dump(mode="json"), stats], sort_keys=True)
+    return hashlib.blake2b(facts.encode(), digest_size=12).hexdigest()
 
 
 def is_expected_here(path: str) -> bool:

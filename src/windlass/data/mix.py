@@ -1,9 +1,9 @@
 """Several data sets trained on as one, and named evaluation sets: which rows, and how many of them per epoch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from windlass.data.sources import Rows, Where, count_rows
+from windlass.data.sources import Where
 from windlass.runfile import Data
 from windlass.runfile.fields import MixedSet
 
@@ -65,20 +65,3 @@ def count_per_epoch(sets: Sequence[RowSet], rows: Sequence[int], sequences: Sequ
         return part.rows * has / has_rows if part.rows else has * (part.epochs or 1)
 
     return [max(1, round(count(*each))) if each[2] else 0 for each in zip(parts, rows, sequences, strict=True)]
-
-
-def count_all(data: Data, where: Where = str) -> Rows:
-    """Return the rows of an epoch, if they can be counted without reading the sets."""
-    sets = list_training_sets(data, where)
-    found = [count_rows(each.data, each.data.train_split, each.where) for each in sets]
-    if unknown := next((rows for rows in found if rows.count is None), None):
-        return unknown
-    if not data.mix:
-        return found[0]
-    counts = [rows.count or 0 for rows in found]
-    used = count_per_epoch(sets, counts, counts)
-    size = sum((rows.text_bytes or 0) * n / max(rows.count or 0, 1) for rows, n in zip(found, used, strict=True))
-    blank = sum(rows.blank * n / max(rows.count or 0, 1) for rows, n in zip(found, used, strict=True))
-    how = ", ".join(f"{n:,} of {each.name}" for n, each in zip(used, sets, strict=True))
-    sized = all(rows.text_bytes for rows in found)
-    return replace(found[0], count=sum(used), how=how, text_bytes=round(size) if sized else None, blank=round(blank))

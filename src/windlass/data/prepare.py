@@ -32,6 +32,7 @@ from windlass.data.audit import (
 )
 from windlass.data.cache import Say, get_or_create, hash_file
 from windlass.data.formats import Format, choose_format
+from windlass.data.inputs import fingerprint_inputs
 from windlass.data.mix import count_per_epoch
 from windlass.data.packing import Order, choose_epoch_rows, group_by_length, hash_rows, open_rows, shuffle, write_rows
 from windlass.data.progress import Progress
@@ -144,6 +145,9 @@ def prepare_data(
         audit["fingerprint"] = hash_text([audit["fingerprint"], inputs])
     trained = [rows for rows in selections if not rows.evaluated]
     shares = count_shares(trained, audit) if data.mix and not data.streaming else ()
+    if not data.streaming:
+        audit["sequences"] = count_rows_made(folder, audit, shares)
+        audit["sequences"]["inputs"] = fingerprint_inputs(data, Path(tokenizer.name_or_path), where)
     notes = dict.fromkeys(note for format_ in formats for note in format_.notes)
     audit["facts"] = list_facts(audit)
     audit["notes"] = [*notes, *find_warnings(audit), *note_held_out(audit)]
@@ -218,6 +222,13 @@ def complete_audit(
         if figures:  # there are several sets
             figures |= {"source": source, "description": format_.description}
     return audit
+
+
+def count_rows_made(folder: Path, audit: Mapping[str, Any], shares: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return the rows of an epoch and of an evaluation, from which `plan` counts steps."""
+    made = {split: len(np.load(folder / f"{split}.rows.npy", mmap_mode="r")) for split in audit["splits"]}
+    epoch = sum(used for _, used in shares) if shares else made["train"]
+    return {"train": epoch, "validation": made.get("validation", 0)}
 
 
 def note_held_out(audit: Mapping[str, Any]) -> Iterator[str]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -164,6 +164,7 @@ SLICE = re.compile(r"(?P<name>[^\[\]+]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)
 # Larger files are not read only to count rows: counting lines takes seconds, parsing as long or longer.
 LINES_BYTES = 4 << 30
 PARSED_BYTES = 256 << 20
+ROW_GROUPS = 16  # of a Parquet file that a sample is read from
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +269,53 @@ def iter_located_rows(parts: Iterable[Part]) -> Iterator[tuple[Path, int, Row]]:
             yield from islice(rows(part), *part.bounds(sum(1 for _ in rows(part)) if count is None else count))
         else:
             yield from rows(part)
+
+
+def sample_rows(parts: Sequence[Part], total: int, wanted: int) -> Iterator[tuple[Path, int, Row]]:
+    """Yield about `wanted` of `total` rows spread over the files, each with its file and its number there, from 1.
+
+    Those between are not parsed. Of a slice the first rows are yielded.
+    """
+    stride = max(1, total // max(1, wanted))
+    for part in parts:
+        kind = part.source.format
+        if part.start or part.stop:
+            yield from islice(iter_located_rows([part]), wanted)
+            continue
+        for path in part.files:
+            if kind == "parquet":
+                yield from _sample_row_groups(path, stride)
+            elif kind in ("text", "jsonl"):
+                yield from _sample_lines(path, kind, stride)
+            else:
+                rows = enumerate(read_file(path, kind), 1)
+                yield from ((path, number, row) for number, row in islice(rows, 0, None, stride))
+
+
+def _sample_lines(path: Path, kind: str, stride: int) -> Iterator[tuple[Path, int, Row]]:
+    with open_file(path) as file:
+        filled = (line for line in file if not line.isspace())
+        for number, line in islice(enumerate(filled, 1), 0, None, stride):
+            try:
+                row = {"text": line.decode().rstrip("\r\n")} if kind == "text" else json.loads(line)
+            except ValueError:
+                continue  # named with its place when all rows are read
+            if isinstance(row, dict):
+                yield path, number, row
+
+
+def _sample_row_groups(path: Path, stride: int) -> Iterator[tuple[Path, int, Row]]:
+    """Yield the first rows of some row groups: what follows them is not decoded."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        groups = file.metadata.num_row_groups
+        chosen = range(0, groups, max(1, groups // ROW_GROUPS))
+        each = -(-file.metadata.num_rows // stride // len(chosen))
+        starts = [0, *accumulate(file.metadata.row_group(i).num_rows for i in range(groups))]
+        for group in chosen:
+            batch = next(file.iter_batches(each, row_groups=[group]))
+            yield from ((path, starts[group] + i, row) for i, row in enumerate(batch.to_pylist(), 1))
 
 
 # --- from data.dataset_name_or_path to files ---

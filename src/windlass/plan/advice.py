@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from shlex import quote
 from typing import TYPE_CHECKING
 
 from windlass.data.inputs import find_absent_data, find_absent_files, is_expected_here
-from windlass.data.sources import Rows
+from windlass.errors import Problem
 from windlass.observe.format import format_plural
 from windlass.plan.cost import Cost, Workload, estimate_cost
-from windlass.plan.resolve import FEW_STEPS, estimate_row_tokens
+from windlass.plan.resolve import FEW_STEPS
 from windlass.plan.search import Candidate, choose_layout, compare_layouts, list_micro_batches, try_batches
 from windlass.plan.workload import ModelShape
 from windlass.runfile import RunFile
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 WORTH = 1.05  # smaller gains are within the error of the estimate
 OF_ALL = "all of these"
+SLOW_STEP_SECONDS = 60
 SHORT = 0.5  # fraction of max_length: shorter rows are mostly padding, or make small matrix products
 # Trained parameters per token of data: an adapter stores about two bits per parameter, text has about one per token.
 LARGE = 100
@@ -105,9 +106,13 @@ class Caution:
     override: str = ""  # KEY=VALUE that changes it
 
 
-def find_cautions(plan: Plan, rows: Rows, shape: ModelShape) -> Iterator[Caution]:
+def find_cautions(plan: Plan, problems: Iterable[Problem], shape: ModelShape) -> Iterator[Caution]:
     """Yield cautions, the most serious first."""
     yield from _find_absent_inputs(plan)
+    yield from (Caution(f"{each.where}: {each.problem} ({each.hint})") for each in problems)  # of the rows
+    on_cpu = plan.machine.gpu.name == "cpu"
+    if on_cpu and not plan.run.cluster.changed and plan.cost.step_seconds > SLOW_STEP_SECONDS:
+        yield Caution("no machine is set: planned for this one, which has no GPU", "cluster.gpu=h100")
     yield from (Caution(f"lora.target_modules {text}") for text in plan.adapter.warnings)
     yield from _find_unserved(plan)
     family = shape.base.family
@@ -119,13 +124,13 @@ def find_cautions(plan: Plan, rows: Rows, shape: ModelShape) -> Iterator[Caution
     if rate >= HIGH_RATE and "sgd" not in plan.run.train.optim:
         yield Caution(f"train.learning_rate {rate:g} is far above what adapters train at", "train.learning_rate=0.0002")
     yield from _find_short_schedule(plan)
-    yield from _find_unfit_length(plan, estimate_row_tokens(rows), shape)
+    yield from _find_unfit_length(plan, plan.counts.document, shape)
     key = "train.per_device_train_batch_size=auto"
     gain = _list_gains(plan).get(key, 0.0)
     if gain >= SLOW and plan.machine.gpu.name != "cpu":
         text = f"micro-batches of {plan.batch.micro} are too small for the GPU; larger ones are {gain:.1f} x as fast"
         yield Caution(text, key)
-    yield from _find_large_adapter(plan, shape, estimate_row_tokens(rows))
+    yield from _find_large_adapter(plan, shape, plan.counts.document)
 
 
 def _list_gains(plan: Plan) -> dict[str, float]:

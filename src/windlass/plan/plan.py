@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from windlass.data import mix
 from windlass.errors import Problem, raise_all
 from windlass.hardware import Machine
 from windlass.model import Base, find_base
@@ -22,7 +21,8 @@ from windlass.plan.layout import AUTO, Layout
 from windlass.plan.machine import find_machine
 from windlass.plan.request import read_request
 from windlass.plan.resolve import resolve_auto
-from windlass.plan.schedule import Schedule, count_evaluated, count_sequences, make_schedule, median_tokens
+from windlass.plan.rows import Counts, sample_data
+from windlass.plan.schedule import Schedule, make_schedule
 from windlass.plan.search import Candidate, Search, choose, list_micro_batches
 from windlass.plan.validate import check_expert_settings, check_family, check_request, find_base_dtypes
 from windlass.runfile import Loaded, RunFile, resolve_accumulation
@@ -43,6 +43,7 @@ class Plan:
     cost: Cost
     contenders: tuple[Candidate, ...]
     impossible: Mapping[str, str]  # impossible layouts, and why
+    counts: Counts
     evaluated: int | None  # sequences of an evaluation; None: unknown
     tried: tuple[Cost, ...]  # the cost of each micro-batch, if the plan chooses one
     advice: tuple[Advice, ...]  # changes that would make the run faster
@@ -127,9 +128,7 @@ class Plan:
     def estimate_gpu_hours(self, other: Candidate) -> float | None:
         """Return the GPU-hours of the same run under another layout."""
         ranks = other.layout.ranks
-        rows = self.schedule.rows
-        reason = self.schedule.rows_reason
-        schedule = make_schedule(self.run.train, other.cost.batch, ranks, self.adapter, rows, reason)
+        schedule = make_schedule(self.run.train, other.cost.batch, ranks, self.adapter, self.counts)
         seconds = self._seconds(other.cost, ranks, schedule)
         return None if seconds is None else sum(seconds.values()) * ranks / 3600
 
@@ -150,7 +149,8 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     # 2. The layout that the files request, and the settings that they leave open.
     request = read_request(loaded, base.family, accelerate, experts_adapted=bool(adapter.target_parameters))
     raise_all(check_expert_settings(loaded.run.train, base, where))
-    run, chosen = resolve_auto(loaded, base, request.ranks, request.precision)
+    sample = sample_data(loaded.run.data, base.path, where)
+    run, chosen = resolve_auto(loaded, base, request.ranks, request.precision, sample)
     loaded = replace(loaded, run=run)
     raise_all(check_family(run, base, where))
 
@@ -164,8 +164,8 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         request = replace(request, offload=False)
 
     # 4. How many sequences the rows make, and the ways to cut those of a step into micro-batches.
-    rows = mix.count_all(run.data, where)
-    sequences, length, row_notes = count_sequences(rows, run.data.length, packing=run.data.packs)
+    counts = sample.count(run.data, run.folder)
+    length = counts.usual
     accumulation = resolve_accumulation(run.train, request.ranks, where)
 
     def batches(ranks: int) -> tuple[Batch, ...]:
@@ -186,7 +186,7 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         masked=run.masked,
         keeps_products=run.train.keeps_products,
         scores=(run.model.attn_implementation or base.family.usual_attention) == "eager",
-        document=median_tokens(rows, run.data.length) if run.data.packs else None,
+        document=counts.document and min(counts.document, run.data.length) if run.data.packs else None,
         four_bits=not dtypes.why_not_four_bits,
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
     )
@@ -219,11 +219,12 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         adapter=adapter,
         machine=machine,
         layout=layout,
-        schedule=make_schedule(run.train, work.batch, layout.ranks, adapter, sequences, rows.how),
+        schedule=make_schedule(run.train, work.batch, layout.ranks, adapter, counts),
         cost=estimate_cost(work, length),
         contenders=choice.contenders,
         impossible=choice.impossible,
-        evaluated=count_evaluated(run.data, where) if work.evaluated else 0,
+        counts=counts,
+        evaluated=counts.evaluated if work.evaluated else 0,
         tried=() if batch_is_set else choice.best.tried,
         advice=advise_faster_layout(
             work, length, choice.contenders, run, batch_is_set=batch_is_set, layout_is_set=layout_is_set
@@ -232,8 +233,8 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         notes=(),
         chosen=(continued, *chosen) if continued else chosen,
     )
-    notes = (*_list_notes(plan, accelerate), *row_notes)
-    return replace(plan, warnings=tuple(find_cautions(plan, rows, work.shape)), notes=notes)
+    notes = (*_list_notes(plan, accelerate), *counts.notes)
+    return replace(plan, warnings=tuple(find_cautions(plan, sample.problems, work.shape)), notes=notes)
 
 
 def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:

@@ -1,31 +1,27 @@
 """Choose values for settings that are `auto` from the data and the model's family, each with a reason."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from typing import Any, Final
 
-from windlass.data import mix
-from windlass.data.sources import Rows, Where, parse_split, read_rows, resolve_source
-from windlass.errors import UserError
 from windlass.model import Base, find_base
 from windlass.model.saved_adapter import continue_adapter
-from windlass.runfile import Data, Loaded, RunFile
+from windlass.observe.format import format_plural
+from windlass.plan.rows import DataSample, sample_data
+from windlass.runfile import Loaded, RunFile
 
-# Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 non-blank rows, 110 tokens each.
-BYTES_PER_TOKEN = 4.15
 FEW_STEPS = 50  # warm-up and decay need some; an adapter hardly moves in fewer
-SAMPLED: Final = 2000  # rows that are read to estimate their length
 SHORTEST = 512  # limits of data.max_length
 LONGEST = 4096
 COVERED: Final = 99.5  # percent of the rows that fit uncut
-MARGIN: Final = 1.25  # for text with more tokens per byte than English, and for tokens that a chat template adds
 MOST_EPOCHS: Final = 3
 UNKNOWN: Final = 1024  # data.max_length for rows of unknown lengths
 
 
-def resolve_auto(loaded: Loaded, base: Base, ranks: int, precision: str = "bf16") -> tuple[RunFile, tuple[str, ...]]:
+def resolve_auto(
+    loaded: Loaded, base: Base, ranks: int, precision: str = "bf16", sample: DataSample | None = None
+) -> tuple[RunFile, tuple[str, ...]]:
     """Return the run with a value for each `auto` that the data or the model decide, and the reason for each choice.
 
     A step trains on the sequences that the user set: packing and epochs are chosen only if no key sets the sequences
@@ -33,11 +29,12 @@ def resolve_auto(loaded: Loaded, base: Base, ranks: int, precision: str = "bf16"
     the layout's, bf16 or no.
     """
     run = loaded.run
+    sample = sample or sample_data(run.data, base.path, loaded.where)
     data: dict[str, Any] = {}
     train: dict[str, Any] = {}
     reasons: list[str] = []
     if run.data.max_length == "auto":
-        data["max_length"], why = _choose_length(run.data, loaded.where, base.positions)
+        data["max_length"], why = _choose_length(sample, base.positions)
         if why:
             reasons.append(f"data.max_length {data['max_length']}, {', '.join(why)}")
     if run.data.packing == "auto":
@@ -46,7 +43,7 @@ def resolve_auto(loaded: Loaded, base: Base, ranks: int, precision: str = "bf16"
             reasons.append(f"data.packing true: {base.family.causal_lm} isolates packed documents")
     run = run.model_copy(update={"data": run.data.model_copy(update=data)})
     if run.train.num_train_epochs == "auto":
-        epochs = _choose_epochs(run, loaded.where, ranks)
+        epochs = _choose_epochs(run, sample, ranks)
         train["num_train_epochs"] = float(epochs)
         if epochs > 1:
             reasons.append(f"train.num_train_epochs {epochs}: one makes fewer than {FEW_STEPS} optimizer steps")
@@ -67,66 +64,30 @@ def fill_in_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None)
     return replace(loaded, run=run)
 
 
-def _choose_length(data: Data, where: Where, positions: int | None) -> tuple[int, list[str]]:
-    """Return a length that nearly all of the first rows fit in, and why it was chosen; no reason if nothing is
-    known."""
+def _choose_length(sample: DataSample, positions: int | None) -> tuple[int, list[str]]:
+    """Return a length that nearly all sampled rows fit in, and why it was chosen; no reason if nothing is known."""
     length = UNKNOWN
     why: list[str] = []
-    lengths = sorted(_sample_lengths(data, where))
+    lengths = sample.lengths()
     if lengths:
-        covered = lengths[math.ceil(len(lengths) * COVERED / 100) - 1] * MARGIN
-        length = -(-int(min(LONGEST, max(SHORTEST, covered))) // 256) * 256
+        covered = sorted(tokens for tokens, _ in lengths)[math.ceil(len(lengths) * COVERED / 100) - 1]
+        length = -(-min(LONGEST, max(SHORTEST, covered)) // 256) * 256
     if positions and positions < length:
         length = positions
         why.append("all positions that the model has")
     if lengths:
-        share = sum(tokens * MARGIN <= length for tokens in lengths) / len(lengths)
-        why.append(f"which {share:.1%} of the first {len(lengths):,} rows fit")
+        share = sum(tokens <= length for tokens, _ in lengths) / len(lengths)
+        rows = format_plural(sample.sampled, "row")
+        why.append(f"which {share:.1%} of a sample of {rows} fit{'' if sample.tokenized else ', by their bytes'}")
     return length, why
 
 
-def _choose_epochs(run: RunFile, where: Where, ranks: int) -> int:
+def _choose_epochs(run: RunFile, sample: DataSample, ranks: int) -> int:
     """Return the epochs that make FEW_STEPS optimizer steps, at most MOST_EPOCHS; 1 if other keys set the steps."""
     if run.train.sets_batch or run.train.max_steps > 0 or run.data.streaming:
         return 1
-    rows = mix.count_all(run.data, where)
-    if not rows.count:
+    sequences = sample.estimate(run.data).sequences
+    if not sequences:
         return 1
-    length = run.data.length
-    mean = min(length, estimate_row_tokens(rows) or length)
-    sequences = rows.count * mean / length if run.data.packs else rows.count
-    epochs = math.ceil(FEW_STEPS * run.train.micro_batches * ranks / max(1, sequences))
+    epochs = math.ceil(FEW_STEPS * run.train.micro_batches * ranks / sequences)
     return min(MOST_EPOCHS, epochs)
-
-
-def _sample_lengths(data: Data, where: Where) -> Iterator[int]:
-    """Yield about how many tokens the first rows of each set have; stop at a set that can't be read."""
-    sets = mix.list_training_sets(data, where)
-    for row_set in sets:
-        try:
-            source = resolve_source(row_set.data, where)
-            parts = parse_split(row_set.data.train_split, source, where("data.train_split"))
-            yield from map(_estimate_tokens, islice(read_rows(parts), SAMPLED // len(sets)))
-        except (UserError, ImportError, OSError):  # reported when the data are prepared
-            return
-
-
-def _estimate_tokens(value: Any) -> int:
-    """Estimate the tokens of a row from the bytes of its texts, or from its longest list of token ids."""
-    if isinstance(value, str):
-        return math.ceil(len(value.encode(errors="replace")) / BYTES_PER_TOKEN)
-    if isinstance(value, list) and value and isinstance(value[0], int):
-        return math.ceil(len(value) / MARGIN)
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, list):
-        return 0
-    ids = [_estimate_tokens(part) for part in value if isinstance(part, list) and part and isinstance(part[0], int)]
-    return max(ids) if ids else sum(map(_estimate_tokens, value))
-
-
-def estimate_row_tokens(rows: Rows) -> int | None:
-    """Return the tokens of a usual row before truncation; None if unknown."""
-    if not rows.count or not rows.text_bytes:
-        return None
-    return math.ceil(rows.text_bytes / max(1, rows.count - rows.blank) / BYTES_PER_TOKEN)

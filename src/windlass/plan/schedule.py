@@ -1,15 +1,12 @@
-"""The length of a run: sequences that the rows make, optimizer steps, evaluations, checkpoints."""
+"""The length of a run: optimizer steps, evaluations, checkpoints."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from windlass.data import mix
-from windlass.data.sources import Rows, count_rows
 from windlass.model.targets import Adapter
-from windlass.plan.resolve import BYTES_PER_TOKEN, estimate_row_tokens
+from windlass.plan.rows import Counts
 from windlass.plan.workload import Batch
-from windlass.runfile import Data, Train
+from windlass.runfile import Train
 
 STATE_BYTES = 8  # AdamW keeps two float32 moments per trainable parameter
 
@@ -18,8 +15,9 @@ STATE_BYTES = 8  # AdamW keeps two float32 moments per trainable parameter
 class Schedule:
     """The length of the run. Fields are None if the number of rows is unknown."""
 
-    rows: int | None
+    rows: int | None  # sequences of an epoch
     rows_reason: str  # how the rows were counted, or why they could not be
+    tolerance: float | None  # the share by which `rows` may be off; 0: none; None: estimated without the tokenizer
     global_sequences: int  # micro-batch x ranks x accumulation
     tokens_per_step: int  # when every row is full
     steps_per_epoch: int | None
@@ -31,8 +29,9 @@ class Schedule:
     checkpoint_bytes: int
 
 
-def make_schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows: int | None, reason: str) -> Schedule:
+def make_schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, counts: Counts) -> Schedule:
     """Compute the schedule, rounded as in the Trainer: ceil(rows / ranks) rows per rank, a last short step counts."""
+    rows = counts.sequences
     per_epoch = None
     if rows is not None:
         micro_batches = math.ceil(math.ceil(rows / ranks) / batch.micro)
@@ -52,7 +51,8 @@ def make_schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows
     global_sequences = batch.micro * ranks * batch.accumulation
     return Schedule(
         rows=rows,
-        rows_reason=reason,
+        rows_reason=counts.reason,
+        tolerance=0.0 if train.max_steps > 0 else counts.tolerance,
         global_sequences=global_sequences,
         tokens_per_step=global_sequences * batch.length,
         steps_per_epoch=per_epoch,
@@ -76,46 +76,3 @@ def _count_events(strategy: str, every: float | None, steps: int | None, per_epo
     if every and every < 1:
         return steps // max(1, math.ceil(steps * every))
     return steps // int(every or 1)
-
-
-def count_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | None, int, tuple[str, ...]]:
-    """Return the number of sequences that the rows make, their usual length, and notes. Blank rows make none."""
-    mean = median_tokens(rows, limit)
-    if not rows.count or mean is None:
-        return rows.count, limit, ()
-    filled = max(1, rows.count - rows.blank)
-    notes: list[str] = []
-    if rows.blank:
-        notes.append(f"{rows.blank:,} of {rows.count:,} rows are blank{rows.blank_how} and left out")
-    if packing:
-        packed = math.ceil(filled * mean / limit)
-        notes.append(f"packing: {filled:,} rows of about {mean} tokens make {packed:,} full sequences")
-        return packed, limit, tuple(notes)
-    if mean < limit:
-        how = f"{rows.how}, {BYTES_PER_TOKEN} bytes a token"
-        notes.append(f"time is estimated for rows of {mean} tokens ({how}), memory for {limit}")
-    return filled, mean, tuple(notes)
-
-
-def count_evaluated(data: Data, where: Callable[[str], str]) -> int | None:
-    """Count the sequences of one evaluation over all its sets, without a held-out fraction. None: unknown."""
-    trained = mix.list_training_sets(data, where)
-    splits = [(row_set, row_set.data.validation_split, "data.val_split") for row_set in trained]
-    evaluated = mix.list_evaluation_sets(data, where)
-    splits += [(row_set, row_set.data.train_split, "data.train_split") for row_set in evaluated]
-    total = 0
-    for row_set, split, key in splits:
-        if split is None:
-            continue
-        rows = count_rows(row_set.data, split, row_set.where, key)
-        sequences, _, _ = count_sequences(rows, data.length, packing=data.packs)
-        if sequences is None:
-            return None
-        total += sequences
-    return total
-
-
-def median_tokens(rows: Rows, limit: int) -> int | None:
-    """Return the tokens of a usual row, truncated to `limit`; None if unknown."""
-    tokens = estimate_row_tokens(rows)
-    return None if tokens is None else min(limit, tokens)

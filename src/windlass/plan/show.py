@@ -1,5 +1,6 @@
 """Print a plan as text: a summary of fifteen lines and, on request, detailed tables."""
 
+import math
 import shlex
 import textwrap
 from collections.abc import Container, Iterable, Iterator
@@ -17,6 +18,7 @@ from windlass.plan.advice import OF_ALL, Advice, Caution
 from windlass.plan.cost import HEADROOM, Batch, Cost
 from windlass.plan.layout import Layout
 from windlass.plan.plan import Plan
+from windlass.plan.schedule import Schedule
 from windlass.plan.script import AnyPlan, RankGrid, ScriptPlan
 from windlass.plan.search import Candidate, drop_dominated, is_same_layout, list_overrides
 
@@ -163,13 +165,23 @@ def _describe_length(plan: Plan) -> str:
     schedule = plan.schedule
     if schedule.steps is None:
         return f"unknown ({schedule.rows_reason}): train.max_steps sets it"
-    text = f"{format_duration((plan.hours or 0) * 3600)}: {format_plural(schedule.steps, 'step')}, "
+    text = f"{format_duration((plan.hours or 0) * 3600)}: {_format_steps(schedule)}, "
     text += (
         f"{_format_events(schedule.evaluations, 'evaluation')}, {_format_events(schedule.checkpoints, 'checkpoint')}"
     )
     if plan.machine.gpu.name != "cpu":
         text += f"; {plan.gpu_hours:,.2f} GPU-hours"
     return text
+
+
+def _format_steps(schedule: Schedule) -> str:
+    """Return the number of steps and by how much it may be off; it is off by at most one if it was counted."""
+    steps = format_plural(schedule.steps or 0, "step")
+    if schedule.tolerance == 0:
+        return steps
+    if schedule.tolerance is None:
+        return f"about {steps}"
+    return f"about {steps} (± {max(1, math.ceil(100 * schedule.tolerance))} %)"
 
 
 def _format_events(number: int | None, noun: str) -> str:

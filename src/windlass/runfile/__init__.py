@@ -2,7 +2,7 @@
 
 from windlass.runfile.fields import Data, ExpertLora, Lora, Model, RunFile, ScriptRun, Train, Watch
 from windlass.runfile.machines import Cluster, LayoutSection, Secret
-from windlass.runfile.read import Loaded, LoadedFile, LoadedScript, read_any, read_kind, read_run_file
+from windlass.runfile.read import Loaded, LoadedFile, LoadedScript, parse_settings, read_any, read_kind, read_run_file
 from windlass.runfile.reference import list_keys, make_schema, read_preset, read_presets
 from windlass.runfile.rules import resolve_accumulation
 
@@ -23,6 +23,7 @@ __all__ = [
     "Watch",
     "list_keys",
     "make_schema",
+    "parse_settings",
     "read_any",
     "read_kind",
     "read_preset",

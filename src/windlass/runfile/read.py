@@ -1,6 +1,7 @@
 """Read a run file and `--override`s into a typed run, or report every problem at once; and record where each value
 was set."""
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from windlass.runfile.reference import (
     list_keys,
 )
 from windlass.runfile.rules import find_contradictions, list_remarks
+
+INCOMPLETE = "INCOMPLETE: "  # begins the first line of what `windlass import` could not translate in full
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +81,35 @@ def _find_root(tree: dict[str, Any], overrides: Sequence[str]) -> type[RunFile |
     return ScriptRun if [tree.get("kind"), *overridden][-1] == "script" else RunFile
 
 
+def parse_settings(overrides: Sequence[str]) -> dict[str, Any]:
+    """Parse KEY=VALUE for a run file that is being written: only by the names that it has."""
+    known = list_keys(RunFile)
+    settings = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if key not in known or not equals:
+            renamed = RENAMED.get(key) or OTHER_NAMES.get(key.rpartition(".")[2])
+            close = [renamed] if renamed else find_close_names(key, known)
+            hint = f"did you mean {', '.join(close)}?" if close else "write KEY=VALUE, such as data.packing=false"
+            raise UserError("sets no key of the run file", f"--override {override}", hint, "unknown-key")
+        settings[key] = parse_scalar(value)
+    return settings
+
+
+def _refuse_incomplete(path: Path) -> None:
+    """Refuse what `windlass import` could not translate in full: it would train something else."""
+    with contextlib.suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
+        first = file.readline()
+        if first.startswith(f"# {INCOMPLETE}"):
+            problem = f"is incomplete: {first.removeprefix(f'# {INCOMPLETE}').strip()}"
+            hint = "mend those keys in the other tool's file and import it again; or set what they stand for here, "
+            hint += "and remove this line"
+            raise UserError(problem, f"{path}:1", hint, "incomplete")
+
+
 def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript:
     """Read a run file of either kind. Raises a UserError with every problem, each with its place and a hint."""
+    _refuse_incomplete(Path(path))
     document = load_document(Path(path))
     tree = document.value
     problems = document.problems

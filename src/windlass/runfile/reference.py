@@ -257,8 +257,9 @@ def read_preset(preset: str = "mistral-small-4") -> str:
 def render_settings(settings: Mapping[str, Any], remarks: Mapping[str, str], head: str) -> str:
     """Return a run file's text. `settings`: key -> value; `remarks`: key -> comment behind the line."""
     lines = [f"# {head}"]
+    lines += ["", *(f"{key}: {format_yaml(value)}" for key, value in settings.items() if "." not in key)]
     section = ""
-    ordered = [key for key in list_keys(RunFile) if key in settings]
+    ordered = [key for key in list_keys(RunFile) if key in settings and "." in key]
     for key in sorted(ordered, key=lambda key: SECTIONS.index(key.partition(".")[0])):
         top, _, name = key.partition(".")
         lines += ["", f"{top}:"] if top != section else []
@@ -266,7 +267,7 @@ def render_settings(settings: Mapping[str, Any], remarks: Mapping[str, str], hea
         text = f"  {name}: {format_yaml(settings[key])}"
         remark = remarks.get(key, "")
         lines.append(text if remark in ("", name) else f"{text}  # {remark}")
-    return "\n".join([*lines, ""])
+    return re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, ""]))
 
 
 def format_yaml(value: Any) -> str:

@@ -16,11 +16,12 @@ to `TRANSLATE` below. `<tool>.py` translates what depends on several keys. `<too
 - `held_out`: the key of the validation share. `experts`: that of adapted expert parameters.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from windlass.errors import UserError
+from windlass.hardware import parse_gpus
 from windlass.runfile.fields import Train
 from windlass.runfile.importers import axolotl, llamafactory, swift, trl
 from windlass.runfile.importers.imported import ImportedRun, as_list
@@ -30,6 +31,7 @@ from windlass.runfile.importers.write import list_no_effect as list_no_effect
 from windlass.runfile.importers.write import render_run_file as render_run_file
 from windlass.runfile.importers.write import validate
 from windlass.runfile.names import IMPORTED, TOOLS
+from windlass.runfile.read import parse_settings
 
 TRANSLATE: Final[dict[str, Callable[[ImportedRun], None]]] = {
     "axolotl": axolotl.translate,
@@ -40,7 +42,7 @@ TRANSLATE: Final[dict[str, Callable[[ImportedRun], None]]] = {
 NOT_TRANSFORMERS: Final = ("warmup_ratio", "global_batch_size", "resume")  # keys of `train` of windlass's own
 
 
-def import_file(path: Path, tool: str = "") -> ImportedRun:
+def import_file(path: Path, tool: str = "", gpus: str | None = None, overrides: Sequence[str] = ()) -> ImportedRun:
     """Translate another tool's configuration, a YAML or JSON file or a shell script that starts the tool."""
     if tool and tool not in TOOLS:
         what = f"windlass imports from {', '.join(TOOLS)}, not from {tool!r}"
@@ -56,8 +58,22 @@ def import_file(path: Path, tool: str = "") -> ImportedRun:
     TRANSLATE[tool](imported)
     _carry_over(imported)
     resolve_conflicts(imported)
+    if gpus is not None:
+        set_machine(imported, gpus)
+    for key, value in parse_settings(overrides).items():
+        imported.settings[key] = value
+        imported.remarks[key] = "--override"
     validate(imported)
     return imported
+
+
+def set_machine(imported: ImportedRun, gpus: str) -> None:
+    nodes, per_node, gpu = parse_gpus(gpus, "--gpus")
+    settings = {"cluster.nodes": nodes, "cluster.gpus_per_node": per_node, "cluster.gpu": gpu}
+    imported.settings |= settings
+    if nodes > 1:
+        imported.settings["cluster.network"] = "infiniband-400"
+        imported.remarks["cluster.network"] = "between nodes: put in what you have"
 
 
 def _recognise(theirs: dict[str, object]) -> str:

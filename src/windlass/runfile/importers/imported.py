@@ -63,12 +63,15 @@ class ImportedRun:
         same = IMPORTED[self.tool].get("same", {})
         no_effect = self._group("no_effect")
         refused = self._group("refused")
+        other_training = self._group("other_training")
         if key in no_effect:
             self.no_effect[place] = no_effect[key]
         elif value in same.get(key, ()):
             self.no_effect[place] = "windlass does just that"
         elif value is None or (value in OFF and key not in same):
             self.no_effect[place] = "it is switched off or empty"
+        elif key in other_training:
+            self.refuse(place, other_training[key], f"train this with {TOOLS[self.tool]}: here it would be another run")
         elif key in refused:
             self.refuse(place, refused[key], "remove it if you can train without it, then import again")
         else:
@@ -83,7 +86,7 @@ class ImportedRun:
 
     def _group(self, table: str) -> dict[str, str]:
         """Return their keys in a table of all tools and of this one, with the reason."""
-        return group_by_name(IMPORTED["all_tools"][table]) | group_by_name(IMPORTED[self.tool].get(table, {}))
+        return group_by_name(IMPORTED["all_tools"].get(table, {})) | group_by_name(IMPORTED[self.tool].get(table, {}))
 
     def require_roles(self, place: str, roles: Mapping[str, Any]) -> None:
         """Require usual role names: the run file can't set them."""

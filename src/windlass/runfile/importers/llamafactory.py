@@ -1,5 +1,6 @@
 """LLaMA-Factory's keys that depend on one another, and its data sets, which data/dataset_info.json describes."""
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +27,8 @@ COLUMNS: Final = {
 def translate(imported: ImportedRun) -> None:
     stage = imported.take("stage", "sft")
     if stage not in ("sft", "pt"):
-        imported.refuse("stage", f"is {stage}: windlass does supervised fine-tuning on text", "write stage: sft")
+        problem = f"is {stage}: windlass does supervised fine-tuning and pretraining (sft, pt)"
+        imported.refuse("stage", problem, "train this with LLaMA-Factory: its rows are not answers to train on")
     r = imported.theirs.get("lora_rank", 8)
     if imported.theirs.get("lora_alpha") is None and isinstance(r, int):
         imported.take("lora_alpha")
@@ -51,7 +53,10 @@ def translate(imported: ImportedRun) -> None:
     described = _read_dataset_info(Path(imported.file).parent, folder)
     for key, set_sets in (("eval_dataset", set_eval_sets), ("dataset", set_data_sets)):
         names = split_names(imported.take(key))
-        sets = [_translate_data(imported, name, described.get(name), folder, rows) for name in names]
+        sets = []
+        for name in names:
+            _require_described(imported, key, name, described, folder)
+            sets.append(_translate_data(imported, name, described.get(name), folder, rows))
         set_sets(imported, key, sets)
 
 
@@ -65,6 +70,20 @@ def _read_dataset_info(beside: Path, folder: Path) -> dict[str, Any]:
                 hint = "correct it, then import again"
                 raise UserError(f"is not valid JSON: {error}", str(file), hint, "not-json") from None
     return {}
+
+
+def _require_described(imported: ImportedRun, key: str, name: str, described: dict[str, Any], folder: Path) -> None:
+    """Refuse a data set that dataset_info.json doesn't describe, unless it is a file or LLaMA-Factory fetches it."""
+    if name in described or folder == Path("ONLINE") or Path(name).suffix or Path(name).exists():
+        return
+    file = folder / "dataset_info.json"
+    if not described:
+        hint = f"import where {file} is, or set dataset_dir to its folder; or name the rows' file: {key}: {name}.jsonl"
+        imported.refuse(key, f"{name!r} is described in {file}, which isn't here", hint)
+        return
+    close = difflib.get_close_matches(name, described, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"describe it there; it has {', '.join(described)}"
+    imported.refuse(key, f"{file} describes no {name!r}", hint)
 
 
 def _translate_data(imported: ImportedRun, name: str, described: Any, folder: Path, rows: Any) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 import tempfile
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 from windlass.errors import Problem, UserError
 from windlass.runfile.importers.imported import ImportedRun
 from windlass.runfile.names import TOOLS
-from windlass.runfile.read import read_run_file
+from windlass.runfile.read import INCOMPLETE, read_run_file
 from windlass.runfile.reference import render_settings
 
 
@@ -15,8 +16,11 @@ def render_run_file(imported: ImportedRun) -> str:
     """Return the run file's text, each line with the key it comes from."""
     source = f"{Path(imported.file).name} of {TOOLS[imported.tool]}"
     head = f"From {source}. Next step: windlass plan run.yaml"
+    if "cluster.gpu" not in imported.settings:
+        head += "\n# No machine is set: the run takes the one it is on. `windlass import … --gpus 8xh100` sets one."
     if imported.problems:
-        head = f"INCOMPLETE: from {source}: some keys have no counterpart."
+        keys = ", ".join(dict.fromkeys(problem.where.rpartition(": ")[2] for problem in imported.problems))
+        head = f"{INCOMPLETE}from {source}, without a counterpart of: {keys}"
     settings = {**imported.settings, "layout.name": "auto"}
     remarks = {**imported.remarks, "layout.name": "the fastest that fits"}
     return render_settings(settings, remarks, head)
@@ -35,9 +39,10 @@ def list_no_effect(imported: ImportedRun) -> str:
 
 def validate(imported: ImportedRun) -> None:
     """Check the values with the run file's own rules; problems name the other tool's key."""
+    complete = replace(imported, problems=[])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
-        path.write_text(render_run_file(imported), encoding="utf-8")
+        path.write_text(render_run_file(complete), encoding="utf-8")
         try:
             read_run_file(path)
         except UserError as error:

@@ -1,0 +1,272 @@
+"""How many sequences the rows make: counted from the run's tokens, estimated from a sample, or from bytes.
+
+`init`, `plan`, and what they choose take their numbers from here. With the tokenizer and the rows here, a sample is
+rendered and tokenized as in training; otherwise a token is taken for BYTES_PER_TOKEN bytes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Final
+
+from windlass.data import mix
+from windlass.data.inputs import fingerprint_inputs
+from windlass.data.sources import Rows, Where, count_rows, parse_split, resolve_source, sample_rows
+from windlass.errors import Problem, UserError
+from windlass.files import read_json
+from windlass.observe.format import format_plural
+from windlass.run_folder import DATA
+from windlass.runfile import Data
+
+# Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 non-blank rows, 110 tokens each.
+BYTES_PER_TOKEN = 4.15
+ROWS: Final = 1000  # of a sample
+TOKENS: Final = 250_000  # of a sample, about
+MARGIN: Final = 1.25  # for text with more tokens per byte than English, and for tokens that a chat template adds
+GROUP: Final = 100  # rows that a sample has at least
+LEAST_OFF: Final = 0.03  # by what packing a sample differs from packing all rows
+DEVIATIONS: Final = 2.5  # of the mean of a sample, that its estimates may be off by
+
+Document = tuple[int, int]  # its tokens, and the position of the first one that loss is computed on
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSample:
+    """A split's number of rows, and the documents that a sample of its rows makes."""
+
+    of: mix.RowSet
+    rows: Rows
+    fraction: float = 0.0  # of the documents that is held out
+    sampled: int = 0  # rows; 0 if only their mean length is known
+    groups: Sequence[Sequence[Document]] = ()
+    tokenized: bool = False  # else estimated from bytes
+    problem: Problem | None = None  # why these rows can't be tokenized
+
+    def kept(self, limit: int) -> list[int]:
+        """Return the sampled documents' tokens, cut to a limit, without those that have no loss before it."""
+        return [min(tokens, limit) for tokens, trained_at in chain(*self.groups) if trained_at < limit]
+
+    def count(self, limit: int, *, packing: bool) -> tuple[float, float] | None:
+        """Return the sequences that are trained on and those held out; None if the rows can't be counted."""
+        if self.rows.count is None:
+            return None
+        documents = float(self.rows.count - self.rows.blank)
+        lengths = self.kept(limit)
+        if self.sampled:
+            documents *= len(lengths) / self.sampled
+        held = 0.0
+        if self.fraction and documents > 1:
+            held = min(max(1, round(self.fraction * documents)), documents - 1)
+        if not packing or not lengths:
+            return documents - held, held
+        return _count_packed(lengths, documents - held, limit), _count_packed(lengths, held, limit)
+
+    def deviation(self, limit: int, *, packing: bool) -> float:
+        """Return by what share the number of sequences may be off."""
+        values = []
+        for group in self.groups:
+            kept = [min(tokens, limit) for tokens, trained_at in group if trained_at < limit]
+            values.append(sum(kept) if packing else len(kept))
+        least = LEAST_OFF if packing else 0.0
+        if len(values) < 2 or not sum(values):
+            return least
+        filled = max(1, (self.rows.count or 0) - self.rows.blank)
+        unseen = math.sqrt(max(0.0, 1 - self.sampled / filled))
+        return max(least, DEVIATIONS * unseen * stdev(values) / fmean(values) / math.sqrt(len(values)))
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the rows make under a max_length, packed or not."""
+
+    sequences: int | None  # of an epoch
+    evaluated: int | None  # of one evaluation
+    usual: int  # tokens of a usual sequence
+    document: int | None  # tokens of a usual document before it is cut; None: unknown
+    reason: str  # how the rows were counted, or why they could not be
+    tolerance: float | None  # the share by which `sequences` may be off; 0: none; None: without the tokenizer
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DataSample:
+    """Samples of all sets: those trained on, and those evaluated on."""
+
+    train: Sequence[SplitSample]
+    evaluated: Sequence[SplitSample]
+    tokenizer: Path | None  # its folder
+
+    @property
+    def problems(self) -> list[Problem]:
+        return [split.problem for split in (*self.train, *self.evaluated) if split.problem]
+
+    @property
+    def tokenized(self) -> bool:
+        return all(split.tokenized for split in self.train)
+
+    @property
+    def sampled(self) -> int:
+        return sum(split.sampled for split in self.train)
+
+    def lengths(self) -> list[Document]:
+        """Return the sampled documents; without a tokenizer with a margin."""
+        scale = 1.0 if self.tokenized else MARGIN
+        documents = chain(*(chain(*split.groups) for split in self.train if split.sampled))
+        return [(math.ceil(tokens * scale), trained_at) for tokens, trained_at in documents]
+
+    def count(self, data: Data, folder: str) -> Counts:
+        """Count the sequences: exactly if the tokens in the run folder are those of these files and settings.
+
+        Nothing is chosen by exact numbers: a run that is started again must be the same.
+        """
+        counts = self.estimate(data)
+        recorded = read_json(Path(folder) / DATA).get("sequences") or {}
+        if not recorded or recorded["inputs"] != fingerprint_inputs(data, self.tokenizer, self.train[0].of.where):
+            return counts
+        numbers = {"sequences": recorded["train"], "evaluated": recorded["validation"], "tolerance": 0.0}
+        return replace(counts, **numbers, reason=f"counted in the tokens of {folder}")
+
+    def estimate(self, data: Data) -> Counts:
+        limit = data.length
+        made = [split.count(limit, packing=data.packs) for split in self.train]
+        evaluations = [split.count(limit, packing=data.packs) for split in self.evaluated]
+        sets = [split.of for split in self.train]
+        sequences: int | None = None
+        tolerance: float | None = None
+        reason = next((split.rows.how for split in self.train if split.rows.count is None), self.train[0].rows.how)
+        if None not in made:
+            known = [max(1, round(each[0])) if each else 0 for each in made]
+            rows = [round((split.rows.count or 0) * (1 - split.fraction)) for split in self.train]
+            epoch = mix.count_per_epoch(sets, rows, known)
+            sequences = sum(epoch)
+            if data.mix:
+                reason = ", ".join(f"{n:,} of {of.name}" for n, of in zip(epoch, sets, strict=True))
+            if self.tokenized:
+                off = [split.deviation(limit, packing=data.packs) for split in self.train]
+                tolerance = math.hypot(*(n * share for n, share in zip(epoch, off, strict=True))) / max(1, sequences)
+        evaluated: int | None = None
+        if None not in (*made, *evaluations):
+            held = [each[1] for each in made if each]
+            evaluated = math.ceil(math.fsum([*held, *(each[0] for each in evaluations if each)]))
+        lengths = list(chain(*(split.kept(limit) for split in self.train)))
+        uncut = [tokens for split in self.train for tokens, _ in chain(*split.groups)]
+        usual = math.ceil(fmean(lengths)) if lengths else limit
+        return Counts(
+            sequences=sequences,
+            evaluated=evaluated,
+            usual=limit if data.packs else usual,
+            document=math.ceil(fmean(uncut)) if uncut else None,
+            reason=reason,
+            tolerance=tolerance,
+            notes=tuple(self._list_notes(data, usual, sequences)),
+        )
+
+    def _list_notes(self, data: Data, usual: int, sequences: int | None) -> Iterator[str]:
+        filled = 0
+        for split in self.train:
+            count = split.rows.count or 0
+            filled += count - split.rows.blank
+            if split.rows.blank:
+                yield f"{split.rows.blank:,} of {count:,} rows are blank{split.rows.blank_how} and left out"
+        how = f"by a sample of {format_plural(self.sampled, 'row')}"
+        if not self.tokenized:
+            how = f"{self.train[0].rows.how}, {BYTES_PER_TOKEN} bytes a token"
+        if data.packs and sequences is not None and usual < data.length:
+            yield f"packing: {filled:,} rows of about {usual} tokens ({how}) make about {sequences:,} full sequences"
+        elif usual < data.length:
+            yield f"time is estimated for rows of {usual} tokens ({how}), memory for {data.length}"
+
+
+def _count_packed(lengths: Sequence[int], count: float, limit: int) -> float:
+    if len(lengths) == 1:  # the mean of rows that are not here
+        return math.ceil(count * lengths[0] / limit)
+    try:
+        from windlass.data.sample import count_packed
+    except ImportError:  # a machine without the training libraries
+        return math.ceil(count * fmean(lengths) / limit)
+    return count_packed(lengths, count, limit) if count else 0.0
+
+
+def sample_data(data: Data, tokenizer: Path | None, where: Where) -> DataSample:
+    """Sample the rows of all sets that are here, with the tokenizer in this folder, if there is one."""
+    trained = mix.list_training_sets(data, where)
+    wanted = max(1, ROWS // len(trained))
+    opened = _open_tokenizer(tokenizer)
+    train = []
+    evaluated = []
+    for of in trained:
+        validation = _sample_split(of, of.data.validation_split, "data.val_split", wanted // 4, opened)
+        fraction = 0.0 if validation else of.data.val_fraction or 0.0
+        split = _sample_split(of, of.data.train_split, "data.train_split", wanted, opened, fraction)
+        train += [split] if split else [SplitSample(of, Rows(None, "the training split is missing"))]
+        evaluated += [validation] if validation else []
+    for of in mix.list_evaluation_sets(data, where):
+        split = _sample_split(of, of.data.train_split, "data.train_split", wanted // 4, opened)
+        evaluated += [split] if split else []
+    return DataSample(train, evaluated, tokenizer)
+
+
+def _open_tokenizer(folder: Path | None) -> Any:
+    if folder is None:
+        return None
+    try:
+        from windlass.data.sample import open_fast_tokenizer
+    except ImportError:
+        return None
+    return open_fast_tokenizer(folder)
+
+
+def _sample_split(
+    of: mix.RowSet, split: str | None, key: str, wanted: int, tokenizer: Any, fraction: float = 0.0
+) -> SplitSample | None:
+    """Sample a split; None if there is none."""
+    if split is None:
+        return None
+    try:
+        rows = count_rows(of.data, split, of.where, key)
+    except UserError:
+        if key == "data.val_split" and (of.part or of.data.val_split == "auto"):
+            return None
+        raise
+    made = SplitSample(of, rows, fraction)
+    if rows.count and rows.text_bytes:  # of a published set, whose rows need not be here
+        tokens = math.ceil(rows.text_bytes / max(1, rows.count - rows.blank) / BYTES_PER_TOKEN)
+        made = replace(made, groups=(((tokens, 1),),))
+        wanted = min(wanted, max(GROUP, TOKENS // tokens))
+    try:
+        source = resolve_source(of.data, of.where)
+        located = list(sample_rows(parse_split(split, source, of.where(key)), rows.count or wanted, wanted))
+    except (UserError, ImportError, OSError, ValueError):  # reported when the data are prepared
+        return made
+    guessed = [estimate_tokens(row) for *_, row in located]
+    if not any(guessed):
+        return made
+    by_bytes = [(tokens, 1) for tokens in guessed if tokens]
+    made = replace(made, sampled=len(located), groups=[by_bytes])
+    if tokenizer is None:
+        return made
+    from windlass.data.sample import tokenize_sample
+
+    thinned = located[:: max(1, sum(guessed) // TOKENS)]
+    try:
+        groups = tokenize_sample(of.data, thinned, tokenizer, of.where)
+    except UserError as error:
+        return replace(made, problem=error.problems[0])
+    return replace(made, sampled=len(thinned), groups=groups, tokenized=True)
+
+
+def estimate_tokens(value: Any) -> int:
+    """Estimate the tokens of a row from the bytes of its texts, or from its longest list of token ids."""
+    if isinstance(value, str):
+        return math.ceil(len(value.encode(errors="replace")) / BYTES_PER_TOKEN)
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        return math.ceil(len(value) / MARGIN)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return 0
+    ids = [estimate_tokens(part) for part in value if isinstance(part, list) and part and isinstance(part[0], int)]
+    return max(ids) if ids else sum(map(estimate_tokens, value))
