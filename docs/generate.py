@@ -114,8 +114,8 @@ def with_output(text: str) -> str:
     """Fill the block that follows each mark of a page, up to `<!-- end -->`.
 
     `<!-- windlass … -->`: what the command prints; `<!-- windlass …: TITLE | TITLE -->`: only these tables, and lines
-    that begin with a title. `<!-- layouts FILE: NAME | NAME -->`, `<!-- families -->` and `<!-- source -->`: the result
-    of the function of that name.
+    that begin with a title. `<!-- layouts FILE: NAME | NAME -->`, `<!-- families -->`, `<!-- servers -->` and
+    `<!-- source -->`: the result of the function of that name.
     """
 
     def block(match: re.Match[str]) -> str:
@@ -190,11 +190,34 @@ def first_paragraph(doc: str | None) -> str:
     return " ".join((doc or "").split("\n\n")[0].split())
 
 
+def servers(_argument: str, _titles: list[str]) -> str:
+    """List what each server does with each kind of module."""
+    from windlass.serve.servers import ROWS, SERVERS
+
+    blocks = []
+    for name, server in SERVERS.items():
+        rows = [row for row in ROWS if row.server == name]
+        lines = [
+            f"**{server.title}** ({server.version}, {server.tried}; {server.how})\n",
+            "| model | part of the adapter | as PEFT saves it | `--for` writes | known from |",
+            "|---|---|---|---|---|",
+        ]
+        for row in rows:
+            result = f"{row.result}; applied with `{row.unless}`" if row.unless else row.result
+            parts = ", ".join(f"`{part}`" if part.endswith(("_proj", "_mqa")) else part for part in row.what)
+            note = f" ({row.note})" if row.note else ""
+            form = row.form or ("as it is" if row.result == "applied" else "refused")
+            lines.append(f"| {', '.join(row.models) or 'any'} | {parts} | {result}{note} | {form} | {row.seen} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
 MARKS: dict[str, Callable[[str, list[str]], str]] = {
     "windlass": printed,
     "layouts": layouts,
     "families": families,
     "source": source,
+    "servers": servers,
 }
 
 
@@ -207,7 +230,7 @@ def pages() -> dict[Path, str]:
     for page_with_output in (
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
-        *(ROOT / "docs" / f"{name}.md" for name in ("layouts", "plan-example")),
+        *(ROOT / "docs" / f"{name}.md" for name in ("layouts", "plan-example", "export")),
     ):
         made[page_with_output] = with_output(page_with_output.read_text(encoding="utf-8"))
     reference = ROOT / "docs" / "reference"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from windlass import cli, tiny
 from windlass.export import export
+from windlass.plan import make_plan
+from windlass.runfile import read_run_file
 from windlass.serve.servers import ROWS, SERVERS
 
 pytestmark = [
@@ -22,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*_pattern keys did not match any targeted module:RuntimeWarning"),
 ]
+ROOT = Path(__file__).parent.parent
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 RS = {"use_rslora": True, "rank_pattern": {"q_proj": 2}}
 PATTERNS = {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {"q_proj": 3}}
@@ -189,6 +193,47 @@ def test_the_way_on_works_as_pasted(
     card = (tmp_path / "DIR" / "README.md").read_text()
     assert "VLLM_MLA_DISABLE=1 vllm serve base --enable-lora --max-lora-rank 8 --lora-modules adapter=." in card
     assert "from peft" not in card or "Mistral3ForConditionalGeneration" in card
+
+
+def test_the_plan_warns_of_what_the_server_does_not_apply(tmp_path: Path) -> None:
+    """At once, by what the run file names; not of what `export` converts."""
+    train = ROOT / "examples" / "mistral-small-4" / "train.yaml"
+
+    def warnings(*overrides: str) -> list[str]:
+        plan = make_plan(read_run_file(train, overrides))
+        return [warning.text for warning in plan.warnings if warning.text.startswith("export.server: ")]
+
+    assert warnings() == []
+    ignored, refused_module = warnings("export.for=vllm", "lora.target_modules=[q_a_proj, kv_b_proj, o_proj]")[::-1]
+    assert "vLLM ignores without a word kv_b_proj (36 modules)" in ignored
+    assert "VLLM_MLA_DISABLE=1 windlass export" in ignored
+    assert "vLLM refuses q_a_proj (36 modules)" in refused_module
+    assert "--merge --layout mistral" in refused_module
+    assert warnings("export.for=vllm", "lora.target_modules=[q_b_proj, o_proj, down_proj]", "lora.experts=true") == []
+    crash = warnings("export.server=llama.cpp", "lora.target_modules=[o_proj]", "lora.use_dora=true")
+    assert [text.split(" (")[0].split(";")[0] for text in crash] == [
+        "export.server: llama.cpp crashes on attention",
+        "export.server: llama.cpp refuses dora",
+    ]
+    with refused("unknown-value", "export.server"):
+        read_run_file(train, ("export.for=triton",))
+
+
+def test_the_run_files_server_is_the_exports(tmp_path: Path) -> None:
+    adapter, _ = make_adapter(tmp_path, "mixtral", ROUTED)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    adapter = adapter.rename(run / "final")
+    (run / "manifest.json").write_text(json.dumps({"run": {"export": {"server": "vllm"}}}))
+    assert export(run, tmp_path / "out", say=silent)["for"] == "vllm"
+    assert "w1.lora_A" in str(load_file(tmp_path / "out" / "adapter_model.safetensors").keys())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "vllm serve base --enable-lora --max-lora-rank 8 --lora-modules adapter=." in card
+    assert "import PeftModel" not in card
+    assert export(run, tmp_path / "peft", server="peft", say=silent)["for"] == "peft"
+    shutil.move(tmp_path / "base", tmp_path / "gone")
+    with refused("base-not-here", "--for vllm"):
+        export(run, tmp_path / "again", say=silent)
 
 
 def test_the_table_is_consistent() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from windlass.errors import UserError
 from windlass.model.base import assign_stored
 from windlass.model.files import read_header
 from windlass.model.parameters import Base, Parameter, Spelling, Stored
@@ -124,6 +125,9 @@ def make_params(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return params.json of a config.json."""
     text = config.get("text_config") or config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not rope.get("mscale_all_dim") or rope.get("rope_type", rope.get("type")) != "yarn":
+        problem = "its rotary positions are not YaRN with mscale_all_dim, which is all that params.json can say"
+        raise UserError(problem, "--layout", "leave it out", "no-such-layout")
     params = {
         "dim": text["hidden_size"],
         "n_layers": text["num_hidden_layers"],
@@ -145,7 +149,7 @@ def make_params(config: Mapping[str, Any]) -> dict[str, Any]:
         "yarn": {
             "original_max_position_embeddings": rope["original_max_position_embeddings"],
             "factor": rope["factor"],
-            "apply_scale": False,
+            "apply_scale": True,  # mscale_all_dim
             "beta": rope.get("beta_fast", 32.0),
             "alpha": rope.get("beta_slow", 1.0),
         },
