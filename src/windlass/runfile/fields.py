@@ -594,7 +594,7 @@ class Watch(Section):
     """Address to serve it on; 0.0.0.0 for all interfaces."""
 
 
-class ExportSection(Section):
+class Export(Section):
     """Where the adapter will be used."""
 
     server: Literal["vllm", "sglang", "llama.cpp", "peft"] = "peft"
@@ -641,7 +641,7 @@ class RunFile(Run):
         default_factory=LayoutSection
     )
     """How the model is placed on the GPUs: a name (`auto` by default), or a section."""
-    export: ExportSection = Field(default_factory=ExportSection)
+    export: Export = Field(default_factory=Export)
     """Where the adapter will be used."""
 
     @property
