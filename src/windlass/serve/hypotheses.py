@@ -7,106 +7,99 @@ experts' factors are packed in another order.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final, Protocol
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
 
-from windlass.serve.probe import (
-    ADAPTER,
-    BASE,
-    DECODED_ROWS,
-    DECODED_TOKENS,
-    POSITIONS,
-    TEXT,
-    describe_difference,
-    list_logprobs,
-)
+from windlass.model import Base
+from windlass.ranks import collectives
+from windlass.serve.probe import ADAPTER, BASE, POSITIONS, TEXT, describe_difference, list_logprobs
+from windlass.weights.same_base import describe_files
 
+DECODED_ROWS: Final = 4
+DECODED_TOKENS: Final = 8
 SCALES: Final = (0.5, 2.0)
 DIGITS: Final = 5
 Hypothesis = Callable[[], AbstractContextManager[None]]
+DUMMY: Final = [0, 0]  # input of a rank without a row, which still takes part in every gather
 
 
-class Scorer(Protocol):
-    """The model, as a process or all ranks have it."""
+@torch.no_grad()
+def compute_rows(model: Any, rows: Sequence[list[int]], read: Callable[[list[int], Tensor], Any]) -> list[Any]:
+    """Return what `read` makes of each row and its logits. Rows are dealt to the ranks, and all get all results."""
+    world = collectives.get_world_size()
+    device = next(p.device for name, p in model.named_parameters() if "lora_" in name)  # a base may be offloaded
+    results = []
+    for start in range(0, len(rows), world):
+        of_round = rows[start : start + world]
+        number = collectives.get_rank()
+        row = of_round[number] if number < len(of_round) else DUMMY
+        logits = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]
+        results += collectives.all_gather(read(row, logits.float()))[: len(of_round)]
+    return results
 
-    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Return each row's log-probabilities, from its second token on."""
 
-    def choose(self, rows: Sequence[list[int]]) -> list[int]:
-        """Return the likeliest token after each row."""
+def read_scores(row: list[int], logits: Tensor) -> list[float]:
+    """Return the log-probability of each token from the second on."""
+    following = torch.tensor(row[1:], device=logits.device)[:, None]
+    scores: list[float] = torch.log_softmax(logits[:-1], -1).gather(1, following)[:, 0].tolist()
+    return scores
 
 
-class PlainScorer:
-    """A model that this process has alone, with plain logits."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.device = next(model.parameters()).device
-
-    @torch.no_grad()
-    def _compute_logits(self, row: list[int]) -> torch.Tensor:
-        ids = torch.tensor([row], device=self.device)
-        logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
-        return logits.float()
-
-    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        scores = []
-        for row in rows:
-            log_probs = torch.log_softmax(self._compute_logits(row), -1)[:-1]
-            targets = torch.tensor(row[1:], device=log_probs.device)
-            scores.append(log_probs.gather(1, targets[:, None])[:, 0].tolist())
-        return scores
-
-    def choose(self, rows: Sequence[list[int]]) -> list[int]:
-        return [int(self._compute_logits(row)[-1].argmax()) for row in rows]
+def decode(model: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Return each prompt with its likeliest continuation."""
+    rows = [list(prompt) for prompt in prompts]
+    for _ in range(DECODED_TOKENS):
+        for row, token in zip(rows, compute_rows(model, rows, lambda _, logits: int(logits[-1].argmax())), strict=True):
+            row.append(token)
+    return rows
 
 
 def compute_probe(
-    model: PeftModel, rows: Sequence[dict[str, Any]], scorer: Scorer, tokenizer: Any, say: Callable[[str], None]
+    model: PeftModel,
+    rows: Sequence[dict[str, Any]],
+    tokenizer: Any,
+    *,
+    base: Base,
+    adapter: Path,
+    computed_in: str,
+    rows_from: str,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return what a probe has of the model. rows: of `choose_rows`; more are decoded from them. A collective."""
+    """Return the probe. rows: of `choose_rows`; more are decoded from them. A collective."""
     hypotheses = list_hypotheses(model)
     say(f"probe     {len(rows)} rows under {len(hypotheses)} hypotheses: base, adapter, and parts of the adapter")
     prompts = [row["ids"][: row["start"] or len(row["ids"]) // 2] for row in rows[:DECODED_ROWS]]
-    decoded = {}
-    for name in (BASE, ADAPTER):
-        with hypotheses[name]():
-            decoded[name] = decode(scorer, prompts)
-    probed: list[dict[str, Any]] = [dict(row) for row in rows]
-    for prompt, by_base, by_adapter in zip(prompts, decoded[BASE], decoded[ADAPTER], strict=True):
-        row: dict[str, Any] = {"ids": [*prompt, *by_adapter], "start": len(prompt), "decoded": True, "by_base": by_base}
-        if tokenizer is not None:
-            row["texts"] = {BASE: tokenizer.decode(by_base), ADAPTER: tokenizer.decode(by_adapter)}
-        probed.append(row)
+    decoded = zip(decode(model, prompts), map(len, prompts), strict=True)
+    probed = [dict(row) for row in rows] + [{"ids": ids, "start": start, "decoded": True} for ids, start in decoded]
     scores = {}
     for name, changed in hypotheses.items():
         with changed():
-            scores[name] = scorer.score([row["ids"] for row in probed])
+            scores[name] = compute_rows(model, [row["ids"] for row in probed], read_scores)
     for number, row in enumerate(probed):
         of_row = {name: scores[name][number] for name in hypotheses}
         row["positions"] = choose_positions(row, of_row)
         kept = {name: [round(values[i - 1], DIGITS) for i in row["positions"]] for name, values in of_row.items()}
         row["logprobs"] = kept
-    probe: dict[str, Any] = {"hypotheses": list(hypotheses), "rows": probed}
-    probe["difference"] = describe_difference(list_logprobs(probe, BASE), list_logprobs(probe, ADAPTER))
+    probe = {
+        "base": base.name,
+        "adapter": describe_files(adapter)["files"],
+        "computed_in": computed_in,
+        "rows_from": rows_from,
+        "mixture": "experts" in base.dims,
+        "hypotheses": list(hypotheses),
+        "rows": probed,
+    }
     if tokenizer is not None:
         probe["tokenizer"] = {"text": TEXT, "ids": tokenizer(TEXT, add_special_tokens=False)["input_ids"]}
+    probe["difference"] = describe_difference(list_logprobs(probe, BASE), list_logprobs(probe, ADAPTER))
     return probe
-
-
-def decode(scorer: Scorer, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Return the likeliest continuation of each prompt."""
-    rows = [list(prompt) for prompt in prompts]
-    for _ in range(DECODED_TOKENS):
-        for row, token in zip(rows, scorer.choose(rows), strict=True):
-            row.append(token)
-    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
 
 def choose_positions(row: dict[str, Any], scores: dict[str, list[float]]) -> list[int]:
@@ -177,16 +170,13 @@ def switched_off(modules: Sequence[Any]) -> Iterator[None]:
 @contextmanager
 def scaled(layers: Sequence[Any], name: str, scales: Sequence[float]) -> Iterator[None]:
     before = [layer.scaling[name] for layer in layers]
-    _set_scales(layers, name, scales)
+    for layer, scale in zip(layers, scales, strict=True):
+        layer.scaling[name] = scale
     try:
         yield
     finally:
-        _set_scales(layers, name, before)
-
-
-def _set_scales(layers: Sequence[Any], name: str, scales: Sequence[float]) -> None:
-    for layer, scale in zip(layers, scales, strict=True):
-        layer.scaling[name] = scale
+        for layer, scale in zip(layers, before, strict=True):
+            layer.scaling[name] = scale
 
 
 @contextmanager

@@ -22,8 +22,6 @@ ADAPTER: Final = "adapter"  # other hypotheses continue this word: "without q_pr
 ROWS: Final = 12
 TOKENS: Final = 160  # most of a row
 POSITIONS: Final = 24  # most of a row whose log-probabilities are kept
-DECODED_ROWS: Final = 4
-DECODED_TOKENS: Final = 8
 TEXT: Final = "def half(n: int) -> float:\n\treturn n / 2  # naïve: 12,345.67 → ½ 東京"  # identifies a tokenizer
 FAINT: Final = 0.005  # nats, mean: what rounding to bf16 alone changes
 # Bounds of the judged difference: nats, or a share of what the adapter itself changes, whichever is larger; by the

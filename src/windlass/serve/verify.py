@@ -13,7 +13,6 @@ from windlass.serve.probe import (
     ADAPTER,
     BASE,
     BOUNDS,
-    DECODED_TOKENS,
     describe_difference,
     read_probe,
 )
@@ -24,14 +23,11 @@ CLEARLY: Final = 0.5  # of another hypothesis's error, that the best one's may b
 APPLIED: Final = "applied"
 AS_BASE: Final = "answers as the base"
 IN_PART: Final = "applied otherwise"
-UNLIKE: Final = "unlike"
 UNDECIDED: Final = "undecided"
 WAYS: Final = {
     PROMPT: "log-probabilities of prompts (prompt_logprobs)",
     ECHO: "log-probabilities of prompts (echo)",
     FORCED: "no log-probabilities of prompts: tokens were forced one by one by logit_bias",
-    "": "no log-probabilities at all: decoded texts were compared, which shows that an adapter is applied, not that "
-    "all of its modules are",
 }
 
 
@@ -74,10 +70,12 @@ def verify(
         hint = f"the server must take prompts of {len(longest)} tokens, as numbers, of the base {probe['base']}"
         raise UserError(f"it refuses a row of the probe: {error}", server.url, hint, "refused-row") from None
     way = server.find_way(longest)
+    if not way:
+        hint = "start it with log-probabilities: decoded text alone doesn't show which parts of an adapter are applied"
+        raise UserError("it gives no log-probabilities", server.url, hint, "no-logprobs")
     say(f"server    {server.url}, {server.model}: {WAYS[way]}")
-    verdict = compare_logprobs(server, probe, way, say) if way else compare_texts(server, probe)
-    if way:
-        check_decoding(server, probe, verdict)
+    verdict = compare_logprobs(server, probe, way, say)
+    check_decoding(server, probe, verdict)
     check_template(server, probe, verdict)
     return verdict
 
@@ -159,27 +157,24 @@ def judge(
     least, part = BOUNDS[probe["dtype"]][judged]
     bound = max(least, part * effect[judged])
     mean = {name: error["mean"] for name, error in errors.items()}
-    fits = errors[nearest][judged] <= bound
-    figures = f"{judged} difference {errors[nearest][judged]:.3g} nats of {len(measured)} tokens, bound {bound:.3g}"
-    verdict = Verdict(UNLIKE, "", model, way, nearest, bound, judged, len(measured), errors)
-    is_near_adapter = errors[ADAPTER][judged] <= bound and mean[ADAPTER] <= CLEARLY * mean[BASE]
     beats_adapter = mean[nearest] <= CLEARLY * mean[ADAPTER]
-    if is_near_adapter and not beats_adapter:
+    is_applied = errors[ADAPTER][judged] <= bound and mean[ADAPTER] <= CLEARLY * mean[BASE] and not beats_adapter
+    if is_applied:
+        nearest = ADAPTER
+    distance = errors[nearest][judged]
+    figures = f"{judged} difference {distance:.3g} nats of {len(measured)} tokens, bound {bound:.3g} ({probe['dtype']})"
+    verdict = Verdict(IN_PART, "", model, way, nearest, bound, judged, len(measured), errors)
+    if is_applied:
         verdict.verdict = APPLIED
-        verdict.nearest = ADAPTER
-        figures = f"{judged} difference {errors[ADAPTER][judged]:.3g} nats of {len(measured)} tokens"
-        verdict.summary = (
-            f"applied: {figures}, bound {bound:.3g} ({probe['dtype']}); the base is {effect[judged]:.3g} away"
-        )
+        verdict.summary = f"applied: {figures}; the base is {effect[judged]:.3g} away"
         close = [name for name in mean if name not in (ADAPTER, BASE) and mean[ADAPTER] > CLEARLY * mean[name]]
         if close:
             faint = ", ".join(f"the adapter {name}" for name in close)
             verdict.notes.append(f"too faint to be excluded at this precision: {faint}")
-    elif fits and nearest == BASE and beats_adapter:
+    elif distance <= bound and beats_adapter and nearest == BASE:
         verdict.verdict = AS_BASE
         verdict.summary = f"answers as the base, the adapter is not applied: {figures}"
-    elif fits and beats_adapter:
-        verdict.verdict = IN_PART
+    elif distance <= bound and beats_adapter:
         verdict.summary = f"fits the adapter {nearest}, not all of it: {figures}"
     elif max(errors[ADAPTER][judged], errors[BASE][judged]) <= bound:
         verdict.verdict = UNDECIDED
@@ -188,7 +183,6 @@ def judge(
             f"{mean[ADAPTER]:.2g} from the adapter and {mean[BASE]:.2g} from the base"
         )
     elif mean[nearest] <= CLEARLY * effect["mean"]:
-        verdict.verdict = IN_PART
         name = {BASE: "the base", ADAPTER: "the adapter"}.get(nearest, f"the adapter {nearest}")
         verdict.summary = f"fits none: nearest is {name}, and rounding doesn't explain the rest ({figures})"
     else:
@@ -198,7 +192,7 @@ def judge(
     return verdict
 
 
-# --- decoded tokens, texts, templates ---
+# --- decoded tokens, chat template ---
 
 
 def check_decoding(server: Server, probe: dict[str, Any], verdict: Verdict) -> None:
@@ -209,7 +203,11 @@ def check_decoding(server: Server, probe: dict[str, Any], verdict: Verdict) -> N
     differences = []
     for row in (row for row in probe["rows"] if row.get("decoded")):
         expected = row["ids"][row["start"] :]
-        generated = server.generate(row["ids"][: row["start"]], len(expected))
+        try:
+            generated = server.generate(row["ids"][: row["start"]], len(expected))
+        except RefusedError as error:
+            verdict.notes.append(f"decoding was not compared: {error}")
+            return
         if generated.ids is None:
             continue
         pairs = list(zip(generated.ids, expected, strict=False))
@@ -227,28 +225,6 @@ def check_decoding(server: Server, probe: dict[str, Any], verdict: Verdict) -> N
         if judged > verdict.bound:
             text = f"decoding differs from the prompt's answers: {verdict.judged} difference {judged:.3g} nats"
             verdict.problems.append(f"{text}, bound {verdict.bound:.3g}")
-
-
-def compare_texts(server: Server, probe: dict[str, Any]) -> Verdict:
-    """Compare decoded texts, where a server gives nothing else."""
-    told = dict.fromkeys((ADAPTER, BASE), 0)
-    rows = [row for row in probe["rows"] if row.get("texts") and row["texts"][ADAPTER] != row["texts"][BASE]]
-    for row in rows:
-        text = server.generate(row["ids"][: row["start"]], DECODED_TOKENS).text
-        for name in told:
-            told[name] += text.strip() == row["texts"][name].strip()
-    count = format_plural(len(rows), "text")
-    verdict = Verdict(UNDECIDED, f"can't be told by {count}", server.model, "", tokens=len(rows))
-    if rows and told[ADAPTER] == len(rows):
-        verdict.verdict = APPLIED
-        verdict.summary = f"applied, as far as decoded texts show: {count} as the adapter's and not as the base's"
-    elif rows and told[BASE] == len(rows):
-        verdict.verdict = AS_BASE
-        verdict.summary = f"answers as the base, the adapter is not applied: {count} as the base's"
-    elif rows:
-        verdict.verdict = UNLIKE
-        verdict.summary = f"of {count} {told[ADAPTER]} are as the adapter's, {told[BASE]} as the base's"
-    return verdict
 
 
 def check_template(server: Server, probe: dict[str, Any], verdict: Verdict) -> None:
