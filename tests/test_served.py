@@ -215,7 +215,7 @@ def test_the_plan_warns_of_what_the_server_does_not_apply(tmp_path: Path) -> Non
         "export.server: llama.cpp crashes on attention",
         "export.server: llama.cpp refuses dora",
     ]
-    with refused("unknown-value", "export.server"):
+    with refused("wrong-value", "export.for=triton"):
         read_run_file(train, ("export.for=triton",))
 
 
