@@ -18,7 +18,7 @@ from windlass import tiny
 from windlass.data.prepare import open_tokenizer
 from windlass.errors import UserError
 from windlass.model import PARTS, Piece, find_base, find_published_base, read_base
-from windlass.model.base import read_published_configs
+from windlass.model.base import UNTIED, read_published_configs
 from windlass.model.config import describe
 from windlass.model.family import FAMILIES, WRAPPERS
 from windlass.plan.layout import Layout
@@ -308,6 +308,46 @@ def test_known_models_are_found_without_weights_and_unknown_ones_refused() -> No
         with pytest.raises(UserError, match=message) as error:
             find_base(name, where)
         assert len(str(error.value)) < 1500
+
+
+def write_tied(folder: Path, place: tuple[int, int] | None, name: str = "lm_head.weight") -> Path:
+    """Write a model with a tied embedding and a stored head that is equal, but for one value."""
+    tiny.write_model(folder, "llama", tied=True, tokenizer=False)
+    stored = load_file(folder / "model.safetensors")
+    stored[name] = stored["model.embed_tokens.weight"].clone()
+    if place:
+        stored[name][place] += 1
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.fault(
+    "a stored head of other values than its embedding", "`windlass plan`", "a stored head that is not the embedding"
+)
+def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would use it, and servers would not; equal ones are tied by both. In full when it is loaded."""
+    assert "a stored head that is not the embedding" in UNTIED
+    alone = Layout("resident", "test", 1, 1, shard=1, precision="no")
+    ids = torch.arange(12)[None]
+    for name, place in (("same", None), ("other", (300, 5))):
+        folder = write_tied(tmp_path / name, place)
+        true = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert (true.lm_head.weight is true.model.embed_tokens.weight) == (place is None)
+        if place is None:
+            assert "stored and not read" in read_base(folder).notes[0]
+            load_base(read_base(folder), alone)
+            continue
+        with pytest.raises(UserError, match=rf"{UNTIED} \(1\): lm_head.weight"):
+            read_base(folder)
+        config = json.loads((folder / "config.json").read_text())  # what the hint says
+        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+        model, _ = load_base(read_base(folder), alone, dtype=torch.float32)
+        assert torch.equal(model(ids).logits, true(ids).logits)
+    for module in ("base", "files"):  # blocks small enough for plan's samples to miss the value
+        monkeypatch.setattr(f"windlass.model.{module}.COMPARED_BYTES", 512)
+    base = read_base(write_tied(tmp_path / "missed", (13, 5)))
+    with pytest.raises(UserError, match=f"{UNTIED}: lm_head.weight"):
+        load_base(base, alone)
 
 
 @pytest.mark.fault("a model folder without a tokenizer", "`windlass check`", "transformers makes one of")

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from windlass.errors import Problem, raise_all
 from windlass.export.card import write_card
 from windlass.export.deltas import Deltas, read_deltas
 from windlass.export.folder import MERGED, claim_folder
@@ -18,6 +19,7 @@ from windlass.export.source import CONFIG, AdapterSource, require_local_base
 from windlass.files import read_json
 from windlass.hardware import GIB
 from windlass.model import Base, read_base
+from windlass.model.base import UNTIE, find_untied_heads
 from windlass.model.quantization import published_dtype
 from windlass.observe.format import format_plural
 from windlass.run_folder import BASES
@@ -51,6 +53,7 @@ def merge_adapter(
     # 1. The adapter checked against the base, and every file of the result planned from headers.
     base = require_local_base(source, base_folder)
     deltas = read_deltas(source, base)
+    raise_all([Problem(problem, str(base.path), UNTIE) for problem in find_untied_heads(base)])
     plan = plan_merge(base, deltas, to, dtype or OWN)
     has_mistrals = choose_layout(base, layout)
     beside = read_beside(base) if has_mistrals else None

@@ -17,7 +17,17 @@ from windlass.errors import Problem, UserError, raise_all
 from windlass.files import read_json
 from windlass.model.config import describe
 from windlass.model.family import IGNORED, TIED, UNREAD, VISION
-from windlass.model.files import CONFIG, HEADERS, abbreviate, list_names, read_headers, read_table, read_tensors
+from windlass.model.files import (
+    COMPARED_BYTES,
+    CONFIG,
+    HEADERS,
+    abbreviate,
+    have_equal_bytes,
+    list_names,
+    read_headers,
+    read_table,
+    read_tensors,
+)
 from windlass.model.packed import find_packed, make_packed_piece
 from windlass.model.parameters import Base, Parameter, Piece, Spelling, Stored
 
@@ -25,6 +35,7 @@ WEIGHT_DTYPES: Final = ("F64", "F32", "F16", "BF16")
 FP8_DTYPES: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without their scale
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # suffixes of weight files
 HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 SCALE = "_scale_inv"
 # Kinds of faults, and a hint for each.
 FETCH_FOLDER: Final = "fetch the folder again; config.json and weights must be of the same model"
@@ -35,8 +46,14 @@ SHAPE = "weights of another shape than config.json gives"
 DTYPE = "weights of an unknown dtype"
 NO_SCALE = "FP8 weights without a scale"
 ODD_SCALE = "scales that do not fit their weight"
+UNTIED = "a stored head that is not the embedding, to which config.json ties it"
 ODD_PACKED = "weights in 4 bits that do not fit config.json, or whose blocks run over the ends of rows"
+UNTIE: Final = (
+    "set tie_word_embeddings: false in config.json to train with the stored head, as transformers would; "
+    "most servers tie it: if they are right, remove it from the files"
+)
 HINTS: Final = {
+    UNTIED: UNTIE,
     MISSING: FETCH_FOLDER,
     UNKNOWN: FETCH_FOLDER,
     SHAPE: FETCH_FOLDER,
@@ -158,6 +175,8 @@ def assign_stored(base: Base, config: Mapping[str, Any], stored: Mapping[str, St
         if _is_head(key) and not has_head:
             why = TIED
             notes.append(f"{key} is stored and not read: {TIED}")
+            if not is_tied(parameters, tensor, sampled=16):
+                faults[UNTIED].append(key)
         if why is None:
             faults[UNKNOWN].append(key)
         else:
@@ -211,6 +230,22 @@ def _check_dtype(tensor: Stored, scale: Stored | None, block: Sequence[int], fau
     if not in_fp8 or scale.dtype not in WEIGHT_DTYPES or not fits:
         kinds = f"{scale.dtype} {list(scale.shape)} for {tensor.dtype} {list(tensor.shape)}"
         faults[ODD_SCALE].append(f"{scale.key} is {kinds}")
+
+
+def find_untied_heads(base: Base, first: int = 0, step: int = 1) -> list[str]:
+    """Return stored heads that are not the embedding, though config.json ties them, comparing all bytes or a rank's."""
+    heads = [stored for stored, why in base.unread.items() if why == TIED]
+    return [f"{UNTIED}: {head.key}" for head in heads if not is_tied(base.parameters, head, first, step)]
+
+
+def is_tied(parameters: Sequence[Parameter], head: Stored, first: int = 0, step: int = 1, sampled: int = 0) -> bool:
+    """Return whether a stored head is the embedding, by all its blocks, a rank's, or some evenly spaced ones."""
+    pieces = [piece for p in parameters if p.name == EMBEDDING for piece in p.pieces]
+    if len(pieces) != 1 or not head.file.exists():  # reported elsewhere; or headers alone are here
+        return True
+    if sampled:
+        step = max(1, (head.end - head.start) // COMPARED_BYTES // sampled)
+    return have_equal_bytes(pieces[0].stored, head, first, step)
 
 
 def _is_head(key: str) -> bool:

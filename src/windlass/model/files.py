@@ -28,6 +28,7 @@ CONVERT: Final = (
 )
 LENGTH: Final = 8  # bytes of a header's length
 MAX_HEADER: Final = 100_000_000  # the format's own limit
+COMPARED_BYTES: Final = 2**18
 FETCH_FILE: Final = "fetch it again from the publisher"
 DAMAGED: Final = "the file is damaged or incomplete: fetch it again and compare its checksum with the publisher's"
 
@@ -114,6 +115,20 @@ def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
         hint = "index and files are of different versions: fetch the whole folder again"
         raise UserError(f"{problem}: {listed}", str(index), hint)
     return {tensor.key: tensor for tensor in tensors}
+
+
+def have_equal_bytes(one: Stored, other: Stored, first: int = 0, step: int = 1) -> bool:
+    """Return whether two stored tensors are equal: all of their blocks, or every `step`th from the `first` on."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as one_file, other.file.open("rb") as other_file:
+        for begin in range(first * COMPARED_BYTES, one.end - one.start, step * COMPARED_BYTES):
+            one_file.seek(one.start + begin)
+            other_file.seek(other.start + begin)
+            length = min(COMPARED_BYTES, one.end - one.start - begin)
+            if one_file.read(length) != other_file.read(length):
+                return False
+    return True
 
 
 def read_header(file: Path) -> dict[str, Stored]:

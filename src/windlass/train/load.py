@@ -34,8 +34,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from windlass.errors import RunError
 from windlass.model import Base
+from windlass.model.base import UNTIE, find_untied_heads
 from windlass.plan.layout import Layout
-from windlass.ranks.collectives import all_gather, get_rank, raise_together
+from windlass.ranks.collectives import all_gather, get_rank, get_world_size, raise_together
 from windlass.settings import LOADER_THREADS
 from windlass.train import parallel
 from windlass.weights.certificate import check_buffers, check_parameters, make_certificate
@@ -82,6 +83,7 @@ def load_base(
         elif unquantized_shape(name, targets[name].shape, quantized) != tuple(parameter.shape):
             unlike.append(f"{name} is {list(targets[name].shape)} in the model, {list(parameter.shape)} on disk")
     raise_together(unlike, where, ANOTHER)
+    raise_together(find_untied_heads(base, get_rank(), get_world_size()), where, UNTIE)
     errors: dict[str, list[float]] = {}
     problems, bytes_read, parts = read_all(targets, base, quantized, errors)
     raise_together(problems, where, DAMAGED)
