@@ -44,6 +44,7 @@ PREFIXES = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": 
 TOKENS = torch.arange(24)[None] % 200
 VICTIM = "model.layers.1.mlp.experts.down_proj"
 MIB = 2**20
+MIXED = "have copies of the base model that are not equal"
 
 # Every layout in which such a model comes. Sizes that no number of ranks divides are there on purpose.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -338,6 +339,30 @@ def other_copy(root: Path) -> None:
     assert "give all nodes the same copy" in found
 
 
+def mixed_copies(root: Path) -> None:
+    """Nodes that each read a part of a copy of their own: a value differs that only one of them reads."""
+    nodes = replace(layouts()["full-shard"], nodes=dist.get_world_size(), gpus_per_node=1)
+    own = root / f"node-{dist.get_rank()}"
+    shutil.copytree(root / "published", own)
+    base = read_base(own)
+    digest = load_base(base, nodes)[1]["base_digest"]
+    assert digest == digest_files(base)
+    kept = [json.loads(file.read_text()) for file in (root / "cache" / "windlass" / "digests").iterdir()]
+    assert {"digest": digest, "folder": str(own)} in kept  # the next run need not read it
+    load_base(base, nodes)
+    if dist.get_rank() == 0:  # rank 0 reads the first rows alone
+        parameter = next(p for p in base.parameters if p.name == "model.layers.0.self_attn.o_proj.weight")
+        stored = parameter.pieces[0].stored
+        with (own / "model.safetensors").open("r+b") as file:
+            file.seek(stored.start + 3)
+            file.write(bytes([99]))
+    dist.barrier()
+    found = refused(partial(load_base, base, nodes))
+    assert "rank 0 and rank 1" in found
+    assert MIXED in found
+    assert "give all nodes the same copy" in found
+
+
 def poisoned_buffer(root: Path) -> None:
     """A buffer that transformers sets in the class of the whole model; then memory that one rank alone has wrong."""
     base = read_base(root / "falcon_h1")
@@ -489,7 +514,7 @@ def cases(root: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     ):
         yield f"{what} {base_dtype} {split}", partial(spoilt, root, what, base_dtype, split, named)
     yield from ((f"bytes of {each}", partial(same_bytes, root, each, kind)) for each, kind in IN_FOUR_BITS)
-    for fault in (other_copy, poisoned_buffer, unsharded, other_ranks, kept_gathered):
+    for fault in (other_copy, mixed_copies, poisoned_buffer, unsharded, other_ranks, kept_gathered):
         yield fault.__name__, partial(fault, root)
     for name, how in (*TRAINING, *(TRAINED_IN_FOUR_BITS if ranks == 2 else ())):
         yield f"training {name} {how}", partial(same_training, root, name, **how)
@@ -499,6 +524,7 @@ def main(root: Path, out: Path) -> None:
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
     dist.init_process_group("gloo")
+    os.environ["XDG_CACHE_HOME"] = str(root / "cache")
     results: dict[str, str] = {}
     for name, case in cases(root):
         dist.barrier()

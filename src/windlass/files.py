@@ -22,6 +22,11 @@ WAYS: Final[dict[str, Callable[[Any, Any], Any]]] = {"+": operator.add, "-": ope
 FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+def find_cache_folder() -> Path:
+    """Return where windlass keeps what it would otherwise compute again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "windlass"
+
+
 def explain_write_error(path: Path, error: OSError) -> str:
     """Return which file can't be written, why, and how much space is free."""
     there = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))

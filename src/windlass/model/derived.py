@@ -5,7 +5,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.files import write_json
+from windlass.files import find_cache_folder, write_json
 from windlass.model.description import hash_config
 from windlass.model.family import Family, Wrapper
 from windlass.model.parameters import Base, Parameter, Spelling
@@ -57,8 +56,7 @@ def _name_cache_file(key: str) -> Path:
     except importlib.metadata.PackageNotFoundError:
         version = ""
     code = hashlib.sha256(b"".join(file.read_bytes() for file in CODE)).hexdigest()[:8]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "windlass" / "models" / f"{key}-{version}-{code}.json"
+    return find_cache_folder() / "models" / f"{key}-{version}-{code}.json"
 
 
 def _derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:

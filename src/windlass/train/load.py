@@ -43,7 +43,13 @@ from windlass.weights.certificate import check_buffers, check_parameters, make_c
 from windlass.weights.fill import LocalPart, Source, fill_codes, fill_quantized, fill_scale, fill_values
 from windlass.weights.quantized import QuantizedParam, list_quantized_params
 from windlass.weights.reading import NEEDS_SCALE, DamagedError, Files
-from windlass.weights.same_base import FETCH_AGAIN, Part, combine_digests, find_fetch_differences
+from windlass.weights.same_base import (
+    FETCH_AGAIN,
+    Part,
+    combine_digests,
+    find_fetch_differences,
+    find_other_copies,
+)
 
 NOTHING: Mapping[str, QuantizedParam] = MappingProxyType({})
 DAMAGED = "nothing was trained; compare the files with their publisher's checksums, or fetch them again"
@@ -84,6 +90,8 @@ def load_base(
             unlike.append(f"{name} is {list(targets[name].shape)} in the model, {list(parameter.shape)} on disk")
     raise_together(unlike, where, ANOTHER)
     raise_together(find_untied_heads(base, get_rank(), get_world_size()), where, UNTIE)
+    if parallel.is_sharded(layout) and layout.shard > layout.gpus_per_node:  # else each node reads everything
+        raise_together(find_other_copies(base), where, UNEQUAL)
     errors: dict[str, list[float]] = {}
     problems, bytes_read, parts = read_all(targets, base, quantized, errors)
     raise_together(problems, where, DAMAGED)

@@ -1,6 +1,8 @@
 """Check that an adapter is used with the base model that it was trained on, by the digest of the base's weights."""
 
+import contextlib
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,9 +14,10 @@ from typing import Any, Final
 import torch
 
 from windlass.errors import UserError
-from windlass.files import read_json
+from windlass.files import find_cache_folder, read_json, write_json
 from windlass.model import Base, Stored
 from windlass.model.files import DIGEST, PUBLISHED
+from windlass.ranks.collectives import all_gather, get_rank
 from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, BASE_MODEL, MANIFEST
 from windlass.settings import CONVERTED_VALUES, LOADER_THREADS
 from windlass.weights.digest import digest_box, format_digest
@@ -49,8 +52,53 @@ def combine_digests(by_rank: Sequence[Mapping[str, Part]]) -> tuple[str, list[st
     return format_digest(sum(digest for _, digest in parts.values())), problems
 
 
-def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) -> str:
-    """Return the same digest computed from the files, with a few blocks in memory at a time."""
+def find_other_copies(base: Base) -> list[str]:
+    """Return which ranks read other files than rank 0, of other values. A collective, before loading.
+
+    Under sharding a rank reads its own part alone: copies that differ would be trained as a mixture, whose parts no
+    other rank could compare. Ranks that see equal inodes and times read the same files, and there is nothing to do.
+    Else the ranks of each copy read it once, together, and compare one digest. A ring in which each rank reads its
+    neighbour's part would read less on many nodes, but two versions could still alternate. The digest is kept in the
+    user's cache, by names, sizes, times and inodes: only the first run pays, at the speed of the storage.
+    """
+    facts = [describe_copy(file) for file in sorted({stored.file for stored in base.stored()})]
+    cache = find_cache_folder() / "digests" / f"{hashlib.sha256(repr((DIGEST, facts)).encode()).hexdigest()[:32]}.json"
+    seen: list[tuple[Any, str]] = all_gather((facts, read_json(cache).get("digest", "")))
+    if all(other == facts for other, _ in seen):
+        return []
+    readers = [rank for rank, (other, _) in enumerate(seen) if other == facts]
+    known = max(seen[rank][1] for rank in readers)
+    share = 0
+    problem = ""
+    if not known:
+        try:
+            share = sum_digests(base, readers.index(get_rank()), len(readers))
+        except (DamagedError, OSError) as error:
+            problem = str(error)
+    shares: list[tuple[int, str]] = all_gather((share, problem))
+    digest = known or format_digest(sum(shares[rank][0] for rank in readers))
+    problems = [
+        f"rank {rank} can't read its copy of the base model: {why}" for rank, (_, why) in enumerate(shares) if why
+    ]
+    if not problems and not known:
+        with contextlib.suppress(OSError):  # it will be computed again
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            write_json(cache, {"digest": digest, "folder": str(base.path)})
+    digests: list[str] = all_gather(digest)
+    others = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
+    if others and not problems:
+        problems = [f"rank 0 and rank {', '.join(others)} have copies of the base model that are not equal"]
+    return problems
+
+
+def describe_copy(file: Path) -> tuple[str, int, int, int]:
+    """Return what tells this file from a copy of it, and from itself after a change."""
+    status = file.stat()
+    return file.name, status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def sum_digests(base: Base, first: int = 0, step: int = 1, advance: Callable[[int], None] = lambda _: None) -> int:
+    """Return the sum of the digests of every `step`th block of the weights, from the `first` on."""
 
     def jobs() -> Iterator[tuple[Stored, Box]]:
         for parameter in base.parameters:
@@ -68,10 +116,15 @@ def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) ->
             advance(values.nbytes)
             return digest_box(stored, box, values, partial(read_box, files=files))
 
-        try:
-            total = format_digest(sum(pool.map(digest, jobs())))
-        except (DamagedError, OSError) as error:
-            raise UserError(f"it can't be read: {error}", str(base.path), "fetch the base model again") from None
+        return sum(pool.map(digest, itertools.islice(jobs(), first, None, step)))
+
+
+def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) -> str:
+    """Return the same digest as `combine_digests`, from the files, with a few blocks in memory at a time."""
+    try:
+        total = format_digest(sum_digests(base, advance=advance))
+    except (DamagedError, OSError) as error:
+        raise UserError(f"it can't be read: {error}", str(base.path), "fetch the base model again") from None
     for problem in find_fetch_differences(base, total):
         raise UserError(problem, str(base.path), FETCH_AGAIN.format(folder=base.path))
     return total
