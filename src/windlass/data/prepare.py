@@ -9,7 +9,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ from windlass.data.select import Selection, check_selection, select_all
 from windlass.data.sources import Part, Where, count_parts, locate_row, read_rows
 from windlass.data.stream import stream_rows
 from windlass.data.tokenize import PART_BITS, Documents, tokenize
+from windlass.data.trained_template import find_trained_template
 from windlass.errors import UserError, raise_all
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class PreparedData:
     """The evaluation sets, as rows of `validation` number them."""
     shares: tuple[tuple[int, int], ...] = ()
     """Of every set of a mix its rows, and how many of them are in an epoch."""
+    template: Mapping[str, str] = field(default_factory=dict)
+    """The chat template that wrote the rows, and where it is from; empty if none did."""
 
     def collator(self, pad_token_id: int, *, on_cpu: bool = False) -> Collator:
         """Return the collator for rows of `train` or `validation`.
@@ -150,7 +153,9 @@ def prepare_data(
         audit["sequences"]["inputs"] = fingerprint_inputs(data, Path(tokenizer.name_or_path), where)
     notes = dict.fromkeys(note for format_ in formats for note in format_.notes)
     audit["facts"] = list_facts(audit)
-    audit["notes"] = [*notes, *find_warnings(audit), *note_held_out(audit)]
+    wrote = [(rows.of.name, format_.template) for rows, format_ in chosen if not rows.evaluated]
+    template, template_notes = find_trained_template(wrote)
+    audit["notes"] = [*notes, *template_notes, *find_warnings(audit), *note_held_out(audit)]
     if not any(rows.validated for rows in selections):
         audit["notes"].append("there are no validation rows, so nothing is evaluated: data.val_fraction holds some out")
     if audited is not None:
@@ -179,6 +184,7 @@ def prepare_data(
         sources=tuple(rows.of.name for rows in trained) if data.mix else (),
         evaluated=tuple(audit["evaluated"]),
         shares=shares,
+        template=template,
     )
 
 
@@ -218,9 +224,9 @@ def complete_audit(
         names = [rows.of.name for rows, _ in chosen if not rows.evaluated]
         audit["source"] = {"name": f"a mix of {', '.join(names)}", "config": None, "how": f"{len(names)} sets"}
     for (rows, format_), source in zip(chosen, sources, strict=True):
-        figures = audit["sources"].get(rows.of.name) or audit["evaluated"].get(rows.of.name)
-        if figures:  # there are several sets
-            figures |= {"source": source, "description": format_.description}
+        for key in ("evaluated",) if rows.evaluated else ("sources", "evaluated"):
+            if rows.of.name in audit[key]:  # there are several sets
+                audit[key][rows.of.name] |= {"source": source, "description": format_.description}
     return audit
 
 

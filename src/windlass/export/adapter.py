@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from windlass.data.trained_template import write_template
 from windlass.errors import UserError
 from windlass.export.card import write_card
 from windlass.export.deltas import read_deltas
@@ -24,7 +25,7 @@ from windlass.model.wrapped import Rename, inner_name, outer_name, rename_config
 from windlass.run_folder import BASE_MODEL, FINAL
 from windlass.serve.servers import PEFT, SERVERS, Verdict, list_commands
 from windlass.train.checkpoint.snapshot import save_tensors
-from windlass.weights.same_base import describe_files, describe_quantization, read_recorded_base
+from windlass.weights.same_base import CHAT_TEMPLATE, describe_files, describe_quantization, read_recorded_base
 
 OUTPUT_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The adapter's files that are needed to use it. Optimizer, scheduler and random state belong to the run.
@@ -95,6 +96,7 @@ def export_adapter(
     for companion in _find_companions(source):
         shutil.copyfile(companion, to / companion.name)
     recorded = read_recorded_base(source.folder)
+    write_template(to, recorded.get(CHAT_TEMPLATE, {}))
     if recorded:
         write_json(to / BASE_MODEL, recorded | describe_files(to))
     trained_on = describe_quantization(recorded.get("base_quantisation", {}))

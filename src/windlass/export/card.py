@@ -9,6 +9,7 @@ import jinja2
 from windlass.export.source import AdapterSource
 from windlass.files import read_json_lines
 from windlass.run_folder import EVENTS
+from windlass.weights.same_base import CHAT_TEMPLATE, read_recorded_base
 
 SETTINGS: Final = {
     "lora": ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules"),
@@ -48,6 +49,9 @@ def write_card(
             settings |= {f"{section}.{key}": (run.get(section) or {}).get(key) for key in keys}
     else:  # an adapter from another tool has only its own config
         settings = {key: source.config.get(key) for key in ("r", "lora_alpha", "target_modules")}
+    written_by = read_recorded_base(source.folder).get(CHAT_TEMPLATE, {})
+    settings["chat template"] = written_by.get("source")
+    settings["data.template_kwargs"] = (run.get("data") or {}).get("template_kwargs")
     settings["versions"] = [f"{name} {version}" for name, version in (source.manifest.get("versions") or {}).items()]
     template = jinja2.Template(Path(__file__).with_name("card.md.j2").read_text("utf-8"), keep_trailing_newline=True)
     text = template.render(
@@ -63,7 +67,7 @@ def write_card(
         name=run.get("name") or source.folder.name,
         why=source.why,
         evaluations=sorted(evaluations.items()),
-        settings={key: _format_cell(key, value) for key, value in settings.items() if value not in (None, [])},
+        settings={key: _format_cell(key, value) for key, value in settings.items() if value not in (None, [], {})},
     )
     (to / "README.md").write_text(text, encoding="utf-8")
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoTokenizer, TextStreamer
 
+from windlass.data.trained_template import set_template
 from windlass.errors import UserError
 from windlass.export.deltas import read_deltas
 from windlass.export.proof import read_free_memory
@@ -23,7 +24,7 @@ from windlass.train.checkpoint.snapshot import require_intact
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
 from windlass.train.patches import Patches
-from windlass.weights.same_base import read_recorded_base, require_same_base
+from windlass.weights.same_base import CHAT_TEMPLATE, read_recorded_base, require_same_base
 
 MODEL_SHARE: Final = 0.9  # of free memory, that a model may take
 
@@ -51,6 +52,8 @@ def generate(
         require_intact(source.folder)
         read_deltas(source, model_base)  # refuses an adapter of another model, by name
     tokenizer = AutoTokenizer.from_pretrained(_find_tokenizer(folder, source, model_base))
+    if source:
+        set_template(tokenizer, read_recorded_base(source.folder).get(CHAT_TEMPLATE, {}))
     if chat:
         if not tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template", str(folder), "leave --chat out")

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from windlass.data.trained_template import write_template
 from windlass.errors import Problem, raise_all
 from windlass.export.card import write_card
 from windlass.export.deltas import Deltas, read_deltas
@@ -25,6 +26,7 @@ from windlass.observe.format import format_plural
 from windlass.run_folder import BASES
 from windlass.serve.servers import find_row
 from windlass.weights.same_base import (
+    CHAT_TEMPLATE,
     bytes_to_digest,
     describe_quantization,
     digest_files,
@@ -99,6 +101,7 @@ def merge_adapter(
         merged = read_base(to)
         proof.deviations += write(merged, plan_conversion(merged, to), Deltas({})).deviations
     written_dtype = None if plan.dtype == OWN else plan.dtype
+    write_template(to, recorded.get(CHAT_TEMPLATE, {}))
     write_card(source, to, base_name, merged=True, dtype=written_dtype, other_base=other_base, trained_on=trained_on)
 
     # 3. Compare its logits with those of base and adapter.

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from windlass.data.packing import Order
 from windlass.data.prepare import PreparedData, open_tokenizer, prepare_data
+from windlass.data.trained_template import set_template
 from windlass.errors import SAVED, Problem, UserError
 from windlass.files import WriteGuard, commit_dir, write_json
 from windlass.observe.background import BackgroundReport
@@ -54,7 +55,7 @@ from windlass.train.probe import write_probe
 from windlass.train.samples import Samples, read_prompts
 from windlass.train.step import TrainedModel, Updater
 from windlass.train.trackers import Trackers
-from windlass.weights.same_base import describe_base, describe_files, describe_quantization
+from windlass.weights.same_base import CHAT_TEMPLATE, describe_base, describe_files, describe_quantization
 
 # Nodes differ: one may have the weights in its page cache, another read them from slow storage.
 LOADING_SECONDS = 2 * 3600
@@ -106,6 +107,7 @@ def train_rank(
             for note in data.audit["notes"]:
                 console.print(f"warning: data: {note}", style="yellow")
             require_same_data(from_checkpoint, data.fingerprint, plan)
+            set_template(tokenizer, data.template)
 
             # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is
             # trained on must have been trained on the same weights.
@@ -118,6 +120,8 @@ def train_rank(
             digest = certificate["base_digest"]
             other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
             base = describe_base(plan.base, digest, other, certificate["quantisation"])
+            if data.template:
+                base |= {CHAT_TEMPLATE: dict(data.template)}
             line = describe_quantization(certificate["quantisation"] or {})
             if line:
                 console.print(f"base      {line}; the files hold other weights than the adapter is trained on")

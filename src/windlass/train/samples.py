@@ -152,7 +152,7 @@ def read_prompts(
         rendered = text
         if settings.chat:
             if not tokenizer.chat_template:
-                hint = "leave chat out, or set data.chat_template"
+                hint = "leave chat out: no chat template wrote the rows"
                 raise UserError("the tokenizer has no chat template", where("train.sample.chat"), hint)
             turn = [{"role": "user", "content": text}]
             rendered = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))

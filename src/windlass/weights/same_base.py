@@ -27,6 +27,7 @@ FETCH_AGAIN: Final = "remove {folder}, then `windlass fetch RUN` again"
 FLAG: Final = "--allow-other-base"
 # Keys of an adapter's configuration that users may change.
 RENAMED: Final = ("base_model_name_or_path", "inference_mode", "revision", "auto_mapping", "peft_version")
+CHAT_TEMPLATE: Final = "chat_template"  # what wrote the rows that an adapter was trained on
 # Keys of config.json that don't affect the forward.
 NO_FORWARD: Final = re.compile(
     r"_name_or_path|architectures|auto_map|(torch_)?dtype|transformers_version|use_cache|initializer_range|.*_token_id"
@@ -174,7 +175,7 @@ def read_recorded_base(adapter: Path) -> dict[str, Any]:
     """Return what is recorded next to an adapter about the base it was trained on; empty for adapters made
     elsewhere."""
     record = read_json(adapter / BASE_MODEL) or read_json(adapter / MANIFEST)
-    keys = ("base_name", "base_digest", "base_config", "other_base", "base_quantisation")
+    keys = ("base_name", "base_digest", "base_config", "other_base", "base_quantisation", CHAT_TEMPLATE)
     return {key: record[key] for key in keys if record.get(key)}
 
 

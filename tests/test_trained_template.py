@@ -1,0 +1,99 @@
+"""The chat template that rows were written by goes with the adapter: into final/, exports, samples and `generate`."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_faults import material, windlass  # noqa: F401
+from transformers import AutoTokenizer
+
+from windlass import tiny
+from windlass.data.trained_template import write_defaults
+from windlass.files import read_json, read_json_lines
+
+CHAT = [{"role": "user", "content": "mast?"}, {"role": "assistant", "content": "keel"}]
+TEMPLATE = (
+    "{% for m in messages %}{% if brief %}short {% endif %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+STARTS = ("", "\n", "\n\n", "  ", "  {% if brief %}x{% endif %}\n", "text\n  {% if 1 %}y{% endif %}")
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_variables_become_defaults_that_callers_may_override(tmp_path: Path, start: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path, vocab=600))
+    values: dict[str, Any] = {"brief": True, "names": ["it's", None], "unused": {"a": 1.5}}
+    template = start + TEMPLATE + "{{ names }}"
+
+    def render(template: str, **more: Any) -> str:
+        return str(tokenizer.apply_chat_template(CHAT, chat_template=template, tokenize=False, **more))
+
+    kept = write_defaults(template, values)
+    assert render(kept) == render(template, **values)
+    assert render(kept, brief=False) == render(template, **{**values, "brief": False})
+
+
+@pytest.fixture
+def chats(material: Path, tmp_path: Path) -> Path:  # noqa: F811
+    """Rows that are chats, a template of the user's own, and a tokenizer with another one."""
+    folder = shutil.copytree(material, tmp_path / "here")
+    shutil.rmtree(folder / "run")
+    for split in ("train", "validation"):
+        (folder / "data" / f"{split}.jsonl").write_text((json.dumps({"messages": CHAT}) + "\n") * 60)
+    (folder / "own.jinja").write_text(TEMPLATE)
+    run = (folder / "run.yaml").read_text()
+    run = run.replace("text_field: text, val_split: null", "val_split: validation, chat_template: own.jinja")
+    run = run.replace("max_length: 48", "max_length: 64, template_kwargs: {brief: true}")
+    run = run.replace(
+        'eval_strategy: "no"', "eval_steps: 1\n  sample: {prompts: [mast], chat: true, max_new_tokens: 2}"
+    )
+    (folder / "run.yaml").write_text(run)
+    return folder
+
+
+def render(folder: Path) -> str:
+    return str(AutoTokenizer.from_pretrained(folder).apply_chat_template(CHAT, tokenize=False))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_adapter_asks_as_it_was_trained(chats: Path, own: bool) -> None:
+    if not own:
+        (chats / "model" / "chat_template.jinja").unlink()
+    code, said = windlass("train run.yaml", chats)
+    assert code == 0, said
+    expected = "short <user>mast?</user>short <assistant>keel</assistant>"
+    tokens = AutoTokenizer.from_pretrained(chats / "model")
+    arrow = next((chats / "run" / "tokens").glob("*/audit.json"))
+    assert "".join(part["text"] for part in read_json(arrow)["samples"][0]["parts"]).startswith(expected), tokens
+    assert list(read_json_lines(chats / "run" / "samples.jsonl"))
+    assert render(chats / "run" / "final") == expected
+    for command in (
+        "export run/checkpoints/step-1 --to exported",
+        "export run/final --merge --to merged",
+    ):
+        code, said = windlass(command, chats)
+        assert code == 0, said
+    assert render(chats / "exported") == render(chats / "merged") == expected
+    for name in ("exported", "merged"):
+        assert "| chat template | own.jinja |" in (chats / name / "README.md").read_text()
+    # A folder of its own, without its run
+    shutil.move(chats / "run" / "final", chats / "alone")
+    shutil.rmtree(chats / "run")
+    code, said = windlass("export alone --merge --to again", chats)
+    assert code == 0, said
+    assert render(chats / "again") == expected
+    code, said = windlass("generate alone --prompt mast? --tokens 1 --chat", chats)
+    assert code == 0, said
+
+
+def test_a_mix_of_templates_is_reported(chats: Path) -> None:
+    shutil.copytree(chats / "data", chats / "more")
+    mix = "mix: [{path: data}, {path: more, chat_template: chatml, template_kwargs: {}}]"
+    run = (chats / "run.yaml").read_text().replace("dataset_name_or_path: data", mix)
+    (chats / "run.yaml").write_text(run)
+    code, said = windlass("data run.yaml", chats)
+    assert code == 0, said
+    said = " ".join(said.split())
+    assert "more is written by the chat template 'chatml', and data by own.jinja" in said, said
