@@ -328,7 +328,10 @@ OVERRIDDEN: dict[str, dict[str, tuple[str, str]]] = {
         "a word for a number": ("train.learning_rate=fast", "train.learning_rate=fast: must be a number, not 'fast'"),
         "a number that is none": ("train.learning_rate=.nan", "train.learning_rate=.nan: must be a number, not '.nan'"),
         "an override of no key": ("lora.rnk=8", "--override lora.rnk=8: the run file has no lora.rnk"),
-        "a layout that these GPUs can't make": ("layout.shard=3", "layout.shard=3: 3 x 1 = 3 does not make 1 ranks"),
+        "a layout that these GPUs can't make": (
+            "layout.shard=3",
+            "layout.shard=3: shard 3 x replicate 1 = 3, not the number of ranks, 1",
+        ),
         "two lengths of warm-up": (
             "train.warmup_steps=5",
             "warm-up is set both as steps and as a share (run.yaml:9: train.warmup_ratio)",

@@ -202,10 +202,13 @@ def list_training_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     words = "gradients within the widest layer"
     recompute = work.layout.activation_checkpointing
     words += ", and all that its forward keeps, computed again" if recompute else ""
-    worst = max(
-        backward_bytes(layer, shape.hidden, t) + (layer_bytes(layer, t) if recompute else 0) for layer, _ in shape.kinds
-    )
-    backward = [MemoryRow("backward of a layer", worst, words), *_dequantized_rows(work, t)]
+    dequantized = _dequantized_rows(work, t)
+    worst = worst_backward(work, t)
+    if (
+        work.on_cpu
+    ):  # which dequantizes one expert's matrix for its product: not while the routed rows' gradient is made
+        dequantized = [replace(row, bytes=worst_backward(work, t, row.bytes) - worst) for row in dequantized]
+    backward = [MemoryRow("backward of a layer", worst, words), *dequantized]
     again = max(layer_bytes(layer, t) for layer, _ in shape.kinds) if recompute else 0.0
     forward = {}
     if t.dora:
@@ -461,14 +464,27 @@ def forward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
     return t.count * (stream + max(options) + t.masked)
 
 
-def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
-    """Return the bytes that a layer's backward needs at its peak, on top of the tensors that the forward kept."""
+def worst_backward(work: Workload, t: Tokens, dequantized: float = 0.0) -> float:
+    """Return the bytes of the widest layer's backward, with what checkpointing computes again."""
+    again = work.layout.activation_checkpointing
+    return max(
+        backward_bytes(layer, work.shape.hidden, t, dequantized) + (layer_bytes(layer, t) if again else 0)
+        for layer, _ in work.shape.kinds
+    )
+
+
+def backward_bytes(layer: Layer, hidden: int, t: Tokens, dequantized: float = 0.0) -> float:
+    """Return the bytes that a layer's backward needs at its peak, on top of the tensors that the forward kept.
+
+    `dequantized`: bytes of a weight's values during its product.
+    """
     stream = t.count * hidden * 2 * t.width  # gradient of the residual stream and of the branch
     # The widest linear: gradient of its input from the base and from the adapter, the latter also in float32.
     widest = max(layer.mlp, hidden, *(lora.inputs for lora in layer.plain_lora))
     options: list[float] = [t.count * widest * (2 * t.width + (FLOAT if t.cast else 0))]
     if layer.traced:
         options.append(t.count * t.traced(layer.traced, "backward_peak"))
+    options = [option + dequantized for option in options]
     if layer.expert:
         # gradient of the weighted rows, its product with the weights, and with the rows (for the router); by then the
         # shared expert, which ran last, has finished, and tensors kept by it and its adapters are freed
