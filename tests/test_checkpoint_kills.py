@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from test_checkpoint_resume import material  # noqa: F401
 
 from windlass.errors import SAVED
+from windlass.observe.watch.live import View
 from windlass.ranks import supervisor
 from windlass.run_folder import ADAPTER, is_finished
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
@@ -107,6 +108,22 @@ def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  
 
 def test_three_kills_of_one_run(material: Path, whole: Path) -> None:  # noqa: F811
     survive(material, whole, 1, ["kill", "term", "launcher"])
+
+
+def test_a_stopped_rank_ends_the_run_with_words(material: Path) -> None:  # noqa: F811
+    folder = material / "frozen"
+    settings = (f"train.output_dir={folder}", "train.ddp_timeout=20", "train.max_steps=100000")
+    process = started(material / "run.yaml", *(word for value in settings for word in ("--override", value)))
+    wait_for(lambda: (folder / "steps-rank1.jsonl").exists(), process)
+    crew(process)[1].send_signal(signal.SIGSTOP)
+    _, printed = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 1, printed
+    assert "rank 0 lost another rank: Timed out" in printed
+    assert "Traceback" not in printed
+    view = View(folder)
+    view.read_new()
+    assert view.failure.startswith("rank 0 lost another rank")
+    shutil.rmtree(folder)
 
 
 @pytest.mark.prove

@@ -411,20 +411,34 @@ def test_cluster_problems_are_found_before_creation(cluster: Cluster, monkeypatc
         cluster.submit()
     # kubectl logs each of its tries before it prints what is wrong.
     logged = 'E1121 16:29:24.069138 28924 memcache.go:265] "Unhandled Error" err="no API group list"\n'
-    text = "The connection to the server localhost:8080 was refused"
+    text = "The connection to the server localhost:8080 was refused - did you specify the right host or port?"
     cluster.has(words=f"{logged}{text}\n")
     program(cluster.folder / "bin", "kubectl", f"cat {cluster.folder}/words >&2; exit 1")
     with pytest.raises(RunError, match="kubectl config get-contexts") as caught:
         cluster.submit()
     assert caught.value.problems[0].problem == text
     assert cluster.applied is None
+    with pytest.raises(RunError) as caught:  # no look-up whose failure is a note goes on without a cluster
+        kubectl.run("get", "nodes", check=False)
+    assert caught.value.problems[0].problem == text
     monkeypatch.setenv("PATH", str(cluster.folder / "empty"))
-    assert cluster.submit() == 0
-    assert f"kubectl apply -f {cluster.folder}/run/job.yaml" in cluster.printed[-1]
     with refused("no-client", "PATH"):
         kubectl.KubernetesJob("run", "job", None).logs()
     program(cluster.folder / "empty", "oc", "exit 0")
     assert kubectl.find_client() == "oc", "OpenShift's own"
+
+
+@pytest.mark.parametrize("to", submitting.CLIENTS)
+def test_nothing_is_written_where_nothing_can_be_submitted(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    overrides = (*volume(tmp_path), "cluster.runai.project=research")
+    plan = plan_of(EXAMPLES / "train.yaml", overrides)
+    with refused("no-client", "PATH"):
+        submitting.submit(plan, to, overrides=overrides, say=print)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_pod_refusals_are_found_before_creation(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -11,17 +12,19 @@ from pathlib import Path
 
 import pytest
 import warm
+from refusals import refused
 
 from windlass.errors import SAVED, Problem, RunError, UserError
 from windlass.ranks import supervisor as ranks
 from windlass.ranks.place import Node, read_node, translate_launcher
-from windlass.ranks.rank import read_rank
+from windlass.ranks.rank import Rank, read_rank
 from windlass.runfile import read_run_file
-from windlass.train.connect import choose_gpu
+from windlass.train.connect import choose_gpu, create_process_group
+from windlass.variables import DEFAULTS
 
 PROLOGUE = """
 import os, signal, sys, time
-from windlass.errors import SAVED, Problem, RunError, UserError
+from windlass.errors import LOST_RANK, SAVED, Problem, RunError, UserError
 from windlass.ranks import supervisor as ranks
 from windlass.ranks.rank import Rank, StopSignal, read_rank, run_rank
 here = read_rank(os.environ)
@@ -242,6 +245,55 @@ def test_root_cause_is_reported_before_consequences(tmp_path: Path, capfd: pytes
     assert "rank 1 failed" in printed
     assert "the root" in printed
     assert "peer is gone" not in printed
+    # A rank that knows what it lost explains the run's end only if no rank explains it better.
+    lost = 'RunError("rank 0 lost another rank: closed", "windlass train", "", LOST_RANK)'
+    later = LATER.replace('ConnectionError("peer is gone")', lost)
+    assert later != LATER
+    with pytest.raises(RunError, match="rank 1, rows 3, 9"):
+        crew(tmp_path, later + error)
+    assert crew(tmp_path, later + '    raise ZeroDivisionError("the root")') == 1
+    assert "the root" in capfd.readouterr().err
+    silent = '    print("native library: out of luck", flush=True); os._exit(9)'
+    assert crew(tmp_path, later + silent, patience_seconds=1) == 1
+    assert "out of luck" in capfd.readouterr().err
+    with pytest.raises(RunError, match="rank 0 lost another rank"):
+        crew(tmp_path, later + f"    raise {lost}")
+
+
+@pytest.mark.fault("a port that another program has", "`windlass train`", "another program has port")
+def test_ranks_that_cant_connect_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", *DEFAULTS):  # set by the ranks themselves
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with socket.create_server(("", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with refused("port-taken", "MASTER_PORT", RunError):
+            create_process_group(Rank(0, 0, 2), 3)
+    with refused("no-connection", "MASTER_ADDR", RunError) as problems:  # the port is free now, and nobody else comes
+        create_process_group(Rank(0, 0, 2), 3)
+    assert "1/2 clients joined" in problems[0].problem
+
+
+def test_a_rank_that_loses_another_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = """
+import torch
+import torch.distributed as dist
+from windlass.ranks import collectives
+from windlass.train.connect import create_process_group
+
+def work():
+    create_process_group(here, 60)
+    if here.rank == 1:
+        os._exit(0)
+    try:
+        collectives.barrier()
+        dist.all_reduce(torch.ones(1))
+    except Exception as error:
+        raise collectives.explain_lost_rank(error) from error
+"""
+    with refused("lost-rank", "windlass train", RunError) as problems:
+        crew(tmp_path, body)
+    assert "/gloo/" not in problems[0].problem
 
 
 @pytest.mark.fault("a rank that is killed", "`windlass train`", "rank 1 was killed by SIGKILL while training step 12")

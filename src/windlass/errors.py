@@ -16,6 +16,8 @@ USER_INPUT = 2  # the input is wrong
 RANK_USER_INPUT = 13  # the same from a rank or node, which schedulers are configured not to retry
 SAVED = 75  # EX_TEMPFAIL: stopped by a signal, and everything is saved; start again with --resume
 
+LOST_RANK = "lost-rank"  # code of a problem that another rank's end caused
+
 # What the `train` extra installs.
 TRAINING = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
 

@@ -15,6 +15,9 @@ from windlass.errors import TRAINING, USER_INPUT, UserError, missing_extra_error
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Only a `UserError` is printed without a traceback."""
     try:
+        if sys.flags.optimize > 1:
+            what = "Python runs without docstrings, and transformers can't be imported without them"
+            raise UserError(what, "PYTHONOPTIMIZE", "unset PYTHONOPTIMIZE, and leave out python's -OO", "no-docstrings")
         app(args=None if arguments is None else list(arguments))
     except UserError as error:
         print_error(error)

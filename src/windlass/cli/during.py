@@ -132,7 +132,7 @@ def submit(
     """Write the job's files for a platform and submit it.
 
     local trains here, in the foreground. script writes launch.sh, to be run on every node by hand. slurm, kubernetes,
-    openshift and runai use the commands sbatch, kubectl (or oc) and runai; without them, only the files are written.
+    openshift and runai use the commands sbatch, kubectl (or oc) and runai; --dry-run needs none of them.
     Submit an interrupted run again to resume it.
     """
     from windlass.launch.submit import require_platform, submit

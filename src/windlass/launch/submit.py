@@ -1,12 +1,13 @@
 """`windlass submit`, `status`, `logs`, `stop`: write a platform's files, start the job, and find it again."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from windlass import run_folder
-from windlass.errors import Problem, UserError, raise_all
+from windlass.errors import FAILED, Problem, UserError, raise_all
 from windlass.launch.job import RECORD, Job, Record, build_job, list_other_sections, quote_words, write_files
 from windlass.launch.platforms import kubernetes, local, openshift, runai, script, slurm
 from windlass.plan import Plan
@@ -34,6 +35,15 @@ PLATFORMS: dict[str, Platform] = {
     "runai": runai,
     "kubernetes": kubernetes,
     "openshift": openshift,
+}
+
+
+# Commands of which one starts the job.
+CLIENTS: dict[str, tuple[str, ...]] = {
+    "slurm": ("sbatch",),
+    "runai": ("runai",),
+    "kubernetes": ("kubectl", "oc"),
+    "openshift": ("kubectl", "oc"),
 }
 
 
@@ -78,11 +88,16 @@ def submit(
     kustomize: Path | None = None,
     say: Callable[[str], None],
 ) -> int:
-    """Write the files and start the run. Return an exit code."""
+    """Write the files and start the run. Return an exit code: 1 if it still has to be submitted elsewhere."""
     if kustomize and (to not in ("kubernetes", "openshift") or not dry_run or out):
         hint = "give it with --to kubernetes or --to openshift, with --dry-run, and without --out"
         raise UserError("writes a base for kustomize, and starts nothing", "--kustomize", hint)
     platform = PLATFORMS[to]
+    clients = CLIENTS.get(to, ())
+    if clients and not dry_run and not any(map(shutil.which, clients)):
+        hint = f"submit it where {clients[0]} is; --dry-run writes the files without it"
+        what = f"{' or '.join(clients)} is not installed here: nothing was submitted"
+        raise UserError(what, "PATH", hint, "no-client")
     folder = kustomize or choose_job_folder(plan.run, to, out, dry_run=dry_run)
     job = build_job(plan, overrides=overrides, accelerate=accelerate)
     notes = review(job, to)  # report what the run file alone shows before querying a cluster
@@ -104,7 +119,9 @@ def submit(
         return 0
     if remedy:
         raise UserError("the plan says that it does not fit", str(plan.file), remedy, "does-not-fit")
-    if platform.start(job, folder, say) and follow:
+    if not platform.start(job, folder, say):
+        return 0 if to == "script" else FAILED
+    if follow:
         platform, record = open_record(folder, Path(job.folder), say)
         return platform.logs(record, follow=True)
     return 0

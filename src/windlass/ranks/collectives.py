@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -9,7 +10,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from windlass.errors import RunError, UserError
+from windlass.errors import LOST_RANK, RunError, UserError
 
 SHOWN: Final = 8  # most items listed in a message
 
@@ -75,6 +76,17 @@ def run_on_rank_0(work: Callable[[], Any]) -> Any:
     if isinstance(outcome, UserError):
         raise outcome
     return outcome
+
+
+def explain_lost_rank(error: BaseException) -> RunError | None:
+    """Return what to print for an error of a collective because another rank ended or no longer answers; None if it is
+    another error."""
+    text = str(error).partition("\n")[0]
+    if not (isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text)):
+        return None
+    why = re.sub(r"^\[.*?\] *", "", text)[:200]  # gloo's source file and line
+    hint = "its own output has the cause, or an alarm before this names it; go on with --resume"
+    return RunError(f"rank {get_rank()} lost another rank: {why}", "windlass train", hint, LOST_RANK)
 
 
 def list_first(items: Sequence[str], separator: str = "; ") -> str:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
-from windlass.errors import RANK_USER_INPUT, SAVED, Problem, RunError, UserError
+from windlass.errors import LOST_RANK, RANK_USER_INPUT, SAVED, Problem, RunError, UserError
 from windlass.ranks.job import LaunchedJob
 from windlass.ranks.place import Node, parse_number, read_node
 from windlass.ranks.rank import SIGNALS, STATUS_DIR, SUPERVISED, read_rank, read_status, signal_on_parent_death
@@ -296,22 +296,36 @@ def _explain_end(end: End, ranks: Sequence[int], status_dir: Path) -> int:
         return SAVED
     written = ((rank, read_status(status_dir, f"error-{rank}")) for rank in ranks)
     errors = [{"rank": rank, **json.loads(text)} for rank, text in written if text]
-    user_errors = [error for error in errors if "problems" in error]
-    if user_errors:
-        error = min(user_errors, key=lambda error: error["time"])
-        kind = UserError if error["code"] == RANK_USER_INPUT else RunError
-        raise kind.of([Problem(**problem) for problem in error["problems"]])
+    worded = [error for error in errors if "problems" in error]
+    causes = [error for error in worded if error["problems"][0]["code"] != LOST_RANK]
+    if causes:
+        _raise_first(causes)
     if code < 0:
         phase = read_status(status_dir, f"phase-{first}") or "starting"
         hint = f"a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg); {resume}"
         problem = f"rank {first} was killed by {signal.Signals(-code).name} while {phase}"
         raise RunError(problem, "windlass train", hint)
-    text = f"rank {first} ended with {code}:\n{read_status(status_dir, f'output-{first}')[-4000:]}"
-    if errors:
-        error = min(errors, key=lambda error: error["time"])
+    tracebacks = [error for error in errors if "problems" not in error]
+    explained = {error["rank"] for error in errors}
+    failed = [rank for rank, code in zip(ranks, end.codes, strict=True) if code > 0 and code != SAVED]
+    silent = [rank for rank in failed if rank not in explained]
+    if tracebacks:
+        error = min(tracebacks, key=lambda error: error["time"])
         text = f"rank {error['rank']} failed:\n{error['traceback']}"
+    elif silent:
+        code = end.codes[ranks.index(silent[0])]
+        text = f"rank {silent[0]} ended with {code}:\n{read_status(status_dir, f'output-{silent[0]}')[-4000:]}"
+    else:
+        _raise_first(worded)
     print(text, file=sys.stderr, flush=True)
     return 1
+
+
+def _raise_first(errors: Sequence[Mapping[str, Any]]) -> NoReturn:
+    """Raise the first of the errors that ranks have explained."""
+    error = min(errors, key=lambda error: error["time"])
+    kind = UserError if error["code"] == RANK_USER_INPUT else RunError
+    raise kind.of([Problem(**problem) for problem in error["problems"]])
 
 
 # --- the number of nodes and GPUs to start ranks on

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from windlass.errors import UserError
+from windlass.errors import RunError, UserError
 from windlass.hardware import read_gpus
 from windlass.plan import Plan
 from windlass.ranks import collectives
@@ -67,10 +67,25 @@ def create_process_group(
 
         # Connecting waits in C++: a thread lets Python handle signals meanwhile.
         threading.Thread(target=connect, name="windlass connect", daemon=True).start()
-        connected.result()
+        try:
+            connected.result()
+        except dist.DistError as error:
+            raise explain_no_connection(here, error) from None
     if has_gpu:
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         require_own_gpus(collectives.all_gather(str(getattr(device, "uuid", ""))))
+
+
+def explain_no_connection(here: Rank, error: Exception) -> RunError:
+    """Return why this rank could not join the others."""
+    place = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ['MASTER_PORT']}"
+    if "EADDRINUSE" in str(error):
+        hint = "set MASTER_PORT to a free port, the same on all ranks (on nodes: PET_MASTER_PORT)"
+        return RunError(f"another program has port {os.environ['MASTER_PORT']}", "MASTER_PORT", hint, "port-taken")
+    why = str(error).partition("\n")[0]
+    what = f"rank {here.rank} could not join the others at {place}: {why}"
+    hint = f"start all {here.world} ranks, with one MASTER_ADDR and MASTER_PORT, which every node must be able to reach"
+    return RunError(what, "MASTER_ADDR", hint, "no-connection")
 
 
 def choose_gpu(local_rank: int, visible: int) -> int:

@@ -131,7 +131,14 @@ def run_in_ranks(
 
     def plan_and_work() -> int:
         here.phase("planning")
-        return work(read_shared_plan(here) or make_plan(), here)
+        try:
+            return work(read_shared_plan(here) or make_plan(), here)
+        except Exception as error:
+            collectives = sys.modules.get("windlass.ranks.collectives")  # torch is imported by work that needs it
+            lost = collectives.explain_lost_rank(error) if collectives else None
+            if lost is not None:
+                raise lost from error
+            raise
 
     code = run_rank(here, plan_and_work, print_error=command.print_error)
     if code:  # ranks that are gone would make a clean shutdown hang

@@ -37,6 +37,7 @@ REFERENCES = {  # key of `cluster.kubernetes` that names an object -> the object
 ABSENT = re.compile(r"not ?found|doesn't have a resource type", re.IGNORECASE)
 PRODUCT = "nvidia.com/gpu.product"  # a node label set by NVIDIA's GPU feature discovery
 LOG = re.compile(r"^[EWIF]\d{4} .*\n?", re.MULTILINE)  # kubectl logs each attempt before it prints the error
+UNREACHABLE = re.compile(r"^(The connection to the server|Unable to connect to the server).*", re.MULTILINE)
 HINT = "is it the right cluster (kubectl config get-contexts), are you logged in, may you do that? --dry-run needs none"
 OTHER_VERSION = (
     "that operator is older than JobSet 0.10 or Kubeflow Trainer 2.3: name another cluster.kubernetes.engine"
@@ -70,8 +71,10 @@ def run(
     except OSError as error:
         what = f"kubectl can't be run: {error.strerror}"
         raise UserError(what, "PATH", "install it; submit --dry-run needs none", "no-client") from None
-    if check and done.returncode:
-        text = LOG.sub("", done.stderr).strip() or done.stderr.strip() or f"ended with {done.returncode}"
+    done.stderr = LOG.sub("", done.stderr).strip() or done.stderr.strip()
+    unreachable = UNREACHABLE.search(done.stderr)
+    if done.returncode and (check or unreachable):
+        text = unreachable[0] if unreachable else done.stderr or f"ended with {done.returncode}"
         raise RunError(text, " ".join(command[:6]), OTHER_VERSION if "unknown field" in text else HINT)
     return done
 
@@ -191,7 +194,7 @@ class KubernetesJob:
         others = manifest.rpartition("\n---\n")[0]
         self.run("delete", "--filename", "-", "--ignore-not-found", "--wait=false", feed=others)
         done = self.run(*words, feed=manifest)
-        if warnings := LOG.sub("", done.stderr).strip():  # for example: would violate PodSecurity
+        if warnings := done.stderr:  # for example: would violate PodSecurity
             say(warnings)
         say(done.stdout.strip())
         self._set_owner(manifest, others, say)
@@ -202,9 +205,10 @@ class KubernetesJob:
         owner = {key: workload[key] for key in ("apiVersion", "kind")} | {"name": self.name}
         owner["uid"] = self.get("--output", "jsonpath={.metadata.uid}")
         patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
-        done = self.run("patch", "--filename", "-", "--type=merge", "--patch", patch, feed=others, check=False)
-        if done.returncode:
-            say(f"note: only `windlass stop RUN` deletes what belongs to the job: {done.stderr.strip()}")
+        try:
+            self.run("patch", "--filename", "-", "--type=merge", "--patch", patch, feed=others)
+        except RunError as error:
+            say(f"note: only `windlass stop RUN` deletes what belongs to the job: {error.problems[0].problem}")
 
     def _try_pod(self, template: dict[str, Any], say: Callable[[str], None]) -> None:
         """Dry-run a pod: operators' servers don't validate pods, so a refusal would only show after hours in a queue.
@@ -217,7 +221,7 @@ class KubernetesJob:
             done = self.run(*words, feed=json.dumps(tried), check=False)
             if not done.returncode:
                 return
-            text = LOG.sub("", done.stderr).strip()
+            text = done.stderr
             if "exceeded quota" in text:  # the quota is exceeded now; a queue may wait for it
                 say(f"note: {text}")
                 return

@@ -148,7 +148,6 @@ def choose_engine(job: Job, *, ask: bool, say: Callable[[str], None] = lambda _:
     """Choose the run file's engine, or the first that the cluster supports, if `ask` allows a query."""
     section = job.cluster.kubernetes
     where = job.where("cluster.kubernetes.engine")
-    ask = ask and kubectl.find_client() is not None
     why = kubectl.find_runtime_problem(section.runtime) if section.engine == "trainer" and ask else ""
     if why:
         say(f"note: {where}: {why}; cluster.kubernetes.engine: jobset would")
@@ -173,9 +172,6 @@ def render_kustomize(job: Job) -> dict[str, str]:
 
 
 def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
-    if kubectl.find_client() is None:
-        say(f"kubectl is not installed here; on a machine that has it: kubectl apply -f {folder / 'job.yaml'}")
-        return False
     # The server would compare the manifest with the existing job of that name, so it validates another name.
     trial = replace(job, name=f"{job.name[: NAME_LETTERS - 7]}-{secrets.token_hex(3)}")
     target = KubernetesJob(job.name, job.engine, job.cluster.kubernetes.namespace)

@@ -109,16 +109,19 @@ def status(record: Record) -> int:
     last = max((int(line.get("step", 0)) for line in read_json_lines(steps)), default=0) if steps else 0
     planned = (read_json(run / run_folder.PLAN).get("batch") or {}).get("steps")
     step = f"step {last:,} of {planned:,}" if planned else f"step {last:,}"
-    state = run_folder.read_manifest(run).get("state")
+    manifest = run_folder.read_manifest(run)
+    state = manifest.get("state")
+    again = "windlass submit RUN" if record.path.exists() else "windlass train RUN --resume"
     if state == run_folder.FINISHED:
         text = "finished"
     elif running:
         text = f"running, {step}{sign}" if state else f"starting{sign}"
     elif state in (run_folder.RUNNING, run_folder.FAILED):
         how = "failed" if state == run_folder.FAILED else "ended without finishing"
-        text = f"{how} after {step}: its output has the cause; `windlass submit RUN` resumes from its last checkpoint"
+        why = manifest.get("failure") or "its output has the cause"
+        text = f"{how} after {step}: {why}; `{again}` resumes from its last checkpoint"
     elif state:
-        text = f"{state} after {step}, and saved: `windlass submit RUN` resumes from there"
+        text = f"{state} after {step}, and saved: `{again}` resumes from there"
     else:
         text = "no heartbeat yet: it has not started, or died before the first one; its output has the cause"
     print(make_pasteable(f"{run}: {text}"))

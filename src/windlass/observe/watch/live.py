@@ -61,6 +61,7 @@ class View:
         self.peak_gib = NAN  # of a GPU
         self.beats: dict[int, dict[str, Any]] = {}
         self.state = ""
+        self.failure = ""
 
     def read_new(self) -> None:
         if not self.joined.latest:  # the first rank logs the number of ranks; no job has more than a machine room
@@ -70,6 +71,7 @@ class View:
             self.joined = JoinedSteps(self.folder, ranks)
         manifest = run_folder.read_manifest(self.folder)
         self.state = str(manifest.get("state") or "unknown")
+        self.failure = str(manifest.get("failure") or "")
         self.max_grad_norm = as_number(get_path(manifest, "run", "train", "max_grad_norm"))
         for _, records in self.joined.read_new():
             for name, curve in self.curves.items():
@@ -122,6 +124,8 @@ class View:
             seconds_left = max(planned - self.step, 0) * sum(self.seconds) / len(self.seconds)
             line += Text(f"  {steps.format_clock(seconds_left)} left")
         yield line
+        if self.failure:
+            yield Text(self.failure, style="bold red")
         newest = max((float(beat["time"]) for beat in self.beats.values()), default=now)
         if not self.is_over and now - newest > SILENT_SECONDS:
             ago = steps.format_clock(now - newest)

@@ -278,6 +278,16 @@ def resolve_run(plan: Plan) -> dict[str, Any]:
     return {**run, "train": {**run["train"], **chosen}}
 
 
+def describe_failure(error: Exception) -> str:
+    """Return in one line why rank 0 ended."""
+    explained = error if isinstance(error, UserError) else collectives.explain_lost_rank(error)
+    if explained:
+        problem = explained.problems[0]
+        place = "" if problem.where in ("", "windlass train") else f"{problem.where}: "
+        return f"{place}{problem.problem}"
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+
+
 @contextlib.contextmanager
 def record_failure(folder: Path) -> Iterator[None]:
     """Record in the manifest that an error ended the run; otherwise it would still say `running`."""
@@ -286,6 +296,8 @@ def record_failure(folder: Path) -> Iterator[None]:
     except Exception as error:
         if collectives.get_rank() == 0:
             try:
+                with contextlib.suppress(OSError):  # a full disk, on which the manifest can't grow
+                    run_folder.update_manifest(folder, failure=describe_failure(error))
                 run_folder.update_manifest(folder, state=run_folder.FAILED)
             except OSError as other:
                 print(explain_write_error(folder / run_folder.MANIFEST, other), file=sys.stderr, flush=True)
