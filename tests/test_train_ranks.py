@@ -267,8 +267,9 @@ def test_ranks_that_cant_connect_say_why(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with socket.create_server(("", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with refused("port-taken", "MASTER_PORT", RunError):
+        with refused("port-taken", "MASTER_PORT", RunError) as problems:
             create_process_group(Rank(0, 0, 2), 3)
+    assert problems[0].problem.startswith("another program has port ")
     with refused("no-connection", "MASTER_ADDR", RunError) as problems:  # the port is free now, and nobody else comes
         create_process_group(Rank(0, 0, 2), 3)
     assert "1/2 clients joined" in problems[0].problem
