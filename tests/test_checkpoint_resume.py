@@ -129,6 +129,7 @@ MORE: dict[str, Case] = {
 ALONE: Case = {"layout__name": "resident", "cluster__gpus_per_node": 1, "train__per_device_train_batch_size": 8}
 ONE: dict[str, Case] = {
     "experts, on one rank": resumed("experts cut", "experts for one", **EXPERTS, **ALONE),
+    "plain, on one rank": resumed("plain cut", "plain for one", **ALONE),
 }  # fmt: skip
 MORE_ON_ONE = {"still, on one rank": resumed("still parts", "still for one", **SAME, **ALONE)}
 
@@ -261,6 +262,23 @@ def assert_same_batches(outcomes: Outcomes, material: Path, name: str, folder: s
     assert len(again) == STEPS
     for step, other in zip(again, whole, strict=True):
         assert step == pytest.approx(other, abs=1e-4)
+
+
+def test_resume_on_other_ranks_with_dropout_has_the_same_rows_and_other_masks(one: Outcomes, material: Path) -> None:
+    """As docs/checkpoints.md says: the losses are not those of the run that was never stopped, but as good."""
+    assert [outcome.get("code") for outcome in one["plain, on one rank"]] == [0], one["plain, on one rank"]
+    runs = [material / "runs" / run for run in ("plain for one", "plain")]
+    again, whole = map(steps, runs)
+    assert [(step[0], step[3]) for step in again] == [(step[0], step[3]) for step in whole]
+    tokens = [
+        [tokens for _, tokens in evaluations(material / "runs" / run).values()] for run in ("plain for one", "plain")
+    ]
+    assert tokens[0] == tokens[1]
+    first = next(i for i, (step, other) in enumerate(zip(again, whole, strict=True)) if step != other)
+    assert first == 6, "the first resumed step"
+    losses = [(step[1], other[1]) for step, other in zip(again, whole, strict=True)]
+    assert all(loss == pytest.approx(other, rel=0.1) for loss, other in losses)
+    assert not all(loss == pytest.approx(other, rel=1e-4) for loss, other in losses)
 
 
 def test_full_disk_is_reported_and_training_continues(two: Two, material: Path) -> None:

@@ -258,6 +258,14 @@ CASES: dict[str, Case] = {
         neat_packing=True,
         additional_target="embed_tokens,lm_head",
     ),
+    "axolotl alpaca": case(
+        AXOLOTL,
+        {"data.format": "alpaca", "data.chat_template": "alpaca"},
+        datasets=[{"path": "a.jsonl", "type": "alpaca"}],
+        chat_template="chatml",
+    ),
+    "llamafactory alpaca": case(LLAMA_FACTORY, {}, ["template"], template="alpaca"),
+    "llamafactory chatml": case(LLAMA_FACTORY, {"data.chat_template": "chatml"}, template="chatml"),
     "llamafactory preferences": case(LLAMA_FACTORY, {}, ["stage"], stage="dpo"),
     "llamafactory 4 bits": case(LLAMA_FACTORY, {"layout.base_dtype": "nf4"}, quantization_bit=4),
     "llamafactory 8 bits": case(LLAMA_FACTORY, {}, ["quantization_bit"], quantization_bit=8),
@@ -281,7 +289,7 @@ CASES: dict[str, Case] = {
         AXOLOTL,
         {
             "data.mix": [
-                {"path": "a.jsonl", "split": "train", "format": "alpaca"},
+                {"path": "a.jsonl", "split": "train", "format": "alpaca", "chat_template": "alpaca"},
                 {"path": "b.jsonl", "split": "train", "messages_field": "messages"},
             ],
             "data.chat_template": "chatml",
@@ -307,8 +315,8 @@ CASES: dict[str, Case] = {
         AXOLOTL,
         {
             "data.mix": [
-                {"path": "a", "split": "train[:5]", "format": "alpaca"},
-                {"path": "a", "split": "train[9:]", "format": "alpaca", "name": "a-2"},
+                {"path": "a", "split": "train[:5]", "format": "alpaca", "chat_template": "alpaca"},
+                {"path": "a", "split": "train[9:]", "format": "alpaca", "chat_template": "alpaca", "name": "a-2"},
             ]
         },
         datasets=[{"path": "a", "type": "alpaca", "split": f"train[{part}]"} for part in (":5", "9:")],

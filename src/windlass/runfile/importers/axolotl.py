@@ -79,7 +79,7 @@ def _translate_data(imported: ImportedRun, entry: Mapping[str, Any], place: str)
     if str(style).startswith(("completion", "pretrain")):
         return {**data, "text_field": entry.get("field") or entry.get("text_column") or "text"}
     if str(style) == "alpaca":
-        return {**data, "format": "alpaca"}
+        return {**data, "format": "alpaca", "chat_template": "alpaca"}  # whatever template the chats have
     hint = "see data.prompt_template and data.messages_field"
     imported.refuse("datasets", f"windlass has no prompt style {style!r}", hint)
     return data

@@ -12,6 +12,8 @@ from windlass.runfile.importers.imported import ImportedRun, split_names
 DATA_KEYS: Final = (
     "hf_hub_url ms_hub_url om_hub_url script_url file_name formatting subset split num_samples columns tags"
 )
+# Prompts that LLaMA-Factory writes itself, and that no model's tokenizer has.
+OWN_TEMPLATES: Final = ("alpaca", "default", "empty", "fewshot", "vicuna", "belle", "ziya")
 # Their tag of a role -> windlass's name of the role.
 TAGS: Final = {"user": "user", "assistant": "assistant", "observation": "tool", "function": "call", "system": "system"}
 # Their name of an Alpaca row's column -> the usual one.
@@ -46,6 +48,13 @@ def translate(imported: ImportedRun) -> None:
         imported.set("data.packing", True, remark)
     if stage == "sft":
         imported.set("data.completion_only_loss", not imported.take("train_on_prompt"), "train_on_prompt")
+    template = imported.theirs.get("template")
+    if template == "chatml":
+        imported.set("data.chat_template", imported.take("template"), "template")
+    elif template in OWN_TEMPLATES:
+        imported.take("template")
+        hint = "write it as a Jinja file and name that in data.chat_template; or remove it to use the tokenizer's own"
+        imported.refuse("template", f"windlass has no {template!r} as LLaMA-Factory writes it", hint)
     if imported.take("enable_thinking") is False:
         imported.set("data.template_kwargs", {"enable_thinking": False}, "enable_thinking")
     folder = Path(str(imported.take("dataset_dir", "data")))
