@@ -248,11 +248,6 @@ def test_answer_spans_are_derived_from_templates(
         ({"train_split": "train[5:]"}, [{"text": "a"}], "has no rows"),
         ({}, [{"text": " "}, {"text": ""}], "no row of train has a supervised token: of 2 rows 2 are empty"),
         ({"max_length": 4}, [{"prompt": "a b c d e f g", "completion": "h"}], "1 have nothing supervised"),
-        (
-            {"streaming": True, "val_fraction": 0.1},
-            [{"text": "a b"}],
-            "rows can only be held out of a set that is read in full",
-        ),
         ({"messages_field": "a", "prompt_template": "{a}"}, [{"a": "b"}], "choose different formats"),
         ({"completion_only_loss": True}, [{"text": "a"}], "plain text has no completion part"),
     ],

@@ -157,20 +157,21 @@ def test_a_layer_class_that_the_model_lacks_is_an_error_that_names_its_own(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("keys", "experts_adapted", "barred"),
+    ("keys", "trained", "barred"),
     [
-        ((), True, set()),
-        (("train.optim=adafactor",), False, set()),
-        (("train.optim=adafactor",), True, {"expert-parallel"}),
-        (("lora.use_dora=true",), False, set(LAYOUTS) - {"resident"}),
+        ((), {"experts_adapted", "base_trained"}, set()),
+        (("train.optim=adafactor",), set(), set()),
+        (("train.optim=adafactor",), {"experts_adapted"}, {"expert-parallel"}),
+        (("train.optim=adafactor",), {"base_trained"}, set(LAYOUTS) - {"resident"}),
+        (("lora.bias=all",), {"base_trained"}, set()),
+        (("lora.bias=all",), {"experts_adapted"}, {"expert-parallel"}),
+        (("lora.use_dora=true",), set(), set(LAYOUTS) - {"resident"}),
     ],
 )
-def test_adapter_rules_out_layouts(
-    keys: tuple[str, ...], experts_adapted: bool, barred: set[str], tmp_path: Path
-) -> None:
-    found = request(tmp_path, NODES, *keys, experts_adapted=experts_adapted)
-    assert set(found.barred) == barred
-    assert request(tmp_path, *keys, experts_adapted=experts_adapted).barred == {}  # one GPU has all of the base
+def test_adapter_rules_out_layouts(keys: tuple[str, ...], trained: set[str], barred: set[str], tmp_path: Path) -> None:
+    what: dict[str, Any] = dict.fromkeys(trained, True)
+    assert set(request(tmp_path, NODES, *keys, **what).barred) == barred
+    assert request(tmp_path, *keys, **what).barred == {}  # one GPU has all of the base
 
 
 # --- a request that names a layout ------------------

@@ -280,6 +280,9 @@ CLASHES = {
         ["train.report_to=wandd"],
         ["model.device_map=cpu", THREE],
         ["lora.use_dora=true", "lora.experts=true"],
+        ["lora.dtype=bfloat16", "lora.use_dora=true"],
+        ["data.streaming=true"],
+        ["data.val_fraction=0.1", "data.streaming=true", "train.max_steps=9"],
         ["data.prompt_field=q"],
         ["data.prompt_template=[[{a}]]", "data.messages_field=m"],
         ["layout.ranks=2", THREE],
@@ -294,7 +297,7 @@ CLASHES = {
         ["data.mix=[{path: x, weight: 1, rows: 2}]"],
         ["data.mix=[{path: x/a.jsonl}, {path: y/a.parquet}]"],
         ["data.mix=[{path: x/a.jsonl}]", "data.eval={a: {path: x}}"],
-        ["data.mix=[{path: x, epochs: 2}]", "data.streaming=true"],
+        ["data.mix=[{path: x, epochs: 2}]", "data.streaming=true", "train.max_steps=9"],
     ],
     "wrong-value": [
         *(['data.prompt_template=""'], ["lora.r=x"], ["lora.r="]),

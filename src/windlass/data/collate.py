@@ -32,13 +32,11 @@ class PaddedPackingCollator(PaddedCollator):
     """Stacks packed rows, padded to the longest: attention masks are then length x length per row.
 
     End to end, one mask would be a square over all rows, most of it computed in vain. Positions that restart at 0
-    separate documents; each padding position is a document of its own without loss. (A router's balancing loss counts
-    it as any other token.)
+    separate documents; each padding position is a document of its own without loss.
     """
 
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
         batch = super().__call__(rows)
-        del batch["attention_mask"]
         positions = _pad([_positions(row) for row in rows], 0)
         batch["labels"].numpy()[positions == 0] = IGNORED
         return {**batch, "position_ids": from_numpy(positions)}

@@ -73,17 +73,9 @@ def select_rows(of: RowSet, say: Say) -> Selection:
 
 
 def check_selection(run: RunFile, selections: Sequence[Selection], where: Where) -> list[Problem]:
-    """Return what the run requires of its rows and can't have: epochs of a stream, evaluation without validation
-    rows."""
+    """Return what the run requires of its rows and can't have: evaluation without validation rows."""
     train = run.train
     problems = []
-    if run.data.streaming and (train.max_steps or 0) < 1:
-        problem = "a streamed set has no length, so epochs can't be counted"
-        problems.append(Problem(problem, where("train.max_steps"), "set train.max_steps"))
-    if run.data.streaming and run.data.val_fraction and not run.data.validation_split:
-        problem = "rows can only be held out of a set that is read in full, not of a stream"
-        hint = "give a validation split, or a slice: val_split: train[:1%] and train_split: train[1%:]"
-        problems.append(Problem(problem, where("data.val_fraction"), hint))
     # Without any of these keys, data without validation rows are not evaluated.
     keys = ("eval_strategy", "eval_steps", "load_best_model_at_end")
     evaluating = [f"train.{key}" for key in keys if key in train.changed]

@@ -48,6 +48,7 @@ class Adapter:
     dtype_bytes: int  # 4 or 2
     alphas: Mapping[str, float] = field(default_factory=dict)  # for modules with a value other than `alpha`
     in_full: Mapping[str, int] = field(default_factory=dict)  # base parameters trained in full, with their sizes
+    biases: tuple[str, ...] = ()  # the base's own that are trained
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -77,6 +78,7 @@ def resolve_adapter(lora: Lora, base: Base, where: Where) -> Adapter:
     except UserError as error:
         problems += error.problems
     problems += _check_patterns(lora, taken, where)
+    problems += _check_initial_ranks(lora, targets, linears, where)
     if lora.bias == "all" and any(p.part == "head" and p.name.endswith(".bias") for p in base.parameters):
         problem = "the head's bias can't be trained: the loss takes it as it is"
         problems.append(Problem(problem, where("lora.bias"), "set lora.bias: lora_only", "head-bias"))
@@ -95,10 +97,12 @@ def resolve_adapter(lora: Lora, base: Base, where: Where) -> Adapter:
         problems.append(Problem(problem, where("lora.target_modules"), hint, "nothing-adapted"))
     raise_all(problems)
 
-    biases = 0
-    for p in base.parameters:
-        if p.name.endswith(".bias") and lora.bias != "none":
-            biases += p.count if lora.bias == "all" or p.name.removesuffix(".bias") in taken else 0
+    of_base = {p.name: p.count for p in base.parameters if p.name.endswith(".bias")}
+    biases = {
+        name: count
+        for name, count in of_base.items()
+        if lora.bias == "all" or (lora.bias == "lora_only" and name.removesuffix(".bias") in taken)
+    }
     warnings: list[str] = []
     if isinstance(lora.target_modules, str) and lora.target_modules not in (ALL, ALL_LINEAR):
         reached = {module: p for module, p in linears.items() if layers is None or _layer_prefix(module) in layers}
@@ -110,11 +114,12 @@ def resolve_adapter(lora: Lora, base: Base, where: Where) -> Adapter:
         targets=tuple(targets),
         target_modules=tuple(module for module in linears if module in taken),
         target_parameters=tuple(name for target in experts for name in target.modules),
-        trainable=sum(target.parameters for target in targets) + biases + sum(in_full.values()),
+        trainable=sum(target.parameters for target in targets) + sum((*biases.values(), *in_full.values())),
         dtype_bytes=DTYPE_BYTES[lora.dtype],
         alphas={module: alpha for module, alpha in alphas.items() if alpha is not None},
         in_full=in_full,
-        notes=tuple(_list_notes(lora, base, targets, biases)),
+        biases=tuple(biases),
+        notes=tuple(_list_notes(lora, base, targets, sum(biases.values()))),
         warnings=tuple(warnings),
     )
 
@@ -181,6 +186,21 @@ def _make_targets(
         if lora.use_dora:
             count += sum(linears[module].shape[0] for module in group)
         yield Target(pattern, names, part, tuple(group), count, note, r)
+
+
+def _check_initial_ranks(
+    lora: Lora, targets: Sequence[Target], linears: Mapping[str, Parameter], where: Where
+) -> Iterator[Problem]:
+    """Yield a problem for each name of modules with fewer singular values than the adapter that begins with them."""
+    if not lora.starts_from_weights:
+        return
+    least = {_last_component(name): min(linears[name].shape) for target in targets for name in target.modules}
+    for target in targets:
+        for leaf in dict.fromkeys(map(_last_component, target.modules)):
+            if target.r // 2 > least[leaf]:  # the other half is what the adapter began with
+                problem = f"{lora.init_lora_weights} with rank {target.r // 2}, and the weight of {leaf} has only rank"
+                hint = f"set lora.rank_pattern: {{{leaf}: {least[leaf]}}}, or lora.init_lora_weights: true"
+                yield Problem(f"{problem} {least[leaf]}", where("lora.r"), hint, "rank-above-weights")
 
 
 def _check_patterns(lora: Lora, modules: Mapping[str, str], where: Where) -> Iterator[Problem]:

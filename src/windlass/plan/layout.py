@@ -83,14 +83,20 @@ def why_not_codes(lora: Lora) -> str:
     return why_weights_needed(lora)
 
 
-def rule_out_layouts(run: RunFile, experts_adapted: bool) -> dict[str, str]:
+def rule_out_layouts(run: RunFile, experts_adapted: bool, base_trained: bool) -> dict[str, str]:
     """Return layouts that don't work with the adapter, and why. Remove each once the engine supports it."""
+    sharded = [name for name in LAYOUTS if name != "resident"]
     why = why_weights_needed(run.lora)
     if why:
-        return {name: f"{why}, and a rank would hold a shard of them" for name in LAYOUTS if name != "resident"}
+        return dict.fromkeys(sharded, f"{why}, and a rank would hold a shard of them")
+    optimizer = f"train.optim: {run.train.optim} looks at a full tensor"
+    if base_trained and run.train.optim not in ELEMENTWISE:
+        return dict.fromkeys(sharded, f"{optimizer}, and what is trained of the base would be sharded")
     if experts_adapted and run.train.optim not in ELEMENTWISE:
-        optimizer = f"train.optim: {run.train.optim} looks at a full tensor"
         return {"expert-parallel": f"{optimizer}, and experts' adapters would be split"}
+    if experts_adapted and run.lora.bias != "none":
+        why = f"lora.bias: {run.lora.bias} trains biases of the base, and experts' adapters would be split"
+        return {"expert-parallel": why}
     return {}
 
 

@@ -147,7 +147,13 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     adapter = resolve_adapter(run.lora, base, where)
 
     # 2. The layout that the files request, and the settings that they leave open.
-    request = read_request(loaded, base.family, accelerate, experts_adapted=bool(adapter.target_parameters))
+    request = read_request(
+        loaded,
+        base.family,
+        accelerate,
+        experts_adapted=bool(adapter.target_parameters),
+        base_trained=bool(adapter.in_full or adapter.biases),
+    )
     raise_all(check_expert_settings(loaded.run.train, base, where))
     sample = sample_data(loaded.run.data, base.path, where)
     run, chosen = resolve_auto(loaded, base, request.ranks, request.precision, sample)

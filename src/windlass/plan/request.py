@@ -39,7 +39,12 @@ Settings = Mapping[str, Setting]
 
 
 def read_request(
-    loaded: Loaded, family: Family | None, accelerate: AccelerateFile | None, *, experts_adapted: bool = False
+    loaded: Loaded,
+    family: Family | None,
+    accelerate: AccelerateFile | None,
+    *,
+    experts_adapted: bool = False,
+    base_trained: bool = False,
 ) -> LayoutRequest:
     """Combine run file and Accelerate file. Report every disagreement, and layer classes that the model lacks."""
     run = loaded.run
@@ -70,7 +75,7 @@ def read_request(
         gpus_per_node=gpus_per_node,
         activation_checkpointing=recompute,
         precision=precision or "bf16",
-        barred=rule_out_layouts(run, experts_adapted) if nodes * gpus_per_node > 1 else {},
+        barred=rule_out_layouts(run, experts_adapted, base_trained) if nodes * gpus_per_node > 1 else {},
         **sizes,
     )
 

@@ -7,7 +7,7 @@ from windlass.errors import Problem
 from windlass.model import Base
 from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.plan.accelerate import AccelerateFile
-from windlass.plan.layout import LayoutRequest, why_not_codes
+from windlass.plan.layout import ELEMENTWISE, LayoutRequest, why_not_codes
 from windlass.runfile import RunFile, Train
 from windlass.runfile.names import ATTENTION
 from windlass.settings import FOUR_BITS, PUBLISHED
@@ -101,6 +101,14 @@ def check_request(
         text = "offload on a CPU: the base is stored in host memory already, and nothing would be moved"
         place = offload.where if offload else where("layout.offload")
         yield Problem(text, place, "leave it out, or write false", "offload-on-cpu")
+    if run.lora.starts_from_weights and run.train.optim not in ELEMENTWISE:
+        text = f"{run.train.optim} looks at a full tensor, and half of it is fixed with lora.init_lora_weights: "
+        hint = "use adamw_torch, or set lora.init_lora_weights: true"
+        yield Problem(f"{text}{run.lora.init_lora_weights}", where("train.optim"), hint, "optimizer-of-halves")
+    if run.lora.bias != "none" and request.precision == "no" and run.lora.dtype != run.model.torch_dtype:
+        text = f"the base's biases are trained in {run.lora.dtype} (lora.dtype), and layers in {run.model.torch_dtype}"
+        hint = "set train.bf16: true, which computes in one dtype, or lora.bias: none"
+        yield Problem(f"{text} can't add them", where("lora.bias"), hint, "dtype-of-biases")
     yield from _check_base_dtype(request.base_dtype, run, base, dtypes, where("layout.base_dtype"))
     if request.base_dtype in FOUR_BITS and request.offload:
         text = f"base_dtype: {request.base_dtype} with offload: in 4 bits the base stays on the GPU"

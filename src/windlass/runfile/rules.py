@@ -119,6 +119,13 @@ def _check_evaluation(run: RunFile) -> Iterator[Clash]:
     if data.val_split not in (None, "auto") and data.val_fraction is not None:
         what = "both a validation split and a held-out share are set"
         yield "data.val_fraction data.val_split", what, "keep one, and set the other to null"
+    if data.streaming and train.max_steps < 1:
+        what = "a streamed set has no length, so epochs can't be counted"
+        yield "train.max_steps data.streaming", what, "set train.max_steps"
+    if data.streaming and data.val_fraction is not None:
+        what = "rows can only be held out of a set that is read in full, not of a stream"
+        hint = "give a validation split, or a slice: val_split: train[:1%] and train_split: train[1%:]"
+        yield "data.val_fraction data.streaming", what, hint
     yield from _check_mix(data)
     best = "train.load_best_model_at_end"
     strategies = (train.evaluation, train.save_strategy)
@@ -179,6 +186,9 @@ def _check_model(run: RunFile) -> Iterator[Clash]:
             yield "lora.lora_dropout", f"{what} dropout would drop as well", "set lora.lora_dropout: 0"
         if run.lora.use_dora:
             yield "lora.use_dora", f"{what} DoRA would rescale", "set lora.use_dora: false"
+    if run.lora.use_dora and run.lora.dtype == "bfloat16":
+        what = "DoRA's magnitudes are norms of weights, of which bfloat16 rounds updates away: they would not train"
+        yield "lora.dtype lora.use_dora", what, "set lora.dtype: float32"
     if run.lora.use_dora and run.lora.experts is not None:
         hint = "set lora.use_dora: false, or remove lora.experts"
         yield "lora.use_dora lora.experts", "DoRA doesn't work on routed experts", hint

@@ -36,8 +36,7 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
         raise AssertionError("DoRA was planned with base weights that this rank has only in part, or quantized")
     stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
     if adapter.target_parameters and lora.bias != "none" and any(get_expert_shard(stack) for stack in stacks):
-        problem = "biases of the base can't be trained with adapters of experts that are split over ranks"
-        raise UserError(problem, "lora.bias", "set lora.bias: none, or layout: {name: full-shard}")
+        raise AssertionError("biases of the base were planned to be trained with adapters of split experts")
     # PEFT draws A on the CPU: the same seed gives every rank the same adapter. Dropout deliberately continues from it,
     # so ranks draw the same masks for different rows, as with transformers' Trainer.
     set_seed(seed)

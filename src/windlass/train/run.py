@@ -256,7 +256,7 @@ def describe_precision(plan: Plan) -> dict[str, Any]:
     return {
         "dtype": getattr(torch, model.torch_dtype),
         "attn_implementation": model.attn_implementation or plan.base.family.usual_attention,
-        "dtypes": dict.fromkeys(plan.adapter.in_full, DTYPES[plan.run.lora.dtype]),
+        "dtypes": dict.fromkeys((*plan.adapter.in_full, *plan.adapter.biases), DTYPES[plan.run.lora.dtype]),
     }
 
 

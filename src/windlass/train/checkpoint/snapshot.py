@@ -156,6 +156,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any, folder: Pat
             elif isinstance(value, Tensor):
                 values[key] = shard_like(model, {name: value})[name]
     optimizer.load_state_dict(saved)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in saved["state"].items():  # torch casts a state to its parameter's dtype: Adafactor's is float32
+        state = optimizer.state[parameters[index]]
+        state |= {
+            key: value.to(state[key].device)
+            for key, value in values.items()
+            if isinstance(value, Tensor) and state[key].dtype != value.dtype
+        }
     scheduler.load_state_dict(json.loads((folder / SCHEDULER).read_text()))
 
 
