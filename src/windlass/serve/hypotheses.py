@@ -4,6 +4,7 @@ An adapter is changed in place and restored: groups of its modules are switched 
 experts' factors are packed in another order.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -24,6 +25,7 @@ from windlass.weights.same_base import describe_files
 
 DECODED_ROWS: Final = 4
 DECODED_TOKENS: Final = 8
+LOG_SECONDS: Final = 20
 SCALES: Final = (0.5, 2.0)
 DIGITS: Final = 5
 Hypothesis = Callable[[], AbstractContextManager[None]]
@@ -79,9 +81,13 @@ def compute_probe(
     decoded = zip(decode(model, prompts), map(len, prompts), strict=True)
     probed = [dict(row) for row in rows] + [{"ids": ids, "start": start, "decoded": True} for ids, start in decoded]
     scores = {}
-    for name, changed in hypotheses.items():
+    said = time.monotonic()
+    for number, (name, changed) in enumerate(hypotheses.items(), 1):
         with changed():
             scores[name] = compute_rows(model, [row["ids"] for row in probed], read_scores)
+        if time.monotonic() - said > LOG_SECONDS:
+            said = time.monotonic()
+            say(f"probe     {number} of {len(hypotheses)} hypotheses computed")
     for number, row in enumerate(probed):
         of_row = {name: scores[name][number] for name in hypotheses}
         row["positions"] = choose_positions(row, of_row)
