@@ -42,6 +42,11 @@ class Pieces:
         found = re.finditer(rf"(?:{self.token.pattern})|\s+", text)
         return sorted({0, len(text), *(edge for match in found for edge in match.span())})
 
+    def find_change(self, text: str, other: str) -> int:
+        """Return how far a text begins as another one, in whole pieces."""
+        same = common_prefix_length(text, other)
+        return same if same == len(other) else max(edge for edge in self.edges(text) if edge <= same)
+
     def find_start(self, text: str, prompt: str, before: Callable[[], str], header: str) -> int | None:
         """Return where an answer begins in `text`: behind the prompt that the template writes for it.
 
@@ -50,23 +55,23 @@ class Pieces:
         """
         at, matched = (len(prompt), len(prompt)) if text.startswith(prompt) else match(text, prompt)
         if matched < len(prompt):
-            edges = self.edges(prompt)
-            begin = common_prefix_length(prompt, before())
-            begin = max(edge for edge in edges if edge <= begin)
-            edge = max(edge for edge in edges if edge <= matched)
+            begin = self.find_change(prompt, before())
+            edge = max(edge for edge in (*self.edges(prompt), begin) if edge <= matched)
             at = match(text, prompt[:edge])[0]
             absent = self.closing.fullmatch(prompt, edge) is not None
             if edge < begin or not absent or (edge == begin and self.token.match(text, at)):
                 return None
         elif not prompt.rstrip().endswith(header.strip()):
             at = self.skip_header(text, at, header)
+        elif not text.startswith(prompt) and prompt[-1].isspace():
+            at = len(text) - len(text[at:].lstrip())  # the header's own white space, which differs
         return at
 
     def skip_header(self, text: str, at: int, header: str) -> int:
         """Return the end of the header, or of its last pieces, if it follows: prompts may lack it behind answers."""
         for edge in self.edges(header):
             left = header[edge:]
-            named = edge == 0 or (self.token.match(left) and not self.closing.fullmatch(left))
+            named = edge == 0 or (self.token.match(left) and "think" not in left)  # a thought is the answer's own
             if left.strip() and named:
                 rest = text[at : at + 2 * len(left) + 8]
                 after, matched = match(rest, left)
@@ -94,6 +99,14 @@ class Pieces:
         follows = re.compile(rf"\s*({self.token.pattern})").match(text, end)
         opener = next(reversed(self.token.findall(header)), "")
         return start, follows.end() if follows and follows[1] != opener else end
+
+    def find_last(self, text: str, words: str) -> int:
+        """Return where the words begin last, before the tokens that the text ends with if they can; -1 without any."""
+        end = len(text.rstrip())
+        while closing := next((token for token in self.tokens if text.endswith(token, 0, end)), None):
+            end = len(text[: end - len(closing)].rstrip())
+        found = text.rfind(words, 0, end) if words else -1
+        return found if found >= 0 or not words else text.rfind(words)
 
     def find_end(self, text: str, start: int) -> int:
         """Return where an answer that `text` ends with ends: with the token that closes it, if there is one."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from windlass.data.answers import Answer, Pieces, Span, common_prefix_length
 from windlass.data.messages import (
     FLAGS,
+    KEYS,
     OWN_ROLES,
     REASONING,
     ROLES,
@@ -27,10 +28,12 @@ from windlass.data.messages import (
     read_turn,
     require_calls,
 )
+from windlass.data.shapes import RowShape, find_shape, make_placeholders
 from windlass.data.sources import Where
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
+    from jinja2 import nodes
     from transformers import PreTrainedTokenizerBase
 
     from windlass.runfile import Data
@@ -49,6 +52,8 @@ class Rendering(NamedTuple):
 
     text: str
     answers: Mapping[int, Span]
+    length: int
+    """Turns that were rendered."""
     remarks: Mapping[str, str] = {}
     """What a user should know of it, by kinds of audit.REMARKS, with an example."""
 
@@ -72,6 +77,8 @@ class ChatTemplate:
     ignore_tools: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     """What a message's keys are called in these data, and how they are called here."""
+    shapes: dict[Any, list[RowShape]] = field(default_factory=dict, compare=False, repr=False)
+    """Rows of the shapes of chats that have been seen."""
 
     @cached_property
     def has_generation_marks(self) -> bool:
@@ -102,8 +109,7 @@ class ChatTemplate:
         """Return what the template writes before an answer to a user, with the thought that it may open."""
         tried = self.try_turns(TRIED[0], prompt=True), self.try_turns(TRIED[0])
         prompt, plain = (found[0] if found else "" for found in tried)
-        same = common_prefix_length(prompt, plain)
-        return prompt[max(edge for edge in self.pieces.edges(prompt) if edge <= same) :]
+        return prompt[self.pieces.find_change(prompt, plain) :]
 
     def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> list[Rendering]:
         """Return the rows of a chat. Each assistant turn from message `first` on is supervised in one of them.
@@ -116,6 +122,14 @@ class ChatTemplate:
         tools = self.read_tools(tools)
         wanted = [i for i, turn in enumerate(turns) if turn.is_assistant and i >= first]
         wanted = [i for i in wanted[-1 if self.turns == "last" else 0 :] if turns[i].trained is not False]
+        rows = None if tools else self.render_known(turns, wanted)
+        if rows is None:
+            rows = self.render_found(turns, tools, wanted)
+        remarks = {"split": why_split(rows)} if len(rows) > 1 and self.turns == "auto" else {}
+        return self.note_remarks(turns, rows, remarks)
+
+    def render_found(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
+        """Return the rows of any chat."""
         if self.has_generation_marks and self.turns != "each":
             rows = [self.render_marked(turns, tools, wanted)]
         elif self.has_generation_marks:
@@ -124,11 +138,68 @@ class ChatTemplate:
             rows = self.render_unmarked(turns, tools, wanted)
         for row in rows:
             self.require_written(turns, row)
-        return self.note_remarks(turns, rows)
+        return rows
 
-    def note_remarks(self, turns: Sequence[Turn], rows: Sequence[Rendering]) -> list[Rendering]:
+    def render_known(self, turns: list[Turn], wanted: Sequence[int]) -> list[Rendering] | None:
+        """Return the rows of a chat of plain texts if they are, but for the texts, those of its shape."""
+        contents = [turn.message["content"] for turn in turns]
+        users = [turn.message["content"] for turn in turns if not turn.is_assistant]
+        if len({*users}) < len(users) or not all(map(self.is_plain, turns)):
+            return None
+        key = (tuple(turn.message["role"] for turn in turns), tuple(wanted))
+        if key not in self.shapes:
+            self.shapes[key] = self.find_shapes(turns, wanted)
+        rows = []
+        for shape in self.shapes[key]:
+            text = self.apply(turns[: shape.length], None)[0]
+            filled = (shape.fill(texts) for texts in (contents, [content.strip() for content in contents]))
+            answers = next((answers for expected, answers in filled if text == expected), None)
+            if answers is None:
+                return None
+            rows.append(Rendering(text, answers, shape.length))
+        return rows or None
+
+    def find_shapes(self, turns: list[Turn], wanted: Sequence[int]) -> list[RowShape]:
+        """Return the shapes of the rows of a chat of placeholders; none if they can't be told."""
+        words = make_placeholders(len(turns))
+        chat = [
+            turn._replace(message={**turn.message, "content": word}) for turn, word in zip(turns, words, strict=True)
+        ]
+        try:
+            rows = self.render_found(chat, None, wanted)
+        except UserError:
+            return []
+        shapes = [find_shape(row.text, row.answers, row.length) for row in rows if not row.remarks]
+        known = [shape for shape in shapes if shape is not None]
+        return known if len(known) == len(rows) else []
+
+    def is_plain(self, turn: Turn) -> bool:
+        """Return whether the turn is text in which the template finds nothing that it looks for."""
+        text = turn.message["content"]
+        plain = turn.message.keys() == {"role", "content"} and isinstance(text, str) and not turn.reasoning
+        return plain and text != "" and not text[0].isspace() and not self.examined.search(text)
+
+    @cached_property
+    def examined(self) -> re.Pattern[str]:
+        """Texts that the template looks for in messages, and may cut them at."""
+        from jinja2 import nodes
+
+        tree = parse_template(self.template)
+        parts: list[nodes.Node] = []
+        for compared in tree.find_all(nodes.Compare):
+            parts += [compared.expr] if compared.ops[0].op in ("in", "notin") else []
+        for called in tree.find_all((nodes.Call, nodes.Filter)):
+            parts += [] if getattr(called, "name", "") == "join" else getattr(called, "args", [])
+        texts = {part.value for part in parts if isinstance(part, nodes.Const) and isinstance(part.value, str)}
+        texts = {text for text in texts - {*KEYS, *ROLES} if text.strip()}
+        return re.compile("|".join(map(re.escape, sorted(texts))) or r"(?!)")
+
+    def note_remarks(
+        self, turns: Sequence[Turn], rows: Sequence[Rendering], remarks: dict[str, str]
+    ) -> list[Rendering]:
         """Add what a user should know of a chat to the first of its rows."""
-        remarks = dict(rows[0].remarks) if rows else {}
+        for row in rows:
+            remarks |= row.remarks
         trained = [i for row in rows for i in row.answers]
         if any(turns[i].is_empty for i in trained if i >= 0):
             remarks["empty"] = ""
@@ -166,7 +237,7 @@ class ChatTemplate:
         """Return the text of all of a chat, for loss on everything."""
         turns = self.read(messages)
         text = self.apply(turns, self.read_tools(tools))[0]
-        self.require_written(turns, Rendering(text, {}))
+        self.require_written(turns, Rendering(text, {}, len(turns)))
         return text
 
     def read(self, messages: Sequence[Any]) -> list[Turn]:
@@ -197,8 +268,9 @@ class ChatTemplate:
             for thought in itertools.chain(*(turns[i].reasoning for i in wanted)):
                 if thought.strip() not in written:
                     raise self.not_written_error(*describe_lost_thought(thought))
-            return Rendering(text, {-1 - number: span for number, span in enumerate(spans) if span[0] < span[1]})
-        return Rendering(text, {i: spans[answers.index(i)] for i in wanted})
+            several = {-1 - number: span for number, span in enumerate(spans) if span[0] < span[1]}
+            return Rendering(text, several, len(turns))
+        return Rendering(text, {i: spans[answers.index(i)] for i in wanted}, len(turns))
 
     def try_turns(self, *texts: str, prompt: bool = False, marks: bool = False) -> tuple[str, list[Span]] | None:
         """Render a chat of these texts, a user's first; None if the template refuses it."""
@@ -219,11 +291,13 @@ class ChatTemplate:
     def opens_always(self) -> bool:
         """Return whether the template opens an answer behind every chat, also a finished one."""
         prompt = self.try_turns(TRIED[0], prompt=True)
-        finished, longer = self.try_turns(*TRIED[:2]), self.try_turns(*TRIED)
-        if prompt is None or finished is None or longer is None or longer[0].startswith(finished[0].rstrip()):
+        tails = [
+            found and found[0].partition(TRIED[1])[2] for found in (self.try_turns(*TRIED[:2]), self.try_turns(*TRIED))
+        ]
+        if prompt is None or not tails[0] or not tails[1] or tails[1].startswith(tails[0].rstrip()):
             return False
-        last = next(reversed(self.pieces.token.findall(finished[0])), "")
-        return finished[0].rstrip().endswith(last) and last in prompt[0] and last not in ("", self.tokenizer.bos_token)
+        last = next(reversed(self.pieces.token.findall(tails[0])), "")
+        return last != "" and tails[0].rstrip().endswith(last) and last in prompt[0]
 
     def render_unmarked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
         @cache
@@ -238,36 +312,26 @@ class ChatTemplate:
         left = list(wanted)
         while left:
             last = left[-1]
-            texts = [answers[last].text]
-            if not rows and self.turns != "each":
-                texts.insert(0, whole)
-            for text in texts:
+            lengths = [last + 1] if rows or self.turns == "each" else [len(turns), last + 1]
+            for length in lengths:
+                text = write(length)
                 ends = {i: self.pieces.find_in(text, answers[i], opener) for i in left}
                 if ends[last] is not None:
                     break
             spans = {i: (answers[i].start, end) for i, end in ends.items() if end is not None}
             if self.turns == "each":
                 spans = {last: spans[last]}
-            rows.insert(0, Rendering(text, spans))
+            remarks = {} if all(answers[i].after_prompt for i in spans) else {"prompt": ""}
+            rows.insert(0, Rendering(text, spans, length, remarks))
             left = [i for i in left if i not in spans]
         if self.turns == "all" and len(rows) > 1:
             raise UserError(
-                f"{self.why_split(whole, answers)}, so one row can't have all answers",
+                f"{why_split(rows)}, so one row can't have all answers",
                 "data.turns",
                 "set data.turns: auto, which gives such answers rows of their own",
                 "turns-rewritten",
             )
-        remarks = {"split": self.why_split(whole, answers)} if len(rows) > 1 and self.turns == "auto" else {}
-        remarks |= {} if all(answer.after_prompt for answer in answers.values()) else {"prompt": ""}
-        if rows:
-            rows[0] = rows[0]._replace(remarks=remarks)
-        return rows or [Rendering(whole, {})]
-
-    def why_split(self, whole: str, answers: Mapping[int, Answer]) -> str:
-        """Return where the full rendering first differs from that of an answer."""
-        at, own = min((common_prefix_length(whole, answer.text), answer.text) for answer in answers.values())
-        near = own[max(0, at - 20) : at + 30]
-        return f"the chat template writes turns differently once later ones follow (at {near!r})"
+        return rows or [Rendering(whole, {}, len(turns))]
 
     def find_answer(self, turns: list[Turn], i: int, write: Callable[..., str]) -> Answer:
         """Find a turn in the rendering of the chat that ends with it."""
@@ -280,7 +344,7 @@ class ChatTemplate:
             )
         text = write(i + 1)
         body = turns[i].words.strip()
-        begin = text.rfind(body) if body else -1
+        begin = self.pieces.find_last(text, body)
         start = self.pieces.find_start(text, write(i, True), lambda: write(i), self.header) if i else None
         after_prompt = start is not None
         if start is None and begin >= 0 and (i == 0 or turns[i - 1].is_assistant):
@@ -293,7 +357,7 @@ class ChatTemplate:
         ):
             start = begin  # without a header that generation starts from, what precedes the words is none of the answer
         if start is None:
-            self.require_written(turns[: i + 1], Rendering(text, {}))
+            self.require_written(turns[: i + 1], Rendering(text, {}, i + 1))
             raise UserError(
                 "the chat template doesn't write an answer behind the prompt that it writes for it",
                 "data",
@@ -424,12 +488,24 @@ def find_template(asked: str, own: Any, place: str) -> tuple[str, str]:
         raise UserError(f"{asked} is not a chat template: {error}", place, "name a .jinja file") from None
 
 
+def why_split(rows: Sequence[Rendering]) -> str:
+    """Return where the rows of a chat differ first."""
+    at, text = min((common_prefix_length(row.text, rows[-1].text), row.text) for row in rows[:-1])
+    near = text[max(0, at - 20) : at + 30]
+    return f"the chat template writes turns differently once later ones follow (at {near!r})"
+
+
+def parse_template(template: str) -> nodes.Template:
+    from jinja2 import Environment
+
+    return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
+
+
 def read_variables(template: str) -> list[str]:
     """Return the variables that the template reads and doesn't set itself."""
-    from jinja2 import Environment, meta
+    from jinja2 import meta
 
-    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
-    return sorted(meta.find_undeclared_variables(tree))
+    return sorted(meta.find_undeclared_variables(parse_template(template)))
 
 
 def require_variables(template: str, kwargs: Mapping[str, Any], where: Where) -> None:

@@ -17,6 +17,21 @@ ROLES = {  # their names in data sets
 CALLS = NAMES_OF_ROLES["call"]
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message
 THOUGHT = re.compile(r"<think>(.*?)</think>\s*|\[THINK\](.*?)\[/THINK\]", re.DOTALL)  # or tags inside its content
+KEYS = (
+    *(
+        "role",
+        "content",
+        "tool_calls",
+        "tool_call_id",
+        "name",
+        "type",
+        "text",
+        "function",
+        "arguments",
+        "id",
+        *REASONING,
+    ),
+)
 FLAGS = ("weight", "train")  # whether the loss is computed on a message, in OpenAI's and in Axolotl's format
 
 
@@ -67,7 +82,9 @@ def read_turn(
     if not isinstance(message, dict):
         raise UserError(f"a message has no role: {str(message)[:80]}", "data", 'write {"role": …, "content": …}')
     plain = not names and message.keys() == {"role", "content"} and type(message["content"]) is str
-    if plain and message["role"] in ("system", "user"):  # most are: the code below would not change them
+    role = message["role"] if plain else None
+    # Most are one of these, and the code below would not change them.
+    if role in ("system", "user") or (role == "assistant" and not re.search(r"<think>|\[THINK\]", message["content"])):
         return Turn(message, None, [])
     found = {names.get(key, key): drop_none(value) for key, value in message.items() if value is not None}
     named = found.pop("from", None) or found.get("role")
