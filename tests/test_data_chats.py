@@ -13,9 +13,10 @@ from refusals import refused
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
-from windlass.data.chat import ChatTemplate
+from windlass.data import chat
+from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.prepare import PreparedData, prepare_data
-from windlass.runfile import RunFile
+from windlass.runfile import Data, RunFile
 
 Prepare = Callable[..., PreparedData]
 TOKENS = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<|return|>", "<think>", "</think>"]
@@ -172,3 +173,136 @@ def test_random_chats_have_the_ids_of_the_template_and_what_inference_would_writ
                 closing = row.text[start:end].removeprefix(own[start:].rstrip()).strip()
                 assert closing in TOKENS
     assert sorted(answered) == wanted
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "days": 3}}}
+RESULT = {"role": "tool", "content": "21 degrees"}
+CALLED = [*talk("Rome?"), {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT, *talk("", "Warm.")[1:]]
+WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+TRUNCATED = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}" + ASK
+NINE = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception("
+NINE += "'ids of length 9') }}{% endif %}{% endfor %}{% endfor %}" + LOOP + ASK
+SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}" + LOOP + ASK
+THINKS = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if thinking and m.reasoning_content %}<think>{{ m.reasoning_content }}"
+)
+THINKS += "</think>{% endif %}{{ m.content }}<|end|>\n{% endfor %}" + ASK
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}" + TURN + "{% endfor %}" + ASK
+ALTERNATE = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+ALTERNATE += "{{ raise_exception('roles must alternate') }}{% endif %}" + TURN + "{% endfor %}" + ASK
+USER_MARKED = "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'user' %}{% generation %}{{ m.content }}<|end|>"
+USER_MARKED += "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}" + ASK
+ALWAYS = "{% for m in messages %}" + TURN + "{% endfor %}<|assistant|>\n"
+THOUGHT = [*talk("Who?"), {"role": "assistant", "content": "Crews.", "reasoning_content": "Many hands."}]
+
+
+@pytest.mark.parametrize(
+    ("source", "row", "code", "place", "remedy"),
+    [
+        # What is lost, by name: a call (with and without a column of tools), a result, the system message, reasoning.
+        (TRUNCATED, {"messages": CALLED}, "not-written", "row 1", None),
+        (TRUNCATED + "{# tools #}", {"messages": CALLED, "tools": WEATHER}, "not-written", "row 1", None),
+        (NO_SYSTEM, {"messages": talk("Who?", "Crews.", system="Be brief.")}, "not-written", "row 1", None),
+        (THINKS, {"messages": THOUGHT}, "not-written", "data.reasoning", {"template_kwargs": {"thinking": True}}),
+        (LOOP + ASK, {"messages": THOUGHT}, "not-written", "data.reasoning", {"reasoning": "drop"}),
+        (LOOP + ASK, {"messages": CALLED, "tools": WEATHER}, "tools-not-written", "data.tools", {"tools": "ignore"}),
+        # What templates refuse, and what they are refused for.
+        ("{% for t in tools %}{% endfor %}" + LOOP + ASK, {"messages": THREE}, "template-refuses", "row 1",
+         {"template_kwargs": {"tools": []}}),
+        (NINE, {"messages": [CALLED[0], {**CALLED[1], "tool_calls": [{**CALL, "id": "x" * 28}]}]}, "template-refuses",
+         "row 1", None),
+        (ALTERNATE, {"messages": [*THREE, *THREE[-1:]]}, "template-refuses", "row 1", None),
+        (SLOW, {"messages": THREE}, "template-slow", "data.chat_template", None),
+        ("{% for m in", {"messages": THREE}, "template-syntax", "data.chat_template", None),
+        (USER_MARKED, {"messages": THREE}, "generation-marks", "data.chat_template", None),
+        (ALWAYS, {"messages": THREE}, "opens-always", "data.chat_template", None),
+        # What is wrong with messages.
+        (LOOP + ASK, {"messages": [*THREE, {"role": "wizard", "content": "a"}]}, "unknown-role", "row 1", None),
+        (LOOP + ASK, {"messages": [THREE[0], RESULT, THREE[1]]}, "no-call", "row 1", None),
+        (LOOP + ASK, {"messages": [{"role": "user", "content": None}, THREE[1]]}, "no-content", "row 1", None),
+        (LOOP + ASK, {"messages": THREE, "tools": "[{"}, "invalid-tools", "row 1", None),
+    ],
+)  # fmt: skip
+def test_what_is_refused_and_a_hint_that_makes_it_pass(
+    prepared: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    row: Any,
+    code: str,
+    place: str,
+    remedy: dict[str, Any] | None,
+) -> None:
+    monkeypatch.setattr(chat, "SECONDS", 2.0)
+    with refused(code, place) as problems:
+        prepared([row], source)
+    (problem,) = problems
+    assert "row 1" in f"{problem.where}{problem.problem}" or code == "template-syntax"
+    assert problem.hint
+    if remedy:
+        (name, value), *_ = remedy.items()
+        written = json.dumps(value) if isinstance(value, dict) else value
+        assert f"data.{name}: {written}" in problem.hint
+        prepared([row], source, **remedy)
+
+
+def test_what_a_user_should_know_of_rows_is_counted_and_said(prepared: Prepare) -> None:
+    done = prepared(
+        [{"messages": THREE}, {"messages": THREE[:2]}], TEMPLATES["earlier answers rewritten"], val_fraction=0.5
+    )
+    (fact,) = done.audit["facts"]
+    assert fact.startswith("1 chat became 3 rows: the chat template writes turns differently once later ones follow")
+    assert done.validation is not None
+    assert sorted([len(done.train), len(done.validation)]) == [1, 3]  # the rows of a chat stay together
+    for template, messages, warned in (
+        (LOOP + ASK, THREE, []),
+        (LOOP + ASK, talk("Who?", "Crews.", "Thanks"), []),
+        (TEMPLATES["no end token behind the last"], THREE, []),
+        (TEMPLATES["no end token behind the last"], THREE[:2], ["will not learn to stop"]),
+        (LOOP + ASK, talk("Who?", ""), ["1 row with an empty answer"]),
+        (LOOP + ASK, talk("Who<|end|>?", "Crews."), ["spells a special token, such as '<|end|>'"]),
+    ):
+        done = prepared([{"messages": messages}], template)
+        notes = [note for note in done.audit["notes"] if "nothing is evaluated" not in note]
+        assert len(notes) == len(warned), notes
+        assert all(words in note for words, note in zip(warned, notes, strict=True))
+        assert done.audit["facts"] == []
+    dated = "{{ date_string or strftime_now('%d %b %Y') }}" + LOOP + ASK
+    done = prepared([{"messages": THREE}], dated)
+    (fact,) = done.audit["facts"]
+    assert "data.template_kwargs: {date_string: " in fact
+    assert prepared([{"messages": THREE}], dated, template_kwargs={"date_string": "1 May"}).audit["facts"] == []
+    done = prepared([{"messages": THREE}], TEMPLATES["a thought opened by the prompt"])
+    assert "opens a thought" in done.audit["facts"][0]
+
+
+def test_marks_of_a_template_lose_the_header_and_gain_the_end_token(tokenizer: Any) -> None:
+    for begin, end in (
+        ("{% generation %}<|{{ m.role }}|>\n", "{% endgeneration %}<|end|>\n"),
+        ("<|{{ m.role }}|>{% generation %}\n", "<|end|>{% endgeneration %}\n"),
+    ):
+        source = "{% for m in messages %}{% if m.role == 'assistant' %}" + begin + "{{ m.content }}" + end
+        source += "{% else %}" + TURN + "{% endif %}{% endfor %}" + ASK
+        assert supervised(ChatTemplate(tokenizer, source), THREE) == [ENDED]
+
+
+def test_without_a_chat_template_only_one_whose_tokens_exist_is_used(tokenizer: Any, tmp_path: Path) -> None:
+    bare = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    bare.chat_template = None
+    assert choose_template(bare).notes
+    for token, fitting in (("<|im_start|>", "chatml"), ("<|other|>", "alpaca")):
+        other = tiny_tokenizer(tmp_path / fitting, [token, "<|im_end|>"])
+        with refused("no-chat-template", "data.chat_template") as problems:
+            choose_template(other)
+        assert f"data.chat_template: {fitting}" in problems[0].hint
+        assert choose_template(other, Data(chat_template=fitting)).render(THREE)
+
+
+def tiny_tokenizer(folder: Path, tokens: list[str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes that has these special tokens, and not Mistral's."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(alphabet)}, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.add_special_tokens([*tokens, "<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import itertools
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
@@ -25,6 +29,7 @@ from windlass.data.messages import (
     describe_lost_thought,
     drop_none,
     find_lost_part,
+    read_json_column,
     read_turn,
     require_calls,
 )
@@ -43,6 +48,18 @@ GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 # The parts of transformers' render_jinja_template: calling them directly saves a tenth to a third of the time per chat.
 STEPS = ("_compile_jinja_template", "_render_with_assistant_indices")
 CONTROL = re.compile(r"<\|[a-z_]+\|>|\[/?[A-Z_]+\]")  # how templates write control tokens
+SECONDS = 30.0  # that a template may take for its first chat
+HINTS = (  # for what templates say when they refuse a chat; the last is for anything else
+    (r"length 9", "write ids of nine letters or digits: `id` of a call, and `tool_call_id` of its result"),
+    (r"'append' of 'list'", "transformers lets no template change a list: in a template of your own, xs + [x] does"),
+    (
+        r"'[be]os_token' is undefined",
+        "data.template_kwargs: {bos_token: ''} writes none, as the tokenizer has none",
+    ),
+    (r"[Ss]ystem", "put what the system message says into the user's first message"),
+    (r"alternate|[Rr]oles|user query", "begin with the user, and join messages of one role that follow one another"),
+    (r"", "leave out such rows, or name a data.chat_template that writes them"),
+)
 TRIED = ("What does a windlass do?", "It lifts an anchor.", "Who turns it?")  # a chat that templates are tried on
 TAG = re.compile(r"</?\|?[A-Za-z_]+\|?>|\[/?[A-Z_]+\]")  # or where the tokenizer has no such token
 
@@ -79,6 +96,8 @@ class ChatTemplate:
     """What a message's keys are called in these data, and how they are called here."""
     shapes: dict[Any, list[RowShape]] = field(default_factory=dict, compare=False, repr=False)
     """Rows of the shapes of chats that have been seen."""
+    is_remedy: bool = False
+    """Whether it is tried because another refuses a chat."""
 
     @cached_property
     def has_generation_marks(self) -> bool:
@@ -119,14 +138,38 @@ class ChatTemplate:
         the prompt that the model sees at inference.
         """
         turns = self.read(messages)
+        given = tools
         tools = self.read_tools(tools)
         wanted = [i for i, turn in enumerate(turns) if turn.is_assistant and i >= first]
         wanted = [i for i in wanted[-1 if self.turns == "last" else 0 :] if turns[i].trained is not False]
         rows = None if tools else self.render_known(turns, wanted)
         if rows is None:
-            rows = self.render_found(turns, tools, wanted)
+            try:
+                rows = self.render_found(turns, tools, wanted)
+            except UserError as error:
+                raise self.add_remedy(error, messages, first, given) from None
         remarks = {"split": why_split(rows)} if len(rows) > 1 and self.turns == "auto" else {}
         return self.note_remarks(turns, rows, remarks)
+
+    def add_remedy(self, error: UserError, messages: Sequence[Any], first: int, tools: Any) -> UserError:
+        """Return the error with the first setting as its hint that makes the row pass, if there is one."""
+        changes: list[tuple[str, dict[str, Any]]] = []
+        problem = error.problems[0]
+        if self.is_remedy or problem.code not in ("not-written", "template-refuses"):
+            return error
+        for name in read_variables(self.template):
+            if name in ("thinking", "enable_thinking", "tools", "functions"):
+                kwargs = {**self.kwargs, name: True if "thinking" in name else list[Any]()}
+                changes.append((f"data.template_kwargs: {json.dumps(kwargs)}", {"kwargs": kwargs}))
+        changes.append(("data.reasoning: drop", {"drop_reasoning": True}))
+        if "<|im_start|>" in self.tokenizer.get_vocab():
+            changes.append(("data.chat_template: chatml", {"template": read_template("chatml"), "kwargs": {}}))
+        for setting, change in changes:
+            with suppress(UserError):
+                replace(self, **change, shapes={}, is_remedy=True).render(messages, first=first, tools=tools)
+                what = "trains without it" if "drop" in setting else "makes it pass"
+                return UserError(problem.problem, problem.where, f"{setting} {what}", problem.code)
+        return error
 
     def render_found(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
         """Return the rows of any chat."""
@@ -167,7 +210,9 @@ class ChatTemplate:
         ]
         try:
             rows = self.render_found(chat, None, wanted)
-        except UserError:
+        except UserError as error:
+            if error.problems[0].code == "template-slow":
+                raise
             return []
         shapes = [find_shape(row.text, row.answers, row.length) for row in rows if not row.remarks]
         known = [shape for shape in shapes if shape is not None]
@@ -381,10 +426,10 @@ class ChatTemplate:
     def read_tools(self, tools: Any) -> Any:
         if self.ignore_tools:
             return None
-        tools = drop_none(json.loads(tools) if isinstance(tools, str) and tools.strip() else tools) or None
+        tools = drop_none(read_json_column(tools)) or None
         if tools and not re.search(r"\btools\b", self.template):
             problem = f"{self.source or 'the chat template'} doesn't write tools, and a row has some"
-            hint = "set data.tools: ignore to train on the calls without them"
+            hint = "data.tools: ignore trains on the calls without them"
             raise UserError(problem, "data.tools", hint, "tools-not-written")
         return tools
 
@@ -403,33 +448,64 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """Return the text, and the spans that the template's own marks enclose."""
         from jinja2 import TemplateError
-        from transformers.utils import chat_template_utils as jinja
 
         chat = [turn.message for turn in turns]
-        options: dict[str, Any] = {"tools": tools, "chat_template": self.template, "add_generation_prompt": prompt}
-        options |= {"return_assistant_tokens_mask": marks, **self.variables}
         try:
-            # For chats of plain text, which are most, the function below gives the same result more slowly.
-            compiled, tracked = (getattr(jinja, step, None) for step in STEPS)
-            plain = not tools and all(
-                {*map(type, m.values())} == {str} and m.keys().isdisjoint(REASONING) for m in chat
-            )
-            if plain and compiled and tracked:
-                inputs = {"tools": None, "documents": None, "add_generation_prompt": prompt, **self.variables}
-                if marks:
-                    text, spans = tracked(compiled(self.template), chat, **inputs)
-                    return text, spans
-                return compiled(self.template).render(messages=chat, **inputs), []
-            try:
-                texts, marked = jinja.render_jinja_template([chat], **options)
-            except TypeError:  # a template that takes a call's arguments as text, as in OpenAI's format
-                texts, marked = jinja.render_jinja_template([list(map(arguments_as_text, chat))], **options)
-        except (TemplateError, TypeError, ValueError) as error:
+            if self.shapes:  # it has rendered a chat before
+                return self.run_template(chat, tools, prompt=prompt, marks=marks)
+            text, spans = run_within(SECONDS, lambda: self.run_template(chat, tools, prompt=prompt, marks=marks))
+            return text, spans
+        except TimeoutError:
+            problem = f"the chat template takes longer than {SECONDS:g} s for one chat"
+            hint = "look for a loop over a long range in it, or name another data.chat_template"
+            raise UserError(problem, "data.chat_template", hint, "template-slow") from None
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
             roles = ", ".join(str(message["role"]) for message in chat)
-            hint = "fix or leave out such rows: most templates want user and assistant in turn, system first"
             problem = f"the chat template refuses a chat ({roles}): {error}"
-            raise UserError(problem, "data", hint, "template-refuses") from None
+            hints = (hint for words, hint in HINTS if re.search(words, str(error)))
+            raise UserError(problem, "data", next(hints), "template-refuses") from None
+
+    def run_template(
+        self, chat: list[dict[str, Any]], tools: Any, *, prompt: bool, marks: bool
+    ) -> tuple[str, list[Span]]:
+        from transformers.utils import chat_template_utils as jinja
+
+        variables = {"tools": tools, "add_generation_prompt": prompt, **self.variables}
+        if tools:
+            variables["tools"] = tools
+        # For chats of plain text, which are most, the public function gives the same result more slowly.
+        compiled, tracked = (getattr(jinja, step, None) for step in STEPS)
+        plain = not tools and all({*map(type, m.values())} == {str} and m.keys().isdisjoint(REASONING) for m in chat)
+        if plain and compiled and tracked and marks:
+            text, spans = tracked(compiled(self.template), chat, documents=None, **variables)
+            return text, spans
+        if plain and compiled and tracked:
+            return str(compiled(self.template).render(messages=chat, documents=None, **variables)), []
+        options = {"chat_template": self.template, "return_assistant_tokens_mask": marks, **variables}
+        try:
+            texts, marked = jinja.render_jinja_template([chat], **options)
+        except TypeError:  # a template that takes a call's arguments as text, as in OpenAI's format
+            texts, marked = jinja.render_jinja_template([list(map(arguments_as_text, chat))], **options)
         return str(texts[0]), [(start, end) for start, end in marked[0]] if marks else []
+
+
+def run_within(seconds: float, work: Callable[[], Any]) -> Any:
+    """Run this in a thread that is ended, with TimeoutError, after so many seconds."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # also the SystemExit that ends it
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        raise
 
 
 def choose_template(
@@ -446,6 +522,7 @@ def choose_template(
     elif asked is None:
         named = fallback
         template = read_template(fallback)
+        require_tokens(fallback, tokenizer, where("data.chat_template"))
         notes.append(f"the tokenizer has no chat template: {fallback.capitalize()}'s is used")
         source = f"{fallback.capitalize()}'s chat template (the tokenizer has none)"
     else:
@@ -462,6 +539,19 @@ def choose_template(
         tokenizer, template, source, tuple(notes), data.template_kwargs, data.turns, data.reasoning == "drop",
         data.tools == "ignore", names,
     )  # fmt: skip
+
+
+def require_tokens(name: str, tokenizer: PreTrainedTokenizerBase, place: str) -> None:
+    """Refuse a fallback whose control tokens would be spelt out: the model knows none of them."""
+    vocabulary = tokenizer.get_vocab()
+    absent = {other: {*CONTROL.findall(read_template(other))} - {*vocabulary} for other in (name, "chatml", "llama3")}
+    if absent[name]:
+        fitting = next((other for other, tokens in absent.items() if not tokens), "alpaca")
+        problem = (
+            f"the tokenizer has no chat template, and no {', '.join(sorted(absent[name]))} for {name.capitalize()}'s"
+        )
+        hint = f"set data.chat_template: {fitting}, or the template that the model was trained with"
+        raise UserError(problem, place, hint, "no-chat-template")
 
 
 def read_template(name: str) -> str:
@@ -515,7 +605,8 @@ def require_variables(template: str, kwargs: Mapping[str, Any], where: Where) ->
     try:
         known = read_variables(template)
     except TemplateError as error:
-        raise UserError(f"not a chat template: {error}", where("data.chat_template"), "fix its Jinja") from None
+        hint = "fix its Jinja, or name another data.chat_template"
+        raise UserError(f"not a chat template: {error}", where("data.chat_template"), hint, "template-syntax") from None
     for name in kwargs:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)

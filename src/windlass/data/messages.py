@@ -107,6 +107,9 @@ def read_turn(
         found["tool_calls"] = calls if isinstance(calls, list) else [calls]
     if calls := found.get("tool_calls"):
         found["tool_calls"] = [read_call(call) for call in calls]
+    if not {"content", "tool_calls", *REASONING} & found.keys():
+        hint = 'write "content": "" if it is meant to be empty, or leave out such rows'
+        raise UserError(f"a message of {role!r} has no content", "data", hint, "no-content")
     found["content"], thoughts = read_content(found.get("content", ""))
     if role == "assistant":
         thoughts += [str(found[name]) for name in REASONING if found.get(name)]
@@ -146,6 +149,15 @@ def read_call(call: Any) -> Any:
     inner: dict[str, Any] = call["function"] if isinstance(call.get("function"), dict) else call
     read = {**inner, "arguments": parse_json(inner.get("arguments", {}))}
     return {**call, "function": read} if inner is not call else {"type": "function", "function": read}
+
+
+def read_json_column(value: Any) -> Any:
+    """Read a column of tools, which may be JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) and value.strip() else value
+    except json.JSONDecodeError as error:
+        problem = f"a row's tools are not valid JSON: {error}"
+        raise UserError(problem, "data", "fix or leave out such rows", "invalid-tools") from None
 
 
 def parse_json(value: Any) -> Any:

@@ -465,19 +465,21 @@ def open_tokenizer(base: Base, model: Model, where: Where) -> Any:
     from transformers import AutoTokenizer
 
     place = where("model.model_name_or_path")
-    if base.path is None:
+    named = Path(model.model_name_or_path)
+    folder = base.path or (named if (named / "tokenizer_config.json").is_file() else None)
+    if folder is None:
         hint = "name the model's folder, or download it with `windlass fetch RUN`"
         raise UserError(f"no tokenizer at {model.model_name_or_path}", place, hint)
     hint = "copy tokenizer.json and tokenizer_config.json there"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(base.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # a damaged file makes the library raise any kind of error
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        problem = f"{base.path} has no tokenizer that can be opened: {why}"
+        problem = f"{folder} has no tokenizer that can be opened: {why}"
         raise UserError(problem, place, hint) from None
     # Without files, transformers makes some families' tokenizers of their special tokens, and at most a word boundary.
     if len(tokenizer) - len(tokenizer.get_added_vocab()) < 2:
-        problem = f"{base.path} has no tokenizer: transformers makes one of {len(tokenizer)} special tokens alone"
+        problem = f"{folder} has no tokenizer: transformers makes one of {len(tokenizer)} special tokens alone"
         raise UserError(problem, place, hint, "no-tokenizer")
     return tokenizer
 
