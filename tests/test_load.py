@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,6 +25,7 @@ from torch import Tensor
 from windlass import tiny
 from windlass.errors import RunError, UserError
 from windlass.model import Base, Piece, Stored, read_base
+from windlass.model.files import DIGEST, PUBLISHED
 from windlass.plan.layout import Layout
 from windlass.train import parallel
 from windlass.train.load import list_unique_tensors, load_base, read_all
@@ -271,6 +273,62 @@ def test_faulty_header_reader_is_detected(root: Path, layout: Layout, fault: str
     parameters = (replace(p, pieces=change(p.pieces)) if p.name == STACK else p for p in base.parameters)
     with pytest.raises(UserError, match=named):
         load_base(replace(base, parameters=tuple(parameters)), layout)
+
+
+def write_hole(folder: Path, base: Base, name: str, start: int, length: int) -> None:
+    """Overwrite bytes of a stored weight with zeros, from its byte `start` on (or before its end)."""
+    stored = next(p for p in base.parameters if p.name == name).pieces[0].stored
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek((stored.end if start < 0 else stored.start) + start)
+        file.write(bytes(length))
+
+
+@pytest.mark.fault("zeros in the middle of a weight", "`windlass train`", "on, where weights should be")
+@pytest.mark.fault("zeros at the end of the head", "`windlass train`", "rows of zeros in lm_head.weight")
+def test_holes_of_an_interrupted_download_are_named(tmp_path: Path) -> None:
+    """An unfinished file of full size: from anywhere in a row on. In rows of padding, zeros are right."""
+    sizes: dict[str, Any] = {"hidden": 1024, "heads": 8, "intermediate": 256}
+    whole = tiny.write_model(tmp_path / "whole", "llama", tokenizer=False, **sizes)
+    down, head = "model.layers.1.mlp.down_proj.weight", "lm_head.weight"  # rows of 512 bytes, and of 2,048
+    holes = [(down, 700 * 512 + 100, 5000, 700), (down, -3000, 3000, 1018), (head, 2048 * 9 + 512, 600, 9)]
+    for name, start, length, row in (*holes, (head, 5000, 90_000, 2)):
+        folder = shutil.copytree(whole, tmp_path / str(start))
+        write_hole(folder, read_base(folder), name, start, length)
+        found = f"'{name}' has zeros from within row {row} on, where weights should be"
+        for layout in (ALONE, replace(ALONE, base_dtype="nf4")):
+            with pytest.raises(UserError, match=found):
+                load_base(read_base(folder), layout)
+    base = read_base(whole)
+    assert load_base(base, ALONE, tokens=512)[1]["notes"] == []
+    write_hole(whole, base, head, -2048 * 12, 2048 * 12)
+    write_hole(whole, base, "model.embed_tokens.weight", 2048 * 7, 2048)
+    assert load_base(base, ALONE, tokens=500)[1]["notes"] == [
+        "rows of zeros in model.embed_tokens.weight (1): tokens 7, damaged or never trained"
+    ]
+    notes = load_base(base, ALONE, tokens=512)[1]["notes"]
+    assert notes[1] == "rows of zeros in lm_head.weight (12): tokens 500, 501, 502 and 9 more, damaged or never trained"
+    write_hole(whole, base, down, 9 * 512 + 100, 5000)
+    (whole / PUBLISHED).write_text(json.dumps({DIGEST: digest_files(base)}))  # the publisher's own are taken, and said
+    assert "has zeros from within row 9 on" in load_base(base, ALONE)[1]["notes"][0]
+
+
+def test_zeros_that_are_meant_are_no_damage(tmp_path: Path) -> None:
+    """Padded columns and rows, an expert that was never used, a block that begins as nothing, sparse weights."""
+    folder = tiny.write_model(tmp_path / "m", "mixtral", tokenizer=False, hidden=512, quantization="none")
+    stored = load_file(folder / "model.safetensors")
+    layer = "model.layers.0"
+    stored[f"{layer}.self_attn.q_proj.weight"][:, 300:] = 0
+    stored[f"{layer}.self_attn.q_proj.weight"][400:] = 0
+    stored[f"{layer}.self_attn.k_proj.weight"][:, :200] = 0
+    sparse = stored[f"{layer}.self_attn.v_proj.weight"]
+    sparse *= torch.rand(sparse.shape, generator=torch.Generator().manual_seed(0)) < 0.2
+    experts = [key for key in stored if ".experts.3." in key and key.startswith(layer)]
+    for key in (*experts, f"{layer}.self_attn.o_proj.weight", f"{layer}.input_layernorm.weight"):
+        stored[key].zero_()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    (note,) = load_base(read_base(folder), ALONE)[1]["notes"]
+    assert note.startswith("weights of zeros, in full or for the most part (4): ")
+    assert f"{layer}.self_attn.o_proj.weight" in note
 
 
 @pytest.mark.fault("a buffer that holds uninitialized memory", "`windlass train`", "is not what transformers computes")

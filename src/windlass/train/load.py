@@ -39,6 +39,7 @@ from windlass.plan.layout import Layout
 from windlass.ranks.collectives import all_gather, get_rank, get_world_size, raise_together
 from windlass.settings import LOADER_THREADS
 from windlass.train import parallel
+from windlass.weights.blanks import Blanks, judge_blanks
 from windlass.weights.certificate import check_buffers, check_parameters, make_certificate
 from windlass.weights.fill import LocalPart, Source, fill_codes, fill_quantized, fill_scale, fill_values
 from windlass.weights.quantized import QuantizedParam, list_quantized_params
@@ -49,6 +50,7 @@ from windlass.weights.same_base import (
     combine_digests,
     find_fetch_differences,
     find_other_copies,
+    has_published_digest,
 )
 
 NOTHING: Mapping[str, QuantizedParam] = MappingProxyType({})
@@ -66,10 +68,12 @@ def load_base(
     dtype: torch.dtype = torch.bfloat16,
     attn_implementation: str = "",
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+    tokens: int = 0,
 ) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
     """Return the causal LM of `base`, sharded by `layout` and filled, and its certificate (load.json).
 
-    `dtypes`: parameters with another dtype, by name. Called on every rank; returns on all ranks or raises on all ranks.
+    `dtypes`: parameters with another dtype, by name; `tokens`: how many ids the tokenizer has. Called on every rank;
+    returns on all ranks or raises on all ranks.
     """
     started = time.perf_counter()
     before = reset_peak_rss()
@@ -93,11 +97,17 @@ def load_base(
     if parallel.is_sharded(layout) and layout.shard > layout.gpus_per_node:  # else each node reads everything
         raise_together(find_other_copies(base), where, UNEQUAL)
     errors: dict[str, list[float]] = {}
-    problems, bytes_read, parts = read_all(targets, base, quantized, errors)
+    blanks = Blanks()
+    problems, bytes_read, parts = read_all(targets, base, quantized, errors, blanks)
     raise_together(problems, where, DAMAGED)
     digest, problems = combine_digests(all_gather(parts))
     raise_together(problems, where, UNEQUAL)
     raise_together(find_fetch_differences(base, digest), where, FETCH_AGAIN.format(folder=where))
+    damage, notes = judge_blanks(base, all_gather(blanks.rows()), tokens)
+    if has_published_digest(base):  # the publisher's own
+        notes = [*damage, *notes]
+        damage = []
+    raise_together(damage, where, DAMAGED)
     wrong, checked = check_parameters(targets, base, get_rank(), quantized)
     raise_together(wrong, where, FAULTY, RunError)
     buffers = parallel.list_true_buffers(base, dtype, attn_implementation)
@@ -114,7 +124,8 @@ def load_base(
     }
     stored_as: dict[str, torch.dtype | str] = {name: tensor.dtype for name, tensor in targets.items()}
     stored_as |= {name: weight.format.kind or weight.format.codes for name, weight in quantized.items()}
-    return model, make_certificate(base, layout.name, layout.base_dtype, stored_as, digest, checked, measured, errors)
+    certificate = make_certificate(base, layout.name, layout.base_dtype, stored_as, digest, checked, measured, errors)
+    return model, certificate | {"notes": notes}
 
 
 def list_unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -142,11 +153,12 @@ def read_all(
     base: Base,
     quantized: Mapping[str, QuantizedParam] = NOTHING,
     errors: dict[str, list[float]] | None = None,
+    blanks: Blanks | None = None,
 ) -> tuple[list[str], int, dict[str, Part]]:
     """Fill this rank's part of every parameter. Returns problems, the bytes read from files, and each part's digest.
 
     `errors`: filled, for each parameter quantized to 4 bits here, with the sums of squares of the errors and of the
-    values.
+    values. `blanks`: collects rows of zeros.
 
     FP8 parameters get their codes as stored, and scales: all of a matrix's, or of a stack those of this rank's experts.
 
@@ -156,7 +168,7 @@ def read_all(
     unread = dict.fromkeys(targets)
     parts = dict[str, Part]()
     with Files() as files, ThreadPoolExecutor(LOADER_THREADS) as pool:
-        source = Source(files, base.block, pool)
+        source = Source(files, base.block, pool, blanks)
         for parameter in base.parameters:
             memory, offset = view_own_part(targets[parameter.name])
             weight = quantized.get(parameter.name)

@@ -112,7 +112,9 @@ def train_rank(
             # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is
             # trained on must have been trained on the same weights.
             here.phase("loading the model")
-            model, certificate = load_base(plan.base, plan.layout, **describe_precision(plan))
+            model, certificate = load_base(plan.base, plan.layout, **describe_precision(plan), tokens=len(tokenizer))
+            for note in certificate["notes"]:
+                console.print(f"warning: base: {note}", style="yellow")
             if here.rank == 0:
                 with unwritten(folder / LOAD):
                     write_json(folder / LOAD, certificate)

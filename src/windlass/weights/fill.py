@@ -23,6 +23,7 @@ from torch import Tensor
 from windlass.model import Parameter, Piece
 from windlass.settings import CONVERTED_VALUES
 from windlass.weights import four_bits
+from windlass.weights.blanks import Blanks
 from windlass.weights.digest import MODULUS, digest_box
 from windlass.weights.reading import (
     DTYPES,
@@ -69,6 +70,7 @@ class Source(NamedTuple):
     files: Files
     block: Sequence[int]  # rows and columns that share an FP8 scale
     pool: ThreadPoolExecutor
+    blanks: Blanks | None = None  # collects rows of zeros
 
 
 def fill_values(part: LocalPart, pieces: Sequence[Piece], source: Source) -> tuple[int, int]:
@@ -207,6 +209,8 @@ def read_into(piece: Piece, box: Box, values: Tensor, zeros: Tensor | None, sour
     stored_box = to_stored_box(piece, box)
     read(piece.stored, stored_box, values)
     require_finite(values, piece.stored.key)
+    if source.blanks is not None:
+        source.blanks.add(piece.stored, stored_box, values)
     if zeros is not None:
         scale = expand_scale(zeros, piece.stored.shape, stored_box, source.block)
         require_no_erased(values, scale, piece.stored.key)
@@ -258,6 +262,8 @@ def read_packed(
         digest += digest_box(stored, rows, tensor, read)
         tensors.append(tensor)
     codes, scales = tensors
+    if source.blanks is not None:
+        source.blanks.add(piece.stored, (*there[:-1], (0, piece.stored.shape[-1])), codes)
     if piece.packed.kind == "mxfp4":  # the lower half of a byte comes first
         codes = codes << 4 | codes >> 4
     write(box, codes, decode(scales, there))

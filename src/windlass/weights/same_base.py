@@ -139,6 +139,11 @@ def find_fetch_differences(base: Base, digest: str) -> list[str]:
     return [f"its weights have changed since they were fetched: digest {recorded} then, {digest} now"]
 
 
+def has_published_digest(base: Base) -> bool:
+    """Return whether these files are known to be the hub's, by `windlass fetch`."""
+    return base.path is not None and DIGEST in read_json(base.path / PUBLISHED)
+
+
 def bytes_to_digest(base: Base) -> int:
     """Return the number of bytes that `digest_files` reads."""
     pieces = [piece for parameter in base.parameters for piece in parameter.pieces]
