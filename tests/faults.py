@@ -64,6 +64,11 @@ def write(file: str, content: str) -> Plant:
     return lambda: Path(file).write_text(content)
 
 
+def head(file: str, line: str) -> Plant:
+    """Put a line before the others."""
+    return lambda: Path(file).write_text(f"{line}\n{Path(file).read_text()}")
+
+
 def remove(pattern: str) -> Plant:
     return lambda: [*map(Path.unlink, Path().glob(pattern))]
 
@@ -474,6 +479,30 @@ OTHERS = (
         nothing,
         "export run --merge --to model",
         "--to model: it is the base model's folder",
+    ),
+    Fault(
+        "an imported run file with keys that were refused",
+        head(RUN, "# INCOMPLETE: from a.yml of Axolotl, without a counterpart of: rl"),
+        "plan run.yaml",
+        "run.yaml:1: is incomplete: from a.yml of Axolotl, without a counterpart of: rl",
+    ),
+    Fault(
+        "preference data imported as answers",
+        write("dpo.yaml", "model_name_or_path: model\nstage: dpo\nfinetuning_type: lora\ndataset: data/train.jsonl\n"),
+        "import dpo.yaml --out new.yaml",
+        "dpo.yaml:2: stage: is dpo … train this with LLaMA-Factory",
+    ),
+    Fault(
+        "rows that are all equal, of which some are held out",
+        write(DATA, '{"text": "the same"}\n' * 9),
+        "data run.yaml --override data.val_fraction=0.1 --override data.val_split=null",
+        "data.val_fraction: all 9 rows are equal",
+    ),
+    Fault(
+        "a data file that is not there, named like a set on the hub",
+        nothing,
+        "data run.yaml --override data.dataset_name_or_path=rows/train.jsonl",
+        "rows/train.jsonl does not exist",
     ),
     Fault(
         "an unfinished run begun anew",

@@ -68,15 +68,26 @@ def test_the_mix_of_every_format_is_trained_and_its_rows_are_shown(folder: Path)
         name for name in [*audit["sources"], "hanging", "spelling"] for _ in "12"
     ]
     assert all(any(token["loss"] for token in row["tokens"]) for row in rows)
-    one = windlass(folder, "data", "examples/data/mix.yaml", "--row", "3", "--source", "sharegpt")
-    assert one.startswith("sharegpt, row 3: ")
+
+    def show(row: int, source: str, *more: str, code: int = 0) -> str:
+        return windlass(
+            folder, "data", "examples/data/mix.yaml", "--row", str(row), "--source", source, *more, code=code
+        )
+
+    one = show(3, "sharegpt", "--tokens")
+    assert one.strip().startswith("sharegpt, row 3: ")
     assert one.count(" loss ") == int(one.split(" tokens, ")[1].split(" ")[0])
-    assert "sharegpt has 8 rows" in windlass(
-        folder, "data", "examples/data/mix.yaml", "--row", "8", "--source", "sharegpt", code=2
-    )
-    assert "there is no set 'x'" in windlass(
-        folder, "data", "examples/data/mix.yaml", "--row", "8", "--source", "x", code=2
-    )
+    (facts,) = json.loads(show(3, "sharegpt", "--json"))
+    third = (folder / "examples/data/sharegpt.jsonl").read_text().splitlines()[4 + 2]  # the split is train[4:]
+    answer = [turn["value"] for turn in json.loads(third)["conversations"] if turn["from"] == "gpt"][-1]
+    assert answer in "".join(part["text"] for part in facts["parts"] if part["trained"])
+    text = show(3, "sharegpt")
+    assert f"[[{answer}<|im_end|>]]" in text.replace("\n", " ")
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "sharegpt has 8 rows" in show(9, "sharegpt", code=2)
+    assert show(8, "sharegpt")
+    assert "rows are counted from 1" in show(0, "sharegpt", code=2)
+    assert "there is no set 'x'" in show(8, "x", code=2)
 
 
 @pytest.mark.prove

@@ -53,6 +53,16 @@ def append(path: Path, *lines: dict[str, Any]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
+def test_the_total_is_what_the_run_counted_not_what_was_planned(tmp_path: Path) -> None:
+    """`finished step 222 of 186`: the plan had estimated the rows."""
+    folder = write(tmp_path / "run", ranks=1, count=40)
+    append(folder / "events.jsonl", {"time": 1.7e9, "step": 0, "kind": "start", "steps": 55})
+    head = report.make_report([folder]).runs[0]["headline"]
+    assert head["steps_planned"] == 55
+    (plan,) = [row for row in report.make_report([folder]).runs[0]["planned"] if row["what"] == "steps"]
+    assert plan["planned"] == 40
+
+
 def test_figures_are_computed_from_the_steps(folder: Path, made: dict[str, Any]) -> None:
     lines = [list(read_json_lines(folder / f"steps-rank{rank}.jsonl")) for rank in range(3)]
     first, head = lines[0], made["headline"]

@@ -1,6 +1,7 @@
 """The page in a real headless Chromium: opened, read with mouse, keyboard and touch, printed."""
 
 import base64
+import json
 import re
 import subprocess
 import tarfile
@@ -8,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from chromium import PROGRAM, Chromium
 from report_runs import write
 
+from windlass import tiny
 from windlass.observe import report
 
 pytestmark = [
@@ -237,3 +240,78 @@ def test_without_scripts_the_figures_are_there(chromium: Chromium, pages: dict[s
     shown = chromium.run("document.body.innerText")
     for wanted in ("Planned and measured", "waiting for ranks", "gradient-norm spike", "node-2"):
         assert wanted in shown
+
+
+# --- the page of sampled rows ---
+
+
+@pytest.fixture(scope="module")
+def rows_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a page of chats, one of which hopes to be run as a script or read as a tag."""
+    folder = tmp_path_factory.mktemp("rows")
+    model = tiny.write_model(folder / "model", "mistral4")
+    hostile = "</div><script>window.pwned = 1</script><img src=http://x.invalid/y.png> \u202e\x1b[31m " + "hull" * 200
+    answers = ["A windlass.\nIt lifts.", hostile, *(f"Answer {i}. " + "rope " * 300 for i in range(6))]
+    lines = [
+        {"messages": [{"role": "user", "content": f"Question {i}?"}, {"role": "assistant", "content": answer}]}
+        for i, answer in enumerate(answers)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "run.yaml").write_text(
+        f"model: {{model_name_or_path: {model}}}\n"
+        f"data: {{dataset_name_or_path: {folder}/chats.jsonl, max_length: 512}}\n"
+        f"train: {{output_dir: {folder}/run}}\n"
+    )
+    command = [warm.python(), "-m", "windlass", "data", "run.yaml", "--html", "run/data.html"]
+    (folder / "run").mkdir()
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "run" / "data.html"
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_rows_are_readable_at_every_width_and_nothing_is_fetched(
+    chromium: Chromium, rows_page: Path, width: int, dark: bool
+) -> None:
+    chromium.size(width, 900, phone=width < 600, dark=dark)
+    chromium.open(rows_page)
+    assert chromium.errors == []
+    assert chromium.requests == [rows_page.resolve().as_uri()]
+    assert chromium.run("window.pwned === undefined && !document.querySelector('main img, main script')")
+    assert chromium.run("document.documentElement.scrollWidth <= innerWidth")
+    assert chromium.run(f"({CUT}).length") == 0
+    assert chromium.run("document.querySelectorAll('article.row').length") == 8
+    # Text of the first row: the question is context, the answer and its end are trained on.
+    first = "[...document.querySelectorAll('article.row')].find(row => row.innerText.includes('Question 0?'))"
+    trained = chromium.run(f"[...({first}).querySelectorAll('mark.trained')].map(m => m.innerText).join('')")
+    assert trained == "A windlass.↵\nIt lifts.</s>"
+    special = chromium.run(f"[...({first}).querySelectorAll('.special')].map(m => m.innerText)")
+    assert special == ["<s>", "[INST]", "[/INST]", "</s>"]
+    # Marked text is seen by its background in both schemes, and tells itself from the paper.
+    mark = chromium.run(f"getComputedStyle(({first}).querySelector('mark.trained')).backgroundColor")
+    paper = chromium.run("getComputedStyle(document.body).backgroundColor")
+    assert mark not in (paper, "rgba(0, 0, 0, 0)")
+    light = sum(map(int, re.findall(r"\d+", paper)[:3])) > 3 * 128
+    assert light != dark
+    assert "cut at max_length" in chromium.run("document.querySelector('.notes').innerText")
+
+
+def test_the_scheme_is_chosen_on_the_page_of_rows(chromium: Chromium, rows_page: Path) -> None:
+    chromium.size(1000, 900)
+    chromium.open(rows_page)
+    chromium.run("document.getElementById('scheme').click()")
+    chromium.run("document.getElementById('scheme').click()")
+    assert chromium.run("document.documentElement.dataset.scheme") == "dark"
+
+
+def test_the_report_links_to_the_rows_in_its_folder(chromium: Chromium, rows_page: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", ranks=1, count=20)
+    link = "document.querySelector('a[href=\"data.html\"]')"
+    chromium.open(report.make_report([folder]).html)
+    assert chromium.run(f"{link} === null")
+    (folder / "data.html").write_text(rows_page.read_text())
+    chromium.open(report.make_report([folder]).html)
+    assert chromium.run(f"{link}.href") == (folder / "data.html").resolve().as_uri()
+    chromium.open(report.make_report([folder], tmp_path / "elsewhere").html)
+    assert chromium.run(f"{link} === null")

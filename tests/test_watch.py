@@ -18,7 +18,7 @@ from rich.console import Console
 
 from windlass import run_folder, runfile, tiny
 from windlass.errors import UserError
-from windlass.files import Table, WriteGuard, read_json_lines
+from windlass.files import Table, WriteGuard, append_json_line, read_json_lines
 from windlass.launch.check.inputs import check_trackers
 from windlass.launch.check.results import FAIL
 from windlass.observe.reader import Tail
@@ -388,7 +388,11 @@ def test_the_live_view_shows_and_follows_a_run(tmp_path: Path) -> None:
     write(tmp_path, count=40)
     manifest = tmp_path / "manifest.json"
     manifest.write_text('{"state": "running"}')
-    (tmp_path / "plan.json").write_text('{"batch": {"steps": 80}}')
+    (tmp_path / "plan.json").write_text('{"batch": {"steps": 30}}')
+    # The plan may have estimated another number than the run counted when it started.
+    append_json_line(tmp_path / "events.jsonl", {"time": time.time(), "step": 0, "kind": "start", "steps": 60})
+    assert "running  step 40 of 60  " in draw(live.View(tmp_path))
+    append_json_line(tmp_path / "events.jsonl", {"time": time.time(), "step": 9, "kind": "start", "steps": 80})
     report_alarm(tmp_path, Alarm("straggler", 33, "slow in \x1b[31mforward [red]", 2, "stop"), lambda _: None)
     view = live.View(tmp_path)
     text = draw(view)

@@ -18,6 +18,7 @@ from windlass.files import append_json_line, lock_file, read_json, write_json
 MANIFEST: Final = "manifest.json"  # the resolved run, versions, state
 PLAN: Final = "plan.json"  # the plan that the run was started with
 DATA: Final = "data.json"  # the data audit
+DATA_PAGE: Final = "data.html"  # the page that `windlass data --html` may have written there
 LOAD: Final = "load.json"  # the certificate: every weight proven against the files
 STEPS: Final = "steps-rank{rank}.jsonl"  # one line per optimizer step, below lines that name its columns
 METER: Final = "meter-rank{rank}.json"  # facts about this rank's whole run

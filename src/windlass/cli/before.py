@@ -174,32 +174,45 @@ def explain(
         print_rows(rows)
 
 
-@command(BEFORE, "data run.yaml", "data run.yaml --override data.packing=true")
+@command(BEFORE, "data run.yaml", "data run.yaml --row 1", "data run.yaml --html rows.html")
 def data(
     run: Run,
     override: Overrides = None,
-    sample: Annotated[int | None, opt("--sample", "N", "Show N rows of every set token by token.", min=1)] = None,
-    row: Annotated[int | None, opt("--row", "K", "Show row K, counted from 0, token by token.", min=0)] = None,
+    sample: Annotated[int | None, opt("--sample", "N", "Show N rows of every set.", min=1)] = None,
+    row: Annotated[int | None, opt("--row", "K", "Show row K, counted from 1.")] = None,
     source: Annotated[str | None, opt("--source", "NAME", "Only rows of this data set of a mix.")] = None,
+    tokens: Annotated[bool, flag("--tokens", "Show rows token by token instead of as text.")] = False,
+    html: Annotated[Path | None, opt("--html", "FILE", "Write a page with the figures and sampled rows.")] = None,
     as_json: Json = False,
 ) -> None:
     """Tokenize the data and show what the model will be trained on.
 
     Prints rows, tokens, how many of them the loss is computed on, what is cut off, and what packing would gain; of a
-    mix, for each of its sets. With --sample or --row only those rows, and where loss is computed on them.
+    mix, for each of its sets. With --sample or --row only those rows as text, and where loss is computed on them. The
+    report links to a page data.html in the run folder.
     """
+    from windlass.data.page import SAMPLED_ROWS, write_rows_page
     from windlass.data.prepare import audit_data, sample_token_rows
-    from windlass.data.show import print_audit, print_rows
+    from windlass.data.show import print_audit, print_rows, print_tokens
     from windlass.plan import fill_in_choices
     from windlass.runfile import read_run_file
 
+    if row is not None and row < 1:
+        raise UserError("rows are counted from 1", f"--row {row}", "the first is --row 1")
+    chosen = bool(sample) or row is not None
+    if (source or tokens) and not chosen and not html:
+        name = "--source" if source else "--tokens"
+        raise UserError("it says how rows are shown, and none are", name, "add --row K or --sample N")
     loaded = fill_in_choices(read_run_file(run, override or ()), say)
-    if source and not sample and row is None:
-        raise UserError("it says of which set rows are shown, and none are", "--source", "add --row K or --sample N")
-    if not sample and row is None:
+    if not chosen and not html:
         audit_data(loaded, say=say, audited=write_json if as_json else print_audit)
         return
-    write_result(sample_token_rows(loaded, say=say, sample=sample, row=row, source=source), as_json, print_rows)
+    rows = sample_token_rows(loaded, say=say, sample=sample or SAMPLED_ROWS, row=row, source=source)
+    if html:
+        audit_data(loaded, say=say, audited=lambda audit: write_rows_page(html, audit, rows))
+        say(f"written to {html}")
+    if chosen or as_json:
+        write_result(rows, as_json, print_tokens if tokens else print_rows)
 
 
 @command(BEFORE, "fetch run.yaml")

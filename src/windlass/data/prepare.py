@@ -395,7 +395,7 @@ def hash_text(facts: Any) -> str:
 def sample_token_rows(
     loaded: Loaded, *, say: Say, sample: int | None, row: int | None, source: str | None
 ) -> list[dict[str, Any]]:
-    """Return tokenized rows: one by its number in its split, from 0, or a seeded sample of every set."""
+    """Return tokenized rows: one by its number in its split, from 1, or a seeded sample of every set."""
     run = loaded.run
     tokenizer, _ = open_model_tokenizer(loaded)
     selections = select_all(run.data, loaded.where, say)
@@ -423,9 +423,27 @@ def sample_token_rows(
                 summary = _summarize(documents, tokens)
                 if len(spans) > 1:
                     summary += f" (row {part} of the {len(spans)} that this chat became)"
-                facts = {"source": of.name, "row": number, "format": format_.name}
-                shown.append({**facts, "description": summary, "tokens": tokens})
+                facts = {"source": of.name, "row": number + 1, "format": format_.name, "description": summary}
+                shown.append({**facts, "parts": _split_into_parts(tokens, tokenizer), "tokens": tokens})
     return shown
+
+
+def _split_into_parts(tokens: Sequence[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
+    """Join tokens to text: a part for each special token and each run of others that the loss is computed on or not."""
+    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+    parts = []
+    written = ""
+    ids: list[int] = []
+    marks = [(token["loss"], place if token["id"] in special else None) for place, token in enumerate(tokens)]
+    for (trained, alone), run in itertools.groupby(zip(marks, tokens, strict=True), key=lambda each: each[0]):
+        own = [token["id"] for _, token in run]
+        ids += own
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        # The whole row decoded so far, because words lose the space before them if they are decoded alone.
+        added = text.removeprefix(written) if text.startswith(written) else tokenizer.decode(own)
+        parts.append({"text": added, "trained": trained, "special": alone is not None})
+        written = text
+    return parts
 
 
 def _pick_rows(selection: Selection, sample: int, row: int | None, seed: int) -> list[tuple[int, dict[str, Any]]]:
@@ -435,10 +453,10 @@ def _pick_rows(selection: Selection, sample: int, row: int | None, seed: int) ->
         rng = random.Random(seed)
         drawn = heapq.nsmallest(sample, ((rng.random(), number, columns) for number, columns in rows))
         return sorted((number, columns) for _, number, columns in drawn)
-    picked = list(itertools.islice(rows, row, row + 1))
+    picked = list(itertools.islice(rows, row - 1, row))
     if not picked:
         count = sum(1 for _ in read_rows(selection.train))
-        raise UserError(f"{selection.of.name} has {count:,} rows", "--row", f"the last one is --row {count - 1}")
+        raise UserError(f"{selection.of.name} has {count:,} rows", "--row", f"the last one is --row {count}")
     return picked
 
 

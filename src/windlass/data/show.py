@@ -1,6 +1,7 @@
-"""Show the data audit in the terminal: tables, and samples with the supervised part between [[ and ]]."""
+"""Show the data audit and rows in the terminal, what the loss is computed on between [[ and ]]."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -33,10 +34,8 @@ def print_audit(audit: Mapping[str, Any], console: Console | None = None) -> Non
     parts += [] if audit["sources"] else [audit["shape"]["description"]]
     if audit["sampled_rows"]:
         parts.append(f"streamed: train is audited by its first {audit['sampled_rows']:,} rows")
-    if audit["held_out"]:
-        held = splits["validation"]["documents"]
-        share = held / max(1, held + splits["train"]["documents"])
-        parts.append(f"validation: {share:.1%} of the rows held out, by their own hashes")
+    if held_out := explain_held_out(audit):
+        parts.append(held_out)
     rows = [(name, *(format(s[key], spec) for s in splits.values())) for key, (name, spec) in FIGURES.items()]
     if overlap := audit.get("overlap"):
         rows.append(("also in train", "", f"{overlap['documents']:,}"))
@@ -82,14 +81,44 @@ def _set_row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
     return name, f"{figures['rows']:,}", f"{figures['tokens']:,}", *shares, f"{figures['duplicates']:,}", last
 
 
-def print_rows(rows: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:
+def explain_held_out(audit: Mapping[str, Any]) -> str:
+    """Return which share of the rows is held out; empty if none is."""
+    if not audit["held_out"]:
+        return ""
+    held = audit["splits"]["validation"]["documents"]
+    share = held / max(1, held + audit["splits"]["train"]["documents"])
+    return f"validation: {share:.1%} of the rows held out, by their own hashes"
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+    """Print rows as text: what the loss is computed on in green between [[ and ]], special tokens in blue."""
+    console = console or Console(highlight=False)
+    if any(row["parts"] for row in rows):
+        console.print(Text("[[loss is computed on this]], the rest is context", "dim"))
+    for row in rows:
+        console.print(_describe_row(row))
+        text = Text()
+        for trained, parts in groupby(row["parts"], key=lambda part: part["trained"]):
+            text.append("[[" if trained else "", "green")
+            for part in parts:
+                style = "green" if trained else "default"
+                text.append(part["text"], "bold blue" if part["special"] else style)
+            text.append("]]" if trained else "", "green")
+        console.print(text)
+
+
+def print_tokens(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
     """Print rows token by token."""
     console = console or Console(highlight=False)
     for row in rows:
-        console.print(Text(f"{row['source']}, row {row['row']:,}: {row['description']}", "bold"))
+        console.print(_describe_row(row))
         for place, token in enumerate(row["tokens"]):
             line = f"{place:5} {token['id']:7} {'loss' if token['loss'] else '    '} {token['text']!r}"
             console.print(Text(line, "green" if token["loss"] else "dim"), soft_wrap=True)
+
+
+def _describe_row(row: Mapping[str, Any]) -> Text:
+    return Text(f"\n{row['source']}, row {row['row']:,}: {row['description']}", "bold")
 
 
 def _table(columns: Mapping[str, Any], rows: Iterable[tuple[str, ...]]) -> Group:

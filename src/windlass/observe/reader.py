@@ -181,6 +181,15 @@ def get_path(value: Any, *path: str) -> Any:
     return value
 
 
+def find_total_steps(events: Iterable[Any], plan: Any) -> float:
+    """Return the optimizer steps of a run as it counted them when it started, else as planned; NaN if unknown."""
+    total = as_number(get_path(plan, "batch", "steps"))
+    for event in events:
+        started = event.get("kind") == "start"
+        total = as_number(event["steps"]) if started and "steps" in event else total
+    return total
+
+
 def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 

@@ -118,8 +118,8 @@ class Recorder:
 
     # --- what a loop calls ---
 
-    def start(self, step: int = 0) -> None:
-        """Start measuring time."""
+    def start(self, step: int = 0, total: int | None = None) -> None:
+        """Start measuring time. `total`: the steps of the whole run, if they are known."""
         meter = self.folder / run_folder.METER.format(rank=self.rank)
         with self.unwritten(meter):
             write_json(meter, self.about)
@@ -127,7 +127,8 @@ class Recorder:
         self.step = step
         if self.rank == 0:
             with self.unwritten(self.folder / run_folder.EVENTS):
-                run_folder.log_event(self.folder, "start", step)
+                known = {} if total is None else {"steps": total}
+                run_folder.log_event(self.folder, "start", step, **known)
         self._began = time.perf_counter()
         self._marks = [("start", self.now())]
         self._sample_next(bool(self.sample_every))

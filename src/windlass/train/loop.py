@@ -73,7 +73,7 @@ class Loop:
         self.model.causal_lm.train()
         if self.model.compiled:
             self._prove_compiled(self.model.compiled)
-        self.recorder.start(self.step)
+        self.recorder.start(self.step, self.length.total)
         self.watch.start(self.step, self.length.total)
         self.progress.start(self.length.total)
         self.stop_signal.training = True  # until now a signal ended the rank at once: nothing to save

@@ -17,6 +17,7 @@ from windlass import run_folder
 from windlass.errors import Problem, UserError, make_pasteable
 from windlass.files import read_json, read_json_lines
 from windlass.launch.job import RECORD, Job, Record, keep_record
+from windlass.observe.reader import find_total_steps
 from windlass.observe.watch.heartbeat import read_beats
 
 ALIVE_SECONDS = 30  # a rank writes a heartbeat every 5 s
@@ -107,8 +108,9 @@ def status(record: Record) -> int:
         sign = f" (last heartbeat {age:.0f} s ago, from {newest['host']})" if newest else ""
     steps = run_folder.find_step_files(run).get(0)
     last = max((int(line.get("step", 0)) for line in read_json_lines(steps)), default=0) if steps else 0
-    planned = (read_json(run / run_folder.PLAN).get("batch") or {}).get("steps")
-    step = f"step {last:,} of {planned:,}" if planned else f"step {last:,}"
+    events = run / run_folder.EVENTS
+    planned = find_total_steps(read_json_lines(events) if events.is_file() else (), read_json(run / run_folder.PLAN))
+    step = f"step {last:,} of {planned:,.0f}" if planned > 0 else f"step {last:,}"
     manifest = run_folder.read_manifest(run)
     state = manifest.get("state")
     again = "windlass submit RUN" if record.path.exists() else "windlass train RUN --resume"

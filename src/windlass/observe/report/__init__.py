@@ -3,10 +3,6 @@
 The page is one file that fetches nothing and is readable without scripts; scripts only draw the curves.
 """
 
-import base64
-import functools
-import hashlib
-import importlib.resources
 import json
 import math
 import re
@@ -16,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
 from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
@@ -25,8 +20,7 @@ from rich.text import Text
 from windlass import __version__
 from windlass.errors import UserError
 from windlass.files import write_atomic
-from windlass.observe.format import NONE, format_count, format_duration, format_figure, format_percent, format_plural
-from windlass.observe.reader import as_list, get_path
+from windlass.observe.format import NONE, format_duration, format_figure, format_percent
 from windlass.observe.report.charts import (
     PHASES,
     choose_points,
@@ -37,28 +31,13 @@ from windlass.observe.report.charts import (
     make_comparison_charts,
 )
 from windlass.observe.report.facts import Facts, collect_facts, highest_peak_gib
+from windlass.observe.report.page import HIDDEN, render_template
 from windlass.observe.report.read import read_run
 from windlass.observe.watch.detectors import make_hint
 
 SCHEMA: Final = 1  # increased when a key changes its meaning or goes; new keys may come at any time
-ASSETS: Final = importlib.resources.files("windlass.observe.report") / "assets"
 MAX_MARKS: Final = 200  # alarms that are drawn on the time axis
-# Control characters, and those that change the direction of writing.
-HIDDEN: Final = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
-)
 IN_SCRIPT: Final = re.compile(f"[<>&\u2028\u2029]|{HIDDEN.pattern}")
-FILTERS: Final[dict[str, Any]] = {
-    "figure": format_figure,
-    "percent": format_percent,
-    "count": format_count,
-    "duration": format_duration,
-    "plural": format_plural,
-    "get_path": get_path,
-    "as_list": as_list,
-    "fields": lambda value: list(value.items()) if isinstance(value, dict) else [],
-    "yaml": lambda value: str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +63,8 @@ def make_report(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
         if names.count(entry["name"]) > 1:
             entry["name"] += f" ({number})"
     folder = out or (Path(run_dirs[0]) if len(runs) == 1 else Path.cwd())
+    if len(runs) == 1 and folder != Path(run_dirs[0]):
+        runs[0]["data_page"] = None  # the link is relative
     report = Report(runs, folder / "report.json", folder / "report.html")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,30 +86,6 @@ def to_strict_json(value: Any) -> Any:
     return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
 
 
-def _visible(value: Any) -> Any:
-    """Replace control characters, which hide or reorder text; None becomes empty."""
-    if isinstance(value, Markup):
-        return value
-    return "" if value is None else HIDDEN.sub("\N{REPLACEMENT CHARACTER}", str(value))
-
-
-@functools.cache
-def _template() -> Any:
-    # Only here: `plan` imports this package for its formats, and writes no page.
-    from jinja2 import ChainableUndefined, Environment, PackageLoader
-
-    environment = Environment(
-        loader=PackageLoader("windlass.observe.report", "assets"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=ChainableUndefined,  # any value may be missing
-        finalize=_visible,
-    )
-    environment.filters |= FILTERS
-    return environment.get_template("page.html.j2")
-
-
 def render_page(runs: Sequence[Facts]) -> str:
     """Render the page for one run, or for several with a comparison on top."""
     overlays = make_comparison_charts(runs) if len(runs) > 1 else []
@@ -142,18 +99,15 @@ def render_page(runs: Sequence[Facts]) -> str:
     # JSON that is safe inside <script>: no tag can begin in it, and nothing hides in it.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     island = IN_SCRIPT.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-    scripts = [_read_asset("uplot.min.js"), _read_asset("page.js")]
-    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    page: str = _template().render(
+    return render_template(
+        "page.html.j2",
+        scripts=("uplot.min.js", "page.js"),
+        styles=("uplot.min.css", "page.css"),
         runs=runs,
         overlays=overlays,
         figures=compare_figures(runs),
         differences=compare_run_files(runs) if len(runs) > 1 else [],
         data=Markup(island),
-        style=Markup(_read_asset("uplot.min.css") + _read_asset("page.css")),
-        scripts=[Markup(script) for script in scripts],
-        # Only these two scripts may run, whatever the data says; nothing may be fetched at all.
-        allowed=" ".join(f"'sha256-{digest}'" for digest in digests),
         version=__version__,
         written=time.strftime("%Y-%m-%d %H:%M"),
         phases=PHASES,
@@ -161,11 +115,6 @@ def render_page(runs: Sequence[Facts]) -> str:
         peak_gib=highest_peak_gib,
         NONE=NONE,
     )
-    return page
-
-
-def _read_asset(name: str) -> str:
-    return (ASSETS / name).read_text(encoding="utf-8").strip()
 
 
 STYLES = {"good": "green", "warn": "yellow", "bad": "bold red"}

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from windlass.observe import steps
 from windlass.observe.format import format_duration, format_plural
-from windlass.observe.reader import NAN, as_dict, as_list, as_number, drop_nan, get_path, mean, median
+from windlass.observe.reader import NAN, as_dict, as_list, as_number, drop_nan, find_total_steps, get_path, mean, median
 from windlass.observe.report.read import Run, finite_numbers
 from windlass.observe.symptoms import find_symptoms
-from windlass.run_folder import DATA, FAILED, LOAD, MANIFEST, PLAN, RUNNING
+from windlass.run_folder import DATA, DATA_PAGE, FAILED, LOAD, MANIFEST, PLAN, RUNNING
 
 Facts = dict[str, Any]
 SILENT_SECONDS: Final = 120  # without a heartbeat of any rank the run is dead, whatever its manifest says
@@ -79,6 +79,7 @@ def collect_facts(run: Run) -> Facts:
         "report_meta": first_meter.get("report_meta") or {},
         "arithmetic": first_meter.get("arithmetic") or {},
         "data": run.files.get(DATA),
+        "data_page": DATA_PAGE if (run.folder / DATA_PAGE).is_file() else None,
         "adapter": describe_adapter(run),
         "certificate": describe_certificate(run),
         "run": run.get(MANIFEST, "run"),
@@ -133,7 +134,9 @@ def read_state(run: Run) -> str:
         return recorded
     last: dict[str, Any] = next((e for e in reversed(run.events) if e.get("kind") in ("start", "end")), {})
     if last.get("kind") == "end":
-        return "ended early" if as_number(last.get("step")) < as_number(run.get(PLAN, "batch", "steps")) else "finished"
+        return (
+            "ended early" if as_number(last.get("step")) < find_total_steps(run.events, run.get(PLAN)) else "finished"
+        )
     began = as_number(last.get("time"))
     if any(alarm.get("level") == "stop" and as_number(alarm.get("time")) >= began for alarm in run.alarms):
         return STOPPED_BY_ALARM
@@ -154,7 +157,7 @@ def summarize_run(run: Run, began: float, evaluations: list[float]) -> Facts:
     limit = as_number(run.get(MANIFEST, "run", "train", "max_grad_norm"))
     return {
         "steps": int(first["step"][-1]) if first.length else 0,
-        "steps_planned": _whole(run.get(PLAN, "batch", "steps")),
+        "steps_planned": _whole(find_total_steps(run.events, run.get(PLAN))),
         "ranks": ranks,
         "first_loss": mean(first["loss"][:few]),
         "final_loss": mean(first["loss"][-few:]),

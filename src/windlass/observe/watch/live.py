@@ -17,7 +17,17 @@ from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe import steps
 from windlass.observe.format import format_plural
-from windlass.observe.reader import NAN, JoinedSteps, Tail, as_list, as_number, drop_nan, get_path, median
+from windlass.observe.reader import (
+    NAN,
+    JoinedSteps,
+    Tail,
+    as_list,
+    as_number,
+    drop_nan,
+    find_total_steps,
+    get_path,
+    median,
+)
 from windlass.observe.symptoms import find_symptoms
 from windlass.observe.watch.detectors import make_hint
 from windlass.observe.watch.heartbeat import read_beats
@@ -53,6 +63,7 @@ class View:
         self.alarms: deque[dict[str, Any]] = deque(maxlen=MAX_ALARMS)
         self.alarm_count = 0
         self.evaluation = ""
+        self.total = NAN  # steps, as the run counted them
         self.curves: dict[str, list[float]] = {"loss": [], "grad_norm": []}
         self.seconds: deque[float] = deque(maxlen=20)
         self.norms = 0  # gradients
@@ -96,7 +107,11 @@ class View:
         for alarm in self.alarm_lines.objects():
             self.alarms.append(alarm)
             self.alarm_count += 1
-        for event in self.event_lines.objects():
+        events = list(self.event_lines.objects())
+        counted = find_total_steps(events, None)
+        if drop_nan([counted]):
+            self.total = counted
+        for event in events:
             if event.get("kind") == "eval" and drop_nan([as_number(event.get("eval_loss"))]):
                 self.evaluation = f"evaluation {event['eval_loss']:.4f} at step {get_number(event, 'step'):.0f}"
         self.beats = read_beats(self.folder)
@@ -117,7 +132,8 @@ class View:
         return int(get_number(self.joined.latest.get(0, {}), "step"))
 
     def _draw_state(self, plan: Any, now: float) -> Iterator[Text]:
-        planned = int(get_number(get_path(plan, "batch"), "steps"))
+        total = self.total if drop_nan([self.total]) else find_total_steps((), plan)
+        planned = int(total) if 0 < total < HUGE else 0
         line = Text(f"{self.folder}  ", style="bold") + Text(self.state, style=STATES.get(self.state, "yellow"))
         line += Text(f"  step {self.step:,} of {planned:,}" if planned else f"  step {self.step:,}")
         if planned and self.seconds and not self.is_over:
