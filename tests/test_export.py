@@ -225,6 +225,9 @@ def test_transformers_opens_the_merged_model(cases: dict[str, Case]) -> None:
     rows = torch.arange(24).view(2, 12) + 20
     with torch.no_grad():
         assert torch.allclose(model(input_ids=rows).logits, plain_model(folder)(input_ids=rows).logits, atol=1e-4)
+    card = (folder / "README.md").read_text()
+    assert "vllm serve ." in card
+    assert "AutoModelForCausalLM`, which has no `Mistral3ForConditionalGeneration`" in card
     for name in ("tokenizer.json", "chat_template.jinja", "tekken.json"):
         assert (folder / name).read_bytes() == (base / name).read_bytes()
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -427,6 +430,7 @@ def test_the_card(run: Path, tmp_path: Path) -> None:
         "wiki & co",
         "torch 2.13.0",
         "# license",
+        "lm_eval --model hf --model_args pretrained=base,peft=. --tasks hellaswag",
     ):
         assert text in card, text
     assert "/secret" not in card

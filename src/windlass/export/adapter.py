@@ -12,7 +12,7 @@ from torch import Tensor
 
 from windlass.data.trained_template import write_template
 from windlass.errors import UserError
-from windlass.export.card import write_card
+from windlass.export.card import describe_evaluation, write_card
 from windlass.export.deltas import read_deltas
 from windlass.export.folder import ADAPTER, claim_folder
 from windlass.export.proof import list_unplaced
@@ -113,6 +113,7 @@ def export_adapter(
         openers=openers,
         place=base.wrapper.place if base and base.wrapper else "",
         commands=list_commands(server, base_name, config, verdicts),
+        evaluation="" if pairs else describe_evaluation(base, f"pretrained={base_name},peft=."),
     )
 
     # 3. Open it again: the same tensors, each the one that was saved, and each with its place where it is opened.

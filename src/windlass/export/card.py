@@ -8,6 +8,7 @@ import jinja2
 
 from windlass.export.source import AdapterSource
 from windlass.files import read_json_lines
+from windlass.model import Base
 from windlass.run_folder import EVENTS
 from windlass.weights.same_base import CHAT_TEMPLATE, read_recorded_base
 
@@ -19,6 +20,7 @@ SETTINGS: Final = {
         *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed"),
     ),
 }
+LM_EVAL: Final = "0.4.13"  # the version that was tried
 MOST_CHARACTERS: Final = 200  # of a setting's value
 
 
@@ -34,9 +36,11 @@ def write_card(
     openers: Sequence[str] = (),
     place: str = "",
     commands: Sequence[str] = (),
+    evaluation: str = "",
 ) -> None:
     """Write the card. `openers`: the class that opens the adapter as it is named, and a wrapper's other class, which
-    names the language model's `model.` `place`; `commands`: that serve it."""
+    names the language model's `model.` `place`; `commands`: that serve it; `evaluation`: the command that evaluates it,
+    or why there is none."""
     evaluations: dict[int, float] = {}
     if source.run_folder and (source.run_folder / EVENTS).is_file():
         for event in read_json_lines(source.run_folder / EVENTS):
@@ -63,6 +67,7 @@ def write_card(
         openers=openers,
         place=place,
         commands=commands,
+        evaluation=evaluation,
         data=public_name((run.get("data") or {}).get("dataset_name_or_path")),
         name=run.get("name") or source.folder.name,
         why=source.why,
@@ -70,6 +75,14 @@ def write_card(
         settings={key: _format_cell(key, value) for key, value in settings.items() if value not in (None, [], {})},
     )
     (to / "README.md").write_text(text, encoding="utf-8")
+
+
+def describe_evaluation(base: Base | None, arguments: str) -> str:
+    """Return the command of lm-evaluation-harness, or that it doesn't open this model."""
+    if base is None or base.wrapper is None:
+        return f"lm_eval --model hf --model_args {arguments} --tasks hellaswag"
+    architecture = base.wrapper.architecture
+    return f"lm-eval {LM_EVAL} doesn't open it: it uses `AutoModelForCausalLM`, which has no `{architecture}`."
 
 
 def _format_cell(key: str, value: Any) -> str:

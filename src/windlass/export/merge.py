@@ -9,7 +9,7 @@ import torch
 
 from windlass.data.trained_template import write_template
 from windlass.errors import Problem, raise_all
-from windlass.export.card import write_card
+from windlass.export.card import describe_evaluation, write_card
 from windlass.export.deltas import Deltas, read_deltas
 from windlass.export.folder import MERGED, claim_folder
 from windlass.export.merged_files import COPIED, OWN, MergePlan, plan_merge, write_merge
@@ -100,9 +100,21 @@ def merge_adapter(
     elif has_mistrals and not proof.deviations:
         merged = read_base(to)
         proof.deviations += write(merged, plan_conversion(merged, to), Deltas({})).deviations
+    row = find_row("vllm", base.family.model_type, "merged")
+    is_served = row.result == "applied" or (row.form == "mistral" and has_mistrals)
     written_dtype = None if plan.dtype == OWN else plan.dtype
     write_template(to, recorded.get(CHAT_TEMPLATE, {}))
-    write_card(source, to, base_name, merged=True, dtype=written_dtype, other_base=other_base, trained_on=trained_on)
+    write_card(
+        source,
+        to,
+        base_name,
+        merged=True,
+        dtype=written_dtype,
+        other_base=other_base,
+        trained_on=trained_on,
+        commands=["vllm serve ."] if is_served else [],
+        evaluation=describe_evaluation(base, "pretrained=."),
+    )
 
     # 3. Compare its logits with those of base and adapter.
     proof.logits = {"skipped": "the files are wrong"}
