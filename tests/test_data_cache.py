@@ -19,7 +19,7 @@ TEMPLATE = (
 )
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
 LONG = [*CHAT, {"role": "user", "content": "How?"}, {"role": "assistant", "content": "So.", "reasoning_content": "Mm"}]
-SPOKEN = [{**CHAT[1], "who": "user", "what": "Why?"}, {**CHAT[1], "who": "gpt", "what": "So."}]
+SPOKEN = [{"who": "user", "what": "Why?", **CHAT[1]}, {**CHAT[1], "who": "gpt", "what": "So."}]
 BOTH = {"role": "who", "content": "what"}
 SHARED = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
 ALPACA = {"instruction": "Add.", "input": "2, 2", "output": "4", "other": "Subtract.", "talk": [["a", "b"]]}

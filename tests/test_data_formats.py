@@ -250,3 +250,14 @@ def test_refused_rows_are_named(prepared: Prepare, row: Any, section: dict[str, 
         return
     with pytest.raises(UserError, match=words):
         prepared(row, **section)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("usual", [{"role": "user", "content": "No."}, {"from": "human", "value": "No."}])
+def test_named_fields_come_before_usual_ones(
+    prepared: Prepare, tokenizer: Any, usual: dict[str, str], before: bool
+) -> None:
+    named = [{"who": "user", "what": "Why?"}, {"who": "gpt", "what": "So."}]
+    row = {"messages": [{**usual, **turn} if before else {**turn, **usual} for turn in named]}
+    done = prepared(row, columns={"role": "who", "content": "what"})
+    assert parts(done, tokenizer) == ["So.<end>"]

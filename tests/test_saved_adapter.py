@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from windlass import tiny
 from windlass.model import find_base
 from windlass.plan import Plan, make_plan
+from windlass.plan.layout import Layout
 from windlass.runfile import read_run_file
+from windlass.train.load import load_base
+from windlass.train.lora import attach_adapter
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 LEAVES = ("q_a_proj", "o_proj")
 RUN = """
 model: {{model_name_or_path: {folder}/model, torch_dtype: float32}}
@@ -155,3 +159,38 @@ def test_an_adapter_of_another_model_or_a_part_of_one_is_refused(save: Save, con
     save_file({name: tensor for name, tensor in tensors.items() if ".layers.0." in name}, file)
     with refused("incomplete-adapter", str(folder)):
         continued(folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"use_rslora": True, "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"layers.1.self_attn.o_proj": 3}},
+        {"use_dora": True},
+        {"bias": "lora_only", "layers_to_transform": [0]},
+        {"target_modules": r".*layers\.1\..*q_a_proj"},
+        {"init_lora_weights": "gaussian", "exclude_modules": ["o_proj"]},
+    ],
+    ids=lambda config: " ".join(config) or "plain",
+)
+def test_peft_adapters_are_continued_exactly(
+    folder: Path, tmp_path: Path, continued: Continue, config: dict[str, Any]
+) -> None:
+    def load() -> Any:
+        base = find_base(f"{folder}/model", "model")
+        return load_base(base, Layout("resident", "", 1, 1, shard=1), dtype=torch.float32)[0].eval()
+
+    settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": list(LEAVES), **config}
+    theirs = get_peft_model(load(), LoraConfig(**settings, task_type="CAUSAL_LM"))
+    torch.manual_seed(0)
+    for name, parameter in theirs.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    theirs.save_pretrained(str(tmp_path))
+    plan = continued(tmp_path)
+    ours = attach_adapter(load(), plan.run.lora, plan.adapter, seed=1).eval()
+    ids = torch.arange(24)[None] + 20
+    with torch.no_grad():
+        one, other, plain = (model(input_ids=ids, use_cache=False).logits for model in (ours, theirs.eval(), load()))
+    assert torch.equal(one, other)
+    assert not torch.allclose(one, plain, atol=1e-4)

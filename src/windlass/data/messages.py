@@ -75,6 +75,9 @@ def drop_none(value: Any) -> Any:
     return [drop_none(item) for item in value] if isinstance(value, list) else value
 
 
+OTHER_NAMES = {"role": "from", "from": "role", "content": "value", "value": "content"}
+
+
 def read_turn(
     message: Any, names: Mapping[str, str] = {}, roles: Mapping[str, str] = ROLES, *, drop_reasoning: bool = False
 ) -> Turn:
@@ -86,7 +89,11 @@ def read_turn(
     # Most are one of these, and the code below would not change them.
     if role in ("system", "user") or (role == "assistant" and not re.search(r"<think>|\[THINK\]", message["content"])):
         return Turn(message, None, [])
-    found = {names.get(key, key): drop_none(value) for key, value in message.items() if value is not None}
+    found = {key: drop_none(value) for key, value in message.items() if value is not None and key not in names}
+    renamed = {name: drop_none(message[key]) for key, name in names.items() if message.get(key) is not None}
+    # What the run file names comes before what the message has by a usual name.
+    hidden = {OTHER_NAMES[name] for name in renamed.keys() & OTHER_NAMES.keys()}
+    found = {key: value for key, value in found.items() if key not in hidden} | renamed
     named = found.pop("from", None) or found.get("role")
     if named is None:
         problem = f"a message has no role: {str(message)[:80]}"
