@@ -5,8 +5,8 @@
 The rows are text that every Python carries. TRL runs SFTTrainer's own preparation, from rows to labels. Each way starts
 from the same file with nothing cached, in its own process, and is timed after its imports. The ways alternate, and the
 fastest round of each is shown. With `map`, chats and completions get the labels that a careful script would make, from
-the character offsets of what follows the prompt. TRL computes its loss on whole chats here, which is less work; it has
-no counterpart to alpaca rows.
+the character offsets of what follows the prompt. TRL computes its loss on whole chats here, which is less work, except
+those of 3 and 40 turns, which it masks by the template's marks; it has no counterpart to alpaca rows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 MAX_LENGTH = 1024
+EVERY = {"3 turns": 4, "40 turns": 24}  # one of so many rows is written: they are longer
 
 
 FORMATS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "text": lambda asked, answer: {"text": f"{asked} {answer}"},
     "messages": lambda asked, answer: {"messages": chat(asked, answer)},
+    "3 turns": lambda asked, answer: {"messages": chat(asked, answer, 3)},
+    "40 turns": lambda asked, answer: {"messages": chat(asked, answer, 40)},
     "sharegpt": lambda asked, answer: {
         "conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]
     },
@@ -40,8 +43,16 @@ FORMATS: dict[str, Callable[[str, str], dict[str, Any]]] = {
 }
 
 
-def chat(asked: str, answer: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+def chat(asked: str, answer: str, turns: int = 1) -> list[dict[str, str]]:
+    """Return a chat of so many turns, each with a part of the answer."""
+    words = answer.split()
+    size = -(-len(words) // turns)
+    parts = [" ".join(words[size * i : size * (i + 1)]) or "Yes." for i in range(turns)] if turns > 1 else [answer]
+    return [
+        {"role": role, "content": text}
+        for i, part in enumerate(parts)
+        for role, text in (("user", f"{asked} {i}" if i else asked), ("assistant", part))
+    ]
 
 
 def write_rows(path: Path, copies: int, kind: str = "text") -> None:
@@ -51,7 +62,7 @@ def write_rows(path: Path, copies: int, kind: str = "text") -> None:
     with path.open("w") as file:
         for copy in range(copies):
             for name in sorted(topics):
-                for part in topics[name].split("\n\n"):
+                for part in topics[name].split("\n\n")[:: EVERY.get(kind, 1)]:
                     row = FORMATS[kind](f"What is {name}?", f"{part} {copy}")
                     if kind == "text":
                         row = {"text": f"{part} {copy}" if part.strip() else ""}
@@ -82,8 +93,9 @@ def trl_way(rows: Path, tokenizer: Any, folder: Path) -> tuple[float, Any]:
     from trl import SFTConfig, SFTTrainer
 
     settings = SFTConfig(
-        output_dir=str(folder), max_length=MAX_LENGTH, packing=False, use_cpu=True, bf16=False, report_to=[]
-    )
+        output_dir=str(folder), max_length=MAX_LENGTH, packing=False, use_cpu=True, bf16=False, report_to=[],
+        assistant_only_loss="turns" in rows.name,
+    )  # fmt: skip
     trainer = SimpleNamespace(
         _tokenizer=tokenizer, completion_only_loss=True, chat_template=None, _is_vision_dataset=False
     )
@@ -159,7 +171,7 @@ def measure(way: str, rows: Path, tokenizer: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         opened = AutoTokenizer.from_pretrained(tokenizer)
-        few = folder / "few.jsonl"
+        few = folder / f"few {rows.name}"
         with rows.open() as file:
             few.write_text("".join(next(file) for _ in range(50)))
         WAYS[way](few, opened, folder / "warm")  # imports and first calls
@@ -177,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--copies", type=int, default=3, help="of the text")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--kind", nargs="*", choices=FORMATS, default=[*FORMATS], help="formats to measure")
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--tokenizer", type=Path, help=argparse.SUPPRESS)
@@ -189,7 +202,7 @@ def main() -> None:
     best: dict[tuple[str, str], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         tokenizer = tiny.write_tokenizer(Path(name) / "tokenizer", vocab=4096)
-        for kind in FORMATS:
+        for kind in options.kind:
             rows = Path(name) / f"{kind}.jsonl"
             write_rows(rows, options.copies, kind)
             for number in range(options.rounds):
