@@ -258,7 +258,7 @@ def run_case(overrides: list[str], parts: list[str], file: Path, out: Path, here
             outcome["recomputed"] = train_by_windlass(plan, here)
         if "resumed" in parts:
             if here.rank == 0:
-                shutil.copytree(out / "run", out / "resumed")
+                shutil.copytree(out / "run", out / "resumed", symlinks=True)
                 interrupt(out / "resumed")
             torch.distributed.barrier()
             where = f"train.output_dir={out / 'resumed'}"

@@ -15,6 +15,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import warm
 from safetensors.torch import load_file
 
 from windlass import tiny
+from windlass.data.packing import open_rows
 from windlass.errors import Problem, UserError
 from windlass.files import read_json, read_json_lines
 from windlass.plan import make_plan
@@ -270,6 +272,8 @@ INCOMPARABLE: list[dict[str, tuple[str, ...]]] = [
     {"packing": ("packed in twos",), "dropout": ("some",)},  # TRL lays rows end to end: other masks
     {"packing": ("packed in twos",), "noise": ("NEFTune",)},
 ]
+# Small steps on large values, which bfloat16 rounds away: the run stops, and says what doesn't train.
+ROUNDED_AWAY: dict[str, tuple[str, ...]] = {"adapter": ("bfloat16",), "optimizer": ("sgd",), "start": ("olora",)}
 
 
 def matches(case: Case, levels: dict[str, tuple[str, ...]]) -> bool:
@@ -441,6 +445,8 @@ def differences(case: Case, out: Path, oracle: Path | None = None) -> list[str]:
     """Return where a case's run differs from TRL's and PEFT's (of another folder, if given), and from itself."""
     outcomes = [read_json(out / f"outcome-{rank}.json") for rank in range(2)]
     errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
+    if matches(case, ROUNDED_AWAY) and all("not training" in error for error in errors[:2]) and len(errors) == 2:
+        return []
     if errors:
         return errors
     run = out / "run"
@@ -470,6 +476,10 @@ def differences(case: Case, out: Path, oracle: Path | None = None) -> list[str]:
         elif evaluated or by_trl["eval_loss"] is not None:
             found.append("only one of the two was evaluated")
         found += differences_of_adapters(case, out, oracle or out, bounds)
+    if case["rows"] == "mix" and case["router"] == "none":  # whose loss is added
+        for step, tokens in zip(steps, count_tokens_by_source(run), strict=True):
+            together = sum(step["source_loss"][name] * count for name, count in tokens.items() if count)
+            compare(f"loss by source of step {step['step']}", 1e-5, together / sum(tokens.values()), step["loss"])
     found += [f"resumed: {difference}" for difference in differences_of_runs(run, out / "resumed")]
     if FACTORS["evaluation"][case["evaluation"]].get("train.load_best_model_at_end"):
         evaluations = read_evaluations(run)
@@ -477,6 +487,23 @@ def differences(case: Case, out: Path, oracle: Path | None = None) -> list[str]:
         if unequal(load_file(run / "final" / ADAPTER), load_file(best / ADAPTER)):
             found.append(f"final is not the best, {best.name}")
     return found
+
+
+def count_tokens_by_source(run: Path) -> list[Counter[str]]:
+    """Return each step's tokens with loss, by the data set of a mix that they come from."""
+    (file,) = (run / "tokens").glob("*/train.arrow")
+    rows = open_rows(file).to_pylist()
+    names = list(read_json(file.with_name("audit.json"))["sources"])
+    counts = [Counter[str]() for _ in range(3)]
+    for rank in range(2):
+        for step in read_json_lines(run / f"steps-rank{rank}.jsonl"):
+            for row in (rows[number] for number in step["rows"]):
+                labels = list(row.get("labels") or row["input_ids"])
+                ends = itertools.accumulate(row.get("seq_lengths") or [len(labels)], initial=0)
+                for first in list(ends)[:-1]:
+                    labels[first] = -100  # a document's first token is predicted from nothing
+                counts[step["step"] - 1][names[row["source"][0]]] += sum(label != -100 for label in labels)
+    return counts
 
 
 def differences_of_adapters(case: Case, out: Path, oracle: Path, bounds: dict[str, float]) -> list[str]:
