@@ -488,6 +488,41 @@ def test_unlikely_settings_are_warned_about() -> None:
     assert texts("data.packing=true", "train.max_steps=5", AUTO[0]) == {}
 
 
+@pytest.mark.fault(
+    "rows whose positions depend on the rows beside them",
+    "`windlass plan`",
+    "so a row's loss depends on its micro-batch",
+)
+def test_a_rope_type_that_depends_on_the_micro_batch_is_said(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "keel"}\n' * 40)
+    config: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 512, "hidden_size": 64}
+    config |= {"num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 64}
+    config |= {"num_key_value_heads": 2, "rms_norm_eps": 1e-6}
+
+    def cautions(rope: dict[str, Any], *overrides: str) -> dict[str, str]:
+        (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": rope}))
+        (tmp_path / "run.yaml").write_text(
+            f"model: {{model_name_or_path: {tmp_path}}}\nlora: {{target_modules: [q_proj]}}\n"
+            f"data: {{dataset_name_or_path: {tmp_path}/rows.jsonl, text_field: text, max_length: 64, packing: false}}\n"
+            f"train: {{output_dir: {tmp_path}/run, max_steps: 4, per_device_train_batch_size: 4}}\n"
+            "cluster: {nodes: 1, gpus_per_node: 1, gpu: h100}\n"
+        )
+        plan = make_plan(read_run_file(tmp_path / "run.yaml", overrides))
+        said = "so a row's loss depends on its micro-batch"
+        return {caution.text: caution.override for caution in plan.warnings if said in caution.text}
+
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
+    longrope = factors | {"original_max_position_embeddings": 32}
+    ((text, override),) = cautions(longrope).items()
+    assert text.startswith("rope type longrope: a row longer than 32 tokens changes the positions of all rows")
+    assert cautions(longrope, override) == {}
+    assert cautions(longrope, "data.max_length=32") == {}
+    assert [*cautions(longrope, override, "data.packing=true").values()] == ["data.packing=false"]
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    assert cautions(dynamic) == {}
+    assert len(cautions(dynamic, "data.max_length=128")) == 1
+
+
 # --- the run's length ------------------
 
 

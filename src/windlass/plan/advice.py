@@ -125,6 +125,7 @@ def find_cautions(plan: Plan, problems: Iterable[Problem], shape: ModelShape) ->
         yield Caution(f"train.learning_rate {rate:g} is far above what adapters train at", "train.learning_rate=0.0002")
     yield from _find_short_schedule(plan)
     yield from _find_unfit_length(plan, plan.counts.document, shape)
+    yield from _find_shared_rope(plan)
     key = "train.per_device_train_batch_size=auto"
     gain = _list_gains(plan).get(key, 0.0)
     if gain >= SLOW and plan.machine.gpu.name != "cpu":
@@ -198,6 +199,22 @@ def _find_unfit_length(plan: Plan, tokens: int | None, shape: ModelShape) -> Ite
         if gain:
             text += f"; packed, {gain:.1f} x as many tokens/s"
         yield Caution(text, "data.packing=true" if shape.base.family.isolates else "")
+
+
+def _find_shared_rope(plan: Plan) -> Iterator[Caution]:
+    """Yield a caution if the longest row of a micro-batch decides how the positions of all its rows are computed."""
+    config = plan.base.config
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    positions = config.get("max_position_embeddings")
+    for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = table.get("rope_type", table.get("type"))
+        original = table.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        limit = {"longrope": original or positions, "dynamic": positions}.get(kind)
+        if limit and plan.batch.length > limit and (plan.batch.micro > 1 or plan.run.data.packs):
+            text = f"rope type {kind}: a row longer than {limit:,} tokens changes the positions of all rows beside it"
+            override = "data.packing=false" if plan.run.data.packs else "train.per_device_train_batch_size=1"
+            yield Caution(f"{text}, so a row's loss depends on its micro-batch", override)
+            return
 
 
 def _find_large_adapter(plan: Plan, shape: ModelShape, tokens: int | None) -> Iterator[Caution]:
