@@ -207,7 +207,7 @@ def _find_shared_rope(plan: Plan) -> Iterator[Caution]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     positions = config.get("max_position_embeddings")
     for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = table.get("rope_type", table.get("type"))
+        kind = str(table.get("rope_type", table.get("type")))
         original = table.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
         limit = {"longrope": original or positions, "dynamic": positions}.get(kind)
         if limit and plan.batch.length > limit and (plan.batch.micro > 1 or plan.run.data.packs):
