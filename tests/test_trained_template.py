@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_checkpoint_keys import stop
 from test_faults import material, windlass  # noqa: F401
 from transformers import AutoTokenizer
 
@@ -97,3 +98,27 @@ def test_a_mix_of_templates_is_reported(chats: Path) -> None:
     assert code == 0, said
     said = " ".join(said.split())
     assert "more is written by the chat template 'chatml', and data by own.jinja" in said, said
+
+
+COLD = {"PYTHONUTF8": "1"}  # a warm interpreter has read TZ already
+
+
+@pytest.mark.long
+@pytest.mark.fault(
+    "a chat template that wrote another date when the run began",
+    "`windlass train --resume`",
+    "the same files make other tokens than when this run began",
+)
+def test_another_date_at_the_resume_is_refused_unless_the_tokens_are_there(chats: Path) -> None:
+    (chats / "own.jinja").write_text("{{ strftime_now('%d %B') }}" + TEMPLATE)
+    command = "train run.yaml --override train.sample=null"
+    code, said = windlass(command, chats, TZ="day-14", **COLD)
+    assert code == 0, said
+    stop(chats)
+    without = shutil.copytree(chats, chats.with_name("without"), symlinks=True)
+    shutil.rmtree(without / "run" / "tokens")
+    code, said = windlass(f"{command} --resume", without, TZ="day+12", **COLD)
+    assert code == 2, said
+    assert "the same files make other tokens than when this run began" in " ".join(said.split())
+    code, said = windlass(f"{command} --resume", chats, TZ="day+12", **COLD)
+    assert code == 0, said

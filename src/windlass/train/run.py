@@ -106,7 +106,8 @@ def train_rank(
                 console.print(f"data: {fact}")
             for note in data.audit["notes"]:
                 console.print(f"warning: data: {note}", style="yellow")
-            require_same_data(from_checkpoint, data.fingerprint, plan)
+            fingerprints = {"data": data.fingerprint, "inputs": data.inputs}
+            require_same_data(from_checkpoint, fingerprints, plan)
             set_template(tokenizer, data.template)
 
             # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is
@@ -140,7 +141,7 @@ def train_rank(
 
             # 6. The loop, and what it calls by name.
             here.phase("setting up the loop")
-            facts = {**describe_run(plan, identity), **base, "data": data.fingerprint}
+            facts = {**describe_run(plan, identity), **base, **fingerprints}
             loop = make_loop(plan, session, model, data, tokenizer, facts=facts, debug_freq=debug_freq)
             if from_checkpoint is not None:
                 require_steps_left(from_checkpoint, loop.length.total, plan)

@@ -191,14 +191,20 @@ def _require_same_run(
     raise_all(problems)
 
 
-def require_same_data(resumed: Path | None, fingerprint: str, plan: Plan) -> None:
-    """Refuse changed data: other rows under the same name would take the same places."""
-    if resumed is not None and read_manifest(resumed).get("data") != fingerprint:
-        raise UserError(
-            "the data are not those this run began with, though the run file names the same",
-            plan.where("data.dataset_name_or_path"),
-            "put the files (and the tokenizer) back as they were, or train into another folder",
+def require_same_data(resumed: Path | None, data: Mapping[str, str], plan: Plan) -> None:
+    """Refuse changed data: other rows under the same name would take the same places. `data`: as `facts` record it."""
+    then = read_manifest(resumed) if resumed else data
+    if then.get("data") == data["data"]:
+        return
+    problem = "the data are not those this run began with, though the run file names the same"
+    hint = "put the files (and the tokenizer) back as they were, or train into another folder"
+    if then.get("inputs") == data["inputs"]:
+        problem = "the same files make other tokens than when this run began"
+        hint = (
+            "a chat template that writes the date needs the tokens of then: put the folder `tokens` of the run back, "
         )
+        hint += "or train into another folder"
+    raise UserError(problem, plan.where("data.dataset_name_or_path"), hint)
 
 
 def require_steps_left(resumed: Path, total: int, plan: Plan) -> None:
