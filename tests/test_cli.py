@@ -165,6 +165,12 @@ def test_every_preset_plans(windlass: Windlass, tmp_path: Path) -> None:
         assert json.loads(windlass("plan", str(tmp_path / "run.yaml"), "--json", *model))["layout"]
 
 
+def test_a_plan_is_printed_where_plan_json_cant_be_written(windlass: Windlass, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").mkdir()
+    run = "examples/mistral-small-4/train.yaml"
+    assert "fits:" in windlass("plan", run, "--override", f"train.output_dir={tmp_path}")
+
+
 def test_schema_and_explain(windlass: Windlass) -> None:
     schema = json.loads(windlass("schema"))
     assert schema["if"]["properties"]["kind"] == {"const": "script"}

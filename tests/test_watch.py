@@ -34,6 +34,7 @@ from windlass.train import start
 ROOT = Path(__file__).parent.parent
 Record = dict[str, Any]
 VOCABULARY = 300
+UNIGRAM_LOSS = 4.6  # of their labels: healthy runs fall from 5 to 2
 Fault = Callable[[int, int, Record], None]
 
 
@@ -88,6 +89,7 @@ def found(folder: Path, max_steps: int = 2000, ranks: int = 4, **settings: Any) 
     raised: list[Alarm] = []
     monitor = Monitor(folder, Watch(**settings), ranks, network="infiniband-400", raised=raised.append)
     monitor.history.max_steps, monitor.history.vocabulary = max_steps, VOCABULARY
+    monitor.history.unigram_loss = UNIGRAM_LOSS
     monitor.check_new_records()
     return raised
 
@@ -110,6 +112,11 @@ def slow_backward(step: int, rank: int, line: Record) -> None:
 def slow_data(step: int, rank: int, line: Record) -> None:
     """Rank 1 reads slowly; the others wait for it in their backward."""
     late(step, line, 0, "data_seconds" if rank == 1 else "backward_seconds", 0.5)
+
+
+def forgetting(_step: int, _rank: int, line: Record) -> None:
+    """A learning rate at which all is lost but how often tokens occur."""
+    line["loss"] = UNIGRAM_LOSS + line["loss"] / 100
 
 
 def diverging(step: int, _rank: int, line: Record) -> None:
@@ -183,6 +190,7 @@ FAULTS: dict[str, tuple[Fault, str, int | None, str]] = {
     "backward": (slow_backward, "straggler", 2, "slow in backward"),
     "data": (slow_data, "straggler", 1, "slow in data"),
     "diverging": (diverging, "loss_divergence", None, "the limit is"),
+    "forgetting": (forgetting, "loss_divergence", None, "the frequencies of the tokens alone give 4.6"),
     "leak": (leaking, "memory_growth", 3, "would be used at step"),
     "uneven": (uneven, "memory_imbalance", 0, "the others"),
     "crawling": (crawling, "throughput", None, "most of it goes into data"),

@@ -142,7 +142,13 @@ def plan(
     from windlass.plan.show import print_plan
 
     planned = make_plan(run, override, accelerate)
-    written = write_plan(planned, out)
+    written = None
+    try:
+        written = write_plan(planned, out)
+    except UserError as error:
+        if out is not None:
+            raise
+        say(f"note: {error.problems[0].where}: {error.problems[0].problem}")
     if as_json:
         write_json(planned.as_dict())
     else:
@@ -339,7 +345,7 @@ def rehearse(
 ) -> None:
     """Run everything with a tiny replica of the model on this CPU.
 
-    Takes minutes: your first rows, your launch script and as many workers as the run has go through plan, check, train,
+    Takes minutes: your first rows, your launch script and as many ranks as the run has go through plan, check, train,
     stop, resume, export, merge and reload. Exits with 1 if a stage fails and 2 if the input is wrong.
     """
     from windlass.rehearse import print_record, rehearse

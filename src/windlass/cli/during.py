@@ -38,11 +38,11 @@ def train(
     debug_freq: Annotated[int | None, opt("--debug-freq", "N", "Measure GPUs every N steps; 0: never.", min=0)] = None,
     allow_other_base: OtherBase = False,
 ) -> None:
-    """Start training. Under torchrun or accelerate, runs as one worker.
+    """Start training. Under torchrun or accelerate, runs as one rank.
 
     Such as: accelerate launch --config_file fsdp.yaml -m windlass train run.yaml
 
-    Exits with 0 when finished, 1 if the run failed, 2 if the input is wrong (13 from a worker), and 75 if a signal
+    Exits with 0 when finished, 1 if the run failed, 2 if the input is wrong (13 from a rank), and 75 if a signal
     stopped it and everything was saved.
     """
     from windlass.ranks.job import read_wait_seconds, take_job
@@ -105,7 +105,7 @@ def demo(
     directory: Annotated[Path, opt("--dir", "DIR", "Folder to create it in. Default: demo-run.")] = Path("demo-run"),
     make_only: Annotated[bool, flag("--make-only", "Create model, data and run file, but don't train.")] = False,
 ) -> None:
-    """Create a tiny Mistral 4 and train it on this CPU with two workers."""
+    """Create a tiny Mistral 4 and train it on this CPU with two ranks."""
     from windlass.calibrate import calibrate
     from windlass.demo import MACHINE, RANKS, can_calibrate, make_demo
 
@@ -182,7 +182,7 @@ def stop(run: Run, override: Overrides = None, out: JobDir = None) -> None:
 
 @command(DURING, "watch run", "watch run --once")
 def watch(folder: RunDir, once: Annotated[bool, flag("--once", "Print the current state and exit.")] = False) -> None:
-    """Watch a run: curves, workers, alarms.
+    """Watch a run: curves, ranks, alarms.
 
     Reads only the files in the run folder, so it also works on a finished run or from another machine.
     """

@@ -172,7 +172,7 @@ JobDir = Annotated[Path | None, opt("--out", "DIR", "Folder of the job's files. 
 Follow = Annotated[bool, flag("--follow -f", "Keep printing the log as lines arrive.")]
 OutFile = Annotated[Path | None, opt("--out", "FILE", "Write the run file there instead of printing it.")]
 Force = Annotated[bool, flag("--force", "Let --out overwrite a file.")]
-Ranks = Annotated[int | None, opt("--ranks", "N", "Run N workers, on this machine only.", min=1)]
+Ranks = Annotated[int | None, opt("--ranks", "N", "Run N ranks, on this machine only.", min=1)]
 Base = Annotated[str | None, opt("--base", "DIR", "Folder of the base model.")]
 
 BaseDtypes = Annotated[str | None, opt("--base-dtype", "DTYPES", "Also evaluate with the base stored in these dtypes.")]

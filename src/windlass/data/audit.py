@@ -77,6 +77,7 @@ def audit_split(documents: Documents, tokenizer: Any) -> Audit:
         "dropped": counts["empty"] + counts["unsupervised"],
         "duplicates": kept - len(np.unique(documents.hashes)),
         "end_trained_share": len(np.unique(owners[ended])) / kept if kept else 0.0,
+        "unigram_loss": measure_unigram_loss(documents),
         "lowest_id": int(documents.ids.min()) if tokens else None,
         "highest_id": int(documents.ids.max()) if tokens else None,
         "lengths": {},
@@ -115,6 +116,13 @@ def find_ended_parts(
         back = np.isin(documents.ids[at], sorted({*blank} - stops))
         at = np.maximum(at - back, documents.starts[owners])
     return owners, supervised[at] & np.isin(documents.ids[at], sorted(stops))
+
+
+def measure_unigram_loss(documents: Documents) -> float:
+    """Return the loss of a model that knows only how often each supervised token occurs."""
+    counts = np.unique(documents.ids[documents.supervised], return_counts=True)[1]
+    shares = counts / max(1, counts.sum())
+    return float(-(shares * np.log(shares)).sum())
 
 
 def count_overlap(train: Documents, validation: Documents) -> Audit:

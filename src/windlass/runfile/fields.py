@@ -548,7 +548,7 @@ class Watch(Section):
     min_supervised_fraction: Share = 0.0
     """Smallest share of tokens that loss is computed on. A data set with none is always an error."""
     loss_divergence: Action = "warn"
-    """The median loss of 5 steps is `deviations` above the lowest median of 50, and 10 % above it."""
+    """The loss rose by `deviations` and by 10 %, or to the level of the tokens' frequencies alone, or stays there."""
     gradient_spike: Action = "warn"
     """A gradient norm is `gradient_factor` times the median of 50 steps, and `deviations` above it; names the rows."""
     dead_adapter: Action = "stop"

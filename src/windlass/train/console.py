@@ -20,6 +20,7 @@ from rich.text import Text
 
 from windlass.model.targets import Adapter
 from windlass.observe.counters import describe_machine
+from windlass.observe.format import format_plural
 from windlass.observe.steps import format_clock
 from windlass.plan import Plan
 from windlass.ranks.rank import Rank
@@ -59,17 +60,18 @@ def print_header(console: Console, plan: Plan, environ: Mapping[str, str]) -> No
     train = plan.run.train
     total = sum(math.prod(parameter.shape) for parameter in plan.base.parameters)
     share = f"{adapter.trainable:,} parameters ({adapter.trainable / total:.3%})"
-    placed = f"{layout.name} on {layout.ranks} ranks: {layout.reason}"
+    ranks = format_plural(layout.ranks, "rank")
+    placed = f"{layout.name} on {ranks}: {layout.reason}"
     if train.compile:
         placed += "; layers compiled"
-    sequences = f"{plan.schedule.global_sequences} sequences of up to {batch.length} tokens"
+    sequences = f"{format_plural(plan.schedule.global_sequences, 'sequence')} of up to {batch.length} tokens"
     if train.per_device_train_batch_size == "auto":
         sequences += "; the fastest micro-batch that fits"
     rows = {
         "model": f"{plan.base.name}: {plan.base.family.causal_lm}, {total:,} parameters",
         "adapter": f"rank {adapter.r}, {share}: {', '.join(describe_targets(adapter))}",
         "layout": placed,
-        "batch": f"{batch.micro} x {layout.ranks} ranks x {batch.accumulation} accumulated = {sequences}",
+        "batch": f"{batch.micro} x {ranks} x {batch.accumulation} accumulated = {sequences}",
         "chosen": "; ".join(plan.chosen),
         "machine": describe_hardware(),
         "versions": ", ".join(f"{name} {version}" for name, version in read_versions(LIBRARIES).items()),

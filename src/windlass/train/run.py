@@ -282,6 +282,7 @@ def make_loop(
         plan.run,
         recorder,
         vocabulary=plan.base.dims["vocab"],
+        unigram_loss=data.audit["splits"]["train"].get("unigram_loss"),
         say=console.print,
         report=session.report.finish,
         on_stall=partial(report_stall, here),

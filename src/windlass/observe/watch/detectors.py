@@ -40,6 +40,9 @@ COLLAPSED: Final = 0.01  # share of it below which almost nothing is left; a run
 NOT_FALLEN: Final = 0.9  # share of the first loss above which it has not fallen
 GUESSING: Final = 0.01  # share of ln(vocabulary) within which a loss equals guessing
 CLEARLY_BELOW: Final = 0.8  # share of ln(vocabulary) below which a loss is clearly better than guessing
+UNIGRAM: Final = 0.03  # share of the unigram loss within which a loss equals it
+LEAST_UNIGRAM: Final = 2.0  # labels with a lower one are so few that their frequencies may be all there is to learn
+STUCK_STEPS: Final = 200  # a new model learns frequencies first
 ROWS_SHOWN: Final = 64
 # A power cap is how a busy GPU of these wattages normally runs; the others are faults of cooling or supply.
 HARMLESS_THROTTLING: Final = ("software power cap", "sync boost")
@@ -95,6 +98,7 @@ class History:
     limits: Watch
     max_steps: int | None = None
     vocabulary: int | None = None  # of the model whose adapter is trained; None: a script's run, or unknown
+    unigram_loss: float | None = None  # of the training set's labels: what their frequencies alone give
     joined: deque[Records] = field(default_factory=lambda: deque(maxlen=WINDOW + RECENT))
     memory: dict[int, Memory] = field(default_factory=dict)
     balances: deque[Records] = field(default_factory=lambda: deque(maxlen=BALANCES))
@@ -177,6 +181,20 @@ def loss_divergence(history: History) -> Findings:
     if median(now) > limit:
         was = f"it was {middle:.4g} with a deviation of {deviation:.2g}, the limit is {limit:.4g}"
         yield f"median of the last {RECENT} steps {median(now):.4g}; {was}", None
+
+
+def unigram_level(history: History) -> Findings:
+    """Find a loss that rose to the level of the labels' frequencies, or stays there: all else is forgotten."""
+    level = history.unigram_loss
+    losses = history.values("loss", WINDOW)
+    if level is None or level < LEAST_UNIGRAM or len(losses) < WINDOW:
+        return
+    if abs(median(losses) - level) > UNIGRAM * level:
+        return
+    falls = median(losses[WINDOW // 2 :]) < 0.99 * median(losses[: WINDOW // 2])
+    if history.least_loss < CLEARLY_BELOW * level or (history.seen >= STUCK_STEPS and not falls):
+        what = f"median of the last {WINDOW} steps {median(losses):.4g}: the frequencies of the tokens alone"
+        yield f"{what} give {level:.4g}", None
 
 
 def gradient_spike(history: History) -> Findings:
@@ -368,6 +386,7 @@ class Detector(NamedTuple):
 
 DETECTORS: Final = (
     Detector("loss_divergence", "lower train.learning_rate, and continue from an earlier checkpoint", loss_divergence),
+    Detector("loss_divergence", "lower train.learning_rate, and continue from an earlier checkpoint", unigram_level),
     Detector(
         "gradient_spike", "look at these rows; lower train.learning_rate if it repeats", gradient_spike, STEPS, True
     ),

@@ -42,6 +42,7 @@ class RunWatch:
         recorder: Recorder,
         *,
         vocabulary: int,
+        unigram_loss: float | None,
         say: Callable[[str], None],
         report: Callable[[], None],
         on_stall: Callable[[Problem], None],
@@ -60,6 +61,7 @@ class RunWatch:
         network = str(run.cluster.network)
         self.monitor = Monitor(self.folder, self.limits, self.ranks, network=network, raised=self._on_alarm)
         self.monitor.history.vocabulary = vocabulary
+        self.monitor.history.unigram_loss = unigram_loss
         recorder.unwritten.say = self._on_write_error
         self.heartbeat = Heartbeat(
             self.folder,
