@@ -447,6 +447,7 @@ def mutate(content: bytes, seed: int) -> bytes:
 
 
 @pytest.mark.parametrize("how", [QUICK, pytest.param(LONG, marks=pytest.mark.prove)], ids=["quick", "long"])
+@pytest.mark.timeout(1200)
 def test_only_user_errors_are_raised(tmp_path: Path, how: settings) -> None:
     path = tmp_path / "run.yaml"
 

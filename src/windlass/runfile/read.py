@@ -98,7 +98,7 @@ def parse_settings(overrides: Sequence[str]) -> dict[str, Any]:
 
 def _refuse_incomplete(path: Path) -> None:
     """Refuse what `windlass import` could not translate in full: it would train something else."""
-    with contextlib.suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
+    with contextlib.suppress(OSError, ValueError), path.open(encoding="utf-8") as file:
         first = file.readline()
         if first.startswith(f"# {INCOMPLETE}"):
             problem = f"is incomplete: {first.removeprefix(f'# {INCOMPLETE}').strip()}"
@@ -385,7 +385,7 @@ def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = Non
     own = list(there.model_fields) if there else []
     own += [old.rpartition(".")[2] for old in RENAMED if old.rpartition(".")[0] == parent]
     others = {name: target for name, target in OTHER_NAMES.items() if target.rpartition(".")[0] == parent}
-    close = find_close_names(key, [*own, *(others if parent else ())])
+    close = find_close_names(key, own) or find_close_names(key, others if parent else ())
     near = list(dict.fromkeys(others.get(name, name) for name in close))
     elsewhere = find_owners(key, root)
     other = next((name for name in [OTHER_NAMES.get(key.lower())] if name in list_keys(root)), "")
