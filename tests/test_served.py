@@ -16,6 +16,7 @@ from torch import Tensor
 
 from windlass import cli, tiny
 from windlass.export import export
+from windlass.init import draft_run
 from windlass.plan import make_plan
 from windlass.runfile import read_run_file
 from windlass.serve.servers import ROWS, SERVERS
@@ -217,6 +218,17 @@ def test_the_plan_warns_of_what_the_server_does_not_apply(tmp_path: Path) -> Non
     ]
     with refused("wrong-value", "export.for=triton"):
         read_run_file(train, ("export.for=triton",))
+
+
+def test_init_leaves_out_what_the_server_does_not_apply(tmp_path: Path) -> None:
+    model = tiny.write_model(tmp_path / "model", "mistral4")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": "hull " * 20}) + "\n" for _ in range(20)))
+    made = draft_run(str(model), str(rows), "1xcpu", silent, overrides=["export.server=vllm"])
+    targets, reason = made.settings["lora.target_modules"]
+    assert set(targets) == {"q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert reason.startswith("without kv_a_proj_with_mqa, kv_b_proj, q_a_proj: ")
+    assert draft_run(str(model), str(rows), "1xcpu", silent).settings["lora.target_modules"][0] == "all-linear"
 
 
 def test_the_run_files_server_is_the_exports(tmp_path: Path) -> None:

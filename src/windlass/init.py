@@ -16,12 +16,14 @@ from windlass.data.mix import list_training_sets
 from windlass.data.sources import resolve_source
 from windlass.errors import UserError
 from windlass.model import Base, find_base
+from windlass.model.targets import resolve_adapter
 from windlass.observe.format import format_plural
 from windlass.plan import Plan, make_plan
 from windlass.plan.resolve import COVERED, FEW_STEPS, MOST_EPOCHS, SHORTEST
 from windlass.plan.rows import DataSample, sample_data
 from windlass.runfile import Loaded, parse_settings, read_run_file
 from windlass.runfile.reference import render_settings
+from windlass.serve.servers import judge_adapter
 
 LONGEST: Final = 16_384  # largest data.max_length
 MANY_STEPS: Final = 150  # with more steps than this, an optimizer step takes more rows
@@ -134,11 +136,27 @@ def _draft(
     settings = parse_settings(overrides)
     made.settings |= {key: (value, "") for key, value in settings.items()}
     made.fixed = frozenset(settings)
+    _leave_out_unserved(made, base)
     sample = _sample(made, base, say)
     _follow_data(made, base, sample)
     plan = _fit_memory(made)
     _set_rhythm(made, plan, sample)
     return made
+
+
+def _leave_out_unserved(made: Draft, base: Base) -> None:
+    """Leave out targets that the server of `export.server` doesn't apply."""
+    loaded = made.load()
+    adapter = resolve_adapter(loaded.run.lora, base, loaded.where)
+    adapted = [f"{module}.weight" for module in adapter.target_modules]
+    verdicts = [v for v in judge_adapter(loaded.run.export.server, base, adapted, [], {}) if v.is_refused]
+    unserved = {module.rpartition(".")[2] for verdict in verdicts for module in verdict.modules}
+    leaves = dict.fromkeys(module.rpartition(".")[2] for module in adapter.target_modules)
+    served = [leaf for leaf in leaves if leaf not in unserved]
+    if unserved and served:
+        made.set("lora.target_modules", served, f"without {', '.join(sorted(unserved))}: {verdicts[0]}")
+    elif unserved:
+        made.warnings.append(f"{verdicts[0]}: merge the adapter to serve it")
 
 
 def _set_machine(made: Draft, gpus: str | None) -> None:
