@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gc
 import math
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -292,6 +291,7 @@ def list_unplaced(base: Base, model_class: str, folder: Path) -> list[str]:
     import transformers
     from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 
+    from windlass.train.lora import ignore_peft_warnings
     from windlass.train.parallel import build_on_meta, make_config
 
     config: Any = make_config(base, torch.float32, "eager")
@@ -300,8 +300,7 @@ def list_unplaced(base: Base, model_class: str, folder: Path) -> list[str]:
     model = build_on_meta(getattr(transformers, model_class), config, torch.float32)
     saved = load_peft_weights(str(folder), "cpu")
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
+        with ignore_peft_warnings():
             opened = PeftModel(model, PeftConfig.from_pretrained(str(folder)), low_cpu_mem_usage=True)
         outcome = set_peft_model_state_dict(opened, saved, low_cpu_mem_usage=True)
     except (ValueError, RuntimeError, KeyError) as error:  # no such module, another shape, no weight to train in full

@@ -1,6 +1,5 @@
 """Logits of a model with and without its adapter, and the distance between two sets of logits."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from windlass.data.packing import open_rows
 from windlass.model.family import WRAPPERS
-from windlass.train.lora import read_inner_config
+from windlass.train.lora import ignore_peft_warnings, read_inner_config
 
 
 def open_adapter(model: Any, folder: Path) -> Any:
@@ -19,11 +18,7 @@ def open_adapter(model: Any, folder: Path) -> Any:
     config, mapping = read_inner_config(folder)
     if type(model).__name__ in {wrapper.architecture for wrapper in WRAPPERS.values()}:
         config = mapping = None
-    with warnings.catch_warnings():
-        # PEFT looks for rank_pattern among modules only, not among expert parameters, where it does apply it.
-        warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
-        # PEFT 0.21 reads an attribute that transformers 5.23 has renamed.
-        warnings.filterwarnings("ignore", message=r".*is_gradient_checkpointing", category=FutureWarning)
+    with ignore_peft_warnings():
         return PeftModel.from_pretrained(model, str(folder), config=config, key_mapping=mapping).eval()
 
 

@@ -1,6 +1,8 @@
 """The adapter: PEFT builds it from the plan's exact module names; then it is checked against the plan."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,17 @@ from windlass.weights.quantized import get_formats
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+@contextmanager
+def ignore_peft_warnings() -> Iterator[None]:
+    """Ignore PEFT's warnings that mean nothing here."""
+    with warnings.catch_warnings():
+        # PEFT looks for rank_pattern among modules only, although it applies it to expert parameters too.
+        warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
+        # PEFT 0.21 reads an attribute that transformers 5.23 has renamed.
+        warnings.filterwarnings("ignore", message=r".*is_gradient_checkpointing", category=FutureWarning)
+        yield
+
+
 def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftModel:
     """Wrap `model` in its adapter: equal values on every rank, only the adapter trainable, as planned.
 
@@ -41,9 +54,7 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
     # so ranks draw the same masks for different rows, as with transformers' Trainer.
     set_seed(seed)
     config = make_peft_config(lora, adapter)
-    with patch_peft(), warnings.catch_warnings():
-        # PEFT looks for rank_pattern among modules only, although it applies it to expert parameters too.
-        warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
+    with patch_peft(), ignore_peft_warnings():
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=lora.dtype == "float32")
     if lora.adapter:  # load the saved tensors; of split experts, this rank's part
         parts = AdapterShards(peft_model)
