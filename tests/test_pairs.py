@@ -186,6 +186,10 @@ LOOSE = {("precision", level) for level in ("autocast", "bfloat16", "all bfloat1
 Case = dict[str, str]  # the level of each factor
 Level = tuple[str, str]
 DEFAULTS: Case = {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
+BIASED: list[Case] = [  # a sharded bias has the adapter's dtype, not its base's
+    {"model": "dense", "layout": "full-shard", "precision": "bfloat16", "bias": "all"},
+    {"model": "dense", "layout": "no-reshard", "precision": "autocast", "adapter": "bfloat16", "bias": "all"},
+]
 LEVELS: list[Level] = [(factor, level) for factor, levels in FACTORS.items() for level in levels]
 
 # What `plan` refuses: levels that contradict each other (every one of those listed with every other factor's), the
@@ -305,6 +309,11 @@ def pairs_of(case: Case) -> set[frozenset[Level]]:
         return {pair for pair in pairs if {("dropout", "some"), ("experts", case["experts"])} == pair}
     loose = LOOSE & case.items()
     return {pair for pair in pairs if pair & loose} if loose else pairs
+
+
+def list_cases() -> list[Case]:
+    """Return cases in which every possible pair of levels occurs, and then those of a fault that no pair shows."""
+    return [*cover(), *({**DEFAULTS, **case} for case in BIASED)]
 
 
 def cover(seed: int = 0, tries: int = 30) -> list[Case]:
@@ -598,7 +607,7 @@ def test_contradictions_are_refused_by_the_plan(material: Path) -> None:
 
 @pytest.mark.long
 def test_what_is_trained_is_planned(material: Path) -> None:
-    refused = [(case, problems) for case in cover() if (problems := refusal(case, material))]
+    refused = [(case, problems) for case in list_cases() if (problems := refusal(case, material))]
     assert refused == []
 
 
@@ -615,15 +624,15 @@ def run_and_compare(cases: Mapping[str, Case], material: Path, out: Path, second
 
 @pytest.mark.long
 def test_some_cases_equal_trl_and_peft(material: Path, tmp_path: Path) -> None:
-    cases = {str(number): case for number, case in enumerate(cover()[:8])}
+    cases = {str(number): case for number, case in enumerate([*cover()[:8], *list_cases()[-len(BIASED) :]])}
     run_and_compare(cases, material, tmp_path / "out", seconds=280)
     compared = [name for name, case in cases.items() if "trl" in parts(case)]
-    for name, other in itertools.pairwise(compared):  # they can differ
+    for name, other in itertools.pairwise(compared[: -len(BIASED)]):  # they can differ
         assert differences(cases[name], tmp_path / "out" / name, tmp_path / "out" / other)
 
 
 @pytest.mark.prove
 @pytest.mark.timeout(1900)
 def test_every_pair_equals_trl_and_peft(material: Path, tmp_path: Path) -> None:
-    cases = {str(number): case for number, case in enumerate(cover())}
+    cases = {str(number): case for number, case in enumerate(list_cases())}
     run_and_compare(cases, material, tmp_path / "out", seconds=1800)
