@@ -307,7 +307,11 @@ def spoilt(root: Path, what: str, base_dtype: str, layout: str, named: str) -> N
         mine.copy_(parts[(number + 1) % len(parts)])
     elif number == 1:
         mine.mul_(1.0078125)  # one unit in BF16's last place
-    found = refused(lambda: raise_together(certificate.check_parameters(targets, base, number, in_fp8)[0], "check", ""))
+    found = refused(
+        lambda: raise_together(
+            certificate.check_parameters(targets, base, number, in_fp8)[0], "check", "", "loaded-wrong"
+        )
+    )
     assert named in found
 
 
@@ -377,7 +381,7 @@ def poisoned_buffer(root: Path) -> None:
     if dist.get_rank() == 1:
         model.get_buffer("model.layers.1.mamba.mup_vector")[0, 0, 7] = 7
     true_buffers = parallel.list_true_buffers(base, torch.float32, attention)
-    found = refused(lambda: raise_together(certificate.check_buffers(model, true_buffers), "check", ""))
+    found = refused(lambda: raise_together(certificate.check_buffers(model, true_buffers), "check", "", "loaded-wrong"))
     assert "the buffer model.layers.1.mamba.mup_vector is not what transformers computes" in found
     assert "(rank 1)" in found
 

@@ -16,6 +16,7 @@ from windlass.runfile import Train
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
 PACKAGE = ROOT / "src" / "windlass"
+CODE = r"[a-z0-9]+(-[a-z0-9]+)*"  # of an error
 EXIT_CODES = {"FAILED", "USER_INPUT", "RANK_USER_INPUT", "SAVED"}
 
 
@@ -49,6 +50,33 @@ def test_every_proof_is_in_one_part_of_make_prove() -> None:
     listed = sorted(name for part in parts for name in part.split())
     marked = sorted(path.stem for path in (ROOT / "tests").glob("test_*.py") if "mark.prove" in path.read_text())
     assert listed == [name for name in marked if name != Path(__file__).stem]
+
+
+def find_codes(tree: ast.AST) -> Iterator[tuple[int, ast.expr | None]]:
+    """Yield the line and the code of every error that a file makes; None if it has none."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            copied = any(keyword.arg is None for keyword in node.keywords)  # Problem(**problem)
+            if node.func.id in ("UserError", "RunError", "Problem") and not copied:
+                named = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
+                yield node.lineno, next(iter([*node.args[3:4], *named]), None)
+
+
+def test_every_error_has_a_code() -> None:
+    """The words may change; tests and readers of `--json` compare the code."""
+    planted = ast.parse('Problem("wrong", "a", "b")\nUserError("wrong", code="no-such-file")\nProblem(**given)')
+    assert [line for line, code in find_codes(planted) if code is None] == [1]
+    without, odd = [], []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for line, code in find_codes(ast.parse(path.read_text(encoding="utf-8"))):
+            place = f"{path.relative_to(ROOT)}:{line}"
+            if code is None:
+                without.append(place)
+                continue
+            words = [str(part.value) for part in ast.walk(code) if isinstance(part, ast.Constant)]
+            odd += [f"{place}: {word!r}" for word in words if not re.fullmatch(CODE, word)]
+    assert not without
+    assert not odd
 
 
 LIBRARIES = {"datasets", "distributed_config", "from_pretrained", "key_mapping", "context_fn"}  # and their arguments

@@ -50,14 +50,21 @@ def calibrate(
     under_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys()
     if under_torchrun and not gpus and int(environ["WORLD_SIZE"]) > 1:
         hint = f"`windlass calibrate --ranks {environ['LOCAL_WORLD_SIZE']}`, without a launcher"
-        raise UserError("a launcher started several ranks, but a CPU's are started here", "windlass calibrate", hint)
+        raise UserError(
+            "a launcher started several ranks, but a CPU's are started here",
+            "windlass calibrate",
+            hint,
+            "started-by-launcher",
+        )
     if under_torchrun:
         count = int(environ["LOCAL_WORLD_SIZE"])
     count = count or len(gpus) or 1
     most = len(gpus) or os.cpu_count() or 1
     if count > most:
         name = "GPUs" if gpus else "processors"
-        raise UserError(f"{count} ranks, but this machine has {most} {name}", "--ranks", f"give at most {most}")
+        raise UserError(
+            f"{count} ranks, but this machine has {most} {name}", "--ranks", f"give at most {most}", "too-many-ranks"
+        )
     path = out or own_machine_file(kind, count)
     began = time.monotonic()
     if not under_torchrun:
@@ -203,7 +210,9 @@ def _train(run: Path, environ: Mapping[str, str]) -> None:
     done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     if done.returncode:
         last = "".join(done.stderr.strip().splitlines()[-1:])
-        raise RunError(f"its training run failed: {last}", "windlass calibrate", "try --ranks 1, then more")
+        raise RunError(
+            f"its training run failed: {last}", "windlass calibrate", "try --ranks 1, then more", "run-failed"
+        )
 
 
 def _children_seconds() -> float:
@@ -227,7 +236,7 @@ def _start_ranks(count: int, storage: Path, environ: Mapping[str, str]) -> dict[
             failed = next((rank for rank, code in enumerate(codes) if code), 0)
             last_line = supervisor.read_last_line(folder / f"output-{failed}")
             text = f"rank {failed} failed: {last_line or 'it did not end'}"
-            raise RunError(text, "windlass calibrate", "run it with --ranks 1, then with more")
+            raise RunError(text, "windlass calibrate", "run it with --ranks 1, then with more", "rank-failed")
         return read_json(result)
 
 

@@ -26,7 +26,7 @@ def make_demo(directory: Path, *, calibrated: bool = False) -> Path:
 
     run = directory / "run.yaml"
     if run.exists():
-        raise UserError("there is already a demo", str(run), f"`windlass train {run}`, or give another --dir")
+        raise UserError("there is already a demo", str(run), f"`windlass train {run}`, or give another --dir", "exists")
     # Paragraphs of Python's own help pages, which repeat each other; every tenth is held out for evaluation.
     pages = [page for _, page in sorted(pydoc_data.topics.topics.items())]
     texts = dict.fromkeys(text.strip() for page in pages for text in page.split("\n\n"))
@@ -45,5 +45,7 @@ def make_demo(directory: Path, *, calibrated: bool = False) -> Path:
         filled = text.format(machine=machine, **{name: json.dumps(str(path)) for name, path in places.items()})
         run.write_text(filled, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", str(directory), "give another --dir") from None
+        raise UserError(
+            f"cannot be written: {error.strerror}", str(directory), "give another --dir", "unwritable"
+        ) from None
     return run

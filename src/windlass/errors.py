@@ -108,7 +108,7 @@ def missing_extra_error(names: str | None, command: str) -> UserError:
         source = json.loads(distribution("windlass").read_text("direct_url.json") or "{}").get("url", source)
     verb = "are" if "," in str(names) else "is"
     hint = f"pip install 'windlass[train] @ {source}'"
-    return UserError(f"{names} {verb} not installed", f"windlass {command}", hint)
+    return UserError(f"{names} {verb} not installed", f"windlass {command}", hint, "not-installed")
 
 
 def require_libraries(libraries: Sequence[str], command: str) -> None:

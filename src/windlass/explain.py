@@ -48,7 +48,7 @@ def explain_topic(name: str, run: Path | None = None) -> tuple[ExplainedKey, ...
     if name in LAYOUTS:
         rows.append(ExplainedKey("layout", name, "", "", LAYOUTS[name]))
     if not rows:
-        raise UserError(f"unknown setting {name!r}", "windlass explain", _suggest(name))
+        raise UserError(f"unknown setting {name!r}", "windlass explain", _suggest(name), "unknown-key")
     return tuple(rows)
 
 

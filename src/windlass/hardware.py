@@ -266,14 +266,17 @@ def find_gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
     figures = f"cluster.gpu: {{{', '.join(f'{figure}: …' for figure in FIGURES)}}}"
     if "-mig-" in key:  # the nearest row would be that of all of the GPU
         raise UserError(
-            f"{name!r} is a part of a GPU, which no table has", where, f"give the part's figures: {figures}"
+            f"{name!r} is a part of a GPU, which no table has",
+            where,
+            f"give the part's figures: {figures}",
+            "part-of-gpu",
         )
     counted = re.fullmatch(r"(\d+)-?x?-?([a-z].*)", key)
     if counted and counted[2] in {*GPUS, *ALIASES} and key not in {*GPUS, *ALIASES}:
         hint = f"write cluster.gpu: {counted[2]} and cluster.gpus_per_node: {counted[1]}"
         if where == "--gpus":
             hint = f"did you mean {counted[1]}x{counted[2]}?"
-        raise UserError(f"{name!r} is a number of GPUs and their kind in one word", where, hint)
+        raise UserError(f"{name!r} is a number of GPUs and their kind in one word", where, hint, "number-in-name")
     key = _find("GPU", name, ALIASES.get(key, key), [*GPUS, *ALIASES], figures, where)
     return GPUS[key]
 
@@ -292,7 +295,12 @@ def _find(kind: str, name: str, key: str, known: list[str], figures: str, where:
         return key
     close = difflib.get_close_matches(key, known, 3, 0.4)
     nearest = "nearest: " + ", ".join(close) if close else "known: " + ", ".join(known)
-    raise UserError(f"the {kind} {name!r} is not in the table", where, f"{nearest}; or give its figures: {figures}")
+    raise UserError(
+        f"the {kind} {name!r} is not in the table",
+        where,
+        f"{nearest}; or give its figures: {figures}",
+        "unknown-hardware",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +333,9 @@ def parse_gpus(text: str, where: str) -> tuple[int, int, str]:
     """Parse 8xh200 as eight GPUs on one node, and 2x8xh200 as two such nodes."""
     *counts, name = text.lower().split("x")
     if len(counts) > 2 or not all(count.isdigit() and int(count) for count in counts) or not name:
-        raise UserError(f"{text!r} is not a number of GPUs", where, "write 8xh200, or 2x8xh200 for two nodes")
+        raise UserError(
+            f"{text!r} is not a number of GPUs", where, "write 8xh200, or 2x8xh200 for two nodes", "not-gpu-count"
+        )
     nodes, per_node = [1, 1, *map(int, counts)][-2:]
     return nodes, per_node, "cpu" if name == "cpu" else find_gpu(name, where).name
 

@@ -131,7 +131,7 @@ def _draft(
             named = None
         if not isinstance(named, dict):
             hint = "name the format's columns and yours: --columns '{prompt: question, completion: answer}'"
-            raise UserError(f"{columns!r} is not a mapping", "--columns", hint)
+            raise UserError(f"{columns!r} is not a mapping", "--columns", hint, "not-a-mapping")
         made.set("data.columns", named)
     settings = parse_settings(overrides)
     made.settings |= {key: (value, "") for key, value in settings.items()}
@@ -225,7 +225,7 @@ def _follow_data(made: Draft, base: Base, sample: DataSample) -> None:
         lost = sum(trained_at >= longest for _, trained_at in documents)
         if lost == len(documents):
             problem = f"no row has anything to train on within {longest:,} tokens, the most that is chosen"
-            raise UserError(problem, "--data", "shorten the prompts, or split the rows")
+            raise UserError(problem, "--data", "shorten the prompts, or split the rows", "nothing-supervised")
         if lost:
             rows = f"{lost / len(documents):.1%} of the rows"
             made.warnings.append(f"{rows} have nothing to train on within {longest:,} tokens and are left out")

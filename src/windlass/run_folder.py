@@ -93,7 +93,9 @@ def lock_run(folder: Path, where: str) -> IO[str] | None:
         try:
             lock = lock_file(folder / ".lock", wait=False)
         except BlockingIOError:
-            raise UserError(f"another run is using {folder}", where, "wait for it, or name another folder") from None
+            raise UserError(
+                f"another run is using {folder}", where, "wait for it, or name another folder", "folder-in-use"
+            ) from None
     if lock is None:
         remark = f"{folder} is on storage without locks: nothing keeps a second run out of it"
         print(remark, file=sys.stderr, flush=True)
@@ -105,7 +107,9 @@ def _explain_os_error(folder: Path, where: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{folder} can't be written: {error.strerror}", where, "name a folder you may write") from None
+        raise UserError(
+            f"{folder} can't be written: {error.strerror}", where, "name a folder you may write", "unwritable"
+        ) from None
 
 
 def begin_manifest(folder: Path, facts: dict[str, Any]) -> None:

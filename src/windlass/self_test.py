@@ -129,7 +129,9 @@ def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> R
     try:
         write_json(file, {**report.as_dict(), "machine": facts})
     except OSError as error:
-        raise UserError(f"can't be written: {error.strerror}", str(file), "start it in another folder") from None
+        raise UserError(
+            f"can't be written: {error.strerror}", str(file), "start it in another folder", "unwritable"
+        ) from None
     say(f"written to {file}")
     return report
 

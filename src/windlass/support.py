@@ -128,7 +128,10 @@ def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Cal
     if not any(next(folder.glob(name), None) for name in (*WHOLE, *TAILS, run_folder.DATA)):
         hint = "give the folder of a run that was started, or for versions alone: `windlass version --json`"
         raise UserError(
-            "contains no files of a run" if folder.is_dir() else "there is no such run folder", str(folder), hint
+            "contains no files of a run" if folder.is_dir() else "there is no such run folder",
+            str(folder),
+            hint,
+            "not-a-run",
         )
     made = {f"{folder.resolve().name}/{name}": text.encode() for name, text in collect_files(folder, Masks(environ))}
     archive = out or Path(f"bug-report-{folder.resolve().name}.tar.gz")
@@ -142,7 +145,9 @@ def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Cal
     try:
         write_atomic(archive, packed.getvalue())
     except OSError as error:
-        raise UserError(f"can't be written: {error.strerror}", str(archive), "name another file with --out") from None
+        raise UserError(
+            f"can't be written: {error.strerror}", str(archive), "name another file with --out", "unwritable"
+        ) from None
     for name, content in made.items():
         say(f"{len(content):>9,} bytes  {name}")
     return archive

@@ -235,7 +235,9 @@ def write_family(
         small_config = type(outer).from_dict({**small, "architectures": None})
     except Exception as error:  # whatever a config class objects to
         problem = f"transformers' {type(outer).__name__} refuses the small sizes: {' '.join(str(error).split())}"
-        raise UserError(problem, family, "give the language model's sizes that fit as config") from None
+        raise UserError(
+            problem, family, "give the language model's sizes that fit as config", "config-refused"
+        ) from None
     find = find_wrapper_class if wrapped else find_model_class
     _save_model(directory, find(small_config, {}, family), small_config, Storage(quantized, dtype, files, seed))
     if tokenizer:

@@ -60,10 +60,15 @@ def init(
     text = ""
     if model or data or gpus or columns or override:
         if preset:
-            raise UserError(f"takes either a preset or --model, not {preset} too", "windlass init", "leave one out")
+            raise UserError(
+                f"takes either a preset or --model, not {preset} too",
+                "windlass init",
+                "leave one out",
+                "preset-and-model",
+            )
         if not (model and data):
             hint = "`windlass init --model DIR --data PATH --out run.yaml`"
-            raise UserError("needs both --model and --data", "windlass init", hint)
+            raise UserError("needs both --model and --data", "windlass init", hint, "missing-option")
         draft = draft_run(model, data, gpus, say, columns, override or ())
         for warning in draft.warnings:
             say(f"warning: {warning}")
@@ -173,7 +178,12 @@ def explain(
 
     rows = [*(explain_topic(topic, run) if topic else ()), *(explain_file(accelerate) if accelerate else ())]
     if not rows:
-        raise UserError("nothing to explain", "windlass explain", "give a key, or a file with --accelerate FILE")
+        raise UserError(
+            "nothing to explain",
+            "windlass explain",
+            "give a key, or a file with --accelerate FILE",
+            "nothing-to-explain",
+        )
     if as_json:
         write_json([asdict(row) for row in rows])
     else:
@@ -204,11 +214,11 @@ def data(
     from windlass.runfile import read_run_file
 
     if row is not None and row < 1:
-        raise UserError("rows are counted from 1", f"--row {row}", "the first is --row 1")
+        raise UserError("rows are counted from 1", f"--row {row}", "the first is --row 1", "no-such-row")
     chosen = bool(sample) or row is not None
     if (source or tokens) and not chosen and not html:
         name = "--source" if source else "--tokens"
-        raise UserError("it says how rows are shown, and none are", name, "add --row K or --sample N")
+        raise UserError("it says how rows are shown, and none are", name, "add --row K or --sample N", "no-rows-shown")
     loaded = fill_in_choices(read_run_file(run, override or ()), say)
     if not chosen and not html:
         audit_data(loaded, say=say, audited=write_json if as_json else print_audit)
@@ -296,7 +306,9 @@ def check(
     from windlass.runfile import LoadedScript, read_any
 
     if (run is None) != self_test or (self_test and (override or accelerate or here or in_pod)):
-        raise UserError("give a run file, or --self-test alone", "windlass check", "`windlass check run.yaml`")
+        raise UserError(
+            "give a run file, or --self-test alone", "windlass check", "`windlass check run.yaml`", "no-run-file"
+        )
     if run is None:
         from windlass.self_test import run as run_self_test
 

@@ -86,7 +86,7 @@ def train(
         require_libraries(("torch",) if is_script else TRAINING, "train")
         if is_script and debug_freq is not None:
             hint = "pass it to the meter inside your script"
-            raise UserError("has no effect on a script, which measures itself", "--debug-freq", hint)
+            raise UserError("has no effect on a script, which measures itself", "--debug-freq", hint, "no-effect")
         if is_script:
             refuse_accelerate(accelerate)
         loaded = read_any(run, overrides)

@@ -150,7 +150,9 @@ def write_run_file(text: str, out: Path | None) -> None:
     try:
         write_atomic(out, text)
     except OSError as error:
-        raise UserError(f"can't be written: {error.strerror}", str(out), "name another file with --out") from None
+        raise UserError(
+            f"can't be written: {error.strerror}", str(out), "name another file with --out", "unwritable"
+        ) from None
     say(f"written to {out}: next, windlass plan {out}")
 
 

@@ -243,15 +243,17 @@ def find_problems(
                 f"{figures['unsupervised']} have nothing supervised, {figures['truncated']} were cut at data.max_length"
             )
             hint = "check the column or template; a prompt longer than data.max_length leaves no room for its answer"
+            code = "nothing-supervised"
             if not figures["rows"]:
+                code = "no-rows"
                 problem = f"no row is left in {split}"
                 hint = "name a split with rows; data.val_fraction holds equal rows out together"
-            found.append(Problem(problem, place, hint))
+            found.append(Problem(problem, place, hint, code))
         if vocabulary is not None and (figures["highest_id"] or 0) >= vocabulary:
             problem = f"{split} has token id {figures['highest_id']}, the model's vocabulary ends at {vocabulary - 1}"
             hint = "take the tokenizer files of the model's own folder; for tokens of your own, resize the model once "
             hint += "with transformers' resize_token_embeddings, save it, and train lora.modules_to_save"
-            found.append(Problem(problem, where("model.model_name_or_path"), hint))
+            found.append(Problem(problem, where("model.model_name_or_path"), hint, "beyond-vocabulary"))
     train = audit["splits"]["train"]
     if train["documents"] and train["supervised_fraction"] < least_fraction:
         problem = (
@@ -259,7 +261,7 @@ def find_problems(
             f"watch.min_supervised_fraction = {least_fraction:.2%}"
         )
         hint = "`windlass data RUN --sample 3` shows what is supervised: fix the template, or lower the limit"
-        found.append(Problem(problem, where("watch.min_supervised_fraction"), hint))
+        found.append(Problem(problem, where("watch.min_supervised_fraction"), hint, "little-supervised"))
     return found
 
 

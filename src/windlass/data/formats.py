@@ -84,7 +84,7 @@ class Format:
             hint = "fix or remove such rows; put rows of another format into a separate file, listed in data.mix"
             if lacks is None:
                 hint += f"; to leave them out, set data.format: {self.name}"
-            raise UserError(f"{problem} (format {other})" if other else problem, "data", hint)
+            raise UserError(f"{problem} (format {other})" if other else problem, "data", hint, "incomplete-row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,9 @@ class Request:
         elif close:
             hint = f"did you mean {close[0]!r}?"
         has = ", ".join(map(repr, self.columns)) or "none"
-        raise UserError(f"the data have no column {column!r}; they have {has}", self.where(f"data.{key}"), hint)
+        raise UserError(
+            f"the data have no column {column!r}; they have {has}", self.where(f"data.{key}"), hint, "no-such-column"
+        )
 
     def column(self, name: str, key: str = "") -> str:
         """Return the data's name for a column of the format, set by data.columns or by a key of its own."""
@@ -123,7 +125,7 @@ class Request:
         if self.data.completion_only_loss:
             hint = "mark it with [[ ]] in data.prompt_template, or name data.prompt_field and data.completion_field"
             place = self.where("data.completion_only_loss")
-            raise UserError(f"{what} has no completion part", place, hint)
+            raise UserError(f"{what} has no completion part", place, hint, "no-completion")
 
     def chat_template(self, fallback: str = "mistral") -> ChatTemplate:
         return choose_template(self.tokenizer, self.data, self.where, fallback=fallback)
@@ -166,7 +168,9 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     asked = [key for key in ("prompt_template", "messages_field", "prompt_field") if getattr(data, key)]
     if len(asked) > 1:
         one, two = asked[:2]
-        raise UserError(f"data.{one} and data.{two} choose different formats", where(f"data.{two}"), "keep one")
+        raise UserError(
+            f"data.{one} and data.{two} choose different formats", where(f"data.{two}"), "keep one", "two-formats"
+        )
 
     def there(needed: Sequence[str]) -> bool:
         return all(name in data.columns or name in columns for name in needed)
@@ -177,7 +181,9 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     chosen = next(by_name, None) or next(by_key, None) or next(by_columns, FORMATS[-1])
     if asked and asked[0] not in chosen.keys:
         hint = "remove one of them"
-        raise UserError(f"data.{asked[0]} is not of the format {chosen.name}", where(f"data.{asked[0]}"), hint)
+        raise UserError(
+            f"data.{asked[0]} is not of the format {chosen.name}", where(f"data.{asked[0]}"), hint, "not-in-format"
+        )
     odd = [name for name in data.columns if name not in (*chosen.columns, *chosen.more)]
     if odd:
         problem = f"the format {chosen.name} has no {odd[0]!r}"
@@ -185,11 +191,11 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
         usual = guess_columns(columns) if data.format is None else {}
         if usual:
             hint = f"name the format's column, then yours: data.columns: {format_yaml(usual)}"
-        raise UserError(problem, where(f"data.columns.{odd[0]}"), hint)
+        raise UserError(problem, where(f"data.columns.{odd[0]}"), hint, "not-in-format")
     for key in sorted(CHAT_KEYS.intersection(data.own_changes)):
         if chosen.name in ("template", "input_ids", "text"):
             problem = f"no effect on {chosen.name} rows: no chat template writes them"
-            raise UserError(problem, where(f"data.{key}"), "remove it, or set data.format")
+            raise UserError(problem, where(f"data.{key}"), "remove it, or set data.format", "no-effect")
     others = {f.name: f.columns for f in FORMATS if f.columns and f is not chosen and data.format is None}
     made = chosen.make(Request(data, columns, tokenizer, where))
     keys = {key: value for key, value in data.model_dump(mode="json").items() if key not in CHANGES_NO_ROW}
@@ -203,7 +209,9 @@ def as_text(value: Any, column: str) -> str:
         return value or ""
     hint = "name a column of text, or write data.prompt_template, which writes numbers and reaches inside: "
     hint += "{answers[text][0]}"
-    raise UserError(f"column {column!r} has {describe_type(value)}, not text: {str(value)[:80]}", "data", hint)
+    raise UserError(
+        f"column {column!r} has {describe_type(value)}, not text: {str(value)[:80]}", "data", hint, "column-not-text"
+    )
 
 
 def describe_type(value: Any) -> str:
@@ -260,10 +268,12 @@ def chat_format(request: Request, column: str = "messages") -> Format:
             except json.JSONDecodeError:
                 hint = "name it in data.text_field, or convert it to [{role, content}, …]"
                 place = request.where("data.messages_field")
-                raise UserError(f"column {name!r} is text, not a list of messages", place, hint) from None
+                raise UserError(
+                    f"column {name!r} is text, not a list of messages", place, hint, "not-messages"
+                ) from None
         if messages and not isinstance(messages, list):
             problem = f"column {name!r} has {describe_type(messages)}, not a list of messages: {str(messages)[:80]}"
-            raise UserError(problem, "data", "write [{role, content}, …]")
+            raise UserError(problem, "data", "write [{role, content}, …]", "not-messages")
         first = [{"role": "system", "content": row[system]}] if system and row.get(system) else []
         return [*first, *messages] if messages else []
 
@@ -285,7 +295,7 @@ def alpaca_format(request: Request) -> Format:
         earlier = row.get(history or "") or ()
         if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in earlier):
             hint = "write [[question, answer], …]"
-            raise UserError(f"column {history!r} has no pairs: {str(earlier)[:80]}", "data", hint)
+            raise UserError(f"column {history!r} has no pairs: {str(earlier)[:80]}", "data", hint, "not-pairs")
         turns = [
             {"role": role, "content": text}
             for pair in earlier
@@ -362,17 +372,24 @@ def tokens_format(request: Request) -> Format:
         place = request.where("data.columns.input_ids")
         ids = np.array(given or [0])[: len(given)] if isinstance(given, list) else np.array(given)
         if ids.dtype.kind != "i" or ids.ndim != 1 or ids.min(initial=0) < 0:
-            raise UserError(f"column {name!r} is not a list of token ids: {str(given)[:80]}", place, "check the column")
+            raise UserError(
+                f"column {name!r} is not a list of token ids: {str(given)[:80]}",
+                place,
+                "check the column",
+                "not-token-ids",
+            )
         marks, real = (row.get(name or "") or None for name in (labels or mask, attended))
         if given and marks is real is None:
             return [RenderedRow("", None, closed=True, ids=ids)]
         if any(each is not None and len(each) != len(ids) for each in (marks, real)):
             lengths = [len(each or given) for each in (given, marks, real)]
-            raise UserError("{} ids, {} labels, {} in the mask".format(*lengths), place, "fix such rows")
+            raise UserError(
+                "{} ids, {} labels, {} in the mask".format(*lengths), place, "fix such rows", "unequal-lengths"
+            )
         kept = np.array(marks) != (IGNORED if labels else 0) if marks else np.ones(len(ids), np.bool_)
         if labels and marks and (kept & (np.array(marks) != ids)).any():
             hint = "write the same ids, and -100 where no loss is computed; windlass shifts them by one itself"
-            raise UserError(f"{labels!r} has other ids than {name!r}", place, hint)
+            raise UserError(f"{labels!r} has other ids than {name!r}", place, hint, "labels-differ")
         if real:
             there = np.array(real, np.bool_)
             ids = ids[there]
@@ -410,7 +427,7 @@ class Piece:
             return "" if value is None else format(formatter.convert_field(value, self.conversion), self.spec)
         except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
             problem = f"{{{self.field}}} can't be written for a row: {error}"
-            raise UserError(problem, place, "check what the column holds") from None
+            raise UserError(problem, place, "check what the column holds", "template-field") from None
 
 
 def parse_template(text: str, place: str) -> list[Piece]:
@@ -420,7 +437,9 @@ def parse_template(text: str, place: str) -> list[Piece]:
     try:
         parsed = list(string.Formatter().parse(text))
     except ValueError as error:
-        raise UserError(f"not a template: {error}", place, "write {column}; a brace itself is {{ or }}") from None
+        raise UserError(
+            f"not a template: {error}", place, "write {column}; a brace itself is {{ or }}", "template-syntax"
+        ) from None
     for literal, name, spec, conversion in parsed:
         for part in re.split(r"(\\\[\[|\\\]\]|\[\[|\]\])", literal):
             if part not in ("[[", "]]"):
@@ -428,12 +447,17 @@ def parse_template(text: str, place: str) -> list[Piece]:
                 continue
             if inside == (part == "[["):
                 hint = r"[[ and ]] come in pairs; \[[ is the bracket itself"
-                raise UserError(f"{part} without its other half", place, hint)
+                raise UserError(f"{part} without its other half", place, hint, "template-syntax")
             inside = not inside
         if name is not None:
             pieces.append(Piece("", inside, name, conversion, spec or ""))
     if inside:
-        raise UserError("[[ is never closed", place, r"put ]] where the completion ends; \[[ is the bracket itself")
+        raise UserError(
+            "[[ is never closed",
+            place,
+            r"put ]] where the completion ends; \[[ is the bracket itself",
+            "template-syntax",
+        )
     return pieces
 
 
@@ -445,7 +469,7 @@ def template_format(request: Request) -> Format:
     columns = dict.fromkeys(piece.column for piece in pieces if piece.field is not None)
     if not columns:
         hint = f"write {{column}}; there are {', '.join(request.columns)}"
-        raise UserError("the template names no column", place, hint)
+        raise UserError("the template names no column", place, hint, "no-column-named")
     for column in columns:
         request.require(column, "prompt_template")
     marked = any(piece.supervised for piece in pieces)

@@ -76,7 +76,7 @@ def fetch(
                 write_json(mark, {"folder": folder})
     except OSError as error:
         raise UserError(
-            f"{name} can't be stored in {cache}: {error}", place, "make room there, or set HF_HOME"
+            f"{name} can't be stored in {cache}: {error}", place, "make room there, or set HF_HOME", "unwritable"
         ) from None
     return Path(folder)
 
@@ -114,7 +114,7 @@ def require_published(folder: Path, published: Mapping[str, str], say: Say) -> N
     for name in (name for name in published if found[name] != published[name]):
         (folder / name).resolve().unlink()  # otherwise it would count as fetched
         problem = f"has SHA-256 {found[name]}, the hub publishes {published[name]}: it was removed"
-        raise UserError(problem, str(folder / name), "run it again to fetch it again")
+        raise UserError(problem, str(folder / name), "run it again to fetch it again", "checksum-differs")
     samples = {name: hashlib.blake2b(sample_file(folder / name)).hexdigest() for name in published}
     write_json(folder / PUBLISHED, samples)
 
@@ -147,22 +147,27 @@ def explain_hub_errors(name: str, kind: str, place: str) -> Iterator[None]:
         yield
         return
     except errors.GatedRepoError:
+        code = "no-access"
         problem = f"{name} is gated and this account has no access"
         hint = "ask for it on its page, then set HF_TOKEN"
     except errors.RepositoryNotFoundError:
+        code = "no-such-repository"
         problem = f"the hub has no {kind} {name!r}"
         hint = "check the name; a private one needs HF_TOKEN"
     except errors.SafetensorsParsingError as error:
+        code = "not-safetensors"
         problem = f"a weight file of {name} has no readable header: {error}"
         hint = "fetch without --headers-only"
     except (errors.HfHubHTTPError, httpx2.ReadError, httpx2.RemoteProtocolError, httpx2.ReadTimeout) as error:
+        code = "transfer-interrupted"
         problem = f"the transfer of {name} was interrupted: {error}"
         hint = "run it again: what was fetched is kept"
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx2.TransportError) as error:
+        code = "hub-unreachable"
         first = str(error).splitlines()[0]
         problem = f"{name} is not on this machine and the hub can't be reached: {first}"
         hint = "run `windlass fetch RUN` where there is a network and share its cache (HF_HOME), or name a local folder"
-    raise UserError(problem, place, hint)
+    raise UserError(problem, place, hint, code)
 
 
 def require_room(needed: int, cache: Path, name: str, place: str) -> None:
@@ -171,4 +176,4 @@ def require_room(needed: int, cache: Path, name: str, place: str) -> None:
     if needed > free:
         problem = f"{name} takes {needed / 2**30:.1f} GiB, {cache} has {free / 2**30:.1f} GiB free"
         hint = "make room, or set HF_HOME to a folder on a larger volume"
-        raise UserError(problem, place, hint)
+        raise UserError(problem, place, hint, "no-room")

@@ -29,13 +29,19 @@ def find_absent_files(run: RunFile, where: Where) -> Iterator[tuple[str, Problem
         template = row_set.data.chat_template or ""
         if template.endswith(TEMPLATES) and not Path(template).expanduser().is_file():
             hint = "name a file that exists, a template such as chatml, or write the template itself"
-            yield template, Problem(f"there is no file {template}", row_set.where("data.chat_template"), hint)
+            yield (
+                template,
+                Problem(f"there is no file {template}", row_set.where("data.chat_template"), hint, "no-such-file"),
+            )
     if run.lora.adapter and find_adapter(run) is None:
         text = f"no adapter_config.json in {run.lora.adapter}"
-        yield run.lora.adapter, Problem(text, where("lora.adapter"), "name a folder that PEFT or windlass saved")
+        yield (
+            run.lora.adapter,
+            Problem(text, where("lora.adapter"), "name a folder that PEFT or windlass saved", "no-adapter"),
+        )
     if Path(run.folder).is_file():
         text = f"{run.folder} is a file"
-        yield run.folder, Problem(text, where("train.output_dir"), "name a folder: the run creates it")
+        yield run.folder, Problem(text, where("train.output_dir"), "name a folder: the run creates it", "not-a-folder")
     if run.train.sample and run.train.sample.file:
         try:
             read_prompt_lines(run.train.sample.file, where("train.sample.file"))
@@ -65,8 +71,10 @@ def read_prompt_lines(file: str, place: str) -> list[str]:
         lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"{file} can't be read: {why}", place, "name a file with one prompt per line") from None
+        raise UserError(
+            f"{file} can't be read: {why}", place, "name a file with one prompt per line", "unreadable"
+        ) from None
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise UserError(f"{file} contains no prompt", place, "write one prompt per line")
+        raise UserError(f"{file} contains no prompt", place, "write one prompt per line", "no-prompt")
     return prompts

@@ -83,7 +83,9 @@ def read_turn(
 ) -> Turn:
     """Read a message in the format of OpenAI, ShareGPT or similar, into `role` and `content`."""
     if not isinstance(message, dict):
-        raise UserError(f"a message has no role: {str(message)[:80]}", "data", 'write {"role": …, "content": …}')
+        raise UserError(
+            f"a message has no role: {str(message)[:80]}", "data", 'write {"role": …, "content": …}', "no-role"
+        )
     plain = not names and message.keys() == {"role", "content"} and type(message["content"]) is str
     role = message["role"] if plain else None
     # Most are one of these, and the code below would not change them.
@@ -98,17 +100,22 @@ def read_turn(
     if named is None:
         problem = f"a message has no role: {str(message)[:80]}"
         hint = "if its key has another name: data.columns: "
-        raise UserError(problem, "data", f"{hint}{{role: {next(iter(found), 'speaker')}}}")
+        raise UserError(problem, "data", f"{hint}{{role: {next(iter(found), 'speaker')}}}", "no-role")
     role = roles.get(str(named).lower(), named)
     if "value" in found and "content" not in found:
         found["content"] = found.pop("value")
     given = [found.pop(flag) for flag in FLAGS if flag in found]
     if given and given[0] not in (0, 1):
-        raise UserError(f"a message has the weight {given[0]}", "data", "write 0 or 1: loss is computed on it or not")
+        raise UserError(
+            f"a message has the weight {given[0]}",
+            "data",
+            "write 0 or 1: loss is computed on it or not",
+            "wrong-weight",
+        )
     trained = bool(given[0]) if given else None
     if trained and role != "assistant":
         hint = "leave the flag out; data.completion_only_loss: false computes the loss on everything"
-        raise UserError(f"a message of {role!r} is marked to be trained on", "data", hint)
+        raise UserError(f"a message of {role!r} is marked to be trained on", "data", hint, "not-an-answer")
     if named in CALLS:  # LLaMA-Factory's and ms-swift's roles for an answer that calls tools
         calls = parse_json(found.pop("content", ""))
         found["tool_calls"] = calls if isinstance(calls, list) else [calls]
@@ -136,12 +143,17 @@ def read_content(content: Any) -> tuple[Any, list[str]]:
     if isinstance(content, str):
         return content, []
     if not isinstance(content, list):
-        raise UserError(f"a message's content is a {type(content).__name__}, not text", "data", "write it as text")
+        raise UserError(
+            f"a message's content is a {type(content).__name__}, not text",
+            "data",
+            "write it as text",
+            "content-not-text",
+        )
     parts = [part if isinstance(part, dict) else {"type": "text", "text": str(part)} for part in content]
     kinds = {str(part.get("type")) for part in parts}
     if other := kinds - {"text", "thinking"}:
         hint = "leave out such rows: windlass trains on text"
-        raise UserError(f"a message has a part of the type {min(other)!r}", "data", hint)
+        raise UserError(f"a message has a part of the type {min(other)!r}", "data", hint, "unsupported-part")
     if "thinking" not in kinds:
         return "".join(part["text"] for part in parts), []
     thoughts = [part.get("thinking") or [] for part in parts if part["type"] == "thinking"]  # text, or a list of parts
@@ -152,7 +164,7 @@ def read_call(call: Any) -> Any:
     """Return a tool call with its arguments as a mapping, also if they are written as JSON."""
     if not isinstance(call, dict):
         hint = 'write {"function": {"name": …, "arguments": …}}'
-        raise UserError(f"a tool call is a {type(call).__name__}: {str(call)[:80]}", "data", hint)
+        raise UserError(f"a tool call is a {type(call).__name__}: {str(call)[:80]}", "data", hint, "invalid-call")
     inner: dict[str, Any] = call["function"] if isinstance(call.get("function"), dict) else call
     read = {**inner, "arguments": parse_json(inner.get("arguments", {}))}
     return {**call, "function": read} if inner is not call else {"type": "function", "function": read}
@@ -174,7 +186,7 @@ def parse_json(value: Any) -> Any:
         return json.loads(value or "{}")
     except json.JSONDecodeError:
         raise UserError(
-            f"a tool call is not valid JSON: {value[:80]!r}", "data", "fix or leave out such rows"
+            f"a tool call is not valid JSON: {value[:80]!r}", "data", "fix or leave out such rows", "not-json"
         ) from None
 
 

@@ -36,4 +36,6 @@ def write_rows_page(path: Path, audit: Mapping[str, Any], rows: Sequence[Mapping
     try:
         write_atomic(path, page)
     except OSError as error:
-        raise UserError(f"can't be written: {error.strerror}", str(path), "name another file with --html") from None
+        raise UserError(
+            f"can't be written: {error.strerror}", str(path), "name another file with --html", "unwritable"
+        ) from None

@@ -315,7 +315,7 @@ def hold_out(documents: Documents, fraction: float, place: str) -> tuple[Documen
     if wanted and len(values) == 1:
         hint = "remove the duplicates, or train without evaluation: data.val_fraction: null"
         problem = f"all {count:,} rows are equal or of one chat: none can be held out of the others"
-        raise UserError(problem, place, hint)
+        raise UserError(problem, place, hint, "nothing-to-hold-out")
     held = []
     missing = wanted
     for value, occurrences in zip(values, counts.tolist(), strict=True):
@@ -401,7 +401,7 @@ def sample_token_rows(
     selections = select_all(run.data, loaded.where, say)
     names = [selection.of.name for selection in selections]
     if source is not None and source not in names:
-        raise UserError(f"there is no set {source!r}", "--source", f"it is one of {', '.join(names)}")
+        raise UserError(f"there is no set {source!r}", "--source", f"it is one of {', '.join(names)}", "no-such-set")
     if source is not None:
         selections = [selection for selection in selections if selection.of.name == source]
     elif row is not None:
@@ -456,7 +456,9 @@ def _pick_rows(selection: Selection, sample: int, row: int | None, seed: int) ->
     picked = list(itertools.islice(rows, row - 1, row))
     if not picked:
         count = sum(1 for _ in read_rows(selection.train))
-        raise UserError(f"{selection.of.name} has {count:,} rows", "--row", f"the last one is --row {count}")
+        raise UserError(
+            f"{selection.of.name} has {count:,} rows", "--row", f"the last one is --row {count}", "no-such-row"
+        )
     return picked
 
 
@@ -487,14 +489,14 @@ def open_tokenizer(base: Base, model: Model, where: Where) -> Any:
     folder = base.path or (named if (named / "tokenizer_config.json").is_file() else None)
     if folder is None:
         hint = "name the model's folder, or download it with `windlass fetch RUN`"
-        raise UserError(f"no tokenizer at {model.model_name_or_path}", place, hint)
+        raise UserError(f"no tokenizer at {model.model_name_or_path}", place, hint, "no-tokenizer")
     hint = "copy tokenizer.json and tokenizer_config.json there"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # a damaged file makes the library raise any kind of error
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
         problem = f"{folder} has no tokenizer that can be opened: {why}"
-        raise UserError(problem, place, hint) from None
+        raise UserError(problem, place, hint, "unreadable-tokenizer") from None
     # Without files, transformers makes some families' tokenizers of their special tokens, and at most a word boundary.
     if len(tokenizer) - len(tokenizer.get_added_vocab()) < 2:
         problem = f"{folder} has no tokenizer: transformers makes one of {len(tokenizer)} special tokens alone"

@@ -68,7 +68,7 @@ def select_rows(of: RowSet, say: Say) -> Selection:
             paths = ", ".join(str(path) for part in train for path in part.files)
             raise UserError("is empty", paths, "copy the data again, or name another file", "empty-file")
         hint = f"name a split or a slice that has rows; the set has {', '.join(source.splits)}"
-        raise UserError(f"{source.name}: {data.train_split} has no rows", where("data.train_split"), hint)
+        raise UserError(f"{source.name}: {data.train_split} has no rows", where("data.train_split"), hint, "no-rows")
     return Selection(of, train, validation, fraction, tuple(columns))
 
 
@@ -86,5 +86,5 @@ def check_selection(run: RunFile, selections: Sequence[Selection], where: Where)
         splits = ", ".join(selections[0].source.splits)
         problem = f"{evaluating[0]} wants evaluation, and the data have no validation rows; their splits: {splits}"
         hint = "hold some out with data.val_fraction: 0.05, name data.val_split, or set train.eval_strategy: no"
-        problems.append(Problem(problem, where(evaluating[0]), hint))
+        problems.append(Problem(problem, where(evaluating[0]), hint, "no-validation-rows"))
     return problems

@@ -42,7 +42,7 @@ def read_file(path: Path, kind: str) -> Iterator[Row]:
     except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors
         pointer = path.is_file() and path.stat().st_size < 1000 and b"git-lfs" in path.read_bytes()
         hint = "it is a git-lfs pointer: fetch the file itself" if pointer else "check the file, or copy it again"
-        raise UserError(f"can't be read as {kind}: {error}", str(path), hint) from None
+        raise UserError(f"can't be read as {kind}: {error}", str(path), hint, "unreadable") from None
 
 
 def count_file(path: Path, kind: str) -> tuple[int, int]:
@@ -94,7 +94,7 @@ def read_json_rows(path: Path, *, lines: bool = False) -> Iterator[Row]:
                 if "control character" in error.msg:
                     hint = r"within a text a line break is written \n, and a tab \t"
                 what = f"not JSON: {error.msg.removesuffix(' at')}, column {error.colno}"
-                raise UserError(what, f"{path}:{error.lineno if is_list else number}", hint) from None
+                raise UserError(what, f"{path}:{error.lineno if is_list else number}", hint, "not-json") from None
             except ValueError as error:
                 place = str(path) if is_list else f"{path}:{number}"
                 raise UserError(str(error), place, "keep one: only the last would be read", "key-twice") from None
@@ -102,7 +102,7 @@ def read_json_rows(path: Path, *, lines: bool = False) -> Iterator[Row]:
                 if not isinstance(row, dict):
                     place = f"{path}: element {element}" if is_list else f"{path}:{number}"
                     hint = 'write {"text": …} for every row'
-                    raise UserError(f"{JSON_KINDS[type(row)]}, not an object", place, hint)
+                    raise UserError(f"{JSON_KINDS[type(row)]}, not an object", place, hint, "not-an-object")
                 yield row
 
 
@@ -112,7 +112,9 @@ def read_table(path: Path, delimiter: str) -> Iterator[Row]:
         reader = csv.DictReader(io.TextIOWrapper(raw, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
         for row in reader:
             if None in row:
-                raise UserError("more fields than the header names", f"{path}:{reader.line_num}", "quote the field")
+                raise UserError(
+                    "more fields than the header names", f"{path}:{reader.line_num}", "quote the field", "extra-fields"
+                )
             yield {name: value for name, value in row.items() if value is not None}  # missing values of a short row
 
 
@@ -223,12 +225,14 @@ def parse_split(spec: str, source: Source, where: str) -> tuple[Part, ...]:
         match = SLICE.fullmatch(piece.strip())
         if match is None:
             hint = "write a split's name, or a slice of it: train, train[:5%], train[100:200], train[:90%]+extra"
-            raise UserError(f"{spec!r} is not a split", where, hint)
+            raise UserError(f"{spec!r} is not a split", where, hint, "not-a-split")
         name = match["name"].strip()
         alike = [split for split in splits if canonical_split(split) == canonical_split(name)]
         if name not in splits and len(alike) != 1:
             hint = "name one of these, or hold rows out of the training split with data.val_fraction"
-            raise UserError(f"the data has no split {name!r}; it has {', '.join(map(repr, splits))}", where, hint)
+            raise UserError(
+                f"the data has no split {name!r}; it has {', '.join(map(repr, splits))}", where, hint, "no-such-split"
+            )
         parts.append(Part(source, name if name in splits else alike[0], match["start"] or "", match["stop"] or ""))
     return tuple(parts)
 
@@ -336,11 +340,17 @@ def resolve_source(data: Data, where: Where = str) -> Source:
         kinds = list(dict.fromkeys(detect_format(file) for file in files))
         if len(kinds) != 1 or None in kinds:
             problem = f"{name} mixes formats: {', '.join(map(str, kinds))}" if len(kinds) > 1 else f"{name}: no format"
+            code = "not-one-format" if files else "no-such-file"
             hint = f"name files of one format, for instance with *.jsonl; windlass reads {', '.join(SUFFIXES)}"
-            raise UserError(problem if files else f"no file matches {name!r}", place, hint)
+            raise UserError(problem if files else f"no file matches {name!r}", place, hint, code)
         if config is not None:
             hint = "leave data.dataset_config_name out"
-            raise UserError(f"{name} is a file and has no config {config!r}", where("data.dataset_config_name"), hint)
+            raise UserError(
+                f"{name} is a file and has no config {config!r}",
+                where("data.dataset_config_name"),
+                hint,
+                "no-such-config",
+            )
         # A single file is the training set, whatever its name.
         splits = [parse_split_name(file.name) or parse_split_name(file.parent.name) for file in files]
         return _source(name, None, "", list(zip(splits if len(files) > 1 else ["train"], files, strict=True)))
@@ -355,7 +365,7 @@ def resolve_source(data: Data, where: Where = str) -> Source:
     hint = f"{there} has no {missing}: is the volume mounted?"
     if close:
         hint = f"did you mean {parent / close[0]}? {there} has {', '.join(close)}"
-    raise UserError(f"{name} does not exist", place, hint)
+    raise UserError(f"{name} does not exist", place, hint, "no-such-file")
 
 
 def get_config_name(data: Data) -> str | None:
@@ -393,7 +403,7 @@ def _resolve_folder(path: Path, data: Data, config: str | None, where: Where) ->
             return _source(name, config, " that the README lists", files, card)
         hint = "the copy is incomplete: copy the data files too (git-lfs?), or fetch the set again"
         problem = f"{name}: none of the files that its README lists for {config!r} is here"
-        raise UserError(problem, where("data.dataset_name_or_path"), hint)
+        raise UserError(problem, where("data.dataset_name_or_path"), hint, "incomplete-copy")
     if config or not configs:
         # The config's own folder, also if the path is that folder already; without a config, the folder itself.
         for folder in (path / (config or ""), *([path] if path.name == config else [])):
@@ -402,10 +412,11 @@ def _resolve_folder(path: Path, data: Data, config: str | None, where: Where) ->
     known = sorted({*configs, *(folder.name for folder in path.iterdir() if folder.is_dir() and _data_files(folder))})
     if config is None and not known:
         hint = f"windlass reads {', '.join(SUFFIXES)}"
-        raise UserError(f"{name} contains no data file", where("data.dataset_name_or_path"), hint)
+        raise UserError(f"{name} contains no data file", where("data.dataset_name_or_path"), hint, "no-data-file")
+    code = "no-such-config" if config else "several-configs"
     problem = f"{name} has no config {config!r}; it has" if config else f"{name} has several configs:"
     hint = "set data.dataset_config_name to one of them" if known else "leave data.dataset_config_name out"
-    raise UserError(f"{problem} {', '.join(known) or 'none'}", where("data.dataset_config_name"), hint)
+    raise UserError(f"{problem} {', '.join(known) or 'none'}", where("data.dataset_config_name"), hint, code)
 
 
 def _source(

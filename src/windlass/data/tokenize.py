@@ -208,7 +208,7 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
         except UnicodeEncodeError as error:
             piece = one.text[max(0, error.start - 20) :][:40]
             problem = f"a row contains an unpaired surrogate, which is not text: {piece!r}"
-            raise UserError(problem, "data", "rewrite it as valid UTF-8") from None
+            raise UserError(problem, "data", "rewrite it as valid UTF-8", "not-utf8") from None
     if not tokenizer.is_fast:
         return [encode_slowly(one, tokenizer) if one.ids is None else wrap_tokens(one, one.ids) for one in rendered]
     backend = tokenizer.backend_tokenizer

@@ -92,7 +92,7 @@ def read_deltas(source: AdapterSource, base: Base) -> Deltas:
     saved = read_header(source.weights)
     if not saved:
         hint = "export from another checkpoint of the run"
-        raise UserError("the adapter contains no tensors", str(source.weights), hint)
+        raise UserError("the adapter contains no tensors", str(source.weights), hint, "no-tensors")
     stored: Mapping[str, Stored] = saved
     config = source.config
     if base.wrapper:

@@ -64,7 +64,7 @@ def export(
     try:
         if merge:
             if model_class:
-                raise UserError("a merged model has its base's class", "--for", "leave it out")
+                raise UserError("a merged model has its base's class", "--for", "leave it out", "not-for-merged")
             record |= merge_adapter(
                 source,
                 to,
@@ -128,13 +128,13 @@ def push_to_hub(folder: Path, repository: str, say: Say = print) -> str:
     except HFValidationError as error:
         raise UserError(str(error).split("\n")[0], where, "write it as organisation/name", "hub-name") from None
     except LocalTokenNotFoundError:
-        raise UserError("this machine has no token for the hub", where, "run: hf auth login") from None
+        raise UserError("this machine has no token for the hub", where, "run: hf auth login", "no-token") from None
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         problem = f"the hub answered {status}"
         if status in (401, 403):
             problem += "; run `hf auth login` with a token that may write there"
-        raise RunError(problem, where, hint) from None
+        raise RunError(problem, where, hint, "hub-refused") from None
     except (httpx2.TransportError, OfflineModeIsEnabled, OSError) as error:
         raise RunError(f"the hub can't be reached ({type(error).__name__})", where, hint, "hub-unreachable") from None
     return address

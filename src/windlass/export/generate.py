@@ -56,12 +56,12 @@ def generate(
         set_template(tokenizer, read_recorded_base(source.folder).get(CHAT_TEMPLATE, {}))
     if chat:
         if not tokenizer.chat_template:
-            raise UserError("the tokenizer has no chat template", str(folder), "leave --chat out")
+            raise UserError("the tokenizer has no chat template", str(folder), "leave --chat out", "no-chat-template")
         turn = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat)
     if encoded["input_ids"].shape[-1] == 0:
-        raise UserError("the prompt is empty", "--prompt", "give a text to continue")
+        raise UserError("the prompt is empty", "--prompt", "give a text to continue", "no-prompt")
     trained_in = ""
     where = ""
     if source:
@@ -99,7 +99,9 @@ def _find_tokenizer(folder: Path, source: AdapterSource | None, base: Base) -> P
     for place in (folder, source.folder if source else None, base.path):
         if place and any((place / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             return place
-    raise UserError("the model folder has no tokenizer", str(folder), "copy the base model's tokenizer there")
+    raise UserError(
+        "the model folder has no tokenizer", str(folder), "copy the base model's tokenizer there", "no-tokenizer"
+    )
 
 
 class _Streamer(TextStreamer):  # type: ignore[misc]
@@ -126,7 +128,7 @@ def choose_base_dtype(base: Base, folder: Path, trained_in: str = "") -> str:
             return dtype
     problem = f"the model needs {min(needed for _, needed in ways) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free"
     hint = "generate where it fits, or on more GPUs with a server such as vLLM"
-    raise UserError(problem, str(folder), hint)
+    raise UserError(problem, str(folder), hint, "does-not-fit")
 
 
 def load_model(

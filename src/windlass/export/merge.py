@@ -55,7 +55,7 @@ def merge_adapter(
     # 1. The adapter checked against the base, and every file of the result planned from headers.
     base = require_local_base(source, base_folder)
     deltas = read_deltas(source, base)
-    raise_all([Problem(problem, str(base.path), UNTIE) for problem in find_untied_heads(base)])
+    raise_all([Problem(problem, str(base.path), UNTIE, "untied-head") for problem in find_untied_heads(base)])
     plan = plan_merge(base, deltas, to, dtype or OWN)
     has_mistrals = choose_layout(base, layout)
     beside = read_beside(base) if has_mistrals else None

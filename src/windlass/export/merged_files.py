@@ -209,7 +209,7 @@ def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iter
     vision = [stored.key for stored in base.unread if stored.dtype in NEEDS_SCALE]
     if dtype == BF16 and vision:
         problem = f"quantized tensors outside of the language model ({len(vision)}): {vision[0]}"
-        yield Problem(problem, "--dtype", "leave --dtype out, and they are kept as they are")
+        yield Problem(problem, "--dtype", "leave --dtype out, and they are kept as they are", "quantized-vision")
 
 
 def lay_out(entries: Sequence[MergedEntry], names: LayoutFiles) -> tuple[dict[Path, bytes], list[MergedEntry]]:
@@ -268,7 +268,9 @@ def write_merge(
             for _ in pool.map(write_file, plan.headers):
                 pass
         except DamagedError as error:
-            raise UserError(str(error), str(to), "fetch the base model again, then repeat the command") from None
+            raise UserError(
+                str(error), str(to), "fetch the base model again, then repeat the command", "damaged-weights"
+            ) from None
         finally:
             stop.set()  # after an error or a signal the others end at their next block
     for path in plan.others:

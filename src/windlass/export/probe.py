@@ -63,7 +63,7 @@ def _compute(
     """Compute the probe in float32 if the model fits, else as `windlass generate` computes."""
     base = require_local_base(source, base_folder)
     if source.config.get("bias", "none") != "none":
-        raise UserError("it trains biases, which can't be switched off to compute the base")
+        raise UserError("it trains biases, which can't be switched off to compute the base", code="trained-biases")
     tokenizer = _open_tokenizer(to, base)
     rows, rows_from = _read_rows(source, base, tokenizer, say)
     where = "--base" if base_folder else str(source.folder)

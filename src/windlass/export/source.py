@@ -33,7 +33,9 @@ class AdapterSource:
 def choose_adapter(path: Path) -> AdapterSource:
     """Find the adapter of a run folder, of one of its checkpoints, of `final`, or one that PEFT saved."""
     if not path.is_dir():
-        raise UserError("no such folder", str(path), "name a run folder, or a folder that holds an adapter")
+        raise UserError(
+            "no such folder", str(path), "name a run folder, or a folder that holds an adapter", "no-such-folder"
+        )
     run_folder: Path | None = None
     if (path / CONFIG).is_file():
         folder = path
@@ -48,10 +50,12 @@ def choose_adapter(path: Path) -> AdapterSource:
         raise UserError("it is neither a run folder nor an adapter", str(path), hint, "no-adapter")
     config = read_json(folder / CONFIG)
     if not config:
-        raise UserError("it is not JSON, or empty", str(folder / CONFIG), "export from another checkpoint of the run")
+        raise UserError(
+            "it is not JSON, or empty", str(folder / CONFIG), "export from another checkpoint of the run", "not-json"
+        )
     if not (folder / WEIGHTS).is_file():
         hint = "adapters are read from safetensors only: save it again with PEFT's save_pretrained"
-        raise UserError(f"the adapter has no {WEIGHTS}", str(folder), hint)
+        raise UserError(f"the adapter has no {WEIGHTS}", str(folder), hint, "incomplete-adapter")
     return AdapterSource(folder, why, config, run_folder, read_json(run_folder / MANIFEST) if run_folder else {})
 
 
@@ -69,7 +73,7 @@ def _choose_best(run: Path) -> tuple[Path, str]:
     if intact:
         return intact[-1], f"the newest intact checkpoint, {intact[-1].name}: the run has not finished{skipped}"
     hint = "let it reach its first save (train.save_steps)"
-    raise UserError(f"the run has no intact adapter{skipped}", str(run), hint)
+    raise UserError(f"the run has no intact adapter{skipped}", str(run), hint, "no-intact-checkpoint")
 
 
 def find_local_base(source: AdapterSource, base: str | None = None) -> Base | None:

@@ -50,12 +50,14 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     try:
         text = outer.get_text_config()
     except ValueError as error:
-        raise UserError(_first_line(error), where, "give the folder of one language model") from None
+        raise UserError(
+            _first_line(error), where, "give the folder of one language model", "ambiguous-config"
+        ) from None
     model_class = find_model_class(text, config, where)
     count = getattr(text, "num_hidden_layers", None)
     if not 0 < (count or 0) <= MAX_LAYERS:
         problem = f"num_hidden_layers is {reprlib.repr(count)}"
-        raise UserError(problem, where, f"a whole number from 1 to {MAX_LAYERS}")
+        raise UserError(problem, where, f"a whole number from 1 to {MAX_LAYERS}", "wrong-config-value")
     wrapper = None if text is outer else find_wrapper_class(outer, config, where)
     try:
         with _silence_transformers(), torch.device("meta"):
@@ -63,7 +65,7 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             around = wrapper(outer) if wrapper else model
     except Exception as error:  # whatever a model class objects to
         problem = f"transformers can't build {model_class.__name__} of it: {_first_line(error)}"
-        raise UserError(problem, where, FETCH) from None
+        raise UserError(problem, where, FETCH, "config-refused") from None
     layers = _find_layers(model, where)
     spelled, skipped = _trace_spellings(model, around, where)
     outside, kinds, order = _list_states(model, layers, spelled)
@@ -108,11 +110,13 @@ def _find_layers(model: Any, where: str) -> dict[str, nn.Module]:
     }
     if not layers or not all(name in model._fsdp_plan for name in ("model.embed_tokens", "model.layers.*")):
         problem = f"{name_of_class} can't be sharded: transformers' FSDP plan does not name its layers"
-        raise UserError(problem, where, "use a model whose decoder layers are model.layers.N, as most have them")
+        raise UserError(
+            problem, where, "use a model whose decoder layers are model.layers.N, as most have them", "not-shardable"
+        )
     for name, tensor in model.state_dict().items():
         if tensor.ndim == 0:
             problem = f"{name_of_class} is not supported: {name} is a single number, which the loader does not read"
-            raise UserError(problem, where, "models that were tried are in docs/families.md")
+            raise UserError(problem, where, "models that were tried are in docs/families.md", "scalar-tensor")
     return layers
 
 
@@ -169,7 +173,12 @@ def _read_dims(model: Any, text: Any, layers: int, kinds: Sequence[Any], where: 
     if experts:
         top_k = next((getattr(text, key) for key in TOP_K if getattr(text, key, None)), None)
         if type(top_k) is not int or top_k > experts:
-            raise UserError(f"each token visits {top_k} of {experts} experts", where, "check num_experts_per_tok")
+            raise UserError(
+                f"each token visits {top_k} of {experts} experts",
+                where,
+                "check num_experts_per_tok",
+                "wrong-config-value",
+            )
         dims |= {"experts": experts, "top_k": top_k}
     return dims
 
@@ -192,13 +201,13 @@ def _read_config(config: Mapping[str, Any], where: str) -> Any:
     if config.get("auto_map") and isinstance(model_type, str) and model_type not in known:
         code = f"{model_type!r} is code that comes with the checkpoint"
         hint = "use a model that transformers has, or that was converted to one"
-        raise UserError(f"{code}, but windlass only shards transformers' own models", where, hint)
+        raise UserError(f"{code}, but windlass only shards transformers' own models", where, hint, "remote-code")
     inner = config.get("text_config")
     inner_type = inner.get("model_type") if isinstance(inner, dict) else None
     for name, place in ((model_type, where), (inner_type or model_type, f"{where}: text_config")):
         if not isinstance(name, str) or name not in known:
             hint = f"transformers {transformers.__version__} builds what windlass trains: a newer one may know it"
-            raise UserError(f"unknown model type {reprlib.repr(name)}", place, hint)
+            raise UserError(f"unknown model type {reprlib.repr(name)}", place, hint, "unknown-model-type")
     try:
         with _silence_transformers():
             described = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -206,7 +215,7 @@ def _read_config(config: Mapping[str, Any], where: str) -> Any:
             return known[model_type].from_dict(known[model_type]._decode_special_floats(described))
     except Exception as error:  # whatever a config class objects to
         problem = f"transformers' {known[model_type].__name__} refuses it: {_first_line(error)}"
-        raise UserError(problem, where, FETCH) from None
+        raise UserError(problem, where, FETCH, "config-refused") from None
 
 
 def find_model_class(text: Any, config: Mapping[str, Any], where: str) -> Any:
@@ -223,16 +232,20 @@ def find_model_class(text: Any, config: Mapping[str, Any], where: str) -> Any:
         ]  # another family's class, by transformers' table
     hint = "use a decoder-only causal language model, such as llama, qwen3, mistral or gemma3"
     if getattr(text, "is_encoder_decoder", False):
-        raise UserError(f"{model_type} is an encoder-decoder, and windlass trains decoders", where, hint)
+        raise UserError(
+            f"{model_type} is an encoder-decoder, and windlass trains decoders", where, hint, "not-a-decoder"
+        )
     if not fitting:
-        raise UserError(f"transformers has no causal language model of type {model_type}", where, hint)
+        raise UserError(
+            f"transformers has no causal language model of type {model_type}", where, hint, "no-causal-model"
+        )
     is_masked = model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if getattr(text, "is_decoder", None) is False and is_masked:
-        raise UserError(f"{model_type} is an encoder: it does not predict the next token", where, hint)
+        raise UserError(f"{model_type} is an encoder: it does not predict the next token", where, hint, "not-a-decoder")
     architecture = str(next(iter(config.get("architectures") or ()), ""))
     if model_type == config.get("model_type") and architecture not in ("", fitting[0].__name__):
         problem = f"architectures is {architecture!r}, and windlass trains adapters of {fitting[0].__name__}"
-        raise UserError(problem, where, "give the folder of the causal language model itself")
+        raise UserError(problem, where, "give the folder of the causal language model itself", "other-architecture")
     return fitting[0]
 
 
@@ -244,7 +257,9 @@ def find_wrapper_class(outer: Any, config: Mapping[str, Any], where: str) -> Any
         if known is not None and isinstance(outer, known.config_class):
             return known
     problem = f"transformers has no model with a language model in it of type {outer.model_type}"
-    raise UserError(problem, where, "give the folder of a language model, or of a model that transformers has")
+    raise UserError(
+        problem, where, "give the folder of a language model, or of a model that transformers has", "no-causal-model"
+    )
 
 
 def _names_mistaken_by_peft(model_type: str) -> Iterable[str]:
@@ -341,14 +356,19 @@ def _trace_spellings(model: Any, around: Any, where: str) -> tuple[dict[str, Any
         if name is None:
             if _memory(view) not in memories:
                 problem = f"transformers makes {key} in a way that can't be read in parts"
-                raise UserError(problem, where, "load it with transformers and save it again: save_pretrained(FOLDER)")
+                raise UserError(
+                    problem,
+                    where,
+                    "load it with transformers and save it again: save_pretrained(FOLDER)",
+                    "not-in-parts",
+                )
             others.append(key)
             continue
         tensor = state[name]
         strides = tensor.stride()[tensor.ndim - view.ndim :]
         if any(size > 1 and a != b for size, a, b in zip(view.shape, view.stride(), strides, strict=True)):
             problem = f"{key} is stored transposed or interleaved, which windlass does not undo"
-            raise UserError(problem, where, "load it with transformers and save it unconverted")
+            raise UserError(problem, where, "load it with transformers and save it unconverted", "stored-transposed")
         offset = []
         rest = view.storage_offset() - tensor.storage_offset()
         for stride in tensor.stride():

@@ -173,7 +173,7 @@ def read_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"can't be read: {error}", str(path), "give a file of UTF-8 text") from None
+        raise UserError(f"can't be read: {error}", str(path), "give a file of UTF-8 text", "unreadable") from None
     return text if text.endswith("\n") else text + "\n"
 
 
@@ -222,7 +222,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
                 (folder / name).chmod(0o755)
     except OSError as error:
         hint = "set output_dir to a folder that can be created, or give another --out DIR"
-        raise UserError(f"can't be written: {error.strerror}", str(folder), hint) from None
+        raise UserError(f"can't be written: {error.strerror}", str(folder), hint, "unwritable") from None
 
 
 def find_pod_problems(job: Job) -> Iterator[Problem]:

@@ -50,7 +50,7 @@ CLIENTS: dict[str, tuple[str, ...]] = {
 def require_platform(to: str | None) -> None:
     if to is not None and to not in PLATFORMS:
         hint = NOT_VALUES.get(("cluster.platform", to.lower()), f"choose {', '.join(PLATFORMS)}")
-        raise UserError(f"unknown platform {to!r}", "--to", hint)
+        raise UserError(f"unknown platform {to!r}", "--to", hint, "unknown-platform")
 
 
 def review(job: Job, to: str) -> list[str]:
@@ -91,7 +91,7 @@ def submit(
     """Write the files and start the run. Return an exit code: 1 if it still has to be submitted elsewhere."""
     if kustomize and (to not in ("kubernetes", "openshift") or not dry_run or out):
         hint = "give it with --to kubernetes or --to openshift, with --dry-run, and without --out"
-        raise UserError("writes a base for kustomize, and starts nothing", "--kustomize", hint)
+        raise UserError("writes a base for kustomize, and starts nothing", "--kustomize", hint, "starts-nothing")
     platform = PLATFORMS[to]
     clients = CLIENTS.get(to, ())
     if clients and not dry_run and not any(map(shutil.which, clients)):

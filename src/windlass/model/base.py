@@ -52,15 +52,15 @@ UNTIE: Final = (
     "set tie_word_embeddings: false in config.json to train with the stored head, as transformers would; "
     "most servers tie it: if they are right, remove it from the files"
 )
-HINTS: Final = {
-    UNTIED: UNTIE,
-    MISSING: FETCH_FOLDER,
-    UNKNOWN: FETCH_FOLDER,
-    SHAPE: FETCH_FOLDER,
-    DTYPE: f"known: {', '.join((*WEIGHT_DTYPES, *FP8_DTYPES))}",
-    NO_SCALE: FETCH_SCALES,
-    ODD_SCALE: FETCH_SCALES,
-    ODD_PACKED: "fetch the folder again, or a 16-bit version of the model",
+FAULTS: Final = {  # kinds of fault, in the order they are printed: hint, code
+    UNTIED: (UNTIE, "untied-head"),
+    MISSING: (FETCH_FOLDER, "missing-weights"),
+    UNKNOWN: (FETCH_FOLDER, "unknown-tensors"),
+    SHAPE: (FETCH_FOLDER, "other-shape"),
+    DTYPE: (f"known: {', '.join((*WEIGHT_DTYPES, *FP8_DTYPES))}", "unknown-dtype"),
+    NO_SCALE: (FETCH_SCALES, "no-scale"),
+    ODD_SCALE: (FETCH_SCALES, "odd-scale"),
+    ODD_PACKED: ("fetch the folder again, or a 16-bit version of the model", "odd-packed"),
 }
 
 
@@ -76,7 +76,7 @@ def find_base(model_name_or_path: str, where: str) -> Base:
             return read_base(fetched)
     except (OSError, RuntimeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{shown} can't be opened: {why}", where, "name a model folder") from None
+        raise UserError(f"{shown} can't be opened: {why}", where, "name a model folder", "unreadable") from None
     base = find_published_base(path.name)
     if base is None:
         names = {key.lower(): key for key in read_published_configs()}
@@ -88,7 +88,9 @@ def find_base(model_name_or_path: str, where: str) -> Base:
             hint = f"{path.parent} has {', '.join(alike)}"
         elif re.fullmatch(r"\w[\w.-]*/[\w.-]+", model_name_or_path):
             hint = f"fetch it from the hub: `windlass fetch RUN` (with --headers-only for a plan); else {hint}"
-        raise UserError(f"no folder {shown}, and no published model of that name is known", where, hint)
+        raise UserError(
+            f"no folder {shown}, and no published model of that name is known", where, hint, "unknown-model"
+        )
     note = (
         f"no weights at {model_name_or_path[:200]}: planned from the published config of {base.name}; "
         "check and train will refuse this path"
@@ -131,7 +133,7 @@ def read_base(path: Path) -> Base:
     names = list_names(path)
     if CONFIG not in names:
         hint = "fetch it from where the model was published" if names else "the folder is empty: is its volume mounted?"
-        raise UserError(f"the model folder has no {CONFIG}", str(path), hint)
+        raise UserError(f"the model folder has no {CONFIG}", str(path), hint, "no-config")
     folder = path if path.name not in ("", "..") else path.resolve()
     hub = folder.parent.name == "snapshots"  # the hub's cache names folders by hash: models--org--name/snapshots/…
     config = read_table(path / CONFIG)
@@ -183,8 +185,8 @@ def assign_stored(base: Base, config: Mapping[str, Any], stored: Mapping[str, St
             unread[tensor] = why
     raise_all(
         [
-            Problem(f"{kind} ({len(faults[kind])}): {abbreviate(faults[kind])}", where, hint)
-            for kind, hint in HINTS.items()
+            Problem(f"{kind} ({len(faults[kind])}): {abbreviate(faults[kind])}", where, hint, code)
+            for kind, (hint, code) in FAULTS.items()
             if faults[kind]
         ]
     )

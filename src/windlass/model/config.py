@@ -39,9 +39,14 @@ def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path
         text = config.get("text_config") or {}
         place = f"{where}: text_config"
         if not isinstance(text, dict):
-            raise UserError(f"text_config is {reprlib.repr(text)}, not the language model's config", where, FETCH)
+            raise UserError(
+                f"text_config is {reprlib.repr(text)}, not the language model's config",
+                where,
+                FETCH,
+                "wrong-config-value",
+            )
     if not text.get("model_type"):
-        raise UserError("it has no model_type", place, FETCH)
+        raise UserError("it has no model_type", place, FETCH, "no-model-type")
     family = FAMILIES.get(str(text.get("model_type")))
     quantization, problems = _read_quantization(config, text, where)
     if family is None or not family.covers(text):
@@ -55,7 +60,9 @@ def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path
         written = written[0]
     if written and str(written).lower() != architecture.lower():
         problem = f"architectures is {reprlib.repr(written)}, and windlass trains adapters of {architecture}"
-        problems.append(Problem(problem, where, "give the folder of the causal language model itself"))
+        problems.append(
+            Problem(problem, where, "give the folder of the causal language model itself", "other-architecture")
+        )
 
     dims, faults = _read_sizes(family, text)
     tied = text.get("tie_word_embeddings", False)
@@ -63,7 +70,7 @@ def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path
         faults[f"tie_word_embeddings is {reprlib.repr(tied)}"] = "true or false"
     for key in ("rope_scaling", "rope_parameters"):
         faults |= dict.fromkeys(_check_rope(key, text.get(key)), FETCH)
-    raise_all([*problems, *(Problem(problem, place, hint) for problem, hint in faults.items())])
+    raise_all([*problems, *(Problem(problem, place, hint, "wrong-config-value") for problem, hint in faults.items())])
 
     return Base(
         name=name,
@@ -107,7 +114,7 @@ def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where
         key = next((key for key in ("dtype", "torch_dtype") if "float8" in str(table.get(key))), None)
         if key and quantization is None:
             problem = f"{key} is {reprlib.repr(table[key])} without a quantization_config: codes without their scales"
-            problems.append(Problem(problem, where, f"{FETCH}; {READS}"))
+            problems.append(Problem(problem, where, f"{FETCH}; {READS}", "no-quantization-config"))
             break
     return quantization, problems
 
@@ -119,12 +126,17 @@ def _check_quantization(settings: Mapping[str, Any], where: str) -> Iterator[Pro
     elif method == "bitsandbytes":
         method = "bitsandbytes int8"
     if method not in ("fp8", "mxfp4", "bitsandbytes nf4"):
-        yield Problem(f"unsupported quantization {reprlib.repr(method)}", where, READS)
+        yield Problem(f"unsupported quantization {reprlib.repr(method)}", where, READS, "unsupported-quantization")
         return
     block = settings.get("weight_block_size")
     pair = isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)
     if block is not None and not pair:
-        yield Problem(f"weight_block_size is {reprlib.repr(block)}", where, "two positive whole numbers, or null")
+        yield Problem(
+            f"weight_block_size is {reprlib.repr(block)}",
+            where,
+            "two positive whole numbers, or null",
+            "wrong-config-value",
+        )
 
 
 def _list_parameters(

@@ -40,7 +40,9 @@ def find_description(config: Mapping[str, Any], where: str, folder: Path | None 
         place = folder or Path(where).parent
         problem = f"windlass has no description of this {config.get('model_type')} model, and there is no torch here"
         command = f"python -m windlass.introspect.describe {place} > {LOCAL}"
-        raise UserError(problem, where, f"where torch is, run: {command}; then copy {LOCAL} into {place}")
+        raise UserError(
+            problem, where, f"where torch is, run: {command}; then copy {LOCAL} into {place}", "no-description"
+        )
     description = _derive(config, where)
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +74,7 @@ def _derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     except ValueError:
         why = (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
         hint = "install the versions of constraints.txt"
-        raise UserError(f"transformers can't describe it: {why}", where, hint) from None
+        raise UserError(f"transformers can't describe it: {why}", where, hint, "not-describable") from None
     raise_all([Problem(**problem) for problem in description.get("problems", ())])
     return description
 

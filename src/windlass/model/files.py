@@ -48,7 +48,7 @@ def list_names(folder: Path) -> frozenset[str]:
         return frozenset(entry.name for entry in folder.iterdir())
     except OSError as error:
         hint = "name a model's folder; check that its volume is mounted, its owner and mode"
-        raise UserError(f"the folder can't be read: {error.strerror}", str(folder), hint) from None
+        raise UserError(f"the folder can't be read: {error.strerror}", str(folder), hint, "unreadable") from None
 
 
 def read_table(file: Path) -> dict[str, Any]:
@@ -62,9 +62,9 @@ def read_table(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         lfs = text.startswith(b"version https://git-lfs")
         hint = "it is a Git LFS pointer: run git lfs pull" if lfs else FETCH_FILE
-        raise UserError(f"it is not JSON: {error}", str(file), hint) from None
+        raise UserError(f"it is not JSON: {error}", str(file), hint, "not-json") from None
     if not isinstance(table, dict):
-        raise UserError("it is JSON, but not an object", str(file), FETCH_FILE)
+        raise UserError("it is JSON, but not an object", str(file), FETCH_FILE, "not-an-object")
     return table
 
 
@@ -73,7 +73,7 @@ def _explain_unreadable(file: Path, error: OSError) -> UserError:
         problem = f"it is a link to {file.readlink()}, and nothing is there"
         hint = "copy or mount what it points to, or fetch the model again"
         return UserError(problem, str(file), hint, "dangling-link")
-    return UserError(f"it can't be read: {error.strerror}", str(file), "check its owner and mode")
+    return UserError(f"it can't be read: {error.strerror}", str(file), "check its owner and mode", "unreadable")
 
 
 def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
@@ -85,22 +85,27 @@ def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
         if pickled:
             listed = abbreviate(pickled)
             problem = f"the weights are there only as a pickle, which can run code when it is opened ({listed})"
-            raise UserError(problem, str(folder), f"convert it: {CONVERT.format(folder=folder)}")
+            raise UserError(problem, str(folder), f"convert it: {CONVERT.format(folder=folder)}", "only-pickle")
         problem = f"the model folder has no {SINGLE} and no {INDEX}; it contains {abbreviate(sorted(names))}"
         hint = "fetch or convert the model's safetensors and their index; an adapter belongs in lora.adapter"
-        raise UserError(problem, str(folder), hint)
+        raise UserError(problem, str(folder), hint, "no-weights")
     index = folder / INDEX
     weight_map = read_table(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError("it has no weight_map", str(index), FETCH_FILE)
+        raise UserError("it has no weight_map", str(index), FETCH_FILE, "no-weight-map")
     files = dict.fromkeys(map(str, weight_map.values()))
     if foreign := [file[:80] for file in files if Path(file).name != file]:
         raise UserError(
-            f"weight_map names what is not a file of this folder: {abbreviate(foreign)}", str(index), FETCH_FILE
+            f"weight_map names what is not a file of this folder: {abbreviate(foreign)}",
+            str(index),
+            FETCH_FILE,
+            "foreign-file",
         )
     if missing := [file for file in files if file not in names]:
         problem = f"it names {len(files)} files, {len(missing)} of them are missing: {abbreviate(missing)}"
-        raise UserError(problem, str(index), "the download or copy did not finish: fetch the missing files")
+        raise UserError(
+            problem, str(index), "the download or copy did not finish: fetch the missing files", "missing-files"
+        )
     tensors: list[Stored] = []
     problems: list[Problem] = []
     for file in files:
@@ -113,7 +118,7 @@ def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
         problem = f"it and the files disagree about which file holds a tensor ({len(wrong)})"
         listed = abbreviate([f"{key} in {file}" for key, file in wrong])
         hint = "index and files are of different versions: fetch the whole folder again"
-        raise UserError(f"{problem}: {listed}", str(index), hint)
+        raise UserError(f"{problem}: {listed}", str(index), hint, "index-disagrees")
     return {tensor.key: tensor for tensor in tensors}
 
 
@@ -143,7 +148,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     except OSError as error:
         raise _explain_unreadable(file, error) from None
     if length == b"version ":
-        raise UserError("it is a Git LFS pointer, not the weights", where, "run: git lfs pull")
+        raise UserError("it is a Git LFS pointer, not the weights", where, "run: git lfs pull", "lfs-pointer")
     return _parse_header(file, text, LENGTH + len(text), size)
 
 
@@ -157,7 +162,9 @@ def read_headers(folder: Path) -> dict[str, Stored]:
             begin = size - max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             why = f"{name!r} has no header: {type(error).__name__}: {error}"
-            raise UserError(why, str(folder / HEADERS), "remove it, then `windlass fetch RUN --headers-only`") from None
+            raise UserError(
+                why, str(folder / HEADERS), "remove it, then `windlass fetch RUN --headers-only`", "damaged-header"
+            ) from None
         stored |= _parse_header(folder / name, json.dumps(header).encode(), begin, size)
     return stored
 
@@ -180,20 +187,22 @@ def _parse_header(file: Path, text: bytes, begin: int, size: int) -> dict[str, S
                 raise ValueError(f"{key!r} has {end - start} bytes, which is not its shape's size")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"[:300]
-        raise UserError(f"its header is not a safetensors header: {why}", where, DAMAGED) from None
+        raise UserError(f"its header is not a safetensors header: {why}", where, DAMAGED, "damaged-header") from None
 
     end = begin  # tensors follow one another from the header's end to the file's end
     in_order = sorted(stored.values(), key=lambda tensor: (tensor.start, tensor.end))
     for tensor in in_order:
         if tensor.start != end:
-            raise UserError(f"{tensor.key!r} starts at byte {tensor.start}, not {end}", where, DAMAGED)
+            raise UserError(
+                f"{tensor.key!r} starts at byte {tensor.start}, not {end}", where, DAMAGED, "damaged-header"
+            )
         end = tensor.end
     if end < size:
-        raise UserError(f"the last {size - end} bytes belong to no tensor", where, DAMAGED)
+        raise UserError(f"the last {size - end} bytes belong to no tensor", where, DAMAGED, "damaged-header")
     if end > size:
         lost = [tensor.key for tensor in in_order if tensor.end > size]
         problem = f"it is truncated: {size} of {end} bytes, {len(lost)} tensors lost from {lost[0]!r} on"
-        raise UserError(problem, where, "the download or copy did not finish: fetch the file again")
+        raise UserError(problem, where, "the download or copy did not finish: fetch the file again", "truncated-file")
     return stored
 
 

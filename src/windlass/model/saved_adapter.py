@@ -91,7 +91,9 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
     require_supported(config, str(folder / ADAPTER_CONFIG))
     weights = folder / ADAPTER
     if not weights.is_file():
-        raise UserError(f"no {ADAPTER} in {folder}", str(folder), "save the adapter again with a current PEFT")
+        raise UserError(
+            f"no {ADAPTER} in {folder}", str(folder), "save the adapter again with a current PEFT", "incomplete-adapter"
+        )
     tensors = read_header(weights)
     names = {inner_name(name.removeprefix(PREFIX)): stored.shape for name, stored in tensors.items()}
     if any(inner_name(name) != name for name in tensors):

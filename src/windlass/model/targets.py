@@ -273,7 +273,7 @@ def _match(
     if routed and lora.experts and FUSED.get(pattern) in lora.experts.targets:
         return (FUSED[pattern],), f"{pattern} -> {FUSED[pattern]} of lora.experts", []
     if pattern in base.family.idle:
-        raise UserError(f"{pattern!r} can't be trained: {_IDLE}", place, "leave it out")
+        raise UserError(f"{pattern!r} can't be trained: {_IDLE}", place, "leave it out", "idle-parameter")
     if pattern in _list_taken_by_peft(base):
         return (pattern,), f"{pattern} is left out: {_PEFT_TAKES}", []
     raise _explain_no_match(pattern, linears, base, place)
@@ -388,7 +388,7 @@ def _match_experts(lora: Lora, base: Base, where: Where, layers: set[str] | None
             return []
         problem = f"adapters for the routed experts of {base.family.causal_lm} are not supported"
         hint = "leave lora.experts out: lora.target_modules adapts attention and the experts that every token visits"
-        raise UserError(problem, where("lora.experts"), hint)
+        raise UserError(problem, where("lora.experts"), hint, "no-expert-adapters")
     problems: list[Problem] = []
     if lora.use_dora:
         problem = "adapters of routed experts can't be DoRA"
@@ -396,7 +396,7 @@ def _match_experts(lora: Lora, base: Base, where: Where, layers: set[str] | None
     if lora.starts_from_weights:
         problem = f"adapters of routed experts can't start by {lora.init_lora_weights}"
         hint = "leave lora.experts out, or set lora.init_lora_weights: true"
-        problems.append(Problem(problem, where("lora.init_lora_weights"), hint))
+        problems.append(Problem(problem, where("lora.init_lora_weights"), hint, "init-of-experts"))
     r = lora.experts.r if lora.experts else lora.r
     leaves = tuple(dict.fromkeys(p.name.rpartition(".")[2] for p in fused))
     targets: dict[str, Target] = {}

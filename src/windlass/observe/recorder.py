@@ -145,7 +145,9 @@ class Recorder:
         began = time.perf_counter()
         self._require_running()
         if phase not in steps.PHASES and phase != PAUSE:
-            raise UserError(f"{phase!r} is not a phase of a step", "mark", f"use one of {', '.join(steps.PHASES)}")
+            raise UserError(
+                f"{phase!r} is not a phase of a step", "mark", f"use one of {', '.join(steps.PHASES)}", "no-such-phase"
+            )
         self.progress += 1
         if phase == PAUSE and self._marks[-1][0] == PAUSE:  # an evaluation of many batches keeps one mark
             self._marks.pop()
@@ -247,7 +249,12 @@ class Recorder:
 
     def _require_running(self) -> None:
         if self._file is None:
-            raise UserError("nothing is measured yet, or no longer", "recorder", "write `with meter:` around the loop")
+            raise UserError(
+                "nothing is measured yet, or no longer",
+                "recorder",
+                "write `with meter:` around the loop",
+                "nothing-measured",
+            )
 
     def _sample_next(self, sampled: bool) -> None:
         self.sampled = sampled

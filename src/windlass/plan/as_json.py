@@ -32,7 +32,7 @@ def write_plan(plan: AnyPlan, out: Path | None) -> Path | None:
         write_json(folder / "plan.json", plan.as_dict())
     except OSError as error:
         text = f"cannot write plan.json: {error.strerror}"
-        raise UserError(text, str(error.filename or folder), "give another --out DIR") from None
+        raise UserError(text, str(error.filename or folder), "give another --out DIR", "unwritable") from None
     return folder / "plan.json"
 
 

@@ -20,7 +20,9 @@ def plan_finished_run(
     """Plan the evaluation of a finished run, after checking that its model can be stored in each of these dtypes."""
     known = ("bf16", *IN_NAMES)
     if unknown := [kind for kind in base_dtypes if kind not in known]:
-        raise UserError(f"no such dtype: {', '.join(unknown)}", "--base-dtype", f"known: {', '.join(known)}")
+        raise UserError(
+            f"no such dtype: {', '.join(unknown)}", "--base-dtype", f"known: {', '.join(known)}", "no-such-dtype"
+        )
     plans = [
         make_plan(load_finished_run(run_folder, eval_data=eval_data, ranks=ranks, base_dtype=kind), None)
         for kind in (*base_dtypes, None)
@@ -34,14 +36,18 @@ def load_finished_run(
     """Load a run's file from its manifest, changed to evaluate it again: on these ranks, with unpacked rows."""
     manifest = run_folder / MANIFEST
     if not run_folder.is_dir():
-        raise UserError("no such folder", str(run_folder), "name the folder that train.output_dir named")
+        raise UserError(
+            "no such folder", str(run_folder), "name the folder that train.output_dir named", "no-such-folder"
+        )
     try:
         tree: dict[str, Any] = read_manifest(run_folder)["run"]
         data = tree["data"]
         data |= {"packing": False, "streaming": False}
         if eval_data is not None:
             if not eval_data.exists():
-                raise UserError("there is no such file or folder", str(eval_data), "name rows with --eval-data")
+                raise UserError(
+                    "there is no such file or folder", str(eval_data), "name rows with --eval-data", "no-such-file"
+                )
             data |= {"dataset_name_or_path": str(eval_data), "dataset_config_name": None, "val_fraction": None}
             data |= {"train_split": "train", "val_split": "train", "mix": [], "eval": {}}
         elif data.get("val_split") and not data.get("val_fraction"):
@@ -50,7 +56,9 @@ def load_finished_run(
         tree["lora"]["adapter"] = None  # its keys are recorded, and its folder may be gone
     except (KeyError, TypeError):
         hint = "name the folder that train.output_dir named"
-        raise UserError("it is not a run folder: manifest.json can't be read", str(run_folder), hint) from None
+        raise UserError(
+            "it is not a run folder: manifest.json can't be read", str(run_folder), hint, "not-a-run"
+        ) from None
     if ranks is not None:
         tree["cluster"] |= {"nodes": 1, "gpus_per_node": ranks}
         tree["layout"] = {"name": "auto", "base_dtype": (tree.get("layout") or {}).get("base_dtype")}
@@ -61,7 +69,7 @@ def load_finished_run(
         run = RunFile.model_validate(tree)
     except ValueError as error:
         hint = "it was written by another version of windlass"
-        raise UserError(f"the run in it can't be read: {error}", str(manifest), hint) from None
+        raise UserError(f"the run in it can't be read: {error}", str(manifest), hint, "unreadable") from None
     sections = {name: section for name, section in tree.items() if isinstance(section, dict)}
     places = {f"{name}.{key}": f"{manifest}: run.{name}.{key}" for name, section in sections.items() for key in section}
     return Loaded(manifest, (), places, run)

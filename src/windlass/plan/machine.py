@@ -76,7 +76,9 @@ def write_machine(path: Path, kind: str, ranks: int, conditions: Mapping[str, An
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, content)
     except OSError as error:
-        raise UserError(f"can't be written: {error.strerror}", str(path), "give another --out FILE") from None
+        raise UserError(
+            f"can't be written: {error.strerror}", str(path), "give another --out FILE", "unwritable"
+        ) from None
     return content
 
 
@@ -93,7 +95,7 @@ def read_machine(path: Path, gpu: Gpu, ranks: int, where: str) -> Rates:
     except (OSError, ValueError) as error:
         what = f"can't be read as a machine file: {getattr(error, 'strerror', None) or error}"
         raise UserError(
-            f"{file} {what}", where, "write one on such a machine: `windlass calibrate --out FILE`"
+            f"{file} {what}", where, "write one on such a machine: `windlass calibrate --out FILE`", "unreadable"
         ) from None
     raise_all([*_problems(content, file, gpu, ranks)])
     rates = content["rates"]
@@ -106,17 +108,27 @@ def read_machine(path: Path, gpu: Gpu, ranks: int, where: str) -> Rates:
 def _problems(content: Any, file: str, gpu: Gpu, ranks: int) -> Iterator[Problem]:
     """Yield a problem if this version did not write the file, or if it was measured on another machine."""
     if not isinstance(content, dict) or not {"windlass", "kind", "ranks", "rates", "digest"} <= content.keys():
-        yield Problem("is not a machine file", file, "write one: `windlass calibrate --out FILE`")
+        yield Problem("is not a machine file", file, "write one: `windlass calibrate --out FILE`", "not-machine-file")
     elif content["windlass"] != __version__:
         yield Problem(
-            f"was written by windlass {content['windlass']}, this is {__version__}", f"{file}: windlass", AGAIN
+            f"was written by windlass {content['windlass']}, this is {__version__}",
+            f"{file}: windlass",
+            AGAIN,
+            "other-version",
         )
     elif content["kind"] != gpu.name:
         hint = "set cluster.gpu to what was measured, or cluster.machine to a file of this kind"
-        yield Problem(f"was measured on {content['kind']}, the run is planned for {gpu.name}", f"{file}: kind", hint)
+        yield Problem(
+            f"was measured on {content['kind']}, the run is planned for {gpu.name}",
+            f"{file}: kind",
+            hint,
+            "measured-otherwise",
+        )
     elif gpu.name == "cpu" and content["ranks"] != ranks:
         hint = f"`windlass calibrate --ranks {ranks} --out FILE`"
         what = f"was measured with {content['ranks']} ranks on the processor, the run has {ranks}, which share it"
-        yield Problem(what, f"{file}: ranks", hint)
+        yield Problem(what, f"{file}: ranks", hint, "measured-otherwise")
     elif content["digest"] != _digest(content):
-        yield Problem("was edited after it was measured: its digest is another one", f"{file}: digest", AGAIN)
+        yield Problem(
+            "was edited after it was measured: its digest is another one", f"{file}: digest", AGAIN, "edited-file"
+        )

@@ -92,7 +92,7 @@ class Plan:
             return []
         hint = "mount the volume, name the model's folder, or download it with `windlass fetch RUN`"
         text = f"{self.run.model.model_name_or_path} contains no weights"
-        return [Problem(text, self.where("model.model_name_or_path"), hint)]
+        return [Problem(text, self.where("model.model_name_or_path"), hint, "no-weights")]
 
     @property
     def disk_bytes(self) -> int | None:

@@ -99,4 +99,4 @@ def make_any_plan(loaded: Loaded | LoadedScript, accelerate: AccelerateFile | No
 def refuse_accelerate(file: Path | None) -> None:
     if file is not None:
         what = "sets how a language model is sharded, but this run is of kind: script"
-        raise UserError(what, str(file), "leave --accelerate out: a script shards by itself")
+        raise UserError(what, str(file), "leave --accelerate out: a script shards by itself", "not-for-scripts")

@@ -81,13 +81,15 @@ def choose(search: Search, request: LayoutRequest, place: str) -> Choice:
     else:
         best = choose_layout(search.compare(list_named_layouts(request, search.experts, search.kept_dtype)))
     if best is None:
+        code = "no-layout"
         text = "no layout is possible"
         hint = "leave keys of `layout` out: no layout that the run can have agrees with them"
         if not search.shards:
             model = search.work.shape.base.family.causal_lm
+            code = "not-shardable"
             text = f"{model} can't be sharded: it reads weights that FSDP2 would not have gathered"
             hint = "set layout.name: resident"
-        raise UserError(text, place, hint)
+        raise UserError(text, place, hint, code)
     choice = Choice(best, contenders, impossible)
     if request.name == AUTO:
         return choice

@@ -39,16 +39,18 @@ def check_family(run: RunFile, base: Base, where: Where) -> list[Problem]:
         text = f"the logits of {family.causal_lm} are not its head's product, which the loss is computed from"
         if family.logits is None:
             text = f"{family.causal_lm} could not be run as a tiny model, so it is unknown how its loss is computed"
-        problems.append(Problem(text, where("model.model_name_or_path"), "use a model of another family"))
+        problems.append(
+            Problem(text, where("model.model_name_or_path"), "use a model of another family", "unsupported-loss")
+        )
     if run.data.packs and family.isolates is not True:
         seen = "attend to each other (tried)" if family.isolates is False else "may attend to each other"
         text = f"packed documents would {seen} in {family.causal_lm}: packing is refused for it"
-        problems.append(Problem(text, where("data.packing"), "set data.packing: false"))
+        problems.append(Problem(text, where("data.packing"), "set data.packing: false", "unsupported-packing"))
     name = run.model.attn_implementation
     if name in ATTENTION and name not in family.attention:
         text = f"{family.causal_lm} does not take {name}"
         hint = f"leave it out, or write {' or '.join(family.attention)}"
-        problems.append(Problem(text, where("model.attn_implementation"), hint))
+        problems.append(Problem(text, where("model.attn_implementation"), hint, "unsupported-attention"))
     return problems
 
 
@@ -115,7 +117,9 @@ def check_request(
         yield Problem(text, where("layout.offload"), "leave it out, or write base_dtype: bf16", "offload-of-4-bits")
     if run.lora.modules_to_save and request.offload:
         text = "modules_to_save with offload: what is trained stays on the GPU"
-        yield Problem(text, where("lora.modules_to_save"), "leave it out, or set layout.offload: false")
+        yield Problem(
+            text, where("lora.modules_to_save"), "leave it out, or set layout.offload: false", "offload-of-trained"
+        )
 
 
 def _check_base_dtype(dtype: str | None, run: RunFile, base: Base, dtypes: BaseDtypes, place: str) -> Iterator[Problem]:

@@ -43,7 +43,10 @@ def check_links(device: torch.device) -> None:
     if total.item() != get_world_size():
         what = f"{get_world_size()} ranks added up 1 each, and got {total.item():g}"
         raise RunError(
-            what, "windlass train", "the links between GPUs or nodes lose data: run `windlass check RUN --here`"
+            what,
+            "windlass train",
+            "the links between GPUs or nodes lose data: run `windlass check RUN --here`",
+            "faulty-links",
         )
 
 
@@ -95,7 +98,9 @@ def list_first(items: Sequence[str], separator: str = "; ") -> str:
     return separator.join(items[:SHOWN]) + more
 
 
-def raise_together(problems: Sequence[str], where: str, hint: str, error: type[UserError] = UserError) -> None:
+def raise_together(
+    problems: Sequence[str], where: str, hint: str, code: str, error: type[UserError] = UserError
+) -> None:
     """Raise on every rank if any rank has a problem, so that no rank waits for the others."""
     ranks_of: dict[str, list[int]] = {}
     for number, own in enumerate(all_gather(list(problems))):
@@ -106,4 +111,4 @@ def raise_together(problems: Sequence[str], where: str, hint: str, error: type[U
             problem if len(ranks) == get_world_size() else f"{problem} (rank {', '.join(map(str, ranks))})"
             for problem, ranks in ranks_of.items()
         ]
-        raise error(list_first(lines), where, hint)
+        raise error(list_first(lines), where, hint, code)

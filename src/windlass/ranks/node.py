@@ -198,7 +198,9 @@ def require_gpus(count: int) -> None:
     if len(gpus.gpus) < count:
         why = f" ({gpus.error})" if gpus.error else ""
         hint = "see `windlass check RUN --here`; cluster.gpus_per_node is what the run needs"
-        raise RunError(f"{count} GPUs are needed; this node has {len(gpus.gpus)}{why}", "windlass train", hint)
+        raise RunError(
+            f"{count} GPUs are needed; this node has {len(gpus.gpus)}{why}", "windlass train", hint, "too-few-gpus"
+        )
 
 
 def main() -> int:

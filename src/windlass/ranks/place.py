@@ -115,6 +115,7 @@ def read_node(environ: Mapping[str, str], planned: int | None = None) -> Node:
             f"{values}: {wrong}",
             "the environment",
             "set PET_NNODES, PET_NODE_RANK (from 0) and PET_MASTER_ADDR on each node; on one: unset them and RANK",
+            "wrong-environment",
         )
     return node
 
@@ -140,7 +141,7 @@ def require_one_process_per_node(environ: Mapping[str, str]) -> None:
     """Refuse several tasks of srun on a node where each would start all of the node's ranks."""
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if not re.fullmatch(r"1(\(x\d+\))?", tasks):
-        raise UserError(f"srun must start one task per node, and starts {tasks}", "srun", EVERY_NODE)
+        raise UserError(f"srun must start one task per node, and starts {tasks}", "srun", EVERY_NODE, "tasks-per-node")
 
 
 def translate_launcher(environ: Mapping[str, str]) -> dict[str, str]:
@@ -156,13 +157,15 @@ def translate_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     local_world = re.fullmatch(r"(\d+)(\(x\d+\))?", spread)  # srun's: 8(x2)
     if local_world is None:
         hint = "start the same number on each: srun --ntasks-per-node=N"
-        raise UserError(f"{world} tasks are spread unevenly over the nodes: {spread}", "srun", hint)
+        raise UserError(f"{world} tasks are spread unevenly over the nodes: {spread}", "srun", hint, "uneven-tasks")
     if local_world[1] == "1":
         return {}
     host = environ.get("MASTER_ADDR") or ("localhost" if world == local_world[1] else find_first_host(environ))
     if not host:
         hint = 'before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        raise UserError(f"{world} tasks on several nodes, and MASTER_ADDR is not set", "srun", hint)
+        raise UserError(
+            f"{world} tasks on several nodes, and MASTER_ADDR is not set", "srun", hint, "no-master-address"
+        )
     return {
         TORCHRUN.rank: environ[launcher.rank],
         TORCHRUN.world: world,

@@ -67,6 +67,7 @@ def read_rank(environ: Mapping[str, str]) -> Rank | None:
             f"{', '.join(f'{name}={environ[name]}' for name in names if name in environ)} is not a valid rank",
             "the environment",
             f"start it with torchrun or srun, which set them all; to start it alone: unset {' '.join(names)}",
+            "wrong-environment",
         )
     status_dir = Path(environ[STATUS_DIR]) if STATUS_DIR in environ else None
     return Rank(rank, local_rank, world, status_dir, supervised=SUPERVISED in environ)
@@ -112,7 +113,9 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
             if error.errno not in FULL:
                 raise
             path = Path(error.filename or ".")
-            raise RunError(explain_write_error(path, error), hint="make room, then start again") from error
+            raise RunError(
+                explain_write_error(path, error), hint="make room, then start again", code="disk-full"
+            ) from error
     except UserError as error:
         code = 1 if isinstance(error, RunError) else RANK_USER_INPUT
         problems = [problem.as_dict() for problem in error.problems]

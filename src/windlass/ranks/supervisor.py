@@ -286,7 +286,7 @@ def _explain_end(end: End, ranks: Sequence[int], status_dir: Path) -> int:
         return 0
     if end.interrupted_save:
         hint = f"{resume}; cluster.grace_seconds is the time that ranks get"
-        raise RunError(end.cut_short, "windlass train", hint)
+        raise RunError(end.cut_short, "windlass train", hint, "interrupted-save")
     first = ranks[end.first]
     code = to_exit_code(end.codes[end.first])
     if code == SAVED:  # the others have saved too, or lost this one
@@ -304,7 +304,7 @@ def _explain_end(end: End, ranks: Sequence[int], status_dir: Path) -> int:
         phase = read_status(status_dir, f"phase-{first}") or "starting"
         hint = f"a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg); {resume}"
         problem = f"rank {first} was killed by {signal.Signals(-code).name} while {phase}"
-        raise RunError(problem, "windlass train", hint)
+        raise RunError(problem, "windlass train", hint, "killed-rank")
     tracebacks = [error for error in errors if "problems" not in error]
     explained = {error["rank"] for error in errors}
     failed = [rank for rank, code in zip(ranks, end.codes, strict=True) if code > 0 and code != SAVED]
@@ -364,4 +364,6 @@ def require_all_nodes(planned: int, where: Callable[[str], str], environ: Mappin
     if planned != nodes:
         noun = "node" if planned == 1 else "nodes"
         hint = "add --ranks N to use this machine alone, or start it with `windlass submit RUN`"
-        raise UserError(f"the run is planned for {planned} {noun}, and this is {nodes}", where("cluster.nodes"), hint)
+        raise UserError(
+            f"the run is planned for {planned} {noun}, and this is {nodes}", where("cluster.nodes"), hint, "other-nodes"
+        )

@@ -83,11 +83,15 @@ def make_empty_folder(keep: Path) -> Path:
         ours = OURS if (keep / "logs" / "plan.log").is_file() else set()
         others = sorted(path.name for path in keep.iterdir() if path.name not in ours)
         if others:
-            raise UserError(f"the folder contains other files ({others[0]} …)", f"--keep {keep}", "name a new one")
+            raise UserError(
+                f"the folder contains other files ({others[0]} …)", f"--keep {keep}", "name a new one", "folder-taken"
+            )
         for path in keep.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", f"--keep {keep}", "name another folder") from None
+        raise UserError(
+            f"cannot be written: {error.strerror}", f"--keep {keep}", "name another folder", "unwritable"
+        ) from None
     return keep.resolve()
 
 

@@ -125,7 +125,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
                         break
         if rows.get("validation") == []:
             raise UserError(
-                f"{data.validation_split} has no rows", where("data.val_split"), "name a split that has some"
+                f"{data.validation_split} has no rows", where("data.val_split"), "name a split that has some", "no-rows"
             )
         taken.append(rows)
     if len(selections) == len(sets):
@@ -270,7 +270,7 @@ def check_ends(documents: Documents, tokenizer: Any, base: Base, longest: int, w
     problem += f"{stopping}; most end with {spell(token for token, _ in usual)}"
     hint = "let the chat template close the assistant's turn with eos_token, or [[ ]] reach the end of the template; "
     hint += "or put the rows' last token into eos_token_id of the model's generation_config.json"
-    raise UserError(problem, where("model.model_name_or_path"), hint)
+    raise UserError(problem, where("model.model_name_or_path"), hint, "never-stops")
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def command_line(*arguments: str) -> list[str]:
 def format_failed_checks(results: Sequence[Mapping[str, Any]]) -> str:
     """Return failed checks as errors, instead of `windlass check`'s table."""
     return format_errors(
-        Problem(each["seen"], each["where"] or each["name"], each["hint"])
+        Problem(each["seen"], each["where"] or each["name"], each["hint"], "failed-check")
         for each in results
         if each["verdict"] == "fail"
     )
@@ -180,7 +180,7 @@ def check(r: Rehearsal) -> Iterator[str]:
     folder = Path(loaded.run.folder)
     if is_finished(folder):
         hint = "name another train.output_dir, or remove it"
-        problem = Problem(f"{folder} contains a finished run", loaded.where("train.output_dir"), hint)
+        problem = Problem(f"{folder} contains a finished run", loaded.where("train.output_dir"), hint, "finished-run")
         raise Failed(format_errors([problem]), USER_INPUT)
     # `local` would expect the folders and libraries of other machines on this one.
     missing = cluster.gpu != "cpu" and len(read_this_machine().gpus) < r.plan["layout"]["gpus_per_node"]

@@ -63,7 +63,9 @@ def read_run_file(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     loaded = read_any(path, overrides)
     if isinstance(loaded, LoadedScript):
         hint = "scripts have plan, check, train, submit, watch and report"
-        raise UserError("this command is for language models, not for `kind: script`", loaded.where("kind"), hint)
+        raise UserError(
+            "this command is for language models, not for `kind: script`", loaded.where("kind"), hint, "not-for-scripts"
+        )
     return loaded
 
 

@@ -250,7 +250,9 @@ def read_preset(preset: str = "mistral-small-4") -> str:
     texts = read_presets()
     if preset not in texts:
         near = find_close_names(preset, texts) or texts
-        raise UserError(f"there is no preset {preset!r}", "windlass init", f"choose {', '.join(near)}")
+        raise UserError(
+            f"there is no preset {preset!r}", "windlass init", f"choose {', '.join(near)}", "no-such-preset"
+        )
     return texts[preset]
 
 

@@ -60,12 +60,19 @@ def rank_checkpoints(
     faults = collectives.run_on_rank_0(lambda: {folder: find_damage(folder) for folder in saved})
     intact = [folder for folder, fault in faults.items() if not fault]
     if not intact:
-        raise UserError("there is no intact checkpoint", str(run_folder / CHECKPOINTS), "let the run save one")
+        raise UserError(
+            "there is no intact checkpoint",
+            str(run_folder / CHECKPOINTS),
+            "let the run save one",
+            "no-intact-checkpoint",
+        )
     here.phase("preparing the data")
     tokenizer = open_base_tokenizer(plan)
     data = prepare_data(run, tokenizer, where=plan.where, cache=run_folder / "tokens", say=console.print)
     if data.validation is None or len(data.validation) < 2:
-        raise UserError("there are no rows to compare on", str(run_folder), "name some with --eval-data FILE")
+        raise UserError(
+            "there are no rows to compare on", str(run_folder), "name some with --eval-data FILE", "no-rows"
+        )
     batches = make_validation_batches(plan, data, tokenizer.pad_token_id)
 
     def evaluate(base_dtype: str, folders: Sequence[Path], suffix: str = "") -> dict[str, Rows]:

@@ -33,6 +33,7 @@ def require_device(plan: Plan) -> None:
             f"(driver {gpus.driver or gpus.error})",
             plan.where("cluster.gpu"),
             "see `windlass check RUN --here`; to train on the CPU set cluster.gpu: cpu",
+            "no-usable-gpu",
         )
 
 
@@ -53,7 +54,9 @@ def create_process_group(
     if not dist.is_initialized():
         if here.world > 1 and not os.environ.get("MASTER_ADDR"):
             problem = f"{here.world} ranks, and MASTER_ADDR is not set: they can't find each other"
-            raise UserError(problem, "the environment", "set it to rank 0's host, on all ranks; torchrun does")
+            raise UserError(
+                problem, "the environment", "set it to rank 0's host, on all ranks; torchrun does", "no-master-address"
+            )
         os.environ.setdefault("MASTER_PORT", "29500")
         backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
         connected: Future[None] = Future()
@@ -95,6 +98,7 @@ def choose_gpu(local_rank: int, visible: int) -> int:
             f"rank {local_rank} of this node has no GPU of its own: it sees {visible}",
             GPUS_PER_NODE,
             "start as many ranks on a node as it has GPUs",
+            "too-few-gpus",
         )
     return local_rank % visible
 
@@ -109,6 +113,7 @@ def require_own_gpus(gpus: list[str]) -> None:
                 f"rank {first} and rank {rank} see the same GPU, {gpu}",
                 GPUS_PER_NODE,
                 "start as many ranks on a node as it has GPUs, and let each see its own or all of them",
+                "same-gpu",
             )
 
 
@@ -140,7 +145,7 @@ def require_same_plan(plan: Plan, identity: str) -> None:
     elif differing.keys() <= choices.keys():
         hint = "the nodes differ: set the layout and the batch in the run file, so that the plan has nothing to choose"
     differences = "; ".join(f"{name} is {values}" for name, values in differing.items())
-    raise UserError(f"the ranks plan different runs: {differences}", plan.where("cluster.gpu"), hint)
+    raise UserError(f"the ranks plan different runs: {differences}", plan.where("cluster.gpu"), hint, "plans-differ")
 
 
 def find_differences(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -34,7 +34,7 @@ def init_from_weights(model: nn.Module, how: str) -> None:
         r = module.r[ADAPTER_NAME] // 2
         if r > min(weight.shape):
             problem = f"{how} with rank {r}, and the weight of {name} has only rank {min(weight.shape)}"
-            raise UserError(problem, "lora.r", f"set lora.r to {min(weight.shape)} or less")
+            raise UserError(problem, "lora.r", f"set lora.r to {min(weight.shape)} or less", "rank-above-weights")
         a, b = (factor.contiguous() for factor in compute_factors(weight, r, module.scaling[ADAPTER_NAME], how))
         if dist.is_initialized():
             dist.broadcast(a, 0)

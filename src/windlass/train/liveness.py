@@ -129,6 +129,7 @@ class Liveness:
                 f"{tensors} not training: {fault}: {collectives.list_first(names, ', ')}",
                 self.where,
                 "nothing was saved; a module that the forward pass never uses, or a frozen path to it, does this",
+                "not-training",
             )
 
 

@@ -92,26 +92,26 @@ def load_base(
             unlike.append(f"{name} is not a parameter of {base.family.causal_lm}")
         elif unquantized_shape(name, targets[name].shape, quantized) != tuple(parameter.shape):
             unlike.append(f"{name} is {list(targets[name].shape)} in the model, {list(parameter.shape)} on disk")
-    raise_together(unlike, where, ANOTHER)
-    raise_together(find_untied_heads(base, get_rank(), get_world_size()), where, UNTIE)
+    raise_together(unlike, where, ANOTHER, "unlike-checkpoint")
+    raise_together(find_untied_heads(base, get_rank(), get_world_size()), where, UNTIE, "untied-head")
     if parallel.is_sharded(layout) and layout.shard > layout.gpus_per_node:  # else each node reads everything
-        raise_together(find_other_copies(base), where, UNEQUAL)
+        raise_together(find_other_copies(base), where, UNEQUAL, "copies-differ")
     errors: dict[str, list[float]] = {}
     blanks = Blanks()
     problems, bytes_read, parts = read_all(targets, base, quantized, errors, blanks)
-    raise_together(problems, where, DAMAGED)
+    raise_together(problems, where, DAMAGED, "damaged-weights")
     digest, problems = combine_digests(all_gather(parts))
-    raise_together(problems, where, UNEQUAL)
-    raise_together(find_fetch_differences(base, digest), where, FETCH_AGAIN.format(folder=where))
+    raise_together(problems, where, UNEQUAL, "copies-differ")
+    raise_together(find_fetch_differences(base, digest), where, FETCH_AGAIN.format(folder=where), "not-as-fetched")
     damage, notes = judge_blanks(base, all_gather(blanks.rows()), tokens)
     if has_published_digest(base):  # the publisher's own
         notes = [*damage, *notes]
         damage = []
-    raise_together(damage, where, DAMAGED)
+    raise_together(damage, where, DAMAGED, "damaged-weights")
     wrong, checked = check_parameters(targets, base, get_rank(), quantized)
-    raise_together(wrong, where, FAULTY, RunError)
+    raise_together(wrong, where, FAULTY, "loaded-wrong", RunError)
     buffers = parallel.list_true_buffers(base, dtype, attn_implementation)
-    raise_together(check_buffers(model, buffers), where, UNSET, RunError)
+    raise_together(check_buffers(model, buffers), where, UNSET, "loaded-wrong", RunError)
     checked["buffers"] = len(buffers)
     model.requires_grad_(False)
     measured = {

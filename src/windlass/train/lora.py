@@ -68,6 +68,7 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
                 f"{lora.adapter} is not a complete adapter of this model: {odd[0]}",
                 "lora.adapter",
                 "name a folder that final/ or checkpoints/step-N of a run with the same model and lora section left",
+                "incomplete-adapter",
             )
     if lora.starts_from_weights and not lora.adapter:
         init_from_weights(peft_model, str(lora.init_lora_weights))
@@ -110,7 +111,7 @@ def unfreeze_modules(peft_model: PeftModel, lora: Lora, adapter: Adapter) -> Non
         owner = model.get_submodule(name.rpartition(".")[0])
         if get_formats(owner):
             what = f"{name} is stored in fewer bits, and can't be trained"
-            raise UserError(what, "lora.modules_to_save", "set layout.base_dtype: bf16")
+            raise UserError(what, "lora.modules_to_save", "set layout.base_dtype: bf16", "not-trainable-in-full")
         owner.weight.requires_grad_(True)
         if isinstance(owner, nn.Embedding):  # keep the layers' compute dtype
             owner.register_forward_hook(partial(_cast_output, model.config.dtype))
@@ -179,4 +180,4 @@ def require_planned(model: PeftModel, adapter: Adapter) -> None:
     if not wrong and trainable != adapter.trainable:
         wrong.append(f"{trainable:,} trainable parameters, the plan says {adapter.trainable:,}")
     hint = "the plan and the model disagree, a bug in windlass: report it with the output of `windlass plan RUN --json`"
-    raise_all([Problem(difference, "lora.target_modules", hint) for difference in wrong[:8]])
+    raise_all([Problem(difference, "lora.target_modules", hint, "plan-disagrees") for difference in wrong[:8]])

@@ -132,7 +132,7 @@ def router_loss_weight(model: PreTrainedModel, coefficient: float | None = None)
     config = model.config.get_text_config()
     if coefficient and not hasattr(config, "output_router_logits"):
         problem = f"{type(model).__name__} has no balancing loss of its router to weight"
-        raise UserError(problem, "train.router_aux_loss_coef", "leave it out")
+        raise UserError(problem, "train.router_aux_loss_coef", "leave it out", "no-balancing-loss")
     if coefficient is not None or not getattr(config, "output_router_logits", False):
         return coefficient or 0.0
     return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)

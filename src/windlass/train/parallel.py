@@ -60,6 +60,7 @@ def build_model(
             f"but {collectives.get_world_size()} were started",
             "layout",
             "start one process per rank, or change cluster.nodes and cluster.gpus_per_node",
+            "other-ranks",
         )
     # Tried: 2.12 briefly gives every sharded parameter a gradient, which bytes can't have; 2.13 does not.
     if is_sharded(layout) and layout.base_dtype != "bf16" and torch.__version__ < "2.13":
@@ -67,7 +68,7 @@ def build_model(
             f"torch {torch.__version__} can't shard a base that is stored in {layout.base_dtype.upper()}: 2.13 can"
         )
         raise UserError(
-            problem, products.WHERE, f"{products.HINT}, set layout.name: resident, or install a newer torch"
+            problem, products.WHERE, f"{products.HINT}, set layout.name: resident, or install a newer torch", "too-old"
         )
     config = make_config(base, dtype, attn_implementation)
     model_class = getattr(transformers, base.family.causal_lm)
@@ -252,4 +253,5 @@ def assert_sharded(model: torch.nn.Module, layout: Layout) -> None:
             f"the base is not sharded as {layout.name} plans it: {collectives.list_first(wrong)}",
             "layout",
             "nothing may move parameters between loading and the first step",
+            "plan-disagrees",
         )

@@ -244,13 +244,15 @@ def prepare_on_all_ranks(
     )
     differing = find_differences(collectives.all_gather({"inputs": data.inputs, "tokens": data.fingerprint}))
     if "tokens" in differing:
+        code = "data-differs"
         problem = f"the ranks have different data, though the run file names the same: {differing['tokens']}"
         hint = "give all nodes the same files and the same tokenizer"
         if "inputs" not in differing:
+            code = "tokens-differ"
             problem = f"the ranks make different tokens of the same files: {differing['tokens']}"
             hint = "a chat template that writes the date needs the same date on all nodes, or one folder for tokens: "
             hint += "put train.output_dir on a shared volume"
-        raise UserError(problem, plan.where("data.dataset_name_or_path"), hint)
+        raise UserError(problem, plan.where("data.dataset_name_or_path"), hint, code)
     return data
 
 

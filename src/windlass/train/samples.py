@@ -153,13 +153,15 @@ def read_prompts(
         if settings.chat:
             if not tokenizer.chat_template:
                 hint = "leave chat out: no chat template wrote the rows"
-                raise UserError("the tokenizer has no chat template", where("train.sample.chat"), hint)
+                raise UserError(
+                    "the tokenizer has no chat template", where("train.sample.chat"), hint, "no-chat-template"
+                )
             turn = [{"role": "user", "content": text}]
             rendered = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
         ids = tokenizer(rendered, add_special_tokens=not settings.chat)["input_ids"]
         if not 0 < len(ids) < max_length:
             problem = f"the prompt {text[:40]!r} has {len(ids)} tokens, and rows may have {max_length}"
-            raise UserError(problem, where(key), "shorten it, or raise data.max_length")
+            raise UserError(problem, where(key), "shorten it, or raise data.max_length", "prompt-too-long")
         prompts.append(Prompt(text, ids))
     return prompts
 

@@ -89,7 +89,7 @@ def run_script(
             lost=lost,
         )
         if watch and watch.why:
-            raise RunError(watch.why, "watch", f"see alarms.jsonl in {folder} and the report")
+            raise RunError(watch.why, "watch", f"see alarms.jsonl in {folder} and the report", "stopped-by-watch")
         code = _explain_end(plan, end, environs)
         if watch:
             run_folder.update_manifest(folder, state=run_folder.STOPPED if code == SAVED else run_folder.FINISHED)
@@ -122,10 +122,15 @@ def _claim_run_folder(plan: ScriptPlan, *, resume: bool) -> Iterator[None]:
         state = before.get("state")
         if state == run_folder.FINISHED:
             hint = "name another script.output_dir, or remove the folder to start over"
-            raise UserError(f"{folder} contains a finished run", where, hint)
+            raise UserError(f"{folder} contains a finished run", where, hint, "finished-run")
         if state and not resume:
             hint = "add --resume to start the script in it again, or name another script.output_dir"
-            raise UserError(f"{folder} contains an unfinished run ({state} {before.get('began', '')})", where, hint)
+            raise UserError(
+                f"{folder} contains an unfinished run ({state} {before.get('began', '')})",
+                where,
+                hint,
+                "unfinished-run",
+            )
         described = plan.as_dict()
         write_json(folder / run_folder.PLAN, described)
         facts = {
@@ -150,7 +155,7 @@ def _explain_end(plan: ScriptPlan, end: supervisor.End, environs: Sequence[Mappi
     where = plan.where("script.path" if plan.run.script.path else "script.module")
     if end.interrupted_save:
         hint = "cluster.grace_seconds is the time that a script gets to save in after SIGTERM"
-        raise RunError(end.cut_short, where, hint)
+        raise RunError(end.cut_short, where, hint, "interrupted-save")
     if end.first is None:
         return 0
     code = end.codes[end.first]
@@ -158,13 +163,15 @@ def _explain_end(plan: ScriptPlan, end: supervisor.End, environs: Sequence[Mappi
     if code == SAVED:
         return SAVED
     if code == RANK_USER_INPUT:
-        raise UserError(f"rank {rank} reports wrong input (exit code {code})", where, "see its output above")
+        raise UserError(
+            f"rank {rank} reports wrong input (exit code {code})", where, "see its output above", "rank-refused"
+        )
     if code < 0:
         hint = f"a script that saves on SIGTERM and exits with {SAVED} is recorded as saved; "
         hint += "a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg)"
-        raise RunError(f"rank {rank} ended with {signal.Signals(-code).name}", where, hint)
+        raise RunError(f"rank {rank} ended with {signal.Signals(-code).name}", where, hint, "killed-rank")
     hint = f"see its output above; it was: {shlex.join(plan.command)}"
-    raise RunError(f"rank {rank} ended with exit code {code}", where, hint)
+    raise RunError(f"rank {rank} ended with exit code {code}", where, hint, "rank-failed")
 
 
 def _say(text: str) -> None:

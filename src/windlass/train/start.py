@@ -77,13 +77,16 @@ def require_inputs(plan: AnyPlan) -> None:
         path = plan.run.script.path
         if path is not None and not Path(path).is_file():
             hint = f"the path is relative to the folder that the run is started in, here {Path.cwd()}"
-            raise UserError(f"there is no file {path}", plan.where("script.path"), hint)
+            raise UserError(f"there is no file {path}", plan.where("script.path"), hint, "no-such-file")
         return
     from windlass.data.inputs import find_absent_data, find_absent_files
 
     where = plan.where("train.report_to")
     absent = find_absent_trackers(plan.run.train.report_to)
-    trackers = [Problem(f"{name} is not installed", where, f"{how}, or take it out") for name, how in absent.items()]
+    trackers = [
+        Problem(f"{name} is not installed", where, f"{how}, or take it out", "not-installed")
+        for name, how in absent.items()
+    ]
     files = [
         problem
         for _, problem in (*find_absent_data(plan.run.data, plan.where), *find_absent_files(plan.run, plan.where))

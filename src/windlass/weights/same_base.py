@@ -125,9 +125,11 @@ def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) ->
     try:
         total = format_digest(sum_digests(base, advance=advance))
     except (DamagedError, OSError) as error:
-        raise UserError(f"it can't be read: {error}", str(base.path), "fetch the base model again") from None
+        raise UserError(
+            f"it can't be read: {error}", str(base.path), "fetch the base model again", "unreadable"
+        ) from None
     for problem in find_fetch_differences(base, total):
-        raise UserError(problem, str(base.path), FETCH_AGAIN.format(folder=base.path))
+        raise UserError(problem, str(base.path), FETCH_AGAIN.format(folder=base.path), "not-as-fetched")
     return total
 
 

@@ -67,7 +67,9 @@ def run(
             return subprocess.run(command, text=True, check=False)
         done = subprocess.run(command, input=feed, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise RunError(f"no answer within {SECONDS} s", " ".join(command), "is the cluster reachable?") from None
+        raise RunError(
+            f"no answer within {SECONDS} s", " ".join(command), "is the cluster reachable?", "no-answer"
+        ) from None
     except OSError as error:
         what = f"kubectl can't be run: {error.strerror}"
         raise UserError(what, "PATH", "install it; submit --dry-run needs none", "no-client") from None
@@ -75,7 +77,7 @@ def run(
     unreachable = UNREACHABLE.search(done.stderr)
     if done.returncode and (check or unreachable):
         text = unreachable[0] if unreachable else done.stderr or f"ended with {done.returncode}"
-        raise RunError(text, " ".join(command[:6]), OTHER_VERSION if "unknown field" in text else HINT)
+        raise RunError(text, " ".join(command[:6]), OTHER_VERSION if "unknown field" in text else HINT, "client-failed")
     return done
 
 

@@ -134,7 +134,7 @@ def status(record: Record) -> int:
 
 def logs(record: Record, *, follow: bool) -> int:  # noqa: ARG001
     hint = f"look there; `windlass watch {record.run}` shows its progress"
-    raise UserError("its output is in the terminal where it was started", str(record.path), hint)
+    raise UserError("its output is in the terminal where it was started", str(record.path), hint, "no-log")
 
 
 def stop(record: Record) -> int:

@@ -290,7 +290,9 @@ def review(job: Job) -> Iterator[Problem | str]:
         if volume.read_only or (volume.sub_path and not volume.config_map):
             where = job.where(f"cluster.volumes[{index}]")
             hint = "mount the whole volume, read and write"
-            yield Problem("Run:ai's command line mounts no part of a volume, and none read-only", where, hint)
+            yield Problem(
+                "Run:ai's command line mounts no part of a volume, and none read-only", where, hint, "not-on-platform"
+            )
     yield from openshift.find_scc_problems(job, "runai")
     if cluster.deadline_seconds:
         yield "cluster.deadline_seconds has no effect on Run:ai: the project's policy has time limits"
@@ -333,4 +335,4 @@ def _pass_on(record: Record, verb: str, *more: str) -> int:
         words = client_command(facts["name"], facts["nodes"], facts["project"], verb, *more)
         return subprocess.run(words, check=False).returncode
     except OSError as error:
-        raise UserError(f"runai can't be run: {error.strerror}", "PATH", "install it") from None
+        raise UserError(f"runai can't be run: {error.strerror}", "PATH", "install it", "no-client") from None

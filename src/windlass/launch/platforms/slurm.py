@@ -178,7 +178,7 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
     done = run_command("sbatch", "--parsable", str(folder / BATCH))
     if done.returncode:
         hint = "the options come from `cluster` in the run file: `windlass explain cluster` prints its keys"
-        raise RunError(done.stderr.strip() or f"sbatch ended with {done.returncode}", by_hand, hint)
+        raise RunError(done.stderr.strip() or f"sbatch ended with {done.returncode}", by_hand, hint, "client-failed")
     number = done.stdout.strip().partition(";")[0]
     keep_record(job, "slurm", folder, number=number)
     say(f"submitted as job {number}; its log: {folder}/slurm-{number}.log")
@@ -189,17 +189,19 @@ def run_command(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise RunError(f"no answer within {SECONDS} s", " ".join(command), "ask Slurm again later") from None
+        raise RunError(
+            f"no answer within {SECONDS} s", " ".join(command), "ask Slurm again later", "no-answer"
+        ) from None
     except OSError as error:
         hint = "run this where Slurm's commands are"
-        raise UserError(f"{command[0]} can't be run: {error.strerror}", "PATH", hint) from None
+        raise UserError(f"{command[0]} can't be run: {error.strerror}", "PATH", hint, "no-client") from None
 
 
 def query_squeue(number: str, form: str) -> str:
     """Query the state of a job; empty once it has ended."""
     done = run_command("squeue", f"--jobs={number}", "--noheader", f"--format={form}")
     if done.returncode and "Invalid job id" not in done.stderr:
-        raise RunError(done.stderr.strip(), "squeue", "ask Slurm again later")
+        raise RunError(done.stderr.strip(), "squeue", "ask Slurm again later", "client-failed")
     return done.stdout.strip()
 
 
@@ -250,7 +252,7 @@ def stop(record: Record) -> int:
         if not done.returncode:
             done = run_command("scancel", "--signal=USR1", number)
     if done.returncode:
-        raise RunError(done.stderr.strip(), f"job {number}", f"scancel --signal=USR1 {number}")
+        raise RunError(done.stderr.strip(), f"job {number}", f"scancel --signal=USR1 {number}", "client-failed")
     saves = "is stopping: its ranks save, and `windlass submit RUN` resumes from there"
     record.say(f"job {number} {saves if state == 'RUNNING' else 'is taken from the queue'}")
     return 0

@@ -71,7 +71,9 @@ def make_report(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
         write_atomic(report.json, json.dumps(report.as_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
         write_atomic(report.html, render_page(runs))
     except OSError as error:
-        raise UserError(f"can't write there: {error.strerror}", str(folder), "name another folder with --out") from None
+        raise UserError(
+            f"can't write there: {error.strerror}", str(folder), "name another folder with --out", "unwritable"
+        ) from None
     return report
 
 

@@ -95,7 +95,7 @@ def read_run(folder: Path, points: int = 480) -> Run:
     if not paths:
         problem = "holds no steps-rank*.jsonl" if folder.is_dir() else "is not a folder"
         hint = "give a run folder: the output_dir of a run that has begun"
-        raise UserError(problem if folder.exists() else "is not there", str(folder), hint)
+        raise UserError(problem if folder.exists() else "is not there", str(folder), hint, "not-a-run")
 
     absent: list[str] = []
     lead: Columns | None = None

@@ -66,7 +66,7 @@ class AlarmError(RunError):
     """An alarm that ends the run. `logged`: it is in alarms.jsonl already."""
 
     def __init__(self, kind: str, problem: str, where: str, hint: str, *, logged: bool = False) -> None:
-        super().__init__(problem, where, hint)
+        super().__init__(problem, where, hint, "stopped-by-watch")
         self.kind = kind
         self.logged = logged
 

@@ -55,7 +55,7 @@ class View:
             problem = "is not a folder" if folder.exists() else "is not there"
             if folder.is_dir():
                 problem = "holds no run"
-            raise UserError(problem, str(folder), "give a run folder: the output_dir of a run")
+            raise UserError(problem, str(folder), "give a run folder: the output_dir of a run", "not-a-run")
         self.folder = folder
         self.joined = JoinedSteps(folder, 0)
         self.alarm_lines = Tail(folder / run_folder.ALARMS)

@@ -61,7 +61,7 @@ class MetricsServer:
             self.server = ThreadingHTTPServer((address, port), Handler)
         except OSError as error:
             problem = f"can't listen on {address}:{port}: {error.strerror}"
-            raise UserError(problem, "watch.prometheus_port", "choose a free port") from None
+            raise UserError(problem, "watch.prometheus_port", "choose a free port", "cannot-listen") from None
         self.thread = threading.Thread(target=self.server.serve_forever, name="windlass prometheus", daemon=True)
         self.thread.start()
 

@@ -145,7 +145,7 @@ class RunWatch:
     def _leave(self, message: str) -> None:
         """End this rank: in a stall ranks can't be asked to stop."""
         hint = f"the stacks of all ranks are in {self.folder}; continue with --resume"
-        self.on_stall(Problem(message, "watch.stall", hint))
+        self.on_stall(Problem(message, "watch.stall", hint, "stopped-by-watch"))
         os._exit(1)
 
 

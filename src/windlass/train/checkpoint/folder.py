@@ -87,7 +87,7 @@ def find_intact_best(checkpoints: Path) -> Path | None:
     damage = find_damage(best)
     if damage:
         hint = "the last one is intact: `windlass best RUN_DIR` ranks those that are left"
-        raise RunError(f"the best checkpoint can't be used: {damage}", str(best), hint)
+        raise RunError(f"the best checkpoint can't be used: {damage}", str(best), hint, "damaged-checkpoint")
     return best
 
 

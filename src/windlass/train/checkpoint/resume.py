@@ -93,13 +93,13 @@ def claim_run_folder(
     state = before.get("state")
     if state == run_folder.FINISHED:
         hint = "name another train.output_dir, or remove the folder to start over"
-        raise UserError(f"{folder} contains a finished run", where, hint)
+        raise UserError(f"{folder} contains a finished run", where, hint, "finished-run")
     has_steps = any(path.stat().st_size for path in run_folder.find_step_files(folder).values())
     begun = bool(list_checkpoints(checkpoints)) or (bool(state) and has_steps)
     if begun and not resume:
         problem = f"{folder} contains an unfinished run ({state or 'begun'} {before.get('began', '')})"
         hint = "add --resume to continue it, name another train.output_dir, or remove the folder to start over"
-        raise UserError(problem, where, hint)
+        raise UserError(problem, where, hint, "unfinished-run")
     usable = find_newest_intact(checkpoints, where) if begun else None
     now = describe_run(plan, identity)
     if begun:  # a run that failed before its first step has nothing to compare with
@@ -137,6 +137,7 @@ def find_newest_intact(checkpoints: Path, where: str) -> Path | None:
             f"none of {len(newest_first)} checkpoints in {checkpoints} can be used; {newest.name}: {damages[newest]}",
             where,
             "remove the folder to start over",
+            "no-intact-checkpoint",
         )
     for folder in newest_first[: newest_first.index(intact)]:
         # Renamed, so that it is neither used nor counted.
@@ -168,6 +169,7 @@ def _require_same_run(
             f"was {json.dumps(then[section][key])} when this run began, is {json.dumps(value)} now",
             plan.where(f"{section}.{key}"),
             back,
+            "changed-setting",
         )
         for section, values in now["run"].items()
         if section not in FREE
@@ -178,16 +180,18 @@ def _require_same_run(
     if had and had != now["sequences"]:
         problem = f"an optimizer step had {had} sequences when this run began, and would have {now['sequences']} now"
         hint = f"set train.global_batch_size: {had}, which holds on any number of ranks"
-        problems.append(Problem(problem, plan.where("train.global_batch_size"), hint))
+        problems.append(Problem(problem, plan.where("train.global_batch_size"), hint, "other-batch-size"))
     dtype_then, dtype_now = [(facts.get("layout") or {}).get("base_dtype", "bf16") for facts in (before, now)]
     # bf16 and fp8 hold the same weights.
     if dtype_then != dtype_now and (dtype_then in FOUR_BITS or dtype_now in FOUR_BITS):
         stored = f"the base was stored in {dtype_then} when this run began, and would be in {dtype_now} now"
         hint = f"set layout.base_dtype: {dtype_then}, or train into another folder than {folder}"
-        problems.append(Problem(f"{stored}: other weights", plan.where("layout.base_dtype"), hint))
+        problems.append(Problem(f"{stored}: other weights", plan.where("layout.base_dtype"), hint, "other-base-dtype"))
     if before.get("base", now["base"]) != now["base"] and not allow_other_base:
         problem = "the base model's files are not those this run began with"
-        problems.append(Problem(problem, plan.where("model.model_name_or_path"), f"{back}, or add {FLAG}"))
+        problems.append(
+            Problem(problem, plan.where("model.model_name_or_path"), f"{back}, or add {FLAG}", "other-base")
+        )
     raise_all(problems)
 
 
@@ -198,13 +202,15 @@ def require_same_data(resumed: Path | None, data: Mapping[str, str], plan: Plan)
         return
     problem = "the data are not those this run began with, though the run file names the same"
     hint = "put the files (and the tokenizer) back as they were, or train into another folder"
+    code = "other-data"
     if then.get("inputs") == data["inputs"]:
+        code = "other-tokens"
         problem = "the same files make other tokens than when this run began"
         hint = (
             "a chat template that writes the date needs the tokens of then: put the folder `tokens` of the run back, "
         )
         hint += "or train into another folder"
-    raise UserError(problem, plan.where("data.dataset_name_or_path"), hint)
+    raise UserError(problem, plan.where("data.dataset_name_or_path"), hint, code)
 
 
 def require_steps_left(resumed: Path, total: int, plan: Plan) -> None:
@@ -213,7 +219,12 @@ def require_steps_left(resumed: Path, total: int, plan: Plan) -> None:
     if step > total:
         key = "max_steps" if plan.run.train.max_steps > 0 else "num_train_epochs"
         hint = f"make it longer, or take what {resumed.name} has: `windlass export {resumed} --to FOLDER`"
-        raise UserError(f"the run has {total} steps now, and has reached step {step}", plan.where(f"train.{key}"), hint)
+        raise UserError(
+            f"the run has {total} steps now, and has reached step {step}",
+            plan.where(f"train.{key}"),
+            hint,
+            "no-steps-left",
+        )
 
 
 def explain_other_length(resumed: Path, total: int) -> str:
@@ -255,7 +266,7 @@ def fingerprint_base(base: Base) -> str:
         digest.update(sample)
         if path.name in fetched and fetched[path.name] != hashlib.blake2b(sample).hexdigest():
             problem = "is not the file whose SHA-256 was compared with the hub's when it was fetched"
-            raise UserError(problem, str(path), FETCH_AGAIN.format(folder=base.path))
+            raise UserError(problem, str(path), FETCH_AGAIN.format(folder=base.path), "not-as-fetched")
     for code in sorted(base.path.glob("*.py")) if base.path else ():
         digest.update(code.name.encode() + code.read_bytes())
     return digest.hexdigest()
@@ -312,4 +323,6 @@ def record_failure(folder: Path) -> Iterator[None]:
         kept = list_checkpoints(folder / run_folder.CHECKPOINTS)
         newest = f"it continues from {kept[-1].name}" if kept else "no checkpoint was saved"
         hint = f"make room, then run again with --resume: {newest}"
-        raise RunError(explain_write_error(Path(error.filename or folder), error), str(folder), hint) from error
+        raise RunError(
+            explain_write_error(Path(error.filename or folder), error), str(folder), hint, "disk-full"
+        ) from error

@@ -54,6 +54,7 @@ class Saver:
                 f"{len(differing)} adapter tensors differ between ranks, the first is {differing[0]}",
                 str(self.folder),
                 "nothing was saved; a rank with faulty memory or other library versions does this",
+                "adapters-differ",
             )
         began = time.monotonic()
         evaluation = {"eval_loss": state.eval_loss, "evaluation_due": state.evaluation_due}
@@ -77,6 +78,7 @@ class Saver:
                 f"step {state.step} could not be saved: {failure}",
                 str(self.checkpoints),
                 f"{before}; make room, then run again with --resume",
+                "save-failed",
             )
 
     def explain_row_error(self, error: RowError, step: int) -> UserError:
@@ -87,7 +89,7 @@ class Saver:
             folder = self.checkpoints / name_checkpoint(step)
             hint += f". Then go on from the adapter of step {step}: `windlass train RUN --override"
             hint += f" train.output_dir={self.folder}-2 --override lora.adapter={folder}`"
-        return UserError(f"{problem.problem} (met in step {step + 1} of the stream)", problem.where, hint)
+        return UserError(f"{problem.problem} (met in step {step + 1} of the stream)", problem.where, hint, problem.code)
 
     def start_writing(self, snapshot: Snapshot, copying_seconds: float = 0.0) -> None:
         """Start writing, after the previous checkpoint is written."""

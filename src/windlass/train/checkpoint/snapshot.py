@@ -216,6 +216,7 @@ def write_adapter(state: dict[str, Tensor], config: PeftConfig, folder: Path) ->
             f"{len(differing)} tensors in {folder / ADAPTER} are not what was written: {differing[0]}",
             str(folder),
             "the storage, its driver or this node's memory changed it",
+            "not-as-written",
         )
 
 
@@ -251,6 +252,7 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
             f"{folder} contains another adapter than this run's: {wrong[0]}",
             str(folder),
             "train into a new folder, or put the lora section back as it was",
+            "other-adapter",
         )
 
 
@@ -266,12 +268,12 @@ def require_intact(adapter: Path) -> None:
         damage = f"{', '.join(changed)}: not what was written" if changed else ""
     if damage:
         hint = f"copy the folder again; if the change is meant, remove {sealed_by} from it"
-        raise UserError(damage, str(adapter), hint)
+        raise UserError(damage, str(adapter), hint, "not-as-written")
     with safe_open(adapter / ADAPTER, "pt") as file:
         for name in file.keys():  # noqa: SIM118
             if not bool(file.get_tensor(name).isfinite().all()):
                 problem = f"{name} contains values that are not finite numbers"
-                raise UserError(problem, str(adapter / ADAPTER), "take an earlier checkpoint of the run")
+                raise UserError(problem, str(adapter / ADAPTER), "take an earlier checkpoint of the run", "not-finite")
 
 
 class ExpertGatherer:
@@ -297,6 +299,7 @@ class ExpertGatherer:
                 f"the optimizer's {key} of {name} is not of its shape: split experts' can't be put together",
                 "train.optim",
                 "use adamw_torch",
+                "optimizer-shape",
             )
         return part
 

@@ -80,4 +80,6 @@ def refuse_experts(experts: object) -> None:
     """Raise for experts whose products can't be kept."""
     if keeps_products():
         problem = f"the products of {type(experts).__name__} can't be kept"
-        raise UserError(problem, "train.gradient_checkpointing", "set train.gradient_checkpointing: true")
+        raise UserError(
+            problem, "train.gradient_checkpointing", "set train.gradient_checkpointing: true", "kept-products"
+        )

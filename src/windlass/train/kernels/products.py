@@ -44,10 +44,12 @@ def convert_model(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dt
         coding = choose_format(parameter, base, base_dtype, dtype, as_published=as_published)
         if len(kinds) > 1:
             stored = "; ".join(f"{key!r} is {kind}" for kind, key in sorted(kinds.items()))
-            problems.append(Problem(f"{parameter.name} is stored in more than one dtype: {stored}", WHERE, HINT))
+            problems.append(
+                Problem(f"{parameter.name} is stored in more than one dtype: {stored}", WHERE, HINT, "mixed-dtypes")
+            )
         elif coding.columns % 4:
             columns = f"{parameter.name} has {coding.columns} columns: 4 bits take a multiple of 4"
-            problems.append(Problem(columns, WHERE, HINT))
+            problems.append(Problem(columns, WHERE, HINT, "columns-of-four"))
         elif type(module) is nn.Linear:
             model.set_submodule(owner, QuantizedLinear(module, coding))
         elif getattr(module, "is_transposed", None) is coding.transposed:
@@ -55,12 +57,12 @@ def convert_model(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dt
         else:
             belongs = f"{parameter.name} belongs to {type(module).__name__}"
             problem = f"{belongs}, which can't compute with {base_dtype.upper()} weights"
-            problems.append(Problem(problem, WHERE, HINT))
+            problems.append(Problem(problem, WHERE, HINT, "unsupported-module"))
     if not names:
         problem = f"{base.name} has nothing to quantize"
         if base_dtype in PUBLISHED:
             problem = f"{base.name} is not stored in {base_dtype.upper()}, so it can't be kept in it"
-        problems.append(Problem(problem, WHERE, HINT))
+        problems.append(Problem(problem, WHERE, HINT, "nothing-to-quantize"))
     raise_all(problems)
 
 
@@ -172,7 +174,7 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
                 f"experts' weights are in {weight.dtype}, what they are given in {x.dtype}: products can't be kept"
             )
             hint = "set model.torch_dtype: bfloat16, or train.gradient_checkpointing: true"
-            raise UserError(problem.replace("torch.", ""), "train.gradient_checkpointing", hint)
+            raise UserError(problem.replace("torch.", ""), "train.gradient_checkpointing", hint, "kept-products")
         product = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
         return product
     # As in transformers: products have the weight's dtype, or the input's under mixed precision.
