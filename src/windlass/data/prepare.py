@@ -33,6 +33,7 @@ from windlass.data.audit import (
 from windlass.data.cache import Say, get_or_create, hash_file
 from windlass.data.formats import Format, choose_format
 from windlass.data.inputs import fingerprint_inputs
+from windlass.data.mistral_ids import compare_with_mistral
 from windlass.data.mix import count_per_epoch
 from windlass.data.packing import Order, choose_epoch_rows, group_by_length, hash_rows, open_rows, shuffle, write_rows
 from windlass.data.progress import Progress
@@ -152,10 +153,12 @@ def prepare_data(
         audit["sequences"] = count_rows_made(folder, audit, shares)
         audit["sequences"]["inputs"] = fingerprint_inputs(data, Path(tokenizer.name_or_path), where)
     notes = dict.fromkeys(note for format_ in formats for note in format_.notes)
-    audit["facts"] = list_facts(audit)
+    compared = [compare_with_mistral(Path(tokenizer.name_or_path), *each, tokenizer) for each in chosen]
+    audit["facts"] = [*list_facts(audit), *(fact for fact, _ in compared if fact)]
     wrote = [(rows.of.name, format_.template) for rows, format_ in chosen if not rows.evaluated]
     template, template_notes = find_trained_template(wrote)
-    audit["notes"] = [*notes, *template_notes, *find_warnings(audit), *note_held_out(audit)]
+    differing = [warning for _, warning in compared if warning]
+    audit["notes"] = [*notes, *template_notes, *find_warnings(audit), *differing, *note_held_out(audit)]
     if not any(rows.validated for rows in selections):
         audit["notes"].append("there are no validation rows, so nothing is evaluated: data.val_fraction holds some out")
     if audited is not None:
@@ -492,7 +495,10 @@ def open_tokenizer(base: Base, model: Model, where: Where) -> Any:
         raise UserError(f"no tokenizer at {model.model_name_or_path}", place, hint, "no-tokenizer")
     hint = "copy tokenizer.json and tokenizer_config.json there"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        # With mistral-common installed and a tekken.json, it would be a tokenizer that renders no template.
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=model.trust_remote_code, mistral_format=False
+        )
     except Exception as error:  # a damaged file makes the library raise any kind of error
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
         problem = f"{folder} has no tokenizer that can be opened: {why}"

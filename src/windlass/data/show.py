@@ -13,7 +13,10 @@ FIGURES = {
     "rows": ("rows", ","),
     "empty": ("empty, dropped", ","),
     "unsupervised": ("nothing supervised, dropped", ","),
+    "split": ("chats that became several rows", ","),
     "documents": ("documents", ","),
+    "answers": ("supervised parts", ","),
+    "answers_ended": ("that end where generation stops", ","),
     "duplicates": ("duplicates", ","),
     "tokens": ("tokens", ","),
     "supervised_tokens": ("supervised tokens", ","),
@@ -36,7 +39,8 @@ def print_audit(audit: Mapping[str, Any], console: Console | None = None) -> Non
         parts.append(f"streamed: train is audited by its first {audit['sampled_rows']:,} rows")
     if held_out := explain_held_out(audit):
         parts.append(held_out)
-    rows = [(name, *(format(s[key], spec) for s in splits.values())) for key, (name, spec) in FIGURES.items()]
+    figures = {key: each for key, each in FIGURES.items() if key != "split" or splits["train"]["split"]}
+    rows = [(name, *(format(s[key], spec) for s in splits.values())) for key, (name, spec) in figures.items()]
     if overlap := audit.get("overlap"):
         rows.append(("also in train", "", f"{overlap['documents']:,}"))
         rows.append(("nearly the same in train", "", f"{overlap['near']:,}"))

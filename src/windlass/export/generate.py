@@ -51,7 +51,7 @@ def generate(
         model_base = require_local_base(source, base)
         require_intact(source.folder)
         read_deltas(source, model_base)  # refuses an adapter of another model, by name
-    tokenizer = AutoTokenizer.from_pretrained(_find_tokenizer(folder, source, model_base))
+    tokenizer = AutoTokenizer.from_pretrained(_find_tokenizer(folder, source, model_base), mistral_format=False)
     if source:
         set_template(tokenizer, read_recorded_base(source.folder).get(CHAT_TEMPLATE, {}))
     if chat:

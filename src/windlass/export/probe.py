@@ -92,7 +92,7 @@ def _compute(
 
 def _open_tokenizer(to: Path, base: Base) -> Any:
     folder = next((path for path in (to, base.path) if path and (path / "tokenizer_config.json").is_file()), None)
-    return AutoTokenizer.from_pretrained(folder) if folder else None
+    return AutoTokenizer.from_pretrained(folder, mistral_format=False) if folder else None
 
 
 def _read_rows(source: AdapterSource, base: Base, tokenizer: Any, say: Say) -> tuple[list[dict[str, Any]], str]:

@@ -85,7 +85,8 @@ def copy_tokenizer(base: Base, loaded: Loaded, model: Path) -> Any:
     for path in base.path.iterdir() if base.path else ():
         if path.name in TOKENIZER or path.suffix == ".py":
             shutil.copy(path, model)
-    return AutoTokenizer.from_pretrained(model, trust_remote_code=loaded.run.model.trust_remote_code)
+    remote = loaded.run.model.trust_remote_code
+    return AutoTokenizer.from_pretrained(model, trust_remote_code=remote, mistral_format=False)
 
 
 def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequences: int) -> dict[str, Any]:
