@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,21 @@ def test_what_is_refused_and_a_hint_that_makes_it_pass(
         prepared([row], source, **remedy)
 
 
+@pytest.mark.fault("a call that the chat template leaves out", "`windlass data`", "leaves out a tool call")
+@pytest.mark.fault(
+    "marks around the user's turn in a chat template",
+    "`windlass data`",
+    "{% generation %} marks enclose a user's turn",
+)
+def test_lost_content_and_a_users_turn_that_would_be_trained_on_are_named(prepared: Prepare) -> None:
+    with refused("not-written", "row 1") as problems:
+        prepared([{"messages": CALLED}], TRUNCATED)
+    assert "leaves out a tool call" in problems[0].problem
+    with refused("generation-marks", "data.chat_template") as problems:
+        prepared([{"messages": THREE}], USER_MARKED)
+    assert "{% generation %} marks enclose a user's turn" in problems[0].problem
+
+
 def test_what_a_user_should_know_of_rows_is_counted_and_said(prepared: Prepare) -> None:
     done = prepared(
         [{"messages": THREE}, {"messages": THREE[:2]}], TEMPLATES["earlier answers rewritten"], val_fraction=0.5
@@ -273,6 +289,67 @@ def test_what_a_user_should_know_of_rows_is_counted_and_said(prepared: Prepare) 
     assert prepared([{"messages": THREE}], dated, template_kwargs={"date_string": "1 May"}).audit["facts"] == []
     done = prepared([{"messages": THREE}], TEMPLATES["a thought opened by the prompt"])
     assert "opens a thought" in done.audit["facts"][0]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_chats_that_become_several_rows_keep_together_in_mixes_packs_and_streams(
+    tokenizer: Any, tmp_path: Path, packing: bool
+) -> None:
+    chats = {
+        name: [talk(*(f"{name}{i}{turn}." for turn in range(6))) for i in range(count)]
+        for name, count in (("a", 8), ("b", 4))
+    }
+    chats["b"].append(talk("Who?", "b91."))  # of one row
+    for name, rows in chats.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    mix = [{"path": str(tmp_path / f"{name}.jsonl"), "name": name} for name in chats]
+    data = {"chat_template": TEMPLATES["earlier answers rewritten"], "max_length": 160, "packing": packing}
+    train = {"output_dir": str(tmp_path / "out"), "max_steps": 5}
+
+    def prepare(**section: Any) -> PreparedData:
+        run = RunFile.model_validate({"data": {**data, **section}, "train": train})
+        return prepare_data(run, tokenizer, say=print)
+
+    def answers(rows: Any) -> list[str]:
+        """Return what is supervised, and require that each answer stands behind its own chat."""
+        found = []
+        for row in rows:
+            ends = list(itertools.accumulate(row.get("seq_lengths") or [len(row["input_ids"])]))
+            for start, end in itertools.pairwise([0, *ends]):
+                ids, labels = row["input_ids"][start:end], row["labels"][start:end]
+                (answer,) = re.findall("([ab][0-9]+)[0-9][.]<.end.>", tokenizer.decode([i for i in labels if i >= 0]))
+                assert {*re.findall("([ab][0-9])[0-9][.]", tokenizer.decode(ids))} <= {answer}
+                found.append(tokenizer.decode([i for i in labels if i >= 0]))
+        return sorted(found)
+
+    def expected(*names: str) -> list[str]:
+        turns = itertools.chain(*(row for name in names for row in chats[name]))
+        return sorted(f"{EMPTY}{turn['content']}<|end|>" for turn in turns if turn["role"] == "assistant")
+
+    mixed = prepare(mix=mix, val_fraction=0.3)
+    assert mixed.validation is not None
+    sides = [answers(table.to_pylist()) for table in (mixed.train, mixed.validation)]
+    assert sorted(itertools.chain(*sides)) == expected("a", "b")
+    of_chats = [{text[len(EMPTY) :][:2] for text in side} for side in sides]
+    assert not of_chats[0] & of_chats[1]
+    train_figures, held = (mixed.audit["splits"][split] for split in ("train", "validation"))
+    assert (train_figures["split"], train_figures["split_into"]) == (12, 36)
+    assert train_figures["rows"] + held["rows"] == 13
+    assert held["rows"] == len(of_chats[1])
+    assert [mixed.audit["sources"][name]["split"] for name in chats] == [8, 4]
+    assert mixed.audit["facts"][0].startswith("12 chats became 36 rows")
+    epoch = 0
+    streamed = prepare(dataset_name_or_path=mix[0]["path"], streaming=True)
+    rows = iter(streamed.train)
+    found: list[str] = []
+    while len(found) < len(expected("a")):
+        found += answers([next(rows)])
+        epoch += 1
+    assert sorted(found) == expected("a")
+    assert (epoch < len(found)) == packing
+    assert streamed.audit["splits"]["train"]["split"] == 8
+    both = answers(itertools.islice(prepare(mix=mix, streaming=True).train, 4 * epoch))
+    assert {*both} == {*expected("a", "b")}
 
 
 def test_marks_of_a_template_lose_the_header_and_gain_the_end_token(tokenizer: Any) -> None:
