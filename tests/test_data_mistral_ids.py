@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("between", "said"),
     [
         ("", ["train: 4 chats compared, with the tokens that mistral-common makes of them; it refuses ", "row 5: "]),
-        (" ", ["row 1: token ", " is ' ', and '[/INST]' where mistral-common writes the same messages"]),
+        (" ", ["row 1: token ", " is ' ' (49), and '[/INST]' (4) where mistral-common writes the same messages"]),
     ],
 )
 def test_the_first_token_that_mistral_common_writes_otherwise_is_named(

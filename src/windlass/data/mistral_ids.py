@@ -69,7 +69,10 @@ def open_encoder(file: Path) -> Callable[[Mapping[str, Any]], list[int]]:
 def describe_difference(ours: list[int], theirs: list[int], tokenizer: Any) -> str:
     pairs = enumerate(itertools.zip_longest(ours, theirs))
     at = next(place for place, (own, other) in pairs if own != other)
-    names = [repr(tokenizer.decode(ids[at : at + 1])) if at < len(ids) else "nothing" for ids in (ours, theirs)]
+    names = [
+        f"{tokenizer.decode([ids[at]])!r} ({ids[at]})" if at < len(ids) else "the end"  # ' a' and 'a' may read alike
+        for ids in (ours, theirs)
+    ]
     return (
         f"token {at} is {names[0]}, and {names[1]} where mistral-common writes the same messages, as vLLM with "
         "--tokenizer-mode mistral does: name a data.chat_template that writes what it does, or serve with "
