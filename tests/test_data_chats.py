@@ -17,6 +17,7 @@ from windlass import tiny
 from windlass.data import chat
 from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.prepare import PreparedData, prepare_data
+from windlass.errors import UserError
 from windlass.runfile import Data, RunFile
 
 Prepare = Callable[..., PreparedData]
@@ -154,11 +155,17 @@ def test_random_chats_have_the_ids_of_the_template_and_what_inference_would_writ
         return str(tokenizer.apply_chat_template(messages[:count], add_generation_prompt=prompt, **options))
 
     wanted = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-1 if turns == "last" else 0 :]
-    if name == "thoughts cut off" and any("think>" in m["content"] for m in messages[: wanted[-1] + 1]):
+    cut = name == "thoughts cut off" and [i for i in range(wanted[-1] + 1) if "think>" in messages[i]["content"]]
+    if cut and {*cut} & {*wanted}:
         with refused("not-written"):
             template.render(messages)
         return
-    rows = template.render(messages)
+    try:
+        rows = template.render(messages)
+    except UserError:  # a user's text was lost; what earlier answers thought may be
+        if not cut:
+            raise
+        return
     slow = template.render_found(template.read(messages), None, wanted)
     assert [(row.text, row.answers) for row in rows] == [(row.text, row.answers) for row in slow]
     answered = []

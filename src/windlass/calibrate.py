@@ -209,7 +209,8 @@ def _train(run: Path, environ: Mapping[str, str]) -> None:
     command = [sys.executable, "-m", "windlass", "train", str(run)]
     done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     if done.returncode:
-        last = "".join(done.stderr.strip().splitlines()[-1:])
+        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("hint:")]
+        last = lines[-1].strip() if lines else f"exit code {done.returncode}"
         raise RunError(
             f"its training run failed: {last}", "windlass calibrate", "try --ranks 1, then more", "run-failed"
         )

@@ -53,7 +53,8 @@ def load_finished_run(
         elif data.get("val_split") and not data.get("val_fraction"):
             data["train_split"] = data["val_split"]  # only these rows are tokenized
         tree["data"] = read_recorded_data(data)
-        tree["lora"]["adapter"] = None  # its keys are recorded, and its folder may be gone
+        if "lora" in tree:
+            tree["lora"]["adapter"] = None  # its keys are recorded, and its folder may be gone
     except (KeyError, TypeError):
         hint = "name the folder that train.output_dir named"
         raise UserError(
