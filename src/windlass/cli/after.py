@@ -101,7 +101,7 @@ def export(
         str | None, opt("--layout", "LAYOUT", "With --merge: hf, or mistral for both. Default: as the base.")
     ] = None,
     workers: Annotated[int | None, opt("--workers", "N", "Write N files at a time.", min=1)] = None,
-    no_probe: Annotated[bool, flag("--no-probe", "Don't compute what `windlass verify` compares with.")] = False,
+    no_probe: Annotated[bool, flag("--no-probe", "Don't compute probe.json, which servers are compared with.")] = False,
     push: Annotated[str | None, opt("--push", "ORG/NAME", "Upload it to a private Hub repository.")] = None,
     allow_other_base: OtherBase = False,
     as_json: Json = False,
@@ -140,7 +140,7 @@ def export(
 @command(AFTER, "verify http://127.0.0.1:8000 my-adapter --model NAME")
 def verify(
     url: Annotated[str, arg("URL", "Address of an OpenAI-compatible server: vLLM, SGLang, llama.cpp.")],
-    folder: Annotated[Path, arg("EXPORT", "The folder that `windlass export` wrote.")],
+    folder: Annotated[Path, arg("EXPORT", "An exported folder.")],
     model: Annotated[str | None, opt("--model", "NAME", "The model's name there. Default: the only one.")] = None,
     key_variable: Annotated[
         str, opt("--api-key-env", "NAME", "Variable with the server's key. Default: OPENAI_API_KEY.")

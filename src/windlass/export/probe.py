@@ -43,7 +43,7 @@ def write_probe(
     except UserError as error:
         why = error.problems[0].problem
         if not probe:
-            say(f"probe     none, so `windlass verify` can't compare a server with this export: {why}")
+            say(f"probe     none, so a server can't be compared with this export: {why}")
             return {"probe": None, "no_probe": why}
     write_atomic(to / PROBE, json.dumps(probe))
     say(f"probe     {describe_probe(probe)}")

@@ -7,7 +7,7 @@ of that, so rounding W + s BA to the nearest code gives W back, and the adapter 
 - a value between two codes is rounded up with the probability of its place between them, so what is added is right on
   average over the many weights of an output. The dither is a fixed pattern (a two-dimensional golden-ratio sequence),
   the same each time: a merge can be repeated, resumed and checked.
-`windlass export` prints the share of the adapter that survived, whatever the rounding.
+An export prints the share of the adapter that survived, whatever the rounding.
 """
 
 import hashlib

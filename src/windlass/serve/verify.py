@@ -1,4 +1,4 @@
-"""`windlass verify`: does a server answer with the exported adapter? Compare its log-probabilities with the probe's."""
+"""Does a server answer with the exported adapter? Compare its log-probabilities with the probe's."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
