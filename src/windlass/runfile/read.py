@@ -100,13 +100,16 @@ def parse_settings(overrides: Sequence[str]) -> dict[str, Any]:
 
 def _refuse_incomplete(path: Path) -> None:
     """Refuse what `windlass import` could not translate in full: it would train something else."""
-    with contextlib.suppress(OSError, ValueError), path.open(encoding="utf-8") as file:
-        first = file.readline()
-        if first.startswith(f"# {INCOMPLETE}"):
-            problem = f"is incomplete: {first.removeprefix(f'# {INCOMPLETE}').strip()}"
-            hint = "mend those keys in the other tool's file and import it again; or set what they stand for here, "
-            hint += "and remove this line"
-            raise UserError(problem, f"{path}:1", hint, "incomplete")
+    first = ""
+    with contextlib.suppress(OSError, ValueError):
+        if path.is_file():  # a pipe or a device may never end
+            with path.open(encoding="utf-8") as file:
+                first = file.readline(2000)
+    if first.startswith(f"# {INCOMPLETE}"):
+        problem = f"is incomplete: {first.removeprefix(f'# {INCOMPLETE}').strip()}"
+        hint = "mend those keys in the other tool's file and import it again; or set what they stand for here, "
+        hint += "and remove this line"
+        raise UserError(problem, f"{path}:1", hint, "incomplete")
 
 
 def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript:
