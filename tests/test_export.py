@@ -365,7 +365,8 @@ def test_an_adapter_opens_on_the_multimodal_class_and_on_the_language_model(
     servers = f"a server: vllm, sglang, llama.cpp, peft; or a class that opens it: {outer}, {inner}"
     for wrong, message in (
         (["--for", "LlamaForCausalLM"], f"base is no LlamaForCausalLM\n\nhint: {servers}"),
-        (["--for", inner, "--merge"], "a merged model has its base's class"),
+        (["--for", inner, "--merge"], "a merged model is its base's, whoever reads it"),
+        (["--for", "vllm", "--merge"], "a merged model is its base's, whoever reads it"),
     ):
         with pytest.raises(SystemExit) as end:
             cli.main(["export", str(tmp_path / "saved"), "--to", str(tmp_path / "no"), "--base", str(base), *wrong])

@@ -63,8 +63,9 @@ def export(
     }
     try:
         if merge:
-            if model_class:
-                raise UserError("a merged model has its base's class", "--for", "leave it out", "not-for-merged")
+            if model_class or server:
+                what = "a merged model is its base's, whoever reads it"
+                raise UserError(what, "--for", "leave it out", "not-for-merged")
             record |= merge_adapter(
                 source,
                 to,

@@ -10,7 +10,7 @@ loss        the loss, without the logits of a whole batch; noise: NEFTune
 optimizer   optimizers and schedules by name
 sync        gradients: one all-reduce per step; liveness: proof that the adapter trains
 load        the base model, each weight proven against the files
-parallel    layouts; lora: adapters; initial: PiSSA and OLoRA; wrapped: names in saved adapters
+parallel    layouts; lora: adapters; initial: PiSSA and OLoRA
 patches     every replacement of other libraries' code, and when it may go
 console     what a run prints; trackers: what it sends to TensorBoard, W&B and others
 best        the saved adapters of a run, evaluated; ranking: their table
