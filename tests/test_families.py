@@ -71,7 +71,7 @@ LEAKING = ("gpt_oss", "qwen3_next", "minimax")  # transformers' packing: a mask 
 
 @functools.cache
 def written(root: Path, name: str) -> Path:
-    return tiny.write_family(root / name, name, config=FAMILIES[name], tokenizer=True)
+    return tiny.write_family(root / name, name, config=FAMILIES.get(name, {}), tokenizer=True)
 
 
 @pytest.fixture(scope="session")
@@ -308,11 +308,12 @@ def test_adapters_of_names_that_peft_or_a_wrapper_changes_open_again(root: Path,
     model = attach_adapter(load_base(base, alone, dtype=torch.float32)[0], lora(), adapter, seed=1)
     save_adapter(model, tmp_path / "adapter")
     load_adapter(model, tmp_path / "adapter")  # as a resumed run does
-    assert any("is left out" in note for note in adapter.notes) or name != "laguna"
+    if name == "laguna":
+        assert "without down_proj, gate_proj, up_proj: PEFT takes it" in adapter.notes[0]
     classes = [base.family.causal_lm, *([base.wrapper.architecture] if base.wrapper else [])]
     for model_class in classes:
         said: list[str] = []
-        export(tmp_path / "adapter", tmp_path / model_class, model_class=model_class, say=said.append)
+        export(tmp_path / "adapter", tmp_path / model_class, model_class=model_class, probes=False, say=said.append)
         assert said[-1].endswith(f"byte-equal, each at its place in {model_class}")
     assert len(classes) == (2 if name == "gemma4" else 1)
 

@@ -214,7 +214,7 @@ CONTRADICTIONS: list[tuple[dict[str, tuple[str, ...]], str, str]] = [
     ({"base": ("fp8", "nf4"), "dora": ("yes",)}, "base-dtype", "layout.base_dtype"),
     ({"start": ("pissa", "olora"), "dora": ("yes",)}, "broken-rule", "lora.use_dora"),
     ({"start": ("pissa", "olora"), "dropout": ("some",)}, "broken-rule", "lora.lora_dropout"),
-    ({"start": ("pissa", "olora"), "experts": SOME_EXPERTS}, "", "lora.init_lora_weights"),
+    ({"start": ("pissa", "olora"), "experts": SOME_EXPERTS}, "init-of-experts", "lora.init_lora_weights"),
     (
         {"model": ("mixture",), "start": ("pissa", "olora"), "targets": ("all-linear", "a layer", "all")},
         "rank-above-weights",  # of the gate of the shared expert, which has one row
@@ -226,7 +226,7 @@ CONTRADICTIONS: list[tuple[dict[str, tuple[str, ...]], str, str]] = [
     ({"model": ("published", "mixture"), "targets": ("all",), "dora": ("yes",)}, "dora-of-experts", "lora.use_dora"),
     (
         {"model": ("published",), "targets": ("all",), "start": ("pissa", "olora")},
-        "",
+        "init-of-experts",
         "lora.init_lora_weights",
     ),
     ({"optimizer": ("adafactor",), "layout": ("expert-parallel",), "experts": SOME_EXPERTS}, *BARRED),
