@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import warm
 from launch_hosts import Hosts, hosts, why_not
-from test_launch_rendezvous import free_port, meet
+from ports import free_port
+from test_launch_rendezvous import meet
 
 from windlass import demo
 from windlass.hardware import interpolate

@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import warm
 from launch_jobs import environ
+from ports import free_port
 
 from windlass import hardware
 from windlass.errors import RunError
@@ -106,10 +107,11 @@ class Started:
         return (self.folder / name).exists()
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 200) -> None:
+def wait_for(condition: Callable[[], Any], nodes: Sequence[Started] = (), seconds: float = 200) -> None:
+    """Wait, and show what the nodes wrote if it does not happen."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, "\n".join(node.log for node in nodes)
         time.sleep(0.02)
 
 
@@ -129,9 +131,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
 
 def make_places() -> list[dict[str, str]]:
-    with socket.create_server(("", 0)) as free:
-        port = str(free.getsockname()[1])
-    shared = {"PET_NNODES": "2", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": port}
+    shared = {"PET_NNODES": "2", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(free_port())}
     return [{**shared, "PET_NODE_RANK": str(node)} for node in range(2)]
 
 
@@ -172,7 +172,7 @@ def test_ranks_that_exceed_the_grace_are_killed(start: Callable[..., Started], s
     """A scheduler may repeat its signal: the ranks keep their time."""
     slow = DEAF.replace("time.sleep(60)", "time.sleep(3); return 75") if signals == 2 else DEAF
     node = start(slow, grace=1 if signals == 1 else 60)
-    wait_for(lambda: node.has("trains"))
+    wait_for(lambda: node.has("trains"), [node])
     for _ in range(signals):
         node.process.terminate()
         time.sleep(1.2)
@@ -194,7 +194,7 @@ def test_only_invalid_input_prevents_a_retry_after_failed_checks(
 
 def test_stop_signal_ends_the_checks(start: Callable[..., Started]) -> None:
     node = start("return 0", check="open(f'{folder}/pid', 'w').write(str(os.getpid())); time.sleep(60)")
-    wait_for(lambda: node.has("pid") and (node.folder / "pid").read_text())
+    wait_for(lambda: node.has("pid") and (node.folder / "pid").read_text(), [node])
     node.process.terminate()
     assert node.code == 75
     wait_for(lambda: not Path(f"/proc/{(node.folder / 'pid').read_text()}").exists())
@@ -204,7 +204,7 @@ def test_stop_signal_ends_the_checks(start: Callable[..., Started]) -> None:
 def test_sigterm_to_every_process_of_two_nodes_saves_on_both(two: Callable[..., list[Started]], first: int) -> None:
     """As scancel sends it. A node whose ranks are still saving must not be taken for lost."""
     both = two("return save()")
-    wait_for(lambda: all(node.has("trains") for node in both))
+    wait_for(lambda: all(node.has("trains") for node in both), both)
     for node in (both[first], both[1 - first]):
         os.killpg(node.process.pid, signal.SIGTERM)
         time.sleep(0.1)
@@ -218,7 +218,7 @@ def test_a_node_that_is_stopped_before_all_have_come_ends_at_once(
 ) -> None:
     place = make_places()[number] | {"PET_MASTER_ADDR": "localhost" if number == 0 else "no-such-name.invalid"}
     node = start("return 0", place)
-    wait_for(lambda: list(node.folder.glob("windlass-*")))
+    wait_for(lambda: list(node.folder.glob("windlass-*")), [node])
     time.sleep(0.5)  # it has begun to join, or will be stopped before
     (os.killpg if group else os.kill)(node.process.pid, signal.SIGTERM)
     began = time.monotonic()
@@ -231,7 +231,7 @@ def test_node_stopped_before_its_ranks_is_not_awaited(two: Callable[..., list[St
     """It ends with 75 like one that has saved, and the others' ranks would wait for it."""
     checks = {f"check{number}": "open(f'{folder}/checks', 'w'); time.sleep(60)", f"check{1 - number}": "pass"}
     both = two("wait()", **checks)
-    wait_for(lambda: both[number].has("checks") and both[1 - number].has("trains"))
+    wait_for(lambda: both[number].has("checks") and both[1 - number].has("trains"), both)
     both[number].process.terminate()
     assert both[number].code == 75
     assert both[1 - number].code == 1, "it did not save, and may be tried again"
@@ -245,11 +245,11 @@ def test_all_nodes_log_why_one_failed(two: Callable[..., list[Started]], number:
     error = json.dumps({"time": 1, "problems": [{"where": "data", "problem": "not here"}]})
     writes = f"open(os.environ['WINDLASS_STATUS_DIR'] + '/error-check', 'w').write({error!r}); sys.exit(13)"
     both = two("return 0", **{f"check{number}": writes, f"check{1 - number}": "time.sleep(60)"})
-    assert [node.code for node in both] == [13, 13]
+    assert [node.code for node in both] == [13, 13], both[0].log + both[1].log
     assert f"node {number} ({socket.gethostname()}) ended with 13: data: not here" in both[1 - number].log
     work = f"if here.rank == {number}: raise UserError('no fp8 here', 'train.dtype')\n    {{}}"
     both = two(work.format(DEAF), lost_seconds=1)
-    assert [node.code for node in both] == [13, 13]
+    assert [node.code for node in both] == [13, 13], both[0].log + both[1].log
     assert "another node was lost 2 s before, and the ranks had not ended" in both[1 - number].log
     assert "ended with 13: train.dtype: no fp8 here" in both[1 - number].log
 
@@ -260,7 +260,7 @@ def test_a_node_that_cannot_start_tells_the_others(start: Callable[..., Started]
     other = start("return 0", places[1 - number])
     command = [warm.python(), "-m", "windlass.ranks.node", "2", "13", "the working folder is missing"]
     assert subprocess.run(command, env={**environ(tmp_path), **places[number]}, check=False).returncode == 13
-    assert other.code == 13
+    assert other.code == 13, other.log
     assert f"node {number} ({socket.gethostname()}): the working folder is missing" in other.log
 
 
@@ -273,7 +273,7 @@ def test_a_person_gets_2_for_wrong_input_and_the_other_nodes_are_told(
     words = [warm.python(), "-m", "windlass", command, str(tmp_path / "nix")]
     done = subprocess.run(words, env={**environ(tmp_path), **first}, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1].endswith("ended with 2")) == (2, True), done.stderr
-    assert other.code == 13
+    assert other.code == 13, other.log
     assert f"node 0 ({socket.gethostname()}): {tmp_path / 'nix'}" in other.log
 
 

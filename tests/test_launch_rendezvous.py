@@ -13,17 +13,13 @@ from typing import Any
 
 import pytest
 from launch_jobs import program
+from ports import free_port
 
 from windlass.errors import UserError
 from windlass.ranks.place import Node, read_node
 from windlass.ranks.rendezvous import LEAVING, LOST, READY, Rendezvous, RendezvousError
 
 pytestmark = pytest.mark.long
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 200) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from test_export import MLA, peft_model
 
 from windlass import tiny
@@ -88,10 +88,8 @@ pytestmark = [
 @contextmanager
 def vllm(model: Path, *options: str, log: Path, environment: dict[str, str]) -> Iterator[str]:
     """Serve a folder as `base`; return the address once it answers."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    named = {"--model": str(model), "--served-model-name": "base", "--host": "127.0.0.1", "--port": str(port)}
+    port = str(free_port())
+    named = {"--model": str(model), "--served-model-name": "base", "--host": "127.0.0.1", "--port": port}
     limits = {"--dtype": "float32", "--max-model-len": "256", "--max-num-seqs": "2"}
     words = [word for pair in {**named, **limits}.items() for word in pair]
     command = [str(VLLM), "-m", "vllm.entrypoints.openai.api_server", *words, "--enforce-eager", *options]

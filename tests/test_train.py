@@ -23,7 +23,6 @@ import json
 import math
 import os
 import random
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,6 +36,7 @@ import torch
 import warm
 from datasets import Dataset
 from peft import PeftConfig
+from ports import free_port
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 from trl import SFTConfig, SFTTrainer
@@ -955,10 +955,7 @@ def test_full_disk_does_not_stop_training(
     words = ["train", str(material / "run.yaml"), "--override", "layout.name=resident"]
     words += ["--override", f"cluster.gpus_per_node={ranks}"]
     words += [word for key, value in values.items() for word in ("--override", f"train.{key}={value}")]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
-    rank = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    rank = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
         [warm.python(), "-c", FULL_DISK, str(disk), *map(str, (full_from, emptied_at, ranks)), *words],
         env={**os.environ, **rank, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import random
-import socket
 import sqlite3
 import struct
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import warm
+from ports import free_port
 
 from windlass import run_folder, tiny
 from windlass.files import read_json, read_json_lines
@@ -53,13 +53,7 @@ cluster: {{nodes: 1, gpus_per_node: 2, gpu: cpu}}
 """
 
 
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-PORT = port()
+PORT = free_port()
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 HERE = [name for name in TRACKERS if importlib.util.find_spec(name)] or ["none"]
 # The last one ends the processes.
