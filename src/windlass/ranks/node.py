@@ -153,12 +153,12 @@ def to_variables(node: Node) -> dict[str, str]:
     }
 
 
-def tell_other_nodes(node: Node, problem: str, code: int) -> None:
+def tell_other_nodes(node: Node, problem: str, code: int, seconds: float = TELL_SECONDS) -> None:
     """Tell node 0, and through it all others, why this node can't start: they would wait for it without a word."""
     if node.count > 1:
         rendezvous = Rendezvous(replace(node, port=node.port + 1), problem=(problem, code))
         with contextlib.suppress(RendezvousError):
-            rendezvous.join(TELL_SECONDS)
+            rendezvous.join(min(seconds, TELL_SECONDS))
 
 
 def print_log_head(node: Node, title: str, run: Path) -> None:

@@ -196,7 +196,7 @@ def start_here(make_plan: Callable[[], AnyPlan], command: Command, *, resume: bo
             command.print_error(error)
             problem = error.problems[0]
             code = to_node_code(error)
-            tell_other_nodes(node, f"{problem.where}: {problem.problem}", code)
+            tell_other_nodes(node, f"{problem.where}: {problem.problem}", code, command.wait_seconds)
             return end_node(node, code, scheduled=job is not None)
         port = stack.enter_context(reserve_port())
         if node.count == 1:
