@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -16,10 +16,18 @@ USER_INPUT = 2  # the input is wrong
 RANK_USER_INPUT = 13  # the same from a rank or node, which schedulers are configured not to retry
 SAVED = 75  # EX_TEMPFAIL: stopped by a signal, and everything is saved; start again with --resume
 
+Where = Callable[[str], str]  # a key of the run file -> its place: run.yaml:12: lora.r
+DEFAULT = "default: "  # begins the place of a key that is not written
+
 LOST_RANK = "lost-rank"  # code of a problem that another rank's end caused
 
 # What the `train` extra installs.
 TRAINING = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
+
+
+def is_written(where: Where, key: str) -> bool:
+    """Return whether the run file, another file that it names or an option has this key."""
+    return not where(key).startswith(DEFAULT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from windlass.errors import Problem, UserError, raise_all
+from windlass.errors import Problem, UserError, Where, is_written, raise_all
 from windlass.files import read_json
 from windlass.model.files import abbreviate, read_header
 from windlass.model.parameters import Base
-from windlass.model.targets import LAYER, Adapter, Where, match_first, pattern_matches, resolve_adapter
+from windlass.model.targets import LAYER, Adapter, match_first, pattern_matches, resolve_adapter
 from windlass.model.wrapped import KEY, PREFIX, inner_name, rename_config
 from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, CHECKPOINTS
 from windlass.runfile import Lora, RunFile
@@ -127,7 +127,7 @@ def continue_adapter(run: RunFile, base: Base, where: Where) -> tuple[RunFile, s
         raise UserError(f"{ADAPTER} has no tensors for {abbreviate(lost)}", str(folder), hint, "incomplete-adapter")
     lora = run.lora
     values = _read_values(saved, lora)
-    given = lora.model_fields_set
+    given = {key for key in Lora.model_fields if is_written(where, f"lora.{key}")}
     hint = "leave it out: the adapter decides"
     problems = [
         Problem(

@@ -4,11 +4,11 @@ import contextlib
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from windlass.errors import Problem, UserError, raise_all
+from windlass.errors import Problem, UserError, Where, raise_all
 from windlass.model.family import FUSED, USUAL
 from windlass.model.files import abbreviate
 from windlass.model.parameters import Base, Parameter
@@ -19,7 +19,6 @@ ALL_LINEAR = "all-linear"
 EXPERTS = "lora.experts"
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2}
 LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
-Where = Callable[[str], str]  # a key of the run file -> its place: run.yaml:12: lora.r
 
 
 @dataclass(frozen=True, slots=True)

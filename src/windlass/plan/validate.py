@@ -1,9 +1,9 @@
 """Find settings that the model, the adapter or the machine does not support."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from windlass.errors import Problem
+from windlass.errors import Problem, Where
 from windlass.model import Base
 from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.plan.accelerate import AccelerateFile
@@ -11,8 +11,6 @@ from windlass.plan.layout import ELEMENTWISE, LayoutRequest, why_not_codes
 from windlass.runfile import RunFile, Train
 from windlass.runfile.names import ATTENTION
 from windlass.settings import FOUR_BITS, PUBLISHED
-
-Where = Callable[[str], str]
 
 
 def check_expert_settings(train: Train, base: Base, where: Where) -> list[Problem]:

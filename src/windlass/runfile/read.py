@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from windlass.errors import Problem, UserError, raise_all
+from windlass.errors import DEFAULT, Problem, UserError, raise_all
 from windlass.runfile.document import Steps, find_unprintable, join_steps, load_document, parse_document, parse_scalar
 from windlass.runfile.fields import RunFile, ScriptRun
 from windlass.runfile.machines import PLATFORM_SECTIONS
@@ -41,7 +41,7 @@ class LoadedFile:
 
     def where(self, path: str) -> str:
         """Return where a value was set: `run.yaml:12: lora.r`, `--override lora.r=32`, or `default: lora.r`."""
-        return self.places.get(path, f"default: {path}")
+        return self.places.get(path, DEFAULT + path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
-from windlass.errors import Problem, UserError
+from windlass.errors import DEFAULT, Problem, UserError, Where, is_written
 from windlass.runfile import names
 from windlass.runfile.fields import Data, Run, RunFile, ScriptRun, Train, Watch
 from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Kubernetes, Pods
 from windlass.variables import find_unread, is_set_by_launcher
 
-Where = Callable[[str], str]
 Clash = tuple[str, str, str]  # keys, separated by spaces; what is wrong; a hint
 
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
@@ -24,8 +23,8 @@ def find_contradictions(run: RunFile | ScriptRun, where: Where, is_valid: Callab
     problems = []
     for keys, what, hint in clashes:
         if all(map(is_valid, keys.split())):
-            first, *others = sorted(map(where, keys.split()), key=lambda place: place.startswith("default: "))
-            others = [place for place in others if not place.startswith("default: ")]
+            first, *others = sorted(map(where, keys.split()), key=lambda place: place.startswith(DEFAULT))
+            others = [place for place in others if not place.startswith(DEFAULT)]
             what = f"{what} ({'; '.join(others)})" if others else what
             problems.append(Problem(what, first, hint, "broken-rule"))
     batch = ("per_device_train_batch_size", "global_batch_size", "gradient_accumulation_steps")
@@ -265,14 +264,10 @@ def _check_script(run: ScriptRun) -> Iterator[Clash]:
 
 def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
     """Return settings that have no effect, or another effect than expected."""
-
-    def given(key: str) -> bool:
-        return not where(key).startswith("default: ")
-
     notes = [f"{where(f'cluster.env.{name}')}: {problem}" for name, problem in find_unread(run.cluster.env).items()]
     if isinstance(run, ScriptRun):
         ignored = ("watch.min_supervised_fraction", "watch.dead_experts", "watch.dead_adapter")
-        return [*notes, *(f"{where(key)}: no effect on a script" for key in ignored if given(key))]
+        return [*notes, *(f"{where(key)}: no effect on a script" for key in ignored if is_written(where, key))]
     train = run.train
     constant = train.lr_scheduler_type == "constant" and bool(train.warmup_ratio or train.warmup_steps)
     twice = run.layout.activation_checkpointing is True and train.gradient_checkpointing in (True, "selective")
@@ -285,7 +280,7 @@ def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
             "no effect: windlass doesn't use DistributedDataParallel",
         ),
         "train.max_steps": (
-            train.max_steps > 0 and given("train.num_train_epochs"),
+            train.max_steps > 0 and is_written(where, "train.num_train_epochs"),
             "overrides train.num_train_epochs",
         ),
         "train.eval_steps": (train.evaluation != "steps", unused.format("eval")),
@@ -293,7 +288,7 @@ def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
         "train.lr_scheduler_type": (constant, "constant has no warm-up; constant_with_warmup has one"),
         "layout.activation_checkpointing": (twice, "same as train.gradient_checkpointing, which is set too"),
     }
-    notes += [f"{where(key)}: {text}" for key, (applies, text) in table.items() if applies and given(key)]
+    notes += [f"{where(key)}: {text}" for key, (applies, text) in table.items() if applies and is_written(where, key)]
     fixed = not train.plan_cuts_batches  # otherwise the plan prints it
     if fixed and train.global_batch_size and train.gradient_accumulation_steps == "auto":
         steps = resolve_accumulation(train, run.ranks, where)
