@@ -120,6 +120,7 @@ def test_each_answer_is_supervised_once_from_behind_its_header_to_its_end(tokeni
     for _ in range(2):  # the second time by the shape of the first
         assert supervised(template, THREE) == EXPECTED[name]
     assert list(template.shapes.values()) != [[]]
+    assert template.render_known(template.read(THREE), [1, 3, 5])  # rendered once, and found in its shape
     # A header is never supervised: not of a second answer in a row, nor of one that begins the chat.
     for messages in ([*THREE[:2], {"role": "assistant", "content": "More."}], THREE[1:4]):
         spans = list(itertools.chain(*supervised(template, messages)))

@@ -24,6 +24,7 @@ from windlass.data.messages import (
     OWN_ROLES,
     REASONING,
     ROLES,
+    TEXT_ROLES,
     Turn,
     arguments_as_text,
     describe_lost_thought,
@@ -103,6 +104,11 @@ class ChatTemplate:
     def has_generation_marks(self) -> bool:
         """Return whether the template itself marks the assistant's part."""
         return bool(GENERATION.search(self.template))
+
+    @cached_property
+    def unmarked(self) -> str:
+        """The template with plain scopes for its marks, whose calls take longer than all the rest of it."""
+        return GENERATION.sub(lambda mark: mark[0].replace("generation", "with"), self.template)
 
     @cached_property
     def roles(self) -> dict[str, str]:
@@ -186,17 +192,21 @@ class ChatTemplate:
     def render_known(self, turns: list[Turn], wanted: Sequence[int]) -> list[Rendering] | None:
         """Return the rows of a chat of plain texts if they are, but for the texts, those of its shape."""
         contents = [turn.message["content"] for turn in turns]
-        users = [turn.message["content"] for turn in turns if not turn.is_assistant]
-        if len({*users}) < len(users) or not all(map(self.is_plain, turns)):
+        roles = tuple(turn.message["role"] for turn in turns)
+        if not self.are_plain(turns, contents):
             return None
-        key = (tuple(turn.message["role"] for turn in turns), tuple(wanted))
+        users = [content for content, role in zip(contents, roles, strict=True) if role != "assistant"]
+        if len({*users}) < len(users):
+            return None
+        key = (roles, tuple(wanted))
         if key not in self.shapes:
             self.shapes[key] = self.find_shapes(turns, wanted)
         rows = []
         for shape in self.shapes[key]:
             text = self.apply(turns[: shape.length], None)[0]
-            filled = (shape.fill(texts) for texts in (contents, [content.strip() for content in contents]))
-            answers = next((answers for expected, answers in filled if text == expected), None)
+            answers = shape.find_answers(text, contents)
+            if answers is None:
+                answers = shape.find_answers(text, [content.strip() for content in contents])
             if answers is None:
                 return None
             rows.append(Rendering(text, answers, shape.length))
@@ -218,14 +228,16 @@ class ChatTemplate:
         known = [shape for shape in shapes if shape is not None]
         return known if len(known) == len(rows) else []
 
-    def is_plain(self, turn: Turn) -> bool:
-        """Return whether the turn is text in which the template finds nothing that it looks for."""
-        text = turn.message["content"]
-        plain = turn.message.keys() == {"role", "content"} and isinstance(text, str) and not turn.reasoning
-        return plain and text != "" and not text[0].isspace() and not self.examined.search(text)
+    def are_plain(self, turns: Sequence[Turn], contents: Sequence[Any]) -> bool:
+        """Return whether the turns are text in which the template finds nothing that it looks for."""
+        texts = {*map(type, contents)} == {str} and all(content and not content[0].isspace() for content in contents)
+        if not texts or any(len(turn.message) > 2 or turn.reasoning for turn in turns):
+            return False
+        joined = "\n".join(contents)
+        return not any(text in joined for text in self.examined)
 
     @cached_property
-    def examined(self) -> re.Pattern[str]:
+    def examined(self) -> list[str]:
         """Texts that the template looks for in messages, and may cut them at."""
         from jinja2 import nodes
 
@@ -236,8 +248,7 @@ class ChatTemplate:
         for called in tree.find_all((nodes.Call, nodes.Filter)):
             parts += [] if getattr(called, "name", "") == "join" else getattr(called, "args", [])
         texts = {part.value for part in parts if isinstance(part, nodes.Const) and isinstance(part.value, str)}
-        texts = {text for text in texts - {*KEYS, *ROLES} if text.strip()}
-        return re.compile("|".join(map(re.escape, sorted(texts))) or r"(?!)")
+        return sorted(text for text in texts - {*KEYS, *ROLES} if text.strip())
 
     def note_remarks(
         self, turns: Sequence[Turn], rows: Sequence[Rendering], remarks: dict[str, str]
@@ -249,20 +260,22 @@ class ChatTemplate:
         if any(turns[i].is_empty for i in trained if i >= 0):
             remarks["empty"] = ""
         if self.special is not None:
-            spelled = (self.special.search(turn.words) for turn in turns if not turn.is_assistant)
-            if found := next(filter(None, spelled), None):
-                remarks["special"] = found[0]
+            spelled = self.special.search("\0".join(turn.words for turn in turns if not turn.is_assistant))
+            remarks |= {"special": spelled[0]} if spelled else {}
         for date in self.dates:
             if any(date in row.text for row in rows):
                 names = [name for name in read_variables(self.template) if "date" in name]
                 remarks["date"] = f"{date!r}"
                 remarks["date"] += f"; data.template_kwargs: {{{names[0]}: {date}}} fixes it" if names else ""
-        for row in rows:
+        header = self.header.strip()
+        for row in rows if header else ():
             for i, (start, _) in row.answers.items():
                 if i > 0 and turns[i - 1].message["role"] == "user" and not turns[i].reasoning:
-                    prompt = row.text[:start].rstrip()
-                    if not prompt.endswith(self.header.strip()):
-                        remarks["thought"] = self.header.strip()
+                    end = start
+                    while end and row.text[end - 1].isspace():
+                        end -= 1
+                    if not row.text.endswith(header, 0, end):
+                        remarks["thought"] = header
         return [row._replace(remarks={} if number else remarks) for number, row in enumerate(rows)]
 
     @cached_property
@@ -287,8 +300,9 @@ class ChatTemplate:
 
     def read(self, messages: Sequence[Any]) -> list[Turn]:
         turns = [read_turn(message, self.names, self.roles, drop_reasoning=self.drop_reasoning) for message in messages]
-        self.require_roles(turns)
-        require_calls(turns)
+        if not {*TEXT_ROLES}.issuperset(str(turn.message["role"]) for turn in turns):
+            self.require_roles(turns)
+            require_calls(turns)
         return turns
 
     def render_marked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> Rendering:
@@ -475,12 +489,14 @@ class ChatTemplate:
             variables["tools"] = tools
         # For chats of plain text, which are most, the public function gives the same result more slowly.
         compiled, tracked = (getattr(jinja, step, None) for step in STEPS)
-        plain = not tools and all({*map(type, m.values())} == {str} and m.keys().isdisjoint(REASONING) for m in chat)
+        keys = {key for message in chat for key in message}
+        types = {type(value) for message in chat for value in message.values()}
+        plain = not tools and types == {str} and keys.isdisjoint(REASONING)
         if plain and compiled and tracked and marks:
             text, spans = tracked(compiled(self.template), chat, documents=None, **variables)
             return text, spans
         if plain and compiled and tracked:
-            return str(compiled(self.template).render(messages=chat, documents=None, **variables)), []
+            return str(compiled(self.unmarked).render(messages=chat, documents=None, **variables)), []
         options = {"chat_template": self.template, "return_assistant_tokens_mask": marks, **variables}
         try:
             texts, marked = jinja.render_jinja_template([chat], **options)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from windlass.errors import UserError
 from windlass.runfile.names import ROLES as NAMES_OF_ROLES
 
-OWN_ROLES = ("system", "user", "assistant", "tool")
+TEXT_ROLES = ("system", "user", "assistant")
+OWN_ROLES = (*TEXT_ROLES, "tool")
 ROLES = {  # their names in data sets
     name: "assistant" if role == "call" else role for role, names in NAMES_OF_ROLES.items() for name in names
 }
@@ -56,14 +57,18 @@ class Turn(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        return self.is_plain and not self.words.strip()
+        return not self.words.strip() and self.is_plain
 
     @property
     def words(self) -> str:
         """The content without reasoning."""
         content = self.message["content"]
         text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-        return THOUGHT.sub("", text) if self.is_assistant else text
+        return THOUGHT.sub("", text) if self.is_assistant and opens_thought(text) else text
+
+
+def opens_thought(text: str) -> bool:
+    return "<think>" in text or "[THINK]" in text
 
 
 def drop_none(value: Any) -> Any:
@@ -86,10 +91,10 @@ def read_turn(
         raise UserError(
             f"a message has no role: {str(message)[:80]}", "data", 'write {"role": …, "content": …}', "no-role"
         )
-    plain = not names and message.keys() == {"role", "content"} and type(message["content"]) is str
-    role = message["role"] if plain else None
+    role = message.get("role") if len(message) == 2 and not names else None
+    text = message.get("content")
     # Most are one of these, and the code below would not change them.
-    if role in ("system", "user") or (role == "assistant" and not re.search(r"<think>|\[THINK\]", message["content"])):
+    if type(text) is str and role in TEXT_ROLES and (role != "assistant" or not opens_thought(text)):
         return Turn(message, None, [])
     found = {key: drop_none(value) for key, value in message.items() if value is not None and key not in names}
     renamed = {name: drop_none(message[key]) for key, name in names.items() if message.get(key) is not None}

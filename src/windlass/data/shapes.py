@@ -22,12 +22,15 @@ class RowShape(NamedTuple):
     pieces: tuple[str, ...]
     answers: Mapping[int, tuple[Place, Place]]
 
-    def fill(self, contents: Sequence[str]) -> tuple[str, dict[int, Span]]:
-        """Return the text that the template should write for these contents, and the answers' spans."""
-        parts = [part for piece, i in zip(self.pieces, self.order, strict=False) for part in (piece, contents[i])]
+    def find_answers(self, text: str, contents: Sequence[str]) -> dict[int, Span] | None:
+        """Return the answers' spans if this text is what the template should write for these contents."""
+        parts = [""] * (len(self.pieces) + len(self.order))
+        parts[::2] = self.pieces
+        parts[1::2] = [contents[i] for i in self.order]
+        if text != "".join(parts):
+            return None
         starts = [0, *itertools.accumulate(map(len, parts))][::2]
-        spans = {i: (starts[a[0]] + a[1], starts[b[0]] + b[1]) for i, (a, b) in self.answers.items()}
-        return "".join((*parts, self.pieces[-1])), spans
+        return {i: (starts[a] + before, starts[b] + after) for i, ((a, before), (b, after)) in self.answers.items()}
 
 
 def make_placeholders(count: int) -> list[str]:
