@@ -10,12 +10,18 @@ prompt of inference (`add_generation_prompt`), to the token that ends the turn. 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import re
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from windlass import tiny
 from windlass.data.audit import audit_split, find_warnings
@@ -26,7 +32,12 @@ from windlass.errors import UserError
 from windlass.runfile import Data
 
 TAG = re.compile(r"</?[|｜]?[A-Za-z_][A-Za-z_0-9▁|｜:]*[|｜]?>|\[/?[A-Z_]{2,}\]")
+OPENED = re.compile(rf"(?:\s|<[^<>\s]*>|{TAG.pattern}|thought|analysis)*")  # a thought that a prompt opens
+IN_TAGS = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+EXPLAINED = ("no-call", "unsupported-part", "unknown-role")  # of the chat, whatever the template
 PLAIN_TAG = re.compile(r"</?(?:b|i|think|tools?|tool_\w+|function\w*|parameter|arg_\w+)>")  # tokens, but not special
+STARTS = re.compile("start|begin", re.IGNORECASE)
+MARK = "endgeneration"
 MARKS = ("<!-- chat templates -->", "<!-- end -->")
 
 
@@ -119,104 +130,215 @@ class Verdict:
         return f"{self.state}{rows}{'!' if self.warnings else ''}"
 
 
-def make_tokenizer(folder: Path, template: str, vocab: int = 600) -> Any:
+def make_tokenizer(folder: Path, template: str) -> Any:
     """Return a tiny tokenizer that has the special tokens which the template spells, and ends turns as it does."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(folder, vocab))
+    if not (folder / "tokenizer.json").exists():
+        tiny.write_tokenizer(folder, 600)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     found = [*dict.fromkeys(TAG.findall(template))]
-    special = [
-        token
-        for token in found
-        if not re.match(r"</?(?:b|i|think|tools?|tool_\w+|function\w*|parameter|arg_\w+)>", token)
-    ]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
-    tokenizer.add_tokens([token for token in found if token not in special])
+    plain = [token for token in found if PLAIN_TAG.fullmatch(token)]
+    tokenizer.add_special_tokens({"additional_special_tokens": [token for token in found if token not in plain]})
+    tokenizer.add_tokens(plain)
     tokenizer.chat_template = template
     return tokenizer
 
 
 def try_chat(tokenizer: Any, row: dict[str, Any], keys: dict[str, Any]) -> Verdict:
     """Turn a chat into rows as training does, and judge them."""
+    truth = Inference(tokenizer, row, keys)
     try:
-        kind = choose_format(Data(**keys), [*row], tokenizer)
-        rendered = kind.render(row)
-        documents = tokenize([row], kind, tokenizer, 4096)
+        documents = tokenize([row], choose_format(Data(**keys), [*row], tokenizer), tokenizer, 4096)
     except UserError as error:
         problem = error.problems[0]
-        return Verdict(f"R {problem.code}", f"{problem.problem} | {problem.hint}")
+        false = "" if truth.explains(problem.code) else " FALSE"
+        return Verdict(f"R {problem.code}{false}", f"{problem.problem} | {problem.hint}")
     warnings = [*find_warnings({"splits": {"train": audit_split(documents, tokenizer)}, "batching": {}})]
-    why = judge(tokenizer, row, rendered, documents, keys)
-    return Verdict("W" if why else "ok", why, len(rendered), tuple(warnings))
+    why = truth.judge(documents, " ".join(warnings))
+    return Verdict("WRONG" if why else "ok", why, len(documents.lengths), tuple(warnings))
 
 
-def judge(tokenizer: Any, row: dict[str, Any], rendered: Any, documents: Documents, keys: dict[str, Any]) -> str:
-    """Return what is wrong with the rows of a chat, or nothing."""
-    messages = row["messages"]
-    tools = row.get("tools") if keys.get("tools") != "ignore" else None
-    options = {"tools": tools, "tokenize": False, **keys.get("template_kwargs", {})}
+class Inference:
+    """What a model is given and has to write at inference for each answer of a chat, by apply_chat_template alone."""
 
-    def write(count: int, prompt: bool = False) -> str:
-        chat = messages[:count]
-        try:
-            return str(tokenizer.apply_chat_template(chat, add_generation_prompt=prompt, **options))
-        except TypeError:  # arguments as text
-            return str(
-                tokenizer.apply_chat_template([*map(arguments_as_text, chat)], add_generation_prompt=prompt, **options)
-            )
+    def __init__(self, tokenizer: Any, row: dict[str, Any], keys: dict[str, Any]) -> None:
+        self.tokenizer = tokenizer
+        self.messages = [{**message, "content": message["content"] or ""} for message in row["messages"]]
+        self.tools = row.get("tools") if keys.get("tools") != "ignore" else None
+        self.variables = keys.get("template_kwargs", {})
+        self.stops = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        self.ids = cache(lambda count, prompt=False: self.write(self.messages[:count], prompt, self.tools))
+        opened = [user("qz"), answer("zq")]
+        self.header = self.text(self.write(opened[:1], True))[len(self.text(self.write(opened[:1], False))) :].strip()
+        self.header = re.sub(r"<[^<>]*think.*", "", self.header, flags=re.DOTALL).strip()
+        last, middle = (self.write(chat, False) or [] for chat in (opened, [*opened, user("q")]))
+        last, middle = (ids[self.written_at(ids, ["zq"]) :] for ids in (last, middle))
+        both = last[: shared_length(last, middle)]  # what closes an answer, whatever follows
+        closing = [token for token in both if token in self.stops and not STARTS.search(self.text([token]))]
+        ends = [ids[:1] for ids in (last, middle) if ids and ids[0] in self.stops]
+        self.turn_ends = {closing[-1]} if closing else {*itertools.chain(*ends)}
 
-    finished = set()
-    for count in range(1, len(messages) + 1):
-        with suppress(Exception):  # a template that refuses the first turns alone
-            finished.add(tuple(tokenizer(write(count), add_special_tokens=False)["input_ids"]))
-    for span, one in zip(documents.spans(), rendered, strict=True):
-        ids = documents.ids[span]
-        if tuple(ids.tolist()) not in finished:
-            return "ids are not those of apply_chat_template"
-        marked = "".join(one.text[start:end] for start, end in one.supervised)
-        if tokenizer.decode(ids[documents.supervised[span]].tolist()).split() != marked.split():
-            return f"the tokens supervised are not those of {marked!r}"
-    left = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
-    for one in rendered:
-        spans = [*one.supervised]
-        if len(spans) > len(left):  # several marks in a turn
-            for i in reversed(range(len(spans) - 1)):
-                if spans[i][1] == spans[i + 1][0]:
-                    spans[i : i + 2] = [(spans[i][0], spans[i + 1][1])]
-        for start, end in spans:
-            reasons = {i: compare(one.text[:start], one.text[start:end], write, i, messages) for i in sorted(left)}
-            fitting = [i for i, reason in reasons.items() if not reason]
-            if not fitting:
-                return f"{one.text[start:end]!r} after {one.text[:start][-40:]!r} is no answer: {reasons}"
-            left.remove(fitting[0])
-    left = {i for i in left if messages[i]["content"] or messages[i].get("tool_calls")}
-    return f"not trained on: {left}" if left else ""
+    def write(self, messages: list[Any], prompt: bool, tools: Any = None) -> list[int] | None:
+        """Return the ids of a chat, or None if the template refuses it."""
+        options = {"tools": tools, "add_generation_prompt": prompt, "return_dict": True, **self.variables}
+        for chat in (messages, [*map(arguments_as_text, messages)]):
+            with suppress(Exception):  # a template raises what it likes
+                return [*self.tokenizer.apply_chat_template(chat, **options)["input_ids"]]
+        return None
+
+    def text(self, ids: Sequence[int] | None) -> str:
+        return str(self.tokenizer.decode(ids or [], clean_up_tokenization_spaces=False))
+
+    def words(self, i: int) -> list[str]:
+        """Return what an answer says, calls, each thing apart."""
+        message = self.messages[i]
+        thoughts = IN_TAGS.findall(message["content"])
+        calls = [inner["function"] for inner in message.get("tool_calls", ())]
+        values = [str(value) for inner in calls for value in (inner["name"], *leaves(inner["arguments"]))]
+        said = IN_TAGS.sub("", message["content"])
+        return [text for text in (message.get("reasoning_content", ""), *thoughts, said, *values) if text.strip()]
+
+    def written_at(self, ids: Sequence[int], words: list[str]) -> int:
+        """Return where all of the words have been written."""
+        wanted = [forms(word) for word in words]
+        low, high = 0, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            seen = squeeze(self.text(ids[:middle]))
+            low, high = (low, middle) if all(any(f in seen for f in word) for word in wanted) else (middle + 1, high)
+        return low
+
+    def completion(self, ids: list[int], i: int) -> tuple[list[int], bool]:
+        """Return what is written of the ids that a finished chat has behind the prompt, and whether it is closed."""
+        said = self.written_at(ids, self.words(i))
+        ends = [at for at in range(said, len(ids)) if ids[at] in self.stops]
+        turns = [at for at in ends if ids[at] in self.turn_ends]
+        if not ends:
+            return ids, False
+        return ids[: (turns[0] if turns else ends[-1]) + 1], True
+
+    def begins_at(self, i: int, start: int) -> tuple[int | str, set[str]]:
+        """Return where answer `i` begins in the chat that ends with it, or why nowhere, and what to say of it."""
+        whole = self.ids(i + 1)
+        if whole is None:
+            return "the template refuses the chat that ends here", set()
+        follows = i and self.messages[i - 1]["role"] == "assistant"
+        prompt = self.ids(i, True) if i else None
+        same = shared_length(prompt or [], whole)
+        absent = self.text((prompt or [])[same:])
+        headed = self.header in self.text((prompt or [])[-12:])
+        if prompt is not None and not absent.strip() and (headed or not follows):
+            return same, set()
+        if headed and OPENED.fullmatch(absent) and re.search("think|thought|reason", absent, re.IGNORECASE):
+            return same, {"thought"}
+        # No prompt leads to it, or another one: it still begins behind a header, if templates write one.
+        before = self.text(whole[:start]).rstrip()
+        opened = re.sub(r"(?:<[^<>]*think[^<>]*>|\s)*$", "", before, flags=re.IGNORECASE)
+        if {before, opened} & {text for text in (before, opened) if text.endswith(self.header)} or follows:
+            return start, {"prompt"} if i else set()
+        if not i and not squeeze(TAG.sub("", before).replace("<s>", "")):
+            return start, set()
+        return f"{absent[-60:]!r} of the prompt is not in the chat", set()
+
+    def compare(self, i: int, ids: list[int], start: int, end: int) -> tuple[int, str, set[str]]:
+        """Return how far a supervised part is what the model has to write as answer `i`, or why not; what to say."""
+        begin, notes = self.begins_at(i, start)
+        whole = self.ids(i + 1) or []
+        if isinstance(begin, str):
+            return 0, begin, notes
+        if ids[:start] != whole[:begin]:
+            return 0, f"begins behind {self.text(ids[:start])[-50:]!r}, not {self.text(whole[:begin])[-50:]!r}", notes
+        written, closed = self.completion(whole[begin:], i)
+        trained = ids[start:end]
+        size = len(written)
+        if trained[:size] == written and not closed:
+            return size + (trained[size : size + 1] != [] and trained[size] in self.stops), "", notes
+        if trained[:size] == written:
+            spaces = MARK in self.tokenizer.chat_template and not self.text(trained[size:]).strip()
+            return len(trained) if spaces else size, "", notes  # a mark may take a line break more
+        return 0, f"trains {self.text(trained)[-60:]!r}, not {self.text(written)[-60:]!r}", notes
+
+    def judge(self, documents: Documents, warnings: str) -> str:
+        """Return what is wrong with the rows of a chat, or nothing."""
+        chats = [self.ids(count) for count in range(1, len(self.messages) + 1)]
+        left = {*self.answers}
+        notes = {"empty"} if any(not self.words(i) for i in left) else set()
+        stopped = False
+        for span in documents.spans():
+            ids, marked = documents.ids[span].tolist(), documents.supervised[span]
+            if ids not in chats:
+                return "ids are not those of apply_chat_template"
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], marked, [0]]))).reshape(-1, 2).tolist()
+            for start, end in edges:
+                while start < end:  # answers may follow each other without a header
+                    found = {i: self.compare(i, ids, start, end) for i in sorted(left)}
+                    fitting = next((i for i, (size, _, _) in found.items() if size), None)
+                    if fitting is None:
+                        return "; ".join(f"{i}: {reason}" for i, (_, reason, _) in found.items()) or "too many parts"
+                    size, _, said_of_it = found[fitting]
+                    notes |= said_of_it
+                    left.remove(fitting)
+                    start += size
+                    stopped |= ids[start - 1] in self.stops or ids[start - 2] in self.stops
+        if left := {i for i in left if self.words(i)}:
+            return f"not trained on: {left}"
+        said = {remark["kind"] for remark in documents.remarks} - {"split", "date", "special"}
+        said |= {"stop"} if "learn to stop" in warnings else set()
+        notes |= set() if stopped else {"stop"}
+        return f"says {sorted(said)}, not {sorted(notes)}" if said != notes else ""
+
+    def explains(self, code: str) -> bool:
+        """Return whether the template can't write this chat for the reason that this code stands for."""
+        chats = {i: self.ids(i + 1) for i in self.answers}
+        if code == "template-refuses":
+            return None in (*chats.values(), *(self.ids(i, True) for i in self.answers if i))
+        if code == "tools-not-written":
+            return self.write(self.messages, False, self.tools) == self.write(self.messages, False, None)
+        if code == "not-written":
+            texts = {i: squeeze(self.text(chats[i])) for i in self.answers}
+            tails = {
+                i: squeeze(self.text((chats[i] or [])[shared_length(chats[i] or [], self.ids(i, True) or []) :]))
+                for i in self.answers
+            }
+            last = max(self.answers)
+            others = [forms(m["content"]) for m in self.messages[:last] if m["role"] != "assistant"]
+            own = [(tails[i], forms(word)) for i in self.answers for word in self.words(i)]
+            wanted = [*own, *((texts[last], words) for words in others)]
+            return any(not any(form in text for form in words) for text, words in wanted)
+        if code == "opens-always":
+            return self.ids(len(self.messages)) == self.ids(len(self.messages), True)
+        if code == "answer-not-found":
+            return any(not self.text(chats[i]).startswith(self.text(self.ids(i, True))) for i in self.answers)
+        return code in EXPLAINED
 
 
-def compare(before: str, part: str, write: Any, i: int, messages: list[Any]) -> str:
-    """Return why a supervised part is not what the model has to write as message `i`, or nothing."""
-    closing = rf"(?:\s|{TAG.pattern})*"
-    after_answer = i > 0 and messages[i - 1]["role"] == "assistant"
-    if i == 0 or after_answer:
-        opened = rf"{closing}(?:\w+)?{closing}"
-        if not re.match(opened + re.escape(messages[i]["content"].strip()), part):
-            return "header supervised"
-    else:
-        seen, prompt = "".join(before.split()), "".join(write(i, True).split())
-        if not prompt.startswith(seen):
-            return "another prompt"
-        absent = prompt[len(seen) :]
-        if not re.fullmatch(rf"{closing}(?:thought)?{closing}", absent):
-            return f"header supervised: {absent!r}"
-    text = write(i + 1)
-    rest = (text[len(before) :] if text.startswith(before) else text[text.rfind(part.strip()[:20]) :]).strip()
-    written = part.strip()
-    if written == rest:
-        return ""
-    ends = re.compile(rf"(?:\s|{TAG.pattern}|</s>)*$")
-    if ends.sub("", written) == ends.sub("", rest) and (TAG.search(written[-20:]) or ends.sub("", rest) == rest):
-        return ""  # to another of the tokens that end the turn, or to the one that follows
-    return f"{rest!r} would have to be written"
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def squeeze(text: str) -> str:
+    return "".join(text.split())
+
+
+def forms(text: str) -> list[str]:
+    """Return how templates write a text: as it is, or as JSON with or without escapes."""
+    return [squeeze(form) for form in (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])]
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield names and values in a call's arguments."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield name
+            yield from leaves(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from leaves(inner)
+    elif not isinstance(value, bool) and value is not None:
+        yield value
 
 
 def main() -> None:
@@ -226,21 +348,22 @@ def main() -> None:
     parser.add_argument("--kind", nargs="*", choices=KINDS, default=[*KINDS])
     parser.add_argument("--docs", type=Path)
     parser.add_argument("-v", action="store_true", help="print reasons and warnings")
+    parser.add_argument("-vv", action="store_true")
     options = parser.parse_args()
     lines = [f"| template | {' | '.join(options.kind)} |", f"|---|{'---|' * len(options.kind)}"]
     print(*lines, sep="\n", flush=True)
-    for path in sorted(path for folder in options.folders for path in folder.glob("*.jinja")):
+    folder = Path(tempfile.mkdtemp())
+    for path in sorted(path for given in options.folders for path in given.glob("*.jinja")):
         if options.only.lower() not in path.name.lower():
             continue
-        with tempfile.TemporaryDirectory() as name:
-            tokenizer = make_tokenizer(Path(name), path.read_text(encoding="utf-8"))
-            verdicts = {kind: try_chat(tokenizer, KINDS[kind][1], {}) for kind in options.kind}
+        tokenizer = make_tokenizer(folder, path.read_text(encoding="utf-8"))
+        verdicts = {kind: try_chat(tokenizer, KINDS[kind][1], {}) for kind in options.kind}
         lines.append(f"| {path.stem} | {' | '.join(verdict.cell for verdict in verdicts.values())} |")
         print(lines[-1], flush=True)
         if options.v:
             for kind, verdict in verdicts.items():
-                if verdict.why or verdict.warnings:
-                    print(f"    {kind}: {verdict.why}", *verdict.warnings, sep="\n       ! ", flush=True)
+                if verdict.state not in ("ok", *(["R not-written"] if not options.vv else [])):
+                    print(f"    {kind}: {verdict.state} {verdict.why}"[:400], flush=True)
     if options.docs:
         text = options.docs.read_text(encoding="utf-8")
         start, end = (text.index(mark) for mark in MARKS)

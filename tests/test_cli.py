@@ -111,7 +111,7 @@ MESSAGES = {
         "remove train.fp16: bf16 has float32's range; windlass doesn't train in float16, which overflows",
     ),
     "data run.yaml --source x": (
-        "--source: it says how rows are shown, and none are",
+        "--source: it changes how rows are printed, and none is",
         "add --row K or --sample N",
     ),
     "submit run.yaml --to k8s": ("--to: unknown platform 'k8s'", "write kubernetes"),

@@ -3,8 +3,8 @@
 import json
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,6 +92,15 @@ class RunError(UserError):
     """A run that stopped itself although its input was right. Exits with 1, a `UserError` with 2."""
 
     exit_code = FAILED
+
+
+@contextmanager
+def require_writable(path: Path, hint: str) -> Iterator[None]:
+    """Refuse a file that can't be written, with what the system says."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"can't be written: {error.strerror}", str(path), hint, "unwritable") from None
 
 
 def print_error(error: UserError) -> None:

@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Mistral4Config, Mistral4ForCausalLM
 
 from windlass import hardware, tiny
-from windlass.errors import UserError
+from windlass.errors import require_writable
 from windlass.files import append_json_line, read_json_lines, write_json
 from windlass.hardware import GIB
 from windlass.launch.check.results import FAIL, STYLES, Report, Result, failed, passed, skipped, warned
@@ -126,12 +126,8 @@ def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> R
         results += run_in_ranks(folder, gpus or 2, environ, began + LIMIT_SECONDS)
     report = Report("self-test", tuple(results), seconds=time.monotonic() - began)
     facts = {key: value for key, value in describe_machine().items() if key != "host"}
-    try:
+    with require_writable(file, "start it in another folder"):
         write_json(file, {**report.as_dict(), "machine": facts})
-    except OSError as error:
-        raise UserError(
-            f"can't be written: {error.strerror}", str(file), "start it in another folder", "unwritable"
-        ) from None
     say(f"written to {file}")
     return report
 

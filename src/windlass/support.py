@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass import run_folder
-from windlass.errors import UserError
+from windlass.errors import UserError, require_writable
 from windlass.files import read_json, read_json_lines, write_atomic
 from windlass.hardware import read_gpus
 from windlass.runfile import read_any
@@ -142,12 +142,8 @@ def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Cal
             entry.size = len(content)
             entry.mtime = int(time.time())
             tar.addfile(entry, io.BytesIO(content))
-    try:
+    with require_writable(archive, "name another file with --out"):
         write_atomic(archive, packed.getvalue())
-    except OSError as error:
-        raise UserError(
-            f"can't be written: {error.strerror}", str(archive), "name another file with --out", "unwritable"
-        ) from None
     for name, content in made.items():
         say(f"{len(content):>9,} bytes  {name}")
     return archive

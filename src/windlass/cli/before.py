@@ -218,7 +218,9 @@ def data(
     chosen = bool(sample) or row is not None
     if (source or tokens) and not chosen and not html:
         name = "--source" if source else "--tokens"
-        raise UserError("it says how rows are shown, and none are", name, "add --row K or --sample N", "no-rows-shown")
+        raise UserError(
+            "it changes how rows are printed, and none is", name, "add --row K or --sample N", "no-rows-shown"
+        )
     loaded = fill_in_choices(read_run_file(run, override or ()), say)
     if not chosen and not html:
         audit_data(loaded, say=say, audited=write_json if as_json else print_audit)

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from windlass import __version__
-from windlass.errors import GIVEN, UserError, make_pasteable
+from windlass.errors import GIVEN, UserError, make_pasteable, require_writable
 from windlass.files import write_atomic
 
 if TYPE_CHECKING:
@@ -147,12 +147,8 @@ def write_run_file(text: str, out: Path | None) -> None:
     if out is None:
         print(text, end="", flush=True)
         return
-    try:
+    with require_writable(out, "name another file with --out"):
         write_atomic(out, text)
-    except OSError as error:
-        raise UserError(
-            f"can't be written: {error.strerror}", str(out), "name another file with --out", "unwritable"
-        ) from None
     say(f"written to {out}: next, windlass plan {out}")
 
 

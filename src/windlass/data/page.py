@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass import __version__
 from windlass.data.show import FIGURES, explain_held_out
-from windlass.errors import UserError
+from windlass.errors import require_writable
 from windlass.files import write_atomic
 from windlass.observe.report.page import render_template
 
@@ -33,9 +33,5 @@ def write_rows_page(path: Path, audit: Mapping[str, Any], rows: Sequence[Mapping
         version=__version__,
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
-    try:
+    with require_writable(path, "name another file with --html"):
         write_atomic(path, page)
-    except OSError as error:
-        raise UserError(
-            f"can't be written: {error.strerror}", str(path), "name another file with --html", "unwritable"
-        ) from None

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from windlass import __version__, hardware
-from windlass.errors import Problem, UserError, raise_all
+from windlass.errors import Problem, UserError, raise_all, require_writable
 from windlass.files import write_json
 from windlass.hardware import Collective, Gpu, Machine, Rates
 from windlass.runfile import Cluster
@@ -72,13 +72,9 @@ def write_machine(path: Path, kind: str, ranks: int, conditions: Mapping[str, An
     content = {"windlass": __version__, "kind": kind, "ranks": ranks, "conditions": dict(conditions)}
     content |= {"rates": json.loads(json.dumps(asdict(rates)))}
     content["digest"] = _digest(content)
-    try:
+    with require_writable(path, "give another --out FILE"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, content)
-    except OSError as error:
-        raise UserError(
-            f"can't be written: {error.strerror}", str(path), "give another --out FILE", "unwritable"
-        ) from None
     return content
 
 

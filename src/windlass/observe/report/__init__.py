@@ -103,7 +103,7 @@ def render_page(runs: Sequence[Facts]) -> str:
     island = IN_SCRIPT.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     return render_template(
         "page.html.j2",
-        scripts=("uplot.min.js", "page.js"),
+        scripts=("uplot.min.js", "scheme.js", "page.js"),
         styles=("uplot.min.css", "page.css"),
         runs=runs,
         overlays=overlays,

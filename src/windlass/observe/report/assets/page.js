@@ -17,30 +17,13 @@
     return v.toExponential(1);
   };
 
-  // Scheme: the system's, unless the reader chooses; paper is always light.
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const choices = ["auto", "light", "dark"];
-  let choice = 0;
-  let printing = false;
-  const paint = () => {
-    const is = printing || choice === 1 ? "light" : choice === 2 ? "dark" : dark.matches ? "dark" : "light";
-    root.dataset.scheme = is;
+  addEventListener("scheme", () => {
     for (const { u } of plots.values()) u.redraw(false);
-  };
-  const button = document.getElementById("scheme");
-  button.addEventListener("click", () => {
-    choice = (choice + 1) % choices.length;
-    button.textContent = `colours: ${choices[choice]}`;
-    paint();
   });
-  dark.addEventListener("change", paint);
   addEventListener("beforeprint", () => {
-    printing = true;
     for (const details of document.querySelectorAll("details.one")) details.open = true;
     for (const figure of document.querySelectorAll("figure[data-chart]")) draw(figure);
-    paint();
   });
-  addEventListener("afterprint", () => { printing = false; paint(); });
 
   // Curves of a chart -> columns for uPlot. A stacked chart is summed from the top down, over what is switched on.
   // On a log scale the charts without a unit (loss, gradient norm, rate) hold logarithms, and the axis their values.
@@ -263,7 +246,6 @@
   document.getElementById("reset").addEventListener("click", () => {
     everywhere(null, null);
   });
-  paint();
   for (const figure of document.querySelectorAll("figure[data-chart]")) draw(figure);
   for (const details of document.querySelectorAll("details.one")) {
     details.addEventListener("toggle", () => details.querySelectorAll("figure[data-chart]").forEach(draw));

@@ -1,12 +1,16 @@
 "use strict";
+// Scheme: the system's, unless the reader chooses; paper is always light.
 (() => {
-  const root = document.documentElement;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const choices = ["auto", "light", "dark"];
   let choice = 0;
+  let printing = false;
   const paint = () => {
-    root.dataset.scheme = choice ? choices[choice] : dark.matches ? "dark" : "light";
+    const is = printing || choice === 1 ? "light" : choice === 2 ? "dark" : dark.matches ? "dark" : "light";
+    document.documentElement.dataset.scheme = is;
+    dispatchEvent(new Event("scheme"));
   };
+  const print = (now) => { printing = now; paint(); };
   const button = document.getElementById("scheme");
   button.addEventListener("click", () => {
     choice = (choice + 1) % choices.length;
@@ -14,5 +18,7 @@
     paint();
   });
   dark.addEventListener("change", paint);
+  addEventListener("beforeprint", () => print(true));
+  addEventListener("afterprint", () => print(false));
   paint();
 })();
