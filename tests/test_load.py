@@ -312,6 +312,60 @@ def test_holes_of_an_interrupted_download_are_named(tmp_path: Path) -> None:
     assert "has zeros from within row 9 on" in load_base(base, ALONE)[1]["notes"][0]
 
 
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def paged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which every eighth row of `down_proj`, of 512 bytes, begins where a page of the file does."""
+    sizes: dict[str, Any] = {"hidden": 1024, "heads": 8, "intermediate": 256}
+    folder = tiny.write_model(tmp_path_factory.mktemp("pages") / "m", "llama", tokenizer=False, **sizes)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    start = next(p for p in read_base(folder).parameters if p.name == DOWN).pieces[0].stored.start
+    header = content[8:end].ljust(-start % 4096 + end - 8)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    return folder
+
+
+@pytest.mark.fault("zeros that end just within a row", "`windlass train`", "on, where weights should be")
+@pytest.mark.parametrize(("start", "length"), [(512 * 16 - 24, 512 * 3 + 24), (512 * 15, 512 * 4 + 24)])
+def test_holes_that_end_just_within_a_row_are_named(paged: Path, tmp_path: Path, start: int, length: int) -> None:
+    folder = shutil.copytree(paged, tmp_path / "m")
+    base = read_base(folder)
+    write_hole(folder, base, "model.layers.1.mlp.down_proj.weight", start, length)
+    with pytest.raises(
+        UserError, match=r"down_proj\.weight' has zeros from within row 1\d on, where weights should be"
+    ):
+        load_base(base, ALONE)
+
+
+@pytest.mark.fault("zeros of full rows, as long as pages", "`windlass train`", "16 to 23, where weights should be")
+def test_holes_of_full_rows_are_known_by_the_pages_of_the_file(paged: Path, tmp_path: Path) -> None:
+    for start, length, rows in ((512 * 16, 4096, "16 to 23"), (-(1 << 14), 1 << 14, "992 to 1,023")):
+        folder = shutil.copytree(paged, tmp_path / str(start))
+        base = read_base(folder)
+        write_hole(folder, base, DOWN, start, length)
+        for layout in (ALONE, replace(ALONE, base_dtype="nf4")):
+            with pytest.raises(UserError, match=f"'{DOWN}' has zeros in rows {rows}, where weights should be"):
+                load_base(base, layout)
+
+
+def test_pruned_neurons_are_no_damage(paged: Path, tmp_path: Path) -> None:
+    """Runs that end where no page does, and runs in many matrices."""
+    folder = shutil.copytree(paged, tmp_path / "m")
+    base = read_base(folder)
+    for start, length in ((512 * 17, 4096), (512 * 40, 4608), (512 * 999, 512)):
+        write_hole(folder, base, DOWN, start, length)
+    assert load_base(base, ALONE)[1]["notes"] == []
+    for layer in (0, 1):
+        for name in ("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"):
+            write_hole(folder, base, f"model.layers.{layer}.{name}.weight", 1 << 14, 1 << 13)
+    (note,) = load_base(base, ALONE)[1]["notes"]
+    assert note.startswith("rows of zeros in weights (5), damaged or pruned: ")
+
+
 def test_zeros_that_are_meant_are_no_damage(tmp_path: Path) -> None:
     """Padded columns and rows, an expert that was never used, a block that begins as nothing, sparse weights."""
     folder = tiny.write_model(tmp_path / "m", "mixtral", tokenizer=False, hidden=512, quantization="none")
