@@ -65,7 +65,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.fault(
-    "nodes whose copies of the base differ", "`windlass train`", "have copies of the base model that are not equal"
+    "nodes whose copies of the base differ",
+    "`windlass train`",
+    "copies of the base model that are not equal: model.safetensors differs",
 )
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.prove)])
 def test_every_case_on_several_ranks(ranks: int, root: Path, tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_every_case_on_several_ranks(ranks: int, root: Path, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads((tmp_path / "out").read_text())
     assert len(results) >= {2: 40, 4: 45}[ranks]
-    assert load_ranks.MIXED == "have copies of the base model that are not equal"
+    assert load_ranks.MIXED == "have copies of the base model that are not equal: model.safetensors differs"
     failed = {case: why for case, why in results.items() if why}
     assert not failed, "\n".join(f"{case}\n{why}" for case, why in failed.items())
 

@@ -20,7 +20,7 @@ from windlass.model.files import DIGEST, PUBLISHED
 from windlass.ranks.collectives import all_gather, get_rank
 from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, BASE_MODEL, MANIFEST
 from windlass.settings import CONVERTED_VALUES, LOADER_THREADS
-from windlass.weights.digest import digest_box, format_digest
+from windlass.weights.digest import MODULUS, digest_box, format_digest
 from windlass.weights.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, read_box, split_box
 
 FETCH_AGAIN: Final = "remove {folder}, then `windlass fetch RUN` again"
@@ -59,37 +59,52 @@ def find_other_copies(base: Base) -> list[str]:
     Under sharding a rank reads its own part alone: copies that differ would be trained as a mixture, whose parts no
     other rank could compare. Ranks that see equal inodes and times read the same files, and there is nothing to do.
     Else the ranks of each copy read it once, together, and compare one digest. A ring in which each rank reads its
-    neighbour's part would read less on many nodes, but two versions could still alternate. The digest is kept in the
-    user's cache, by names, sizes, times and inodes: only the first run pays, at the speed of the storage.
+    neighbour's part would read less on many nodes, but two versions could still alternate. The files' digests are kept
+    in the user's cache, by names, sizes, times and inodes: only the first run pays, at the speed of the storage.
     """
     facts = [describe_copy(file) for file in sorted({stored.file for stored in base.stored()})]
     cache = find_cache_folder() / "digests" / f"{hashlib.sha256(repr((DIGEST, facts)).encode()).hexdigest()[:32]}.json"
-    seen: list[tuple[Any, str]] = all_gather((facts, read_json(cache).get("digest", "")))
+    seen: list[tuple[Any, dict[str, int]]] = all_gather((facts, read_json(cache).get("files", {})))
     if all(other == facts for other, _ in seen):
         return []
     readers = [rank for rank, (other, _) in enumerate(seen) if other == facts]
-    known = max(seen[rank][1] for rank in readers)
-    share = 0
+    known = next((seen[rank][1] for rank in readers if seen[rank][1]), None)
+    share: dict[str, int] = {}
     problem = ""
-    if not known:
+    if known is None:
         try:
             share = sum_digests(base, readers.index(get_rank()), len(readers))
         except (DamagedError, OSError) as error:
             problem = str(error)
-    shares: list[tuple[int, str]] = all_gather((share, problem))
-    digest = known or format_digest(sum(shares[rank][0] for rank in readers))
+    shares: list[tuple[dict[str, int], str]] = all_gather((share, problem))
+    digests = known or add_digests([shares[rank][0] for rank in readers])
     problems = [
         f"rank {rank} can't read its copy of the base model: {why}" for rank, (_, why) in enumerate(shares) if why
     ]
-    if not problems and not known:
+    if not problems and known is None:
         with contextlib.suppress(OSError):  # it will be computed again
             cache.parent.mkdir(parents=True, exist_ok=True)
-            write_json(cache, {"digest": digest, "folder": str(base.path)})
-    digests: list[str] = all_gather(digest)
-    others = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
+            write_json(cache, {"files": digests, "folder": str(base.path)})
+    by_rank: list[dict[str, int]] = all_gather(digests)
+    first = by_rank[0]
+    others = [rank for rank, other in enumerate(by_rank) if format_total(other) != format_total(first)]
     if others and not problems:
-        problems = [f"rank 0 and rank {', '.join(others)} have copies of the base model that are not equal"]
+        ranks = ", ".join(map(str, others))
+        text = f"rank 0 and rank {ranks} have copies of the base model that are not equal"
+        unequal = sorted(name for rank in others for name, digest in by_rank[rank].items() if digest != first.get(name))
+        problems = [f"{text}: {unequal[0]} differs"]
     return problems
+
+
+def add_digests(shares: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return the digest of each file from those of its parts."""
+    names = sorted({name for share in shares for name in share})
+    return {name: sum(share.get(name, 0) for share in shares) % MODULUS for name in names}
+
+
+def format_total(digests: Mapping[str, int]) -> str:
+    """Return the base's digest from those of its files."""
+    return format_digest(sum(digests.values()))
 
 
 def describe_copy(file: Path) -> tuple[str, int, int, int]:
@@ -98,8 +113,10 @@ def describe_copy(file: Path) -> tuple[str, int, int, int]:
     return file.name, status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def sum_digests(base: Base, first: int = 0, step: int = 1, advance: Callable[[int], None] = lambda _: None) -> int:
-    """Return the sum of the digests of every `step`th block of the weights, from the `first` on."""
+def sum_digests(
+    base: Base, first: int = 0, step: int = 1, advance: Callable[[int], None] = lambda _: None
+) -> dict[str, int]:
+    """Return for each file the sum of the digests of every `step`th block of the weights, from the `first` on."""
 
     def jobs() -> Iterator[tuple[Stored, Box]]:
         for parameter in base.parameters:
@@ -110,20 +127,20 @@ def sum_digests(base: Base, first: int = 0, step: int = 1, advance: Callable[[in
 
     with Files() as files, ThreadPoolExecutor(LOADER_THREADS) as pool:
 
-        def digest(job: tuple[Stored, Box]) -> int:
+        def digest(job: tuple[Stored, Box]) -> dict[str, int]:
             stored, box = job
             values = torch.empty([stop - start for start, stop in box], dtype=DTYPES[stored.dtype])
             read_box(stored, box, values, files)
             advance(values.nbytes)
-            return digest_box(stored, box, values, partial(read_box, files=files))
+            return {stored.file.name: digest_box(stored, box, values, partial(read_box, files=files))}
 
-        return sum(pool.map(digest, itertools.islice(jobs(), first, None, step)))
+        return add_digests([*pool.map(digest, itertools.islice(jobs(), first, None, step))])
 
 
 def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) -> str:
     """Return the same digest as `combine_digests`, from the files, with a few blocks in memory at a time."""
     try:
-        total = format_digest(sum_digests(base, advance=advance))
+        total = format_total(sum_digests(base, advance=advance))
     except (DamagedError, OSError) as error:
         raise UserError(
             f"it can't be read: {error}", str(base.path), "fetch the base model again", "unreadable"
