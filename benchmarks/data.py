@@ -1,12 +1,19 @@
-"""Tokenizing in tokens per second: windlass, `datasets.map` and TRL on the same rows of each format, in one run.
+"""Preparing data in tokens per second: windlass, `datasets.map` and TRL on the same rows of each format, in one run.
 
-    python benchmarks/data.py [--copies 3] [--rounds 2]     some 6 minutes
+    python benchmarks/data.py                               some 10 minutes
+    python benchmarks/data.py --kind "3 turns" "40 turns"   some 3 minutes
 
-The rows are text that every Python carries. TRL runs SFTTrainer's own preparation, from rows to labels. Each way starts
-from the same file with nothing cached, in its own process, and is timed after its imports. The ways alternate, and the
-fastest round of each is shown. With `map`, chats and completions get the labels that a careful script would make, from
-the character offsets of what follows the prompt. TRL computes its loss on whole chats here, which is less work, except
-those of 3 and 40 turns, which it masks by the template's marks; it has no counterpart to alpaca rows.
+Each way is one process, timed after its imports and a first call; it starts from the same file each time with nothing
+cached. The ways take turns, ROUNDS times: a ratio is that of two measurements one after the other, shown as their
+median and, in brackets, the least and the largest (which enclose the true median with 97 %). CPU time counts all
+threads: it depends less on what else the machine does, while time shows that windlass tokenizes in threads.
+
+TRL runs SFTTrainer's own preparation, from rows to labels, with the template that chats have here, which marks answers.
+It renders, tokenizes and masks chats of 3 and 40 turns with `assistant_only_loss`, as windlass does; on the other chats
+it computes its loss on everything, which is less work, and it has no counterpart to alpaca rows. *bare* is less than
+either: the rows through `apply_chat_template` with the assistant's mask, one after the other, kept nowhere; no labels,
+no check, no cut, no audit. With `map`, chats and completions get the labels that a careful script would make, from the
+character offsets of what follows the prompt. The rows are text that every Python carries.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,6 +35,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 MAX_LENGTH = 1024
 EVERY = {"3 turns": 4, "40 turns": 24}  # one of so many rows is written: they are longer
+ROUNDS = 6
 
 
 FORMATS: dict[str, Callable[[str, str], dict[str, Any]]] = {
@@ -155,72 +164,125 @@ def map_way(rows: Path, tokenizer: Any, folder: Path) -> tuple[float, Any]:
     return time.perf_counter() - start, found
 
 
+def bare_way(rows: Path, tokenizer: Any, _: Path) -> tuple[float, Any]:
+    start = time.perf_counter()
+    ids = []
+    with rows.open() as file:
+        for line in file:
+            messages = json.loads(line)["messages"]
+            done = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+            ids.append(done["input_ids"][:MAX_LENGTH])
+    return time.perf_counter() - start, {"input_ids": ids}
+
+
 WAYS: dict[str, Callable[[Path, Any, Path], tuple[float, Any]]] = {
     "windlass": windlass_way,
-    "datasets.map, batched": map_way,
     "TRL SFTTrainer": trl_way,
+    "datasets.map, batched": map_way,
+    "bare": bare_way,
 }
 
 
-def measure(way: str, rows: Path, tokenizer: Path) -> dict[str, Any]:
-    """Measure one way in this process, which does nothing else."""
+def list_ways(kind: str) -> list[str]:
+    turns = kind.endswith("turns")
+    return [name for name, way in WAYS.items() if way is not (map_way if turns else bare_way)]
+
+
+def serve(way: str, tokenizer: Path) -> None:
+    """Measure one way, in this process, on each file named on stdin."""
     import datasets
     from transformers import AutoTokenizer
 
     datasets.disable_progress_bars()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        opened = AutoTokenizer.from_pretrained(tokenizer)
-        few = folder / f"few {rows.name}"
-        with rows.open() as file:
-            few.write_text("".join(next(file) for _ in range(50)))
-        WAYS[way](few, opened, folder / "warm")  # imports and first calls
-        seconds, found = WAYS[way](rows, opened, folder / "out")
-        return {"seconds": seconds, "tokens": sum(len(row) for row in found["input_ids"])}
+    opened = AutoTokenizer.from_pretrained(tokenizer)
+    seen = set()
+    for line in sys.stdin:
+        rows = Path(line.rstrip("\n"))
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            if rows not in seen:  # imports and first calls
+                seen.add(rows)
+                few = folder / f"few {rows.name}"
+                with rows.open() as file:
+                    few.write_text("".join(next(file) for _ in range(50)))
+                WAYS[way](few, opened, folder / "warm")
+            before = time.process_time()
+            seconds, found = WAYS[way](rows, opened, folder / "out")
+            cpu = time.process_time() - before
+            taken = {"seconds": seconds, "cpu": cpu, "tokens": sum(len(row) for row in found["input_ids"])}
+        print(json.dumps(taken), file=sys.__stdout__, flush=True)
 
 
-def measure_apart(way: str, rows: Path, tokenizer: Path) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", way, "--file", str(rows), "--tokenizer", str(tokenizer)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+class Served:
+    """A process that measures one way."""
+
+    def __init__(self, way: str, tokenizer: Path) -> None:
+        command = [sys.executable, __file__, "--serve", way, "--tokenizer", str(tokenizer)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def measure(self, rows: Path) -> dict[str, Any]:
+        assert self.process.stdin
+        assert self.process.stdout
+        print(rows, file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line.startswith('{"seconds"'):
+                return dict(json.loads(line))
+        raise SystemExit(f"{self.process.args}: ended")
+
+
+def show_ratio(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--copies", type=int, default=3, help="of the text")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--kind", nargs="*", choices=FORMATS, default=[*FORMATS], help="formats to measure")
-    parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--tokenizer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measure(options.one, options.file, options.tokenizer)))
+    if options.serve:
+        serve(options.serve, options.tokenizer)
         return
     from windlass import tiny
 
-    best: dict[tuple[str, str], dict[str, Any]] = {}
+    versions = ", ".join(f"{name} {version(name)}" for name in ("datasets", "tokenizers", "trl", "transformers"))
+    print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores; {versions}\n")
+    print(
+        "| format | engine | s | CPU s | rows/s | answers/s | tokens/s | time, windlass = 1 | CPU time, windlass = 1 |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as name:
         tokenizer = tiny.write_tokenizer(Path(name) / "tokenizer", vocab=4096)
+        needed = dict.fromkeys(way for kind in options.kind for way in list_ways(kind))
+        served = {way: Served(way, tokenizer) for way in needed}
         for kind in options.kind:
             rows = Path(name) / f"{kind}.jsonl"
             write_rows(rows, options.copies, kind)
+            taken: dict[str, list[dict[str, Any]]] = {way: [] for way in list_ways(kind)}
             for number in range(options.rounds):
-                for way in [*WAYS][:: -1 if number % 2 else 1]:
+                for way in [*taken][:: -1 if number % 2 else 1]:
                     print(f"round {number + 1} of {options.rounds}: {way}, {kind}", file=sys.stderr, flush=True)
-                    taken = measure_apart(way, rows, tokenizer)
-                    best[kind, way] = min(best.get((kind, way), taken), taken, key=lambda once: once["seconds"])
-        with rows.open("rb") as file:
-            count = sum(1 for _ in file)
-    versions = ", ".join(f"{name} {version(name)}" for name in ("datasets", "tokenizers", "trl", "transformers"))
-    print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores; {versions}; {count:,} rows\n")
-    print("| format | engine | s | rows/s | tokens/s | time, windlass = 1 |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for (kind, way), taken in best.items():
-        seconds, tokens, ours = taken["seconds"], taken["tokens"], best[kind, "windlass"]
-        ratio = seconds / tokens * ours["tokens"] / ours["seconds"]
-        rates = f"{count / seconds:,.0f} | {tokens / seconds:,.0f}"
-        print(f"| {kind} | {way} | {seconds:.2f} | {rates} | {ratio:.2f} |")
+                    taken[way].append(served[way].measure(rows))
+            show(kind, rows, taken)
+        for one in served.values():
+            one.process.communicate()
+
+
+def show(kind: str, rows: Path, taken: dict[str, list[dict[str, Any]]]) -> None:
+    with rows.open("rb") as file:
+        count = sum(1 for _ in file)
+    answers = count * int(kind.split()[0]) if kind.endswith("turns") else count
+    for way, rounds in taken.items():
+        seconds, cpu, tokens = (statistics.median(one[key] for one in rounds) for key in ("seconds", "cpu", "tokens"))
+        pairs = [*zip(rounds, taken["windlass"], strict=True)]
+        ratios = [
+            show_ratio([one[key] / one["tokens"] * ours["tokens"] / ours[key] for one, ours in pairs])
+            for key in ("seconds", "cpu")
+        ]
+        rates = " | ".join(f"{each / seconds:,.0f}" for each in (count, answers, tokens))
+        print(f"| {kind} | {way} | {seconds:.2f} | {cpu:.2f} | {rates} | {' | '.join(ratios)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -259,15 +259,16 @@ def find_supervised_tokens(
         if first is None or last is None:  # no token has the character; fetching all offsets takes far longer
             edges = np.array(done.offsets, np.int64).reshape(-1, 2)
             inside = np.flatnonzero((edges[:, 1] > start) & (edges[:, 0] < end))
+            flags[inside] = True
+            first = int(inside[0]) if len(inside) else None
         else:  # a character may span several tokens
             while last + 1 < len(done):
                 first_char, after_char = done.token_to_chars(last + 1)
                 if after_char <= start or first_char >= end:
                     break
                 last += 1
-            inside = np.arange(first, last + 1)
-        flags[inside] = True
-        begun = done.token_to_chars(int(inside[0]))[0] if len(inside) else start
+            flags[first : last + 1] = True
+        begun = start if first is None else done.token_to_chars(first)[0]
         straddles = straddles or bool(text[begun:start].strip() if closed else begun < start)
     return flags, straddles
 
