@@ -227,7 +227,7 @@ class Served:
         for line in self.process.stdout:
             if line.startswith('{"seconds"'):
                 return dict(json.loads(line))
-        raise SystemExit(f"{self.process.args}: ended")
+        raise SystemExit("a measuring process ended: its error is above")
 
 
 def show_ratio(ratios: list[float]) -> str:

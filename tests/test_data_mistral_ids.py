@@ -2,11 +2,13 @@
 
 import base64
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from windlass import tiny
+from windlass.data.mistral_ids import open_encoder
 from windlass.data.prepare import open_tokenizer, prepare_data
 from windlass.model import find_base
 from windlass.runfile import RunFile
@@ -66,3 +68,12 @@ def test_the_first_token_that_mistral_common_writes_otherwise_is_named(
     audit = prepare_data(run, tokenizer, say=print).audit
     (text,) = [text for text in audit["notes" if between else "facts"] if "mistral-common" in text]
     assert all(words in text for words in said), text
+    # The next start has it from the cache of tokens, unless the file is another.
+    before = open_encoder.cache_info()
+    assert prepare_data(run, tokenizer, say=print).audit == audit
+    assert open_encoder.cache_info() == before
+    shutil.copytree(folder, tmp_path / "other")
+    (tmp_path / "other" / "tekken.json").write_text("{}")
+    tokenizer.name_or_path = str(tmp_path / "other")
+    facts = prepare_data(run, tokenizer, say=print).audit["facts"]
+    assert any("mistral-common can't open tekken.json" in fact for fact in facts)

@@ -17,11 +17,16 @@ from windlass.observe.format import format_plural
 COMPARED = 20  # chats of each set
 
 
-def compare_with_mistral(folder: Path, rows: Selection, kind: Format, tokenizer: Any) -> tuple[str, str]:
-    """Return a fact about a set's first chats and a warning, either empty."""
+def find_mistral_file(folder: Path) -> Path | None:
+    """Return what mistral-common would read of a model's folder, if it is installed."""
     versioned = sorted(folder.glob("tokenizer.model.v*"), reverse=True)  # others don't say their version
-    file = next(iter([*folder.glob("tekken.json"), *versioned]), None)
-    if file is None or kind.chat is None or find_spec("mistral_common") is None:
+    files = [*folder.glob("tekken.json"), *versioned]
+    return files[0] if files and find_spec("mistral_common") else None
+
+
+def compare_with_mistral(file: Path | None, rows: Selection, kind: Format, tokenizer: Any) -> tuple[str, str]:
+    """Return a fact about a set's first chats and a warning, either empty."""
+    if file is None or kind.chat is None:
         return "", ""
     try:
         encode = open_encoder(file)

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from windlass.data.audit import (
 from windlass.data.cache import Say, get_or_create, hash_file
 from windlass.data.formats import Format, choose_format
 from windlass.data.inputs import fingerprint_inputs
-from windlass.data.mistral_ids import compare_with_mistral
+from windlass.data.mistral_ids import compare_with_mistral, find_mistral_file
 from windlass.data.mix import count_per_epoch
 from windlass.data.packing import Order, choose_epoch_rows, group_by_length, hash_rows, open_rows, shuffle, write_rows
 from windlass.data.progress import Progress
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from windlass.model import Base
     from windlass.runfile import Data, Loaded, Model, RunFile
 
-CACHE_VERSION = 10  # raise it when what is written into the cached folder changes
+CACHE_VERSION = 11  # raise it when what is written into the cached folder changes
 # Larger files are identified by a sample of their content and by their modification time.
 HASHED_BYTES = 1 << 30
 STREAM_AUDIT_ROWS = 10_000  # rows of a stream that are audited before training
@@ -137,7 +138,7 @@ def prepare_data(
     # 2. Tokens: from the cache, or made now.
     chosen = list(zip(selections, formats, strict=True))
     inputs = describe_inputs(data, chosen, tokenizer)
-    key = compute_cache_key(inputs, chosen)
+    key = compute_cache_key(inputs, chosen, find_mistral_file(Path(tokenizer.name_or_path)))
     cache = cache if cache is not None else Path(run.train.output_dir) / "tokens"
     folder = get_or_create(cache, key, lambda into: write_tokens(into, data, chosen, tokenizer), say)
 
@@ -153,7 +154,7 @@ def prepare_data(
         audit["sequences"] = count_rows_made(folder, audit, shares)
         audit["sequences"]["inputs"] = fingerprint_inputs(data, Path(tokenizer.name_or_path), where)
     notes = dict.fromkeys(note for format_ in formats for note in format_.notes)
-    compared = [compare_with_mistral(Path(tokenizer.name_or_path), *each, tokenizer) for each in chosen]
+    compared = audit.pop("mistral")
     audit["facts"] = [*list_facts(audit), *(fact for fact, _ in compared if fact)]
     wrote = [(rows.of.name, format_.template) for rows, format_ in chosen if not rows.evaluated]
     template, template_notes = find_trained_template(wrote)
@@ -301,6 +302,8 @@ def write_tokens(
             audit[key][name] = {**audit_split(sets[name], tokenizer), "sequences": len(lengths)}
             if key == "evaluated":
                 audit[key][name]["overlap"] = count_overlap(together["train"], sets[name])
+    mistral_file = find_mistral_file(Path(tokenizer.name_or_path))
+    audit["mistral"] = [compare_with_mistral(mistral_file, *each, tokenizer) for each in chosen]
     splits = sorted(audit["splits"])
     audit["fingerprint"] = hash_text([[split, hash_rows(into / f"{split}.arrow")] for split in splits])
     (into / "audit.json").write_text(json.dumps(audit))
@@ -374,13 +377,16 @@ def describe_inputs(data: Data, chosen: Sequence[tuple[Selection, Format]], toke
     }
 
 
-def compute_cache_key(inputs: dict[str, Any], chosen: Sequence[tuple[Selection, Format]]) -> str:
-    """Return a hash of the inputs, of the code that makes tokens from them, and of when files changed that were hashed
-    in part."""
+def compute_cache_key(
+    inputs: dict[str, Any], chosen: Sequence[tuple[Selection, Format]], mistral_file: Path | None
+) -> str:
+    """Return a hash of the inputs, of the code that makes tokens from them and what they are compared with, and of when
+    files changed that were hashed in part."""
     import tokenizers
     import transformers
 
     versions = [CACHE_VERSION, __version__, tokenizers.__version__, transformers.__version__]
+    versions += [metadata.version("mistral-common"), hash_file(mistral_file)] if mistral_file else []
     stats = [path.stat() for path in _files(chosen)]
     return hash_text([inputs, versions, [stat.st_mtime_ns for stat in stats if stat.st_size > HASHED_BYTES]])
 
