@@ -168,9 +168,8 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     asked = [key for key in ("prompt_template", "messages_field", "prompt_field") if getattr(data, key)]
     if len(asked) > 1:
         one, two = asked[:2]
-        raise UserError(
-            f"data.{one} and data.{two} choose different formats", where(f"data.{two}"), "keep one", "two-formats"
-        )
+        problem = f"data.{one} and data.{two} choose different formats"
+        raise UserError(problem, where(f"data.{two}"), "keep one", "two-formats")
 
     def there(needed: Sequence[str]) -> bool:
         return all(name in data.columns or name in columns for name in needed)
@@ -180,10 +179,8 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     by_columns = (f for f in FORMATS if f.columns and there(f.columns))
     chosen = next(by_name, None) or next(by_key, None) or next(by_columns, FORMATS[-1])
     if asked and asked[0] not in chosen.keys:
-        hint = "remove one of them"
-        raise UserError(
-            f"data.{asked[0]} is not of the format {chosen.name}", where(f"data.{asked[0]}"), hint, "not-in-format"
-        )
+        problem = f"data.{asked[0]} is not of the format {chosen.name}"
+        raise UserError(problem, where(f"data.{asked[0]}"), "remove one of them", "not-in-format")
     odd = [name for name in data.columns if name not in (*chosen.columns, *chosen.more)]
     if odd:
         problem = f"the format {chosen.name} has no {odd[0]!r}"
@@ -372,20 +369,15 @@ def tokens_format(request: Request) -> Format:
         place = request.where("data.columns.input_ids")
         ids = np.array(given or [0])[: len(given)] if isinstance(given, list) else np.array(given)
         if ids.dtype.kind != "i" or ids.ndim != 1 or ids.min(initial=0) < 0:
-            raise UserError(
-                f"column {name!r} is not a list of token ids: {str(given)[:80]}",
-                place,
-                "check the column",
-                "not-token-ids",
-            )
+            problem = f"column {name!r} is not a list of token ids: {str(given)[:80]}"
+            raise UserError(problem, place, "check the column", "not-token-ids")
         marks, real = (row.get(name or "") or None for name in (labels or mask, attended))
         if given and marks is real is None:
             return [RenderedRow("", None, closed=True, ids=ids)]
         if any(each is not None and len(each) != len(ids) for each in (marks, real)):
             lengths = [len(each or given) for each in (given, marks, real)]
-            raise UserError(
-                "{} ids, {} labels, {} in the mask".format(*lengths), place, "fix such rows", "unequal-lengths"
-            )
+            problem = "{} ids, {} labels, {} in the mask".format(*lengths)
+            raise UserError(problem, place, "fix such rows", "unequal-lengths")
         kept = np.array(marks) != (IGNORED if labels else 0) if marks else np.ones(len(ids), np.bool_)
         if labels and marks and (kept & (np.array(marks) != ids)).any():
             hint = "write the same ids, and -100 where no loss is computed; windlass shifts them by one itself"
@@ -452,12 +444,8 @@ def parse_template(text: str, place: str) -> list[Piece]:
         if name is not None:
             pieces.append(Piece("", inside, name, conversion, spec or ""))
     if inside:
-        raise UserError(
-            "[[ is never closed",
-            place,
-            r"put ]] where the completion ends; \[[ is the bracket itself",
-            "template-syntax",
-        )
+        hint = r"put ]] where the completion ends; \[[ is the bracket itself"
+        raise UserError("[[ is never closed", place, hint, "template-syntax")
     return pieces
 
 

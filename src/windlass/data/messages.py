@@ -18,21 +18,8 @@ ROLES = {  # their names in data sets
 CALLS = NAMES_OF_ROLES["call"]
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message
 THOUGHT = re.compile(r"<think>(.*?)</think>\s*|\[THINK\](.*?)\[/THINK\]", re.DOTALL)  # or tags inside its content
-KEYS = (
-    *(
-        "role",
-        "content",
-        "tool_calls",
-        "tool_call_id",
-        "name",
-        "type",
-        "text",
-        "function",
-        "arguments",
-        "id",
-        *REASONING,
-    ),
-)
+KEYS: tuple[str, ...] = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING)
+KEYS += ("type", "text", "function", "arguments", "id")  # of their parts
 FLAGS = ("weight", "train")  # whether the loss is computed on a message, in OpenAI's and in Axolotl's format
 
 
@@ -111,12 +98,8 @@ def read_turn(
         found["content"] = found.pop("value")
     given = [found.pop(flag) for flag in FLAGS if flag in found]
     if given and given[0] not in (0, 1):
-        raise UserError(
-            f"a message has the weight {given[0]}",
-            "data",
-            "write 0 or 1: loss is computed on it or not",
-            "wrong-weight",
-        )
+        hint = "write 0 or 1: loss is computed on it or not"
+        raise UserError(f"a message has the weight {given[0]}", "data", hint, "wrong-weight")
     trained = bool(given[0]) if given else None
     if trained and role != "assistant":
         hint = "leave the flag out; data.completion_only_loss: false computes the loss on everything"
@@ -148,12 +131,8 @@ def read_content(content: Any) -> tuple[Any, list[str]]:
     if isinstance(content, str):
         return content, []
     if not isinstance(content, list):
-        raise UserError(
-            f"a message's content is a {type(content).__name__}, not text",
-            "data",
-            "write it as text",
-            "content-not-text",
-        )
+        problem = f"a message's content is a {type(content).__name__}, not text"
+        raise UserError(problem, "data", "write it as text", "content-not-text")
     parts = [part if isinstance(part, dict) else {"type": "text", "text": str(part)} for part in content]
     kinds = {str(part.get("type")) for part in parts}
     if other := kinds - {"text", "thinking"}:

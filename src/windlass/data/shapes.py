@@ -24,9 +24,8 @@ class RowShape(NamedTuple):
 
     def find_answers(self, text: str, contents: Sequence[str]) -> dict[int, Span] | None:
         """Return the answers' spans if this text is what the template should write for these contents."""
-        parts = [""] * (len(self.pieces) + len(self.order))
-        parts[::2] = self.pieces
-        parts[1::2] = [contents[i] for i in self.order]
+        pairs = zip(self.pieces, map(contents.__getitem__, self.order), strict=False)
+        parts = [*itertools.chain.from_iterable(pairs), self.pieces[-1]]
         if text != "".join(parts):
             return None
         starts = [0, *itertools.accumulate(map(len, parts))][::2]

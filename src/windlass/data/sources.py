@@ -345,12 +345,8 @@ def resolve_source(data: Data, where: Where = str) -> Source:
             raise UserError(problem if files else f"no file matches {name!r}", place, hint, code)
         if config is not None:
             hint = "leave data.dataset_config_name out"
-            raise UserError(
-                f"{name} is a file and has no config {config!r}",
-                where("data.dataset_config_name"),
-                hint,
-                "no-such-config",
-            )
+            problem = f"{name} is a file and has no config {config!r}"
+            raise UserError(problem, where("data.dataset_config_name"), hint, "no-such-config")
         # A single file is the training set, whatever its name.
         splits = [parse_split_name(file.name) or parse_split_name(file.parent.name) for file in files]
         return _source(name, None, "", list(zip(splits if len(files) > 1 else ["train"], files, strict=True)))

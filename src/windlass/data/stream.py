@@ -54,12 +54,8 @@ def stream_rows(
                     row = documents.take(groups[chosen])
                     yield {name: row.column(name).tolist() for name in names}
             if not rows:
-                raise UserError(
-                    "the stream has no row with a supervised token",
-                    "data",
-                    "see `windlass data RUN`",
-                    "nothing-supervised",
-                )
+                problem = "the stream has no row with a supervised token"
+                raise UserError(problem, "data", "see `windlass data RUN`", "nothing-supervised")
 
     def generate() -> Iterator[dict[str, Any]]:
         streams = [rows_of(selection, format_) for selection, format_ in sets]
