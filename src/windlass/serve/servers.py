@@ -36,7 +36,7 @@ class Server:
     version: str
     tried: datetime.date
     how: str
-    commands: Sequence[str]  # that serve {base} with {adapter} as {name}
+    commands: Sequence[str] = ()  # that serve {base} with {adapter} as {name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,13 @@ def list_commands(server: str, base: str, config: Mapping[str, Any], verdicts: S
 
 
 def _read_table() -> tuple[dict[str, Server], tuple[Row, ...]]:
-    table = tomllib.loads(Path(__file__).with_name("servers.toml").read_text(encoding="utf-8"))
-    servers = {name: Server(**entry) for name, entry in table["servers"].items()}
+    servers = {}
     rows = []
-    for entry in table["rows"]:
-        lists = {key: tuple(entry.get(key, "").split()) for key in ("what", "models", "matrices")}
-        rows.append(Row(**{**entry, **lists}))
+    for name, entry in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
+        for row in entry.pop("rows"):
+            lists = {key: tuple(row.get(key, "").split()) for key in ("what", "models", "matrices")}
+            rows.append(Row(name, **{**row, **lists}))
+        servers[name] = Server(**entry)
     return servers, tuple(rows)
 
 
