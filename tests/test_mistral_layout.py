@@ -159,6 +159,28 @@ def test_layouts_by_default_and_by_request(made: Path, tmp_path: Path) -> None:
         export(tmp_path / "small", tmp_path / "no", layout="mistral", say=silent)
 
 
+def test_files_that_vllm_needs_and_the_base_lacks(made: Path, tmp_path: Path) -> None:
+    """With the command that gets each, if the base has a name on the hub."""
+    base = tmp_path / "base"
+    shutil.copytree(made / "none alone", base)
+
+    def notes(**options: Any) -> list[str]:
+        lines: list[str] = []
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        export(made / "adapter", tmp_path / "out", base=str(base), probes=False, say=lines.append, **options)
+        return [line for line in lines if "vLLM needs" in line]
+
+    (note,) = notes(merge=True)
+    assert "copy it there from the repository that base was downloaded from" in note
+    assert f"preprocessor_config.json in {tmp_path / 'out'}, and the base has none" in note
+    (note,) = notes(merge=True, called="org/name")
+    assert f"`hf download org/name --include '*processor_config.json' --local-dir {tmp_path / 'out'}`" in note
+    (note,) = notes(merge=True, called="org/name", layout="mistral")
+    assert f"`hf download org/name --include tekken.json --local-dir {tmp_path / 'out'}`" in note
+    (base / "processor_config.json").write_text("{}")
+    assert notes(merge=True) == []
+
+
 @pytest.mark.fault(
     "params.json beside other weights than config.json", "`windlass export --merge`", "belong to different weights"
 )

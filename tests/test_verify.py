@@ -319,6 +319,31 @@ def test_another_chat_template_is_named_with_its_first_token(mixture: Exported) 
     assert "is 2, it was 4 in training" in problem  # </s> instead of [/INST]
 
 
+def test_chats_that_became_several_rows_are_compared_by_their_beginnings(tmp_path: Path) -> None:
+    base = tiny.write_model(tmp_path / "base", "llama", dtype="float32")
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for n in range(20):
+            turns = [{"role": role, "content": f"{role} {n} {k}"} for k in range(3) for role in ("user", "assistant")]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    text = RUN.format(base=base, rows=tmp_path / "rows.jsonl", folder=tmp_path / "run")
+    (tmp_path / "run.yaml").write_text(text.replace("max_length", "turns: each, max_length"))
+    run = make_plan(read_run_file(tmp_path / "run.yaml")).run
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    prepare_data(run, tokenizer, say=lambda _: None)
+    write_json(tmp_path / "run" / "manifest.json", {"run": record_run(run)})
+    write_adapter(base, tmp_path / "run" / "final", target_modules=["q_proj"])
+    export(tmp_path / "run", tmp_path / "out", base=str(base), say=lambda _: None)
+    chats = [row["chat"] for row in read_json(tmp_path / "out" / PROBE)["rows"] if "chat" in row]
+    assert {len(chat["messages"]) for chat in chats} >= {2, 4}
+    exported = Exported(base, tmp_path / "run" / "final", tmp_path / "out", tokenizer)
+    result = exported.stub().verify(exported.folder)
+    assert result.passed
+    assert f"chat template: {len(chats)} of {len(chats)}" in result.notes[1]
+    assert len(chats) == 12
+    (problem,) = exported.stub(template=OTHER_TEMPLATE).verify(exported.folder).problems
+    assert "chat template is another than " in problem
+
+
 def test_an_adapter_that_decoding_ignores(mixture: Exported) -> None:
     result = mixture.stub(decoder=plain_model(mixture.base)).verify(mixture.folder)
     assert (result.verdict, result.passed) == (APPLIED, False)
@@ -458,9 +483,32 @@ def test_two_ranks_write_the_probe_that_one_process_computes(layout: str, mixtur
     assert stub.verify(tmp_path / "taken").passed
 
 
-def test_biases_have_no_probe(mixture: Exported, tmp_path: Path) -> None:
-    write_adapter(mixture.base, tmp_path / "adapter", target_modules=["q_proj"], bias="lora_only")
+def test_trained_biases_are_a_part_of_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tiny.write_model(tmp_path / "base", "llama", dtype="float32", config={"attention_bias": True})
+    model = get_peft_model(
+        plain_model(base), LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"], bias="lora_only")
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.6)
+    model.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
+    export(tmp_path / "adapter", tmp_path / "out", base=str(base), say=lambda _: None)
+    exported = Exported(base, tmp_path / "adapter", tmp_path / "out", AutoTokenizer.from_pretrained(base))
+    assert exported.stub().verify(exported.folder).passed
+    assert exported.stub(plain_model(base)).verify(exported.folder).verdict == AS_BASE
+
+    def forget(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.endswith(".bias")]:
+            tensors[name].zero_()
+
+    result = exported.stub(exported.changed(tmp_path / "changed", forget)).verify(exported.folder)
+    assert (result.verdict, result.nearest) == (IN_PART, "without its biases")
+
+    monkeypatch.setattr("windlass.export.probe.FLOAT32_SHARE", 0.0)
     lines: list[str] = []
-    record = export(tmp_path / "adapter", tmp_path / "out", base=str(mixture.base), say=lines.append)
+    record = export(tmp_path / "adapter", tmp_path / "none", base=str(base), say=lines.append)
     assert record["probe"] is None
-    assert "trains biases" in lines[-1]
+    assert "biases were trained" in lines[-1]
+    with refused("no-probe", PROBE) as problems:
+        exported.stub(nn.Identity()).verify(tmp_path / "none")
+    assert "biases were trained" in problems[0].hint

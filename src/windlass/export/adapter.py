@@ -17,10 +17,18 @@ from windlass.export.deltas import read_deltas
 from windlass.export.folder import ADAPTER, claim_folder
 from windlass.export.proof import list_unplaced
 from windlass.export.screen import Say
-from windlass.export.served import Pair, convert_adapter, name_tensors, prove_served, require_served
+from windlass.export.served import (
+    Pair,
+    convert_adapter,
+    name_tensors,
+    prove_served,
+    report_missing_files,
+    require_served,
+)
 from windlass.export.source import CONFIG, WEIGHTS, AdapterSource, find_local_base, require_local_base
 from windlass.files import write_json
 from windlass.model import Base
+from windlass.model.mistral_layout import has_mistral_layout
 from windlass.model.wrapped import Rename, inner_name, outer_name, rename_config, rename_keys
 from windlass.run_folder import BASE_MODEL, FINAL
 from windlass.serve.servers import PEFT, SERVERS, Verdict, list_commands
@@ -59,6 +67,8 @@ def export_adapter(
         for verdict in verdicts:
             if not verdict.is_served:
                 say(f"note      {verdict}: compare its answers, `windlass verify URL {to}`")
+        if base.path:
+            report_missing_files(base, base_name, base.path, has_mistral_layout(base), say)
     if dtype is not None and dtype not in OUTPUT_DTYPES:
         hint = f"one of {', '.join(OUTPUT_DTYPES)}"
         raise UserError(f"an adapter can't be written as {dtype!r}", "--dtype", hint, "no-such-dtype")

@@ -16,6 +16,7 @@ from windlass.export.merged_files import COPIED, OWN, MergePlan, plan_merge, wri
 from windlass.export.mistral_files import HF, LAYOUTS, choose_layout, plan_beside, plan_conversion, read_beside
 from windlass.export.proof import Proof, compare_logits, prove_files
 from windlass.export.screen import Say, ShowProgress
+from windlass.export.served import report_missing_files
 from windlass.export.source import CONFIG, AdapterSource, require_local_base
 from windlass.files import read_json
 from windlass.hardware import GIB
@@ -83,6 +84,7 @@ def merge_adapter(
         size += beside_plan.size if beside_plan else plan.size
     claim_folder(source, base.path, to, MERGED, size)
     _report_left_out(base, plan, has_mistrals, say)
+    report_missing_files(base, base_name, to, has_mistrals, say)
 
     def write(which: Base, plan: MergePlan, deltas: Deltas) -> Proof:
         _report_plan(plan, say)
@@ -163,9 +165,6 @@ def _report_left_out(base: Base, plan: MergePlan, has_mistrals: bool, say: Say) 
     row = find_row("vllm", base.family.model_type, "merged")
     if row.form and not has_mistrals:
         say(f"note      vLLM doesn't open this folder, {row.note}: add --layout mistral")
-    processors = ("preprocessor_config.json", "processor_config.json")
-    if base.wrapper and base.path and not any((base.path / name).is_file() for name in processors):
-        say(f"note      the base has no {processors[0]}, which servers need for the multimodal class")
 
 
 def _report_files(proof: Proof, say: Say) -> None:

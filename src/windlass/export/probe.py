@@ -62,18 +62,23 @@ def _compute(
 ) -> dict[str, Any]:
     """Compute the probe in float32 if the model fits, else as `windlass generate` computes."""
     base = require_local_base(source, base_folder)
-    if source.config.get("bias", "none") != "none":
-        raise UserError("it trains biases, which can't be switched off to compute the base", code="trained-biases")
     tokenizer = _open_tokenizer(to, base)
     rows, rows_from = _read_rows(source, base, tokenizer, say)
     where = "--base" if base_folder else str(source.folder)
+    trains_biases = source.config.get("bias", "none") != "none"
+    biases = []
     dtype = "float32"
     if 4 * base.total <= FLOAT32_SHARE * read_free_memory():
         say(f"probe     loading {base.name} in float32")
         whole = Layout("resident", "probed", 1, 1, shard=1)
         model, certificate = load_base(base, whole, dtype=torch.float32)
         require_same_base(source.folder, base, certificate["base_digest"], where, allow_other=allow_other_base, say=say)
+        if trains_biases:
+            biases = [(p, p.detach().clone()) for name, p in model.named_parameters() if name.endswith(".bias")]
         model = open_adapter(model.eval(), source.folder)
+    elif trains_biases:
+        problem = "biases were trained, and the base without them is computed only where it fits into memory in float32"
+        raise UserError(problem, code="trained-biases")
     else:
         trained_in = read_recorded_base(source.folder).get("base_quantisation", {}).get("format", "")
         dtype = choose_base_dtype(base, to, trained_in)
@@ -87,6 +92,7 @@ def _compute(
         computed_in=dtype,
         rows_from=rows_from,
         say=say,
+        biases=biases,
     )
 
 

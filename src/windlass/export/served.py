@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from windlass.errors import Problem, raise_all
 from windlass.export.deltas import Delta, Deltas
+from windlass.export.screen import Say
 from windlass.model import Base
 from windlass.model.targets import LAYER
 from windlass.model.wrapped import PREFIX, Rename
@@ -57,6 +58,19 @@ def require_served(
     run = shlex.quote(str(source))
     raise_all([Problem(str(v), f"--for {server}", list_ways_on(v, base, run), "not-served") for v in refused])
     return verdicts
+
+
+def report_missing_files(base: Base, base_name: str, served: Path, has_mistrals: bool, say: Say) -> None:
+    """Report a file that vLLM needs beside the weights and that the base's folder lacks, and how to get it."""
+    if not base.wrapper or not base.path:
+        return
+    needed = "tekken.json" if has_mistrals else "*processor_config.json"
+    if any(base.path.glob(needed)):
+        return
+    way = f"copy it there from the repository that {base_name} was downloaded from"
+    if "/" in base_name:
+        way = f"`hf download {base_name} --include {shlex.quote(needed)} --local-dir {shlex.quote(str(served))}`"
+    say(f"note      vLLM needs {needed.replace('*', 'pre')} in {served}, and the base has none: {way}")
 
 
 def convert_adapter(

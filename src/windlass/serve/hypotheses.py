@@ -29,6 +29,7 @@ LOG_SECONDS: Final = 20
 SCALES: Final = (0.5, 2.0)
 DIGITS: Final = 5
 Hypothesis = Callable[[], AbstractContextManager[None]]
+Biases = Sequence[tuple[nn.Parameter, Tensor]]  # of the adapter, and their values in the base
 DUMMY: Final = [0, 0]  # input of a rank without a row, which still takes part in every gather
 
 
@@ -73,9 +74,10 @@ def compute_probe(
     computed_in: str,
     rows_from: str,
     say: Callable[[str], None],
+    biases: Biases = (),
 ) -> dict[str, Any]:
-    """Return the probe. rows: of `choose_rows`; more are decoded from them. A collective."""
-    hypotheses = list_hypotheses(model)
+    """Return the probe. rows: of `choose_rows`; more are decoded from them; biases: that were trained. A collective."""
+    hypotheses = list_hypotheses(model, biases)
     say(f"probe     {len(rows)} rows under {len(hypotheses)} hypotheses: base, adapter, and parts of the adapter")
     prompts = [row["ids"][: row["start"] or len(row["ids"]) // 2] for row in rows[:DECODED_ROWS]]
     decoded = zip(decode(model, prompts), map(len, prompts), strict=True)
@@ -120,17 +122,19 @@ def choose_positions(row: dict[str, Any], scores: dict[str, list[float]]) -> lis
 # --- what a server may compute instead ---
 
 
-def list_hypotheses(model: PeftModel) -> dict[str, Hypothesis]:
+def list_hypotheses(model: PeftModel, biases: Biases = ()) -> dict[str, Hypothesis]:
     """Return what a server may compute, by name, and what makes the model compute it."""
     groups = list_groups(model)
     layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
     name = model.active_adapter
     config = model.peft_config[name]
     everything = list(dict.fromkeys(module for modules in groups.values() for module in modules))
-    hypotheses: dict[str, Hypothesis] = {ADAPTER: nullcontext, BASE: partial(switched_off, everything)}
+    hypotheses: dict[str, Hypothesis] = {ADAPTER: nullcontext, BASE: partial(switched_off, everything, biases)}
     for group, modules in groups.items():
         if len(modules) < len(everything):
             hypotheses[f"without {group}"] = partial(switched_off, modules)
+    if biases:
+        hypotheses["without its biases"] = partial(switched_off, (), biases)
     scales = [layer.scaling[name] for layer in layers]
     for factor in SCALES:
         hypotheses[f"at {factor:g} x its scale"] = partial(scaled, layers, name, [factor * scale for scale in scales])
@@ -163,14 +167,20 @@ def list_groups(model: PeftModel) -> dict[str, list[Any]]:
 
 
 @contextmanager
-def switched_off(modules: Sequence[Any]) -> Iterator[None]:
+def switched_off(modules: Sequence[Any], biases: Biases = ()) -> Iterator[None]:
+    """Switch modules off as PEFT does, and give biases back the values that they have in the base."""
+    trained = [(parameter, parameter.detach().clone()) for parameter, _ in biases]
     for module in modules:
         module.enable_adapters(False)
+    for parameter, value in biases:
+        parameter.data.copy_(value)
     try:
         yield
     finally:
         for module in modules:
             module.enable_adapters(True)
+        for parameter, value in trained:
+            parameter.data.copy_(value)
 
 
 @contextmanager

@@ -2,15 +2,17 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 
-from windlass.data.formats import choose_format
+from windlass.data.formats import Format, choose_format
 from windlass.data.select import select_all
-from windlass.data.sources import Where, read_rows, split_into_batches
+from windlass.data.sources import Row, Where, read_rows, split_into_batches
 from windlass.data.tokenize import encode_batch
+from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
 from windlass.runfile import RunFile
 from windlass.serve.probe import ROWS, TOKENS
@@ -57,11 +59,25 @@ def add_chats(rows: Sequence[dict[str, Any]], run: RunFile, where: Where, tokeni
             continue
         parts = (*selection.validation, *selection.train)
         for batch in split_into_batches(itertools.islice(read_rows(parts), READ)):
-            pairs = [(row, rendered[0]) for row in batch if len(rendered := kind.render(row)) == 1]
+            pairs = [(source, rendered) for source in batch for rendered in kind.render(source)]
             encoded = encode_batch([rendered for _, rendered in pairs], tokenizer)
-            for (source, _), (ids, *_) in zip(pairs, encoded, strict=True):
+            for (source, rendered), (ids, *_) in zip(pairs, encoded, strict=True):
                 row = wanted.pop(tuple(ids[:most]), None)
-                if row is not None:
-                    row["chat"] = {**kind.chat(source), "ids": [int(token) for token in ids][: 8 * TOKENS]}
+                chat = _find_chat(kind, source, rendered.text) if row else None
+                if row and chat:
+                    row["chat"] = {**chat, "ids": [int(token) for token in ids][: 8 * TOKENS]}
             if not wanted:
                 return
+
+
+def _find_chat(kind: Format, source: Row, text: str) -> dict[str, Any] | None:
+    """Return the chat that a row was rendered from: of a chat that became several rows, its beginning."""
+    assert kind.chat is not None
+    assert kind.template is not None
+    chat = kind.chat(source)
+    for end in range(len(chat["messages"]), 0, -1):
+        messages = chat["messages"][:end]
+        with suppress(UserError):  # a template may refuse a beginning
+            if kind.template.render_whole(messages, chat["tools"]) == text:
+                return {**chat, "messages": messages}
+    return None
