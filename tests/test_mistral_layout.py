@@ -163,6 +163,7 @@ def test_files_that_vllm_needs_and_the_base_lacks(made: Path, tmp_path: Path) ->
     """With the command that gets each, if the base has a name on the hub."""
     base = tmp_path / "base"
     shutil.copytree(made / "none alone", base)
+    (base / "tekken.json").unlink()
 
     def notes(**options: Any) -> list[str]:
         lines: list[str] = []
