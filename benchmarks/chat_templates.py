@@ -31,7 +31,7 @@ from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import UserError
 from windlass.runfile import Data
 
-TAG = re.compile(r"</?[|｜]?[A-Za-z_][A-Za-z_0-9▁|｜:]*[|｜]?>|\[/?[A-Z_]{2,}\]")
+TAG = re.compile(r"</?[|｜]?[A-Za-z_][A-Za-z_0-9▁|｜:]*[|｜]?>|\[/?[A-Z_]{2,}\]|\]~!?b[\[\]]|\[e~\[|\]<\]minimax\[>\[")
 OPENED = re.compile(rf"(?:\s|<[^<>\s]*>|{TAG.pattern}|thought|analysis)*")  # a thought that a prompt opens
 IN_TAGS = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 EXPLAINED = ("no-call", "unsupported-part", "unknown-role")  # of the chat, whatever the template
@@ -139,9 +139,12 @@ def make_tokenizer(folder: Path, template: str) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = [*dict.fromkeys(TAG.findall(template))]
     plain = [token for token in found if PLAIN_TAG.fullmatch(token)]
-    tokenizer.add_special_tokens({"additional_special_tokens": [token for token in found if token not in plain]})
+    special = [token for token in found if token not in plain]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.add_tokens(plain)
     tokenizer.chat_template = template
+    if "<|END_OF_TURN_TOKEN|>" in special:  # a template that opens an answer behind every chat is read by it
+        tokenizer.eos_token = "<|END_OF_TURN_TOKEN|>"
     return tokenizer
 
 
@@ -156,15 +159,19 @@ def try_chat(tokenizer: Any, row: dict[str, Any], keys: dict[str, Any]) -> Verdi
         return Verdict(f"R {problem.code}{false}", f"{problem.problem} | {problem.hint}")
     warnings = [*find_warnings({"splits": {"train": audit_split(documents, tokenizer)}, "batching": {}})]
     why = truth.judge(documents, " ".join(warnings))
+    if why and any("tool_calls" in message for message in row["messages"]):
+        why = Inference(tokenizer, row, keys, none=True).judge(documents, " ".join(warnings))
     return Verdict("WRONG" if why else "ok", why, len(documents.lengths), tuple(warnings))
 
 
 class Inference:
     """What a model is given and has to write at inference for each answer of a chat, by apply_chat_template alone."""
 
-    def __init__(self, tokenizer: Any, row: dict[str, Any], keys: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, row: dict[str, Any], keys: dict[str, Any], *, none: bool = False) -> None:
         self.tokenizer = tokenizer
         self.messages = [{**message, "content": message["content"] or ""} for message in row["messages"]]
+        for message in self.messages if none else ():  # OpenAI's format has none in an answer that calls tools
+            message["content"] = message["content"] or (None if "tool_calls" in message else "")
         self.tools = row.get("tools") if keys.get("tools") != "ignore" else None
         self.variables = keys.get("template_kwargs", {})
         self.stops = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -172,7 +179,7 @@ class Inference:
         self.ids = cache(lambda count, prompt=False: self.write(self.messages[:count], prompt, self.tools))
         opened = [user("qz"), answer("zq")]
         self.header = self.text(self.write(opened[:1], True))[len(self.text(self.write(opened[:1], False))) :].strip()
-        self.header = re.sub(r"<[^<>]*think.*", "", self.header, flags=re.DOTALL).strip()
+        self.header = re.sub(r"<[^<>]*(?:think|channel).*", "", self.header, flags=re.DOTALL | re.IGNORECASE).strip()
         last, middle = (self.write(chat, False) or [] for chat in (opened, [*opened, user("q")]))
         last, middle = (ids[self.written_at(ids, ["zq"]) :] for ids in (last, middle))
         both = last[: shared_length(last, middle)]  # what closes an answer, whatever follows
@@ -194,10 +201,11 @@ class Inference:
     def words(self, i: int) -> list[str]:
         """Return what an answer says, calls, each thing apart."""
         message = self.messages[i]
-        thoughts = IN_TAGS.findall(message["content"])
+        content = message["content"] or ""
+        thoughts = IN_TAGS.findall(content)
         calls = [inner["function"] for inner in message.get("tool_calls", ())]
         values = [str(value) for inner in calls for value in (inner["name"], *leaves(inner["arguments"]))]
-        said = IN_TAGS.sub("", message["content"])
+        said = IN_TAGS.sub("", content)
         return [text for text in (message.get("reasoning_content", ""), *thoughts, said, *values) if text.strip()]
 
     def written_at(self, ids: Sequence[int], words: list[str]) -> int:
@@ -228,17 +236,21 @@ class Inference:
         prompt = self.ids(i, True) if i else None
         same = shared_length(prompt or [], whole)
         absent = self.text((prompt or [])[same:])
-        headed = self.header in self.text((prompt or [])[-12:])
+        headed = self.header in self.text((prompt or [])[-40:])
         if prompt is not None and not absent.strip() and (headed or not follows):
             return same, set()
-        if headed and OPENED.fullmatch(absent) and re.search("think|thought|reason", absent, re.IGNORECASE):
+        if OPENED.fullmatch(absent) and re.search("think|thought|reason", absent, re.IGNORECASE):
             return same, {"thought"}
+        if re.search("think|thought|reason", absent) and not TAG.search(absent):  # opened in words
+            return same, {"thought"}
+        if headed and squeeze(absent) == squeeze(self.header):
+            return same, {"prompt"}
         # No prompt leads to it, or another one: it still begins behind a header, if templates write one.
         before = self.text(whole[:start]).rstrip()
         opened = re.sub(r"(?:<[^<>]*think[^<>]*>|\s)*$", "", before, flags=re.IGNORECASE)
         if {before, opened} & {text for text in (before, opened) if text.endswith(self.header)} or follows:
             return start, {"prompt"} if i else set()
-        if not i and not squeeze(TAG.sub("", before).replace("<s>", "")):
+        if not i:
             return start, set()
         return f"{absent[-60:]!r} of the prompt is not in the chat", set()
 
@@ -255,6 +267,13 @@ class Inference:
         size = len(written)
         if trained[:size] == written and not closed:
             return size + (trained[size : size + 1] != [] and trained[size] in self.stops), "", notes
+        rest = self.text(whole[begin:]).strip()
+        if closed and rest == self.text(trained).strip() and not squeeze(TAG.sub("", rest[len(self.text(written)) :])):
+            return (
+                len(trained),
+                "",
+                notes,
+            )  # to the end of the text: which of its closing tokens ends a turn, servers say
         if trained[:size] == written:
             spaces = MARK in self.tokenizer.chat_template and not self.text(trained[size:]).strip()
             return len(trained) if spaces else size, "", notes  # a mark may take a line break more
@@ -308,7 +327,7 @@ class Inference:
             wanted = [*own, *((texts[last], words) for words in others)]
             return any(not any(form in text for form in words) for text, words in wanted)
         if code == "opens-always":
-            return self.ids(len(self.messages)) == self.ids(len(self.messages), True)
+            return str(self.tokenizer.eos_token) not in self.text(self.ids(2))
         if code == "answer-not-found":
             return any(not self.text(chats[i]).startswith(self.text(self.ids(i, True))) for i in self.answers)
         return code in EXPLAINED

@@ -254,6 +254,67 @@ def test_what_is_refused_and_a_hint_that_makes_it_pass(
         prepared([row], source, **remedy)
 
 
+MARKED_LAST = "{% if loop.last %}<think>\n\n</think>\n{% endif %}"
+MARKED_REWRITTEN = MARKED.replace("{% generation %}", "{% generation %}" + MARKED_LAST)
+MARKED_REWRITTEN += "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}\n{% endfor %}" + ASK
+
+
+@pytest.mark.fault(
+    "a template with {% generation %} marks that rewrites earlier answers",
+    "`windlass data`",
+    "writes turns differently once later ones follow",
+)
+def test_marks_in_a_template_that_rewrites_earlier_answers_give_each_its_own_row(
+    tokenizer: Any, prepared: Prepare
+) -> None:
+    template = ChatTemplate(tokenizer, MARKED_REWRITTEN)
+    for _ in range(2):
+        assert supervised(template, THREE) == [[EMPTY + text] for text in ENDED]
+    (fact,) = prepared([{"messages": THREE}], MARKED_REWRITTEN).audit["facts"]
+    assert "1 chat became 3 rows: the chat template writes turns differently once later ones follow" in fact
+    with refused("turns-rewritten", "data.turns") as problems:
+        prepared([{"messages": THREE}], MARKED_REWRITTEN, turns="all")
+    assert "data.turns: auto" in problems[0].hint
+    assert supervised(ChatTemplate(tokenizer, MARKED_REWRITTEN, turns="last"), THREE) == [[EMPTY + ENDED[-1]]]
+
+
+def test_the_hint_on_a_missing_bos_token_makes_the_row_pass(prepared: Prepare, tokenizer: Any) -> None:
+    source = "{{ bos_token + '' }}" + LOOP + ASK
+    bos, tokenizer.bos_token = tokenizer.bos_token, None
+    try:
+        with refused("template-refuses", "row 1") as problems:
+            prepared([{"messages": THREE}], source)
+        assert problems[0].hint.startswith("data.template_kwargs: {bos_token: ''}")
+        assert len(prepared([{"messages": THREE}], source, template_kwargs={"bos_token": ""}).train) == 1
+    finally:
+        tokenizer.bos_token = bos
+
+
+@pytest.mark.parametrize(
+    ("source", "answers", "remarks"),
+    [
+        # An answer that is opened behind every chat: turns end with the tokenizer's end token.
+        (ALWAYS.strip().replace("<|end|>\n", "</s>") + "{{ '\n' }}", [text[:-7] + "</s>" for text in ENDED], set()),
+        (LOOP + ASK.replace("\n{%", "\nHere is how:\n{%"), ENDED, {"thought"}),  # a thought opened in words
+        ("{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}" + TURN + "{% endgeneration %}"
+         "{% else %}" + TURN + "{% endif %}{% endfor %}" + ASK.replace("\n{%", "\n<think>\n{%"),
+         [f"{text}\n" for text in ENDED], {"thought"}),  # marks around a header that lacks the prompt's thought
+    ],
+)  # fmt: skip
+def test_prompts_that_the_finished_chat_does_not_have(
+    tokenizer: Any, source: str, answers: list[str], remarks: set[str]
+) -> None:
+    (row,) = ChatTemplate(tokenizer, source).render(THREE)
+    assert [row.text[start:end] for start, end in row.spans] == answers
+    assert {*row.remarks} == remarks
+
+
+def test_answers_that_call_tools_have_no_content_where_the_template_asks(tokenizer: Any) -> None:
+    asks = "{% for m in messages %}<|{{ m.role }}|>\n" + CALLS + "{% if m['content'] is not none %}({{ m.content }})"
+    (row,) = ChatTemplate(tokenizer, asks + "{% endif %}<|end|>\n{% endfor %}" + ASK).render(CALLED)
+    assert "()" not in row.text
+
+
 @pytest.mark.fault("a call that the chat template leaves out", "`windlass data`", "leaves out a tool call")
 @pytest.mark.fault(
     "marks around the user's turn in a chat template",
@@ -296,7 +357,7 @@ def test_what_a_user_should_know_of_rows_is_counted_and_said(prepared: Prepare) 
     assert "data.template_kwargs: {date_string: " in fact
     assert prepared([{"messages": THREE}], dated, template_kwargs={"date_string": "1 May"}).audit["facts"] == []
     done = prepared([{"messages": THREE}], TEMPLATES["a thought opened by the prompt"])
-    assert "opens a thought" in done.audit["facts"][0]
+    assert "a thought that it opens" in done.audit["facts"][0]
 
 
 @pytest.mark.parametrize("packing", [False, True])

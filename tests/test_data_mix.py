@@ -16,8 +16,9 @@ from windlass.data.mix import RowSet, count_per_epoch
 from windlass.data.packing import choose_epoch_rows
 from windlass.data.prepare import prepare_data
 from windlass.errors import UserError
+from windlass.plan.resolve import choose_length
 from windlass.plan.rows import sample_data
-from windlass.runfile import RunFile, read_run_file
+from windlass.runfile import Data, RunFile, read_run_file
 from windlass.runfile.fields import CHAT_KEYS, MixedSet
 
 
@@ -102,3 +103,19 @@ def test_a_mix_of_one_and_one_evaluation_set_have_figures_of_their_own(tmp_path:
     made = prepare_data(loaded.run, tokenizer, where=loaded.where, say=print)
     assert (made.sources, made.shares, made.evaluated) == (("a",), ((8, 16),), ("held",))
     assert made.audit["evaluated"]["held"]["overlap"]["documents"] == 0
+
+
+def test_max_length_is_chosen_by_tokens_wherever_they_are_known(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "☃" * 400}) + "\n")  # many tokens, few bytes
+    folder = tiny.write_tokenizer(tmp_path / "tokenizer")
+    data = Data(dataset_name_or_path=f"{tmp_path}/long.jsonl")
+    (tokens,) = [len(ids) for ids in [AutoTokenizer.from_pretrained(folder)("☃" * 400)["input_ids"]]]
+    length, why = choose_length(sample_data(data, folder, str), None)
+    assert tokens <= length < tokens + 258
+    assert "by their bytes" not in why[-1]
+    assert choose_length(sample_data(data, None, str), None)[0] < tokens
+    # A set whose rows can't be tokenized puts no margin on the others.
+    mixed = Data.model_validate({"mix": [{"path": f"{tmp_path}/{name}.jsonl"} for name in ("long", "chat")]})
+    lengths = [tokens for tokens, _ in sample_data(mixed, folder, str).lengths()]
+    assert max(lengths) - tokens in (0, 1)

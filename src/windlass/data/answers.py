@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 Span = tuple[int, int]
+THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)  # in what opens a thought
 
 
 class Answer(NamedTuple):
@@ -47,31 +48,40 @@ class Pieces:
         same = common_prefix_length(text, other)
         return same if same == len(other) else max(edge for edge in self.edges(text) if edge <= same)
 
-    def find_start(self, text: str, prompt: str, before: Callable[[], str], header: str) -> int | None:
-        """Return where an answer begins in `text`: behind the prompt that the template writes for it.
+    def find_start(self, text: str, prompt: str, before: Callable[[], str], header: str) -> tuple[int, bool] | None:
+        """Return where an answer begins in `text`, and whether that is behind the prompt that is written for it.
 
         White space may differ. Reasoning templates open a thought in the prompt, which a finished answer may lack: of
-        the prompt, whole tokens and white space may be absent behind the header. `before`: the prompt without header.
+        the prompt, whole tokens and white space may be absent behind the header, or words in a line of their own.
+        `before`: the prompt without header.
         """
         at, matched = (len(prompt), len(prompt)) if text.startswith(prompt) else match(text, prompt)
+        behind = True
         if matched < len(prompt):
             begin = self.find_change(prompt, before())
             edge = max(edge for edge in (*self.edges(prompt), begin) if edge <= matched)
             at = match(text, prompt[:edge])[0]
-            absent = self.closing.fullmatch(prompt, edge) is not None
-            if edge < begin or not absent or (edge == begin and self.token.match(text, at)):
+            line = prompt.rfind("\n", begin, edge) + 1
+            if self.token.search(prompt, begin, line) and not self.token.search(prompt, line):
+                edge = line
+                at = match(text, prompt[:edge])[0]
+            elif not self.closing.fullmatch(prompt, edge) or (edge == begin and self.token.match(text, at)):
                 return None
+            if edge < begin:
+                return None
+            behind = edge > begin or THOUGHT.search(prompt, edge) is not None
         elif not prompt.rstrip().endswith(header.strip()):
-            at = self.skip_header(text, at, header)
+            found = self.skip_header(text, at, header)
+            at, behind = found, found == at
         elif not text.startswith(prompt) and prompt[-1].isspace():
             at = len(text) - len(text[at:].lstrip())  # the header's own white space, which differs
-        return at
+        return at, behind
 
     def skip_header(self, text: str, at: int, header: str) -> int:
         """Return the end of the header, or of its last pieces, if it follows: prompts may lack it behind answers."""
         for edge in self.edges(header):
             left = header[edge:]
-            named = edge == 0 or (self.token.match(left) and "think" not in left)  # a thought is the answer's own
+            named = edge == 0 or (self.token.match(left) and not THOUGHT.search(left))  # a thought is the answer's own
             if left.strip() and named:
                 rest = text[at : at + 2 * len(left) + 8]
                 after, matched = match(rest, left)
@@ -94,6 +104,10 @@ class Pieces:
             if text.startswith(header[edge:], start) and text.endswith(header[:edge], 0, start):
                 start += len(header) - edge
                 break
+        else:
+            heads = [edge for edge in self.edges(header) if text.startswith(header[:edge], start)]
+            first = self.token.match(header)
+            start += max(heads, default=0) if first and not THOUGHT.search(first[0]) else 0
         if not close or start >= end or text.endswith(self.tokens, start, start + len(text[start:end].rstrip())):
             return start, end
         follows = re.compile(rf"\s*({self.token.pattern})").match(text, end)

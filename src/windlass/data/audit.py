@@ -41,12 +41,12 @@ FACTS = {
     "split": "{chats} became {split_into:,} rows: {example}. Each answer is trained on once, behind the prompt of "
     "inference ({where})",
     "date": "the chat template writes today's date into {rows}, so that other days give other rows ({example})",
-    "thought": "in {rows} answers have no reasoning, though the chat template opens a thought in their prompts "
-    "({example!r}); data.template_kwargs may switch that off ({where})",
+    "thought": "in {rows} an answer lacks the end of the prompt that generation would start from ({example!r}), "
+    "such as a thought that it opens or closes; data.template_kwargs may switch that off ({where})",
 }
 WARNINGS = {
-    "prompt": "in {rows} an answer follows another, and the chat template doesn't write it behind the prompt that "
-    "generation would start from: join such answers to one ({where})",
+    "prompt": "in {rows} the chat template doesn't write an answer behind the prompt that generation would start from: "
+    "join it to the answer that it follows, or name another data.chat_template ({where})",
     "empty": "{rows} with an empty answer: the model learns to end its turn at once ({where})",
     "special": "in {rows} a message that is not the assistant's spells a special token, such as {example!r}, and "
     "becomes it: leave such rows out, or write it differently ({where})",

@@ -116,6 +116,11 @@ class ChatTemplate:
         own = {name: name for name, role in ROLES.items() if role in ("tool", "system") and self.supports_role(name)}
         return {**ROLES, **own}
 
+    @cached_property
+    def examines_none(self) -> bool:
+        """Return whether the template asks for no content, which answers that call tools have."""
+        return re.search(r"\bcontent['\"]?\]? is (?:not )?none\b", self.template) is not None
+
     def supports_role(self, role: str) -> bool:
         return re.search(rf"""(['"]){re.escape(role)}\1""", self.template) is not None
 
@@ -134,7 +139,13 @@ class ChatTemplate:
         """Return what the template writes before an answer to a user, with the thought that it may open."""
         tried = self.try_turns(TRIED[0], prompt=True), self.try_turns(TRIED[0])
         prompt, plain = (found[0] if found else "" for found in tried)
+        if self.opens_always:
+            return prompt.rpartition(self.end)[2]
         return prompt[self.pieces.find_change(prompt, plain) :]
+
+    @property
+    def end(self) -> str:
+        return str(self.tokenizer.eos_token)
 
     def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> list[Rendering]:
         """Return the rows of a chat. Each assistant turn from message `first` on is supervised in one of them.
@@ -179,10 +190,8 @@ class ChatTemplate:
 
     def render_found(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
         """Return the rows of any chat."""
-        if self.has_generation_marks and self.turns != "each":
-            rows = [self.render_marked(turns, tools, wanted)]
-        elif self.has_generation_marks:
-            rows = [self.render_marked(turns[: i + 1], tools, [i]) for i in wanted]
+        if self.has_generation_marks:
+            rows = self.render_by_marks(turns, tools, wanted)
         else:
             rows = self.render_unmarked(turns, tools, wanted)
         for row in rows:
@@ -270,7 +279,7 @@ class ChatTemplate:
         header = self.header.strip()
         for row in rows if header else ():
             for i, (start, _) in row.answers.items():
-                asked = i > 0 and turns[i - 1].message["role"] == "user" and not turns[i].reasoning
+                asked = i > 0 and (turns[i - 1].message["role"] == "user" or self.opens_always)
                 if asked and not row.text[:start].rstrip().endswith(header):
                     remarks["thought"] = header
         return [row._replace(remarks={} if number else remarks) for number, row in enumerate(rows)]
@@ -301,6 +310,32 @@ class ChatTemplate:
             self.require_roles(turns)
             require_calls(turns)
         return turns
+
+    def render_by_marks(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
+        """Return one row, or a row for each answer that later turns would change in the template's rendering."""
+        whole = self.render_marked(turns, tools, wanted)
+        if self.turns != "each" and (wanted == [len(turns) - 1] or not whole.answers.keys() >= {*wanted}):
+            return [whole]
+        rows = [self.render_marked(turns[: i + 1], tools, [i]) for i in wanted]
+        if self.turns == "each":
+            return rows
+        for row, i in zip(rows, wanted, strict=True):
+            ((start, end),) = row.spans
+            words = turns[i].words.strip()
+            body = max(start, row.text.rfind(words, start, end) + len(words) if words else start)
+            if self.pieces.find_in(whole.text, Answer(row.text, start, end, body), "") is None:
+                self.require_split_allowed(rows)
+                return rows
+        return [whole]
+
+    def require_split_allowed(self, rows: Sequence[Rendering]) -> None:
+        if self.turns == "all" and len(rows) > 1:
+            raise UserError(
+                f"{why_split(rows)}, so one row can't have all answers",
+                "data.turns",
+                "set data.turns: auto, which gives such answers rows of their own",
+                "turns-rewritten",
+            )
 
     def render_marked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> Rendering:
         """Return the rendering with the spans that the template's own marks enclose."""
@@ -344,16 +379,20 @@ class ChatTemplate:
         return any(TRIED[0] in text[start:end] for start, end in marked)
 
     @cached_property
+    def tails(self) -> tuple[str, str]:
+        """Return what the template writes behind an answer: behind the last, and behind one that a user follows."""
+        last, followed = ((self.try_turns(*texts) or ("", []))[0] for texts in (TRIED[:2], TRIED))
+        return last.partition(TRIED[1])[2], followed.partition(TRIED[1])[2]
+
+    @cached_property
     def opens_always(self) -> bool:
         """Return whether the template opens an answer behind every chat, also a finished one."""
         prompt = self.try_turns(TRIED[0], prompt=True)
-        tails = [
-            found and found[0].partition(TRIED[1])[2] for found in (self.try_turns(*TRIED[:2]), self.try_turns(*TRIED))
-        ]
-        if prompt is None or not tails[0] or not tails[1] or tails[1].startswith(tails[0].rstrip()):
+        last, followed = self.tails
+        if prompt is None or not last or not followed or followed.startswith(last.rstrip()):
             return False
-        last = next(reversed(self.pieces.token.findall(tails[0])), "")
-        return last != "" and tails[0].rstrip().endswith(last) and last in prompt[0]
+        token = next(reversed(self.pieces.token.findall(last)), "")
+        return token != "" and last.rstrip().endswith(token) and token in prompt[0]
 
     def render_unmarked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
         @cache
@@ -380,18 +419,12 @@ class ChatTemplate:
             remarks = {} if all(answers[i].after_prompt for i in spans) else {"prompt": ""}
             rows.insert(0, Rendering(text, spans, length, remarks))
             left = [i for i in left if i not in spans]
-        if self.turns == "all" and len(rows) > 1:
-            raise UserError(
-                f"{why_split(rows)}, so one row can't have all answers",
-                "data.turns",
-                "set data.turns: auto, which gives such answers rows of their own",
-                "turns-rewritten",
-            )
+        self.require_split_allowed(rows)
         return rows or [Rendering(whole, {}, len(turns))]
 
     def find_answer(self, turns: list[Turn], i: int, write: Callable[..., str]) -> Answer:
         """Find a turn in the rendering of the chat that ends with it."""
-        if self.opens_always:
+        if self.opens_always and self.end not in self.tails[0]:
             raise UserError(
                 "the chat template opens another answer at the end of every chat",
                 "data.chat_template",
@@ -401,8 +434,10 @@ class ChatTemplate:
         text = write(i + 1)
         body = turns[i].words.strip()
         begin = self.pieces.find_last(text, body)
-        start = self.pieces.find_start(text, write(i, True), lambda: write(i), self.header) if i else None
-        after_prompt = start is not None
+        opened = self.header if self.opens_always else ""
+        prompt = write(i, True) if i else ""
+        found = self.pieces.find_start(text, prompt, lambda: write(i).removesuffix(opened), self.header) if i else None
+        start, after_prompt = found or (None, False)
         if start is None and begin >= 0 and (i == 0 or turns[i - 1].is_assistant):
             # No prompt leads to an opening answer, and hardly one to an answer that follows another.
             before = common_prefix_length(text, write(i)) if i else 0
@@ -421,8 +456,10 @@ class ChatTemplate:
                 "{% endgeneration %} around the assistant's part",
                 "answer-not-found",
             )
-        end = self.pieces.find_end(text, start)
         body_end = start if begin < start or turns[i].calls else begin + len(body)
+        end = self.pieces.find_end(text, start)
+        if self.opens_always:
+            end = text.find(self.end, body_end) + len(self.end)
         return Answer(text, start, end, body_end, after_prompt or i == 0)
 
     def require_roles(self, turns: Sequence[Turn]) -> None:
@@ -461,6 +498,8 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         chat = [turn.message for turn in turns]
+        if self.examines_none:
+            chat = [{**one, "content": None} if one.get("tool_calls") and not one["content"] else one for one in chat]
         try:
             if self.shapes:  # it has rendered a chat before
                 return self.run_template(chat, tools, prompt=prompt, marks=marks)

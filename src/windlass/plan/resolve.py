@@ -34,7 +34,7 @@ def resolve_auto(
     train: dict[str, Any] = {}
     reasons: list[str] = []
     if run.data.max_length == "auto":
-        data["max_length"], why = _choose_length(sample, base.positions)
+        data["max_length"], why = choose_length(sample, base.positions)
         if why:
             reasons.append(f"data.max_length {data['max_length']}, {', '.join(why)}")
     if run.data.packing == "auto":
@@ -64,7 +64,7 @@ def fill_in_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None)
     return replace(loaded, run=run)
 
 
-def _choose_length(sample: DataSample, positions: int | None) -> tuple[int, list[str]]:
+def choose_length(sample: DataSample, positions: int | None) -> tuple[int, list[str]]:
     """Return a length that nearly all sampled rows fit in, and why it was chosen; no reason if nothing is known."""
     length = UNKNOWN
     why: list[str] = []

@@ -112,10 +112,10 @@ class DataSample:
         return sum(split.sampled for split in self.train)
 
     def lengths(self) -> list[Document]:
-        """Return the sampled documents; without a tokenizer with a margin."""
-        scale = 1.0 if self.tokenized else MARGIN
-        documents = chain(*(chain(*split.groups) for split in self.train if split.sampled))
-        return [(math.ceil(tokens * scale), trained_at) for tokens, trained_at in documents]
+        """Return the sampled documents; with a margin those whose tokens are estimated."""
+        scaled = [(split, 1.0 if split.tokenized else MARGIN) for split in self.train if split.sampled]
+        documents = [(document, scale) for split, scale in scaled for document in chain(*split.groups)]
+        return [(math.ceil(tokens * scale), trained_at) for (tokens, trained_at), scale in documents]
 
     def count(self, data: Data, folder: str) -> Counts:
         """Count the sequences: exactly if the tokens in the run folder are those of these files and settings.
