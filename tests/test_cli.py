@@ -153,6 +153,24 @@ def test_each_command_prints_one_whole_message(
         assert windlass(*command.split(), code=2) == f"error: {problem}\n\nhint: {hint}\n", command
 
 
+@pytest.mark.parametrize(
+    ("words", "problem", "command"),
+    [
+        ("plan run.yaml --detals", "no such option: --detals (Possible options: --details)", "windlass plan"),
+        ("plan", "missing argument 'RUN'", "windlass plan"),
+        ("xyz run.yaml", "no such command 'xyz'", "windlass"),
+    ],
+)
+def test_wrong_words_of_a_command_are_one_message(
+    words: str, problem: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["windlass"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {command}: {problem}\n\nhint: see `{command} -h`\n"
+
+
 def test_every_preset_plans(windlass: Windlass, tmp_path: Path) -> None:
     lines = windlass("init", "--list").splitlines()
     names = [line for line in lines if not line.startswith(" ")]
@@ -168,7 +186,7 @@ def test_every_preset_plans(windlass: Windlass, tmp_path: Path) -> None:
 def test_a_plan_is_printed_where_plan_json_cant_be_written(windlass: Windlass, tmp_path: Path) -> None:
     (tmp_path / "plan.json").mkdir()
     run = "examples/mistral-small-4/train.yaml"
-    assert "fits:" in windlass("plan", run, "--override", f"train.output_dir={tmp_path}")
+    assert "fits " in windlass("plan", run, "--override", f"train.output_dir={tmp_path}")
 
 
 def test_schema_and_explain(windlass: Windlass) -> None:

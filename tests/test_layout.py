@@ -252,7 +252,7 @@ def test_the_layouts_of_three_single_gpu_nodes_and_of_two_with_eight() -> None:
         kept = layout.name in ("no-reshard", "resident") or "gathered once" in name
         assert layout.reshard_after_forward != kept, name
     assert list_layouts(want("auto", 2, 1), 0)[1]["expert-parallel"] == "the model has no routed experts to split"
-    assert titles(1, 1, 128) == ["one GPU"]
+    assert titles(1, 1, 128) == ["resident"]
     assert {layout.nodes for _, layout in list_layouts(want("auto", 3, 1), 128)[0]} == {1, 2, 3, 4, 5, 6}
 
 
@@ -344,11 +344,11 @@ def test_the_fastest_that_fits_is_chosen_and_the_reason_says_so() -> None:
     assert (layout.name, layout.expert_parallel) == ("expert-parallel", 4)
     assert (
         layout.reason
-        == "chosen: the fastest of the 3 layouts that fit, 2.5 s a step: 2.00 x faster than the next, hybrid"
+        == "chosen: the fastest of the 3 layouts that fit, 2.5 s a step: 2.00 x faster than the next (hybrid)"
     )
     layout = chosen(("full-shard", True, 60, 20.0), ("full-shard, parameters offloaded", True, 50, 20.0))
     assert not layout.offload
-    assert layout.reason.endswith("20 s a step: as fast as the next, full-shard, parameters offloaded")
+    assert layout.reason.endswith("20 s a step: as fast as the next (full-shard, parameters offloaded)")
     # Of equals, the one with least to overlap.
     hybrid = ("hybrid", True, 52, 2.50, 4.8)
     assert chosen(hybrid, ("expert-parallel 4", True, 24, 2.52, 2.9)).name == "expert-parallel"

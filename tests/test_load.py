@@ -331,7 +331,7 @@ def paged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.fault("zeros that end just within a row", "`windlass train`", "on, where weights should be")
+@pytest.mark.fault("zeros that end just within a row", "`windlass train`", "has zeros from within row")
 @pytest.mark.parametrize(("start", "length"), [(512 * 16 - 24, 512 * 3 + 24), (512 * 15, 512 * 4 + 24)])
 def test_holes_that_end_just_within_a_row_are_named(paged: Path, tmp_path: Path, start: int, length: int) -> None:
     folder = shutil.copytree(paged, tmp_path / "m")
@@ -343,7 +343,9 @@ def test_holes_that_end_just_within_a_row_are_named(paged: Path, tmp_path: Path,
         load_base(base, ALONE)
 
 
-@pytest.mark.fault("zeros of full rows, as long as pages", "`windlass train`", "16 to 23, where weights should be")
+@pytest.mark.fault(
+    "zeros of full rows, as long as pages", "`windlass train`", "has zeros in rows …, where weights should be"
+)
 def test_holes_of_full_rows_are_known_by_the_pages_of_the_file(paged: Path, tmp_path: Path) -> None:
     for start, length, rows in ((512 * 16, 4096, "16 to 23"), (-(1 << 14), 1 << 14, "992 to 1,023")):
         folder = shutil.copytree(paged, tmp_path / str(start))

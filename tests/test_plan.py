@@ -425,9 +425,9 @@ def test_plan_prints_the_verdict_first_in_fifteen_lines(
     cut = [line for line in lines if line.startswith("warning") and line.endswith(" …")]
     assert len(lines) <= 15 + len(cut)
     assert max(map(len, lines)) <= 80
-    assert lines[0].startswith("fits: " if made.cost.fits else "does not fit: ")
+    assert lines[0].startswith("fits " if made.cost.fits else "does not fit ")
     assert f"{made.cost.gpu_gib:,.1f} GiB of {made.machine.gpu.memory_gib:,.1f} GiB a GPU" in lines[0]
-    assert made.cost.fits or lines[1].startswith("hint: ")
+    assert made.cost.fits or lines[1].startswith("hint ")
     low, high = format_rough(made.cost.tokens_per_second_low), format_rough(made.cost.tokens_per_second_high)
     assert f"{low} to {high} tokens/s" in "\n".join(lines)
     shown = [line.split()[0] for line in lines]
@@ -463,6 +463,19 @@ def test_in_tables_no_digit_is_cut(
     for memory in made.cost.rows:
         if (memory.place, memory.phase) == ("gpu", "step"):
             assert re.search(rf"{memory.item} +{memory.bytes / hardware.GIB:,.2f}", shown)
+
+
+def test_on_a_narrow_terminal_no_word_of_the_comparison_is_split(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    made = planned("train")
+    print_plan(made, compare=True)
+    shown = capsys.readouterr().out.partition("Layouts of this run")[2].partition("What makes plan")[0]
+    assert max(map(len, shown.splitlines())) <= 60
+    for row in drop_dominated(made.contenders, made.layout):
+        assert {*row.name.rpartition(", on ")[0].split()} <= {*shown.split()}, row.name
+        assert f" {row.cost.gpu_gib:,.1f} " in shown
 
 
 def test_unlikely_settings_are_warned_about() -> None:

@@ -6,10 +6,15 @@ This is the only place that reads the environment. Imports are inside the comman
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
+
+import typer
 
 from windlass.cli import after, before, during, help  # noqa: F401  # each registers its commands
 from windlass.cli.options import app as app
 from windlass.errors import TRAINING, USER_INPUT, UserError, missing_extra_error, print_error
+
+USAGE: Any = typer.BadParameter.__base__  # click's UsageError, of the click that typer has
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -18,7 +23,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if sys.flags.optimize > 1:
             what = "Python runs without docstrings, and transformers can't be imported without them"
             raise UserError(what, "PYTHONOPTIMIZE", "unset PYTHONOPTIMIZE, and leave out python's -OO", "no-docstrings")
-        app(args=None if arguments is None else list(arguments))
+        sys.exit(app(args=None if arguments is None else list(arguments), standalone_mode=False))
+    except USAGE as error:
+        if not (sys.argv[1:] if arguments is None else arguments):
+            error.show()  # the help
+        else:
+            command = error.ctx.command_path if error.ctx else "windlass"
+            message = error.format_message().rstrip(".")
+            hint = f"see `{command} -h`"
+            print_error(UserError(message[:1].lower() + message[1:], command, hint, "wrong-arguments"))
+        sys.exit(error.exit_code)
     except UserError as error:
         print_error(error)
         sys.exit(error.exit_code)

@@ -203,7 +203,7 @@ def _list_variants(request: LayoutRequest, experts: int) -> Iterator[Variant]:
     if nodes > 1 and gpus > 1 and not why_not_expert_parallel(experts, gpus, gpus):
         sizes = {"shard": gpus, "replicate": nodes, "expert_parallel": gpus}
         yield Variant(f"expert-parallel {gpus}, replicated across nodes", "expert-parallel", "", sizes)
-    yield Variant("resident" if ranks > 1 else "one GPU", "resident", "")
+    yield Variant("resident", "resident", "")
 
 
 # --- candidate micro-batches ------------------
@@ -288,8 +288,8 @@ def _explain_fastest(best: Candidate, fitting: Sequence[Candidate], able: Sequen
     if others:
         margin = others[0].seconds / best.seconds
         ahead = f"{margin:.2f} x faster than" if margin >= EQUAL else "as fast as"
-        reason = f"the fastest of the {len(fitting)} layouts that fit, {best.seconds:.3g} s a step: {ahead} the next, "
-        reason += others[0].name
+        reason = f"the fastest of the {len(fitting)} layouts that fit, {best.seconds:.3g} s a step: {ahead} the next "
+        reason += f"({others[0].name})"
     elif len(able) > 1:
         reason = f"the only one of {len(able)} layouts that fits"
     else:

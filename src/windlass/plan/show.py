@@ -4,7 +4,7 @@ import math
 import shlex
 import textwrap
 from collections.abc import Container, Iterable, Iterator
-from typing import Literal
+from typing import Final, Literal
 
 from rich import box
 from rich.console import Console
@@ -100,14 +100,15 @@ def _paragraphs(named: Iterable[Named], width: int) -> Iterator[Text]:
             yield shown
 
 
-STYLES = {"fits:": "bold green", "does not fit:": "bold red", "warning": "yellow", "hint:": "cyan", "note": "cyan"}
+NARROW: Final = 72  # columns that the comparison needs in full
+STYLES = {"fits": "bold green", "does not fit": "bold red", "warning": "yellow", "hint": "cyan", "note": "cyan"}
 
 
 def _verdict(plan: Plan) -> Named:
     cost = plan.cost
     need = f"{cost.gpu_gib:,.1f} GiB of {plan.machine.gpu.memory_gib:,.1f} GiB a {_gpu_or_rank(plan)}"
     need += f", {cost.host_gib:,.1f} GiB of host memory a node"
-    return ("fits:", need) if cost.fits else ("does not fit:", f" {need}")
+    return ("fits", need) if cost.fits else ("does not fit", f" {need}")
 
 
 def _gpu_or_rank(plan: Plan) -> str:
@@ -119,7 +120,7 @@ def _lines(plan: Plan) -> Iterator[Named]:
     layout = plan.layout
     batch = plan.batch
     if not cost.fits:
-        yield "hint:", cost.remedy
+        yield "hint", cost.remedy
     rate = f"{format_rough(cost.tokens_per_second_low)} to {format_rough(cost.tokens_per_second_high)} tokens/s"
     step = f"{format_duration(cost.step_seconds_low)} to {format_duration(cost.step_seconds_high)} a step"
     yield "speed", f"{rate}, {step} (estimated, {cost.basis})"
@@ -226,11 +227,18 @@ def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
     nodes = format_plural(plan.layout.nodes, "node")
     title = f"Layouts of this run ({nodes}, {format_plural(plan.schedule.global_sequences, 'sequence')} a step)"
     columns = "layout >batch fits >GiB/GPU >GB/step >s/step >tok/s"
-    yield _table(title, columns, [_cells_here(plan, c) for c in here])
+    is_narrow = width < NARROW
+    tables = [_table(title, columns, [_cells_here(plan, c) for c in here])]
     if elsewhere:
         columns = ">nodes layout >batch >rows/step fits >GiB/GPU >tok/s >GPU-h"
         rows = [(_cells_elsewhere(plan, c), False) for c in elsewhere]
-        yield _table("The best layout on other numbers of nodes", columns, rows)
+        hide = (">rows/step", ">GPU-h") if is_narrow else ()
+        tables.append(_table("The best layout on other numbers of nodes", columns, rows, hide))
+    for table in tables:
+        if is_narrow:
+            table.padding = 0
+        next(column for column in table.columns if column.header == "layout").min_width = len("expert-parallel")
+        yield table
     hidden = sum(not c.why_not for c in plan.contenders) - len(shown)
     if hidden:
         yield Text(f"{hidden} more are slower and no smaller: --json has them all\n")

@@ -69,7 +69,7 @@ def print_header(console: Console, plan: Plan, environ: Mapping[str, str]) -> No
         sequences += "; the fastest micro-batch that fits"
     rows = {
         "model": f"{plan.base.name}: {plan.base.family.causal_lm}, {total:,} parameters",
-        "adapter": f"rank {adapter.r}, {share}: {', '.join(describe_targets(adapter))}",
+        "adapter": f"r={adapter.r}, {share}: {', '.join(describe_targets(adapter))}",
         "layout": placed,
         "batch": f"{batch.micro} x {ranks} x {batch.accumulation} accumulated = {sequences}",
         "chosen": "; ".join(plan.chosen),

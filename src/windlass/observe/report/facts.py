@@ -159,6 +159,7 @@ def summarize_run(run: Run, began: float, evaluations: list[float]) -> Facts:
         "steps": int(first["step"][-1]) if first.length else 0,
         "steps_planned": _whole(find_total_steps(run.events, run.get(PLAN))),
         "ranks": ranks,
+        "averaged_steps": few,
         "first_loss": mean(first["loss"][:few]),
         "final_loss": mean(first["loss"][-few:]),
         "least_eval_loss": min(evaluations, default=NAN),
@@ -359,6 +360,7 @@ def _sentence(facts: Facts) -> str:
     text += f"{head['steps']:,}{planned}" if planned else format_plural(head["steps"], "step")
     if drop_nan([head["first_loss"] + head["final_loss"]]):
         text += f"; the loss went from {head['first_loss']:.3f} to {head['final_loss']:.3f}"
+        text += f" (means of {head['averaged_steps']} steps)" if head["averaged_steps"] > 1 else ""
     return text + "."
 
 

@@ -11,8 +11,7 @@
     if (v === null || v === undefined) return "–";
     const size = Math.abs(v);
     if (size >= 1e6) return (v / 1e6).toPrecision(3) + " M";
-    if (size >= 1e4) return (v / 1e3).toPrecision(3) + " k";
-    if (size >= 100) return v.toFixed(0);
+    if (size >= 100) return Math.round(v).toLocaleString("en-US");
     if (size >= 1e-3 || v === 0) return String(Number(v.toPrecision(4)));
     return v.toExponential(1);
   };
