@@ -312,6 +312,28 @@ def test_a_platform_that_disagrees_with_the_plan_is_not_tried_again(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.fault(
+    "a node that never comes, without launch.sh", "`windlass train`", "node 1 did not join within 2 s (node 0 did)"
+)
+def test_a_node_that_never_comes_is_named_without_a_job_too(tmp_path: Path) -> None:
+    """As a person starts nodes: `windlass train` and the variables of PET."""
+    (tmp_path / "train.py").write_text("print('started')")
+    text = f"kind: script\nscript: {{path: {tmp_path}/train.py, output_dir: {tmp_path}/run}}\n"
+    (tmp_path / "run.yaml").write_text(text + "cluster: {gpu: cpu, nodes: 2, network: ethernet-25}\n")
+    for number, words in (
+        ("0", "node 1 did not join within 2 s (node 0 did)"),
+        ("1", "was not reached within 2 s: Connection refused"),
+    ):
+        place = {**PET, "PET_NODE_RANK": number, "PET_MASTER_PORT": str(free_port()), "WINDLASS_WAIT_SECONDS": "2"}
+        command = [warm.python(), "-m", "windlass", "train", str(tmp_path / "run.yaml")]
+        done = subprocess.run(
+            command, env={**environ(tmp_path), **place}, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert (done.returncode, words in done.stderr) == (1, True), done.stderr
+        assert "Traceback" not in done.stderr
+        assert "started" not in done.stdout
+
+
 def test_a_log_of_json_has_every_line_with_its_node(tmp_path: Path) -> None:
     done = train(tmp_path, WINDLASS_NODES="1", WINDLASS_LOG_FORMAT="json")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
