@@ -4,9 +4,9 @@
     python benchmarks/data.py --kind "3 turns" "40 turns"   40 s of CPU time
 
 Each way is one process, timed after its imports and a first call; it starts from the same file each time with nothing
-cached. The ways take turns: a ratio is that of two measurements of one round, shown as their median and, in brackets, the
-least and the largest, which enclose the true median with 97 % if there are six rounds. CPU time counts all
-threads: it depends less on what else the machine does, while time shows that windlass tokenizes in threads.
+cached. The ways take turns: a ratio is that of two measurements of one round, shown as their median and, in brackets,
+the least and the largest, which enclose the true median with 97 % if there are six rounds. CPU time counts all threads:
+it depends less on what else the machine does, while time shows that windlass tokenizes in threads.
 
 TRL runs SFTTrainer's own preparation, from rows to labels, with the template that chats have here, which marks answers.
 It renders, tokenizes and masks chats of 3 and 40 turns with `assistant_only_loss`, as windlass does; on the other chats
