@@ -25,6 +25,7 @@ from windlass.weights.same_base import describe_files
 
 DECODED_ROWS: Final = 4
 DECODED_TOKENS: Final = 8
+PASS_TOKENS: Final = 1280  # of a rank in one forward pass, whose logits of the whole vocabulary need memory
 LOG_SECONDS: Final = 20
 SCALES: Final = (0.5, 2.0)
 DIGITS: Final = 5
@@ -35,16 +36,24 @@ DUMMY: Final = [0, 0]  # input of a rank without a row, which still takes part i
 
 @torch.no_grad()
 def compute_rows(model: Any, rows: Sequence[list[int]], read: Callable[[list[int], Tensor], Any]) -> list[Any]:
-    """Return what `read` makes of each row and its logits. Rows are dealt to the ranks, and all get all results."""
+    """Return what `read` makes of each row and its logits. Rows are dealt to the ranks, and all get all results.
+
+    A pass over a sharded model gathers all its weights, so a rank computes its rows together. Padding follows a row's
+    tokens, which don't see it.
+    """
     world = collectives.get_world_size()
     device = next(p.device for name, p in model.named_parameters() if "lora_" in name)  # a base may be offloaded
+    longest = max(map(len, rows))
+    at_once = world * max(1, PASS_TOKENS // longest)
     results = []
-    for start in range(0, len(rows), world):
-        of_round = rows[start : start + world]
-        number = collectives.get_rank()
-        row = of_round[number] if number < len(of_round) else DUMMY
-        logits = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]
-        results += collectives.all_gather(read(row, logits.float()))[: len(of_round)]
+    for start in range(0, len(rows), at_once):
+        of_pass = rows[start : start + at_once]
+        own = of_pass[collectives.get_rank() :: world] or [DUMMY]
+        padded = [row + [0] * (max(map(len, own)) - len(row)) for row in own]
+        logits = model(input_ids=torch.tensor(padded, device=device), use_cache=False).logits
+        read_here = [read(row, of_row[: len(row)].float()) for row, of_row in zip(own, logits, strict=True)]
+        read_by_rank = collectives.all_gather(read_here)
+        results += [read_by_rank[number % world][number // world] for number in range(len(of_pass))]
     return results
 
 
