@@ -69,7 +69,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "`windlass train`",
     "copies of the base model that are not equal: model.safetensors differs",
 )
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.prove)])
 def test_every_case_on_several_ranks(ranks: int, root: Path, tmp_path: Path) -> None:
     """Checkpoints x layouts, faults and training, in one start of these processes."""
     command = [warm.python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
