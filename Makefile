@@ -62,15 +62,15 @@ prove-serving: $(STAMP)  ## real vLLM (5 minutes to install; needs AVX-512) and 
 	WINDLASS_VLLM=$(VLLM) WINDLASS_LLAMA=$(LLAMA) $(BIN)/pytest -m "" -v -rs tests/test_serving.py
 
 # The source of llama-cpp-python carries llama.cpp with its converters, which import sentencepiece.
-LLAMA_OPTIONS := BUILD_SHARED_LIBS=OFF GGML_NATIVE=OFF GGML_OPENMP=OFF GGML_LLAMAFILE=OFF LLAMA_OPENSSL=OFF LLAMA_CURL=OFF \
+LLAMA_OPTIONS := CMAKE_SUPPRESS_REGENERATION=ON BUILD_SHARED_LIBS=OFF GGML_NATIVE=OFF GGML_OPENMP=OFF GGML_LLAMAFILE=OFF LLAMA_OPENSSL=OFF LLAMA_CURL=OFF \
   LLAMA_BUILD_TESTS=OFF LLAMA_BUILD_EXAMPLES=OFF LLAMA_BUILD_APP=OFF LLAMA_BUILD_UI=OFF LLAMA_USE_PREBUILT_UI=OFF
 $(LLAMA)/.built-$(LLAMA_VERSION):
 	rm -rf $(LLAMA)
 	$(PYTHON) -m venv $(LLAMA)
 	$(LLAMA)/bin/python -m pip install --quiet --disable-pip-version-check cmake ninja
 	$(LLAMA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(LLAMA)/python sentencepiece
-	$(LLAMA)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-	  --no-binary :all: --dest $(LLAMA) llama-cpp-python==$(LLAMA_VERSION)
+	$(LLAMA)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps \
+	  --no-binary llama-cpp-python --dest $(LLAMA) llama-cpp-python==$(LLAMA_VERSION)
 	tar -xzf $(LLAMA)/llama_cpp_python-$(LLAMA_VERSION).tar.gz -C $(LLAMA)
 	ln -s llama_cpp_python-$(LLAMA_VERSION)/vendor/llama.cpp $(LLAMA)/source
 	PATH="$(abspath $(LLAMA))/bin:$$PATH" cmake -G Ninja -S $(LLAMA)/source -B $(LLAMA)/build \

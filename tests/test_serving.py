@@ -191,10 +191,10 @@ def write_adapter(folder: Path, config: dict[str, Any]) -> None:
     model.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
 
 
-def export_adapter(folder: Path, config: dict[str, Any], server: str) -> Path:
+def export_adapter(folder: Path, config: dict[str, Any], server: str, **options: Any) -> Path:
     """Export an adapter for a server, and put its base where the card's command finds it."""
     write_adapter(folder, config)
-    export(folder / "adapter", folder / "out", server=server, say=print)
+    export(folder / "adapter", folder / "out", server=server, say=print, **options)
     (folder / "out" / "base").symlink_to(folder / "base")
     return folder / "out"
 
@@ -232,15 +232,15 @@ def test_merged_models(name: str, tmp_path: Path) -> None:
 
 
 @needs_vllm
-def test_a_part_that_vllm_ignores_without_a_word_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_vllm_ignores_without_a_word_is_named(tmp_path: Path) -> None:
     """vLLM computes latent attention from `kv_b_proj` without its adapter (vllm#48974).
 
     This build's rotary kernel for CPUs takes queries of [tokens, heads, size] for [tokens, heads x size] and rotates
     others than the positions': DeepSeek's base itself is off, the more so the larger its queries.
     """
     write_deepseek(tmp_path / "base")
-    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
-    out = export_adapter(tmp_path, {"target_modules": ["kv_b_proj", "o_proj"]}, "vllm")
+    disabled = {"VLLM_MLA_DISABLE": "1"}  # with which it is applied, and exported
+    out = export_adapter(tmp_path, {"target_modules": ["kv_b_proj", "o_proj"]}, "vllm", environment=disabled)
     with vllm(out, environment={"VLLM_MLA_DISABLE": "0"}) as url:
         code, result = verify(url, out, "--model", "adapter")
         base_code, of_base = verify(url, out, "--model", "base")
