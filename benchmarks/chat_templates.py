@@ -236,19 +236,23 @@ class Inference:
         prompt = self.ids(i, True) if i else None
         same = shared_length(prompt or [], whole)
         absent = self.text((prompt or [])[same:])
-        headed = self.header in self.text((prompt or [])[-40:])
-        if prompt is not None and not absent.strip() and (headed or not follows):
+        added = (prompt or [])[shared_length(prompt or [], self.ids(i) or []) :] or (prompt or [])[-8:]
+        headed = self.header in self.text(added)
+        opens = not headed and squeeze(self.text(whole[same:])).startswith(squeeze(self.header))
+        if prompt is not None and not absent.strip() and not opens and (headed or not follows):
             return same, set()
+        if prompt and headed and squeeze(self.text(prompt)) == squeeze(self.text(whole[:start])):
+            return start, set()  # but for white space
         if OPENED.fullmatch(absent) and re.search("think|thought|reason", absent, re.IGNORECASE):
             return same, {"thought"}
         if re.search("think|thought|reason", absent) and not TAG.search(absent):  # opened in words
             return same, {"thought"}
-        if headed and squeeze(absent) == squeeze(self.header):
+        if absent and headed and squeeze(absent) == squeeze(self.header):
             return same, {"prompt"}
         # No prompt leads to it, or another one: it still begins behind a header, if templates write one.
         before = self.text(whole[:start]).rstrip()
         opened = re.sub(r"(?:<[^<>]*think[^<>]*>|\s)*$", "", before, flags=re.IGNORECASE)
-        if {before, opened} & {text for text in (before, opened) if text.endswith(self.header)} or follows:
+        if {before, opened} & {text for text in (before, opened) if text.endswith(self.header)} or follows or opens:
             return start, {"prompt"} if i else set()
         if not i:
             return start, set()

@@ -309,6 +309,14 @@ def test_prompts_that_the_finished_chat_does_not_have(
     assert {*row.remarks} == remarks
 
 
+def test_the_header_of_an_answer_that_follows_is_no_end_of_the_first(tokenizer: Any) -> None:
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    source += "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+    chat = [*talk("Who?", "Crews."), {"role": "assistant", "content": "By hand."}]
+    (row,) = ChatTemplate(tokenizer, source).render(chat)
+    assert [row.text[start:end] for start, end in row.spans] == ["Crews.", "By hand."]
+
+
 def test_answers_that_call_tools_have_no_content_where_the_template_asks(tokenizer: Any) -> None:
     asks = "{% for m in messages %}<|{{ m.role }}|>\n" + CALLS + "{% if m['content'] is not none %}({{ m.content }})"
     (row,) = ChatTemplate(tokenizer, asks + "{% endif %}<|end|>\n{% endfor %}" + ASK).render(CALLED)

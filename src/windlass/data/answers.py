@@ -43,6 +43,10 @@ class Pieces:
         found = re.finditer(rf"(?:{self.token.pattern})|\s+", text)
         return sorted({0, len(text), *(edge for match in found for edge in match.span())})
 
+    def find_opener(self, header: str) -> str:
+        """Return the last token of a header but for the thought that it may open."""
+        return next((token for token in reversed(self.token.findall(header)) if not THOUGHT.search(token)), "")
+
     def find_change(self, text: str, other: str) -> int:
         """Return how far a text begins as another one, in whole pieces."""
         same = common_prefix_length(text, other)
@@ -111,7 +115,7 @@ class Pieces:
         if not close or start >= end or text.endswith(self.tokens, start, start + len(text[start:end].rstrip())):
             return start, end
         follows = re.compile(rf"\s*({self.token.pattern})").match(text, end)
-        opener = next(reversed(self.token.findall(header)), "")
+        opener = self.find_opener(header)
         return start, follows.end() if follows and follows[1] != opener else end
 
     def find_last(self, text: str, words: str) -> int:

@@ -402,7 +402,7 @@ class ChatTemplate:
 
         whole = write(len(turns))
         answers = {i: self.find_answer(turns, i, write) for i in wanted}
-        opener = next(reversed(self.pieces.token.findall(self.header)), "")
+        opener = self.pieces.find_opener(self.header)
         rows: list[Rendering] = []
         left = list(wanted)
         while left:
