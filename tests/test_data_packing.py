@@ -235,3 +235,15 @@ assert to_numpy(chunk.values).tolist() == [0, 1, 2, 0, 1, 2, 3] and to_numpy(chu
 assert "pandas" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "rows.arrow")], check=True, timeout=120)
+
+
+def test_no_document_is_predicted_from_the_one_before() -> None:
+    """Rows stacked and rows end to end: the first token of a document, and padding, have no loss."""
+    rows = [
+        {"input_ids": np.array([5, 6, 7, 8, 9]), "seq_lengths": [2, 3]},
+        {"input_ids": np.array([3, 4]), "seq_lengths": [2]},
+    ]
+    stacked = PaddedPackingCollator(0)(rows)["labels"].tolist()
+    assert stacked == [[-100, 6, -100, 8, 9], [-100, 4, -100, -100, -100]]
+    (laid,) = PaddingFreeCollator()(rows)["labels"].tolist()
+    assert laid == [-100, 6, -100, 8, 9, -100, 4]
