@@ -29,9 +29,9 @@ from windlass import tiny
 from windlass.data import cache, chat, prepare, progress
 from windlass.data.cache import SEAL, get_or_create
 from windlass.data.chat import ChatTemplate, choose_template
-from windlass.data.prepare import PreparedData, prepare_data
+from windlass.data.prepare import PreparedData, hold_out, prepare_data
 from windlass.data.show import print_audit
-from windlass.data.tokenize import find_supervised_tokens
+from windlass.data.tokenize import PART_BITS, Documents, find_supervised_tokens
 from windlass.errors import UserError
 from windlass.runfile import Data, RunFile
 
@@ -270,6 +270,21 @@ def test_too_little_supervised_and_ids_beyond_the_vocabulary(prepared: Prepare, 
         "watch.min_supervised_fraction = 50.00%",
     ]
     prepared(rows, least=0.01, more={"vocabulary": len(tokenizer)})
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.35])
+def test_rows_of_one_chat_are_held_out_together(fraction: float) -> None:
+    """`turns: each` makes rows of one chat, which share all but the end: none may be on both sides."""
+    chats, parts = (axis.ravel() for axis in np.meshgrid(np.arange(1, 6), np.arange(4), indexing="ij"))
+    hashes = (chats.astype(np.uint64) * np.uint64(12345) << np.uint64(PART_BITS)) | parts.astype(np.uint64)
+    ones = np.ones(20, np.int64)
+    documents = Documents(np.arange(20, dtype=np.int32), np.ones(20, bool), ones, hashes, {"rows": 5})
+    train, validation = (
+        {int(one) >> PART_BITS for one in part.hashes} for part in hold_out(documents, fraction, "data.val_fraction")
+    )
+    assert train
+    assert validation
+    assert not train & validation
 
 
 def test_held_out_rows_are_the_same_every_time_and_no_duplicate_crosses(prepared: Prepare, tmp_path: Path) -> None:
