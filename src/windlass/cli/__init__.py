@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if sys.flags.optimize > 1:
             what = "Python runs without docstrings, and transformers can't be imported without them"
             raise UserError(what, "PYTHONOPTIMIZE", "unset PYTHONOPTIMIZE, and leave out python's -OO", "no-docstrings")
-        sys.exit(app(args=None if arguments is None else list(arguments), standalone_mode=False))
+        sys.exit(app(args=None if arguments is None else list(arguments), standalone_mode=False) or 0)
     except USAGE as error:
         if not (sys.argv[1:] if arguments is None else arguments):
             error.show()  # the help
