@@ -269,8 +269,9 @@ class Inference:
         written, closed = self.completion(whole[begin:], i)
         trained = ids[start:end]
         size = len(written)
-        if trained[:size] == written and not closed:
-            return size + (trained[size : size + 1] != [] and trained[size] in self.stops), "", notes
+        if trained[:size] == written and not closed:  # the token that closes it in longer chats
+            closing = next((at for at in range(size, len(trained)) if self.text([trained[at]]).strip()), len(trained))
+            return (closing + 1 if closing < len(trained) and trained[closing] in self.stops else size), "", notes
         rest = self.text(whole[begin:]).strip()
         if closed and rest == self.text(trained).strip() and not squeeze(TAG.sub("", rest[len(self.text(written)) :])):
             return (
