@@ -7,7 +7,7 @@ from pathlib import Path
 from windlass.data.hub import fetch, fetch_set
 from windlass.data.mix import list_all_sets
 from windlass.data.sources import HUB_NAME, resolve_source
-from windlass.errors import UserError
+from windlass.errors import UserError, Where
 from windlass.files import read_json, write_json
 from windlass.model import read_base
 from windlass.model.files import DIGEST, PUBLISHED
@@ -19,9 +19,7 @@ MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 DUPLICATES = ("consolidated*", "original/*", "*.bin", "*.gguf", "*.onnx*")
 
 
-def fetch_run(
-    run: RunFile, where: Callable[[str], str], say: Callable[[str], None], *, headers_only: bool = False
-) -> dict[str, Path]:
+def fetch_run(run: RunFile, where: Where, say: Callable[[str], None], *, headers_only: bool = False) -> dict[str, Path]:
     """Local folders of the model and the data, fetched where they are named by hub id; safe to repeat, anywhere.
 
     With `headers_only` what a plan needs of the model, a few MB, and no data.

@@ -4,7 +4,7 @@ data.json."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from windlass.data.packing import group_by_length, pack_rows, shuffle
 from windlass.data.tokenize import Documents
-from windlass.errors import Problem
+from windlass.errors import Problem, Where
 from windlass.files import read_json
 from windlass.observe.format import format_plural
 
@@ -226,7 +226,7 @@ def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase, s
 
 
 def find_problems(
-    audit: Mapping[str, Any], *, vocabulary: int | None, least_fraction: float, where: Callable[[str], str]
+    audit: Mapping[str, Any], *, vocabulary: int | None, least_fraction: float, where: Where
 ) -> list[Problem]:
     """Return what makes these data unfit for training, each with the next step."""
     found = []

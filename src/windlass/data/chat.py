@@ -35,8 +35,7 @@ from windlass.data.messages import (
     require_calls,
 )
 from windlass.data.shapes import RowShape, find_shape, make_placeholders
-from windlass.data.sources import Where
-from windlass.errors import UserError
+from windlass.errors import UserError, Where
 
 if TYPE_CHECKING:
     from jinja2 import nodes

@@ -12,7 +12,7 @@ from typing import Any
 
 from windlass.data.cache import hold_lock
 from windlass.data.sources import SUFFIXES, Source, get_config_name, list_card_files, read_card, resolve_source
-from windlass.errors import UserError
+from windlass.errors import UserError, Where
 from windlass.files import read_json, sample_file, write_json
 from windlass.model.files import HEADERS, PUBLISHED
 from windlass.runfile import Data
@@ -22,13 +22,13 @@ Say = Callable[[str], None]
 REACH_SECONDS = 10
 
 
-def fetch_source(data: Data, where: Callable[[str], str], say: Say) -> Source:
+def fetch_source(data: Data, where: Where, say: Say) -> Source:
     """Return a set's files in the hub cache as a local source."""
     local = {"dataset_name_or_path": str(fetch_set(data, where, say)), "dataset_config_name": get_config_name(data)}
     return resolve_source(data.model_copy(update=local), where)
 
 
-def fetch_set(data: Data, where: Callable[[str], str], say: Say) -> Path:
+def fetch_set(data: Data, where: Where, say: Say) -> Path:
     """Fetch the card first: it says which files belong to the config."""
     name = data.dataset_name_or_path
     place = where("data.dataset_name_or_path")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from windlass.data import mix
-from windlass.data.sources import Where, resolve_source
-from windlass.errors import Problem, UserError
+from windlass.data.sources import resolve_source
+from windlass.errors import Problem, UserError, Where
 from windlass.model.saved_adapter import find_adapter
 from windlass.runfile import Data, RunFile
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from windlass.data.sources import Where
+from windlass.errors import Where
 from windlass.runfile import Data
 from windlass.runfile.fields import MixedSet
 

@@ -39,11 +39,11 @@ from windlass.data.mix import count_per_epoch
 from windlass.data.packing import Order, choose_epoch_rows, group_by_length, hash_rows, open_rows, shuffle, write_rows
 from windlass.data.progress import Progress
 from windlass.data.select import Selection, check_selection, select_all
-from windlass.data.sources import Part, Where, count_parts, locate_row, read_rows
+from windlass.data.sources import Part, count_parts, locate_row, read_rows
 from windlass.data.stream import stream_rows
 from windlass.data.tokenize import PART_BITS, Documents, tokenize
 from windlass.data.trained_template import find_trained_template
-from windlass.errors import UserError, raise_all
+from windlass.errors import UserError, Where, raise_all
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

@@ -12,8 +12,9 @@ from transformers.utils import logging
 
 from windlass.data.formats import choose_format
 from windlass.data.packing import pack_rows
-from windlass.data.sources import Row, Where
+from windlass.data.sources import Row
 from windlass.data.tokenize import tokenize
+from windlass.errors import Where
 from windlass.runfile import Data
 
 Located = tuple[Path, int, Row]

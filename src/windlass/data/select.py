@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from windlass.data.cache import Say
 from windlass.data.mix import RowSet, list_evaluation_sets, list_training_sets
-from windlass.data.sources import Part, Source, Where, parse_split, read_rows, resolve_source
-from windlass.errors import Problem, UserError
+from windlass.data.sources import Part, Source, parse_split, read_rows, resolve_source
+from windlass.errors import Problem, UserError, Where
 from windlass.runfile import Data, RunFile
 from windlass.runfile.names import EVALUATED_SCHEDULES
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import yaml
 
-from windlass.errors import UserError
+from windlass.errors import UserError, Where
 from windlass.files import read_json, refuse_duplicate_keys
 from windlass.observe.format import format_plural
 from windlass.runfile import Data
@@ -154,8 +154,6 @@ def detect_format(path: Path) -> str | None:
     kind = SUFFIXES.get(Path(path.stem if packed else path.name).suffix.lower())
     return None if packed and kind in ("parquet", "arrow") else kind
 
-
-Where = Callable[[str], str]
 
 SIDE_FILES = {"dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json", "requirements.txt"}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

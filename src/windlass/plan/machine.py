@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from windlass import __version__, hardware
-from windlass.errors import Problem, UserError, raise_all, require_writable
+from windlass.errors import Problem, UserError, Where, raise_all, require_writable
 from windlass.files import write_json
 from windlass.hardware import Collective, Gpu, Machine, Rates
 from windlass.runfile import Cluster
@@ -20,7 +20,7 @@ AGAIN = "measure again: `windlass calibrate --out FILE`"
 FOLDER = Path("~/.cache/windlass/machines")
 
 
-def find_machine(cluster: Cluster, where: Callable[[str], str]) -> Machine:
+def find_machine(cluster: Cluster, where: Where) -> Machine:
     """Look up the run file's hardware in the hardware table; settings left out are taken from this machine."""
     nodes, ranks = cluster.size
     if nodes > 1 and cluster.network is None:
@@ -49,7 +49,7 @@ def _as_written(value: str | BaseModel | None) -> Any:
     return value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
 
 
-def _find_measured_rates(cluster: Cluster, gpu: Gpu, where: Callable[[str], str]) -> Rates | None:
+def _find_measured_rates(cluster: Cluster, gpu: Gpu, where: Where) -> Rates | None:
     """Read the machine file that the run file names, or this host's own; None if there is neither."""
     nodes, ranks = cluster.size
     if cluster.machine:

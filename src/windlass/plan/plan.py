@@ -2,13 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from windlass.errors import Problem, raise_all
+from windlass.errors import Problem, Where, raise_all
 from windlass.hardware import Machine
 from windlass.model import Base, find_base
 from windlass.model.saved_adapter import continue_adapter
@@ -56,7 +56,7 @@ class Plan:
         return self.loaded.run
 
     @property
-    def where(self) -> Callable[[str], str]:
+    def where(self) -> Where:
         """Return the function that names the place of a run file's key."""
         return self.loaded.where
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from windlass.data import mix
 from windlass.data.inputs import fingerprint_inputs
-from windlass.data.sources import Rows, Where, count_rows, parse_split, resolve_source, sample_rows
-from windlass.errors import Problem, UserError
+from windlass.data.sources import Rows, count_rows, parse_split, resolve_source, sample_rows
+from windlass.errors import Problem, UserError, Where
 from windlass.files import read_json
 from windlass.observe.format import format_plural
 from windlass.run_folder import DATA

@@ -1,12 +1,11 @@
 """The plan of a run of `kind: script`: how and where it is started. Its memory and time are unknown beforehand."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from windlass import __version__
-from windlass.errors import UserError
+from windlass.errors import UserError, Where
 from windlass.hardware import Machine
 from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.machine import find_machine
@@ -43,7 +42,7 @@ class ScriptPlan:
         return self.loaded.run
 
     @property
-    def where(self) -> Callable[[str], str]:
+    def where(self) -> Where:
         return self.loaded.where
 
     @property

@@ -12,12 +12,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple, NoReturn
 
-from windlass.errors import LOST_RANK, RANK_USER_INPUT, SAVED, Problem, RunError, UserError
+from windlass.errors import LOST_RANK, RANK_USER_INPUT, SAVED, Problem, RunError, UserError, Where
 from windlass.ranks.job import LaunchedJob
 from windlass.ranks.place import Node, parse_number, read_node
 from windlass.ranks.rank import SIGNALS, STATUS_DIR, SUPERVISED, read_rank, read_status, signal_on_parent_death
@@ -357,7 +357,7 @@ def default_overrides(
     return [*overrides, f"cluster.gpus_per_node={gpus}"] if gpus > 1 else overrides
 
 
-def require_all_nodes(planned: int, where: Callable[[str], str], environ: Mapping[str, str]) -> None:
+def require_all_nodes(planned: int, where: Where, environ: Mapping[str, str]) -> None:
     """Refuse to start on another number of nodes than planned: one of several would wait for the others, and too few
     would train another run."""
     nodes = read_node(environ, planned).count

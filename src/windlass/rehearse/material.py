@@ -25,9 +25,9 @@ from windlass.data.audit import audit_split, find_ended_parts, find_problems
 from windlass.data.formats import choose_format, parse_template
 from windlass.data.mix import RowSet, list_evaluation_sets, list_training_sets
 from windlass.data.select import check_selection, select_rows
-from windlass.data.sources import Row, Where, locate_row, read_rows, resolve_source
+from windlass.data.sources import Row, locate_row, read_rows, resolve_source
 from windlass.data.tokenize import Documents, tokenize
-from windlass.errors import UserError, raise_all
+from windlass.errors import UserError, Where, raise_all
 from windlass.files import read_json
 from windlass.model import Base, find_base, read_base
 from windlass.plan.resolve import resolve_auto

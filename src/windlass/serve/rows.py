@@ -10,9 +10,9 @@ import pyarrow as pa
 
 from windlass.data.formats import Format, choose_format
 from windlass.data.select import select_all
-from windlass.data.sources import Row, Where, read_rows, split_into_batches
+from windlass.data.sources import Row, read_rows, split_into_batches
 from windlass.data.tokenize import encode_batch
-from windlass.errors import UserError
+from windlass.errors import UserError, Where
 from windlass.observe.steps import IGNORED
 from windlass.runfile import RunFile
 from windlass.serve.probe import ROWS, TOKENS

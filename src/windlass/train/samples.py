@@ -7,7 +7,7 @@ that training depends on changes, and no random numbers are drawn.
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from windlass.data.inputs import read_prompt_lines
-from windlass.errors import UserError
+from windlass.errors import UserError, Where
 from windlass.files import append_json_line
 from windlass.observe.recorder import Recorder
 from windlass.observe.steps import IGNORED
@@ -137,7 +137,7 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase,
     validation: pa.Table,
     max_length: int,
-    where: Callable[[str], str],
+    where: Where,
 ) -> list[Prompt]:
     """Return the run file's prompts, those of a file, or the beginnings of validation rows."""
     if settings.from_eval is not None:
