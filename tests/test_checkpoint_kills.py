@@ -67,13 +67,14 @@ def whole(material: Path) -> Path:  # noqa: F811
     return folder
 
 
-def shoot(process: subprocess.Popen[str], how: str, chance: random.Random) -> None:
-    """Kill the launcher or a rank, wherever it is."""
+def shoot(process: subprocess.Popen[str], how: str, chance: random.Random) -> str:
+    """Kill a rank, or the launcher if there is none, wherever it is. Returns what was done."""
     targets = crew(process)
     if how == "launcher" or not targets:
         process.send_signal(chance.choice([signal.SIGTERM, signal.SIGUSR1]))
-    else:
-        chance.choice(targets).send_signal(signal.SIGKILL if how == "kill" else signal.SIGTERM)
+        return "launcher"
+    chance.choice(targets).send_signal(signal.SIGKILL if how == "kill" else signal.SIGTERM)
+    return how
 
 
 def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  # noqa: F811
@@ -87,10 +88,13 @@ def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  
         time.sleep(moment)
         running = process.poll() is None
         if running:
-            shoot(process, how, chance)
+            how = shoot(process, how, chance)
         _, printed = process.communicate(timeout=WAIT_SECONDS)
         whatever = f"{how} after {moment:.1f} s: {process.returncode}\n{printed}"
-        assert process.returncode in ((0, 1) if how == "kill" else (0, SAVED)), whatever
+        expected = {0, 1} if how == "kill" else {0, SAVED}
+        if how == "launcher" and not printed:  # on a crowded machine, before it could have a handler
+            expected |= {-signal.SIGTERM, -signal.SIGUSR1}
+        assert process.returncode in expected, whatever
         assert "Traceback" not in printed, whatever
         assert "killed by SIGKILL while" in printed or process.returncode != 1, whatever
         assert all(not find_damage(f) for f in list_checkpoints(folder / "checkpoints")), whatever

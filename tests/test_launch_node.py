@@ -293,6 +293,37 @@ def train(folder: Path, *overrides: str, **more: str) -> subprocess.CompletedPro
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
 
 
+# Python's own end, which takes its handlers away, lasts until its input is closed.
+LATE = """
+import ctypes
+ctypes.pythonapi.Py_AtExit(ctypes.cast(ctypes.CDLL(None).getchar, ctypes.c_void_p))
+from windlass.cli import main
+main()
+"""
+
+
+def test_a_signal_after_the_ranks_end_does_not_kill(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('trained')")
+    (tmp_path / "run.yaml").write_text(
+        f"kind: script\nscript: {{path: {tmp_path}/train.py, output_dir: {tmp_path}/run}}\n"
+        "layout: {ranks: 1}\ncluster: {gpu: cpu}\n"
+    )
+    words = [sys.executable, "-c", LATE, "train", str(tmp_path / "run.yaml")]
+    with subprocess.Popen(words, env=environ(tmp_path), stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+
+        def has_no_handler() -> bool:
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            (caught,) = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt")]
+            return (tmp_path / "run/manifest.json").exists() and not caught >> (signal.SIGUSR1 - 1) & 1
+
+        wait_for(has_no_handler)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+        _, printed = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+
+
 @pytest.mark.parametrize(
     ("place", "text"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Final
 
-from windlass.ranks.rank import SIGNALS
+from windlass.ranks.rank import ignore_signals
 
 JOB: Final = "WINDLASS_JOB"  # its name
 NODES: Final = "WINDLASS_NODES"
@@ -81,8 +80,7 @@ def log_as_json(name: str, node: int) -> Iterator[None]:
 
 
 def main() -> None:
-    for number in SIGNALS:  # it ends with its last writer
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()  # it ends with its last writer
     name, node = sys.argv[1:]
     for line in sys.stdin.buffer:
         head = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "run": name, "node": int(node)}

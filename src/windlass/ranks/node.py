@@ -23,7 +23,7 @@ from windlass.errors import FAILED, RANK_USER_INPUT, SAVED, USER_INPUT, RunError
 from windlass.files import write_atomic
 from windlass.hardware import GIB, read_gpus, read_text
 from windlass.ranks.place import Node, read_node
-from windlass.ranks.rank import SIGNALS, STATUS_DIR
+from windlass.ranks.rank import STATUS_DIR, ignore_signals
 from windlass.ranks.rendezvous import LEAVING, LOST, READY, STOPPED_EARLY, Rendezvous, RendezvousError
 from windlass.run_folder import read_versions
 
@@ -101,8 +101,7 @@ def run_node(
         except SystemExit as leaving:
             code = leaving.code if isinstance(leaving.code, int) else FAILED
         finally:
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+            ignore_signals()
             if have_begun and code not in (0, RANK_USER_INPUT) and others.lost_code is not None:
                 # Wrong input on one node is wrong on all; ranks that saved without the lost one have not all saved.
                 code = RANK_USER_INPUT if others.lost_code == RANK_USER_INPUT else FAILED

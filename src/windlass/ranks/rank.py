@@ -174,8 +174,7 @@ def wait_for_peers(seconds: float) -> None:
     """
     import psutil  # type: ignore[import-untyped]
 
-    for number in SIGNALS:  # everything is saved already
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()  # everything is saved already
     until = time.monotonic() + seconds
     is_any_left = True
     while is_any_left and time.monotonic() < until:
@@ -184,6 +183,12 @@ def wait_for_peers(seconds: float) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):  # one that ended in between
             peers = psutil.Process(os.getppid()).children()
             is_any_left = any(peer.children() for peer in peers if peer.pid != os.getpid())
+
+
+def ignore_signals() -> None:
+    """Ignore stop signals from here on: near its end Python takes its handlers away, and a signal would kill."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def signal_on_parent_death(number: signal.Signals = signal.SIGTERM) -> None:

@@ -21,7 +21,7 @@ from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.ranks.job import USUAL_WAIT_SECONDS, LaunchedJob, log_as_json
 from windlass.ranks.node import end_node, print_log_head, require_gpus, run_node, tell_other_nodes, to_node_code
 from windlass.ranks.place import Node, read_node, require_one_process_per_node, translate_launcher
-from windlass.ranks.rank import Rank, read_rank, run_rank
+from windlass.ranks.rank import Rank, ignore_signals, read_rank, run_rank
 from windlass.ranks.rendezvous import LOST
 from windlass.ranks.supervisor import make_environments, require_all_nodes, reserve_port, run_ranks
 from windlass.runfile.machines import GRACE_SECONDS
@@ -214,8 +214,11 @@ def start_here(make_plan: Callable[[], AnyPlan], command: Command, *, resume: bo
             return run_ranks(words, environs, status_dir, grace_seconds=grace_seconds, scheduled=scheduled)
 
         if job is None and node.count == 1:
-            with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
-                return run_here(Path(folder))
+            try:
+                with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
+                    return run_here(Path(folder))
+            finally:
+                ignore_signals()
         if job:
             title = f"{layout.nodes} x {layout.gpus_per_node} {plan.machine.gpu.name}, {layout.name}"
             print_log_head(node, f"{job.name}: {title}", plan.file)
