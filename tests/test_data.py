@@ -207,12 +207,12 @@ MARKED = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endge
         ("{{ raise_exception('no') }}", "template-refuses"),
     ],
 )
-@pytest.mark.parametrize("steps", [("_compile_jinja_template", "_render_with_assistant_indices"), ("gone", "_gone")])
+@pytest.mark.parametrize("compiled", ["_compile_jinja_template", "_gone"])
 def test_answer_spans_are_derived_from_templates(
-    tokenizer: Any, template: str, expected: Any, steps: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    tokenizer: Any, template: str, expected: Any, compiled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By transformers' own steps, or by its public function in versions that name them differently."""
-    monkeypatch.setattr(chat, "STEPS", steps)
+    """By a part of transformers' renderer, or by its public function in versions that name the part differently."""
+    monkeypatch.setattr(chat, "COMPILED", compiled)
     if isinstance(expected, str):
         with refused(expected):
             ChatTemplate(tokenizer, template).render(CHAT)

@@ -495,7 +495,7 @@ def test_first_saver_waits_for_living_ranks_up_to_a_limit() -> None:
         began = time.monotonic()
         subprocess.run([sys.executable, "-c", code], check=True)
         return time.monotonic() - began
-    peer = subprocess.Popen(["bash", "-c", "sleep 40; true"], stdout=subprocess.DEVNULL)
+    peer = subprocess.Popen(["bash", "-c", "sleep 40; true"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     print(wait(3) >= 3)
     peer.kill()
     print(wait(300) < 300)

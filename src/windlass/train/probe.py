@@ -24,7 +24,7 @@ def write_probe(plan: Plan, model: TrainedModel, data: PreparedData, tokenizer: 
     """Write the probe of the adapter that `windlass export` chooses: the best one, else the last. A collective."""
     if plan.adapter.in_full or plan.run.lora.bias != "none":
         say("probe     none: weights of the base were trained, and the ranks have no others to compare with")
-        say("          `windlass export` computes it where the model fits into memory")
+        say(f"          `windlass export {plan.folder} --to FOLDER` computes it where the model fits into memory")
         return
     if data.validation is None and plan.run.data.streaming:
         say("probe     none: no rows are held out of the stream")
