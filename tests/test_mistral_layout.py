@@ -168,7 +168,8 @@ def test_files_that_vllm_needs_and_the_base_lacks(made: Path, tmp_path: Path) ->
     def notes(**options: Any) -> list[str]:
         lines: list[str] = []
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        export(made / "adapter", tmp_path / "out", base=str(base), probes=False, say=lines.append, **options)
+        adapter = made / "adapter" if "merge" in options else tmp_path / "served"
+        export(adapter, tmp_path / "out", base=str(base), probes=False, say=lines.append, **options)
         return [line for line in lines if "vLLM needs" in line]
 
     (note,) = notes(merge=True)
@@ -178,8 +179,17 @@ def test_files_that_vllm_needs_and_the_base_lacks(made: Path, tmp_path: Path) ->
     assert f"`hf download org/name --include '*processor_config.json' --local-dir {tmp_path / 'out'}`" in note
     (note,) = notes(merge=True, called="org/name", layout="mistral")
     assert f"`hf download org/name --include tekken.json --local-dir {tmp_path / 'out'}`" in note
+    peft_model(base, {"target_modules": ["o_proj"]}).save_pretrained(str(tmp_path / "served"))
+    (note,) = notes(server="vllm", called="org/name")  # an unmerged adapter is served with the base's own folder
+    assert f"`hf download org/name --include '*processor_config.json' --local-dir {base}`" in note
+    for name in ("params.json", "consolidated.safetensors"):
+        (base / name).touch()
+    (note,) = notes(server="vllm")
+    assert f"vLLM needs tekken.json in {base}, and the base has none" in note
+    for name in ("params.json", "consolidated.safetensors"):
+        (base / name).unlink()
     (base / "processor_config.json").write_text("{}")
-    assert notes(merge=True) == []
+    assert notes(merge=True) == notes(server="vllm") == []
 
 
 @pytest.mark.fault(
