@@ -483,6 +483,29 @@ def test_two_ranks_write_the_probe_that_one_process_computes(layout: str, mixtur
     assert stub.verify(tmp_path / "taken").passed
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("more", ["bias: all", "modules_to_save: [lm_head]"])
+def test_ranks_that_train_the_base_too_leave_the_probe_to_the_export(more: str, tmp_path: Path) -> None:
+    base = tiny.write_model(tmp_path / "base", "llama", dtype="float32", config={"attention_bias": True})
+    words = ["anchor", "bark", "cable", "deck", "eddy", "fathom", "galley", "hull"]
+    rows = [" ".join(words[(n * k) % 8] for k in range(1, 12)) for n in range(1, 40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    text = RUN.format(base=base, rows=tmp_path / "rows.jsonl", folder="run")
+    text = text.replace("[q_proj, v_proj]", f"[q_proj, v_proj], {more}").replace("max_steps: 1", "max_steps: 2")
+    text = text.replace("{gpu: cpu}", "{gpu: cpu, gpus_per_node: 2}")
+    (tmp_path / "run.yaml").write_text(f"{text}layout: {{name: full-shard}}\n")
+    command = [warm.python(), "-m", "windlass", "train", "run.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ}, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout + done.stderr
+    assert "probe     none: weights of the base were trained" in printed
+    assert "`windlass export` computes it where the model fits into memory" in printed
+    assert not (tmp_path / "run" / PROBE).exists()
+    export(tmp_path / "run", tmp_path / "out", base=str(base), say=lambda _: None)
+    exported = Exported(base, tmp_path / "run" / "final", tmp_path / "out", AutoTokenizer.from_pretrained(base))
+    assert exported.stub().verify(exported.folder).passed
+
+
 def test_trained_biases_are_a_part_of_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny.write_model(tmp_path / "base", "llama", dtype="float32", config={"attention_bias": True})
     model = get_peft_model(
