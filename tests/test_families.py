@@ -52,7 +52,7 @@ NAMES = """
 deepseek_v3 gpt_oss qwen3_next gemma3 gemma3_text olmo2 granite glm4_moe llama4_text llama4 qwen2_moe phi3
 mistral ministral3 mixtral mistral4 mistral3 llava qwen2 qwen3 qwen3_moe llama
 gemma2 cohere cohere2 phi starcoder2 olmoe granitemoe ernie4_5_moe minimax minimax_m2 hunyuan_v1_dense hunyuan_v1_moe
-gemma4_text
+gemma4_text phi4_multimodal longcat_flash
 """
 FAMILIES: dict[str, dict[str, Any]] = {name: {} for name in NAMES.split()} | {
     "qwen3_moe": {"mlp_only_layers": [0]},
@@ -66,6 +66,8 @@ ALL = [pytest.param(name, marks=[] if name in FEW else pytest.mark.prove) for na
 REST = [name for name in FAMILIES if name not in FEW]
 GROUPS = [FEW, *(tuple(REST[i : i + 6]) for i in range(0, len(REST), 6))]  # of one start of the ranks
 PUBLISHED_IN_FP8 = ("deepseek_v3", "glm4_moe", "qwen3_moe", "qwen3_next", "minimax_m2")  # with a scale for each block
+# A router that is a linear module, and is not called; towers for images and sound
+IDLE = {"longcat_flash": {"classifier"}, "phi4_multimodal": {"model.embed_tokens_extend"}}
 LEAKING = ("gpt_oss", "qwen3_next", "minimax")  # transformers' packing: a mask without positions, a state that goes on
 
 
@@ -104,9 +106,12 @@ def test_counts_and_targets_equal_transformers_and_pefts(root: Path, name: str) 
     linears = {key for key, each in model.named_modules() if type(each) is torch.nn.Linear and key != "lm_head"}
     config = LoraConfig(r=4, target_modules=list(adapter.target_modules), task_type="CAUSAL_LM")
     assert adapter.trainable == get_peft_model(model, config).get_nb_trainable_parameters()[0]
-    # What PEFT itself would adapt, but for what it takes for routed experts.
-    taken = tuple(f".{leaf}" for leaf in base.family.peft_takes)
-    assert set(adapter.target_modules) == {each for each in linears if not each.endswith(taken)}
+    # What PEFT itself would adapt, but for what it takes for routed experts, and for what gets no gradient.
+    taken = tuple(f".{leaf}" for leaf in base.family.peft_takes | base.family.idle)
+    towers = tuple(f"{beginning}." for beginning in base.family.idle)
+    assert base.family.idle == IDLE.get(name, set())
+    expected = {each for each in linears if not each.endswith(taken) and not each.startswith(towers)}
+    assert set(adapter.target_modules) == expected
     if base.wrapper:  # where an export for the multimodal class finds them
         with torch.device("meta"):
             config = transformers.AutoConfig.from_pretrained(written(root, name))
@@ -296,6 +301,52 @@ def test_targets_that_are_all_left_out_are_refused(root: Path) -> None:
     assert problems[0].problem.startswith("nothing would be adapted: gate_proj is left out: PEFT takes it")
     assert problems[0].hint.endswith("o_proj, or set lora.experts: true")
     assert resolve_adapter(lora(target_modules=["gate_proj", "o_proj"]), base, str).trainable
+
+
+@pytest.mark.fault(
+    "adapters in a tower for images or sound, which text never reaches",
+    "`windlass plan`",
+    "'up_proj_for_speech' can't be trained: PEFT refuses it, or text alone",
+)
+def test_towers_for_images_and_sound_get_no_adapter(root: Path) -> None:
+    """Phi 4 multimodal's sound encoder has modules of the same names as the layers."""
+    base = read_base(written(root, "phi4_multimodal"))
+    modules = [p.name.removesuffix(".weight") for p in base.parameters if p.linear]
+    assert any("audio_embed" in module and module.endswith(".o_proj") for module in modules)
+    adapter = resolve_adapter(lora(), base, str)
+    assert {module.split(".")[1] for module in adapter.target_modules} == {"layers"}
+    assert len(adapter.target_modules) == 4 * 4
+    assert "without model.embed_tokens_extend: PEFT refuses it, or text alone" in adapter.notes[0]
+    adapter = resolve_adapter(lora(target_modules=["o_proj"]), base, str)
+    assert len(adapter.target_modules) == 4
+    assert any(note.startswith("model.embed_tokens_extend gets no adapter: ") for note in adapter.notes)
+    for targets, place in (
+        (["o_proj", "up_proj_for_speech"], "lora.target_modules[1]"),
+        (["feed_forward_in.down_proj"], "lora.target_modules[0]"),
+        (r".*audio_embed.*o_proj", "lora.target_modules"),
+    ):
+        with refused("idle-parameter", place):
+            resolve_adapter(lora(target_modules=targets), base, str)
+    with pytest.raises(UserError, match="'up_proj_for_speech' can't be trained: PEFT refuses it, or text alone"):
+        resolve_adapter(lora(target_modules=["up_proj_for_speech"]), base, str)
+    with refused("idle-parameter", "lora.bias"):
+        resolve_adapter(lora(bias="all"), base, str)
+    with refused("not-trainable-in-full", "lora.modules_to_save[0]") as problems:
+        resolve_adapter(lora(modules_to_save=["position_embedding"]), base, str)
+    assert problems[0].hint == "choose of embed_tokens, lm_head"
+
+
+@pytest.mark.parametrize("name", ["longcat_flash", "phi4_multimodal"])
+def test_sizes_under_a_familys_own_names_are_shrunk(root: Path, name: str) -> None:
+    assert read_base(written(root, name)).total < 1_000_000
+
+
+def test_a_model_that_is_not_shrunk_is_not_built_by_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan took 12.7 GiB of longcat_flash, whose sizes have names of their own."""
+    config = shrink_config(transformers.LlamaConfig().to_dict()) | {"architectures": None}
+    assert derive.derive(config, "config.json")["isolates"] is True
+    monkeypatch.setattr(derive, "shrink_config", lambda config: config)
+    assert derive.derive(config | {"vocab_size": 1_000_000}, "config.json")["isolates"] is None
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")

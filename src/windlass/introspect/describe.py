@@ -40,6 +40,7 @@ KINDS: Final = {
     **dict.fromkeys(("flash_attention_2", "flash_attention_3", "flash_attention_4"), "_supports_flash_attn"),
     "flex_attention": "_supports_flex_attn",
 }
+LARGEST_TRIAL: Final = 100_000_000  # parameters: a family whose names of sizes shrink.py doesn't know
 UNTRIED: Final[dict[str, Any]] = {"isolates": None, "logits": None, "idle": [], "shards": True}
 TOP_K: Final = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token")
 
@@ -385,7 +386,7 @@ def _trace_spellings(model: Any, around: Any, where: str) -> tuple[dict[str, Any
     for inner in ways:  # its own name needs no saying
         ways[inner] = [way for way in ways[inner] if way[0][0] != inner]
     language = [*inner_names, *(key for key, view in stored.items() if _memory(view) in by_memory)]
-    return ways, _find_prefixes(others, language)
+    return ways, [re.escape(prefix) + r"(\..+)?" for prefix in _find_prefixes(others, language)]
 
 
 def _memory(tensor: Tensor) -> Any:
@@ -427,14 +428,14 @@ def _count(pieces: list[Any]) -> list[Any]:
 
 
 def _find_prefixes(others: list[str], language: list[str]) -> list[str]:
-    """Return, as regular expressions, prefixes of names that no parameter of the language model has."""
+    """Return beginnings of names that no name of the language model has."""
     prefixes = set()
     for name in others:
         components = name.split(".")
         for end in range(1, len(components) + 1):
             prefix = ".".join(components[:end])
             if not any(f"{inner}.".startswith(f"{prefix}.") for inner in language):
-                prefixes.add(re.escape(prefix) + r"(\..+)?")
+                prefixes.add(prefix)
                 break
     return sorted(prefixes)
 
@@ -448,6 +449,9 @@ def _try_out(model_class: Any, text: Any, attention: str) -> dict[str, Any]:
     try:
         with _silence_transformers():
             small = type(text).from_dict(shrink_config(text.to_dict()), attn_implementation=attention)
+            with torch.device("meta"):
+                if model_class(small).num_parameters() > LARGEST_TRIAL:
+                    return UNTRIED
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 model = model_class(small).float().eval()
@@ -495,29 +499,32 @@ def _watch_float32(model: Any) -> set[nn.Module]:
 
 
 def _find_untrainable(model: Any, ids: Tensor) -> list[str]:
-    """Return names of linear modules that get no gradient or that PEFT refuses."""
+    """Return last components of names of linear modules that get no gradient or that PEFT refuses, and beginnings of
+    those beside the layers that get none, such as towers for images and sound: layers may have equal last components.
+    """
     reached = set[str]()
 
-    def watch(leaf: str) -> Any:
+    def watch(name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Tensor) -> None:
             if output.requires_grad:
-                output.register_hook(lambda _: reached.add(leaf))  # type: ignore[no-untyped-call]
+                output.register_hook(lambda _: reached.add(name))  # type: ignore[no-untyped-call]
 
         return hook
 
-    leaves = set()
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear:
-            leaf = name.rpartition(".")[2]
-            leaves.add(leaf)
-            module.register_forward_hook(watch(leaf))
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    for name in linears:
+        model.get_submodule(name).register_forward_hook(watch(name))
     model(input_ids=ids, use_cache=False).logits.square().sum().backward()
-    for leaf in [*reached]:
+    beside = {name for name in linears if name not in reached and not name.startswith("model.layers.")}
+    language = [name for name in linears if name not in beside]
+    trained = {name.rpartition(".")[2] for name in reached}
+    for leaf in [*trained]:
         try:
             _check_lora_target_modules_mamba(LoraConfig(), model, leaf)
         except ValueError:
-            reached.remove(leaf)
-    return sorted(leaves - reached)
+            trained.remove(leaf)
+    leaves = {name.rpartition(".")[2] for name in language}
+    return [*sorted(leaves - trained), *_find_prefixes([*beside], language)]
 
 
 def read_logit_shaping(config: Any) -> tuple[float, float | None]:

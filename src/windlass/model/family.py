@@ -97,7 +97,8 @@ class Family:
     without_formula: int = 0  # layers of linear attention, a state space, a convolution or an indexer
     # trace.py's measurements of these layers, by layer number
     traced: Mapping[int, Mapping[str, list[float]]] = field(default_factory=dict, compare=False, repr=False)
-    idle: frozenset[str] = frozenset()  # names of linear modules that no gradient reaches
+    # Last components of linear modules that no gradient reaches; how names of towers for images and sound begin
+    idle: frozenset[str] = frozenset()
     peft_takes: frozenset[str] = frozenset()  # names of modules that PEFT mistakes for routed experts
     ignored: tuple[str, ...] = ()  # regular expressions: stored tensors that transformers ignores
 

@@ -20,9 +20,10 @@ SMALL: Final[dict[str, int]] = {
     "mamba_d_ssm": 128, "block_size": 8, "num_kv_shared_layers": 2,
     "attention_hidden_size": 128, "n_mamba_heads": 8, "adapter_rank": 8,
     "num_expert_group": 2, "num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4,
+    "zero_expert_num": 2, "expert_ffn_hidden_size": 32, "nemo_conv_channels": 64,
 }  # fmt: skip
 EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-LAYERS: Final = ("num_hidden_layers", "n_layer")
+LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "num_blocks")
 PARTS_OF_A_HEAD: Final = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # they keep their ratios
 TOKENS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -79,6 +80,8 @@ def shrink_config(config: Mapping[str, Any], *, layers: int = 4, experts: int = 
             for key, value in rope.items()
         }
         new |= {key: shorter for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    towers = {key: value for key, value in config.items() if isinstance(value, dict) and "hidden_size" in value}
+    new |= {key: shrink_config(tower, layers=1) for key, tower in towers.items()}  # for images and sound
     new |= {key: vocab for key in ("vocab_size", "vocab_size_per_layer_input") if config.get(key)}
     for key in TOKENS:
         given = config.get(key)

@@ -4,7 +4,7 @@ import contextlib
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -60,11 +60,10 @@ class Adapter:
 def resolve_adapter(lora: Lora, base: Base, where: Where) -> Adapter:
     """Find the modules and expert parameters to adapt. Every pattern that matches nothing is an error."""
     lora = lora.stored
-    untrainable = base.family.peft_takes | base.family.idle
     linears = {  # modules that PEFT can adapt -> their weights
         p.name.removesuffix(".weight"): p
         for p in base.parameters
-        if p.linear and _last_component(p.name) not in untrainable
+        if p.linear and _last_component(p.name) not in base.family.peft_takes and not _is_idle(p.name, base)
     }
     problems: list[Problem] = []
     experts: list[Target] = []
@@ -78,9 +77,13 @@ def resolve_adapter(lora: Lora, base: Base, where: Where) -> Adapter:
         problems += error.problems
     problems += _check_patterns(lora, taken, where)
     problems += _check_initial_ranks(lora, targets, linears, where)
-    if lora.bias == "all" and any(p.part == "head" and p.name.endswith(".bias") for p in base.parameters):
+    biased = [p for p in base.parameters if lora.bias == "all" and p.name.endswith(".bias")]
+    if any(p.part == "head" for p in biased):
         problem = "the head's bias can't be trained: the loss takes it as it is"
         problems.append(Problem(problem, where("lora.bias"), "set lora.bias: lora_only", "head-bias"))
+    if any(_is_idle(p.name, base) for p in biased):
+        problem = f"some biases of {base.name} can't be trained: {_IDLE}"
+        problems.append(Problem(problem, where("lora.bias"), "set lora.bias: lora_only", "idle-parameter"))
     try:
         in_full = _match_in_full(lora, base, where)
     except UserError as error:
@@ -214,7 +217,8 @@ def _check_patterns(lora: Lora, modules: Mapping[str, str], where: Where) -> Ite
 
 def _match_in_full(lora: Lora, base: Base, where: Where) -> dict[str, int]:
     """Return the weights that `lora.modules_to_save` names, and their sizes."""
-    candidates = {p.name.removesuffix(".weight"): p for p in base.parameters if p.part in ("embedding", "head")}
+    outer = [p for p in base.parameters if p.part in ("embedding", "head") and not _is_idle(p.name, base)]
+    candidates = {p.name.removesuffix(".weight"): p for p in outer}
     tied = all(p.part == "embedding" for p in candidates.values())
     names = {p.name for p in base.parameters}
     sizes: dict[str, int] = {}
@@ -247,7 +251,7 @@ def _match(
         if pattern in (ALL, ALL_LINEAR):
             modules = [module for module, parameter in linears.items() if parameter.part != "head"]
             return (pattern,), _note_on_all(base), modules
-        return _match_expression(pattern, linears, place)
+        return _match_expression(pattern, linears, base, place)
     routed = "experts" in base.dims
     modules = _find_named(pattern, linears)
     layers = {_layer_prefix(module) for module in modules}
@@ -271,14 +275,14 @@ def _match(
         return names, "; ".join(notes), modules
     if routed and lora.experts and FUSED.get(pattern) in lora.experts.targets:
         return (FUSED[pattern],), f"{pattern} -> {FUSED[pattern]} of lora.experts", []
-    if pattern in base.family.idle:
+    if _find_named(pattern, _list_idle(base)):
         raise UserError(f"{pattern!r} can't be trained: {_IDLE}", place, "leave it out", "idle-parameter")
     if pattern in _list_taken_by_peft(base):
         return (pattern,), f"{pattern} is left out: {_PEFT_TAKES}", []
     raise _explain_no_match(pattern, linears, base, place)
 
 
-def _find_named(name: str, linears: Mapping[str, Parameter]) -> list[str]:
+def _find_named(name: str, linears: Iterable[str]) -> list[str]:
     """Return matches by PEFT's rule for a list: the full name, or its last components."""
     return [module for module in linears if module == name or module.endswith(f".{name}")]
 
@@ -298,11 +302,14 @@ def _note_on_all(base: Base) -> str:
 
 
 def _match_expression(
-    pattern: str, linears: Mapping[str, Parameter], place: str
+    pattern: str, linears: Mapping[str, Parameter], base: Base, place: str
 ) -> tuple[tuple[str, ...], str, list[str]]:
     modules = [module for module in linears if re.fullmatch(pattern, module)]
     if modules:
         return tuple(dict.fromkeys(map(_last_component, modules))), "", modules
+    if any(re.fullmatch(pattern, module) for module in _list_idle(base)):
+        problem = f"{pattern!r} matches only modules that can't be trained: {_IDLE}"
+        raise UserError(problem, place, "name modules of the layers", "idle-parameter")
     problem = f"the regular expression {pattern!r} matches no module"
     if _find_named(pattern, linears):
         problem += f"; as a list, [{pattern}], it would"
@@ -334,7 +341,7 @@ def _explain_no_match(pattern: str, linears: Mapping[str, Parameter], base: Base
     return UserError(problem, place, hint, "no-match")
 
 
-_IDLE: Final = "PEFT refuses it, or no gradient comes back to it"
+_IDLE: Final = "PEFT refuses it, or text alone brings no gradient to it"
 _PEFT_TAKES: Final = (
     "PEFT takes it for the routed experts, which lora.experts adapts, or renames it, and could not open the adapter"
 )
@@ -343,6 +350,16 @@ _PEFT_TAKES: Final = (
 def _last_component(name: str) -> str:
     """Return the last component of a module's name, or of its weight's."""
     return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _is_idle(name: str, base: Base) -> bool:
+    """Return whether a module, or a weight's, gets no gradient in training on text, or is refused by PEFT."""
+    idle = base.family.idle
+    return _last_component(name) in idle or any(name.startswith(f"{beginning}.") for beginning in idle)
+
+
+def _list_idle(base: Base) -> list[str]:
+    return [p.name.removesuffix(".weight") for p in base.parameters if p.linear and _is_idle(p.name, base)]
 
 
 def _layer_prefix(name: str) -> str:
@@ -461,6 +478,9 @@ def _list_notes(lora: Lora, base: Base, targets: Sequence[Target], biases: int) 
             "kv_b_proj: vLLM does not apply an adapter on it when serving latent attention unmerged "
             "(vllm-project/vllm#48974); merge the adapter before serving"
         )
+    towers = sorted(name for name in base.family.idle if "." in name)
+    if towers and lora.target_modules not in (ALL, ALL_LINEAR):
+        yield f"{', '.join(towers)} gets no adapter: {_IDLE}"
     if lora.modules_to_save:
         yield "modules_to_save: vLLM loads no adapter that has them; merge the adapter before serving"
     if biases:
