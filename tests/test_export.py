@@ -159,6 +159,21 @@ def test_merge_in_16_bits_equals_pefts(name: str, cases: dict[str, Case]) -> Non
     assert {piece.stored.dtype for p in base.parameters for piece in p.pieces} <= {"BF16"}
 
 
+@pytest.mark.parametrize("config", [EXPERTS, {"use_dora": True}], ids=["experts", "dora"])
+def test_a_merge_is_the_same_in_smaller_blocks_of_rows(
+    config: dict[str, Any], cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny model's matrix is one block; large ones have many, each with its own rows of factors and magnitudes."""
+    adapter = tmp_path / "adapter"
+    peft_model(cases["blocks"].base, {"target_modules": ["q_proj"], **config}).save_pretrained(str(adapter))
+    export(adapter, tmp_path / "whole", merge=True, dtype="bf16", say=silent)
+    monkeypatch.setattr("windlass.export.rounding.BLOCK_VALUES", 2**10)
+    export(adapter, tmp_path / "parts", merge=True, dtype="bf16", say=silent)
+    after = tensors_of(tmp_path / "parts")
+    for key, value in tensors_of(tmp_path / "whole").items():
+        torch.testing.assert_close(value.float(), after[key].float(), rtol=2.0**-7, atol=1e-6, msg=key)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_merge_keeps_untouched_bytes(name: str, cases: dict[str, Case]) -> None:
     case = cases[name]

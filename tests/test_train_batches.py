@@ -167,6 +167,18 @@ def test_each_epoch_has_its_own_order(batching: str) -> None:
     assert all(sorted(order.tolist()) == list(range(100)) for order in orders)
 
 
+@pytest.mark.parametrize("batching", [PACKED, "padded in batches of like length"])
+def test_each_epoch_of_a_mix_takes_the_rows_that_none_has_had(batching: str) -> None:
+    """The planted fault: the same part of a set in every epoch, in another order."""
+    lengths = np.arange(5, 105)
+    shares = ((60, 20), (40, 40))  # a third of the first set, all of the second
+    data = PreparedData(pa.table({}), None, {}, "", "", lengths=lengths, batching=batching, shares=shares)
+    orders = [data.order(seed=3, epoch=epoch, global_batch=8).tolist() for epoch in range(3)]
+    assert all({*range(60, 100)} <= {*order} and len(order) == 60 for order in orders)
+    of_the_first = [row for order in orders for row in order if row < 60]
+    assert sorted(of_the_first) == list(range(60))
+
+
 # --- optimizers and schedules, against transformers' trainer ---
 
 
