@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from windlass import tiny
 from windlass.data.audit import audit_split, find_warnings
@@ -137,12 +138,16 @@ def make_tokenizer(folder: Path, template: str) -> Any:
     if not (folder / "tokenizer.json").exists():
         tiny.write_tokenizer(folder, 600)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = [*dict.fromkeys(TAG.findall(template))]
+    tokenizer.chat_template = template
+    written = [template]
+    for chat, prompt in itertools.product(([ASKED], [ASKED, answer("It lifts.", **THOUGHT)]), (False, True)):
+        with suppress(Exception):  # a template raises what it likes
+            written.append(tokenizer.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=False))
+    found = [*dict.fromkeys(TAG.findall("\n".join(written)))]
     plain = [token for token in found if PLAIN_TAG.fullmatch(token)]
     special = [token for token in found if token not in plain]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.add_tokens(plain)
-    tokenizer.chat_template = template
     if "<|END_OF_TURN_TOKEN|>" in special:  # a template that opens an answer behind every chat is read by it
         tokenizer.eos_token = "<|END_OF_TURN_TOKEN|>"
     return tokenizer
@@ -169,7 +174,11 @@ class Inference:
 
     def __init__(self, tokenizer: Any, row: dict[str, Any], keys: dict[str, Any], *, none: bool = False) -> None:
         self.tokenizer = tokenizer
+        self.none = none
         self.messages = [{**message, "content": message["content"] or ""} for message in row["messages"]]
+        for message in self.messages:
+            if "tool_calls" in message:
+                message["tool_calls"] = [*map(read_arguments, message["tool_calls"])]
         for message in self.messages if none else ():  # OpenAI's format has none in an answer that calls tools
             message["content"] = message["content"] or (None if "tool_calls" in message else "")
         self.tools = row.get("tools") if keys.get("tools") != "ignore" else None
@@ -192,7 +201,12 @@ class Inference:
         options = {"tools": tools, "add_generation_prompt": prompt, "return_dict": True, **self.variables}
         for chat in (messages, [*map(arguments_as_text, messages)]):
             with suppress(Exception):  # a template raises what it likes
-                return [*self.tokenizer.apply_chat_template(chat, **options)["input_ids"]]
+                if not self.none:
+                    return [*self.tokenizer.apply_chat_template(chat, **options)["input_ids"]]
+                # apply_chat_template drops what is None, servers don't
+                named = {**self.tokenizer.special_tokens_map, **options, "return_dict": False}
+                (text,), _ = render_jinja_template([chat], chat_template=self.tokenizer.chat_template, **named)
+                return [*self.tokenizer(text, add_special_tokens=False)["input_ids"]]
         return None
 
     def text(self, ids: Sequence[int] | None) -> str:
@@ -203,10 +217,15 @@ class Inference:
         message = self.messages[i]
         content = message["content"] or ""
         thoughts = IN_TAGS.findall(content)
-        calls = [inner["function"] for inner in message.get("tool_calls", ())]
-        values = [str(value) for inner in calls for value in (inner["name"], *leaves(inner["arguments"]))]
         said = IN_TAGS.sub("", content)
-        return [text for text in (message.get("reasoning_content", ""), *thoughts, said, *values) if text.strip()]
+        return [
+            text for text in (message.get("reasoning_content", ""), *thoughts, said, *self.calls(i)) if text.strip()
+        ]
+
+    def calls(self, i: int) -> list[str]:
+        """Return the names and values of an answer's calls."""
+        calls = [inner["function"] for inner in self.messages[i].get("tool_calls", ())]
+        return [str(value) for inner in calls for value in (inner["name"], *leaves(inner["arguments"]))]
 
     def written_at(self, ids: Sequence[int], words: list[str]) -> int:
         """Return where all of the words have been written."""
@@ -225,7 +244,8 @@ class Inference:
         turns = [at for at in ends if ids[at] in self.turn_ends]
         if not ends:
             return ids, False
-        return ids[: (turns[0] if turns else ends[-1]) + 1], True
+        thought_only = not self.messages[i]["content"] and not self.calls(i)  # an empty answer may follow it
+        return ids[: (turns[-1 if thought_only else 0] if turns else ends[-1]) + 1], True
 
     def begins_at(self, i: int, start: int) -> tuple[int | str, set[str]]:
         """Return where answer `i` begins in the chat that ends with it, or why nowhere, and what to say of it."""
@@ -249,6 +269,8 @@ class Inference:
             return same, {"thought"}
         if absent and headed and squeeze(absent) == squeeze(self.header):
             return same, {"prompt"}
+        if absent.strip() and self.header.endswith(absent.strip()):  # what it ends with, words
+            return same, {"thought"}
         # No prompt leads to it, or another one: it still begins behind a header, if templates write one.
         before = self.text(whole[:start]).rstrip()
         opened = re.sub(r"(?:<[^<>]*think[^<>]*>|\s)*$", "", before, flags=re.IGNORECASE)
@@ -264,14 +286,21 @@ class Inference:
         whole = self.ids(i + 1) or []
         if isinstance(begin, str):
             return 0, begin, notes
+        if MARK in self.tokenizer.chat_template and OPENED.fullmatch(self.text(whole[start:begin])):
+            notes = notes | {"thought"} if self.text(whole[start:begin]).strip() else notes
+            begin = start  # a mark may take the whole of a thought that the prompt opens
         if ids[:start] != whole[:begin]:
             return 0, f"begins behind {self.text(ids[:start])[-50:]!r}, not {self.text(whole[:begin])[-50:]!r}", notes
         written, closed = self.completion(whole[begin:], i)
         trained = ids[start:end]
+        while not closed and written and not self.text(written[-1:]).strip():
+            written.pop()
         size = len(written)
         if trained[:size] == written and not closed:  # the token that closes it in longer chats
             closing = next((at for at in range(size, len(trained)) if self.text([trained[at]]).strip()), len(trained))
-            return (closing + 1 if closing < len(trained) and trained[closing] in self.stops else size), "", notes
+            if closing == len(trained):
+                return closing, "", notes
+            return (closing + 1 if trained[closing] in self.stops else size), "", notes
         rest = self.text(whole[begin:]).strip()
         if closed and rest == self.text(trained).strip() and not squeeze(TAG.sub("", rest[len(self.text(written)) :])):
             return (
@@ -329,6 +358,8 @@ class Inference:
             last = max(self.answers)
             others = [forms(m["content"]) for m in self.messages[:last] if m["role"] != "assistant"]
             own = [(tails[i], forms(word)) for i in self.answers for word in self.words(i)]
+            # Earlier calls and their results are what the last answer is given.
+            own += [(texts[last], [tails[i]]) for i in self.answers if i < last and self.calls(i)]
             wanted = [*own, *((texts[last], words) for words in others)]
             return any(not any(form in text for form in words) for text, words in wanted)
         if code == "opens-always":
@@ -350,6 +381,13 @@ def squeeze(text: str) -> str:
 def forms(text: str) -> list[str]:
     """Return how templates write a text: as it is, or as JSON with or without escapes."""
     return [squeeze(form) for form in (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])]
+
+
+def read_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as a mapping, which servers make of JSON before a template is given them."""
+    inner = given["function"]
+    read = json.loads(inner["arguments"]) if isinstance(inner["arguments"], str) else inner["arguments"]
+    return {**given, "function": {**inner, "arguments": read}}
 
 
 def leaves(value: Any) -> Iterator[Any]:

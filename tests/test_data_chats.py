@@ -202,6 +202,8 @@ ALTERNATE += "{{ raise_exception('roles must alternate') }}{% endif %}" + TURN +
 USER_MARKED = "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'user' %}{% generation %}{{ m.content }}<|end|>"
 USER_MARKED += "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}" + ASK
 ALWAYS = "{% for m in messages %}" + TURN + "{% endfor %}<|assistant|>\n"
+BEGUN = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% if m.tool_calls %}<|calls_begin|>" + CALLS
+BEGUN += "{% if m.tool_calls[1:] %}<|calls_end|>{% endif %}{% else %}<|end|>\n{% endif %}{% endfor %}" + ASK
 THOUGHT = [*talk("Who?"), {"role": "assistant", "content": "Crews.", "reasoning_content": "Many hands."}]
 
 
@@ -212,6 +214,7 @@ THOUGHT = [*talk("Who?"), {"role": "assistant", "content": "Crews.", "reasoning_
         (TRUNCATED, {"messages": CALLED}, "not-written", "row 1", None),
         (TRUNCATED + "{# tools #}", {"messages": CALLED, "tools": WEATHER}, "not-written", "row 1", None),
         (NO_SYSTEM, {"messages": talk("Who?", "Crews.", system="Be brief.")}, "not-written", "row 1", None),
+        (BEGUN, {"messages": CALLED}, "not-written", "row 1", None),
         (THINKS, {"messages": THOUGHT}, "not-written", "data.reasoning", {"template_kwargs": {"thinking": True}}),
         (LOOP + ASK, {"messages": THOUGHT}, "not-written", "data.reasoning", {"reasoning": "drop"}),
         (LOOP + ASK, {"messages": CALLED, "tools": WEATHER}, "tools-not-written", "data.tools", {"tools": "ignore"}),
@@ -317,12 +320,71 @@ def test_the_header_of_an_answer_that_follows_is_no_end_of_the_first(tokenizer: 
     assert [row.text[start:end] for start, end in row.spans] == ["Crews.", "By hand."]
 
 
+NEVER_AGAIN = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}"
+NEVER_AGAIN += "{% if loop.previtem.role == 'user' %}<|assistant|>{% endif %}{{ m.content }}<|end|>{% endif %}"
+NEVER_AGAIN += "{% endfor %}{% if add_generation_prompt and messages[-1].role == 'user' %}<|assistant|>{% endif %}"
+IN_WORDS = TEMPLATES["no end token behind the last"].replace("|>\n{% endif %}", "|>\nHere is how:\n{% endif %}")
+IN_WORDS = IN_WORDS.replace("<|end|>\nHere is how:\n", "<|end|>\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "answers", "remarks"),
+    [
+        (NEVER_AGAIN, ["Crews.<|end|>", "More.<|end|>"], {"prompt"}),
+        (IN_WORDS, ["Crews.<|end|>", "More."], {"prompt", "thought"}),
+    ],
+)
+def test_an_answer_that_follows_another_without_a_prompt_is_told(
+    tokenizer: Any, source: str, answers: list[str], remarks: set[str]
+) -> None:
+    (row,) = ChatTemplate(tokenizer, source).render([*THREE[:2], {"role": "assistant", "content": "More."}])
+    assert [row.text[start:end] for start, end in row.spans] == answers
+    assert {*row.remarks} == remarks
+
+
+def test_what_an_unwritten_answer_lacks_is_not_told(tokenizer: Any) -> None:
+    source = "{% for m in messages %}{% if m.content %}" + TURN + "{% endif %}{% endfor %}" + ASK
+    (row,) = ChatTemplate(tokenizer, source).render(talk("Who?", "Crews.", "Thanks", ""))
+    assert {*row.remarks} == {"empty", "prompt"}  # but no thought
+
+
+def test_a_mark_for_the_end_of_the_text_is_one_more(tokenizer: Any) -> None:
+    ends = "{% if messages[-1].role == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}"
+    template = ChatTemplate(tokenizer, TEMPLATES["marked"] + ends)
+    assert supervised(template, [*THREE, *talk("Thanks")]) == [ENDED]
+    assert supervised(template, THREE[:2]) == [[ENDED[0] + "</s>"]]
+
+
+def test_a_blank_that_no_prompt_has_is_the_answers(prepared: Prepare, tokenizer: Any) -> None:
+    source = (
+        "{% for m in messages %}{{ m.role | upper }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    )
+    source += " {% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    source += "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    blanks = [f" {text.removesuffix('<|end|>')} " for text in ENDED]
+    assert supervised(ChatTemplate(tokenizer, source), THREE) == [blanks]
+    # But where the blank behind an answer is a token with the next header, that is not trained on.
+    tokenizer.add_tokens([" USER"])
+    parts = prepared([{"messages": THREE}], source).audit["samples"][0]["parts"]
+    assert [part["text"] for part in parts if part["trained"]] == [*(text[:-1] for text in blanks[:2]), blanks[2]]
+
+
+def test_no_content_becomes_empty_where_the_template_measures_it(tokenizer: Any) -> None:
+    asks = "{% for m in messages %}{% if m['content'] is not none and m['content'] | length %}{% endif %}"
+    source = (
+        asks + "<|{{ m.role }}|>\n{{ m['content'] | length }}{{ m.content }}" + CALLS + "<|end|>\n{% endfor %}" + ASK
+    )
+    (row,) = ChatTemplate(tokenizer, source).render(CALLED)
+    assert "<|assistant|>\n0weather" in row.text
+
+
 def test_answers_that_call_tools_have_no_content_where_the_template_asks(tokenizer: Any) -> None:
     asks = "{% for m in messages %}<|{{ m.role }}|>\n" + CALLS + "{% if m['content'] is not none %}({{ m.content }})"
     (row,) = ChatTemplate(tokenizer, asks + "{% endif %}<|end|>\n{% endfor %}" + ASK).render(CALLED)
     assert "()" not in row.text
 
 
+@pytest.mark.fault("a call that the chat template leaves open", "`windlass data`", "leaves out the end of a tool call")
 @pytest.mark.fault("a call that the chat template leaves out", "`windlass data`", "leaves out a tool call")
 @pytest.mark.fault(
     "marks around the user's turn in a chat template",
@@ -333,6 +395,11 @@ def test_lost_content_and_a_users_turn_that_would_be_trained_on_are_named(prepar
     with refused("not-written", "row 1") as problems:
         prepared([{"messages": CALLED}], TRUNCATED)
     assert "leaves out a tool call" in problems[0].problem
+    with refused("not-written", "row 1") as problems:
+        prepared([{"messages": CALLED}], BEGUN)
+    assert "leaves out the end of a tool call: '<|calls_end|>'" in problems[0].problem
+    twice = {**CALLED[1], "tool_calls": [CALL, CALL]}
+    prepared([{"messages": [CALLED[0], twice, *CALLED[2:]]}], BEGUN)
     with refused("generation-marks", "data.chat_template") as problems:
         prepared([{"messages": THREE}], USER_MARKED)
     assert "{% generation %} marks enclose a user's turn" in problems[0].problem

@@ -1,15 +1,19 @@
 """Rows in the shapes of well-known published data sets: where the loss is computed, and what is refused."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from refusals import refused
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
+from windlass.data.audit import list_facts
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.errors import UserError
 from windlass.runfile import RunFile
@@ -192,6 +196,41 @@ def test_templates_by_name_file_and_text(prepared: Prepare, tokenizer: Any, tmp_
         assert all(row.count("two twice") == 1 for row in rows)
         figures = done.audit["splits"]["train"]
         assert [figures[name] for name in ("rows", "split", "split_into", "documents", "duplicates")] == [1, 1, 2, 2, 0]
+
+
+def test_nulls_among_arguments_are_values_but_where_a_file_fills_them_in(
+    prepared: Prepare, tokenizer: Any, tmp_path: Path
+) -> None:
+    template = TURNS + CALLS + END
+
+    def chat(arguments: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "get_current_weather", "arguments": arguments}}
+        return {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]}
+
+    nulls = {"city": None, "at": {"lat": None, "lon": 2}}
+    written = 'get_current_weather{"city": null, "at": {"lat": null, "lon": 2}}<end>'
+    facts = "nulls among a call's arguments, as of 'get_current_weather', .* JSON text .*rows 1, 2"
+    rows = [chat(nulls), chat({"city": "Rome", "at": None})]
+    done = prepared(rows, template)
+    assert parts(done, tokenizer) == [written]
+    assert not re.search(facts, "".join(list_facts(done.audit)))
+    for kind in ("parquet", "arrow"):
+        table = pa.Table.from_pylist(rows)
+        if kind == "parquet":
+            pq.write_table(table, tmp_path / "a.parquet")
+        else:
+            with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
+                stream.write_table(table)
+        done = prepared(rows, template, dataset_name_or_path=str(tmp_path / f"a.{kind}"))
+        assert parts(done, tokenizer) == ['get_current_weather{"at": {"lon": 2}}<end>']
+        assert re.search(facts, "".join(list_facts(done.audit)))
+    pq.write_table(pa.Table.from_pylist([chat(json.dumps(nulls))]), tmp_path / "b.parquet")
+    done = prepared([], template, dataset_name_or_path=str(tmp_path / "b.parquet"))
+    assert parts(done, tokenizer) == [written]
+    assert not re.search(facts, "".join(list_facts(done.audit)))
+    pq.write_table(pa.Table.from_pylist([chat({"city": "Rome"})] * 2), tmp_path / "c.parquet")
+    done = prepared([], template, dataset_name_or_path=str(tmp_path / "c.parquet"))  # that has nothing to fill in
+    assert not re.search(facts, "".join(list_facts(done.audit)))
 
 
 def test_roles_by_any_usual_name_or_one_that_the_template_names(prepared: Prepare, tokenizer: Any) -> None:

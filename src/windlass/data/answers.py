@@ -97,10 +97,17 @@ class Pieces:
         """Return the end of the last header in `text`, without the thought that it may open."""
         for edge in reversed(self.edges(header)):
             head = header[:edge].strip()
-            at = text.rfind(head) if head and self.closing.fullmatch(header, edge) else -1
+            worded = self.token.search(head) and not self.token.search(header, edge)  # a thought that words open
+            at = text.rfind(head) if head and (worded or self.closing.fullmatch(header, edge)) else -1
             if at >= 0:
                 return at + match(text[at:], header[:edge])[0]
         return None
+
+    def find_unclosed(self, text: str) -> str | None:
+        """Return the token that would close what another one has begun."""
+        written = self.token.findall(text)
+        pairs = [(token, token.replace("begin", "end")) for token in written if "begin" in token]
+        return next((end for token, end in pairs if written.count(end) < written.count(token)), None)
 
     def trim_mark(self, text: str, start: int, end: int, header: str, *, close: bool) -> Span:
         """Return a template's own mark without pieces of the header, and with the token that closes the turn."""
@@ -112,6 +119,9 @@ class Pieces:
             heads = [edge for edge in self.edges(header) if text.startswith(header[:edge], start)]
             first = self.token.match(header)
             start += max(heads, default=0) if first and not THOUGHT.search(first[0]) else 0
+        bare = len(text[:start].rstrip())
+        if header and text.endswith(header, 0, bare):
+            start = bare  # white space that no prompt has is the model's to write
         if not close or start >= end or text.endswith(self.tokens, start, start + len(text[start:end].rstrip())):
             return start, end
         follows = re.compile(rf"\s*({self.token.pattern})").match(text, end)
@@ -148,6 +158,16 @@ class Pieces:
             return None
         closed_at = [token.end() for token in self.token.finditer(own, body, end) if token.end() <= same]
         return closed_at[-1] if closed_at else None
+
+
+def join_spans(text: str, spans: Iterable[Span]) -> list[Span]:
+    """Return spans with those joined that only white space is between."""
+    joined: list[Span] = []
+    for start, end in spans:
+        if joined and not text[joined[-1][1] : start].strip():
+            start, _ = joined.pop()
+        joined.append((start, end))
+    return joined
 
 
 def match(text: str, prompt: str) -> Span:

@@ -41,6 +41,8 @@ FACTS = {
     "split": "{chats} became {split_into:,} rows: {example}. Each answer is trained on once, behind the prompt of "
     "inference ({where})",
     "date": "the chat template writes today's date into {rows}, so that other days give other rows ({example})",
+    "filled": "in {rows} nulls among a call's arguments, as of {example!r}, were taken for Parquet's filler and left "
+    "out: write arguments as JSON text to keep them ({where})",
     "thought": "in {rows} an answer lacks the end of the prompt that generation would start from ({example!r}), "
     "such as a thought that it opens or closes; data.template_kwargs may switch that off ({where})",
 }

@@ -17,7 +17,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from windlass.data.answers import Answer, Pieces, Span, common_prefix_length
+from windlass.data.answers import Answer, Pieces, Span, common_prefix_length, join_spans
 from windlass.data.messages import (
     FLAGS,
     KEYS,
@@ -26,6 +26,7 @@ from windlass.data.messages import (
     ROLES,
     TEXT_ROLES,
     Turn,
+    Unfilled,
     arguments_as_text,
     describe_lost_thought,
     drop_none,
@@ -267,6 +268,9 @@ class ChatTemplate:
         trained = [i for row in rows for i in row.answers]
         if any(turns[i].is_empty for i in trained if i >= 0):
             remarks["empty"] = ""
+        for call in itertools.chain(*(turn.calls for turn in turns)):
+            if isinstance(call["function"]["arguments"], Unfilled):
+                remarks["filled"] = str(call["function"].get("name"))
         if self.special is not None:
             spelled = self.special.search("\0".join(turn.words for turn in turns if not turn.is_assistant))
             remarks |= {"special": spelled[0]} if spelled else {}
@@ -277,8 +281,8 @@ class ChatTemplate:
                 remarks["date"] += f"; data.template_kwargs: {{{names[0]}: {date}}} fixes it" if names else ""
         header = self.header.strip()
         for row in rows if header else ():
-            for i, (start, _) in row.answers.items():
-                asked = i > 0 and (turns[i - 1].message["role"] == "user" or self.opens_always)
+            for i, (start, end) in row.answers.items():
+                asked = start < end and i > 0 and (turns[i - 1].message["role"] == "user" or self.opens_always)
                 if asked and not row.text[:start].rstrip().endswith(header):
                     remarks["thought"] = header
         return [row._replace(remarks={} if number else remarks) for number, row in enumerate(rows)]
@@ -319,7 +323,8 @@ class ChatTemplate:
         if self.turns == "each":
             return rows
         for row, i in zip(rows, wanted, strict=True):
-            ((start, end),) = row.spans
+            start = min((begin for begin, _ in row.spans), default=0)
+            end = max((stop for _, stop in row.spans), default=0)
             words = turns[i].words.strip()
             body = max(start, row.text.rfind(words, start, end) + len(words) if words else start)
             if self.pieces.find_in(whole.text, Answer(row.text, start, end, body), "") is None:
@@ -340,6 +345,8 @@ class ChatTemplate:
         """Return the rendering with the spans that the template's own marks enclose."""
         text, marked = self.apply(turns, tools, marks=True)
         answers = [i for i, turn in enumerate(turns) if turn.is_assistant]
+        if len(marked) > len(answers):
+            marked = join_spans(text, marked)
         if len(marked) != len(answers) != len(wanted):
             problem = f"the chat template marks {len(marked)} parts of a chat with {len(answers)} assistant turns"
             hint = "mark each assistant turn once: {% generation %} … {% endgeneration %}"
@@ -437,11 +444,14 @@ class ChatTemplate:
         prompt = write(i, True) if i else ""
         found = self.pieces.find_start(text, prompt, lambda: write(i).removesuffix(opened), self.header) if i else None
         start, after_prompt = found or (None, False)
-        if start is None and begin >= 0 and (i == 0 or turns[i - 1].is_assistant):
+        follows = i > 0 and turns[i - 1].is_assistant
+        unprompted = start is not None and follows and not prompt.rstrip().endswith(self.header.strip())
+        if unprompted or (start is None and begin >= 0 and (i == 0 or follows)):
             # No prompt leads to an opening answer, and hardly one to an answer that follows another.
             before = common_prefix_length(text, write(i)) if i else 0
-            start = self.pieces.find_header(text[before:begin], self.header)
-            start = begin if start is None else before + start
+            headed = self.pieces.find_header(text[before : begin if begin >= 0 else None], self.header)
+            start = (begin if start is None else start) if headed is None else before + headed
+            after_prompt = False
         elif (
             start is not None and begin > start and text[start:begin].strip() and not self.header and turns[i].is_plain
         ):
@@ -473,7 +483,7 @@ class ChatTemplate:
     def read_tools(self, tools: Any) -> Any:
         if self.ignore_tools:
             return None
-        tools = drop_none(read_json_column(tools)) or None
+        tools = drop_none(read_json_column(tools), "") or None
         if tools and not re.search(r"\btools\b", self.template):
             problem = f"{self.source or 'the chat template'} doesn't write tools, and a row has some"
             hint = "data.tools: ignore trains on the calls without them"
@@ -486,6 +496,11 @@ class ChatTemplate:
         lost = find_lost_part(turns[: count or len(turns)], row.text, row.answers)
         if lost is not None:
             raise self.not_written_error(*lost)
+        for i, (start, end) in row.answers.items():
+            closing = self.pieces.find_unclosed(row.text[start:end]) if i >= 0 and turns[i].calls else None
+            if closing and closing in self.template:
+                hint = "leave out such rows, or name a data.chat_template that writes it"
+                raise self.not_written_error(f"the end of a tool call: {closing!r}", "data", hint)
 
     def not_written_error(self, what: str, key: str, hint: str) -> UserError:
         return UserError(f"{self.source or 'the chat template'} leaves out {what}", key, hint, "not-written")
@@ -530,10 +545,15 @@ class ChatTemplate:
         if plain and compiled and not marks:
             return str(compiled(self.unmarked).render(messages=chat, documents=None, **variables)), []
         options = {"chat_template": self.template, "return_assistant_tokens_mask": marks, **variables}
-        try:
-            texts, marked = jinja.render_jinja_template([chat], **options)
-        except TypeError:  # a template that takes a call's arguments as text, as in OpenAI's format
-            texts, marked = jinja.render_jinja_template([list(map(arguments_as_text, chat))], **options)
+        filled = [{**one, "content": one["content"] or ""} for one in chat]
+        # Some take a call's arguments as text, as in OpenAI's format, or no content that is None.
+        for form in (chat, [*map(arguments_as_text, chat)], filled):
+            try:
+                texts, marked = jinja.render_jinja_template([form], **options)
+                break
+            except TypeError:
+                if form is filled:
+                    raise
         return str(texts[0]), [(start, end) for start, end in marked[0]] if marks else []
 
 

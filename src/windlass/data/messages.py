@@ -58,13 +58,30 @@ def opens_thought(text: str) -> bool:
     return "<think>" in text or "[THINK]" in text
 
 
-def drop_none(value: Any) -> Any:
-    """Remove None values: columnar files fill in None for what other rows have, and templates test for presence."""
+class Unfilled(dict[str, Any]):
+    """A call's arguments without the nulls that a column of structs had among them."""
+
+
+def drop_none(value: Any, kept: str = "arguments") -> Any:
+    """Remove None values but under the key `kept`: columnar files fill in what other rows have, and templates test for
+    presence."""
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
-        return {k: drop_none(v) for k, v in value.items() if v is not None}
-    return [drop_none(item) for item in value] if isinstance(value, list) else value
+        return {k: v if k == kept else drop_none(v, kept) for k, v in value.items() if v is not None}
+    return [drop_none(item, kept) for item in value] if isinstance(value, list) else value
+
+
+def unfill_arguments(value: Any, key: str = "") -> Any:
+    """Remove None values from calls' arguments in a columnar file."""
+    if isinstance(value, list):
+        return [unfill_arguments(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if key == "arguments":
+        kept = drop_none(value, "")
+        return kept if kept == value else Unfilled(kept)
+    return {name: unfill_arguments(inner, name) for name, inner in value.items()}
 
 
 OTHER_NAMES = {"role": "from", "from": "role", "content": "value", "value": "content"}

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import yaml
 
+from windlass.data.messages import unfill_arguments
 from windlass.errors import UserError, Where
 from windlass.files import read_json, refuse_duplicate_keys
 from windlass.observe.format import format_plural
@@ -120,7 +121,13 @@ def read_table(path: Path, delimiter: str) -> Iterator[Row]:
 
 def read_batches(path: Path) -> Iterator[Row]:
     for batch in arrow_batches(path):
-        yield from batch.to_pylist()
+        yield from list_rows(batch)
+
+
+def list_rows(batch: Any) -> list[Row]:
+    rows: list[Row] = batch.to_pylist()
+    structs = any("arguments: struct<" in str(kind) for kind in batch.schema.types)
+    return [unfill_arguments(row) for row in rows] if structs else rows
 
 
 def arrow_batches(path: Path) -> Iterator[Any]:
@@ -317,7 +324,7 @@ def _sample_row_groups(path: Path, stride: int) -> Iterator[tuple[Path, int, Row
         starts = [0, *accumulate(file.metadata.row_group(i).num_rows for i in range(groups))]
         for group in chosen:
             batch = next(file.iter_batches(each, row_groups=[group]))
-            yield from ((path, starts[group] + i, row) for i, row in enumerate(batch.to_pylist(), 1))
+            yield from ((path, starts[group] + i, row) for i, row in enumerate(list_rows(batch), 1))
 
 
 # --- from data.dataset_name_or_path to files ---

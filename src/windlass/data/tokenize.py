@@ -268,6 +268,10 @@ def find_supervised_tokens(
                     break
                 last += 1
             flags[first : last + 1] = True
+            if closed and text[end - 1].isspace():
+                first_char, after_char = done.token_to_chars(last)
+                if after_char > end and not text[first_char:end].strip():  # the next header, with a blank before it
+                    flags[last] = False
         begun = start if first is None else done.token_to_chars(first)[0]
         straddles = straddles or bool(text[begun:start].strip() if closed else begun < start)
     return flags, straddles
