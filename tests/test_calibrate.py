@@ -51,6 +51,7 @@ def written(path: Path, kind: str = "cpu", ranks: int = 2) -> dict[str, Any]:
     return write_machine(path, kind, ranks, {}, replace(rates, basis=f"calibrated on {ranks} x {kind}"))
 
 
+@pytest.mark.long
 def test_plan_uses_the_calibration_of_two_ranks(run: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     command = [warm.python(), "-m", "windlass", "calibrate", "--ranks", "2", "--json"]
@@ -105,6 +106,7 @@ if found:
 """
 
 
+@pytest.mark.long
 def test_rates_of_gpus_are_measured_on_two_ranks(tmp_path: Path) -> None:
     """The measurements of a GPU, on processors and with small sizes."""
     command = [warm.python(), "-W", "ignore", "-c", MEASURE, str(tmp_path / "rates.json")]

@@ -227,6 +227,7 @@ def test_4_bit_base_is_merged_into_16_bits(kind: str, tmp_path: Path) -> None:
             assert torch.equal(merged[key], true.bfloat16().float()), key
 
 
+@pytest.mark.long
 def test_transformers_opens_the_merged_model(cases: dict[str, Case]) -> None:
     """The published layout with wrapper, vision part and fused experts; nothing missing or unexpected."""
     from transformers import Mistral3ForConditionalGeneration

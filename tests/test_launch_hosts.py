@@ -69,6 +69,7 @@ class Run:
 )
 @pytest.mark.fault("an interface that a node has not", "`windlass train`", "GLOO_SOCKET_IFNAME=net7 names no interface")
 @pytest.mark.fault("another run file on a node", "`windlass train`", "node 1 (machine-1) has another run file")
+@pytest.mark.long
 def test_nodes_that_fail_to_rendezvous_name_each_other(tmp_path: Path) -> None:
     """Before any rank is started, which is fast: so every `make test` runs on several real machines."""
     with hosts(3) as machines:

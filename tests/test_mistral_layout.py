@@ -130,6 +130,7 @@ def test_both_layouts_decode_alike(
             assert torch.equal(after.view(torch.uint8), before.view(torch.uint8)), name
 
 
+@pytest.mark.long
 def test_params_are_those_of_the_base(made: Path, tmp_path: Path) -> None:
     """Written from config.json, or the base's own; without quantization if the model is in 16 bits."""
     for name, dtype, quantized in (("tensor", None, True), ("tensor alone", None, True), ("tensor", "bf16", False)):

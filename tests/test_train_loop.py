@@ -298,6 +298,7 @@ def test_a_signal_before_the_ranks_are_started_ends_the_command() -> None:
 
 
 @pytest.mark.fault("50 starts at once on one machine", "`windlass train`", "each has a port of its own")
+@pytest.mark.long
 def test_simultaneous_starts_use_separate_ports() -> None:
     """Until rank 0 listens, nobody else gets the port; then it can."""
 

@@ -59,6 +59,7 @@ def render(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("own", [True, False])
+@pytest.mark.long
 def test_the_adapter_asks_as_it_was_trained(chats: Path, own: bool) -> None:
     if not own:
         (chats / "model" / "chat_template.jinja").unlink()

@@ -499,7 +499,7 @@ def test_ranks_that_train_the_base_too_leave_the_probe_to_the_export(more: str, 
     assert done.returncode == 0, done.stderr
     printed = done.stdout + done.stderr
     assert "probe     none: weights of the base were trained" in printed
-    assert "`windlass export` computes it where the model fits into memory" in printed
+    assert "--to FOLDER` computes it where the model fits into memory" in printed
     assert not (tmp_path / "run" / PROBE).exists()
     export(tmp_path / "run", tmp_path / "out", base=str(base), say=lambda _: None)
     exported = Exported(base, tmp_path / "run" / "final", tmp_path / "out", AutoTokenizer.from_pretrained(base))
