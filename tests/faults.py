@@ -496,7 +496,7 @@ OTHERS = (
         "rows that are all equal, of which some are held out",
         write(DATA, '{"text": "the same"}\n' * 9),
         "data run.yaml --override data.val_fraction=0.1 --override data.val_split=null",
-        "data.val_fraction: all 9 rows are equal",
+        "all 9 rows are equal",
     ),
     Fault(
         "a data file that is not there, named like a set on the hub",

@@ -239,7 +239,7 @@ def test_the_watch_and_the_report_speak_of_images(trained: Path) -> None:
     assert "images per second" in output
     assert "token" not in output
     (facts,) = report.make_report([trained / "run"]).runs
-    assert facts["verdict"]["text"].startswith("Finished after 40 steps; the loss went from")
+    assert facts["verdict"]["text"].startswith("Finished after 40 steps; loss from")
     assert facts["headline"]["unit"] == "images"
     assert facts["headline"]["per_second"] > 0
     assert facts["tokens"] is facts["adapter"] is facts["certificate"] is facts["experts"] is None

@@ -359,7 +359,7 @@ def _sentence(facts: Facts) -> str:
     text = f"{facts['state'][:1].upper()}{facts['state'][1:]} after "
     text += f"{head['steps']:,}{planned}" if planned else format_plural(head["steps"], "step")
     if drop_nan([head["first_loss"] + head["final_loss"]]):
-        text += f"; the loss went from {head['first_loss']:.3f} to {head['final_loss']:.3f}"
+        text += f"; loss from {head['first_loss']:.3f} to {head['final_loss']:.3f}"
         text += f" (means of {head['averaged_steps']} steps)" if head["averaged_steps"] > 1 else ""
     return text + "."
 
