@@ -137,11 +137,19 @@ def rank(folder: Path) -> None:
     """Run every layout, round by round, in one of the two processes, as `windlass train` does."""
     import torch
 
-    from windlass.ranks.rank import read_rank
+    from windlass.ranks.rank import Rank, read_rank
     from windlass.train import run
 
-    here = read_rank(os.environ)
-    assert here is not None
+    class CountingRank(Rank):
+        """Notes the kernel's count at each phase: what follows the last step is no part of a step."""
+
+        def phase(self, name: str) -> None:
+            counted[name] = int(SENT.read_text())
+
+    started = read_rank(os.environ)
+    assert started is not None
+    here = CountingRank(started.rank, started.local_rank, started.world)
+    counted: dict[str, int] = {}
     torch.set_num_threads(1)
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     sent: dict[str, float] = {}
@@ -150,7 +158,7 @@ def rank(folder: Path) -> None:
         before = int(SENT.read_text())
         if run.train_rank(plan, here):
             raise SystemExit(f"{way} did not finish")
-        sent[way] = (int(SENT.read_text()) - before) / STEPS
+        sent[way] = (counted["saving the adapter"] - before) / STEPS
         out = plan.folder
         took = [line["step_seconds"] for line in read_json_lines(out / run_folder.STEPS.format(rank=here.rank))]
         taken[way] += took[1:]
