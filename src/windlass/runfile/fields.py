@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from windlass.runfile.machines import Cluster, LayoutSection, Ranks
+from windlass.runfile.objectives import Dpo, Objective, Orpo
 from windlass.runfile.values import (
     Auto,
     Count,
@@ -365,6 +366,9 @@ class SampleSection(Section):
 class Train(Section):
     """The training, in the terms of transformers' TrainingArguments."""
 
+    objective: Objective = "sft"
+    """What is minimized. sft: the next-token loss; dpo and orpo: losses of pairs of a chosen and a rejected answer,
+    each with a section of its own."""
     output_dir: Text = "/data/output/Models/mistral4small-lora-fsdp"
     """The run folder: everything that the run writes goes there. Keep it on a volume that outlives the job."""
     num_train_epochs: Positive | Auto = "auto"
@@ -641,8 +645,17 @@ class RunFile(Run):
         default_factory=LayoutSection
     )
     """How the model is placed on the GPUs: a name (`auto` by default), or a section."""
+    dpo: Dpo = Field(default_factory=Dpo)
+    """Direct preference optimization, with train.objective: dpo."""
+    orpo: Orpo = Field(default_factory=Orpo)
+    """Odds-ratio preference optimization, with train.objective: orpo."""
     export: Export = Field(default_factory=Export)
     """Where the adapter will be used."""
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether rows are pairs of a chosen and a rejected answer."""
+        return self.train.objective != "sft"
 
     @property
     def folder(self) -> str:

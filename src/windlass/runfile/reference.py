@@ -27,14 +27,14 @@ from windlass.runfile.values import Section
 
 Root = type[BaseModel]
 Key = tuple[Root, FieldInfo]  # its section and its definition
-SECTIONS = ("model", "lora", "data", "train", "script", "layout", "cluster", "watch", "export")
+SECTIONS = ("model", "lora", "data", "train", "dpo", "orpo", "script", "layout", "cluster", "watch", "export")
 
 # The class whose argument a key becomes, and the keys of the section that are windlass's own.
 UPSTREAM = {
     "lora": ("PEFT's LoraConfig", {"adapter", "dtype", "experts"}),
     "train": (
         "transformers' TrainingArguments",
-        {"compile", "global_batch_size", "resume", "router_aux_loss_coef", "sample", "warmup_ratio"},
+        {"compile", "global_batch_size", "objective", "resume", "router_aux_loss_coef", "sample", "warmup_ratio"},
     ),
 }
 

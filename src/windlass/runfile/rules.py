@@ -20,6 +20,7 @@ def find_contradictions(run: RunFile | ScriptRun, where: Where, is_valid: Callab
         clashes += _check_script(run)
     else:
         clashes += [*_check_training(run), *_check_evaluation(run), *_check_model(run)]
+        clashes += _check_objective(run, where)
     problems = []
     for keys, what, hint in clashes:
         if all(map(is_valid, keys.split())):
@@ -101,6 +102,22 @@ def _check_training(run: RunFile) -> Iterator[Clash]:
     if seconds is not None and seconds > timeout / 2 and run.watch.stall != "off":
         what = f"{seconds} s is too long to find a stall: collectives time out after {timeout} s"
         yield "watch.stall_seconds train.ddp_timeout", what, f"set it to {timeout // 2} or less"
+
+
+def _check_objective(run: RunFile, where: Where) -> Iterator[Clash]:
+    objective = run.train.objective
+    for name, section in (("dpo", run.dpo), ("orpo", run.orpo)):
+        unused = [f"{name}.{key}" for key in type(section).model_fields if is_written(where, f"{name}.{key}")]
+        if unused and objective != name:
+            hint = f"set train.objective: {name}, or remove it"
+            yield f"{unused[0]} train.objective", f"no effect: train.objective is {objective}", hint
+    if run.dpo.loss == "ipo":
+        for key in {"label_smoothing", "length_normalized"}.intersection(run.dpo.changed):
+            what = "loss: ipo is always per token" if key == "length_normalized" else "loss: ipo has none"
+            yield f"dpo.{key} dpo.loss", f"no effect: {what}", "remove it, or set dpo.loss: sigmoid"
+    if run.is_preference and run.train.neftune_noise_alpha:
+        what = f"noise would shift every answer's log-probability, which {objective} compares"
+        yield "train.neftune_noise_alpha train.objective", what, "remove it"
 
 
 def _check_evaluation(run: RunFile) -> Iterator[Clash]:

@@ -77,6 +77,8 @@ def train_rank(
     """Do one rank's part of the run. Returns 0, or 75 if a signal stopped it and everything is saved."""
     job = plan.run
     folder = plan.folder
+    if job.is_preference:
+        raise UserError("pairs can't be trained on yet", plan.where("train.objective"), "set it to sft", "no-objective")
 
     # 1. Connect to the other ranks; only rank 0 prints. All must be about to run the same.
     console = make_console(here)
