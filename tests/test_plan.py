@@ -303,7 +303,83 @@ def test_packed_rows_are_masked_except_for_attention_within_documents() -> None:
     assert flash == of_train().cost.flops_per_token  # of unpacked rows, each a document
 
 
+@cache
+def of_pairs(objective: str, *overrides: str) -> Plan:
+    return of_train(f"train.objective={objective}", "data.packing=auto", *overrides)
+
+
+def test_a_micro_batch_of_pairs_costs_what_twice_as_many_sequences_do() -> None:
+    sft = of_train("train.per_device_train_batch_size=2", "train.per_device_eval_batch_size=2", "data.packing=false")
+    for objective in ("dpo", "orpo"):
+        pairs = of_pairs(objective)
+        assert (pairs.batch.micro, pairs.batch.sides, pairs.batch.tokens) == (1, 2, sft.batch.tokens)
+        assert pairs.cost.gpu_gib == sft.cost.gpu_gib
+        assert pairs.cost.step_seconds == sft.cost.step_seconds
+        assert pairs.cost.flows == sft.cost.flows
+        assert pairs.cost.evaluation_seconds == 2 * sft.cost.evaluation_seconds
+        # Steps count pairs: as many rows make twice the steps of a micro-batch of two.
+        assert pairs.schedule.rows == sft.schedule.rows
+        assert pairs.schedule.global_sequences * 2 == sft.schedule.global_sequences
+        assert pairs.schedule.tokens_per_step == sft.schedule.tokens_per_step
+        assert not any("packing" in advice.change for advice in pairs.advice)
+        assert not any("packing" in warning.override for warning in pairs.warnings)
+
+
+def test_pairs_are_never_packed_by_themselves() -> None:
+    free = ("train.per_device_train_batch_size=null", "train.gradient_accumulation_steps=auto")
+    assert of_train("data.packing=auto", *free).run.data.packs
+    pairs = of_pairs("orpo", *free)
+    assert not pairs.run.data.packs
+    assert any("data.packing false" in note for note in pairs.notes)
+
+
+def test_a_rate_of_sft_is_warned_about_for_pairs() -> None:
+    def warned(*overrides: str) -> list[str]:
+        return [warning.override for warning in of_pairs("dpo", *overrides).warnings if "rate" in warning.text]
+
+    assert warned() == ["train.learning_rate=1e-5"]  # the file sets 1e-4
+    assert not warned("train.learning_rate=1e-5")
+    assert not any("rate" in warning.text for warning in of_train().warnings)
+
+
+def test_the_reference_of_all_pairs_is_one_forward_before_step_1() -> None:
+    dpo, orpo = of_pairs("dpo"), of_pairs("orpo")
+    assert dpo.seconds
+    assert orpo.seconds
+    rows = math.ceil((dpo.schedule.rows or 0) / 3) + math.ceil((dpo.evaluated or 0) / 3)
+    assert dpo.seconds["reference"] == pytest.approx(rows * dpo.cost.forward_seconds)
+    assert sum(dpo.seconds.values()) - sum(orpo.seconds.values()) == pytest.approx(dpo.seconds["reference"])
+    assert (dpo.gpu_hours or 0) - (orpo.gpu_hours or 0) == pytest.approx(3 * dpo.seconds["reference"] / 3600)
+    # Most of both is sending the weights: once in a forward, twice in a step.
+    steps = dpo.seconds["steps"] / math.ceil((dpo.schedule.rows or 0) / 3) * rows
+    assert 0.4 * steps < dpo.seconds["reference"] < 0.5 * steps
+    assert (dpo.cost.gpu_gib, dpo.cost.host_gib) == (orpo.cost.gpu_gib, orpo.cost.host_gib)  # no second model
+
+
+def test_a_batch_of_an_evaluation_gathers_sharded_weights_as_a_step_does() -> None:
+    shared, alone = of_train("layout=full-shard"), of_train("layout=resident", "layout.base_dtype=fp8")
+    sent = sum(flow.seconds for flow in shared.cost.flows if flow.kind == "all-gather forward")
+    assert shared.cost.evaluation_seconds == pytest.approx(sent, rel=0.01)
+    assert alone.cost.evaluation_seconds < sent / 10
+    kept = of_train("layout=no-reshard")
+    assert kept.cost.evaluation_seconds < sent / 10
+
+
 # --- what is printed ------------------
+
+
+def test_a_plan_of_pairs_says_pairs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    print_plan(of_pairs("dpo"), compare=True)
+    out = capsys.readouterr().out
+    batch = next(line for line in out.splitlines() if line.startswith("batch"))
+    assert batch.startswith("batch    48 pairs a step of up to 2 x 1,024 tokens")
+    rows = of_pairs("dpo").schedule.rows or 0
+    assert f"reference  {rows + (of_pairs('dpo').evaluated or 0):,} pairs, " in out
+    assert "48 pairs a step)" in out
+    assert "sequence" not in out
+    print_plan(of_pairs("orpo"))
+    assert "reference" not in capsys.readouterr().out
 
 
 def pasted(text: str) -> dict[str, list[str]]:

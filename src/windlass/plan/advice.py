@@ -27,6 +27,7 @@ SHORT = 0.5  # fraction of max_length: shorter rows are mostly padding, or make 
 # Trained parameters per token of data: an adapter stores about two bits per parameter, text has about one per token.
 LARGE = 100
 HIGH_RATE = 0.1  # adapters train at 1e-5 to 1e-2, by optimizers whose steps don't grow with the gradient
+HIGH_RATE_OF_PAIRS = 1e-4
 SLOW = 1.2  # smallest gain from larger micro-batches that is worth a warning
 
 
@@ -58,7 +59,8 @@ def advise_faster_layout(
     batches = list_micro_batches(automatic, work.batch.micro * work.batch.accumulation, full)
     changes: list[tuple[str, Cost, str]] = []
     packed = work
-    if not run.data.packs and usual < full and work.shape.base.family.isolates:
+    may_pack = work.shape.base.family.isolates and not run.is_preference
+    if not run.data.packs and usual < full and may_pack:
         masked = run.model_copy(update={"data": run.data.model_copy(update={"packing": True})}).masked
         packed = replace(work, masked=masked, document=usual)
         remark = f"a sequence then holds {full / usual:.1f} rows; a step trains on as many times the tokens"
@@ -123,6 +125,9 @@ def find_cautions(plan: Plan, problems: Iterable[Problem], shape: ModelShape) ->
     rate = plan.run.train.learning_rate
     if rate >= HIGH_RATE and "sgd" not in plan.run.train.optim:
         yield Caution(f"train.learning_rate {rate:g} is far above what adapters train at", "train.learning_rate=0.0002")
+    elif plan.run.is_preference and rate >= HIGH_RATE_OF_PAIRS:
+        text = f"train.learning_rate {rate:g} is high for pairs, whose two answers may both become unlikely"
+        yield Caution(text, "train.learning_rate=1e-5")
     yield from _find_short_schedule(plan)
     yield from _find_unfit_length(plan, plan.counts.document, shape)
     yield from _find_shared_rope(plan)
@@ -177,7 +182,7 @@ def _find_short_schedule(plan: Plan) -> Iterator[Caution]:
     if train.global_batch_size is not None:
         override = f"train.global_batch_size={fewer * at_once}"
     is_set = train.global_batch_size and train.gradient_accumulation_steps != "auto"
-    length = f"{format_plural(steps, 'optimizer step')} of {format_plural(plan.schedule.global_sequences, 'sequence')}"
+    length = f"{format_plural(steps, 'optimizer step')} of {format_plural(plan.schedule.global_sequences, train.unit)}"
     yield Caution(f"only {length}: hardly any training", override if fewer and not is_set else "")
 
 
@@ -198,7 +203,8 @@ def _find_unfit_length(plan: Plan, tokens: int | None, shape: ModelShape) -> Ite
         gain = _list_gains(plan).get("data.packing=true")
         if gain:
             text += f"; packed, {gain:.1f} x as many tokens/s"
-        yield Caution(text, "data.packing=true" if shape.base.family.isolates else "")
+        may_pack = shape.base.family.isolates and not plan.run.is_preference
+        yield Caution(text, "data.packing=true" if may_pack else "")
 
 
 def _find_shared_rope(plan: Plan) -> Iterator[Caution]:
@@ -229,7 +235,7 @@ def _find_large_adapter(plan: Plan, shape: ModelShape, tokens: int | None) -> It
             text = f"at rank {least.r} the adapter of {least.leaf} is larger than its {weight}"
             yield Caution(text, f"lora.r={max(1, break_even[least] // 2)}")
             return
-    seen = min(tokens or 0, plan.batch.length) * (plan.schedule.rows or 0)
+    seen = min(tokens or 0, plan.batch.length) * plan.batch.sides * (plan.schedule.rows or 0)
     if plan.run.data.packs:
         seen = plan.batch.length * (plan.schedule.rows or 0)
     trained = plan.adapter.trainable - sum(plan.adapter.in_full.values())  # only those that a smaller rank reduces

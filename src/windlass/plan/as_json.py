@@ -65,6 +65,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         "batch": {
             **_pick(plan.batch, "micro accumulation"),
             "max_length": plan.batch.length,
+            "sides": plan.batch.sides,
             **asdict(plan.schedule),
             "tried": [
                 {

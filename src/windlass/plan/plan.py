@@ -107,13 +107,15 @@ class Plan:
     def _seconds(self, cost: Cost, ranks: int, schedule: Schedule) -> dict[str, float] | None:
         if schedule.steps is None:
             return None
-        sequences = math.ceil((self.evaluated or 0) / ranks)
+        evaluated = math.ceil((self.evaluated or 0) / ranks)
+        trained = math.ceil((schedule.rows or 0) / ranks)
         saving = schedule.checkpoint_bytes / self.machine.rates.storage_gb_per_second / 1e9
         return {
             "load": cost.load_seconds,
+            "reference": (trained + evaluated) * cost.forward_seconds if self.run.train.objective == "dpo" else 0.0,
             "first_step": cost.first_step_seconds,
             "steps": schedule.steps * cost.step_seconds,
-            "evaluations": (schedule.evaluations or 0) * sequences * cost.evaluation_seconds,
+            "evaluations": (schedule.evaluations or 0) * evaluated * cost.evaluation_seconds,
             "checkpoints": (schedule.checkpoints or 0) * saving,
         }
 

@@ -38,7 +38,9 @@ def resolve_auto(
         if why:
             reasons.append(f"data.max_length {data['max_length']}, {', '.join(why)}")
     if run.data.packing == "auto":
-        data["packing"] = base.family.isolates is True and not run.train.sets_batch
+        data["packing"] = base.family.isolates is True and not run.train.sets_batch and not run.is_preference
+        if run.is_preference:
+            reasons.append("data.packing false: the two answers of a pair are padded, one row each")
         if data["packing"]:
             reasons.append(f"data.packing true: {base.family.causal_lm} isolates packed documents")
     run = run.model_copy(update={"data": run.data.model_copy(update=data)})

@@ -30,7 +30,7 @@ GROUP: Final = 100  # rows that a sample has at least
 LEAST_OFF: Final = 0.03  # by what packing a sample differs from packing all rows
 DEVIATIONS: Final = 2.5  # of the mean of a sample, that its estimates may be off by
 
-Document = tuple[int, int]  # its tokens, and the position of the first one that loss is computed on
+Document = tuple[int, int]  # its tokens (a pair's: of its longer side), position of the first that loss is computed on
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ def _sample_split(
         located = list(sample_rows(parse_split(split, source, of.where(key)), rows.count or wanted, wanted))
     except (UserError, ImportError, OSError, ValueError):  # reported when the data are prepared
         return made
-    guessed = [estimate_tokens(row) for *_, row in located]
+    guessed = [estimate_tokens(_drop_shorter_answer(row, of.data)) for *_, row in located]
     if not any(guessed):
         return made
     by_bytes = [(tokens, 1) for tokens in guessed if tokens]
@@ -256,6 +256,15 @@ def _sample_split(
     except UserError as error:
         return replace(made, problem=error.problems[0])
     return replace(made, sampled=len(thinned), groups=groups, tokenized=True)
+
+
+def _drop_shorter_answer(row: dict[str, Any], data: Data) -> dict[str, Any]:
+    """Return a pair as its longer side, and any other row as it is: both sides are padded to the longer one."""
+    answers = {data.columns.get(name, name) for name in ("chosen", "rejected")} & row.keys()
+    if len(answers) < 2:
+        return row
+    shorter = min(answers, key=lambda name: estimate_tokens(row[name]))
+    return {name: value for name, value in row.items() if name != shorter}
 
 
 def estimate_tokens(value: Any) -> int:

@@ -15,7 +15,7 @@ STATE_BYTES = 8  # AdamW keeps two float32 moments per trainable parameter
 class Schedule:
     """The length of the run. Fields are None if the number of rows is unknown."""
 
-    rows: int | None  # sequences of an epoch
+    rows: int | None  # sequences of an epoch, or pairs
     rows_reason: str  # how the rows were counted, or why they could not be
     tolerance: float | None  # the share by which `rows` may be off; 0: none; None: estimated without the tokenizer
     global_sequences: int  # micro-batch x ranks x accumulation
@@ -54,7 +54,7 @@ def make_schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, coun
         rows_reason=counts.reason,
         tolerance=0.0 if train.max_steps > 0 else counts.tolerance,
         global_sequences=global_sequences,
-        tokens_per_step=global_sequences * batch.length,
+        tokens_per_step=global_sequences * batch.sides * batch.length,
         steps_per_epoch=per_epoch,
         steps=steps,
         warmup_steps=warmup,

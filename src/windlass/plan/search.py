@@ -216,8 +216,8 @@ def list_micro_batches(train: Train, accumulation: int, length: int) -> tuple[Ba
     since it depends on the run file, the headers and the hardware table only, not on measurements.
     """
     if not train.plan_cuts_batches:
-        return (Batch(train.least_batch, accumulation, length),)
-    return tuple(Batch(size, accumulation // size, length) for size in list_divisors(accumulation))
+        return (Batch(train.least_batch, accumulation, length, train.sides),)
+    return tuple(Batch(size, accumulation // size, length, train.sides) for size in list_divisors(accumulation))
 
 
 def try_batches(work: Workload, layout: Layout, usual: int, batches: Sequence[Batch]) -> tuple[Cost, tuple[Cost, ...]]:

@@ -125,16 +125,17 @@ def _lines(plan: Plan) -> Iterator[Named]:
     step = f"{format_duration(cost.step_seconds_low)} to {format_duration(cost.step_seconds_high)} a step"
     yield "speed", f"{rate}, {step} (estimated, {cost.basis})"
     yield "time", _describe_length(plan)
+    if plan.run.train.objective == "dpo":
+        yield "reference", f"  {_describe_reference(plan)}"
     yield "layout", f"{layout.name}: {layout.reason}"
     yield "limit", LIMITS[cost.bound]
     yield "machine", describe_machines(layout, plan.machine)
     base = "" if plan.base.path else "; no weights here"
     yield "model", f"{plan.base.name}, {format_count(plan.total)}, trained: {plan.adapter.trainable:,}{base}"
-    rows = format_plural(plan.schedule.global_sequences, "row")
+    rows = format_plural(plan.schedule.global_sequences, "pair" if plan.run.is_preference else "row")
     gpus = format_plural(layout.ranks, _gpu_or_rank(plan))
-    text = (
-        f"{rows} a step of up to {batch.length:,} tokens: {batch.micro} x {batch.accumulation} micro-batches x {gpus}"
-    )
+    length = f"{batch.sides} x {batch.length:,}" if plan.run.is_preference else f"{batch.length:,}"
+    text = f"{rows} a step of up to {length} tokens: {batch.micro} x {batch.accumulation} micro-batches x {gpus}"
     yield "batch", f"{text}; {_explain_batch(plan)}" if plan.tried else text
     if plan.chosen:  # each begins with its key and value
         settings = [" ".join(choice.split()[:2]).strip(",:").partition(".")[2] for choice in plan.chosen]
@@ -173,6 +174,13 @@ def _describe_length(plan: Plan) -> str:
     if plan.machine.gpu.name != "cpu":
         text += f"; {plan.gpu_hours:,.2f} GPU-hours"
     return text
+
+
+def _describe_reference(plan: Plan) -> str:
+    if plan.seconds is None or plan.schedule.rows is None:
+        return "of an unknown number of pairs, before step 1"
+    pairs = format_plural(plan.schedule.rows + (plan.evaluated or 0), "pair")
+    return f"{pairs}, {format_duration(plan.seconds['reference'])} before step 1"
 
 
 def _format_steps(schedule: Schedule) -> str:
@@ -225,7 +233,9 @@ def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
     here = sorted((c for c in shown if c.here), key=lambda c: (not c.cost.fits, -c.cost.tokens_per_second))
     elsewhere = sorted((c for c in shown if not c.here), key=lambda c: (c.layout.ranks, -c.cost.tokens_per_second))
     nodes = format_plural(plan.layout.nodes, "node")
-    title = f"Layouts of this run ({nodes}, {format_plural(plan.schedule.global_sequences, 'sequence')} a step)"
+    title = (
+        f"Layouts of this run ({nodes}, {format_plural(plan.schedule.global_sequences, plan.run.train.unit)} a step)"
+    )
     columns = "layout >batch fits >GiB/GPU >GB/step >s/step >tok/s"
     is_narrow = width < NARROW
     tables = [_table(title, columns, [_cells_here(plan, c) for c in here])]

@@ -59,7 +59,8 @@ class StepTime:
     basis: str  # the source of the rates
     load_seconds: float  # weights from storage to GPU
     first_step_seconds: float  # extra time of the first step
-    evaluation_seconds: float  # per sequence of a rank; 0: no evaluation
+    evaluation_seconds: float  # per row of a rank; 0: no evaluation
+    forward_seconds: float  # the same in batches as large as training's, as a reference is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ def estimate_time(work: Workload) -> StepTime:
         basis=rates.basis,
         load_seconds=_load_seconds(work),
         first_step_seconds=0.0 if work.on_cpu else FIRST_STEP,
-        evaluation_seconds=_evaluation_seconds(work),
+        evaluation_seconds=_forward_seconds(work, work.evaluated),
+        forward_seconds=_forward_seconds(work, work.batch.micro),
     )
 
 
@@ -381,12 +383,15 @@ def _load_seconds(work: Workload) -> float:
     return (read + copied) / 1e9
 
 
-def _evaluation_seconds(work: Workload) -> float:
-    """Return the seconds of one sequence in an evaluation: its share of a batch's forward."""
-    if not work.evaluated:
+def _forward_seconds(work: Workload, micro: int) -> float:
+    """Return the seconds of one row in a forward without gradient: its share of a batch of `micro` rows."""
+    if not micro:
         return 0.0
-    batch = replace(work, batch=replace(work.batch, micro=work.evaluated), dropout=0.0)
+    batch = replace(work, batch=replace(work.batch, micro=micro), dropout=0.0)
     passes = _estimate_pass(batch, "forward") + _estimate_outside_layers(batch) * 0.5
     gpu = passes.compute + passes.memory
-    seconds = gpu + passes.host if work.on_cpu else max(gpu, passes.host)
-    return seconds / work.evaluated
+    sent = 0.0
+    if work.layout.reshard_after_forward:  # else the first batch's weights stay gathered for the others
+        sent = sum(flow.seconds for flow in estimate_traffic(batch).gathers if "forward" in flow.kind)
+    seconds = gpu + passes.host + sent if work.on_cpu else max(gpu, passes.host, sent)
+    return seconds / micro

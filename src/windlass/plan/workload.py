@@ -24,14 +24,15 @@ TRACED_LENGTHS = (256, 512, 768)  # trace.py's
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    micro: int  # sequences per GPU and micro-batch
+    micro: int  # rows per GPU and micro-batch: sequences, or pairs of them
     accumulation: int
     length: int  # tokens per sequence
+    sides: int = 1  # sequences per row: 2 of a pair
 
     @property
     def tokens(self) -> int:
         """Return the tokens per GPU and micro-batch."""
-        return self.micro * self.length
+        return self.micro * self.sides * self.length
 
 
 @dataclass(frozen=True, slots=True)

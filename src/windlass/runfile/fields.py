@@ -377,17 +377,17 @@ class Train(Section):
     max_steps: Count | Literal[-1] = -1
     """Optimizer steps to train for, overriding num_train_epochs; -1: by epochs."""
     per_device_train_batch_size: Count | Auto | None = None
-    """Sequences per GPU in one micro-batch. auto: the plan picks the fastest that fits and keeps the sequences per
-    optimizer step. null: 1 if gradient_accumulation_steps is a number, else as auto. Larger takes more memory for
-    activations and keeps a GPU busier."""
+    """Sequences (with dpo and orpo: pairs) per GPU in one micro-batch. auto: the plan picks the fastest that fits and
+    keeps the sequences per optimizer step. null: 1 if gradient_accumulation_steps is a number, else as auto. Larger
+    takes more memory for activations and keeps a GPU busier."""
     per_device_eval_batch_size: Count = 1
-    """Sequences per GPU in one evaluation batch."""
+    """Sequences, or pairs, per GPU in one evaluation batch."""
     gradient_accumulation_steps: Count | Auto = "auto"
     """Micro-batches per optimizer step. auto: computed from global_batch_size; 16 if that isn't set either. More of
     them take no more memory and reduce gradients less often."""
     global_batch_size: Count | None = None
-    """Sequences per optimizer step over all GPUs; gradient_accumulation_steps is computed from it. Larger means fewer,
-    steadier steps; fewer than 50 steps hardly train."""
+    """Sequences, or pairs, per optimizer step over all GPUs; gradient_accumulation_steps is computed from it. Larger
+    means fewer, steadier steps; fewer than 50 steps hardly train."""
     gradient_checkpointing: bool | Literal["selective", "auto"] = "auto"
     """Recompute activations in backward instead of storing them: far less memory, about a third more compute.
     selective: keep the products of routed experts and the tokens sent to them. auto: only if the run doesn't fit
@@ -399,7 +399,8 @@ class Train(Section):
     optim: Text = "adamw_torch"
     """Optimizer, by transformers' name. 8-bit ones take 2 bytes of memory a trained parameter instead of 8."""
     learning_rate: Positive = 1e-4
-    """Peak learning rate. 1e-4 to 3e-4 is usual for LoRA: too high diverges or forgets, too low learns nothing."""
+    """Peak learning rate. 1e-4 to 3e-4 is usual for LoRA: too high diverges or forgets, too low learns nothing. About
+    1e-5 with dpo and orpo, ten times TRL's 1e-6 for whole models: at a higher one both answers become unlikely."""
     lr_scheduler_type: Text = "cosine"
     """Learning rate schedule, by transformers' name. cosine and linear end near 0."""
     lr_scheduler_kwargs: dict[str, int | float | str | bool] | None = None
@@ -484,6 +485,16 @@ class Train(Section):
         if "warmup_ratio" not in section:
             return {**section, "warmup_ratio": 0.0}
         return {**section, "warmup_steps": None} if section["warmup_steps"] == 0 else section
+
+    @property
+    def sides(self) -> int:
+        """Sequences of a row: a pair has two."""
+        return 1 if self.objective == "sft" else 2
+
+    @property
+    def unit(self) -> str:
+        """What the batch sizes count."""
+        return "sequence" if self.objective == "sft" else "pair"
 
     @property
     def least_batch(self) -> int:

@@ -84,7 +84,7 @@ def check_plan(
         passed("model", f"{plan.base.name}: {plan.base.family.causal_lm}, {plan.total:,} parameters"),
         passed("adapter", f"{targets:,} modules, {plan.adapter.trainable:,} trainable parameters"),
         passed("layout", f"{layout.name} over {layout.ranks} ranks, by {plan.base.family.layer}"),
-        passed("batch", f"{plan.schedule.global_sequences} sequences per step"),
+        passed("batch", f"{plan.schedule.global_sequences} {plan.run.train.unit}s per step"),
         passed("memory", seen) if cost.fits else failed("memory", f"does not fit: {seen}", cost.remedy, where),
     ]
 
