@@ -12,9 +12,16 @@ SPIKE = 3  # in one step of every run, a third of the way
 
 
 def write(
-    folder: Path, *, ranks: int = 3, count: int = 400, gpu: bool = True, stages: bool = True, seed: int = 0
+    folder: Path,
+    *,
+    ranks: int = 3,
+    count: int = 400,
+    gpu: bool = True,
+    stages: bool = True,
+    seed: int = 0,
+    pairs: bool = False,
 ) -> Path:
-    """Write what a run of `count` steps leaves behind; `stages`: also what the other stages write."""
+    """Write what a run of `count` steps leaves behind; `stages`: also what the other stages write. pairs: of DPO."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
         draw = random.Random(seed * 1000 + rank)
@@ -22,13 +29,25 @@ def write(
             clock = BEGAN
             for step in range(1, count + 1):
                 record = one_step(step, count, rank, draw, gpu=gpu)
+                if pairs and rank == 0:
+                    record["preference"] = preference(step, count, 0.3 * draw.gauss(0, 1))
+                    record["loss"] = math.log1p(math.exp(-record["preference"]["rewards/margins"]))
                 clock += record["step_seconds"]
                 lines.write(json.dumps({**record, "time": round(clock, 3)}) + "\n")
         (folder / f"meter-rank{rank}.json").write_text(json.dumps(meter(rank, ranks, gpu=gpu)))
-    write_lines(folder / "events.jsonl", events(count))
+    made = events(count)
+    for event in made:
+        if pairs and event["kind"] == "eval":
+            figures = preference(event["step"], count, 0.0)
+            event |= {f"eval_{name}": value for name, value in figures.items()}
+            event["eval_loss"] = math.log1p(math.exp(-figures["rewards/margins"]))
+    write_lines(folder / "events.jsonl", made)
     if stages:
         write_lines(folder / "alarms.jsonl", alarms(count))
-        for name, value in others(count, ranks).items():
+        left = others(count, ranks)
+        if pairs:
+            left["data.json"]["sequences"] = {"train": 4000, "validation": 200}
+        for name, value in left.items():
             (folder / name).write_text(json.dumps(value))
     return folder
 
@@ -73,6 +92,19 @@ def one_step(step: int, count: int, rank: int, draw: random.Random, *, gpu: bool
         busiest = [1.4 + 1.4 * draw.random() for _ in range(36)]
         record["experts"] = {"experts": 128, "busiest": busiest, "idlest": [0.1] * 36, "unused": [0] * 36}
     return record
+
+
+def preference(step: int, count: int, noise: float) -> dict[str, float]:
+    learned = 1 - math.exp(-3 * step / count)
+    chosen, rejected = 0.4 * learned + noise / 3, -1.4 * learned - noise / 3
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": min(1.0, max(0.0, 0.5 + 0.35 * learned + noise / 3)),
+        "logps/chosen": -220 + 10 * chosen + 30 * noise,
+        "logps/rejected": -260 + 10 * rejected + 30 * noise,
+    }
 
 
 def meter(rank: int, ranks: int, *, gpu: bool) -> dict[str, Any]:

@@ -63,6 +63,46 @@ def test_the_total_is_what_the_run_counted_not_what_was_planned(tmp_path: Path) 
     assert plan["planned"] == 40
 
 
+def test_a_run_on_pairs_is_told_in_their_terms(tmp_path: Path) -> None:
+    run = only(write(tmp_path / "pairs", pairs=True))
+    head, learned = run["headline"], 1 - math.exp(-3)
+    assert head["preferred"] == pytest.approx(0.5 + 0.35 * learned)
+    assert head["margin"] == pytest.approx(1.8 * learned)
+    before = 0.5 + 0.35 * (1 - math.exp(-0.3))
+    preferred = f"{head['preferred']:.0%}"
+    told = f"the chosen answer is preferred in {preferred} of 200 evaluation pairs, {before:.0%} at step 40."
+    assert run["verdict"]["text"].endswith(told)
+    charts = {chart["id"]: chart for chart in run["charts"]}
+    labels = {name: [curve["label"] for curve in charts[name]["series"]] for name in ("margin", "accuracy", "rewards")}
+    assert labels["margin"] == ["margin", "evaluation margin"]
+    assert labels["rewards"] == ["chosen", "evaluation chosen", "rejected", "evaluation rejected"]
+    last = {name: [curve["values"][-1] for curve in charts[name]["series"]] for name in ("accuracy", "logps")}
+    assert last["accuracy"][1] == pytest.approx(100 * head["preferred"], rel=1e-4)
+    assert last["logps"][1] == pytest.approx(-220 + 4 * learned, rel=1e-4)
+    step = list(read_json_lines(tmp_path / "pairs" / "steps-rank0.jsonl"))[-1]["preference"]
+    assert last["logps"][0] == pytest.approx(step["logps/chosen"], rel=1e-4)
+    printed = shown(report.make_report([tmp_path / "pairs"]))
+    assert re.search(rf"chosen answer preferred +{100 * head['preferred']:.1f}.%", printed)
+
+
+def test_without_an_evaluation_a_run_on_pairs_is_told_of_its_last_steps(tmp_path: Path) -> None:
+    folder = write(tmp_path / "pairs", pairs=True)
+    (folder / "events.jsonl").write_text("")
+    run = only(folder)
+    last = [row["preference"]["rewards/accuracies"] for row in read_json_lines(folder / "steps-rank0.jsonl")][-20:]
+    assert run["headline"]["preferred"] == pytest.approx(statistics.mean(last))
+    assert f"is preferred in {statistics.mean(last):.0%} of the training pairs." in run["verdict"]["text"]
+    assert "preferred" not in only(write(tmp_path / "sft"))["verdict"]["text"]
+
+
+def test_a_loss_below_zero_that_falls_is_no_overfitting(tmp_path: Path) -> None:
+    """That of DPO with label smoothing may be negative."""
+    folder = write(tmp_path / "run", ranks=1, count=40)
+    losses = [{"kind": "eval", "step": 10 * i, "eval_loss": loss} for i, loss in enumerate((-0.2, -0.6, -0.61), 1)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
+    assert not any("overfitting" in reason for reason in only(folder)["verdict"]["against"])
+
+
 def test_figures_are_computed_from_the_steps(folder: Path, made: dict[str, Any]) -> None:
     lines = [list(read_json_lines(folder / f"steps-rank{rank}.jsonl")) for rank in range(3)]
     first, head = lines[0], made["headline"]

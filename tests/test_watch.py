@@ -4,6 +4,7 @@ import io
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -252,6 +253,88 @@ def test_a_script_is_stopped_by_a_loss_that_is_not_finite(tmp_path: Path) -> Non
         write(folder, count=80, ranks=2, fault=fault)
         watch.monitor.check_new_records()
         assert (stops[0], watch.why != "") == ((1, True) if name == "loss" else (0, False))
+
+
+BETA = 0.1
+
+
+def write_pairs(folder: Path, seed: int, *, falls: float, count: int = 1500, turned: bool = False) -> Path:
+    """Write a run of DPO, one pair a step. An adapter learns nine pairs of ten, and forgets `falls` nats of both
+    answers by the end; `turned`: in its last third it prefers the others."""
+    chance = random.Random(seed)
+    lines = []
+    for step in range(1, count + 1):
+        gone = min(1.0, 2 * step / count)
+        margin = 60 * gone * (1 if chance.random() < 0.9 else -0.5) + chance.gauss(0, 0.01 + 10 * gone)
+        margin *= -1 if turned and step > 2 * count / 3 else 1
+        length = chance.uniform(40, 400)
+        chosen, rejected = -falls * gone + 0.4 * margin, -falls * gone - 0.6 * margin
+        weight = 1 / (1 + math.exp(BETA * margin))
+        line = record(step, chance) | {
+            "loss": math.log1p(math.exp(-BETA * margin)),
+            "grad_norm": 4 * weight * chance.lognormvariate(0, 0.3),
+            "learning_rate": 1e-5,
+            "preference": {
+                "rewards/chosen": BETA * chosen,
+                "rewards/rejected": BETA * rejected,
+                "rewards/margins": BETA * margin,
+                "rewards/accuracies": float(margin > 0),
+                "logps/chosen": -length + chosen,
+                "logps/rejected": -1.1 * length + rejected,
+            },
+        }
+        lines.append(json.dumps(line))
+    (folder / run_folder.STEPS.format(rank=0)).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def found_in_pairs(folder: Path, **settings: Any) -> list[Alarm]:
+    raised: list[Alarm] = []
+    monitor = Monitor(folder, Watch(**settings), 1, raised=raised.append)
+    monitor.history.vocabulary = VOCABULARY
+    monitor.history.pairs, monitor.history.beta = True, BETA
+    monitor.check_new_records()
+    return raised
+
+
+def test_no_alarm_in_healthy_runs_on_pairs(tmp_path: Path) -> None:
+    for seed in range(6):
+        assert found_in_pairs(write_pairs(tmp_path, seed, falls=5.0)) == []
+    # By the rules for tokens they would not be healthy: a pair in the wrong order looks like a spike.
+    assert {alarm.kind for alarm in found(tmp_path, ranks=1)} >= {"loss_divergence", "gradient_spike"}
+
+
+@pytest.mark.fault("both answers of the pairs become unlikely", "`windlass train`", "the answers' log-probability fell")
+def test_answers_that_become_unlikely_together(tmp_path: Path) -> None:
+    raised = found_in_pairs(write_pairs(tmp_path, 1, falls=90.0))
+    assert {alarm.kind for alarm in raised} == {"falling_likelihood"}
+    assert "the answers' log-probability fell" in raised[-1].message
+    began, ended = map(float, re.findall(r"-\d+(?:\.\d+)?", raised[-1].message)[:2])
+    assert -260 < began < -150
+    assert ended < began - 50
+    for way in ("dpo.sft_weight", "dpo.beta", "train.learning_rate"):
+        assert way in make_hint("falling_likelihood", tmp_path)
+    assert found_in_pairs(tmp_path, falling_likelihood="off") == []
+    assert {alarm.level for alarm in found_in_pairs(tmp_path, falling_likelihood="stop")} == {"stop"}
+
+
+def test_a_diverging_loss_of_pairs(tmp_path: Path) -> None:
+    raised = found_in_pairs(write_pairs(tmp_path, 1, falls=5.0, turned=True))
+    assert {alarm.kind for alarm in raised} == {"loss_divergence"}
+
+
+def test_watch_shows_margin_and_accuracy(tmp_path: Path) -> None:
+    write_pairs(tmp_path, 1, falls=5.0, count=60)
+    append_json_line(
+        tmp_path / run_folder.EVENTS, {"kind": "eval", "step": 60, "eval_loss": 0.4, "eval_rewards/accuracies": 0.81}
+    )
+    console = Console(file=io.StringIO(), width=100)
+    live.watch(tmp_path, once=True, console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    last = list(read_json_lines(tmp_path / run_folder.STEPS.format(rank=0)))[-1]["preference"]
+    assert re.search(rf"margin +{last['rewards/margins']:.4g} ", text)
+    assert re.search(rf"accuracy +{last['rewards/accuracies']:.4g} ", text)
+    assert "evaluation 0.4000 at step 60, 81% preferred" in text
 
 
 def test_a_rising_evaluation_loss(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ CHUNK: Final = 2048  # lines that are parsed together
 HEAD_BYTES: Final = 8 * 1024  # read at the start of a long file
 SAMPLE_BYTES: Final = 2 * 1024  # read at each of its other places
 MAX_WAITING: Final = 200  # steps that wait for a rank before they are given up
-OBJECTS: Final = ("experts", "gpu_throttle", "skipped", "non_finite", "source_loss")  # fields that are not numbers
+# Fields that are not numbers.
+OBJECTS: Final = ("experts", "gpu_throttle", "skipped", "non_finite", "source_loss", "preference")
 
 Record = dict[str, Any]  # a line
 

@@ -564,6 +564,9 @@ class Watch(Section):
     """Smallest share of tokens that loss is computed on. A data set with none is always an error."""
     loss_divergence: Action = "warn"
     """The loss rose by `deviations` and by 10 %, or to the level of the tokens' frequencies alone, or stays there."""
+    falling_likelihood: Action = "warn"
+    """With objective dpo: over 50 steps both answers of the pairs are less likely than before step 1, by a quarter of
+    their log-probability, and the chosen one lost more than it gained on the other. They then make room for a third."""
     gradient_spike: Action = "warn"
     """A gradient norm is `gradient_factor` times the median of 50 steps, and `deviations` above it; names the rows."""
     dead_adapter: Action = "stop"

@@ -1,7 +1,7 @@
 """The curves of a run, reduced to few points: drawn on the page and stored in report.json under `charts`."""
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from statistics import fmean
 from typing import Any, Final
@@ -17,7 +17,16 @@ POINTS: Final = 480  # of one curve: every second pixel of a wide chart; a band 
 BUDGET: Final = 60_000  # points of all curves on a page, to keep it under a megabyte
 CURVES: Final = 33  # approximate number per run, with bands
 PHASES: Final = {phase: "waiting for ranks" if phase == "communication" else phase for phase in steps.PHASES}
-COMPARED: Final = ("loss", "grad_norm", "rate", "slowest", "memory", "learning_rate")
+COMPARED: Final = ("loss", "margin", "accuracy", "grad_norm", "rate", "slowest", "memory", "learning_rate")
+
+ANSWERS: Final = ("chosen", "rejected")
+# Of runs on pairs: chart, title, unit, factor, fields by label (of an evaluation with `eval_` before).
+PREFERENCE: Final[tuple[tuple[str, str, str, float, dict[str, str]], ...]] = (
+    ("margin", "Reward margin", "", 1, {"margin": "rewards/margins"}),
+    ("accuracy", "Chosen answer preferred", "%", 100, {"pairs": "rewards/accuracies"}),
+    ("rewards", "Rewards", "", 1, {answer: f"rewards/{answer}" for answer in ANSWERS}),
+    ("logps", "Log-probability of the answers", "", 1, {answer: f"logps/{answer}" for answer in ANSWERS}),
+)
 
 Chart = dict[str, Any]
 Curve = dict[str, Any]
@@ -50,15 +59,23 @@ def make_charts(run: Run) -> list[Chart]:
 
         return _curve(label, (combined(0, fmean), combined(1, min), combined(2, max)))
 
+    def of_pairs(fields: Mapping[str, str], scale: float) -> list[Curve]:
+        drawn = []
+        for label, field in fields.items():
+            drawn += curve(label, [scale * value for value in _pick(run, "preference", field)])
+            drawn += _evaluations(run, x, {f"eval_{field}": f"evaluation {label}"}, scale)
+        return drawn
+
     memory = {"gpu_peak_gib": "GPU peak", "gpu_reserved_gib": "GPU reserved", "rss_gib": "host, resident"}
     candidates: list[tuple[str, str, str, list[Curve]]] = [
-        ("loss", "Loss", "", [*curve("loss", first["loss"]), *_evaluations(run, x)]),
+        ("loss", "Loss", "", [*curve("loss", first["loss"]), *_evaluations(run, x, _name_losses(run))]),
         (
             "source_loss",
             "Loss by source",
             "",
-            [drawn for name in _sources(run) for drawn in curve(name, _source_losses(run, name))],
+            [drawn for name in _sources(run) for drawn in curve(name, _pick(run, "source_loss", name))],
         ),
+        *((name, title, unit, of_pairs(fields, scale)) for name, title, unit, scale, fields in PREFERENCE),
         ("grad_norm", "Gradient norm", "", curve("gradient norm", first["grad_norm"])),
         ("learning_rate", "Learning rate", "", curve("learning rate", first["learning_rate"])),
         ("rate", "Throughput", f"{first.unit}/s", [*curve("whole job", run.job_rate), *_planned_rate(run, len(x))]),
@@ -119,19 +136,25 @@ def _planned_rate(run: Run, length: int) -> list[Curve]:
     return [{**curve, "faint": True} for curve in _curve("planned", (middle, low, high))]
 
 
-def _evaluations(run: Run, x: list[int]) -> list[Curve]:
-    """Return curves for all evaluated rows and for each named set."""
-    curves: dict[str, list[float | None]] = {"evaluation": [None] * len(x)}
+def _name_losses(run: Run) -> dict[str, str]:
+    """Return the labels of the evaluations' losses: of all rows, and of each named set."""
+    names = {"eval_loss": None} | {name: None for event in run.events if event.get("kind") == "eval" for name in event}
+    losses = [name for name in names if name.startswith("eval_") and name.endswith("loss")]
+    return {name: f"evaluation {name[5:-5]}".strip() for name in losses}
+
+
+def _evaluations(run: Run, x: list[int], labels: Mapping[str, str], scale: float = 1) -> list[Curve]:
+    """Return a curve for each of these fields of the evaluations."""
+    curves: dict[str, list[float | None]] = {label: [None] * len(x) for label in labels.values()}
     for event in run.events:
         step = as_number(event.get("step"))
         if not x or event.get("kind") != "eval" or step != step:
             continue
         at = next((i for i, last in enumerate(x) if last >= step), len(x) - 1)
-        for name in event:
-            value = as_number(event[name])
-            if name.startswith("eval_") and name.endswith("loss") and value == value:
-                label = f"evaluation {name[5:-5]}".strip()
-                curves.setdefault(label, [None] * len(x))[at] = round_value(value)
+        for name, label in labels.items():
+            value = scale * as_number(event.get(name))
+            if value == value:
+                curves[label][at] = round_value(value)
     return [{"label": label, "values": values, "dots": True} for label, values in curves.items()]
 
 
@@ -139,10 +162,11 @@ def _sources(run: Run) -> list[str]:
     return sorted({name for losses in run.first.objects["source_loss"].values() for name in as_dict(losses)})
 
 
-def _source_losses(run: Run, source: str) -> Sequence[float]:
-    column = array("d", [NAN]) * run.first.length
-    for row, losses in run.first.objects["source_loss"].items():
-        column[row] = as_number(get_path(losses, source))
+def _pick(run: Run, field: str, name: str) -> Sequence[float]:
+    """Return a number of each step's object."""
+    column = array("d", [NAN]) * (run.first.length if run.first.objects[field] else 0)
+    for row, numbers in run.first.objects[field].items():
+        column[row] = as_number(get_path(numbers, name))
     return column
 
 
@@ -198,6 +222,8 @@ def compare_figures(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
         ("ranks", [format_figure(head["ranks"]) for head in heads]),
         ("final loss", [format_figure(head["final_loss"], digits=4) for head in heads]),
         ("lowest evaluation loss", [format_figure(head["least_eval_loss"], digits=4) for head in heads]),
+        ("chosen answer preferred", [format_percent(head["preferred"], 1) for head in heads]),
+        ("reward margin", [format_figure(head["margin"], digits=4) for head in heads]),
         ("clipped steps", [format_percent(head["clipped_share"]) for head in heads]),
         ("seconds per step", [format_duration(head["step_seconds"]) for head in heads]),
         *(

@@ -48,7 +48,10 @@ def collect_facts(run: Run) -> Facts:
             run.get(DATA, "source", "name") or run.get(MANIFEST, "run", "data", "dataset_name_or_path")
         ),
         "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if in_range else None,
-        "headline": summarize_run(run, began, finite_numbers(event.get("eval_loss") for event in events["eval"])),
+        "headline": {
+            **summarize_run(run, began, finite_numbers(event.get("eval_loss") for event in events["eval"])),
+            **summarize_pairs(run, events["eval"]),
+        },
         "step_time": average_phases(run),
         "tokens": count_tokens(run) if run.first.unit == steps.TOKENS else None,
         "memory": compare_memory(run),
@@ -174,6 +177,27 @@ def summarize_run(run: Run, began: float, evaluations: list[float]) -> Facts:
         "gpu_hours": seconds * ranks / 3600,
         "skipped_steps": sum(value is True for value in first.objects["skipped"].values()),
         "clipped_share": sum(norm > limit for norm in norms) / len(norms) if norms and limit > 0 else NAN,
+    }
+
+
+def summarize_pairs(run: Run, evaluations: list[dict[str, Any]]) -> Facts:
+    """Return in how many pairs the chosen answer is preferred, and the reward margin: of the last evaluation, or of the
+    last twentieth of the steps. NaN without pairs."""
+    rows = [as_dict(figures) for figures in run.first.objects["preference"].values()]
+    names = {"preferred": "rewards/accuracies", "margin": "rewards/margins"}
+    evaluated = [event for event in evaluations if "eval_rewards/accuracies" in event]
+    few = rows[-max(1, len(rows) // 20) :]
+    figures = {name: mean(as_number(row.get(field)) for row in few) for name, field in names.items()}
+    first = NAN
+    if evaluated:
+        figures = {name: as_number(evaluated[-1].get(f"eval_{field}")) for name, field in names.items()}
+        first = as_number(evaluated[0]["eval_rewards/accuracies"]) if len(evaluated) > 1 else NAN
+    return {
+        **figures,
+        "first_preferred": first,
+        "first_evaluation": _whole(evaluated[0].get("step")) if evaluated else None,
+        "preferred_of": "evaluation" if evaluated else "training",
+        "evaluated_pairs": _whole(run.get(DATA, "sequences", "validation")) if evaluated else None,
     }
 
 
@@ -313,7 +337,7 @@ def judge_run(run: Run, facts: Facts) -> Facts:
         reasons.append(f"{skipped} {were} skipped: the gradients were not finite")
     if head["final_loss"] > head["first_loss"] * 1.02 and head["steps"] >= 20:
         reasons.append("the loss is higher at the end than at the start")
-    if final > least * 1.05:
+    if final > least + 0.05 * abs(least):
         reasons.append(f"the evaluation loss has risen from {least:.3f} to {final:.3f}: overfitting")
     other_base = run.get(MANIFEST, "other_base")
     if other_base:
@@ -361,6 +385,11 @@ def _sentence(facts: Facts) -> str:
     if drop_nan([head["first_loss"] + head["final_loss"]]):
         text += f"; loss from {head['first_loss']:.3f} to {head['final_loss']:.3f}"
         text += f" (means of {head['averaged_steps']} steps)" if head["averaged_steps"] > 1 else ""
+    if drop_nan([head["preferred"]]):
+        pairs = f"{head['evaluated_pairs']:,}" if head["evaluated_pairs"] else "the"
+        text += f"; the chosen answer is preferred in {head['preferred']:.0%} of {pairs} {head['preferred_of']} pairs"
+        if drop_nan([head["first_preferred"]]):
+            text += f", {head['first_preferred']:.0%} at step {head['first_evaluation']}"
     return text + "."
 
 

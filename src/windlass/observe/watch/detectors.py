@@ -40,6 +40,8 @@ COLLAPSED: Final = 0.01  # share of it below which almost nothing is left; a run
 NOT_FALLEN: Final = 0.9  # share of the first loss above which it has not fallen
 GUESSING: Final = 0.01  # share of ln(vocabulary) within which a loss equals guessing
 CLEARLY_BELOW: Final = 0.8  # share of ln(vocabulary) below which a loss is clearly better than guessing
+FALLEN: Final = 0.25  # share of an answer's log-probability that it lost
+LEAST_FALL: Final = 5.0  # nats of an answer: a smaller loss is no failure, however likely it was
 UNIGRAM: Final = 0.03  # share of the unigram loss within which a loss equals it
 LEAST_UNIGRAM: Final = 2.0  # labels with a lower one are so few that their frequencies may be all there is to learn
 STUCK_STEPS: Final = 200  # a new model learns frequencies first
@@ -99,6 +101,8 @@ class History:
     max_steps: int | None = None
     vocabulary: int | None = None  # of the model whose adapter is trained; None: a script's run, or unknown
     unigram_loss: float | None = None  # of the training set's labels: what their frequencies alone give
+    pairs: bool = False  # rows are pairs, whose losses are of answers, not of tokens
+    beta: float | None = None  # of DPO: rewards are what an answer's log-probability gained, times this
     joined: deque[Records] = field(default_factory=lambda: deque(maxlen=WINDOW + RECENT))
     memory: dict[int, Memory] = field(default_factory=dict)
     balances: deque[Records] = field(default_factory=lambda: deque(maxlen=BALANCES))
@@ -133,7 +137,7 @@ class History:
         if self.seen > WARM_UP and seconds:
             self.step_seconds.append(seconds)
 
-    def values(self, name: str, last: int) -> list[float]:
+    def values(self, name: str, last: int) -> list[Any]:
         """Return a field's last values from the first rank that has it: loss and gradient norm are the same on all."""
         values = []
         for records in list(self.joined)[-last:]:
@@ -173,14 +177,38 @@ def describe_rows(records: Records) -> str:
 
 
 def loss_divergence(history: History) -> Findings:
-    now = history.values("loss", RECENT)
-    if history.lowest_loss is None or len(now) < RECENT:
+    """Find a loss that rose; that of pairs above the first one: few pairs in the wrong order make up most of it."""
+    recent = MIN_STEPS if history.pairs else RECENT
+    now = history.values("loss", recent)
+    if history.lowest_loss is None or len(now) < recent:
         return
     middle, deviation = history.lowest_loss
     limit = middle + max(history.limits.deviations * deviation, 0.1 * abs(middle))
+    if history.pairs:
+        limit = max(limit, 1.1 * history.first_loss)
     if median(now) > limit:
         was = f"it was {middle:.4g} with a deviation of {deviation:.2g}, the limit is {limit:.4g}"
-        yield f"median of the last {RECENT} steps {median(now):.4g}; {was}", None
+        yield f"median of the last {recent} steps {median(now):.4g}; {was}", None
+
+
+def falling_likelihood(history: History) -> Findings:
+    """Find that both answers of the pairs become unlikely, and lose more together than the chosen one gains."""
+    if not history.beta:
+        return
+    found = [pairs for pairs in history.values("preference", WINDOW) if None not in pairs.values()]
+    if len(found) < WINDOW:
+        return
+    gained = {}
+    began = {}
+    for answer in ("chosen", "rejected"):
+        gained[answer] = median(pairs[f"rewards/{answer}"] / history.beta for pairs in found)
+        before = median(pairs[f"logps/{answer}"] - pairs[f"rewards/{answer}"] / history.beta for pairs in found)
+        began[answer] = before
+        if gained[answer] > -max(LEAST_FALL, FALLEN * abs(before)):
+            return
+    if -gained["chosen"] > gained["chosen"] - gained["rejected"]:
+        falls = [f"of the {each} from {began[each]:.4g} to {began[each] + gained[each]:.4g}" for each in began]
+        yield f"in {WINDOW} steps the answers' log-probability fell since step 1, {' and '.join(falls)}", None
 
 
 def unigram_level(history: History) -> Findings:
@@ -203,6 +231,8 @@ def gradient_spike(history: History) -> Findings:
         return
     middle, deviation = median_and_deviation(before)
     limit = max(history.limits.gradient_factor * middle, middle + history.limits.deviations * deviation)
+    if history.pairs:  # most have hardly any gradient left, and one in the wrong order twice as much as at first
+        limit = max(limit, 2 * history.limits.gradient_factor * median(history.first_norms))
     if now > limit:
         rows = describe_rows(history.joined[-1])
         yield f"norm {now:.4g}, the median before was {middle:.4g}, the limit is {limit:.4g}; {rows}", None
@@ -237,8 +267,10 @@ def dead_adapter(history: History) -> Findings:
         yield f"the gradient is exactly zero in {NO_GRADIENT} steps in a row, so nothing it does reaches the loss", None
     elif len(losses) < NO_CHANGE:
         return
-    elif history.least_loss < CLEARLY_BELOW * guessing and all(
-        abs(x - guessing) <= GUESSING * guessing for x in losses
+    elif (
+        history.least_loss < CLEARLY_BELOW * guessing
+        and not history.pairs
+        and all(abs(x - guessing) <= GUESSING * guessing for x in losses)
     ):
         message = f"the loss of the last {NO_CHANGE} steps is {guessing:.4g}, ln(vocabulary): the model guesses;"
         yield f"{message} its lowest was {history.least_loss:.4g}", None
@@ -247,7 +279,7 @@ def dead_adapter(history: History) -> Findings:
     ):
         message = f"the gradient norm of the last {NO_CHANGE} steps is {median(norms):.2g}"
         yield f"{message}, {median(history.first_norms):.2g} in the first, and the loss has not fallen", None
-    elif min(rates, default=0) > 0 and len({f"{loss:.6g}" for loss in losses}) == 1:
+    elif min(rates, default=0) > 0 and not history.pairs and len({f"{loss:.6g}" for loss in losses}) == 1:
         yield f"the loss is {losses[0]:.6g} in {NO_CHANGE} steps in a row, though the learning rate is not 0", None
 
 
@@ -387,6 +419,11 @@ class Detector(NamedTuple):
 DETECTORS: Final = (
     Detector("loss_divergence", "lower train.learning_rate, and continue from an earlier checkpoint", loss_divergence),
     Detector("loss_divergence", "lower train.learning_rate, and continue from an earlier checkpoint", unigram_level),
+    Detector(
+        "falling_likelihood",
+        "set dpo.sft_weight: 0.1, a larger dpo.beta or a lower train.learning_rate",
+        falling_likelihood,
+    ),
     Detector(
         "gradient_spike", "look at these rows; lower train.learning_rate if it repeats", gradient_spike, STEPS, True
     ),

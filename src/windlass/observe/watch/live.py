@@ -37,6 +37,12 @@ WIDTH: Final = 48  # characters of a curve
 SILENT_SECONDS: Final = 30.0  # without a sign of life
 STATES: Final = {run_folder.FINISHED: "green", run_folder.RUNNING: "cyan", run_folder.FAILED: "bold red"}  # else yellow
 LEVELS: Final = {"stop": "bold red", "error": "bold red"}  # else yellow
+CURVES: Final = {  # label: field of the step files
+    "loss": ("loss",),
+    "grad_norm": ("grad_norm",),
+    "margin": ("preference", "rewards/margins"),
+    "accuracy": ("preference", "rewards/accuracies"),
+}
 HEADS: Final = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "communication": "wait"}
 MAX_ALARMS: Final = 8  # the newest
 MAX_RANKS: Final = 16  # the slowest
@@ -64,7 +70,7 @@ class View:
         self.alarm_count = 0
         self.evaluation = ""
         self.total = NAN  # steps, as the run counted them
-        self.curves: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+        self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
         self.seconds: deque[float] = deque(maxlen=20)
         self.norms = 0  # gradients
         self.clipped = 0
@@ -86,7 +92,7 @@ class View:
         self.max_grad_norm = as_number(get_path(manifest, "run", "train", "max_grad_norm"))
         for _, records in self.joined.read_new():
             for name, curve in self.curves.items():
-                value = as_number(records[0].get(name))
+                value = as_number(get_path(records[0], *CURVES[name]))
                 if abs(value) < HUGE:
                     curve.append(value)
                 if len(curve) > MAX_POINTS:
@@ -114,6 +120,8 @@ class View:
         for event in events:
             if event.get("kind") == "eval" and drop_nan([as_number(event.get("eval_loss"))]):
                 self.evaluation = f"evaluation {event['eval_loss']:.4f} at step {get_number(event, 'step'):.0f}"
+                if drop_nan([as_number(event.get("eval_rewards/accuracies"))]):
+                    self.evaluation += f", {event['eval_rewards/accuracies']:.0%} preferred"
         self.beats = read_beats(self.folder)
 
     @property

@@ -60,8 +60,11 @@ class RunWatch:
         self.stopped_by = ""
         network = str(run.cluster.network)
         self.monitor = Monitor(self.folder, self.limits, self.ranks, network=network, raised=self._on_alarm)
-        self.monitor.history.vocabulary = vocabulary
-        self.monitor.history.unigram_loss = unigram_loss
+        history = self.monitor.history
+        history.vocabulary = vocabulary
+        history.unigram_loss = None if run.is_preference else unigram_loss
+        history.pairs = run.is_preference
+        history.beta = run.dpo.beta if run.train.objective == "dpo" else None
         recorder.unwritten.say = self._on_write_error
         self.heartbeat = Heartbeat(
             self.folder,
