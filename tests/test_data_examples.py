@@ -35,7 +35,7 @@ def test_every_format_has_an_example_that_is_planned_and_prepared(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    assert {path.stem for path in EXAMPLES} == {*FORMATS, "mix"}
+    assert {path.stem for path in EXAMPLES} == {*FORMATS, "preference", "mix"}
     for path in EXAMPLES:
         loaded = runfile.read_run_file(path.relative_to(ROOT), [])
         assert planning.make_plan(loaded).schedule.global_sequences == 4
@@ -88,6 +88,20 @@ def test_the_mix_of_every_format_is_trained_and_its_rows_are_shown(folder: Path)
     assert show(8, "sharegpt")
     assert "rows are counted from 1" in show(0, "sharegpt", code=2)
     assert "there is no set 'x'" in show(8, "x", code=2)
+
+
+def test_a_pair_is_shown_with_both_answers(folder: Path) -> None:
+    shown = windlass(folder, "data", "examples/data/preference.yaml", "--row", "1")
+    chosen, rejected = shown.split("train, row 1: ")[1:]
+    assert chosen.startswith("chosen, ")
+    assert "How many letters has anchor?" in chosen
+    assert "[[6</s>]]" in chosen
+    assert rejected.startswith("rejected, ")
+    assert "[[Anchor has about 7 letters.</s>]]" in rejected.replace("\n", " ")
+    page = folder / "rows.html"
+    windlass(folder, "data", "examples/data/preference.yaml", "--html", str(page), "--sample", "1")
+    assert "rejected, " in page.read_text()
+    assert "pairs whose chosen answer is longer" in windlass(folder, "data", "examples/data/preference.yaml")
 
 
 @pytest.mark.prove

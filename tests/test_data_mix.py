@@ -19,7 +19,7 @@ from windlass.errors import UserError
 from windlass.plan.resolve import choose_length
 from windlass.plan.rows import sample_data
 from windlass.runfile import Data, RunFile, read_run_file
-from windlass.runfile.fields import CHAT_KEYS, MixedSet
+from windlass.runfile.rows import CHAT_KEYS, MixedSet
 
 
 @settings(max_examples=60, deadline=None)

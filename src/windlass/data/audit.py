@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.data.packing import group_by_length, pack_rows, shuffle
+from windlass.data.preference import SIDES
 from windlass.data.tokenize import Documents
 from windlass.errors import Problem, Where
 from windlass.files import read_json
@@ -35,6 +36,7 @@ TEMPLATE_DOCUMENTS, TEMPLATE_SHARE = 8, 0.01  # a run in more validation documen
 COMPARED_TOKENS = 1 << 24  # in larger sets an eighth of the runs is compared
 
 
+LONGER = 0.9  # of the pairs whose chosen answer is the longer one: more are warned of
 TAIL = 3  # tokens at the end of a supervised part among which the end token is: templates write a line break behind it
 # What is said of rows, by kinds of `remarks`: facts, and warnings.
 FACTS = {
@@ -57,7 +59,7 @@ WARNINGS = {
 
 def audit_split(documents: Documents, tokenizer: Any) -> Audit:
     """Return the statistics of one split, all counted, none estimated."""
-    lengths = documents.lengths
+    lengths = documents.sides.ravel()
     counts = documents.counts
     kept = len(documents.lengths)
     tokenized = kept + counts["unsupervised"]
@@ -83,8 +85,10 @@ def audit_split(documents: Documents, tokenizer: Any) -> Audit:
         "lowest_id": int(documents.ids.min()) if tokens else None,
         "highest_id": int(documents.ids.max()) if tokens else None,
         "lengths": {},
-        "histogram": [],  # [from, to, documents], each bin twice as wide as the one before
+        "histogram": [],  # [from, to, sequences], each bin twice as wide as the one before
     }
+    if documents.chosen_lengths is not None:
+        figures |= compare_answers(documents)
     if kept:
         least, median, high, most = np.percentile(lengths, (0, 50, 95, 100)).tolist()
         figures["lengths"] = {"least": int(least), "mean": float(lengths.mean()), "median": median}
@@ -93,6 +97,14 @@ def audit_split(documents: Documents, tokenizer: Any) -> Audit:
         bins = range(powers.min(), powers.max() + 1)
         figures["histogram"] = [[2**p, 2 ** (p + 1) - 1, int((powers == p).sum())] for p in bins]
     return figures
+
+
+def compare_answers(documents: Documents) -> Audit:
+    """Return the usual lengths of chosen and of rejected answers, and how often the chosen one is longer."""
+    tokens = np.array([int(documents.supervised[side].sum()) for side in documents.side_spans()]).reshape(-1, 2)
+    chosen, rejected = np.median(tokens, axis=0).tolist() if len(tokens) else (0.0, 0.0)
+    longer = float((tokens[:, 0] > tokens[:, 1]).mean()) if len(tokens) else 0.0
+    return {"chosen_tokens": chosen, "rejected_tokens": rejected, "chosen_longer": longer}
 
 
 def list_stops(tokenizer: Any) -> set[int]:
@@ -188,42 +200,47 @@ def hash_token_runs(documents: Documents, one_of: int) -> Iterator[tuple[Lengths
 
 def compare_batching(lengths: Lengths, *, batch: int, max_length: int, configured: str, seed: int) -> Audit:
     """Return the fraction of computed positions that hold a token, for each way of batching, and name the configured
-    one."""
+    one. lengths: of each row's sequences, two for pairs, which are never packed."""
     if not len(lengths):
         return {}
-    documents = len(lengths)
+    documents, sides = lengths.shape
     if documents > BATCHED_DOCUMENTS:
         lengths = lengths[shuffle(documents, seed, 0)[:BATCHED_DOCUMENTS]]
     count = len(lengths)
     tokens = int(lengths.sum())
-    packs = len(pack_rows(lengths.tolist(), max_length))
-    ordered = lengths[group_by_length(lengths, batch, seed, 0)]
+    padded_lengths = lengths.max(1) * sides
+    ordered = padded_lengths[group_by_length(padded_lengths, batch, seed, 0)]
     padded = sum(int(part.max()) * len(part) for part in np.split(ordered, range(batch, count, batch)))
+    computed = {LENGTH_GROUPED: (count, padded), PADDING_FREE: (count, tokens)}
+    if sides == 1:
+        packs = len(pack_rows(lengths[:, 0].tolist(), max_length))
+        computed[PACKED] = (packs, packs * max_length)
     ways = {}
-    for way, rows, positions in (
-        (LENGTH_GROUPED, count, padded),
-        (PADDING_FREE, count, tokens),
-        (PACKED, packs, packs * max_length),
-    ):
+    for way, (rows, positions) in computed.items():
         rows = round(rows * documents / count)
         ways[way] = {"rows": rows, "micro_batches": -(-rows // batch), "useful_share": tokens / positions}
     return {"configured": configured, "padding_waste": 1 - ways[configured]["useful_share"], "ways": ways}
 
 
 def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Audit]:
-    """Return the first, middle and last document decoded, in parts that are supervised (`trained`) or not."""
+    """Return the first, middle and last document decoded, of pairs both sequences, in parts that are supervised
+    (`trained`) or not."""
     count = len(documents.lengths)
-    spans = list(documents.spans())
+    sides = documents.sides.shape[1]
+    spans = list(documents.side_spans())
     samples = []
-    for document in sorted({0, count // 2, count - 1}) if count else ():
-        ids = documents.ids[spans[document]]
-        supervised = documents.supervised[spans[document]]
+    chosen = sorted({0, count // 2, count - 1}) if count else []
+    for document, side in itertools.product(chosen, range(sides)):
+        span = spans[document * sides + side]
+        ids = documents.ids[span]
+        supervised = documents.supervised[span]
         edges = [0, *(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(ids)]
         parts = [
             {"trained": bool(supervised[a]), "text": tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False)}
             for a, b in itertools.pairwise(edges)
         ]
-        samples.append({"split": split, "document": document, "tokens": len(ids), "parts": parts})
+        named = {"side": SIDES[side]} if sides > 1 else {}
+        samples.append({"split": split, "document": document, **named, "tokens": len(ids), "parts": parts})
     return samples
 
 
@@ -273,12 +290,15 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
     shared = audit.get("overlap", {"documents": 0, "share": 0})
     waste = audit["batching"].get("padding_waste", 0)
     all_tokens = max(1, train["tokens"] + train["tokens_cut"])
+    of_pairs = "chosen_longer" in train
     remedy = "data.packing: true leaves next to none"
+    if of_pairs:
+        remedy = "fewer pairs in a micro-batch leave less"
     if audit["batching"].get("configured") == PACKED:
         remedy = "most documents share a sequence with no other: a larger data.max_length leaves less"
     warnings = (
         (
-            train["truncated"],
+            train["truncated"] and not of_pairs,
             f"{format_plural(train['truncated'], 'row')} ({train['truncated_share']:.1%}) cut at max_length: "
             f"{train['tokens_cut']:,} tokens ({train['tokens_cut'] / all_tokens:.1%}) are lost",
         ),
@@ -306,6 +326,11 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
             "loss will look better than it is",
         ),
         (waste > 0.2, f"{waste:.0%} of the computed positions are padding: {remedy}"),
+        (
+            train.get("chosen_longer", 0) > LONGER,
+            f"in {train.get('chosen_longer', 0):.1%} of the pairs the chosen answer is the longer one: the model may "
+            "learn to write more, not better",
+        ),
     )
     remarks = [describe_remark(remark, train, WARNINGS) for remark in train["remarks"] if remark["kind"] in WARNINGS]
     left_out = itertools.chain(*(figures["left_out"] for figures in audit["splits"].values()))
@@ -315,7 +340,12 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
 def list_facts(audit: Mapping[str, Any]) -> list[str]:
     """Return what is worth knowing of the rows though nothing is wrong."""
     train = audit["splits"]["train"]
-    return [describe_remark(remark, train, FACTS) for remark in train["remarks"] if remark["kind"] in FACTS]
+    facts = [describe_remark(remark, train, FACTS) for remark in train["remarks"] if remark["kind"] in FACTS]
+    if "chosen_longer" in train and train["truncated"]:
+        pairs = format_plural(train["truncated"], "pair")
+        what = f"{train['tokens_cut']:,} tokens of both sequences' prompts (data.truncation: prompt)"
+        facts.append(f"{pairs} of {train['documents']:,} exceeded max_length and lost the beginning: {what}")
+    return facts
 
 
 def describe_remark(remark: Mapping[str, Any], figures: Mapping[str, Any], sentences: Mapping[str, str]) -> str:

@@ -28,6 +28,18 @@ class PaddedCollator:
         return {"input_ids": from_numpy(ids), "labels": from_numpy(labels), "attention_mask": from_numpy(mask)}
 
 
+class PairCollator(PaddedCollator):
+    """Pads the sequences of each pair as rows of their own: chosen and rejected of the first pair, then of the next."""
+
+    def __call__(self, rows: list[Row]) -> dict[str, Any]:
+        sequences: list[Row] = []
+        for row in rows:
+            edges = np.cumsum(row["seq_lengths"])[:-1]
+            parts = zip(np.split(row["input_ids"], edges), np.split(_labels(row), edges), strict=True)
+            sequences += [{"input_ids": ids, "labels": labels} for ids, labels in parts]
+        return super().__call__(sequences)
+
+
 class PaddedPackingCollator(PaddedCollator):
     """Stacks packed rows, padded to the longest: attention masks are then length x length per row.
 

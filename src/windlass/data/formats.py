@@ -20,8 +20,8 @@ from windlass.data.messages import FLAGS, arguments_as_text
 from windlass.data.sources import JSON_KINDS, Row
 from windlass.errors import UserError, Where
 from windlass.observe.steps import IGNORED
-from windlass.runfile.fields import CHAT_KEYS
 from windlass.runfile.reference import format_yaml
+from windlass.runfile.rows import CHAT_KEYS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +69,12 @@ class Format:
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Everything that its text depends on besides the row and the tokenizer."""
     chat: Callable[[Row], dict[str, Any]] | None = None
-    """Returns the messages and tools of a row that is a chat, as a request to a server has them."""
+    """Returns the messages and tools of a row that is a chat, as a request to a server has them; of a pair, the chosen
+    one's."""
+    pairs: bool = False
+    """Whether a row is a pair: the text with the chosen answer, then the one with the rejected answer."""
+    cuts_prompts: bool = False
+    """Whether the prompt of a pair that is too long is cut."""
 
     def require_columns(self, row: Row) -> None:
         """Refuse a row of another format: dropping it would go unnoticed."""
@@ -141,10 +146,10 @@ USUAL: tuple[dict[str, tuple[str, ...]], ...] = (
 )
 
 
-def guess_columns(columns: Sequence[str]) -> dict[str, str]:
+def guess_columns(columns: Sequence[str], usual: Sequence[Mapping[str, Sequence[str]]] = USUAL) -> dict[str, str]:
     """Return `data.columns` for data with usual names; empty if there is no match."""
     there = {column.lower(): column for column in columns}
-    for names in USUAL:
+    for names in usual:
         found = {name: there[one] for name, known in names.items() if (one := next(filter(there.get, known), None))}
         if names.keys() - found.keys() <= {"input"}:
             return {name: column for name, column in found.items() if name != column}
@@ -160,6 +165,7 @@ CHANGES_NO_ROW = {
     "val_fraction": "whether and how much is held out is compared",
     "mix": "each of its sets is compared; shares are taken of the rows afterwards",
     "eval": "each of its sets is compared",
+    "truncation": "it cuts pairs only, of which it is compared",
 }
 
 
@@ -174,10 +180,28 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     def there(needed: Sequence[str]) -> bool:
         return all(name in data.columns or name in columns for name in needed)
 
-    by_name = (f for f in FORMATS if f.name == data.format)
-    by_key = (f for f in FORMATS if any(getattr(data, key) for key in f.keys))
-    by_columns = (f for f in FORMATS if f.columns and there(f.columns))
-    chosen = next(by_name, None) or next(by_key, None) or next(by_columns, FORMATS[-1])
+    formats: Sequence[FormatRow] = FORMATS
+    if data.pairs:
+        from windlass.data.preference import PAIR_FORMATS, require_pairs  # built on this module
+
+        formats = PAIR_FORMATS
+    named = [f for f in formats if f.name == data.format]
+    if data.format is not None and not named:
+        hint = f"it is one of {', '.join(dict.fromkeys(f.name for f in formats))}, or set another train.objective"
+        problem = f"{data.format} rows are {'no pairs' if data.pairs else 'pairs, and train.objective is sft'}"
+        raise UserError(problem, where("data.format"), hint, "wrong-objective")
+    by_name = (f for f in named if there(f.columns))
+    by_key = (f for f in formats if any(getattr(data, key) for key in f.keys))
+    by_columns = (f for f in formats if f.columns and there(f.columns))
+    wanted = next(by_name, named[0] if named else None) or next(by_key, None) or next(by_columns, None)
+    if data.pairs:
+        require_pairs(data, wanted, columns, where)
+    elif wanted is None and {"chosen", "rejected"} <= {*columns}:
+        hint = "set train.objective: dpo to compare them; to train on the chosen ones alone, write "
+        hint += f"data.columns: {format_yaml(guess_columns(columns) or {'messages': 'chosen'})}"
+        problem = "the rows are pairs of a chosen and a rejected answer, and train.objective is sft"
+        raise UserError(problem, where("data.dataset_name_or_path"), hint, "wrong-objective")
+    chosen = wanted or formats[-1]
     if asked and asked[0] not in chosen.keys:
         problem = f"data.{asked[0]} is not of the format {chosen.name}"
         raise UserError(problem, where(f"data.{asked[0]}"), "remove one of them", "not-in-format")
@@ -197,6 +221,7 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     made = chosen.make(Request(data, columns, tokenizer, where))
     keys = {key: value for key, value in data.model_dump(mode="json").items() if key not in CHANGES_NO_ROW}
     identity = {**keys, "format": made.name, "template": made.template.template if made.template else None}
+    identity |= {"pairs": data.truncation} if data.pairs else {}
     return replace(made, others=others, identity=identity)
 
 
@@ -278,16 +303,13 @@ def chat_format(request: Request, column: str = "messages") -> Format:
     return make_chat_format(request, f"chats in {name!r}", template, messages_of, tools, column, (name,))
 
 
-def alpaca_format(request: Request) -> Format:
-    """An instruction, an optional input, and the output; earlier turns and a system prompt may precede it."""
+def alpaca_reader(request: Request) -> Callable[[Row], list[Any]]:
+    """Return what reads the turns before the answer: a system prompt, earlier turns, the instruction with its input."""
     instruction = request.column("instruction")
-    output = request.column("output")
     more, system, history = (request.optional(name) for name in ("input", "system", "history"))
 
-    def messages_of(row: Row) -> list[Any]:
-        asked, given, answer = (as_text(row.get(c or ""), c or "") for c in (instruction, more, output))
-        if not answer.strip():
-            return []
+    def read(row: Row) -> list[Any]:
+        asked, given = (as_text(row.get(column or ""), column or "") for column in (instruction, more))
         first = [{"role": "system", "content": row[system]}] if system and row.get(system) else []
         earlier = row.get(history or "") or ()
         if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in earlier):
@@ -300,7 +322,20 @@ def alpaca_format(request: Request) -> Format:
         ]
         parts = {"instruction": asked, "input": given} if given.strip() else {}
         user = {"role": "user", "content": "\n\n".join(filter(str.strip, (asked, given))), **parts}
-        return [*first, *turns, user, {"role": "assistant", "content": answer}]
+        return [*first, *turns, user]
+
+    return read
+
+
+def alpaca_format(request: Request) -> Format:
+    """An instruction, an optional input, and the output; earlier turns and a system prompt may precede it."""
+    instruction, output = map(request.column, ("instruction", "output"))
+    more = request.optional("input")
+    read = alpaca_reader(request)
+
+    def messages_of(row: Row) -> list[Any]:
+        answer = as_text(row.get(output), output)
+        return [*read(row), {"role": "assistant", "content": answer}] if answer.strip() else []
 
     what = f"{instruction!r}{f' with {more!r}' if more else ''} then {output!r}"
     return make_chat_format(

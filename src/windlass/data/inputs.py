@@ -56,7 +56,7 @@ def fingerprint_inputs(data: Data, tokenizer: Path | None, where: Where) -> str:
         splits = resolve_source(row_set.data, row_set.where).splits.values()
         files += [path for paths in splits for path in paths]
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(set(files))]
-    facts = json.dumps([data.model_dump(mode="json"), stats], sort_keys=True)
+    facts = json.dumps([data.model_dump(mode="json"), data.pairs, stats], sort_keys=True)
     return hashlib.blake2b(facts.encode(), digest_size=12).hexdigest()
 
 

@@ -36,7 +36,7 @@ def compare_with_mistral(file: Path | None, rows: Selection, kind: Format, token
     refused = ""
     parts = rows.train or rows.validation
     for number, row in enumerate(itertools.islice(read_rows(parts), COMPARED)):
-        rendered = kind.render(row)
+        rendered = kind.render(row)[: 1 if kind.pairs else None]  # the chosen answer
         chat = kind.chat(row) if rendered else {}
         messages = chat.get("messages", [])
         count = max((i for i, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)

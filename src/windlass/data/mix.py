@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from windlass.errors import Where
 from windlass.runfile import Data
-from windlass.runfile.fields import MixedSet
+from windlass.runfile.rows import MixedSet
 
 VALIDATION = "validation"  # name of the evaluation set of a run with a single data set
 

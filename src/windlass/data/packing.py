@@ -1,8 +1,9 @@
 """The order in which rows are trained on; documents packed into rows of a fixed length, and written."""
 
 import hashlib
+import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from windlass.data.tokenize import Documents
+from windlass.observe.steps import IGNORED
 
 Order = npt.NDArray[np.int64]
 # Global batches that are sorted by length together: more of them pad less, fewer shuffle better. Transformers' own
@@ -55,6 +57,7 @@ def group_by_length(lengths: npt.NDArray[np.int64], batch: int, seed: int, epoch
 
 
 ROWS_PER_BLOCK = 1000
+PAIRS = {"rows": "pairs"}  # metadata of a table whose rows are a chosen sequence and the rejected one
 
 
 def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -125,6 +128,17 @@ def open_rows(path: Path) -> pa.Table:
         return pa.ipc.open_stream(file).read_all()
 
 
+def iter_documents(table: pa.Table) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
+    """Yield the tokens of each document, of pairs the chosen sequence, and which of them are supervised."""
+    of_pairs = (table.schema.metadata or {}).get(b"rows") == b"pairs"
+    for row in itertools.chain.from_iterable(block.to_pylist() for block in table.to_batches(max_chunksize=16)):
+        ids = np.asarray(row["input_ids"])
+        supervised = np.asarray(row["labels"]) != IGNORED if "labels" in row else np.ones(len(ids), np.bool_)
+        sizes = row.get("seq_lengths") or [len(ids)]
+        for end, size in [*zip(np.cumsum(sizes), sizes, strict=True)][: 1 if of_pairs else None]:
+            yield ids[end - size : end], supervised[end - size : end]
+
+
 def hash_rows(path: Path) -> str:
     """Hash what is in an Arrow file of rows: ids, labels, and where rows and their documents end."""
     digest = hashlib.blake2b(digest_size=16)
@@ -137,21 +151,23 @@ def hash_rows(path: Path) -> str:
 
 
 def write_rows(sets: Sequence[Documents], path: Path, *, capacity: int | None) -> list[npt.NDArray[np.int64]]:
-    """Write an Arrow file of rows, set after set; `source` is a row's set. Returns the tokens of each row."""
-    partial = not all(documents.supervised.all() for documents in sets)
-    names = list_row_columns(partial=partial, packed=capacity is not None, mixed=len(sets) > 1)
-    schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
+    """Write an Arrow file of rows, set after set; `source` is a row's set. Returns the tokens of each row, of a pair
+    padded: what it costs in a batch."""
+    pairs = sets[0].chosen_lengths is not None
+    partial = pairs or not all(documents.supervised.all() for documents in sets)
+    names = list_row_columns(partial=partial, packed=pairs or capacity is not None, mixed=len(sets) > 1)
+    schema = pa.schema([(name, pa.list_(pa.int32())) for name in names], PAIRS if pairs else None)
     lengths = []
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for number, documents in enumerate(sets):
             rows = group_documents(documents, capacity)
-            lengths.append(np.array([documents.lengths[row].sum() for row in rows], np.int64))
+            lengths.append(np.array([documents.padded_lengths[row].sum() for row in rows], np.int64))
             for start in range(0, len(rows), ROWS_PER_BLOCK):
                 block = rows[start : start + ROWS_PER_BLOCK]
                 taken = documents.take(np.concatenate(block))
                 members = np.cumsum([0, *map(len, block)])
                 tokens = np.concatenate(([0], np.cumsum(taken.lengths)))[members]
-                edges = {"seq_lengths": members, "source": np.arange(len(block) + 1)}
+                edges = {"seq_lengths": members * documents.sides.shape[1], "source": np.arange(len(block) + 1)}
                 values = {"source": np.full(len(block), number, np.int32)}
                 columns = [
                     pa.ListArray.from_arrays(

@@ -37,6 +37,7 @@ from windlass.data.inputs import fingerprint_inputs
 from windlass.data.mistral_ids import compare_with_mistral, find_mistral_file
 from windlass.data.mix import count_per_epoch
 from windlass.data.packing import Order, choose_epoch_rows, group_by_length, hash_rows, open_rows, shuffle, write_rows
+from windlass.data.preference import SIDES
 from windlass.data.progress import Progress
 from windlass.data.select import Selection, check_selection, select_all
 from windlass.data.sources import Part, count_parts, locate_row, read_rows
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from windlass.model import Base
     from windlass.runfile import Data, Loaded, Model, RunFile
 
-CACHE_VERSION = 12  # raise it when what is written into the cached folder changes
+CACHE_VERSION = 13  # raise it when what is written into the cached folder changes
 # Larger files are identified by a sample of their content and by their modification time.
 HASHED_BYTES = 1 << 30
 STREAM_AUDIT_ROWS = 10_000  # rows of a stream that are audited before training
@@ -83,6 +84,8 @@ class PreparedData:
     """Of every set of a mix its rows, and how many of them are in an epoch."""
     template: Mapping[str, str] = field(default_factory=dict)
     """The chat template that wrote the rows, and where it is from; empty if none did."""
+    pairs: bool = False
+    """Whether a row is a chosen sequence and the rejected one, end to end."""
 
     def collator(self, pad_token_id: int, *, on_cpu: bool = False) -> Collator:
         """Return the collator for rows of `train` or `validation`.
@@ -92,7 +95,8 @@ class PreparedData:
         from windlass.data import collate  # imports torch
 
         if self.batching == LENGTH_GROUPED:
-            return collate.PaddedCollator(pad_token_id, 16 if on_cpu else 1)
+            padded = collate.PairCollator if self.pairs else collate.PaddedCollator
+            return padded(pad_token_id, 16 if on_cpu else 1)
         if self.batching == PACKED and self.masked:
             return collate.PaddedPackingCollator(pad_token_id)
         return collate.PaddingFreeCollator()
@@ -189,6 +193,7 @@ def prepare_data(
         evaluated=tuple(audit["evaluated"]),
         shares=shares,
         template=template,
+        pairs=data.pairs,
     )
 
 
@@ -295,7 +300,7 @@ def write_tokens(
             capacity = data.length if data.packs else None
             rows = write_rows([*sets.values()], into / f"{split}.arrow", capacity=capacity)
             np.save(into / f"{split}.rows.npy", np.concatenate(rows))
-            np.save(into / f"{split}.lengths.npy", together[split].lengths)
+            np.save(into / f"{split}.lengths.npy", together[split].sides)
             audit["splits"][split] = audit_split(together[split], tokenizer)
         named = data.mix if key == "sources" else data.eval  # the only set of a run needs no figures of its own
         for name, lengths in zip(sets, rows, strict=True) if named or len(sets) > 1 else ():
@@ -422,7 +427,7 @@ def sample_token_rows(
         for number, columns in _pick_rows(selection, sample or 1, row, run.train.order_seed):
             place = partial(lambda parts, number, _: locate_row(parts, number), selection.train, number)
             documents = tokenize([columns], format_, tokenizer, run.data.length, place=place)
-            spans = [*documents.spans()] or [slice(0, 0)]
+            spans = [*documents.side_spans()] or [slice(0, 0)]
             for part, span in enumerate(spans, 1):
                 flags = zip(documents.ids[span].tolist(), documents.supervised[span].tolist(), strict=True)
                 tokens = [
@@ -430,7 +435,9 @@ def sample_token_rows(
                     for position, (id_, flag) in enumerate(flags)
                 ]
                 summary = _summarize(documents, tokens)
-                if len(spans) > 1:
+                if format_.pairs:
+                    summary = f"{SIDES[part - 1]}, {summary}"
+                elif len(spans) > 1:
                     summary += f" (row {part} of the {len(spans)} that this chat became)"
                 facts = {"source": of.name, "row": number + 1, "format": format_.name, "description": summary}
                 shown.append({**facts, "parts": _split_into_parts(tokens, tokenizer), "tokens": tokens})

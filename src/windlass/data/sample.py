@@ -18,7 +18,8 @@ from windlass.errors import Where
 from windlass.runfile import Data
 
 Located = tuple[Path, int, Row]
-Document = tuple[int, int]  # its tokens, and the position of the first one that loss is computed on
+# Its tokens, of a pair those of the longer sequence, and the position of the first one that loss is computed on.
+Document = tuple[int, int]
 GROUPS = 20  # parts of a sample, whose differences show how far it can be off
 UNCUT = 1 << 30  # tokens
 PACKED_DOCUMENTS = 20_000  # as many fill rows as well as any larger number
@@ -51,7 +52,8 @@ def tokenize_sample(
         place = partial(_locate, chosen)
         documents = tokenize((row for *_, row in chosen), kind, tokenizer, UNCUT, place=place)
         flags = [documents.supervised[span] for span in documents.spans()]
-        groups.append([(len(each), int(each[1:].argmax()) + 1) for each in flags])
+        lengths = documents.sides.max(1).tolist()
+        groups.append([(n, int(each[1:].argmax()) + 1) for n, each in zip(lengths, flags, strict=True)])
     return groups
 
 

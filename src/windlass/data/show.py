@@ -24,6 +24,9 @@ FIGURES = {
     "tokens_cut": ("tokens cut off", ","),
     "supervised_fraction": ("supervised share", ".1%"),
     "end_trained_share": ("rows with a supervised end", ".1%"),
+    "chosen_tokens": ("tokens of a chosen answer (median)", ",.0f"),
+    "rejected_tokens": ("tokens of a rejected answer (median)", ",.0f"),
+    "chosen_longer": ("pairs whose chosen answer is longer", ".1%"),
 }
 SET_COLUMNS = ("rows", "tokens", "supervised", "cut", "duplicates")
 
@@ -39,7 +42,9 @@ def print_audit(audit: Mapping[str, Any], console: Console | None = None) -> Non
         parts.append(f"streamed: train is audited by its first {audit['sampled_rows']:,} rows")
     if held_out := explain_held_out(audit):
         parts.append(held_out)
-    figures = {key: each for key, each in FIGURES.items() if key != "split" or splits["train"]["split"]}
+    train = splits["train"]
+    figures = {key: each for key, each in FIGURES.items() if key in train and (key != "split" or train["split"])}
+    of_pairs = "chosen_longer" in train
     rows = [(name, *(format(s[key], spec) for s in splits.values())) for key, (name, spec) in figures.items()]
     if overlap := audit.get("overlap"):
         rows.append(("also in train", "", f"{overlap['documents']:,}"))
@@ -53,7 +58,8 @@ def print_audit(audit: Mapping[str, Any], console: Console | None = None) -> Non
     histogram = splits["train"]["histogram"]
     most = max((count for _, _, count in histogram), default=1)
     bars = [(f"{low:,}–{high:,}", f"{count:,}", "█" * round(40 * count / most)) for low, high, count in histogram]
-    parts.append(_table({"tokens": "right", "documents": "right", "": "left"}, bars))
+    counted = "sequences" if of_pairs else "documents"
+    parts.append(_table({"tokens": "right", counted: "right", "": "left"}, bars))
     ways = [
         (
             f"{'→' if way == batching['configured'] else ' '} {way}",
@@ -64,7 +70,9 @@ def print_audit(audit: Mapping[str, Any], console: Console | None = None) -> Non
     ]
     parts.append(_table({"batching": "left", "micro-batches": "right", "tokens of positions": "right"}, ways))
     for sample in audit["samples"]:
-        text = Text(f"\n{sample['split']} document {sample['document']:,} ({sample['tokens']:,} tokens)\n", "bold")
+        name = f"{sample['split']} document {sample['document']:,}"
+        side = f", {sample['side']}" if "side" in sample else ""
+        text = Text(f"\n{name}{side} ({sample['tokens']:,} tokens)\n", "bold")
         for part in sample["parts"]:
             shown = part["text"]
             hidden = len(part["text"]) - 2 * SHOWN_CHARACTERS

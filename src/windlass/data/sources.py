@@ -23,7 +23,7 @@ from windlass.errors import UserError, Where
 from windlass.files import read_json, refuse_duplicate_keys
 from windlass.observe.format import format_plural
 from windlass.runfile import Data
-from windlass.runfile.fields import RECIPE_CONFIG
+from windlass.runfile.rows import RECIPE_CONFIG
 
 Row = dict[str, Any]
 JSON_KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number"}

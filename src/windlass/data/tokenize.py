@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from windlass.data.formats import Format, RenderedRow
 from windlass.data.sources import Row, split_into_batches
-from windlass.errors import UserError
+from windlass.errors import Problem, UserError, raise_all
 from windlass.observe.format import format_plural
 from windlass.observe.steps import IGNORED
 
@@ -52,10 +52,25 @@ class Documents:
     """Why rows are not among them, how many, and where the first are."""
     remarks: tuple[dict[str, Any], ...] = ()
     """What a user should know of rows: the kind, an example, how many, and where the first are."""
+    chosen_lengths: Indices | None = None
+    """Of pairs: the tokens of each chosen sequence, which the rejected one follows in the same document."""
 
     @cached_property
     def starts(self) -> Indices:
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+
+    @property
+    def sides(self) -> Indices:
+        """Tokens of each document's sequences: a row for each, of two columns for pairs and one for others."""
+        if self.chosen_lengths is None:
+            return self.lengths[:, None]
+        return np.stack([self.chosen_lengths, self.lengths - self.chosen_lengths], 1)
+
+    @property
+    def padded_lengths(self) -> Indices:
+        """Tokens of each document where the sequences of pairs are padded to the longer one."""
+        padded: Indices = self.sides.max(1) * self.sides.shape[1]
+        return padded
 
     def take(self, which: Indices) -> Documents:
         """Return these documents, in this order."""
@@ -64,18 +79,20 @@ class Documents:
         # Index ranges end to end: starts 5, 0 and lengths 2, 3 give 5 6 0 1 2.
         index = np.arange(int(lengths.sum()), dtype=np.int64)
         index += np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-        return Documents(self.ids[index], self.supervised[index], lengths, self.hashes[which])
+        chosen = None if self.chosen_lengths is None else self.chosen_lengths[which]
+        return Documents(self.ids[index], self.supervised[index], lengths, self.hashes[which], chosen_lengths=chosen)
 
     def column(self, name: str) -> npt.NDArray[np.int32]:
         """Return a column of the rows that are trained on, by name."""
         if name == "labels":
             return np.where(self.supervised, self.ids, np.int32(IGNORED))
-        return self.ids if name == "input_ids" else self.lengths.astype(np.int32)
+        return self.ids if name == "input_ids" else self.sides.ravel().astype(np.int32)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Documents]) -> Documents:
         """Concatenate documents and add up their counts."""
-        names = ("ids", "supervised", "lengths", "hashes")
+        names = ["ids", "supervised", "lengths", "hashes"]
+        names += [] if parts[0].chosen_lengths is None else ["chosen_lengths"]
         counts = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
         left_out = tuple(itertools.chain(*(part.left_out for part in parts)))
         remarks = tuple(itertools.chain(*(part.remarks for part in parts)))
@@ -84,8 +101,17 @@ class Documents:
 
     def spans(self) -> Iterator[slice]:
         """Yield each document's slice of the flat arrays."""
-        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
-            yield slice(start, start + length)
+        return slice_end_to_end(self.lengths)
+
+    def side_spans(self) -> Iterator[slice]:
+        """Yield each sequence's: of pairs two for every document."""
+        return slice_end_to_end(self.sides.ravel())
+
+
+def slice_end_to_end(lengths: Indices) -> Iterator[slice]:
+    """Yield slices of these lengths, end to end."""
+    for end, length in zip(np.cumsum(lengths).tolist(), lengths.tolist(), strict=True):
+        yield slice(end - length, end)
 
 
 def tokenize(
@@ -101,6 +127,7 @@ def tokenize(
     """Tokenize all rows that have a supervised token. `counts` records what became of each row; `place`: where rows
     are; `progress` is called with the number of rows read so far."""
     counts = dict.fromkeys(COUNTS, 0)
+    limit = None if kind.pairs else max_length
     chunks: list[Documents] = []
     left_out: dict[str, list[int]] = {}
     remarks: dict[str, tuple[str, list[int]]] = {}  # by kind: an example, and the rows
@@ -110,11 +137,12 @@ def tokenize(
             try:
                 kind.require_columns(row)
                 found = [one for one in kind.render(row) if one.ids is not None or one.text.strip()]
-                for kind_of, example in itertools.chain(*(one.remarks.items() for one in found)):
+                for kind_of, example in dict(itertools.chain(*(one.remarks.items() for one in found))).items():
                     remarks.setdefault(kind_of, (example, []))[1].append(number)
                 yield found
-                counts["split"] += len(found) > 1
-                counts["split_into"] += len(found) if len(found) > 1 else 0
+                if len(found) > 1 and not kind.pairs:
+                    counts["split"] += 1
+                    counts["split_into"] += len(found)
                 if not found:
                     null = next((name for name in kind.needs if row.get(name) is None), None)
                     left_out.setdefault(f"{null!r} is null" if null else "empty", []).append(number)
@@ -135,17 +163,18 @@ def tokenize(
             # Rust encodes without Python's lock: meanwhile this thread reads, renders and collects.
             coming = (rendered, other.submit(encode_batch, rendered, tokenizer))
             if pending is not None:
-                chunks.append(
-                    collect_documents(pending[0], pending[1].result(), tokenizer.eos_token_id, max_length, counts)
-                )
+                chunks.append(collect_documents(pending[0], pending[1].result(), tokenizer.eos_token_id, limit, counts))
             pending = coming
-    chunks = chunks or [collect_documents([], [], None, max_length, counts)]
+    chunks = chunks or [collect_documents([], [], None, limit, counts)]
     documents = Documents.concatenate(chunks)
-    documents.counts = counts
 
     def locate(numbers: Sequence[int]) -> str:
         return f"{place(*numbers[:FIRST])}{', …' if len(numbers) > FIRST else ''}"
 
+    if kind.pairs:
+        documents, wrong = join_pairs(documents, max_length, tokenizer.bos_token_id, counts, kind.cuts_prompts)
+        raise_all([Problem(problem, locate(rows), hint, code) for code, rows, problem, hint in wrong])
+    documents.counts = counts
     documents.left_out = tuple(
         f"{format_plural(len(numbers), 'row')} left out ({why}): {locate(numbers)}" for why, numbers in left_out.items()
     )
@@ -160,11 +189,11 @@ def collect_documents(
     rendered: Sequence[RenderedRow],
     encoded: Sequence[Encoded],
     eos: int | None,
-    max_length: int,
+    max_length: int | None,
     counts: dict[str, int],
 ) -> Documents:
     """Return a batch's documents with their end of sequence, cut to length; documents without supervision are only
-    counted."""
+    counted. Without a length nothing is cut or left out: these are sequences of pairs."""
     flat = array("i")
     supervised = bytearray()
     lengths: list[int] = []
@@ -178,13 +207,13 @@ def collect_documents(
             if flags is not None:
                 last = any(end == len(one.text) for _, end in one.supervised or ())
                 flags = np.append(flags[:-1] if present else flags, last)
-        if len(ids) > max_length:
+        if max_length is not None and len(ids) > max_length:
             counts["truncated"] += 1
             counts["tokens_cut"] += len(ids) - max_length
             ids = ids[:max_length]
         row = b"\1" * len(ids) if flags is None else flags[: len(ids)].tobytes()
         # A document's first token is never predicted: nothing precedes it.
-        if 1 not in row[1:]:
+        if max_length is not None and 1 not in row[1:]:
             counts["unsupervised"] += 1
             continue
         flat.frombytes(np.asarray(ids, np.int32).tobytes())
@@ -199,6 +228,70 @@ def collect_documents(
         np.array(lengths, np.int64),
         np.array(hashes, np.uint64),
     )
+
+
+def join_pairs(
+    sequences: Documents, max_length: int, bos: int | None, counts: dict[str, int], cuts_prompts: bool
+) -> tuple[Documents, list[tuple[str, list[int], str, str]]]:
+    """Join every two sequences, a row's chosen and rejected one, to a document. Also return what is wrong with rows: a
+    code, the rows, the problem and a hint.
+
+    Both keep the same tokens of the prompt: loss begins at the first token in which either has some of its answer. If
+    one is too long, the prompt's beginning is cut off both, but for the token that begins a sequence.
+    """
+    supervised = sequences.supervised.copy()
+    kept = np.ones(len(sequences.ids), np.bool_)
+    spans = [*sequences.spans()]
+    empty: list[int] = []
+    equal: list[int] = []
+    long: list[int] = []
+    most = 0
+    for number, sides in enumerate(zip(spans[::2], spans[1::2], strict=True)):
+        chosen, rejected = (sequences.ids[side] for side in sides)
+        shortest = min(len(chosen), len(rejected))
+        longest = max(len(chosen), len(rejected))
+        same = chosen[:shortest] == rejected[:shortest]
+        shared = shortest if same.all() else int(same.argmin())
+        answers = [int(supervised[side].argmax()) for side in sides]
+        begin = min(shared, *answers)
+        for side, answer in zip(sides, answers, strict=True):
+            supervised[side.start + begin : side.start + answer] = True
+            supervised[side.start] = False  # nothing precedes it
+        head = int(chosen[0] == bos)
+        cut = max(0, longest - max_length)
+        room = max(0, begin - head - 1) if cuts_prompts else 0  # a token of the prompt stays
+        if not all(supervised[side].any() for side in sides):
+            empty.append(number)
+        elif shared == longest:
+            equal.append(number)
+        elif cut > room:
+            long.append(number)
+            most = max(most, longest - room)
+        elif cut:
+            counts["truncated"] += 1
+            counts["tokens_cut"] += 2 * cut
+            for side in sides:
+                kept[side.start + head : side.start + head + cut] = False
+    limit = f"longer than data.max_length {max_length:,}"
+    too_long = f"a sequence {limit}: up to {most:,} tokens"
+    hint = f"set data.max_length: {most}, or data.truncation: prompt"
+    if cuts_prompts:
+        too_long = f"an answer that is, with a token of its prompt, {limit}: up to {most:,} tokens"
+        hint = f"set data.max_length: {most}, or leave out such rows"
+    wrong = [
+        ("empty-answer", empty, "an answer without a token that loss is computed on", "fix or leave out such rows"),
+        ("equal-answers", equal, "a chosen answer that equals the rejected one", "leave out such rows"),
+        ("too-long", long, too_long, hint),
+    ]
+    count = format_plural(len(spans) // 2, "pair")
+    wrong = [(code, rows, f"{len(rows):,} of {count} with {what}", hint) for code, rows, what, hint in wrong if rows]
+    edges = np.append(sequences.starts, len(kept))
+    lengths = np.diff(np.append(0, np.cumsum(kept))[edges]).reshape(-1, 2)
+    mixed = sequences.hashes[::2] * np.uint64(0x9E3779B97F4A7C15) + sequences.hashes[1::2]  # in this order
+    hashes = mixed >> np.uint64(PART_BITS) << np.uint64(PART_BITS)
+    return Documents(
+        sequences.ids[kept], supervised[kept], lengths.sum(1), hashes, chosen_lengths=lengths[:, 0].copy()
+    ), wrong
 
 
 def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encoded]:

@@ -34,7 +34,7 @@ def resolve_auto(
     train: dict[str, Any] = {}
     reasons: list[str] = []
     if run.data.max_length == "auto":
-        data["max_length"], why = choose_length(sample, base.positions)
+        data["max_length"], why = choose_length(sample, base.positions, 100 if run.is_preference else COVERED)
         if why:
             reasons.append(f"data.max_length {data['max_length']}, {', '.join(why)}")
     if run.data.packing == "auto":
@@ -66,13 +66,13 @@ def fill_in_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None)
     return replace(loaded, run=run)
 
 
-def choose_length(sample: DataSample, positions: int | None) -> tuple[int, list[str]]:
+def choose_length(sample: DataSample, positions: int | None, covered_percent: float = COVERED) -> tuple[int, list[str]]:
     """Return a length that nearly all sampled rows fit in, and why it was chosen; no reason if nothing is known."""
     length = UNKNOWN
     why: list[str] = []
     lengths = sample.lengths()
     if lengths:
-        covered = sorted(tokens for tokens, _ in lengths)[math.ceil(len(lengths) * COVERED / 100) - 1]
+        covered = sorted(tokens for tokens, _ in lengths)[math.ceil(len(lengths) * covered_percent / 100) - 1]
         length = -(-min(LONGEST, max(SHORTEST, covered)) // 256) * 256
     if positions and positions < length:
         length = positions

@@ -152,6 +152,8 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
     # Short, and long enough that enough rows have a supervised token within it. The first token is never predicted.
     firsts = [int(documents.supervised[span][1:].argmax()) + 1 for span in documents.spans()]
     length = min(LENGTH_OF_MANY if (vocab or 0) > MANY else LENGTH, data.length)
+    if data.pairs:  # those that exceed the length are refused
+        length = int(documents.sides.max())
     while length < data.length and sum(place < length for place in firsts) < min(LEAST_SUPERVISED, len(firsts)):
         length = min(2 * length, data.length)
 
@@ -225,8 +227,18 @@ def list_requested_columns(data: Data) -> dict[str, Any]:
         "input_ids": {"input_ids": [*range(5, 25)]},
         "text": {data.text_field or "text": answered},
     }
+    if data.pairs:
+        answers = {"chosen": answered, "rejected": "I don't know."}
+        published = {
+            "preference": {"prompt": asked},
+            "messages": {data.messages_field or "messages": turns[:1]},
+            "sharegpt": {data.messages_field or "conversations": chat[:1]},
+            "alpaca": {"instruction": asked},
+        }
+        published = {name: {**columns, **answers} for name, columns in published.items()}
     keys = {"messages": data.messages_field, "prompt-completion": data.prompt_field}
-    named: str = data.format or next((name for name, key in keys.items() if key), "text")
+    usual = "preference" if data.pairs else "text"
+    named: str = data.format or next((name for name, key in keys.items() if key), usual)
     return {data.columns.get(name, name): form for name, form in published[named].items()}
 
 
@@ -253,7 +265,7 @@ def check_ends(documents: Documents, tokenizer: Any, base: Base, longest: int, w
         sources = [("generation_config.json", generation), ("config.json", base.config.get("eos_token_id")), *sources]
     named = ((who, value if isinstance(value, list) else [value]) for who, value in sources)
     who, stops = next(((who, set(ids)) for who, ids in named if ids != [None]), ("everything", set[int]()))
-    uncut = documents.lengths < longest
+    uncut = documents.sides.max(1) < longest
     if not uncut.any():
         return "every row is cut before its end"
     owners, ends = find_ended_parts(documents, stops, tokenizer)

@@ -16,7 +16,7 @@ from windlass.model import Base
 from windlass.model.family import FAMILIES
 from windlass.model.shrink import shrink_config
 from windlass.runfile import LayoutSection, RunFile, Secret
-from windlass.runfile.fields import EvalSet, MixedSet, RowFormat
+from windlass.runfile.rows import EvalSet, MixedSet, RowFormat
 
 STEPS = 20  # optimizer steps of the rehearsal: enough that a fast machine is still training when it is stopped
 EVERY = 4  # steps between two evaluations or saves, and steps of an epoch

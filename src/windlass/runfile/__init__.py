@@ -1,9 +1,10 @@
 """The run file: one YAML file, typed, with the place of every value."""
 
-from windlass.runfile.fields import Data, ExpertLora, Lora, Model, RunFile, ScriptRun, Train, Watch
+from windlass.runfile.fields import ExpertLora, Lora, Model, RunFile, ScriptRun, Train, Watch
 from windlass.runfile.machines import Cluster, LayoutSection, Secret
 from windlass.runfile.read import Loaded, LoadedFile, LoadedScript, parse_settings, read_any, read_kind, read_run_file
 from windlass.runfile.reference import list_keys, make_schema, read_preset, read_presets
+from windlass.runfile.rows import Data
 from windlass.runfile.rules import resolve_accumulation
 
 __all__ = [

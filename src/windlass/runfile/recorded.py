@@ -3,7 +3,8 @@
 import copy
 from typing import Any
 
-from windlass.runfile.fields import RECIPE_CONFIG, Data, RowFormat, RunFile
+from windlass.runfile.fields import RunFile
+from windlass.runfile.rows import RECIPE_CONFIG, Data, RowFormat
 
 # Keys of `data` and its sets that are recorded with these values instead of null and `auto`.
 RECORDED = {"dataset_config_name": RECIPE_CONFIG, "text_field": "text"}

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 
 from windlass.errors import DEFAULT, Problem, UserError, Where, is_written
 from windlass.runfile import names
-from windlass.runfile.fields import Data, Run, RunFile, ScriptRun, Train, Watch
+from windlass.runfile.fields import Run, RunFile, ScriptRun, Train, Watch
 from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Kubernetes, Pods
+from windlass.runfile.rows import Data
 from windlass.variables import find_unread, is_set_by_launcher
 
 Clash = tuple[str, str, str]  # keys, separated by spaces; what is wrong; a hint
@@ -115,6 +116,15 @@ def _check_objective(run: RunFile, where: Where) -> Iterator[Clash]:
         for key in {"label_smoothing", "length_normalized"}.intersection(run.dpo.changed):
             what = "loss: ipo is always per token" if key == "length_normalized" else "loss: ipo has none"
             yield f"dpo.{key} dpo.loss", f"no effect: {what}", "remove it, or set dpo.loss: sigmoid"
+    if run.is_preference and run.data.packing is True:
+        what = "pairs aren't packed: both sequences of a pair stay in one row, and no other pair's"
+        yield "data.packing train.objective", what, "remove it, or set data.packing: false"
+    if run.is_preference and run.data.streaming:
+        what = "pairs can't be streamed: the reference's log-probabilities are computed of all rows before step 1"
+        yield "data.streaming train.objective", what, "remove it, and name a slice if the set is too large"
+    if not run.is_preference and run.data.truncation != "refuse":
+        what = "no effect: only pairs (train.objective: dpo, orpo) are refused or cut by it"
+        yield "data.truncation train.objective", what, "remove it: other rows are cut at their end"
     if run.is_preference and run.train.neftune_noise_alpha:
         what = f"noise would shift every answer's log-probability, which {objective} compares"
         yield "train.neftune_noise_alpha train.objective", what, "remove it"

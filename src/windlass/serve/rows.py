@@ -1,19 +1,18 @@
 """Rows of a probe: the documents that tell most, and their chats as a request to a server has them."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-import numpy as np
 import pyarrow as pa
 
 from windlass.data.formats import Format, choose_format
+from windlass.data.packing import iter_documents
 from windlass.data.select import select_all
 from windlass.data.sources import Row, read_rows, split_into_batches
 from windlass.data.tokenize import encode_batch
 from windlass.errors import UserError, Where
-from windlass.observe.steps import IGNORED
 from windlass.runfile import RunFile
 from windlass.serve.probe import ROWS, TOKENS
 
@@ -23,29 +22,20 @@ SHORTEST: Final = 8
 
 
 def choose_rows(table: pa.Table) -> list[dict[str, Any]]:
-    """Return the documents with the most supervised tokens at their beginning; `start`: of the first of these."""
+    """Return the documents with the most supervised tokens at their beginning; `start`: of the first of these. Of pairs
+    these are the chosen sequences."""
     documents = [
         {
             "ids": ids[:TOKENS].tolist(),
             "start": int(supervised[:TOKENS].argmax()),
             "told": int(supervised[:TOKENS].sum()),
         }
-        for ids, supervised in _iter_documents(table)
+        for ids, supervised in iter_documents(table.slice(0, SEARCHED))
     ]
     long = [document for document in documents if len(document["ids"]) >= SHORTEST] or documents
     chosen = sorted(long, key=lambda document: -document.pop("told"))
     distinct = {tuple(document["ids"]): document for document in reversed(chosen)}
     return [document for document in chosen if distinct[tuple(document["ids"])] is document][:ROWS]
-
-
-def _iter_documents(table: pa.Table) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """Yield tokens of the first documents, and which of them are supervised."""
-    for row in table.slice(0, SEARCHED).to_pylist():
-        ids = np.asarray(row["input_ids"])
-        supervised = np.asarray(row["labels"]) != IGNORED if "labels" in row else np.ones(len(ids), np.bool_)
-        sizes = row.get("seq_lengths") or [len(ids)]
-        for end, size in zip(np.cumsum(sizes), sizes, strict=True):
-            yield ids[end - size : end], supervised[end - size : end]
 
 
 def add_chats(rows: Sequence[dict[str, Any]], run: RunFile, where: Where, tokenizer: Any) -> None:

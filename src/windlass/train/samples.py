@@ -4,24 +4,22 @@ Generation is greedy and uses no KV cache: a right-padded batch goes through the
 that training depends on changes, and no random numbers are drawn.
 """
 
-import itertools
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from windlass.data.inputs import read_prompt_lines
+from windlass.data.packing import iter_documents
 from windlass.errors import UserError, Where
 from windlass.files import append_json_line
 from windlass.observe.recorder import Recorder
-from windlass.observe.steps import IGNORED
 from windlass.ranks import collectives
 from windlass.ranks.rank import StopSignal
 from windlass.run_folder import SAMPLES
@@ -178,19 +176,12 @@ def _parse_line(line: str) -> str:
 def _prompts_from_rows(validation: pa.Table, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Return prompts from the first validation documents: up to the first supervised token, or half of the document."""
     prompts: list[Prompt] = []
-    blocks = validation.to_batches(max_chunksize=16)
-    for row in itertools.chain.from_iterable(block.to_pylist() for block in blocks):
-        ids = np.asarray(row["input_ids"])
-        labels = np.asarray(row["labels"]) if "labels" in row else ids
-        sizes = row["seq_lengths"] if "seq_lengths" in row else [len(ids)]
-        for end, size in zip(np.cumsum(sizes), sizes, strict=True):
-            document = ids[end - size : end]
-            supervised = labels[end - size : end] != IGNORED
-            start = len(document) // 2 if supervised[0] else int(supervised.argmax())
-            if 0 < start < len(document):
-                text = tokenizer.decode(document[:start].tolist(), skip_special_tokens=True)
-                reference = tokenizer.decode(document[start:].tolist(), skip_special_tokens=True)
-                prompts.append(Prompt(text, document[:start].tolist(), reference))
-            if len(prompts) == count:
-                return prompts
+    for document, supervised in iter_documents(validation):
+        start = len(document) // 2 if supervised[0] else int(supervised.argmax())
+        if 0 < start < len(document):
+            text = tokenizer.decode(document[:start].tolist(), skip_special_tokens=True)
+            reference = tokenizer.decode(document[start:].tolist(), skip_special_tokens=True)
+            prompts.append(Prompt(text, document[:start].tolist(), reference))
+        if len(prompts) == count:
+            return prompts
     return prompts

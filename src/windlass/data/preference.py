@@ -1,0 +1,238 @@
+"""Pairs of a chosen and a rejected answer to one prompt, in the forms that data sets have, as two texts each."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from windlass.data.answers import common_prefix_length
+from windlass.data.chat import ChatTemplate
+from windlass.data.formats import (
+    Format,
+    FormatRow,
+    RenderedRow,
+    Request,
+    alpaca_reader,
+    as_text,
+    guess_columns,
+    render_chat,
+)
+from windlass.data.messages import FLAGS, arguments_as_text
+from windlass.data.sources import Row
+from windlass.errors import UserError, Where
+from windlass.runfile import Data
+from windlass.runfile.reference import format_yaml
+from windlass.runfile.rows import CHAT_KEYS
+
+SIDES: Final = ("chosen", "rejected")
+USUAL_SIDES: Final = {
+    "chosen": ("chosen", "chosen_response", "accepted", "preferred", "better"),
+    "rejected": ("rejected", "rejected_response", "dispreferred", "worse"),
+}
+USUAL_PROMPTS: Final[tuple[dict[str, tuple[str, ...]], ...]] = (
+    {"messages": ("conversation", "chat", "dialog", "dialogue", "turns"), **USUAL_SIDES},
+    {"prompt": ("prompt", "question", "query", "problem", "input", "source"), **USUAL_SIDES},
+)
+# Begins an answer in texts that hold a whole conversation, as HH-RLHF's.
+SPEAKER: Final = re.compile(r"\n\nAssistant:")
+
+Messages = list[Any]
+Pair = tuple[Any, list[Any]]  # the prompt and both answers: texts, or lists of messages
+
+
+def require_pairs(data: Data, wanted: FormatRow | None, columns: Sequence[str], where: Where) -> None:
+    """Refuse rows that are no pairs, a prompt by another name, and keys that have no effect on pairs."""
+    has = f"the rows have {', '.join(map(repr, columns)) or 'no column'}"
+    if wanted is None:
+        lacks = " and ".join(f"no {side!r}" for side in SIDES if side not in (*columns, *data.columns))
+        usual = guess_columns(columns, (*USUAL_PROMPTS, USUAL_SIDES))
+        hint = "name the answers, data.columns: {chosen: …, rejected: …}, or set train.objective: sft"
+        hint = f"if that is what they hold, write data.columns: {format_yaml(usual)}" if usual else hint
+        problem = f"compares pairs of answers, and {has}, but {lacks}"
+        raise UserError(problem, where("train.objective"), hint, "wrong-objective")
+    usual = guess_columns(columns, USUAL_PROMPTS)
+    if usual and wanted.columns == SIDES and data.format is None:
+        hint = f"if it is one, write data.columns: {format_yaml(usual)}; "
+        hint += "if the answers begin with their prompt, data.format: preference"
+        problem = f"{has}, and no prompt by that name"
+        raise UserError(problem, where("data.columns"), hint, "no-such-column")
+    for key in ("turns", "completion_only_loss"):
+        if getattr(data, key) not in ("auto", None, True):
+            problem = "no effect on pairs: the loss is computed on what follows the prompt, and on nothing else"
+            raise UserError(problem, where(f"data.{key}"), "remove it", "no-effect")
+
+
+def preference_format(request: Request) -> Format:
+    """A prompt, text or messages, with both answers; or both texts or chats in full, which begin with their prompt."""
+    prompt = request.optional("prompt")
+    return make_pair_format(request, "preference", prompt, (lambda row: row.get(prompt)) if prompt else None)
+
+
+def messages_format(request: Request, column: str = "messages") -> Format:
+    """Messages, and both answers to them as messages or as text."""
+    name = request.column(column, "messages_field")
+    kind = {"conversations": "sharegpt"}.get(column, column)
+    return make_pair_format(request, kind, name, lambda row: row.get(name))
+
+
+def alpaca_pairs(request: Request) -> Format:
+    """An instruction with its input and earlier turns, and both answers."""
+    return make_pair_format(request, "alpaca", request.column("instruction"), alpaca_reader(request))
+
+
+def make_pair_format(
+    request: Request, name: str, prompt: str | None, read_prompt: Callable[[Row], Any] | None
+) -> Format:
+    """Pairs whose prompt is read so; without a reader it is what both answers begin with."""
+    data = request.data
+    columns = tuple(map(request.column, SIDES))
+    tools, system = (None, None) if name == "alpaca" else map(request.optional, ("tools", "system"))
+    is_chat = name != "preference" or system is not None or bool(CHAT_KEYS.intersection(data.own_changes))
+    template: ChatTemplate | None = None
+    if is_chat or data.chat_template or getattr(request.tokenizer, "chat_template", None):
+        template = request.chat_template("alpaca" if name == "alpaca" else "mistral")
+
+    def read(row: Row) -> Pair:
+        before = read_prompt(row) if read_prompt else ""
+        before = as_text(before, prompt or "") if is_text(before) else before
+        sides = [row.get(column) or "" for column in columns]
+        texts = [as_text(side, column) for side, column in zip(sides, columns, strict=True) if is_text(side)]
+        if read_prompt is None and len(texts) == 2:
+            at = find_answers(*texts)
+            before, texts = texts[0][:at], [text[at:] for text in texts]
+            sides = [*texts]
+        if len(texts) == 2 and not isinstance(before, list) and not is_chat:
+            require_answers([text.strip() for text in texts])
+            return before, texts
+        if template is None:
+            hint = "set data.chat_template: chatml, or the template that the model was trained with"
+            raise UserError("messages, and the tokenizer has no chat template", "data", hint, "no-chat-template")
+        first = [{"role": "system", "content": row[system]}] if system and row.get(system) else []
+        chats = [as_messages(side, "assistant") for side in sides]
+        return split_chats(template, first, as_messages(before, "user"), chats)
+
+    def render(row: Row) -> Sequence[RenderedRow]:
+        before, answers = read(row)
+        if isinstance(before, str):
+            at = len(before)
+            return [RenderedRow(f"{before}{answer}", ((at, at + len(answer)),)) for answer in answers]
+        assert template is not None
+        return render_answers(template, before, answers, row.get(tools or ""))
+
+    def chat(row: Row) -> dict[str, Any]:
+        before, answers = read(row)
+        if template is None or isinstance(before, str):
+            return {"messages": [], "tools": None}
+        turns = template.read([*before, *answers[0]])
+        messages = [arguments_as_text(turn.message) for turn in turns]
+        return {"messages": messages, "tools": template.read_tools(row.get(tools or ""))}
+
+    what = f"{prompt!r}, then {' or '.join(map(repr, columns))}" if prompt else " and ".join(map(repr, columns))
+    through = f" through {template.source}" if template and is_chat else ""
+    return Format(
+        name,
+        f"pairs: {what}{through}, loss on both answers",
+        render,
+        template.notes if template and is_chat else (),
+        (*filter(None, (prompt,)), *columns),
+        template=template,
+        chat=chat if template else None,
+        pairs=True,
+        cuts_prompts=data.truncation == "prompt",
+    )
+
+
+def is_text(value: Any) -> bool:
+    return not isinstance(value, list | dict)
+
+
+def as_messages(value: Any, role: str) -> Messages:
+    """Return messages; one message or a text becomes the only one."""
+    if isinstance(value, list):
+        return value
+    return [value if isinstance(value, dict) else {"role": role, "content": value}] if value else []
+
+
+def find_answers(chosen: str, rejected: str) -> int:
+    """Return where the answers of two texts begin that begin with one prompt: behind the last common mark of the
+    speaker, else with the word that differs first and the space before it."""
+    shared = common_prefix_length(chosen, rejected)
+    marks = [mark.end() for mark in SPEAKER.finditer(chosen, 0, shared)]
+    at = marks[-1] if marks else max((mark.end() for mark in re.finditer(r"\s", chosen[:shared])), default=0)
+    at -= not marks and chosen[at - 1 : at] == " "
+    if not chosen[:at].strip():
+        raise prompt_error("chosen and rejected have no beginning in common, which would be their prompt")
+    return at
+
+
+def split_chats(template: ChatTemplate, first: Messages, before: Messages, chats: Sequence[Messages]) -> Pair:
+    """Return the prompt and both answers of a pair; the chats may begin with the prompt.
+
+    first: a system message from a column of its own, which the chats lack.
+    """
+    turns = [template.read(chat) for chat in chats]
+    if all(found and not found[0].is_assistant for found in turns):
+        shared = sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(*turns, strict=False)))
+        common = "\n".join(turn.words for turn in turns[0][:shared])
+        if not all(turn.words.strip() in common for turn in template.read(before)):
+            raise prompt_error("the prompt is not what chosen and rejected begin with")
+        before = chats[0][:shared]
+        chats = [chat[shared:] for chat in chats]
+        turns = [found[shared:] for found in turns]
+    if any(found and not found[0].is_assistant for found in turns):
+        raise prompt_error("the turns before the first answer differ between chosen and rejected")
+    asked = template.read(before)
+    if asked and asked[-1].is_assistant:
+        hint = "move that turn into both answers, or leave out such rows"
+        raise UserError("the prompt ends with a turn of the assistant", "data", hint, "prompt-answered")
+    require_answers([any(turn.is_assistant and not turn.is_empty for turn in found) for found in turns])
+    return [*first, *before], [*chats]
+
+
+def render_answers(
+    template: ChatTemplate, before: Messages, answers: Sequence[Messages], tools: Any
+) -> list[RenderedRow]:
+    """Return the text with the chosen answer and the one with the rejected answer."""
+    found = [render_chat(template, [*before, *answer], tools, False, first=len(before)) for answer in answers]
+    if any(len(rows) > 1 for rows in found):
+        problem = "the chat template writes turns of an answer differently once later ones follow"
+        hint = "keep the last answer of such rows alone, behind the turns before it"
+        raise UserError(problem, "data", hint, "turns-rewritten")
+    pair = [rows[0] for rows in found]
+    require_answers([bool(row.supervised) for row in pair])
+    heads = sorted((row.text[: row.supervised[0][0]] for row in pair if row.supervised), key=len)
+    if not heads[1].startswith(heads[0]):
+        raise prompt_error("the chat template writes the prompt of chosen and rejected differently")
+    return pair
+
+
+def require_answers(answers: Sequence[Any]) -> None:
+    for side, answer in zip(SIDES, answers, strict=True):
+        if not answer:
+            raise UserError(f"the {side} answer is empty", "data", "fix or leave out such rows", "empty-answer")
+
+
+def prompt_error(problem: str) -> UserError:
+    return UserError(problem, "data", "both answers of a pair need the same prompt: fix such rows", "prompt-differs")
+
+
+SPOKEN: Final = ("system", "tools", "role", "content", *FLAGS)
+# The first one whose columns exist is used.
+PAIR_FORMATS: Final = (
+    FormatRow("preference", (), ("prompt", *SIDES), SPOKEN, preference_format),
+    FormatRow(
+        "messages", ("messages_field",), ("messages", *SIDES), SPOKEN, partial(messages_format, column="messages")
+    ),
+    FormatRow(
+        "sharegpt",
+        ("messages_field",),
+        ("conversations", *SIDES),
+        ("from", "value", *SPOKEN),
+        partial(messages_format, column="conversations"),
+    ),
+    FormatRow("alpaca", (), ("instruction", *SIDES), ("input", "system", "history"), alpaca_pairs),
+    FormatRow("preference", (), SIDES, SPOKEN, preference_format),
+)
