@@ -32,6 +32,7 @@ ADAPTER: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 BASE_MODEL: Final = "base_model.json"  # next to it: the base that the adapter was trained on; PEFT ignores it
 PROBE: Final = "probe.json"  # what answers of a server are compared with: in an export, and in a run of a large model
+REFERENCE: Final = "reference.safetensors"  # log-probabilities of a preference run's pairs before step 1
 BASES: Final = "bases.json"  # held-out losses with the base in other dtypes, by `windlass best --base-dtype`
 
 # Libraries whose versions are recorded with a run.

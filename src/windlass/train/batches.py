@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from windlass.data.collate import Collator
+from windlass.data.collate import Array, Collator
 from windlass.data.packing import to_numpy
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
@@ -25,6 +25,31 @@ FILL: Final = -1  # row number of the filler that completes the last step; it ha
 ROW: Final = "row"
 SOURCE: Final = "source"  # the number of the data set that a row comes from, in mixes and evaluations
 FILL_ROW: Final[dict[str, Any]] = {"input_ids": [0, 0], "labels": [IGNORED] * 2, "seq_lengths": [2], ROW: FILL}
+FILL_PAIR: Final[dict[str, Any]] = {"input_ids": [0] * 4, "labels": [IGNORED] * 4, "seq_lengths": [2, 2], ROW: FILL}
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The pairs of a micro-batch. Sequence 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
+
+    sequences: Tensor  # of each target
+    lengths: Tensor  # targets of each sequence; 0 of pairs that complete the last step
+    reference: Tensor  # log-probability of each sequence under the reference; empty without one
+    sources: Tensor | None  # data set of each pair, in mixes and evaluations
+
+    @property
+    def count(self) -> int:
+        return len(self.lengths) // 2
+
+    def each(self, move: Callable[[Tensor], Tensor]) -> Self:
+        sources = None if self.sources is None else move(self.sources)
+        return replace(
+            self,
+            sequences=move(self.sequences),
+            lengths=move(self.lengths),
+            reference=move(self.reference),
+            sources=sources,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +60,12 @@ class Batch:
     collated: dict[str, Any]  # with labels and mask, in host memory, to count tokens without a device sync
     rows: list[int]  # row numbers in the data set
     tokens: int  # without padding
+    pairs: Pairs | None = None  # of a preference objective
 
     @property
     def supervised(self) -> int:
-        return len(self.inputs["targets"])
+        """What the loss is a mean over: supervised tokens, or pairs."""
+        return len(self.inputs["targets"]) if self.pairs is None else len(self.rows)
 
     def pin_memory(self) -> Self:
         return self._each(Tensor.pin_memory)
@@ -48,7 +75,7 @@ class Batch:
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Self:
         inputs = {name: move(value) if isinstance(value, Tensor) else value for name, value in self.inputs.items()}
-        return replace(self, inputs=inputs)
+        return replace(self, inputs=inputs, pairs=self.pairs and self.pairs.each(move))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +88,8 @@ class Collate:
 
     collator: Collator
     mark_tokens: bool = False  # keep the mask, which a router's balancing loss needs
+    pairs: bool = False  # rows are pairs
+    reference: Tensor | None = None  # of the pairs, by row number: log-probabilities of chosen and rejected answer
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> Batch:
         collated = self.collator(list(rows))
@@ -75,20 +104,38 @@ class Collate:
         supervised = np.flatnonzero(following != IGNORED)
         inputs["supervised"] = torch.from_numpy(supervised)
         inputs["targets"] = torch.from_numpy(following.ravel()[supervised])
+        lengths = [length for row in rows for length in (row["seq_lengths"] if self.pairs else [len(row["input_ids"])])]
+        if len(labels) == len(lengths):
+            which = supervised // labels.shape[1]
+        else:  # laid end to end
+            which = np.searchsorted(np.cumsum(lengths), supervised, side="right")
+        sources = None
         if any(SOURCE in row for row in rows):
-            of_rows = np.array([row.get(SOURCE, [0])[0] for row in rows], np.int64)
-            if len(labels) == len(rows):
-                which = supervised // labels.shape[1]
-            else:  # rows laid end to end
-                ends = np.cumsum([len(row["input_ids"]) for row in rows])
-                which = np.searchsorted(ends, supervised, side="right")
-            inputs["sources"] = torch.from_numpy(of_rows[which])
+            sources = torch.from_numpy(np.array([row.get(SOURCE, [0])[0] for row in rows], np.int64))
+        pairs = None
+        if self.pairs:
+            pairs = self._pair(rows, which, sources)
+        elif sources is not None:
+            inputs["sources"] = sources[which]
         tokens = sum(len(row["input_ids"]) for row in rows)
         counts = (tokens, inputs["input_ids"].numel() - tokens, len(supervised))  # what the recorder would count
         collated["counts"] = torch.tensor(counts, dtype=torch.float64)
         known = [row[ROW] for row in rows if row[ROW] != FILL]
-        tokens -= (len(rows) - len(known)) * len(FILL_ROW["input_ids"])
-        return Batch(inputs, collated, known, tokens)
+        fill = FILL_PAIR if self.pairs else FILL_ROW
+        tokens -= (len(rows) - len(known)) * len(fill["input_ids"])
+        return Batch(inputs, collated, known, tokens, pairs)
+
+    def _pair(self, rows: Sequence[dict[str, Any]], which: Array, sources: Tensor | None) -> Pairs:
+        """Describe pairs. `which`: the sequence of each target."""
+        lengths = np.bincount(which, minlength=2 * len(rows))
+        for row, of_pair in zip(rows, lengths.reshape(-1, 2), strict=True):
+            assert len(row["seq_lengths"]) == 2, f"row {row[ROW]} is no pair"
+            assert row[ROW] == FILL or of_pair.all(), f"row {row[ROW]} has an answer without a token"
+        reference = torch.zeros(0)
+        if self.reference is not None:
+            numbers = torch.tensor([row[ROW] for row in rows])
+            reference = self.reference[numbers].flatten()  # a filler's is the last row's, and counts nowhere
+        return Pairs(torch.from_numpy(which), torch.from_numpy(lengths), reference, sources)
 
 
 class Batches:
@@ -142,10 +189,13 @@ class Batches:
             return raise_row_errors(
                 DataLoader(stream, batch_size=None, num_workers=min(1, self.workers), **self.options)
             )
-        order = self.order(number)
+        return self.in_order(self.order(number), micro_batches)
+
+    def in_order(self, order: np.ndarray[Any, Any], micro_batches: int = 0) -> Iterator[Batch]:
+        """Yield micro-batches of these rows, after the first `micro_batches`."""
         fill = np.full(-len(order) % self.round_rows, FILL, dtype=order.dtype)
         dealt = np.concatenate([order, fill]).reshape(-1, self.world, self.micro)[micro_batches:, self.rank]
-        rows = _Rows(self.rows)
+        rows = _Rows(self.rows, FILL_PAIR if self.collate.pairs else FILL_ROW)
         if not self.workers and not self.options["pin_memory"]:  # a loader costs more than collating does
             return (self.collate(rows.__getitems__(numbers)) for numbers in dealt.tolist())
         options = {"collate_fn": self.collate, "num_workers": self.workers, **self.options}
@@ -188,7 +238,8 @@ class RowError(UserError):
 class _Rows(Dataset[Any]):
     """Rows with their numbers, as views of Arrow's memory: 20 times as fast as indexing `datasets`."""
 
-    def __init__(self, rows: pa.Table) -> None:
+    def __init__(self, rows: pa.Table, fill: dict[str, Any]) -> None:
+        self.fill = fill
         self.columns: dict[str, list[tuple[Any, Any]]] = {}
         for name in rows.column_names:
             chunks = rows.column(name).chunks
@@ -196,7 +247,7 @@ class _Rows(Dataset[Any]):
         self.starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
 
     def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
-        return [FILL_ROW if number == FILL else self._row(number) for number in numbers]
+        return [self.fill if number == FILL else self._row(number) for number in numbers]
 
     def _row(self, number: int) -> dict[str, Any]:
         chunk = int(np.searchsorted(self.starts, number, side="right")) - 1

@@ -130,7 +130,7 @@ def require_same_plan(plan: Plan, identity: str) -> None:
         "train.per_device_train_batch_size": plan.batch.micro,
         "train.gradient_accumulation_steps": plan.batch.accumulation,
     }
-    sections = ("model", "lora", "data", "train", "watch")
+    sections = ("model", "lora", "data", "train", "dpo", "orpo", "watch")
     keys = {f"{name}.{key}": value for name in sections for key, value in run[name].items()}
     versions = read_versions(LIBRARIES)
     libraries = {f"{name}'s version": version for name, version in versions.items() if name != "python"}

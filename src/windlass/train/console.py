@@ -141,6 +141,9 @@ class Progress:
         seconds, tokens = map(sum, zip(*self.window, strict=True))
         left = format_clock((self.total - step.step) * seconds / len(self.window))
         line = Text(f"step {step.step:>5}/{self.total}  loss {step.loss:.4f}  norm {step.grad_norm:.3f}")
+        rewards = step.figures.get("preference")
+        if rewards:
+            line += Text(f"  margin {rewards['rewards/margins']:.3f}  accuracy {rewards['rewards/accuracies']:.0%}")
         line += Text(f"  lr {step.learning_rate:.2e}  {tokens / seconds:,.0f} tokens/s")
         for more in (f"  {left} left", f"  {self.peak_gib():.1f} GiB"):
             if not self.console.is_terminal or len(line) + len(more) < self.console.width:

@@ -12,32 +12,28 @@ from torch import Tensor
 from windlass.observe.recorder import Recorder
 from windlass.ranks import collectives
 from windlass.ranks.rank import StopSignal
-from windlass.train.batches import Batches
+from windlass.runfile import RunFile
+from windlass.train.batches import Batch, Batches
 from windlass.train.console import Progress
 from windlass.train.loss import SourceLosses
+from windlass.train.preference import FIGURES, Preference
 from windlass.train.samples import Samples
 from windlass.train.step import Number, TrainedModel
+
+TOKEN_FIGURES = ("mean_token_accuracy", "entropy")  # first choices that are the next token; entropy
 
 
 class EvaluationSums(NamedTuple):
     """What an evaluation adds up over batches and ranks, in one vector of float64."""
 
-    loss: Number  # summed over supervised tokens, as the next two
-    correct: Number  # first choices that are the next token
-    entropy: Number
-    supervised: Number  # tokens
+    supervised: Number  # tokens, or pairs
     interrupted: Number  # ranks that received a signal
-    by_source: Any  # losses per data set, then tokens
-
-    @staticmethod
-    def pack(figures: Tensor, supervised: int, interrupted: bool, by_source: Tensor) -> Tensor:
-        """Return a batch's vector. figures: per token its loss, whether the first choice is correct, entropy."""
-        counts = figures.new_tensor([supervised, interrupted])
-        return torch.cat([figures.double().sum(1), counts.double(), by_source])
+    loss: Number  # summed over supervised tokens or pairs, as all that follows
+    figures: Any  # TOKEN_FIGURES, or FIGURES of pairs; losses per data set, then their tokens or pairs
 
     @classmethod
     def unpack(cls, sums: Tensor | Sequence[float]) -> Self:
-        numbers = cls._fields.index("by_source")
+        numbers = cls._fields.index("figures")
         return cls._make([*sums[:numbers], sums[numbers:]])
 
 
@@ -45,6 +41,7 @@ class EvaluationSums(NamedTuple):
 class Evaluator:
     """Evaluates the model on the validation rows."""
 
+    run: RunFile
     batches: Batches
     model: TrainedModel
     stop_signal: StopSignal
@@ -60,21 +57,24 @@ class Evaluator:
         began = time.monotonic()
         model = self.model
         model.causal_lm.eval()
-        losses = SourceLosses(self.batches.names, model.device, torch.float64)
-        size = EvaluationSums._fields.index("by_source") + len(losses.sums)
+        by_source = SourceLosses(self.batches.names, model.device, torch.float64)
+        preference = Preference(self.run, by_source) if self.run.is_preference else None
+        names = TOKEN_FIGURES if preference is None else FIGURES
+        size = EvaluationSums._fields.index("figures") + len(names) + len(by_source.sums)
         sums = torch.zeros(size, dtype=torch.float64, device=model.device)
         requested = None  # a stop signal up to the previous batch: reading it then lets the device run ahead
         with model.adapters.unchanged():
             for host_batch in self.batches.epoch(0):
                 self.recorder.mark("pause")
                 self.progress.start_evaluation(step)
-                inputs = host_batch.to(model.device).inputs
+                batch = host_batch.to(model.device)
                 with torch.no_grad(), model.autocast:
-                    figures = model.causal_lm(**inputs, per_token=True)
-                if losses.names and "sources" in inputs:
-                    losses.add(inputs["sources"], figures[0])
-                supervised = host_batch.supervised
-                vector = EvaluationSums.pack(figures, supervised, self.stop_signal.received, losses.take())
+                    if preference is None:
+                        figures = _sum_tokens(model, batch, by_source)
+                    else:
+                        figures = _sum_pairs(model, batch, preference)
+                counts = figures.new_tensor([host_batch.supervised, self.stop_signal.received])
+                vector = torch.cat([counts, figures])
                 if collectives.get_world_size() > 1:
                     dist.all_reduce(vector)
                 sums += vector
@@ -87,12 +87,27 @@ class Evaluator:
             return None
         supervised = max(total.supervised, 1)
         loss = total.loss / supervised
-        means = losses.means(total.by_source) if losses.names else dict.fromkeys(self.batches.names, loss)
+        of_sources = by_source.means(total.figures[len(names) :])
+        means = of_sources if by_source.names else dict.fromkeys(self.batches.names, loss)
         return {
             "eval_loss": loss,
             **{f"eval_{name}_loss": mean for name, mean in means.items()},
-            "eval_mean_token_accuracy": total.correct / supervised,
-            "eval_entropy": total.entropy / supervised,
+            **{f"eval_{name}": value / supervised for name, value in zip(names, total.figures, strict=False)},
             "eval_num_tokens": tokens,
             "eval_runtime": time.monotonic() - began,
         }
+
+
+def _sum_tokens(model: TrainedModel, batch: Batch, by_source: SourceLosses) -> Tensor:
+    """Return the summed loss of a batch's tokens, TOKEN_FIGURES, and the losses per data set."""
+    figures = model.causal_lm(**batch.inputs, per_token=True)
+    if by_source.names and "sources" in batch.inputs:
+        by_source.add(batch.inputs["sources"], figures[0])
+    return torch.cat([figures.double().sum(1), by_source.take()])
+
+
+def _sum_pairs(model: TrainedModel, batch: Batch, preference: Preference) -> Tensor:
+    """Return the summed loss of a batch's pairs, FIGURES, and the losses per data set."""
+    assert batch.pairs is not None
+    loss = preference.compute(model.causal_lm(**batch.inputs, summed=False), batch.pairs)
+    return torch.cat([loss.double()[None], preference.take()])

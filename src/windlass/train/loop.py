@@ -167,7 +167,7 @@ class Loop:
             requested=self.watch.request,
             not_compiled=bool(model.compiled and model.compiled.problem),
             non_finite=~updater.is_finite(loss),
-            by_source=model.sources.take(),
+            figures=model.figures.take(),
         )
         world = updater.replicas.world
         reduced = updater.replicas.reduce(local.pack(collectives.get_rank(), world))
@@ -187,6 +187,7 @@ class Loop:
             job_tokens=int(sums.tokens),
             requested=round(sums.requested),
             interrupted=sums.interrupted > 0,
+            figures=model.figures.describe(sums.figures, sums.supervised),
         )
         faulty = [rank for rank, non_finite in enumerate(sums.non_finite) if non_finite]
         if faulty:
@@ -229,7 +230,7 @@ class Loop:
                 "loss": step.loss,
                 "grad_norm": step.grad_norm,
                 "router_aux_loss": sums.balance / micro_batches if self.model.router_weight else None,
-                "source_loss": self.model.sources.means(sums.by_source) or None,
+                **step.figures,
                 "learning_rate": step.learning_rate,
                 "job_tokens": step.job_tokens,
                 "skipped": step.skipped or None,
@@ -257,7 +258,7 @@ class Loop:
                 loss.backward()  # type: ignore[no-untyped-call]
             gradients = self.updater.replicas.gradients()
             self.updater.optimizer.zero_grad()
-            self.model.sources.take()
+            self.model.figures.take()
             return loss.detach(), gradients
 
         narrow = self.train.in_bf16 or self.model.causal_lm.dtype != torch.float32

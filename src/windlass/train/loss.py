@@ -42,6 +42,10 @@ class SourceLosses:
         tokens = sums[len(self.names) :]
         return {name: loss / n for name, loss, n in zip(self.names, losses, tokens, strict=True) if n}
 
+    def describe(self, sums: Sequence[float], _: float) -> dict[str, Any]:
+        """Return what is recorded of a step, by name."""
+        return {"source_loss": self.means(sums) or None}
+
 
 class DocumentSearch:
     """transformers' search for restarted positions, for which the host waits in every forward, skipped where a batch
@@ -63,7 +67,8 @@ class DocumentSearch:
 def make_forward(
     model: PreTrainedModel, search: DocumentSearch, by_source: SourceLosses | None = None
 ) -> Callable[..., Any]:
-    """Return a forward for a causal LM that returns its summed loss, or per-token figures if `per_token` is set."""
+    """Return a forward for a causal LM that returns its summed loss, or per-token figures if `per_token` is set. With
+    `balances`, the router's balancing loss is returned beside it."""
     config = model.config.get_text_config()
     scale, cap = read_logit_shaping(config)
 
@@ -73,22 +78,22 @@ def make_forward(
         supervised: Tensor,
         targets: Tensor,
         tokens: Tensor | None = None,
-        balance_share: Tensor | None = None,
+        balances: bool = False,
         sources: Tensor | None = None,
         per_token: bool = False,
+        summed: bool = True,
         choose: bool = False,
         several: bool | None = None,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the loss.
 
-        supervised: positions in the flattened batch whose next token counts; targets: those tokens. balance_share:
-        factor of the router's balancing loss, which is added and also returned. tokens: for that loss, 1 for each token
-        that is not padding; no layer needs it, because padding follows a row's tokens and attention is causal. sources:
-        data set of each target, for `by_source`. several: whether a row has more than one document; None: transformers
-        finds out.
+        supervised: positions in the flattened batch whose next token counts; targets: those tokens. tokens: for the
+        balancing loss, 1 for each token that is not padding; no layer needs it, because padding follows a row's tokens
+        and attention is causal. sources: data set of each target, for `by_source`. summed: false for the loss of each
+        target instead of their sum. several: whether a row has more than one document; None: transformers finds out.
         """
-        if balance_share is not None:
+        if balances:
             inputs["output_router_logits"] = True
         search.several = several
         try:
@@ -107,13 +112,17 @@ def make_forward(
             return torch.cat([logits.argmax(1) for logits in chunks])
         if per_token:
             return token_figures(hidden, weight, targets, shaping)
-        loss: Tensor = ChunkedCrossEntropy.apply(hidden, weight, targets, shaping, sources, by_source)  # type: ignore[no-untyped-call]
-        if balance_share is not None:  # Mixtral's, which every mixture in transformers uses
+        loss: Tensor
+        if summed:
+            loss = ChunkedCrossEntropy.apply(hidden, weight, targets, shaping, sources, by_source)  # type: ignore[no-untyped-call]
+        else:
+            loss = TokenCrossEntropy.apply(hidden, weight, targets, shaping)  # type: ignore[no-untyped-call]
+        if balances:  # Mixtral's, which every mixture in transformers uses
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
             experts = getattr(config, "num_experts", None) or config.num_local_experts
             balance = load_balancing_loss_func(outputs.router_logits, experts, config.num_experts_per_tok, tokens)
-            return loss + balance_share * balance, balance.detach()
+            return loss, balance
         return loss
 
     return forward
@@ -158,6 +167,13 @@ class LogitShaping(NamedTuple):
         logits *= self.cap
         return slope
 
+    def differentiate(self, gradient: Tensor, slope: Tensor | None) -> None:
+        """Turn the gradient of shaped logits, in place, into that of the product."""
+        if slope is not None:
+            gradient *= slope
+        if self.scale != 1.0:
+            gradient *= self.scale
+
 
 PLAIN: Final = LogitShaping()
 
@@ -186,23 +202,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows, logits, blocks in _iter_chunks(hidden, weight):
             slope = shaping.apply(logits)
-            targets_of_chunk = targets[rows]
-            for part in _slices(logits):
-                log_probs = torch.log_softmax(logits[part], -1, dtype=torch.float32)
-                target = targets_of_chunk[part].unsqueeze(1)
-                picked = log_probs.gather(1, target)
+            differentiate = wants_gradient or grad_weight is not None
+            for part, picked in _pick_targets(logits, targets[rows], differentiate=differentiate):
                 total -= picked.sum()
                 if sources is not None and by_source is not None:
-                    by_source.add(sources[rows][part], -picked.squeeze(1))
-                if wants_gradient or grad_weight is not None:  # overwrite the logits with softmax - 1 at the target
-                    at_target = log_probs.exp_().gather(1, target) - 1
-                    logits[part] = log_probs.scatter_(1, target, at_target)
-                del log_probs
-            if grad_hidden is not None or grad_weight is not None:
-                if slope is not None:
-                    logits *= slope
-                if shaping.scale != 1.0:
-                    logits *= shaping.scale
+                    by_source.add(sources[rows][part], -picked)
+            if differentiate:
+                shaping.differentiate(logits, slope)
             if grad_hidden is not None:
                 grad_hidden[rows] = _times_weight(logits, blocks)
             if grad_weight is not None:
@@ -221,6 +227,55 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight.mul_(upstream)
         return grad_hidden, grad_weight, None, None, None, None
+
+
+class TokenCrossEntropy(torch.autograd.Function):
+    """The cross entropy of each target, whose factors in the loss depend on all of them, as those of pairs do.
+
+    As in `ChunkedCrossEntropy` the gradient of `hidden` is computed while the logits exist, for a factor of 1: what a
+    token's own factor scales. A trained head's gradient sums over tokens, so it is computed in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shaping: LogitShaping = PLAIN) -> Tensor:
+        wants_gradient = ctx.needs_input_grad[0]
+        grad_hidden = torch.empty_like(hidden) if wants_gradient else None
+        losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        for rows, logits, blocks in _iter_chunks(hidden, weight):
+            slope = shaping.apply(logits)
+            of_chunk = losses[rows]
+            for part, picked in _pick_targets(logits, targets[rows], differentiate=wants_gradient):
+                of_chunk[part] = -picked
+            if grad_hidden is not None:
+                shaping.differentiate(logits, slope)
+                grad_hidden[rows] = _times_weight(logits, blocks)
+            del logits
+        ctx.gradient = grad_hidden
+        ctx.shaping = shaping
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(hidden, weight, targets)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_hidden = ctx.gradient
+        ctx.gradient = None
+        if grad_hidden is not None:
+            grad_hidden.mul_(upstream[:, None])
+        if not ctx.needs_input_grad[1]:
+            return grad_hidden, None, None, None
+        hidden, weight, targets = ctx.saved_tensors
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for rows, logits, _ in _iter_chunks(hidden, weight):
+            slope = ctx.shaping.apply(logits)
+            for _ in _pick_targets(logits, targets[rows], differentiate=True):
+                pass
+            ctx.shaping.differentiate(logits, slope)
+            logits *= upstream[rows, None]
+            grad_weight += logits.t() @ hidden[rows].to(logits.dtype)
+            del logits
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
 @torch.no_grad()
@@ -262,6 +317,20 @@ def _iter_chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor
             del logits
             yield rows, of_chunk, blocks
             del of_chunk
+
+
+def _pick_targets(logits: Tensor, targets: Tensor, *, differentiate: bool) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of a chunk and the targets' log-probabilities. With `differentiate` the logits become the gradient
+    of the negative ones: softmax, minus 1 at the target."""
+    for part in _slices(logits):
+        log_probs = torch.log_softmax(logits[part], -1, dtype=torch.float32)
+        target = targets[part].unsqueeze(1)
+        picked = log_probs.gather(1, target)
+        yield part, picked.squeeze(1)
+        if differentiate:
+            at_target = log_probs.exp_().gather(1, target) - 1
+            logits[part] = log_probs.scatter_(1, target, at_target)
+        del log_probs
 
 
 def _slices(logits: Tensor) -> list[slice]:

@@ -52,6 +52,7 @@ from windlass.train.lora import DTYPES, attach_adapter
 from windlass.train.loss import router_loss_weight
 from windlass.train.parallel import assert_sharded, get_device, is_sharded
 from windlass.train.probe import write_probe
+from windlass.train.reference import Sets, attach_reference
 from windlass.train.samples import Samples, read_prompts
 from windlass.train.step import TrainedModel, Updater
 from windlass.train.trackers import Trackers
@@ -77,8 +78,6 @@ def train_rank(
     """Do one rank's part of the run. Returns 0, or 75 if a signal stopped it and everything is saved."""
     job = plan.run
     folder = plan.folder
-    if job.is_preference:
-        raise UserError("pairs can't be trained on yet", plan.where("train.objective"), "set it to sft", "no-objective")
 
     # 1. Connect to the other ranks; only rank 0 prints. All must be about to run the same.
     console = make_console(here)
@@ -145,6 +144,10 @@ def train_rank(
             here.phase("setting up the loop")
             facts = {**describe_run(plan, identity), **base, **fingerprints}
             loop = make_loop(plan, session, model, data, tokenizer, facts=facts, debug_freq=debug_freq)
+            if job.train.objective == "dpo":
+                here.phase("computing the reference")
+                sets = Sets(loop.batches, loop.evaluator.batches if loop.evaluator else None)
+                attach_reference(plan, loop.model, sets, facts, resumed=from_checkpoint, say=console.print)
             if from_checkpoint is not None:
                 require_steps_left(from_checkpoint, loop.length.total, plan)
                 other_length = explain_other_length(from_checkpoint, loop.length.total)
@@ -286,7 +289,7 @@ def make_loop(
         plan.run,
         recorder,
         vocabulary=plan.base.dims["vocab"],
-        unigram_loss=data.audit["splits"]["train"].get("unigram_loss"),
+        unigram_loss=None if plan.run.is_preference else data.audit["splits"]["train"].get("unigram_loss"),
         say=console.print,
         report=session.report.finish,
         on_stall=partial(report_stall, here),
@@ -300,7 +303,7 @@ def make_loop(
     evaluator = None
     if train.eval_strategy != "no" and data.validation is not None:
         validation = make_validation_batches(plan, data, tokenizer.pad_token_id)
-        evaluator = Evaluator(validation, trained, session.stop_signal, recorder, progress)
+        evaluator = Evaluator(plan.run, validation, trained, session.stop_signal, recorder, progress)
         if train.sample is not None:
             evaluator.samples = Samples(
                 read_prompts(train.sample, tokenizer, data.validation, plan.run.data.length, plan.where),
@@ -376,7 +379,11 @@ def make_batches(plan: Plan, data: PreparedData, pad_token_id: int, *, mark_toke
 
     return Batches(
         data.train,
-        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu"), mark_tokens=mark_tokens),
+        Collate(
+            data.collator(pad_token_id, on_cpu=get_device().type == "cpu"),
+            mark_tokens=mark_tokens,
+            pairs=plan.run.is_preference,
+        ),
         plan.batch.micro,
         order=None if data.lengths is None else order,
         round_rows=sequences,
@@ -394,7 +401,7 @@ def make_validation_batches(plan: Plan, data: PreparedData, pad_token_id: int) -
     rows = np.arange(len(data.validation))
     return Batches(
         data.validation,
-        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu")),
+        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu"), pairs=plan.run.is_preference),
         micro,
         order=lambda _: rows,
         round_rows=micro * collectives.get_world_size(),

@@ -21,6 +21,7 @@ from windlass.train.loss import SourceLosses, router_loss_weight
 from windlass.train.optimizer import create_optimizer, create_scheduler, is_metric_scheduler
 from windlass.train.parallel import get_device, is_sharded, list_fsdp_modules
 from windlass.train.patches import ModelPatches
+from windlass.train.preference import Preference
 from windlass.train.sync import ReplicaGroups, WaitTimer
 
 
@@ -29,12 +30,13 @@ class Step:
     """What one optimizer step did, over all ranks."""
 
     step: int
-    loss: float  # mean per supervised token
+    loss: float  # mean per supervised token, or pair
     grad_norm: float  # before clipping
     learning_rate: float
     job_tokens: int  # over all ranks, without padding
     requested: int  # what rank 0's watch requests of all ranks
     interrupted: bool  # any rank received a signal
+    figures: dict[str, Any]  # what else is recorded: rewards of pairs, losses per data set of a mix
     skipped: bool = False
 
 
@@ -44,15 +46,15 @@ Number = Any  # a Python number, or a value on the device before the host has re
 class StepSums(NamedTuple):
     """One rank's part of what a step adds up over the ranks, or the sum."""
 
-    loss: Number  # summed over supervised tokens
+    loss: Number  # summed over supervised tokens, or pairs
     balance: Number  # the router's balancing loss, summed over micro-batches
-    supervised: Number  # tokens
+    supervised: Number  # tokens, or pairs
     tokens: Number  # without padding
     interrupted: Number  # a signal was received
     requested: Number  # by the watch
     not_compiled: Number  # a layer did not compile
     non_finite: Any  # loss or gradient; summed: a flag per rank
-    by_source: Any  # losses per data set of a mix, then tokens
+    figures: Any  # what else is recorded: rewards of pairs, losses per data set of a mix
 
     def pack(self, rank: int, world: int) -> Tensor:
         """Return the vector that is reduced, in float32, on the device of the loss."""
@@ -62,7 +64,7 @@ class StepSums(NamedTuple):
         known = [self.supervised, self.tokens, self.interrupted, self.requested, self.not_compiled]
         counts = torch.tensor(known, dtype=torch.float32, pin_memory=device.type == "cuda")
         losses = torch.stack([self.loss, self.balance])
-        sums = torch.cat([losses, counts.to(device, non_blocking=True), flags, self.by_source])
+        sums = torch.cat([losses, counts.to(device, non_blocking=True), flags, self.figures])
         # One rank's NaN would hide the other ranks' losses; its flag is what reports it.
         return torch.nan_to_num(sums)
 
@@ -90,6 +92,7 @@ class TrainedModel:
         self.kept_gathered = list_fsdp_modules(model) if gather_once else []
         self.waits = WaitTimer(model, now, split_experts=layout.expert_parallel > 1)
         self.sources = SourceLosses(sources, self.device)  # per data set of a mix
+        self.preference = Preference(plan.run, self.sources) if plan.run.is_preference else None
         self.patches = ModelPatches(
             self.causal_lm,
             by_source=self.sources,
@@ -110,11 +113,23 @@ class TrainedModel:
     def adapters(self) -> FusedAdapters:
         return self.patches.adapters
 
+    @property
+    def figures(self) -> SourceLosses | Preference:
+        """What is added up along with the loss, and recorded."""
+        return self.preference or self.sources
+
     def compute_loss(self, batch: Batch, balance_share: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the summed loss of a micro-batch, and the router's balancing loss in it if there is one."""
         with self.autocast:
-            outcome = self.causal_lm(**batch.inputs, balance_share=balance_share)
-        return outcome if self.router_weight else (outcome, None)
+            balances = balance_share is not None
+            outcome = self.causal_lm(**batch.inputs, balances=balances, summed=self.preference is None)
+        loss, balance = outcome if balances else (outcome, None)
+        if self.preference is not None:
+            assert batch.pairs is not None
+            loss = self.preference.compute(loss, batch.pairs)
+        if balance is None:
+            return loss, None
+        return loss + balance_share * balance, balance.detach()
 
 
 class Updater:

@@ -112,7 +112,7 @@ class Trackers:
             return
         for record in self.lines.objects():
             by_source = {f"loss_{name}": value for name, value in (record.get("source_loss") or {}).items()}
-            fields = {**record, **by_source}
+            fields = {**record, **by_source, **(record.get("preference") or {})}
             numbers = {name: value for name, value in fields.items() if type(value) in (int, float)}
             values = {f"step/{name}": value for name, value in numbers.items() if name not in AXES}
             self.log(values, record["step"])

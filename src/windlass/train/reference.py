@@ -1,0 +1,171 @@
+"""The reference of DPO: the log-probabilities of every pair under the model as it is before step 1.
+
+The base is frozen and the adapter has not moved yet, so that model is the one in memory: no second one is loaded. They
+are computed once, each rank its share of the pairs, and kept in the run folder for when the run is resumed.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from windlass.data.cache import hash_file
+from windlass.errors import RunError, UserError
+from windlass.files import write_atomic
+from windlass.observe.steps import format_clock
+from windlass.plan import Plan
+from windlass.ranks import collectives
+from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, REFERENCE
+from windlass.train.batches import Batches
+from windlass.train.preference import measure_answers
+from windlass.train.step import TrainedModel
+
+Say = Callable[[str], None]
+SAY_SECONDS: Final = 10.0  # between two lines of progress
+# How far the first loss may be from that of no difference at all, in units of it: other kernels round otherwise.
+EXACT: Final = 1e-5
+IN_BF16: Final = 0.02
+
+
+class Sets(NamedTuple):
+    """The batches of a run, by the names that the reference file has."""
+
+    train: Batches
+    validation: Batches | None
+
+
+def attach_reference(
+    plan: Plan, model: TrainedModel, sets: Sets, facts: dict[str, Any], *, resumed: Path | None, say: Say
+) -> None:
+    """Give the batches the reference of their pairs: as the run folder has it, or computed now. A collective.
+
+    facts: with the digests of the base and of the rows.
+    """
+    path = plan.folder / REFERENCE
+    identity = describe_reference(plan, facts)
+    tables = collectives.run_on_rank_0(lambda: read_reference(path, identity, plan, resumed=resumed, say=say))
+    if tables is None:
+        batches = {name: each for name, each in sets._asdict().items() if each is not None}
+        tables = {name: compute_reference(model, each, name, say) for name, each in batches.items()}
+        if collectives.get_rank() == 0:
+            write_atomic(path, save(tables, {"identity": json.dumps(identity)}))
+    for name, batches in sets._asdict().items():
+        if batches is not None:
+            batches.collate = replace(batches.collate, reference=tables[name])
+    if resumed is None:
+        require_start(plan, model, sets.train, path)
+
+
+def describe_reference(plan: Plan, facts: dict[str, Any]) -> dict[str, str]:
+    """Return what the log-probabilities depend on."""
+    adapter = "new"
+    if plan.run.lora.adapter:
+        given = Path(plan.run.lora.adapter)
+        adapter = " ".join(hash_file(given / name) for name in (ADAPTER, ADAPTER_CONFIG))
+    return {"base": facts["base_digest"], "adapter": adapter, "rows": facts["data"]}
+
+
+def read_reference(
+    path: Path, identity: dict[str, str], plan: Plan, *, resumed: Path | None, say: Say
+) -> dict[str, Tensor] | None:
+    """Return the tables of the run folder; None if they have to be computed."""
+    if not path.is_file():
+        if resumed and plan.run.lora.adapter:
+            problem = "the reference of the run's pairs is missing, and the adapter that it began with has moved on"
+            hint = "put the file back, or train into another folder"
+            raise UserError(problem, str(path), hint, "no-reference")
+        return None
+    with safe_open(path, "pt") as file:
+        found = json.loads((file.metadata() or {}).get("identity", "{}"))
+        tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    other = [name for name, value in identity.items() if found.get(name) != value]
+    if not other:
+        return tables
+    names = {"base": "another base", "adapter": "another adapter to begin with", "rows": "other rows"}
+    what = " and ".join(names[name] for name in other)
+    if resumed:
+        hint = "put the run's own file back, or train into another folder"
+        raise UserError(f"is the reference of {what} than this run's", str(path), hint, "other-reference")
+    say(f"reference  {path} is of {what}: it is computed again")
+    return None
+
+
+def compute_reference(model: TrainedModel, batches: Batches, name: str, say: Say) -> Tensor:
+    """Return the log-probabilities of the answers of all rows, [rows, 2]. A collective: each rank computes its share.
+
+    The rows of the first epoch come in its order: step 1 then has the same micro-batches, and the same rounding.
+    """
+    assert batches.order is not None
+    count = len(batches.rows)
+    first = list(dict.fromkeys(batches.order(0).tolist()))
+    order = np.array([*first, *np.setdiff1d(np.arange(count), first)])
+    table = torch.zeros(count, 2, device=model.device)
+    began = told = time.monotonic()
+    done = 0
+    was_training = model.causal_lm.training
+    model.causal_lm.eval()
+    with torch.no_grad(), model.adapters.unchanged():
+        for host_batch in batches.in_order(order):
+            table[host_batch.rows] = compute_logps(model, host_batch.to(model.device))[: len(host_batch.rows)]
+            done += batches.micro * batches.world
+            now = time.monotonic()
+            if now - told > SAY_SECONDS:
+                left = format_clock((now - began) / done * max(0, count - done))
+                say(f"reference  {min(done, count):,} of {count:,} {name} pairs, {left} left")
+                told = now
+    model.causal_lm.train(was_training)
+    if collectives.get_world_size() > 1:
+        dist.all_reduce(table)
+    seconds = time.monotonic() - began
+    say(f"reference  {count:,} {name} pairs in {seconds:.0f} s, by the base as the run begins; kept in {REFERENCE}")
+    return table.cpu()
+
+
+def compute_logps(model: TrainedModel, batch: Any) -> Tensor:
+    """Return the log-probabilities of a micro-batch's answers, [pairs, 2]."""
+    with model.autocast:
+        losses = model.causal_lm(**batch.inputs, summed=False)
+    return measure_answers(losses, batch.pairs).logps
+
+
+def require_start(plan: Plan, model: TrainedModel, batches: Batches, path: Path) -> None:
+    """Stop unless the first micro-batch of step 1 has the loss of no difference to the reference. A collective."""
+    preference = model.preference
+    assert preference is not None
+    batch = next(iter(batches.epoch(0))).to(model.device)
+    assert batch.pairs is not None
+    model.causal_lm.eval()
+    with torch.no_grad(), model.adapters.unchanged():
+        with model.autocast:
+            losses = model.causal_lm(**batch.inputs, summed=False)
+        answers = measure_answers(losses, batch.pairs)
+        found = preference.compare(answers).losses
+        expected = preference.compare(answers._replace(reference=answers.logps)).losses
+    model.causal_lm.train()
+    bound = IN_BF16 if plan.run.train.in_bf16 or model.causal_lm.dtype != torch.float32 else EXACT
+    off = (found - expected).abs()[: len(batch.rows)]
+    problem = None
+    if not bool((off <= bound * expected[: len(off)].abs().clamp(min=1)).all()):
+        place = int(off.nan_to_num(math.inf).argmax())
+        row = batch.rows[place]
+        chosen, rejected = answers.logps[place].tolist()
+        known = answers.reference[place].tolist()
+        problem = f"pair {row}: the loss begins at {found[place]:.6f}, and without a step it is {expected[place]:.6f}; "
+        problem += f"log-probabilities of chosen and rejected are {chosen:.4f} and {rejected:.4f}, "
+        problem += f"and {known[0]:.4f} and {known[1]:.4f} in the reference"
+        if torch.allclose(answers.logps[place].flip(0), answers.reference[place], rtol=1e-3):
+            problem += ": they are swapped"
+    problems = [each for each in collectives.all_gather(problem) if each]
+    if problems:
+        hint = f"remove {path} and start again; if it stays so, `windlass bug-report {plan.folder}`"
+        raise RunError(problems[0], str(path), hint, "wrong-reference")
