@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Sampler
 from transformers import Trainer, set_seed
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from windlass import plan as planning
 from windlass import runfile
@@ -289,6 +290,70 @@ class Plain(SFTTrainer):  # type: ignore[misc]
         return self.rows
 
 
+class PlainDpo(DPOTrainer):  # type: ignore[misc]
+    """TRL's, given tokens and the order of the rows. The reference is TRL's own copy of the initial adapter."""
+
+    rows: Any = None
+
+    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+        return dataset
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return self.rows
+
+
+class PlainOrpo(Trainer):  # type: ignore[misc]
+    """The paper's loss, of full logits: the chosen answer's own loss, and TRL's penalty."""
+
+    rows: Any = None
+    beta: float
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        from trl.experimental.orpo import ORPOTrainer
+
+        asked = inputs.pop("completion_mask")[:, 1:]
+        logits = model(**inputs).logits[:, :-1]
+        picked = logits.log_softmax(-1).gather(2, inputs["input_ids"][:, 1:, None]).squeeze(2)
+        chosen, rejected = ((picked * asked).sum(1) / asked.sum(1)).chunk(2)
+        penalty = ORPOTrainer.odds_ratio_loss(self, chosen, rejected)[0]
+        return (-chosen - penalty).mean()
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return self.rows
+
+
+def split_pairs(table: Any) -> Dataset:
+    """Return rows of pairs as TRL's own tokenizing returns them."""
+    rows = []
+    for row in table.to_pylist():
+        middle, _ = row["seq_lengths"]
+        sides = [(row["input_ids"][part], row["labels"][part]) for part in (slice(middle), slice(middle, None))]
+        (chosen, marks), (rejected, _) = sides
+        prompt = next(place for place, label in enumerate(marks) if label != -100)
+        assert chosen[:prompt] == rejected[:prompt]
+        rows.append({"prompt_ids": chosen[:prompt], "chosen_ids": chosen[prompt:], "rejected_ids": rejected[prompt:]})
+    return Dataset.from_list(rows)
+
+
+def plain_pairs(plan: Any, model: Any, data: Any, tokenizer: Any) -> Any:
+    """Return TRL's trainer for the run's objective."""
+    objective = plan.run.dpo
+    settings = {**common_settings(plan), "max_length": None, "beta": objective.beta, "padding_free": False}
+    kinds = {"sigmoid": "sigmoid_norm" if objective.length_normalized else "sigmoid", "ipo": "ipo"}
+    kind = "robust" if objective.label_smoothing else kinds[objective.loss]
+    weights = {"loss_type": [kind, "sft"], "loss_weights": [1.0, objective.sft_weight]}
+    settings |= weights if objective.sft_weight else {"loss_type": [kind]}
+    settings["label_smoothing"] = objective.label_smoothing
+    arguments = DPOConfig(**settings, precompute_ref_log_probs=True, remove_unused_columns=False)
+    pairs = split_pairs(data.train)
+    if plan.run.train.objective == "dpo":
+        return PlainDpo(model=model, args=arguments, train_dataset=pairs, processing_class=tokenizer)
+    collator = DataCollatorForPreference(tokenizer.pad_token_id)
+    trainer = PlainOrpo(model=model, args=arguments, train_dataset=pairs, data_collator=collator)
+    trainer.beta = plan.run.orpo.beta
+    return trainer
+
+
 class Rows(Sampler[int]):
     """windlass's order of the rows."""
 
@@ -313,10 +378,10 @@ SAME = (
 )
 
 
-def sft_config(plan: Any, data: Any) -> SFTConfig:
+def common_settings(plan: Any) -> dict[str, Any]:
     """Translate the run file to TRL."""
     train = plan.run.train
-    return SFTConfig(
+    return dict(
         **{name: getattr(train, name) for name in SAME},
         output_dir=train.output_dir,
         per_device_train_batch_size=plan.batch.micro,
@@ -328,6 +393,12 @@ def sft_config(plan: Any, data: Any) -> SFTConfig:
         save_strategy="no",
         use_cpu=True,
         disable_tqdm=True,
+    )
+
+
+def sft_config(plan: Any, data: Any) -> SFTConfig:
+    return SFTConfig(
+        **common_settings(plan),
         packing=data.batching == PACKED,
         padding_free=data.batching == PACKED,
         max_length=None,
@@ -355,8 +426,12 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
         model = get_peft_model(model, config)
     tokenizer = run.open_base_tokenizer(plan)
     data = prepare_data(job, tokenizer, say=print)
-    arguments = sft_config(plan, data)
-    trainer = Plain(model=model, args=arguments, train_dataset=Dataset(data.train), processing_class=tokenizer)
+    trainer: Any
+    if job.is_preference:
+        trainer = plain_pairs(plan, model, data, tokenizer)
+    else:
+        arguments = sft_config(plan, data)
+        trainer = Plain(model=model, args=arguments, train_dataset=Dataset(data.train), processing_class=tokenizer)
     trainer.rows = Rows(plan, data)
     trainer.train()
     steps = [line for line in trainer.state.log_history if "loss" in line]

@@ -1,0 +1,108 @@
+"""Losses of pairs against the papers' formulas and TRL's functions; the reference and its guards."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, logsigmoid
+
+from windlass.runfile.objectives import Dpo, Orpo
+from windlass.train.loss import LogitShaping, TokenCrossEntropy
+from windlass.train.preference import Answers, dpo_loss, orpo_loss
+
+
+def answers(count: int = 5) -> Answers:
+    torch.manual_seed(0)
+    lengths = torch.randint(3, 40, (count, 2))
+    reference = -torch.rand(count, 2, dtype=torch.float64) * 3 * lengths
+    moved = torch.randn(count, 2, dtype=torch.float64)
+    return Answers((reference + moved).clamp(max=-0.1).requires_grad_(), lengths, reference)
+
+
+def test_dpo_is_the_papers() -> None:
+    given = answers()
+    (policy_w, policy_l), (ref_w, ref_l) = given.logps.unbind(1), given.reference.unbind(1)
+    ratio = torch.log(torch.exp(policy_w - ref_w) / torch.exp(policy_l - ref_l))
+    outcome = dpo_loss(Dpo(beta=0.3), given)
+    torch.testing.assert_close(outcome.losses, -torch.log(torch.sigmoid(0.3 * ratio)))
+    torch.testing.assert_close(outcome.rewards, 0.3 * (given.logps - given.reference))
+    assert not outcome.rewards.requires_grad
+
+
+def test_flipped_labels_are_corrected_for_without_bias() -> None:
+    """The mean over labels that are flipped at that rate is the loss of the true ones."""
+    given = answers()
+    flipped = Answers(*(each.flip(1) for each in given))
+    smoothed = Dpo(beta=0.3, label_smoothing=0.2)
+    mean = 0.8 * dpo_loss(smoothed, given).losses + 0.2 * dpo_loss(smoothed, flipped).losses
+    torch.testing.assert_close(mean, dpo_loss(Dpo(beta=0.3), given).losses)
+
+
+def test_ipo_and_length_normalized_scores_are_per_token() -> None:
+    given = answers()
+    per_token = (given.logps - given.reference) / given.lengths
+    margin = per_token[:, 0] - per_token[:, 1]
+    torch.testing.assert_close(dpo_loss(Dpo(beta=0.3, loss="ipo"), given).losses, (margin - 1 / 0.6) ** 2)
+    normalized = dpo_loss(Dpo(beta=0.3, length_normalized=True), given).losses
+    torch.testing.assert_close(normalized, -logsigmoid(0.3 * margin))
+
+
+def test_weight_of_the_chosen_answers_own_loss() -> None:
+    given = answers()
+    added = dpo_loss(Dpo(sft_weight=0.5), given).losses - dpo_loss(Dpo(), given).losses
+    torch.testing.assert_close(added, -0.5 * given.logps[:, 0] / given.lengths[:, 0])
+
+
+@pytest.mark.parametrize("settings", [Dpo(), Dpo(label_smoothing=0.1), Dpo(beta=2, length_normalized=True)])
+def test_dpo_begins_at_ln_2(settings: Dpo) -> None:
+    given = answers()
+    losses = dpo_loss(settings, given._replace(logps=given.reference)).losses
+    torch.testing.assert_close(losses, torch.full_like(losses, math.log(2)))
+
+
+def test_orpo_is_trls_with_the_answers_own_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.orpo import ORPOTrainer
+
+    given = answers()
+    means = given.logps / given.lengths
+    of_trl = SimpleNamespace(beta=0.7, accelerator=SimpleNamespace(device="cpu"))
+    penalty, chosen, rejected, *_ = ORPOTrainer.odds_ratio_loss(of_trl, *means.unbind(1))
+    outcome = orpo_loss(Orpo(beta=0.7), given)
+    torch.testing.assert_close(outcome.losses.float(), (-means[:, 0] - penalty).float())
+    torch.testing.assert_close(outcome.rewards.float(), torch.stack([chosen, rejected], 1))
+
+
+@pytest.mark.parametrize("value", [-1e-12, -1e-4, -0.5, -math.log(2), -3.0, -60.0])
+def test_odds_are_exact_near_certainty_and_far_from_it(value: float) -> None:
+    """log(1 - p) of p = exp(value), and its gradient -1 / (exp(-value) - 1)."""
+    means = torch.tensor([[value, -1.0]], dtype=torch.float64, requires_grad=True)
+    loss = orpo_loss(Orpo(beta=1.0), Answers(means, torch.ones(1, 2), means)).losses.sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    odds = value - math.log(-math.expm1(value))
+    difference = odds - (-1 - math.log1p(-math.exp(-1)))
+    assert loss.item() == pytest.approx(-value + math.log1p(math.exp(-difference)), rel=1e-12)
+    assert means.grad is not None
+    slope = 1 + 1 / math.expm1(-value)
+    assert means.grad[0, 0].item() == pytest.approx(-1 - slope / (1 + math.exp(difference)), rel=1e-9)
+
+
+@pytest.mark.parametrize("shaping", [LogitShaping(), LogitShaping(scale=0.25, cap=3.0)])
+def test_each_tokens_loss_has_its_own_factor_in_the_gradient(shaping: LogitShaping) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(700, 8, requires_grad=True)  # several chunks
+    weight = torch.randn(300, 8, requires_grad=True)
+    targets = torch.randint(300, (700,))
+    factors = torch.randn(700)
+    losses: torch.Tensor = TokenCrossEntropy.apply(hidden, weight, targets, shaping)  # type: ignore[no-untyped-call]
+    (losses * factors).sum().backward()  # type: ignore[no-untyped-call]
+    plain, head = (each.detach().clone().requires_grad_() for each in (hidden, weight))
+    logits = plain @ head.T * shaping.scale
+    if shaping.cap is not None:
+        logits = shaping.cap * torch.tanh(logits / shaping.cap)
+    expected = cross_entropy(logits, targets, reduction="none")
+    (expected * factors).sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(hidden.grad, plain.grad)
+    torch.testing.assert_close(weight.grad, head.grad, rtol=1e-4, atol=1e-5)

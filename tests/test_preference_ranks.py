@@ -1,0 +1,250 @@
+"""Runs on pairs: equal to TRL's DPOTrainer and ORPO's formula in every layout; stopped, resumed, and with faults."""
+
+import importlib
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from windlass import tiny
+from windlass.files import read_json_lines
+from windlass.run_folder import ADAPTER, REFERENCE
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+train: Any = importlib.import_module("test_train")
+case = train.case
+EXPERTS, SPLIT, CHECKPOINTING = train.EXPERTS, train.SPLIT, train.CHECKPOINTING
+STEPS = 10
+TOLERANCE = 2e-6  # in float32, of losses that begin at ln 2
+RUN = """
+model: {{model_name_or_path: {folder}/model, torch_dtype: float32}}
+lora: {{r: 4, lora_alpha: 8, lora_dropout: 0, target_modules: all-linear}}
+data: {{dataset_name_or_path: {folder}/pairs.jsonl, val_split: null, max_length: 96, packing: false}}
+train:
+  objective: dpo
+  output_dir: {folder}/out
+  max_steps: {steps}
+  learning_rate: 0.002
+  warmup_ratio: 0.1
+  lr_scheduler_type: cosine
+  weight_decay: 0.01
+  bf16: false
+  gradient_checkpointing: false
+  max_grad_norm: 0.25
+  eval_strategy: "no"
+  save_strategy: "no"
+  seed: 3
+  ddp_timeout: 60
+"""
+IPO = {"dpo__loss": "ipo"}
+SMOOTHED = {"dpo__label_smoothing": 0.1}
+NORMALIZED = {"dpo__length_normalized": True, "dpo__beta": 2.0}
+ORPO = {"train__objective": "orpo", "orpo__beta": 0.2}
+IN_FULL = {"lora__modules_to_save": ["lm_head"], "layout__base_dtype": "bf16"}
+SAVING = {
+    "data__val_fraction": 0.1,
+    "train__eval_strategy": "steps",
+    "train__eval_steps": 2,
+    "train__save_strategy": "steps",
+    "train__save_steps": 2,
+    "train__max_steps": 6,
+}
+# name -> what it is equal to among TRL's runs
+EQUAL = {
+    1: {
+        "alone": (case(1, accumulation=2), "trl"),
+        "experts": (case(1, **EXPERTS), "trl experts"),
+        "head in full": (case(1, **IN_FULL), "trl head in full"),
+    },
+    2: {
+        "full-shard": (case(2, accumulation=2), "trl"),
+        "checkpointing": (case(2, **CHECKPOINTING), "trl"),
+        "resident": (case(2, layout="resident"), "trl"),
+        "kept in FP8": (case(2, layout="resident", layout__base_dtype="fp8"), "trl"),
+        "ipo": (case(2, layout="resident", **IPO), "trl ipo"),
+        "smoothed": (case(2, **SMOOTHED), "trl smoothed"),
+        "normalized": (case(2, layout="resident", **NORMALIZED), "trl normalized"),
+        "orpo": (case(2, **ORPO), "plain orpo"),
+        "experts split": (case(2, **SPLIT, **EXPERTS), "trl experts"),
+        "orpo, experts split": (case(2, **SPLIT, **EXPERTS, **ORPO), "plain orpo experts"),
+    },
+    4: {"experts hybrid": (case(4, **SPLIT, layout__shard=2, layout__replicate=2, **EXPERTS), "trl experts")},
+}
+PLAIN = {
+    "trl": case(1, plain=True),
+    "trl experts": case(1, plain=True, **EXPERTS),
+    "trl head in full": case(1, plain=True, **IN_FULL),
+    "trl ipo": case(1, plain=True, **IPO),
+    "trl smoothed": case(1, plain=True, **SMOOTHED),
+    "trl normalized": case(1, plain=True, **NORMALIZED),
+    "plain orpo": case(1, plain=True, **ORPO),
+    "plain orpo experts": case(1, plain=True, **EXPERTS, **ORPO),
+}
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preference")
+    tiny.write_model(folder / "model", experts=4)
+    chance = random.Random(0)
+
+    def words() -> str:
+        return " ".join(chance.choices(train.WORDS.split(), k=chance.randint(2, 9)))
+
+    rows = [{"prompt": f"{words()}:", "chosen": f" {words()}", "rejected": f" {words()}"} for _ in range(120)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(RUN.format(folder=folder, steps=STEPS))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def one(pairs: Path) -> Any:
+    return train.launched(pairs, 1, PLAIN | {name: each for name, (each, _) in EQUAL[1].items()})
+
+
+@pytest.fixture(scope="session")
+def two(pairs: Path) -> Any:
+    def saved(name: str, **more: Any) -> Any:
+        return case(2, train__output_dir=f"{{out}}/{name}", **SAVING, **more)
+
+    cases = {
+        "whole": saved("whole"),
+        "stopped": saved("in two", faults=["terminate 5"]),
+        "resumed": saved("in two", resume=True),
+        "continued": saved("continued", lora__adapter="{out}/whole/final"),
+        **{f"left {name}": saved(f"left {name}", faults=["terminate 5"]) for name in ("as it was", "without", "other")},
+        "left continued": saved("left continued", faults=["terminate 5"], lora__adapter="{out}/whole/final"),
+    }
+    return train.launched(pairs, 2, {name: each for name, (each, _) in EQUAL[2].items()} | cases)
+
+
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [
+        pytest.param(world, name, marks=[pytest.mark.prove] if world == 4 else [])
+        for world, cases in EQUAL.items()
+        for name in cases
+    ],
+)
+def test_steps_equal_trls(one: Any, world: int, name: str, pairs: Path, request: pytest.FixtureRequest) -> None:
+    if world == 4:
+        outcomes = train.launched(pairs, 4, {name: EQUAL[4][name][0]})
+    else:
+        outcomes = request.getfixturevalue({1: "one", 2: "two"}[world])
+    assert "error" not in outcomes[name], outcomes[name]
+    steps = outcomes.steps(name)
+    expected = one.steps(EQUAL[world][name][1])
+    assert len(steps) == len(expected) == STEPS
+    for step, reference in zip(steps, expected, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert step[key] == pytest.approx(reference[key], rel=TOLERANCE), (step["step"], key)
+
+
+@pytest.mark.parametrize(("name", "start"), [("full-shard", math.log(2)), ("smoothed", math.log(2)), ("ipo", 25.0)])
+def test_first_loss_is_that_of_no_difference(two: Any, name: str, start: float) -> None:
+    first, *_, last = two.steps(name)
+    assert first["loss"] == pytest.approx(start, rel=1e-5)
+    assert first["preference"]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert last["preference"]["rewards/margins"] > 0.005
+    assert set(last["preference"]) >= {"rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen"}
+
+
+@pytest.fixture(scope="session")
+def faulty(pairs: Path, two: Any) -> Any:
+    """Runs that find a reference in their folder, or miss it."""
+    reference = two.folder / "whole" / REFERENCE
+    tables = load_file(reference)
+    with safe_open(reference, "pt") as file:
+        identity = json.loads(file.metadata()["identity"])
+
+    def put(folder: Path, change: Any = lambda table: table, **other: str) -> None:
+        folder.mkdir(exist_ok=True)
+        changed = {name: change(table).contiguous() for name, table in tables.items()}
+        save_file(changed, folder / REFERENCE, {"identity": json.dumps(identity | other)})
+
+    put(pairs / "swapped", lambda table: table.flip(1))
+    put(pairs / "moved", lambda table: table + 0.01 * torch.arange(2))
+    put(pairs / "of another base", base="0" * 32)
+    put(two.folder / "left other", rows="0" * 32)
+    for name in ("left without", "left continued"):
+        (two.folder / name / REFERENCE).unlink()
+    cases = {
+        **{
+            name: case(2, train__output_dir=str(pairs / name), **SAVING)
+            for name in ("swapped", "moved", "of another base")
+        },
+        **{
+            name: case(2, resume=True, train__output_dir=str(two.folder / name), **SAVING)
+            for name in ("left as it was", "left without", "left other")
+        },
+        "left continued": case(
+            2,
+            resume=True,
+            train__output_dir=str(two.folder / "left continued"),
+            lora__adapter=str(two.folder / "whole" / "final"),
+            **SAVING,
+        ),
+    }
+    return train.launched(pairs, 2, cases, "faulty ")
+
+
+def final_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final" / ADAPTER)
+
+
+def assert_bit_equal(folder: Path, whole: Path) -> None:
+    expected = final_adapter(whole)
+    found = final_adapter(folder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_stopped_and_resumed_run_is_bit_equal(two: Any) -> None:
+    assert two["stopped"]["code"] == 75
+    assert_bit_equal(two.folder / "in two", two.folder / "whole")
+    events, whole = (
+        [line for line in read_json_lines(two.folder / name / "events.jsonl") if "eval_loss" in line]
+        for name in ("in two", "whole")
+    )
+    keys = ("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins", "eval_logps/chosen")
+    assert [[line[key] for key in keys] for line in events] == [[line[key] for key in keys] for line in whole]
+    assert len(whole) == 3
+
+
+def test_reference_is_the_adapter_that_a_run_begins_with(two: Any) -> None:
+    """An adapter that was trained before is part of the reference: the first loss is ln 2 again."""
+    first = two.steps("continued")[0]
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert first["preference"]["logps/chosen"] != pytest.approx(two.steps("whole")[0]["preference"]["logps/chosen"])
+
+
+@pytest.mark.fault("a reference whose chosen and rejected are swapped", "`windlass train`", "they are swapped")
+@pytest.mark.fault("a reference that was taken with the trained adapter on", "`windlass train`", "the loss begins at")
+@pytest.mark.parametrize(("name", "words"), [("swapped", "they are swapped"), ("moved", "the loss begins at")])
+def test_a_wrong_reference_stops_the_run_before_step_1(faulty: Any, name: str, words: str) -> None:
+    assert words in faulty[name]["error"]
+    assert faulty[name]["kind"] == "RunError"
+    assert not (Path(faulty[name]["where"]).parent / "steps-rank0.jsonl").exists()
+
+
+def test_a_reference_of_another_base_is_computed_again_for_a_new_run(faulty: Any, two: Any, pairs: Path) -> None:
+    assert "is of another base: it is computed again" in faulty.printed
+    assert_bit_equal(pairs / "of another base", two.folder / "whole")
+
+
+@pytest.mark.fault(
+    "a reference of other rows at the resume", "`windlass train --resume`", "is the reference of other rows"
+)
+@pytest.mark.fault("a lost reference of a run that began with an adapter", "`windlass train --resume`", "is missing")
+def test_resumed_run_needs_the_reference_that_it_began_with(faulty: Any, two: Any) -> None:
+    assert_bit_equal(two.folder / "left as it was", two.folder / "whole")
+    assert_bit_equal(two.folder / "left without", two.folder / "whole")  # the base's can be computed again
+    assert "is the reference of other rows than this run's" in faulty["left other"]["error"]
+    assert "the adapter that it began with has moved on" in faulty["left continued"]["error"]
