@@ -2,14 +2,20 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, logsigmoid
 
+from windlass.data.collate import PaddingFreeCollator, PairCollator
+from windlass.observe.steps import IGNORED
+from windlass.runfile import RunFile
 from windlass.runfile.objectives import Dpo, Orpo
-from windlass.train.loss import LogitShaping, TokenCrossEntropy
-from windlass.train.preference import Answers, dpo_loss, orpo_loss
+from windlass.train.batches import FILL_PAIR, ROW, Collate
+from windlass.train.loss import LogitShaping, SourceLosses, TokenCrossEntropy
+from windlass.train.preference import Answers, Preference, dpo_loss, orpo_loss
 
 
 def answers(count: int = 5) -> Answers:
@@ -106,3 +112,70 @@ def test_each_tokens_loss_has_its_own_factor_in_the_gradient(shaping: LogitShapi
     torch.testing.assert_close(losses, expected)
     torch.testing.assert_close(hidden.grad, plain.grad)
     torch.testing.assert_close(weight.grad, head.grad, rtol=1e-4, atol=1e-5)
+
+
+def pair(number: int, chosen: int, rejected: int, prompt: int = 2) -> dict[str, Any]:
+    """Return a row of a pair whose answers have so many tokens."""
+    lengths = [prompt + chosen, prompt + rejected]
+    ids = np.arange(1, sum(lengths) + 1, dtype=np.int32) + 100 * number
+    labels = ids.copy()
+    for start in (0, lengths[0]):
+        labels[start : start + prompt] = IGNORED
+    return {"input_ids": ids, "labels": labels, "seq_lengths": np.array(lengths, np.int32), ROW: number}
+
+
+def test_padded_and_padding_free_pairs_have_the_same_answers() -> None:
+    rows = [pair(3, 4, 1), pair(0, 2, 5), FILL_PAIR]
+    table = torch.arange(8.0).view(4, 2)
+    padded, free = (
+        Collate(collator, pairs=True, reference=table)(rows) for collator in (PairCollator(0), PaddingFreeCollator())
+    )
+    assert padded.pairs is not None
+    assert free.pairs is not None
+    assert padded.inputs["input_ids"].shape == (6, 7)
+    for batch in (padded, free):
+        pairs = batch.pairs
+        assert pairs is not None
+        assert (batch.rows, batch.supervised, batch.tokens) == ([3, 0], 2, 9 + 11)
+        assert pairs.lengths.tolist() == [4, 1, 2, 5, 0, 0]
+        assert pairs.sequences.tolist() == [0] * 4 + [1] + [2] * 2 + [3] * 5
+        assert pairs.reference.tolist()[:4] == [6.0, 7.0, 0.0, 1.0]
+    assert (
+        padded.inputs["targets"].tolist()
+        == free.inputs["targets"].tolist()
+        == [
+            *(303, 304, 305, 306),  # the chosen answer behind a prompt of two tokens
+            309,
+            *(3, 4),
+            *(7, 8, 9, 10, 11),
+        ]
+    )
+
+
+@pytest.mark.fault("half a pair among the rows of a rank", "`windlass train`", "row 3 is no pair")
+def test_half_a_pair_is_no_batch() -> None:
+    half = {key: value if key == ROW else value[:6] for key, value in pair(3, 4, 1).items()}
+    half["seq_lengths"] = np.array([6], np.int32)
+    with pytest.raises(AssertionError, match="row 3 is no pair"):
+        Collate(PaddingFreeCollator(), pairs=True)([half])
+    silent = pair(3, 4, 1)
+    silent["labels"][6:] = IGNORED
+    with pytest.raises(AssertionError, match="row 3 has an answer without a token"):
+        Collate(PaddingFreeCollator(), pairs=True)([silent])
+
+
+def test_filler_pairs_count_nowhere() -> None:
+    run = RunFile.model_validate({"train": {"objective": "orpo"}})
+    preference = Preference(run, SourceLosses((), torch.device("cpu")))
+    batch = Collate(PaddingFreeCollator(), pairs=True)([pair(0, 2, 5), FILL_PAIR])
+    assert batch.pairs is not None
+    losses = torch.rand(7, requires_grad=True)
+    loss = preference.compute(losses, batch.pairs)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert losses.grad is not None
+    assert losses.grad.isfinite().all()
+    alone = Collate(PaddingFreeCollator(), pairs=True)([pair(0, 2, 5)])
+    assert alone.pairs is not None
+    figures = preference.take()
+    torch.testing.assert_close(loss, preference.compute(losses, alone.pairs))
+    torch.testing.assert_close(figures, preference.take())
