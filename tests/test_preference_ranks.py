@@ -242,7 +242,11 @@ def test_a_reference_of_another_base_is_computed_again_for_a_new_run(faulty: Any
 @pytest.mark.fault(
     "a reference of other rows at the resume", "`windlass train --resume`", "is the reference of other rows"
 )
-@pytest.mark.fault("a lost reference of a run that began with an adapter", "`windlass train --resume`", "is missing")
+@pytest.mark.fault(
+    "a lost reference of a run that began with an adapter",
+    "`windlass train --resume`",
+    "the adapter that it began with has moved on",
+)
 def test_resumed_run_needs_the_reference_that_it_began_with(faulty: Any, two: Any) -> None:
     assert_bit_equal(two.folder / "left as it was", two.folder / "whole")
     assert_bit_equal(two.folder / "left without", two.folder / "whole")  # the base's can be computed again
