@@ -156,7 +156,7 @@ def test_each_command_prints_one_whole_message(
 @pytest.mark.parametrize(
     ("words", "problem", "command"),
     [
-        ("plan run.yaml --detals", "no such option: --detals (Possible options: --details)", "windlass plan"),
+        ("plan run.yaml --detals", "no such option: --detals (Possible options: --data, --details)", "windlass plan"),
         ("plan", "missing argument 'RUN'", "windlass plan"),
         ("xyz run.yaml", "no such command 'xyz'", "windlass"),
     ],

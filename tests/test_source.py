@@ -138,6 +138,10 @@ def test_login_node_commands_import_no_torch() -> None:
     """The guard must be able to fail: it notices numpy once that is imported."""
     run = "examples/mistral-small-4/train.yaml"
     commands = [["--help"], ["init"], ["schema"], ["explain", "fsdp_use_orig_params"], ["plan", run, "--json"]]
+    commands += [
+        ["plan", "Qwen/Qwen3-8B", "--gpus", "2xh100"],
+        ["plan", "Qwen/Qwen3-8B", "--gpus", "2xh100", "--longest"],
+    ]
     started = [sys.executable, "-c", SCRIPT, json.dumps(commands)]
     done = subprocess.run(started, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == {**{" ".join(command): [] for command in commands}, "all": ["numpy"]}

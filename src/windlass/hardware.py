@@ -11,7 +11,7 @@ import socket
 import struct
 import tomllib
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import exp, log
@@ -277,7 +277,7 @@ def find_gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
         if where == "--gpus":
             hint = f"did you mean {counted[1]}x{counted[2]}?"
         raise UserError(f"{name!r} is a number of GPUs and their kind in one word", where, hint, "number-in-name")
-    key = _find("GPU", name, ALIASES.get(key, key), [*GPUS, *ALIASES], figures, where)
+    key = _find("GPU", name, ALIASES.get(key, key), GPUS, ALIASES, figures, where)
     return GPUS[key]
 
 
@@ -287,18 +287,20 @@ def find_fabric(name: str | Mapping[str, Any], where: str = "cluster.network") -
         return Fabric(str(name["name"]), float(name["gb_per_second"]))
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     key = FABRIC_ALIASES.get(key, key)
-    return FABRICS[_find("fabric", name, key, [*FABRICS, *FABRIC_ALIASES], "{name: …, gb_per_second: …}", where)]
+    return FABRICS[_find("fabric", name, key, FABRICS, FABRIC_ALIASES, "{name: …, gb_per_second: …}", where)]
 
 
-def _find(kind: str, name: str, key: str, known: list[str], figures: str, where: str) -> str:
+def _find(
+    kind: str, name: str, key: str, known: Collection[str], aliases: Collection[str], figures: str, where: str
+) -> str:
     if key in known:
         return key
-    close = difflib.get_close_matches(key, known, 3, 0.4)
+    close = difflib.get_close_matches(key, [*known, *aliases], 3, 0.6)
     nearest = "nearest: " + ", ".join(close) if close else "known: " + ", ".join(known)
     raise UserError(
         f"the {kind} {name!r} is not in the table",
         where,
-        f"{nearest}; or give its figures: {figures}",
+        f"{nearest}; or give its figures in the run file: {figures}",
         "unknown-hardware",
     )
 
@@ -331,13 +333,14 @@ def read_this_machine() -> LocalMachine:
 
 def parse_gpus(text: str, where: str) -> tuple[int, int, str]:
     """Parse 8xh200 as eight GPUs on one node, and 2x8xh200 as two such nodes."""
-    *counts, name = text.lower().split("x")
-    if len(counts) > 2 or not all(count.isdigit() and int(count) for count in counts) or not name:
+    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(\d*[a-z].*)", text.strip().lower().replace("×", "x"))
+    counts = [int(count) for count in match.groups()[:2] if count] if match else [0]
+    if match is None or 0 in counts:
         raise UserError(
             f"{text!r} is not a number of GPUs", where, "write 8xh200, or 2x8xh200 for two nodes", "not-gpu-count"
         )
-    nodes, per_node = [1, 1, *map(int, counts)][-2:]
-    return nodes, per_node, "cpu" if name == "cpu" else find_gpu(name, where).name
+    nodes, per_node = [1, 1, *counts][-2:]
+    return nodes, per_node, find_gpu(match[3], where).name
 
 
 def read_gpu_name() -> str:

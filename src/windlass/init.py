@@ -4,7 +4,8 @@ import math
 import re
 import tempfile
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -12,15 +13,15 @@ from typing import Any, Final
 import yaml
 
 from windlass import hardware
-from windlass.data.mix import list_training_sets
-from windlass.data.sources import resolve_source
+from windlass.data.mix import RowSet, list_training_sets
+from windlass.data.sources import Rows, resolve_source
 from windlass.errors import UserError
 from windlass.model import Base, find_base
 from windlass.model.targets import resolve_adapter
 from windlass.observe.format import format_plural
 from windlass.plan import Plan, make_plan
 from windlass.plan.resolve import COVERED, FEW_STEPS, MOST_EPOCHS, SHORTEST
-from windlass.plan.rows import DataSample, sample_data
+from windlass.plan.rows import NO_DATA, DataSample, SplitSample, sample_data
 from windlass.runfile import Loaded, parse_settings, read_run_file
 from windlass.runfile.reference import render_settings
 from windlass.serve.servers import judge_adapter
@@ -28,6 +29,8 @@ from windlass.serve.servers import judge_adapter
 LONGEST: Final = 16_384  # largest data.max_length
 MANY_STEPS: Final = 150  # with more steps than this, an optimizer step takes more rows
 UNKNOWN: Final = 2048  # data.max_length for rows of unknown lengths
+NETWORK: Final = "infiniband-400"  # between nodes, if none is named
+USUAL_BATCH: Final = 64  # sequences of an optimizer step, if there are no rows to go by
 MOST_SEQUENCES: Final = 128  # most sequences of an optimizer step
 ANY_RANKS: Final = 8  # sequences of an optimizer step divide by it, if the number of ranks isn't known
 # A setting in a hint of what refuses the rows, if it leaves the prompt as it is at inference.
@@ -42,6 +45,7 @@ class Draft:
         self.warnings = list[str]()
         self.ranks = 1
         self.fixed = frozenset[str]()  # keys that the user has set
+        self.sample: DataSample | None = None  # of its rows, once it is drawn
 
     def set(self, key: str, value: Any, reason: str = "") -> None:
         """Set a key that the user hasn't set."""
@@ -59,21 +63,30 @@ class Draft:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "run.yaml"
             path.write_text(changed.text, encoding="utf-8")
-            return read_run_file(path)
+            loaded = read_run_file(path)
+        places = {key: f"--override {key}" if key in self.fixed else key for key in loaded.places}
+        return replace(loaded, places=places)  # the file is gone
 
 
 def draft_run(
     model: str,
-    data: str,
+    data: str | None,
     gpus: str | None,
     say: Callable[[str], None],
     columns: str | None = None,
     overrides: Sequence[str] = (),
 ) -> Draft:
-    """Choose what fits the data, the model and the machines."""
-    try:
+    """Choose what fits the data, the model and the machines. Without data: for rows of `data.max_length` tokens."""
+    with name_options(overrides):
         return _draft(model, data, gpus, say, columns, overrides)
-    except UserError as error:  # its places are in a file that is gone
+
+
+@contextmanager
+def name_options(overrides: Sequence[str]) -> Iterator[None]:
+    """Name the option behind each problem of a draft, whose file is gone."""
+    try:
+        yield
+    except UserError as error:
         flags = {
             "model.model_name_or_path": "--model",
             "data.dataset_name_or_path": "--data",
@@ -93,7 +106,7 @@ def draft_run(
 
 def _draft(
     model: str,
-    data: str,
+    data: str | None,
     gpus: str | None,
     say: Callable[[str], None],
     columns: str | None,
@@ -107,7 +120,7 @@ def _draft(
             "lora.lora_alpha": (32, ""),
             "lora.lora_dropout": (0.0, ""),
             "lora.target_modules": ("all-linear", ""),
-            "data.dataset_name_or_path": (data, ""),
+            "data.dataset_name_or_path": (data or "no-data", ""),
             "data.val_fraction": (0.02, "held out to evaluate on"),
             "data.max_length": (LONGEST, ""),
             "data.packing": (True, "short rows share a sequence and can't attend to each other"),
@@ -123,7 +136,7 @@ def _draft(
             "layout.name": ("auto", "the fastest that fits"),
         }
     )
-    _set_machine(made, gpus)
+    set_machine(made, gpus)
     if columns is not None:
         try:
             named = yaml.safe_load(columns)
@@ -137,11 +150,21 @@ def _draft(
     made.settings |= {key: (value, "") for key, value in settings.items()}
     made.fixed = frozenset(settings)
     _leave_out_unserved(made, base)
-    sample = _sample(made, base, say)
-    _follow_data(made, base, sample)
+    if data is None:
+        nothing = RowSet("data", made.load().run.data, str)
+        made.sample = DataSample([SplitSample(nothing, Rows(None, NO_DATA))], [], None)
+        made.set("train.global_batch_size", round_to_ranks(USUAL_BATCH, made.ranks))
+    else:
+        made.sample = _sample(made, base, say)
+        _follow_data(made, base, made.sample)
     plan = _fit_memory(made)
-    _set_rhythm(made, plan, sample)
+    _set_rhythm(made, plan, made.sample)
     return made
+
+
+def round_to_ranks(sequences: int, ranks: int) -> int:
+    """Return the nearest number of sequences that divides evenly over the ranks."""
+    return max(1, round(sequences / ranks)) * ranks
 
 
 def _leave_out_unserved(made: Draft, base: Base) -> None:
@@ -159,7 +182,7 @@ def _leave_out_unserved(made: Draft, base: Base) -> None:
         made.warnings.append(f"{verdicts[0]}: merge the adapter to serve it")
 
 
-def _set_machine(made: Draft, gpus: str | None) -> None:
+def set_machine(made: Draft, gpus: str | None) -> None:
     """Set the machines, if they are named; otherwise the run takes what it finds."""
     if gpus is None:
         gpu = hardware.read_gpu_name()
@@ -170,8 +193,9 @@ def _set_machine(made: Draft, gpus: str | None) -> None:
         made.set("cluster.nodes", nodes)
         made.set("cluster.gpus_per_node", per_node)
         made.set("cluster.gpu", gpu)
+        made.set("train.global_batch_size", round_to_ranks(ANY_RANKS, made.ranks), "sequences per optimizer step")
         if nodes > 1:
-            made.set("cluster.network", "infiniband-400", "between nodes: put in what you have")
+            made.set("cluster.network", NETWORK, "between nodes: put in what you have")
     if gpu == "cpu":
         made.set("model.torch_dtype", "float32", "CPUs compute in it")
         if gpus is None:
@@ -245,15 +269,15 @@ def _follow_data(made: Draft, base: Base, sample: DataSample) -> None:
 def _fit_memory(made: Draft) -> Plan:
     """Recompute activations only if the run doesn't fit otherwise, and pack only if rows can't attend to each other."""
     try:
-        plan = make_plan(made.load())
+        plan = make_plan(made.load(), sample=made.sample)
     except UserError as error:
         if not any("packing" in problem.where for problem in error.problems) or "data.packing" in made.fixed:
             raise
         made.set("data.packing", False, error.problems[0].problem)
-        plan = make_plan(made.load())
+        plan = make_plan(made.load(), sample=made.sample)
     if not plan.cost.fits and "train.gradient_checkpointing" not in made.fixed:
         made.set("train.gradient_checkpointing", True, "it doesn't fit without")
-        plan = make_plan(made.load())
+        plan = make_plan(made.load(), sample=made.sample)
     if not plan.cost.fits:
         made.warnings.append(plan.cost.remedy)
     return plan

@@ -126,12 +126,31 @@ def schema() -> None:
 
 
 @command(
-    BEFORE, "plan run.yaml", "plan run.yaml --compare", "plan run.yaml --accelerate fsdp.yaml --json | jq .estimate"
+    BEFORE,
+    "plan run.yaml",
+    "plan run.yaml --compare",
+    "plan run.yaml --accelerate fsdp.yaml --json | jq .estimate",
+    "plan Qwen/Qwen3-30B-A3B --gpus 4xl40s",
+    "plan Qwen/Qwen3-30B-A3B --gpus all --prices prices.yaml",
+    "plan ./Qwen3-8B --gpus 2xh100 --data chats.jsonl --save run.yaml",
 )
 def plan(
-    run: Run,
+    run: Annotated[
+        Path,
+        arg("RUN", "The run file (YAML), or a model: its name, folder or config.json.", callback=remember_run_file),
+    ],
     override: Overrides = None,
     accelerate: Accelerate = None,
+    gpus: Annotated[
+        str | None, opt("--gpus", "N", "Plan for 8xh200, or 2x8xh200 for two nodes; all: compare every kind.")
+    ] = None,
+    prices: Annotated[
+        Path | None, opt("--prices", "FILE", "With --gpus all: prices per GPU-hour, `h100: 2.5` (YAML, JSON, TOML).")
+    ] = None,
+    data: Annotated[str | None, opt("--data", "PATH", "Of a model: the rows to train on.")] = None,
+    tokens: Annotated[int | None, opt("--tokens", "N", "Of a model: tokens of a row. Default: 512.", min=1)] = None,
+    save: Annotated[Path | None, opt("--save", "FILE", "Of a model with --data: write the run file there.")] = None,
+    longest: Annotated[bool, flag("--longest", "Show the longest row that fits, by layout.")] = False,
     compare: Annotated[bool, flag("--compare", "Show the same run under other layouts and numbers of nodes.")] = False,
     details: Annotated[bool, flag("--details", "Show the tables and notes behind it.")] = False,
     explain: Annotated[bool, flag("--explain", "Show every row of the tables, with its formula.")] = False,
@@ -140,16 +159,40 @@ def plan(
 ) -> None:
     """Estimate memory, network traffic and time, without a GPU.
 
-    Reads the run file, config.json and the safetensors headers; needs neither the weights nor torch.
-    The exit code is 0 whether or not the run fits; `memory.fits` in the JSON says which.
+    Reads the run file, config.json and the safetensors headers; needs neither the weights nor torch. Of a model alone
+    it plans the run that `windlass init` would write. The exit code is 0 whether or not the run fits; `memory.fits` in
+    the JSON says which.
     """
     from windlass.plan import write_plan
+    from windlass.plan.longest import find_longest_rows
     from windlass.plan.show import print_plan
+    from windlass.sizing import ALL, compare_gpus, open_subject, print_comparison, print_longest, read_prices
 
-    planned = make_plan(run, override, accelerate)
+    chosen = {
+        "--prices": prices,
+        "--data": data,
+        "--tokens": tokens,
+        "--save": save,
+        "--longest": longest,
+        "--compare": compare,
+        "--details": details,
+        "--explain": explain,
+        "--out": out,
+    }
+    options = {name: value for name, value in chosen.items() if value}
+    subject = open_subject(str(run), gpus, options, override or (), accelerate, say)
+    if gpus == ALL and subject:
+        write_result(compare_gpus(subject, read_prices(prices) if prices else None), as_json, print_comparison)
+        return
+    if longest and subject:
+        rows = find_longest_rows(subject.plan())
+        write_result([asdict(row) for row in rows], as_json, lambda _: print_longest(rows, subject, gpus))
+        return
+    planned = subject.plan() if subject else make_plan(run, override, accelerate)
     written = None
     try:
-        written = write_plan(planned, out)
+        if out is not None or not (subject and subject.draft):  # a model's run has no folder yet
+            written = write_plan(planned, out)
     except UserError as error:
         if out is not None:
             raise
@@ -160,6 +203,8 @@ def plan(
         print_plan(planned, details=details, formulas=explain, compare=compare)
     if written:
         say(f"plan written to {written}")
+    if save and subject and subject.draft:
+        write_run_file(subject.draft.text, save)
 
 
 @command(

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.advice import Advice, Caution, advise_faster_layout, find_cautions
 from windlass.plan.as_json import describe_plan
 from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
-from windlass.plan.layout import AUTO, Layout
+from windlass.plan.layout import AUTO, Layout, LayoutRequest
 from windlass.plan.machine import find_machine
 from windlass.plan.request import read_request
 from windlass.plan.resolve import resolve_auto
-from windlass.plan.rows import Counts, sample_data
+from windlass.plan.rows import Counts, DataSample, sample_data
 from windlass.plan.schedule import Schedule, make_schedule
 from windlass.plan.search import Candidate, Search, choose, list_micro_batches
 from windlass.plan.validate import check_expert_settings, check_family, check_request, find_base_dtypes
@@ -49,6 +49,8 @@ class Plan:
     advice: tuple[Advice, ...]  # changes that would make the run faster
     warnings: tuple[Caution, ...]  # settings that are probably not intended
     notes: tuple[str, ...]
+    search: Search = field(repr=False)  # what the layout was chosen by
+    request: LayoutRequest
     chosen: tuple[str, ...] = ()  # choices for settings that the run file leaves open
 
     @property
@@ -139,11 +141,22 @@ class Plan:
         return describe_plan(self)
 
 
-def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
-    """Plan a run; raise an error with everything in the run file that does not fit the model or the machine."""
+def make_plan(
+    loaded: Loaded,
+    accelerate: AccelerateFile | None = None,
+    *,
+    base: Base | None = None,
+    sample: DataSample | None = None,
+    compare: bool = True,
+) -> Plan:
+    """Plan a run; raise an error with everything in the run file that does not fit the model or the machine.
+
+    `base`, `sample`: of its model and rows, if they are read already. `compare`: also with other numbers of nodes, and
+    find out what would make it faster.
+    """
     # 1. The model and the adapter, from headers alone.
     where = loaded.where
-    base = find_base(loaded.run.model.model_name_or_path, where("model.model_name_or_path"))
+    base = base or find_base(loaded.run.model.model_name_or_path, where("model.model_name_or_path"))
     run, continued = continue_adapter(loaded.run, base, where)
     loaded = replace(loaded, run=run)
     adapter = resolve_adapter(run.lora, base, where)
@@ -157,7 +170,7 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         base_trained=bool(adapter.in_full or adapter.biases),
     )
     raise_all(check_expert_settings(loaded.run.train, base, where))
-    sample = sample_data(loaded.run.data, base.path, where)
+    sample = sample or sample_data(loaded.run.data, base.path, where)
     run, chosen = resolve_auto(loaded, base, request.ranks, request.precision, sample)
     loaded = replace(loaded, run=run)
     raise_all(check_family(run, base, where))
@@ -208,7 +221,7 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         experts=base.dims.get("experts", 0) if base.family.expert_parallel else 0,
         kept_dtype="" if dtypes.why_not_kept else dtypes.published,
         shards=base.family.shards,
-        may_add_nodes=run.cluster.network is not None,
+        other_nodes=compare and run.cluster.network is not None,
     )
     choice = choose(search, request, where("layout"))
     if not choice.best.cost.fits and request.activation_checkpointing is None:
@@ -236,9 +249,13 @@ def make_plan(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         tried=() if batch_is_set else choice.best.tried,
         advice=advise_faster_layout(
             work, length, choice.contenders, run, batch_is_set=batch_is_set, layout_is_set=layout_is_set
-        ),
+        )
+        if compare
+        else (),
         warnings=(),
         notes=(),
+        search=search,
+        request=request,
         chosen=(continued, *chosen) if continued else chosen,
     )
     notes = (*_list_notes(plan, accelerate), *counts.notes)

@@ -30,6 +30,8 @@ GROUP: Final = 100  # rows that a sample has at least
 LEAST_OFF: Final = 0.03  # by what packing a sample differs from packing all rows
 DEVIATIONS: Final = 2.5  # of the mean of a sample, that its estimates may be off by
 
+NO_DATA: Final = "no data"  # why the rows of a run without a data set can't be counted
+
 Document = tuple[int, int]  # its tokens (a pair's: of its longer side), position of the first that loss is computed on
 
 

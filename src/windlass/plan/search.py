@@ -51,7 +51,7 @@ class Search:
     experts: int  # routed experts per layer that ranks can share; 0 for a dense model
     kept_dtype: str  # the checkpoint's quantized dtype, if the base can stay in it
     shards: bool  # the model can be sharded
-    may_add_nodes: bool  # there is a network between nodes
+    other_nodes: bool  # compare other numbers of nodes too: there is a network between them
 
     def compare(self, layouts: Sequence[Named], barred: Mapping[str, str] | None = None) -> tuple[Candidate, ...]:
         able = [(name, layout) for name, layout in layouts if self.shards or layout.shard == 1]
@@ -73,8 +73,8 @@ class Choice:
 def choose(search: Search, request: LayoutRequest, place: str) -> Choice:
     """Choose the layout that is requested, or the best. `place`: where the run file sets it, for errors."""
     layouts, impossible = list_layouts(request, search.experts, search.kept_dtype)
-    if not search.may_add_nodes:
-        layouts = [(name, layout) for name, layout in layouts if layout.nodes <= request.nodes]
+    if not search.other_nodes:
+        layouts = [(name, layout) for name, layout in layouts if layout.nodes == request.nodes]
     contenders = search.compare(layouts, request.barred)
     if request.name == AUTO:
         best = choose_layout(contenders)

@@ -18,11 +18,13 @@ from windlass.plan.advice import OF_ALL, Advice, Caution
 from windlass.plan.cost import HEADROOM, Batch, Cost
 from windlass.plan.layout import Layout
 from windlass.plan.plan import Plan
+from windlass.plan.rows import NO_DATA
 from windlass.plan.schedule import Schedule
 from windlass.plan.script import AnyPlan, RankGrid, ScriptPlan
 from windlass.plan.search import Candidate, drop_dominated, is_same_layout, list_overrides
 
 LINES = 15  # of the plan without options, at 80 columns
+MILLIONS = 10  # million tokens, whose time is shown if the run's length is unknown
 LABEL = 9  # columns of the names on the left
 
 Row = tuple[list[str], bool]  # cells, and whether they are bold
@@ -129,7 +131,8 @@ def _lines(plan: Plan) -> Iterator[Named]:
         yield "reference", f"  {_describe_reference(plan)}"
     yield "layout", f"{layout.name}: {layout.reason}"
     yield "limit", LIMITS[cost.bound]
-    yield "machine", describe_machines(layout, plan.machine)
+    here = "" if plan.run.cluster.gpu else "; this machine, for the run file names none: --gpus 8xh100 plans for others"
+    yield "machine", describe_machines(layout, plan.machine) + here
     base = "" if plan.base.path else "; no weights here"
     yield "model", f"{plan.base.name}, {format_count(plan.total)}, trained: {plan.adapter.trainable:,}{base}"
     rows = format_plural(plan.schedule.global_sequences, "pair" if plan.run.is_preference else "row")
@@ -166,7 +169,13 @@ def _explain_batch(plan: Plan) -> str:
 def _describe_length(plan: Plan) -> str:
     schedule = plan.schedule
     if schedule.steps is None:
-        return f"unknown ({schedule.rows_reason}): train.max_steps sets it"
+        seconds = estimate_millions(plan.cost)
+        text = f"{format_duration(seconds)} for {MILLIONS} M tokens"
+        if plan.machine.gpu.name != "cpu":
+            text += f", {seconds * plan.layout.ranks / 3600:,.2f} GPU-hours"
+        if schedule.rows_reason == NO_DATA:
+            return f"{text}; --data FILE plans an epoch of it"
+        return f"{text}; of the run unknown ({schedule.rows_reason}): train.max_steps sets it"
     text = f"{format_duration((plan.hours or 0) * 3600)}: {_format_steps(schedule)}, "
     text += (
         f"{_format_events(schedule.evaluations, 'evaluation')}, {_format_events(schedule.checkpoints, 'checkpoint')}"
@@ -174,6 +183,11 @@ def _describe_length(plan: Plan) -> str:
     if plan.machine.gpu.name != "cpu":
         text += f"; {plan.gpu_hours:,.2f} GPU-hours"
     return text
+
+
+def estimate_millions(cost: Cost) -> float:
+    """Return the seconds that training on MILLIONS million tokens takes."""
+    return MILLIONS * 1e6 / cost.tokens_per_second
 
 
 def _describe_reference(plan: Plan) -> str:
@@ -238,12 +252,12 @@ def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
     )
     columns = "layout >batch fits >GiB/GPU >GB/step >s/step >tok/s"
     is_narrow = width < NARROW
-    tables = [_table(title, columns, [_cells_here(plan, c) for c in here])]
+    tables = [make_table(title, columns, [_cells_here(plan, c) for c in here])]
     if elsewhere:
         columns = ">nodes layout >batch >rows/step fits >GiB/GPU >tok/s >GPU-h"
         rows = [(_cells_elsewhere(plan, c), False) for c in elsewhere]
         hide = (">rows/step", ">GPU-h") if is_narrow else ()
-        tables.append(_table("The best layout on other numbers of nodes", columns, rows, hide))
+        tables.append(make_table("The best layout on other numbers of nodes", columns, rows, hide))
     for table in tables:
         if is_narrow:
             table.padding = 0
@@ -264,7 +278,7 @@ def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
     reasons = {why_not: name for name, why_not in reversed([*plan.impossible.items()])}
     reasons |= {c.why_not: c.name for c in reversed(plan.contenders) if c.why_not}
     if reasons:
-        yield _table("Not possible", "layout why", [([name, why_not], False) for why_not, name in reasons.items()])
+        yield make_table("Not possible", "layout why", [([name, why_not], False) for why_not, name in reasons.items()])
 
 
 def _cells_here(plan: Plan, c: Candidate) -> Row:
@@ -322,15 +336,15 @@ def _tables(plan: Plan, formulas: bool) -> Iterator[Table]:
             ([_format_batch(cost.batch), _yes_or_no(cost.has_headroom), *_figures(cost)], cost.batch == plan.batch)
             for cost in plan.tried
         ]
-        yield _table("Micro-batches, by memory and time", ">batch fits >GiB/GPU >GB/step >s/step >tok/s", tried)
+        yield make_table("Micro-batches, by memory and time", ">batch fits >GiB/GPU >GB/step >s/step >tok/s", tried)
     title = "Memory" if formulas else "Memory at the peak (--explain for the rest)"
-    yield _table(title, "phase where what >GiB formula", _memory(plan, formulas), hide)
-    yield _table("Time (estimate)", "what >value formula", _time(plan), hide)
+    yield make_table(title, "phase where what >GiB formula", _memory(plan, formulas), hide)
+    yield make_table("Time (estimate)", "what >value formula", _time(plan), hide)
     if plan.cost.flows:
         columns = "what over >each >times >total >s/step formula"
-        yield _table("Network traffic of each GPU in a step", columns, _traffic(plan), hide)
-    yield _table("Adapter", "pattern matches part >modules >trainable", _targets(plan))
-    yield _table("Parameters", "part >parameters >share", _parameters(plan))
+        yield make_table("Network traffic of each GPU in a step", columns, _traffic(plan), hide)
+    yield make_table("Adapter", "pattern matches part >modules >trainable", _targets(plan))
+    yield make_table("Parameters", "part >parameters >share", _parameters(plan))
 
 
 def _advice_table(plan: Plan) -> Table:
@@ -338,7 +352,7 @@ def _advice_table(plan: Plan) -> Table:
         ([advice.change, f"{advice.tokens_per_second:,.0f}", f"{advice.gain:,.1f} x", advice.remark], False)
         for advice in plan.advice
     ]
-    table = _table("What would make it faster (useful tokens, estimate)", "change >tok/s >gain how", rows)
+    table = make_table("What would make it faster (useful tokens, estimate)", "change >tok/s >gain how", rows)
     table.columns[0].no_wrap = True
     return table
 
@@ -372,7 +386,7 @@ def _parameters(plan: Plan) -> Iterator[Row]:
     yield ["total", f"{plan.total:,}", disk], True
 
 
-def _table(title: str, columns: str, rows: Iterable[Row], hide: Container[str] = ()) -> Table:
+def make_table(title: str, columns: str, rows: Iterable[Row], hide: Container[str] = ()) -> Table:
     """Build a table. Columns whose names begin with `>` are right-aligned and never wrapped: no digit is lost."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     table.padding = (0, 1, 0, 0)

@@ -89,6 +89,7 @@ def parse_settings(overrides: Sequence[str]) -> dict[str, Any]:
     settings = {}
     for override in overrides:
         key, equals, value = override.partition("=")
+        key = "layout.name" if key == "layout" else key
         if key not in known or not equals:
             renamed = RENAMED.get(key) or OTHER_NAMES.get(key.rpartition(".")[2])
             close = [renamed] if renamed else find_close_names(key, known)
