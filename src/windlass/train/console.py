@@ -64,7 +64,9 @@ def print_header(console: Console, plan: Plan, environ: Mapping[str, str]) -> No
     placed = f"{layout.name} on {ranks}: {layout.reason}"
     if train.compile:
         placed += "; layers compiled"
-    sequences = f"{format_plural(plan.schedule.global_sequences, 'sequence')} of up to {batch.length} tokens"
+    unit = "pair" if plan.run.is_preference else "sequence"
+    tokens = f"{batch.length} tokens{' an answer' if plan.run.is_preference else ''}"
+    sequences = f"{format_plural(plan.schedule.global_sequences, unit)} of up to {tokens}"
     if train.per_device_train_batch_size == "auto":
         sequences += "; the fastest micro-batch that fits"
     rows = {
@@ -158,9 +160,14 @@ class Progress:
     def start_evaluation(self, step: int) -> None:
         self.here.phase(f"evaluating after step {step}")
 
-    def end_evaluation(self, step: int, loss: float) -> None:
-        if self.here.rank == 0:
-            self.console.print(f"step {step:>5}  evaluation loss {loss:.4f}")
+    def end_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.here.rank:
+            return
+        line = f"step {step:>5}  evaluation loss {metrics['eval_loss']:.4f}"
+        accuracy = metrics.get("eval_rewards/accuracies")
+        if accuracy is not None:
+            line += f"  margin {metrics['eval_rewards/margins']:.3f}  accuracy {accuracy:.0%}"
+        self.console.print(line)
 
     def close(self) -> None:
         if self.live is not None:

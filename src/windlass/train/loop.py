@@ -292,7 +292,7 @@ class Loop:
         self.eval_loss = metrics["eval_loss"]
         self.updater.follow(self.eval_loss)
         self.recorder.event("eval", self.step, **metrics)
-        self.progress.end_evaluation(self.step, self.eval_loss)
+        self.progress.end_evaluation(self.step, metrics)
         self._log(metrics)
         if self.evaluator.samples is not None:
             evaluations = sum("eval_loss" in values for values in self.log_history)

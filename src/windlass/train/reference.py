@@ -96,7 +96,7 @@ def read_reference(
     if resumed:
         hint = "put the run's own file back, or train into another folder"
         raise UserError(f"is the reference of {what} than this run's", str(path), hint, "other-reference")
-    say(f"reference  {path} is of {what}: it is computed again")
+    say(f"reference {path} is of {what}: it is computed again")
     return None
 
 
@@ -121,13 +121,12 @@ def compute_reference(model: TrainedModel, batches: Batches, name: str, say: Say
             now = time.monotonic()
             if now - told > SAY_SECONDS:
                 left = format_clock((now - began) / done * max(0, count - done))
-                say(f"reference  {min(done, count):,} of {count:,} {name} pairs, {left} left")
+                say(f"reference {min(done, count):,} of {count:,} {name} pairs, {left} left")
                 told = now
     model.causal_lm.train(was_training)
     if collectives.get_world_size() > 1:
         dist.all_reduce(table)
-    seconds = time.monotonic() - began
-    say(f"reference  {count:,} {name} pairs in {seconds:.0f} s, by the base as the run begins; kept in {REFERENCE}")
+    say(f"reference {count:,} {name} pairs in {time.monotonic() - began:.0f} s; kept in {REFERENCE}")
     return table.cpu()
 
 
