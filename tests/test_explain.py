@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from windlass import explain
+from windlass.cli import app
 from windlass.errors import UserError
 from windlass.plan.accelerate import load_key_table, read_accelerate
 from windlass.plan.layout import LAYOUTS
@@ -216,3 +217,35 @@ def test_explain_shows_where_a_run_sets_a_key(tmp_path: Path) -> None:
     assert [row.text for row in explain.explain_topic("seed", tmp_path / "run.yaml")][
         -1
     ] == "in this run: 42 (default: train.seed)"
+
+
+def test_questions_lead_to_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """By any of their words; the commands exist, with these options, and stay on a line."""
+    for words, topic, answer in (
+        ("how do I run trials?", "trials", "windlass report r8 r16 r32"),
+        ("sweep", "trials", "--override train.output_dir=r$r"),
+        ("several adapters", "adapters", "lora.adapter: FOLDER"),
+        ("a benchmark", "benchmark", "lm_eval --model hf"),
+        ("W&B", "trackers", "train.report_to: wandb"),
+        ("which GPUs?", "gpus", "windlass plan MODEL --gpus all"),
+    ):
+        rows = [row for row in explain.explain_topic(words) if row.kind == "question"]
+        assert {row.name for row in rows} == {topic}
+        assert any(answer in row.text for row in rows), words
+    assert {row.kind for row in explain.explain_topic("adapters")} == {"run file", "question"}
+    lines = [line for question in explain.load_questions().values() for line in question["answer"]]
+    commands = {command.name for command in app.registered_commands}
+    for line in lines:
+        for name, rest in re.findall(r"windlass ([a-z-]+)([^;:()]*)", line):
+            if name == "has":
+                continue
+            known = (ROOT / "docs" / "commands" / f"{name}.md").read_text()
+            assert name in commands
+            assert set(re.findall(r"--[a-z-]+", rest)) <= set(re.findall(r"--[a-z-]+", known)), line
+        for key in re.findall(r"\b(?:train|lora|cluster|data)\.\w+", line):
+            assert key in list_keys(), line
+    for word in (word for question in explain.load_questions().values() for word in question["names"].split()):
+        assert any(row.kind == "question" for row in explain.explain_topic(word))
+    explain.print_rows(explain.explain_topic("trials"))
+    printed = capsys.readouterr().out.splitlines()
+    assert all(f"  {line}" in printed for line in explain.load_questions()["trials"]["answer"])

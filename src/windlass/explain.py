@@ -1,9 +1,11 @@
-"""What a setting means: of the run file, of an Accelerate file, of the environment, or a layout."""
+"""What a setting means: of the run file, of an Accelerate file, of the environment, or a layout; how to do things."""
 
 import difflib
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ KINDS = {
     "run file": "in the run file",
     "environment": "environment variable",
     "layout": "a layout",
+    "question": "how to",
 }
 STYLES = {"honoured": "green", "translated": "cyan", "no effect": "yellow", "refused": "red", DOES_NOT_EXIST: "red"}
 
@@ -47,9 +50,23 @@ def explain_topic(name: str, run: Path | None = None) -> tuple[ExplainedKey, ...
         rows += _find_in_run(run, rows)
     if name in LAYOUTS:
         rows.append(ExplainedKey("layout", name, "", "", LAYOUTS[name]))
+    rows += _answer_question(name)
     if not rows:
         raise UserError(f"unknown setting {name!r}", "windlass explain", _suggest(name), "unknown-key")
     return tuple(rows)
+
+
+@cache
+def load_questions() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def _answer_question(name: str) -> Iterator[ExplainedKey]:
+    """Yield the answers to a question, by any word of it."""
+    words = set(re.split(r"[\s?,]+", name.lower()))
+    for topic, question in load_questions().items():
+        if words & {topic, *question["names"].split()}:
+            yield from (ExplainedKey("question", topic, "", "", line) for line in question["answer"])
 
 
 def _suggest(name: str) -> str:
@@ -57,7 +74,7 @@ def _suggest(name: str) -> str:
     keys = [*list_documented(), *RENAMED]
     names = [*(key for section in load_key_table().spelled.values() for key in section), *list_documented()]
     names += [*(path.rpartition(".")[2] for path in keys), *NOT_TAKEN, *LAYOUTS]
-    names += [*variables(), *sorted(list_other_names())]
+    names += [*variables(), *sorted(list_other_names()), *load_questions()]
     known = {f"{key.rpartition('.')[0]}.{other}".lower(): key for other, key in OTHER_NAMES.items()}
     known |= {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), list(known), 4, 0.6)
@@ -173,5 +190,8 @@ def print_rows(rows: Sequence[ExplainedKey]) -> None:
         elif (row.kind, row.name) != last:
             console.print(Text.assemble("\n" if last[0] else "", (row.name, "bold"), f"  ({KINDS[row.kind]})"))
             last = (row.kind, row.name)
+        if row.kind == "question":  # commands stay on a line, to be pasted
+            console.print(f"  {row.text}", soft_wrap=True, markup=False)
+            continue
         parts = [part for part in (value, verdict) if part.plain]
         console.print(Padding(Text(": ").join([*parts, Text(row.text)]), (0, 0, 0, 2), expand=False))
