@@ -56,6 +56,9 @@ SAVING = {
     "train__save_steps": 2,
     "train__max_steps": 6,
 }
+BALANCED = {"train__router_aux_loss_coef": 0.5, "train__max_steps": 4, "layout__base_dtype": "bf16"}
+MIXED = {"file": "{folder}/mix.yaml", **SAVING}
+NF4 = {"layout__base_dtype": "nf4", "train__max_steps": 2}
 # name -> what it is equal to among TRL's runs
 EQUAL = {
     1: {
@@ -99,14 +102,23 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return " ".join(chance.choices(train.WORDS.split(), k=chance.randint(2, 9)))
 
     rows = [{"prompt": f"{words()}:", "chosen": f" {words()}", "rejected": f" {words()}"} for _ in range(120)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, part in (("pairs", rows), ("some", rows[:40]), ("others", rows[40:70])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     (folder / "run.yaml").write_text(RUN.format(folder=folder, steps=STEPS))
+    mix = RUN.replace("dataset_name_or_path: {folder}/pairs.jsonl", "mix: [{sets}]")
+    sets = f"{{path: {folder}/some.jsonl, epochs: 2}}, {{path: {folder}/others.jsonl, rows: 20}}"
+    (folder / "mix.yaml").write_text(mix.format(folder=folder, steps=STEPS, sets=sets))
     return folder
 
 
 @pytest.fixture(scope="session")
 def one(pairs: Path) -> Any:
-    return train.launched(pairs, 1, PLAIN | {name: each for name, (each, _) in EQUAL[1].items()})
+    cases = {
+        "balanced": case(1, accumulation=2, **BALANCED),
+        "mix": case(1, **MIXED),
+        "whole": case(1, **SAVING),
+    }
+    return train.launched(pairs, 1, PLAIN | {name: each for name, (each, _) in EQUAL[1].items()} | cases)
 
 
 @pytest.fixture(scope="session")
@@ -118,6 +130,9 @@ def two(pairs: Path) -> Any:
         "whole": saved("whole"),
         "stopped": saved("in two", faults=["terminate 5"]),
         "resumed": saved("in two", resume=True),
+        "balanced": case(2, **BALANCED),
+        "mix": case(2, layout="resident", accumulation=2, **MIXED),
+        "in 4 bits": case(2, **NF4),
         "continued": saved("continued", lora__adapter="{out}/whole/final"),
         **{f"left {name}": saved(f"left {name}", faults=["terminate 5"]) for name in ("as it was", "without", "other")},
         "left continued": saved("left continued", faults=["terminate 5"], lora__adapter="{out}/whole/final"),
@@ -145,6 +160,35 @@ def test_steps_equal_trls(one: Any, world: int, name: str, pairs: Path, request:
     for step, reference in zip(steps, expected, strict=True):
         for key in ("loss", "grad_norm"):
             assert step[key] == pytest.approx(reference[key], rel=TOLERANCE), (step["step"], key)
+
+
+@pytest.mark.parametrize("name", ["balanced", "mix", "whole"])
+def test_losses_are_the_same_on_any_number_of_ranks(one: Any, two: Any, name: str) -> None:
+    steps = two.steps(name)
+    expected = one.steps(name)
+    assert len(steps) == len(expected) >= 4
+    for step, reference in zip(steps, expected, strict=True):
+        assert step["loss"] == pytest.approx(reference["loss"], rel=TOLERANCE)
+        assert step.get("source_loss", {}) == pytest.approx(reference.get("source_loss", {}), rel=1e-5)
+        assert step["preference"] == pytest.approx(reference["preference"], rel=1e-4, abs=1e-5)
+        assert step.get("router_aux_loss", 0) == pytest.approx(reference.get("router_aux_loss", 0), rel=1e-5)
+    if name == "mix":
+        assert set(steps[-1]["source_loss"]) == {"some", "others"}
+        assert any(step["preference"]["rewards/margins"] > 0 for step in steps)
+    evaluations = [evaluation_figures(each.folder / name) for each in (one, two)]
+    assert len(evaluations[0]) == (0 if name == "balanced" else 3)
+    for found, wanted in zip(*evaluations, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+def evaluation_figures(folder: Path) -> list[dict[str, float]]:
+    lines = [line for line in read_json_lines(folder / "events.jsonl") if "eval_loss" in line]
+    names = [name for name in (lines[0] if lines else {}) if name.startswith("eval_") and name != "eval_runtime"]
+    return [{name: line[name] for name in names} for line in lines]
+
+
+def test_reference_of_a_base_in_4_bits_is_that_base(two: Any) -> None:
+    assert two.steps("in 4 bits")[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
 
 
 @pytest.mark.parametrize(("name", "start"), [("full-shard", math.log(2)), ("smoothed", math.log(2)), ("ipo", 25.0)])
@@ -209,12 +253,8 @@ def assert_bit_equal(folder: Path, whole: Path) -> None:
 def test_stopped_and_resumed_run_is_bit_equal(two: Any) -> None:
     assert two["stopped"]["code"] == 75
     assert_bit_equal(two.folder / "in two", two.folder / "whole")
-    events, whole = (
-        [line for line in read_json_lines(two.folder / name / "events.jsonl") if "eval_loss" in line]
-        for name in ("in two", "whole")
-    )
-    keys = ("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins", "eval_logps/chosen")
-    assert [[line[key] for key in keys] for line in events] == [[line[key] for key in keys] for line in whole]
+    events, whole = (evaluation_figures(two.folder / name) for name in ("in two", "whole"))
+    assert events == whole
     assert len(whole) == 3
 
 
