@@ -67,6 +67,15 @@ def test_names_of_the_run_file() -> None:
     assert row.text.startswith("the frozen base is stored in host memory")
 
 
+def test_preference_tuning_is_explained_by_its_keys() -> None:
+    for topic in ("preference", "RLHF"):
+        assert {row.name for row in explain.explain_topic(topic)} == {"train.objective", "dpo", "orpo"}
+    texts = [row.text for row in explain.explain_topic("dpo")]
+    assert "The reference is the model as it is before step 1" in texts[0]
+    assert "learning rate for pairs is about 1e-5" in texts[0]
+    assert {row.name for row in explain.explain_topic("beta")} == {"dpo.beta", "orpo.beta"}
+
+
 UNKNOWN = {
     "fsdp_offlaod_params": "fsdp_offload_params",
     "fsdp_offload_param": "fsdp_offload_params",

@@ -459,6 +459,34 @@ def test_the_card(run: Path, tmp_path: Path) -> None:
     assert "license" not in front
 
 
+@pytest.mark.parametrize("adapter", [None, "/secret/sft/final"])
+def test_the_card_of_a_run_on_pairs(run: Path, tmp_path: Path, adapter: str | None) -> None:
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["run"] |= {"dpo": {"beta": 0.3, "loss": "ipo"}, "orpo": {"beta": 0.1}}
+    manifest["run"]["train"]["objective"] = "dpo"
+    manifest["run"]["lora"]["adapter"] = adapter
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    (run / "data.json").write_text(json.dumps({"sequences": {"train": 4000, "validation": 200}}))
+    events = [{"kind": "eval", "step": 20, "eval_loss": 0.55, "eval_rewards/accuracies": 0.812}]
+    events.append({"kind": "eval", "step": 30, "eval_loss": 0.5})
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
+    export(run, tmp_path / "out", say=silent)
+    card = (tmp_path / "out" / "README.md").read_text()
+    reference = "the adapter that it began with, sft/final" if adapter else "the base model"
+    for text in (
+        f"It was tuned on 4,000 pairs of a chosen and a rejected answer, by DPO; the reference is {reference}.\n",
+        "| step | evaluation loss | chosen answer preferred |\n|---|---|---|\n",
+        "| 20 | 0.5500 | 81.2 % |\n| 30 | 0.5000 |  |\n\n",
+        "| train.objective | dpo |\n| dpo.beta | 0.3 |\n| dpo.loss | ipo |\n",
+    ):
+        assert text in card, card
+    assert "orpo" not in card
+    assert "/secret" not in card
+    import yaml
+
+    assert yaml.safe_load(card.split("---")[1])["tags"] == ["lora", "windlass", "dpo"]
+
+
 def test_generate_gives_the_same_merged_and_unmerged(cases: dict[str, Case], tmp_path: Path) -> None:
     pieces: list[str] = []
     one = generate(cases["wide"].merged(None), "def f", tokens=8, say=silent, write=pieces.append)

@@ -27,6 +27,8 @@ KINDS = {
     "layout": "a layout",
     "question": "how to",
 }
+# What people ask about that is no key -> the keys that it is about.
+TOPICS = {topic: ["train.objective", "dpo", "orpo"] for topic in ("preference", "preferences", "pairs", "rlhf")}
 STYLES = {"honoured": "green", "translated": "cyan", "no effect": "yellow", "refused": "red", DOES_NOT_EXIST: "red"}
 
 
@@ -111,6 +113,8 @@ def _find_keys(path: str) -> list[str]:
     documented = list_documented()
     if path in documented:
         return [path]
+    if path.lower() in TOPICS:
+        return TOPICS[path.lower()]
     keys = find_new_places(path.removeprefix("cluster.")) or [
         key for key in documented if key.rpartition(".")[2] == path
     ]

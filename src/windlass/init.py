@@ -207,6 +207,8 @@ def _sample(made: Draft, base: Base, say: Callable[[str], None]) -> DataSample:
     loaded = made.load()
     for row_set in list_training_sets(loaded.run.data, loaded.where):
         resolve_source(row_set.data, row_set.where)  # or what is wrong with the path
+    if sample_data(loaded.run.data, None, loaded.where).pairs:
+        _prefer(made)
     for _ in range(4):
         loaded = made.load()
         sample = sample_data(loaded.run.data, base.path, loaded.where)
@@ -232,14 +234,26 @@ def _sample(made: Draft, base: Base, say: Callable[[str], None]) -> DataSample:
     return sample
 
 
+def _prefer(made: Draft) -> None:
+    """Set what pairs of a chosen and a rejected answer are trained with."""
+    made.set("train.objective", "dpo", "the rows have a chosen and a rejected answer")
+    if made.settings["train.objective"][0] == "sft":
+        return
+    if made.settings["train.objective"][0] == "dpo":
+        made.set("dpo.beta", 0.1, "larger stays closer to the model before step 1")
+    made.set("train.learning_rate", 1e-5, "pairs need less: ten times TRL's 1e-6 for whole models")
+    made.set("data.packing", False, "the two answers of a pair are padded")
+
+
 def _follow_data(made: Draft, base: Base, sample: DataSample) -> None:
     """Set length, batch and epochs from the rows' lengths and number."""
     documents = sample.lengths()
+    covered_percent = 100 if made.load().run.is_preference else COVERED
     longest = UNKNOWN
     why = "row lengths are unknown: see `windlass data run.yaml`"
     if documents:
         lengths = sorted(tokens for tokens, _ in documents)
-        covered = lengths[math.ceil(len(lengths) * COVERED / 100) - 1]
+        covered = lengths[math.ceil(len(lengths) * covered_percent / 100) - 1]
         longest = min(-(-min(LONGEST, max(SHORTEST, covered)) // 256) * 256, base.positions or LONGEST)
         share = sum(tokens <= longest for tokens in lengths) / len(lengths)
         why = f"{share:.1%} of a sample of {len(lengths):,} fit uncut{'' if sample.tokenized else ', by their bytes'}"
@@ -263,7 +277,7 @@ def _follow_data(made: Draft, base: Base, sample: DataSample) -> None:
     epochs = min(MOST_EPOCHS, max(1, math.ceil(FEW_STEPS * 2 * even / sequences)))
     batch = min(MOST_SEQUENCES, max(even, epochs * sequences // MANY_STEPS)) // even * even or even
     made.set("train.num_train_epochs", epochs)
-    made.set("train.global_batch_size", batch, "sequences per optimizer step, over all GPUs")
+    made.set("train.global_batch_size", batch, f"{loaded.run.train.unit}s per optimizer step, over all GPUs")
 
 
 def _fit_memory(made: Draft) -> Plan:
@@ -290,7 +304,7 @@ def _set_rhythm(made: Draft, plan: Plan, sample: DataSample) -> None:
         return
     epochs, _ = made.settings["train.num_train_epochs"]
     about = "" if plan.schedule.tolerance == 0 else "about "
-    tokens = plan.schedule.global_sequences * plan.counts.usual
+    tokens = plan.schedule.global_sequences * plan.batch.sides * plan.counts.usual
     made.set("train.num_train_epochs", epochs, f"{about}{steps:,} optimizer steps of about {tokens:,} tokens")
     for key in ("train.eval_steps", "train.save_steps"):
         made.set(key, max(1, steps // 10))

@@ -7,9 +7,9 @@ from typing import Any, Final
 import jinja2
 
 from windlass.export.source import AdapterSource
-from windlass.files import read_json_lines
+from windlass.files import read_json, read_json_lines
 from windlass.model import Base
-from windlass.run_folder import EVENTS
+from windlass.run_folder import DATA, EVENTS
 from windlass.weights.same_base import CHAT_TEMPLATE, read_recorded_base
 
 SETTINGS: Final = {
@@ -41,16 +41,20 @@ def write_card(
     """Write the card. `openers`: the class that opens the adapter as it is named, and a wrapper's other class, which
     names the language model's `model.` `place`; `commands`: that serve it; `evaluation`: the command that evaluates it,
     or why there is none."""
-    evaluations: dict[int, float] = {}
+    evaluations: dict[int, tuple[float, float | None]] = {}  # loss, and share of pairs whose chosen answer is preferred
     if source.run_folder and (source.run_folder / EVENTS).is_file():
         for event in read_json_lines(source.run_folder / EVENTS):
             if isinstance(event.get("eval_loss"), float):
-                evaluations[event["step"]] = event["eval_loss"]
+                evaluations[event["step"]] = event["eval_loss"], event.get("eval_rewards/accuracies")
     run: dict[str, Any] = source.manifest.get("run", {})
+    objective = (run.get("train") or {}).get("objective", "sft").replace("sft", "")
     settings: dict[str, Any] = {}
     if run:
         for section, keys in SETTINGS.items():
             settings |= {f"{section}.{key}": (run.get(section) or {}).get(key) for key in keys}
+        if objective:
+            settings["train.objective"] = objective
+            settings |= {f"{objective}.{key}": value for key, value in run[objective].items()}
     else:  # an adapter from another tool has only its own config
         settings = {key: source.config.get(key) for key in ("r", "lora_alpha", "target_modules")}
     written_by = read_recorded_base(source.folder).get(CHAT_TEMPLATE, {})
@@ -72,6 +76,9 @@ def write_card(
         name=run.get("name") or source.folder.name,
         why=source.why,
         evaluations=sorted(evaluations.items()),
+        objective=objective,
+        began_with="/".join(Path((run.get("lora") or {}).get("adapter") or "").parts[-2:]),
+        pairs=(read_json(source.run_folder / DATA).get("sequences") or {}).get("train") if source.run_folder else None,
         settings={key: _format_cell(key, value) for key, value in settings.items() if value not in (None, [], {})},
     )
     (to / "README.md").write_text(text, encoding="utf-8")

@@ -46,6 +46,7 @@ class SplitSample:
     groups: Sequence[Sequence[Document]] = ()
     tokenized: bool = False  # else estimated from bytes
     problem: Problem | None = None  # why these rows can't be tokenized
+    pairs: bool = False  # the sampled rows have a chosen and a rejected answer
 
     def kept(self, limit: int) -> list[int]:
         """Return the sampled documents' tokens, cut to a limit, without those that have no loss before it."""
@@ -108,6 +109,10 @@ class DataSample:
     @property
     def tokenized(self) -> bool:
         return all(split.tokenized for split in self.train)
+
+    @property
+    def pairs(self) -> bool:
+        return all(split.pairs for split in self.train)
 
     @property
     def sampled(self) -> int:
@@ -243,7 +248,9 @@ def _sample_split(
         located = list(sample_rows(parse_split(split, source, of.where(key)), rows.count or wanted, wanted))
     except (UserError, ImportError, OSError, ValueError):  # reported when the data are prepared
         return made
-    guessed = [estimate_tokens(_drop_shorter_answer(row, of.data)) for *_, row in located]
+    answers = [_find_answers(row, of.data) for *_, row in located]
+    made = replace(made, pairs=bool(answers) and all(answers))
+    guessed = [estimate_tokens(_drop_shorter(row, pair)) for (*_, row), pair in zip(located, answers, strict=True)]
     if not any(guessed):
         return made
     by_bytes = [(tokens, 1) for tokens in guessed if tokens]
@@ -260,12 +267,15 @@ def _sample_split(
     return replace(made, sampled=len(thinned), groups=groups, tokenized=True)
 
 
-def _drop_shorter_answer(row: dict[str, Any], data: Data) -> dict[str, Any]:
-    """Return a pair as its longer side, and any other row as it is: both sides are padded to the longer one."""
-    answers = {data.columns.get(name, name) for name in ("chosen", "rejected")} & row.keys()
-    if len(answers) < 2:
-        return row
-    shorter = min(answers, key=lambda name: estimate_tokens(row[name]))
+def _find_answers(row: dict[str, Any], data: Data) -> list[str]:
+    """Return the columns of the chosen and the rejected answer; none if a row is no pair."""
+    answers = [data.columns.get(name, name) for name in ("chosen", "rejected")]
+    return answers if all(row.get(name) for name in answers) else []
+
+
+def _drop_shorter(row: dict[str, Any], answers: list[str]) -> dict[str, Any]:
+    """Return a row without the shorter answer: both sides of a pair are padded to the longer one."""
+    shorter = min(answers, key=lambda name: estimate_tokens(row[name]), default=None)
     return {name: value for name, value in row.items() if name != shorter}
 
 

@@ -515,9 +515,10 @@ class RunFile(Run):
     )
     """How the model is placed on the GPUs: a name (`auto` by default), or a section."""
     dpo: Dpo = Field(default_factory=Dpo)
-    """Direct preference optimization, with train.objective: dpo."""
+    """Direct preference optimization, with train.objective: dpo. The reference is the model as it is before step 1, the
+    base or with the adapter of lora.adapter: no second one is loaded. A learning rate for pairs is about 1e-5."""
     orpo: Orpo = Field(default_factory=Orpo)
-    """Odds-ratio preference optimization, with train.objective: orpo."""
+    """Odds-ratio preference optimization, with train.objective: orpo. It has no reference, and needs no sft before."""
     export: Export = Field(default_factory=Export)
     """Where the adapter will be used."""
 

@@ -293,7 +293,8 @@ def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
     """Return settings that have no effect, or another effect than expected."""
     notes = [f"{where(f'cluster.env.{name}')}: {problem}" for name, problem in find_unread(run.cluster.env).items()]
     if isinstance(run, ScriptRun):
-        ignored = ("watch.min_supervised_fraction", "watch.dead_experts", "watch.dead_adapter")
+        of_tokens = ("min_supervised_fraction", "dead_experts", "dead_adapter", "falling_likelihood")
+        ignored = [f"watch.{key}" for key in of_tokens]
         return [*notes, *(f"{where(key)}: no effect on a script" for key in ignored if is_written(where, key))]
     train = run.train
     constant = train.lr_scheduler_type == "constant" and bool(train.warmup_ratio or train.warmup_steps)
@@ -313,6 +314,7 @@ def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
         "train.eval_steps": (train.evaluation != "steps", unused.format("eval")),
         "train.save_steps": (train.save_strategy != "steps", unused.format("save")),
         "train.lr_scheduler_type": (constant, "constant has no warm-up; constant_with_warmup has one"),
+        "watch.falling_likelihood": (train.objective != "dpo", "no effect unless train.objective is dpo"),
         "layout.activation_checkpointing": (twice, "same as train.gradient_checkpointing, which is set too"),
     }
     notes += [f"{where(key)}: {text}" for key, (applies, text) in table.items() if applies and is_written(where, key)]
