@@ -37,6 +37,25 @@ def test_paired_interval_separates_a_difference_from_noise() -> None:
     json.dumps(ranking)
 
 
+def test_pairs_are_ranked_by_loss_or_by_the_share_in_the_right_order() -> None:
+    chance = np.random.default_rng(0)
+    right = {"step-1": 0.9, "step-2": 0.6}  # of step 2 a few pairs have most of the loss
+    loss = {"step-1": 0.5, "step-2": 0.3}
+    measured = {
+        name: np.stack([chance.normal(loss[name], 0.1, 300), np.ones(300), np.arange(300) < 300 * right[name]], 1)
+        for name in right
+    }
+    measured["step-3"] = measured["step-1"] + [0.2, 0.0, 0.0]  # as many, with more loss
+    by_loss, by_accuracy = (rank_candidates(measured, {}, by) for by in ("loss", "accuracy"))
+    assert [each.name for each in by_loss.candidates] == ["step-2", "step-1", "step-3"]
+    assert [each.name for each in by_accuracy.candidates] == ["step-1", "step-3", "step-2"]
+    assert [each.accuracy for each in by_accuracy.candidates] == pytest.approx([0.9, 0.9, 0.6])
+    assert [each.difference for each in by_accuracy.candidates] == pytest.approx([0.0, 0.0, 0.3])
+    assert [each.apart for each in by_accuracy.candidates] == [False, False, True]
+    assert by_accuracy.candidates[0].loss == by_loss.candidates[1].loss
+    assert by_accuracy.as_dict()["by"] == "accuracy"
+
+
 def test_the_interval_covers_the_true_difference() -> None:
     chance, covered = np.random.default_rng(1), 0
     for _ in range(400):

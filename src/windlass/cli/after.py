@@ -38,12 +38,21 @@ def report(
     write_result(make_report(folders, out), as_json, print_report)
 
 
-@command(AFTER, "best run", "best run --eval-data held-out.jsonl --ranks 1", "best run --base-dtype bf16,nf4")
+@command(
+    AFTER,
+    "best run",
+    "best run --eval-data held-out.jsonl --ranks 1",
+    "best run --base-dtype bf16,nf4",
+    "best run --by accuracy",
+)
 def best(
     folder: RunDir,
     eval_data: Annotated[Path | None, opt("--eval-data", "PATH", "Rows to evaluate on, instead of the run's.")] = None,
     ranks: Ranks = None,
     base_dtype: BaseDtypes = None,
+    by: Annotated[
+        str, opt("--by", "loss|accuracy", "Rank pairs by how often the chosen answer is preferred.")
+    ] = "loss",
     allow_other_base: OtherBase = False,
     as_json: Json = False,
 ) -> None:
@@ -67,6 +76,7 @@ def best(
         *option_words("--eval-data", eval_data),
         *option_words("--ranks", ranks),
         *option_words("--base-dtype", base_dtype),
+        *option_words("--by", by),
         *option_words("--json", as_json),
         *option_words("--allow-other-base", allow_other_base),
     ]
@@ -76,6 +86,7 @@ def best(
         Command(arguments, os.environ, print_error, fingerprint=compute_fingerprint([], arguments)),
         base_dtypes=dtypes,
         allow_other_base=allow_other_base,
+        by=by,
         show=show,
     )
     raise typer.Exit(code)

@@ -1,4 +1,5 @@
-"""`windlass best`: load the base once, evaluate every saved adapter on the same rows, and rank them by loss.
+"""`windlass best`: load the base once, evaluate every saved adapter on the same rows, and rank them by loss, or by how
+often the chosen answer of pairs is preferred.
 
 Adapters are compared row by row on the same rows. What rows have in common (some are hard for every adapter) cancels
 out, so the interval of a difference is far narrower than the spread of the losses.
@@ -19,7 +20,8 @@ from windlass.files import write_json
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.ranks.rank import Rank
-from windlass.run_folder import BASES, CHECKPOINTS
+from windlass.run_folder import ADAPTER, BASES, CHECKPOINTS, read_manifest
+from windlass.runfile import RunFile
 from windlass.train.batches import Batches
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.checkpoint.snapshot import load_adapter
@@ -27,8 +29,10 @@ from windlass.train.connect import create_process_group, require_device
 from windlass.train.console import make_console
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
+from windlass.train.loss import SourceLosses
 from windlass.train.parallel import get_device
 from windlass.train.patches import Patches
+from windlass.train.preference import Answers, Preference, measure_answers
 from windlass.train.ranking import Candidate, Ranking
 from windlass.train.run import describe_precision, make_validation_batches, open_base_tokenizer
 from windlass.weights.same_base import read_recorded_base, require_same_base
@@ -36,7 +40,9 @@ from windlass.weights.same_base import read_recorded_base, require_same_base
 BASE: Final = "base model"  # without an adapter, as the reference
 NOISE: Final = 1.96  # standard errors: 95 % of a normal distribution
 
-Rows = np.ndarray[Any, Any]  # per row: summed loss, supervised tokens
+Rows = np.ndarray[Any, Any]  # per row: summed loss, supervised tokens; per pair: loss, 1, whether chosen is preferred
+LOSS: Final = "loss"
+ACCURACY: Final = "accuracy"
 
 
 def rank_checkpoints(
@@ -47,9 +53,15 @@ def rank_checkpoints(
     *,
     base_dtypes: Sequence[str] = (),
     allow_other_base: bool = False,
+    by: str = LOSS,
 ) -> int:
     """Do one rank's part; rank 0 shows the ranking. `base_dtypes`: further dtypes of the base to compare."""
     run = plan.run
+    known = (LOSS, ACCURACY) if run.is_preference else (LOSS,)
+    if by not in known:
+        problem = f"adapters of this run aren't ranked by {by}"
+        raise UserError(problem, "--by", f"known: {', '.join(known)}", "no-such-measure")
+    began_with = find_first_adapter(run_folder) if run.train.objective == "dpo" else None
     console = make_console(here)
     try:
         require_device(plan)
@@ -93,12 +105,13 @@ def rank_checkpoints(
             )
         model = attach_adapter(model, run.lora, plan.adapter, run.train.seed).eval()
         Patches().patch_forward(model.get_base_model())
+        compare = make_comparison(model, batches, run, began_with)
         with model.disable_adapter():
-            losses = {BASE + suffix: row_losses(model, batches, bf16=run.train.in_bf16)}
+            losses = {BASE + suffix: compare()}
         for folder in folders:
             here.phase(f"evaluating {folder.name}{suffix}")
             load_adapter(model, folder)
-            losses[folder.name + suffix] = row_losses(model, batches, bf16=run.train.in_bf16)
+            losses[folder.name + suffix] = compare()
             console.print(f"{folder.name}{suffix}  evaluated")
         return losses
 
@@ -113,12 +126,64 @@ def rank_checkpoints(
     if here.rank == 0:
         if len(on_bases) > 1:
             write_json(run_folder / BASES, {"adapter": lowest.name, "rows": len(batches.rows), "losses": on_bases})
-        show(rank_candidates(losses, {folder.name: fault for folder, fault in faults.items() if fault}))
+        show(rank_candidates(losses, {folder.name: fault for folder, fault in faults.items() if fault}, by))
     return 0
 
 
+def find_first_adapter(run_folder: Path) -> Path | None:
+    """Return the adapter that a run began with, which is its reference; None for a new one."""
+    given = (read_manifest(run_folder)["run"].get("lora") or {}).get("adapter")
+    if given and not (Path(given) / ADAPTER).is_file():
+        problem = "the adapter that the run began with, and whose answers are compared with, is not there"
+        raise UserError(
+            problem, given, "put it back, or start from the folder that the run was started in", "no-reference"
+        )
+    return Path(given) if given else None
+
+
+def make_comparison(model: PeftModel, batches: Batches, run: RunFile, began_with: Path | None) -> Callable[[], Rows]:
+    """Return a function that measures all rows; the reference of pairs is measured here, before any other adapter."""
+    if not run.is_preference:
+        return lambda: row_losses(model, batches, bf16=run.train.in_bf16)
+    preference = Preference(run, SourceLosses((), get_device()))
+    reference: Rows | None = None
+    if began_with is not None:
+        load_adapter(model, began_with)
+        reference = pair_figures(model, batches, preference, None, bf16=run.train.in_bf16)[:, 3:]
+    elif run.train.objective == "dpo":
+        with model.disable_adapter():
+            reference = pair_figures(model, batches, preference, None, bf16=run.train.in_bf16)[:, 3:]
+    return lambda: pair_figures(model, batches, preference, reference, bf16=run.train.in_bf16)[:, :3]
+
+
+@torch.no_grad()
+def pair_figures(
+    model: PeftModel, batches: Batches, preference: Preference, reference: Rows | None, *, bf16: bool
+) -> Rows:
+    """Return for every pair, on every rank: its loss, 1, whether the chosen answer is preferred (a tie is half), and
+    the log-probabilities of both answers."""
+    device = get_device()
+    figures = np.zeros((len(batches.rows), 5))
+    for host_batch in batches.epoch(0):
+        batch = host_batch.to(device)
+        assert batch.pairs is not None
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            answers = measure_answers(model.get_base_model()(**batch.inputs, summed=False), batch.pairs)
+        real = len(batch.rows)  # fillers come after
+        answers = Answers(*(each[:real] for each in answers))
+        if reference is not None:
+            answers = answers._replace(reference=torch.from_numpy(reference[batch.rows]).to(answers.logps))
+        outcome = preference.compare(answers)
+        margins = outcome.rewards[:, 0] - outcome.rewards[:, 1]
+        preferred = (margins.sign() + 1) / 2
+        columns = [outcome.losses, torch.ones_like(margins), preferred, *answers.logps.unbind(1)]
+        figures[batch.rows] = torch.stack(columns, 1).double().cpu()
+    total: Rows = sum(collectives.all_gather(figures))
+    return total
+
+
 def mean_loss(rows: Rows) -> float:
-    """Return the loss per supervised token."""
+    """Return the loss per supervised token, or per pair."""
     return float(rows[:, 0].sum() / rows[:, 1].sum())
 
 
@@ -138,10 +203,14 @@ def row_losses(model: PeftModel, batches: Batches, *, bf16: bool) -> Rows:
     return total
 
 
-def rank_candidates(losses: Mapping[str, Rows], skipped: dict[str, str]) -> Ranking:
-    """Rank by mean loss per token, with the interval of each difference to the best."""
+def rank_candidates(measured: Mapping[str, Rows], skipped: dict[str, str], by: str = LOSS) -> Ranking:
+    """Rank by mean loss per token or pair, or by the share of pairs in the wrong order, with the interval of each
+    difference to the best."""
+    losses = measured
+    if by == ACCURACY:
+        losses = {name: np.stack([1 - rows[:, 2], rows[:, 1]], 1) for name, rows in measured.items()}
     means = {name: mean_loss(rows) for name, rows in losses.items()}
-    order = sorted(means, key=lambda name: (means[name], name))
+    order = sorted(means, key=lambda name: (means[name], mean_loss(measured[name]), name))
     lowest = losses[order[0]]
     tokens = lowest[:, 1]
     ranked = []
@@ -153,5 +222,7 @@ def rank_candidates(losses: Mapping[str, Rows], skipped: dict[str, str]) -> Rank
         half = NOISE * np.sqrt(np.square(residuals).sum() * few) / tokens.sum()
         low = float(difference - half)
         high = float(difference + half)
-        ranked.append(Candidate(name, means[name], difference, low, high, apart=low > 0))
-    return Ranking(tuple(ranked), len(lowest), int(tokens.sum()), skipped)
+        rows = measured[name]
+        preferred = float(rows[:, 2].mean()) if rows.shape[1] > 2 else None
+        ranked.append(Candidate(name, mean_loss(rows), difference, low, high, low > 0, preferred))
+    return Ranking(tuple(ranked), len(lowest), int(tokens.sum()), skipped, by)

@@ -9,11 +9,12 @@ class Candidate:
     """An adapter's loss and its distance from the best one."""
 
     name: str
-    loss: float  # mean per supervised token
-    difference: float  # from the best loss
+    loss: float  # mean per supervised token, or per pair
+    difference: float  # from the best loss, or from the best share of preferred answers
     low: float  # 95 % interval of the difference
     high: float
     apart: bool  # the interval excludes 0
+    accuracy: float | None = None  # share of pairs whose chosen answer is preferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,19 @@ class Ranking:
 
     candidates: tuple[Candidate, ...]
     rows: int
-    tokens: int
+    tokens: int  # of pairs: their number
     skipped: dict[str, str]
+    by: str = "loss"
 
     def as_dict(self) -> dict[str, Any]:
         ranked = [asdict(candidate) for candidate in self.candidates]
-        return {"best": ranked, "rows": self.rows, "tokens": self.tokens, "passed_over": self.skipped}
+        return {
+            "best": ranked,
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "passed_over": self.skipped,
+            "by": self.by,
+        }
 
 
 def print_ranking(ranking: Ranking) -> None:
@@ -35,15 +43,19 @@ def print_ranking(ranking: Ranking) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{ranking.rows} rows, {ranking.tokens} supervised tokens", title_justify="left")
-    for name in ("adapter", "loss", "worse by", "95% interval", ""):
-        table.add_column(name, justify="right" if name in ("loss", "worse by") else "left")
-    best, *others = ranking.candidates
-    table.add_row(best.name, f"{best.loss:.4f}", "", "", "best")
-    for candidate in others:
+    best = ranking.candidates[0]
+    of_pairs = best.accuracy is not None
+    counted = f"{ranking.rows} pairs" if of_pairs else f"{ranking.rows} rows, {ranking.tokens} supervised tokens"
+    table = Table(title=f"{counted}, ranked by {ranking.by}" if of_pairs else counted, title_justify="left")
+    for name in ("adapter", "loss", *["accuracy"] * of_pairs, "worse by", "95% interval", ""):
+        table.add_column(name, justify="right" if name in ("loss", "accuracy", "worse by") else "left")
+    for candidate in ranking.candidates:
+        cells = [candidate.name, f"{candidate.loss:.4f}"]
+        cells += [] if candidate.accuracy is None else [f"{candidate.accuracy:.1%}"]
         verdict = "worse" if candidate.apart else "no clear difference from the best"
         interval = f"{candidate.low:+.4f} to {candidate.high:+.4f}"
-        table.add_row(candidate.name, f"{candidate.loss:.4f}", f"{candidate.difference:.4f}", interval, verdict)
+        cells += ["", "", "best"] if candidate is best else [f"{candidate.difference:.4f}", interval, verdict]
+        table.add_row(*cells)
     console = Console()
     console.print(table)
     for name, why in ranking.skipped.items():

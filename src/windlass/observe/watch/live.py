@@ -69,6 +69,7 @@ class View:
         self.alarms: deque[dict[str, Any]] = deque(maxlen=MAX_ALARMS)
         self.alarm_count = 0
         self.evaluation = ""
+        self.preferred = ""
         self.total = NAN  # steps, as the run counted them
         self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
         self.seconds: deque[float] = deque(maxlen=20)
@@ -120,8 +121,9 @@ class View:
         for event in events:
             if event.get("kind") == "eval" and drop_nan([as_number(event.get("eval_loss"))]):
                 self.evaluation = f"evaluation {event['eval_loss']:.4f} at step {get_number(event, 'step'):.0f}"
-                if drop_nan([as_number(event.get("eval_rewards/accuracies"))]):
-                    self.evaluation += f", {event['eval_rewards/accuracies']:.0%} preferred"
+                share = as_number(event.get("eval_rewards/accuracies"))
+                if drop_nan([share]):
+                    self.preferred = f"{'evaluated':10} {share:>10.0%}  chosen answers preferred"
         self.beats = read_beats(self.folder)
 
     @property
@@ -164,6 +166,8 @@ class View:
             unit, rate = steps.unit_fields(steps.read_unit(first))
             total = sum(get_number(record, rate) for record in self.joined.latest.values())
             yield Text(f"{'rate':10} {first['learning_rate']:>10.3g}  {total:,.0f} {unit}/s  {self.evaluation}")
+        if self.preferred:
+            yield Text(self.preferred)
 
     def _draw_ranks(self, now: float) -> Table:
         """Return a table with the slowest ranks."""
