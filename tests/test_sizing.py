@@ -1,6 +1,7 @@
 """`windlass plan MODEL --gpus …`: a plan from a model's name, GPUs compared, the longest row, and prices."""
 
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -405,3 +406,5 @@ def test_a_plan_without_comparisons_is_the_same_plan(run_file: Path) -> None:
     assert (short.layout, short.cost.gpu_gib, short.gpu_hours) == (long.layout, long.cost.gpu_gib, long.gpu_hours)
     assert {c.layout.nodes for c in short.contenders} == {2}
     assert {c.layout.nodes for c in long.contenders} > {2}
+    other = pickle.loads(pickle.dumps(long))  # processes hand it to each other
+    assert other.search.batches(4) == long.search.batches(4)

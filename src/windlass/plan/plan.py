@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from windlass.plan.request import read_request
 from windlass.plan.resolve import resolve_auto
 from windlass.plan.rows import Counts, DataSample, sample_data
 from windlass.plan.schedule import Schedule, make_schedule
-from windlass.plan.search import Candidate, Search, choose, list_micro_batches
+from windlass.plan.search import Candidate, Search, choose, divide_batch
 from windlass.plan.validate import check_expert_settings, check_family, check_request, find_base_dtypes
 from windlass.runfile import Loaded, RunFile, resolve_accumulation
 
@@ -188,12 +188,7 @@ def make_plan(
     counts = sample.count(run.data, run.folder)
     length = counts.usual
     accumulation = resolve_accumulation(run.train, request.ranks, where)
-
-    def batches(ranks: int) -> tuple[Batch, ...]:
-        """Return the batches for a number of ranks: the nearest global batch that divides evenly over them."""
-        steps = max(1, round(accumulation * request.ranks / ranks))
-        return list_micro_batches(run.train, steps, run.data.length)
-
+    batches = partial(divide_batch, run.train, accumulation * request.ranks, run.data.length)
     batch_is_set = len(batches(request.ranks)) == 1
     work = Workload(
         shape=read_shape(base, adapter),

@@ -220,6 +220,12 @@ def list_micro_batches(train: Train, accumulation: int, length: int) -> tuple[Ba
     return tuple(Batch(size, accumulation // size, length, train.sides) for size in list_divisors(accumulation))
 
 
+def divide_batch(train: Train, total: int, length: int, ranks: int) -> tuple[Batch, ...]:
+    """Return the batches for a number of ranks: the nearest global batch that divides evenly over them. `total`: the
+    smallest micro-batches of an optimizer step over all of the run's ranks."""
+    return list_micro_batches(train, max(1, round(total / ranks)), length)
+
+
 def try_batches(work: Workload, layout: Layout, usual: int, batches: Sequence[Batch]) -> tuple[Cost, tuple[Cost, ...]]:
     """Return the fastest batch that leaves headroom, the larger of equals; if none does, the smallest. Also return all
     that were tried, up to the first without headroom: no later one would leave it."""
