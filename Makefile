@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long prove prove-cuda prove-serving browser format lint types imports docs counts site package clean
+.PHONY: demo test test-long prove prove-cuda prove-serving prove-skypilot browser format lint types imports docs counts site package clean
 
 demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 	rm -rf demo-run
@@ -22,7 +22,7 @@ test-long: $(STAMP) browser  ## what takes longer and CI runs as well
 PROVE_training := test_train test_train_batches test_train_loop test_checkpoint_kills test_checkpoint_resume test_samples
 PROVE_pairs := test_pairs
 PROVE_families := test_families test_cost_against_torch test_collectives test_load
-PROVE_hosts := test_launch_hosts test_launch_slurm test_check_nodes test_self_test test_script_run test_watch_run
+PROVE_hosts := test_launch_hosts test_launch_slurm test_launch_skypilot test_check_nodes test_self_test test_script_run test_watch_run
 PROVE_order := test_layout_order
 PROVE_inputs := test_fuzz test_runfile_errors test_faults test_data_examples
 PROVE_rehearsals := test_rehearse test_retinanet
@@ -49,6 +49,14 @@ $(CUDA)/libcuda.so.1: tests/cuda_stub.c $(STAMP)
 	  __device_builtin_texture_type__ __device_builtin_surface_type__ '__align__(n) __attribute__((aligned(n)))' \
 	  '__builtin_align__(n) __align__(n)' > $(CUDA)/crt/host_defines.h  # in no wheel that torch asks for
 	cc -w -shared -fPIC -I$(CUDA) -I$(CUDA)/nvidia/cu13/include -o $@ $<
+
+SKYPILOT := $(VENV)/skypilot
+SKYPILOT_VERSION := 0.14.1
+prove-skypilot: $(STAMP)  ## SkyPilot's own package (2 minutes to install once) reads the tasks
+	[ -d $(SKYPILOT)/.$(SKYPILOT_VERSION) ] || { $(PYTHON) -m venv --clear $(SKYPILOT) && \
+	  $(SKYPILOT)/bin/python -m pip install --quiet --disable-pip-version-check skypilot==$(SKYPILOT_VERSION) && \
+	  mkdir $(SKYPILOT)/.$(SKYPILOT_VERSION); }
+	WINDLASS_SKYPILOT=$(SKYPILOT) $(BIN)/pytest -v -rs tests/test_launch_skypilot.py
 
 VLLM := $(VENV)/vllm
 VLLM_VERSION := 0.32.0

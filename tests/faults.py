@@ -38,6 +38,13 @@ def nothing() -> None:
     """Plant nothing: the fault is in the command."""
 
 
+def link_model() -> None:
+    Path("model").rename("blobs")
+    Path("model").mkdir()
+    for path in Path("blobs").iterdir():
+        (Path("model") / path.name).symlink_to(path.absolute())
+
+
 def swap(file: str, old: str, new: str) -> Plant:
     def plant() -> None:
         text = Path(file).read_text()
@@ -401,6 +408,31 @@ OTHERS = (
         nothing,
         "submit run.yaml --to kubernets --dry-run",
         "unknown platform 'kubernets'",
+    ),
+    Fault(
+        "a run folder that goes away with its rented machines",
+        nothing,
+        "submit run.yaml --to skypilot --dry-run",
+        "train.output_dir: run is on no mount: what the run writes would vanish with its machines",
+    ),
+    Fault(
+        "rented machines without windlass",
+        nothing,
+        "submit run.yaml --to skypilot --dry-run",
+        "cluster.install: its nodes have no windlass",
+    ),
+    Fault(
+        "a model of links, which are not uploaded",
+        link_model,
+        "submit run.yaml --to skypilot --dry-run",
+        "model.model_name_or_path: model has links, which are not uploaded",
+    ),
+    Fault(
+        "a platform whose command is not here",
+        nothing,
+        "submit run.yaml --to skypilot",
+        "PATH: sky is not installed here: nothing was submitted",
+        environ={"PATH": "/nowhere"},
     ),
     Fault(
         "a tokenizer that is away",

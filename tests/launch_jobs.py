@@ -39,6 +39,7 @@ SITE = (
     "cluster.cpu=16",
     "cluster.kubernetes.namespace=ml",
     "cluster.runai.project=research",
+    "cluster.skypilot.mounts={/data: 's3://site/data'}",
     *in_pods("networks=[ssa]", "extended_resources={openshift.io/mellanoxnics: 1}"),
 )
 FULL = (

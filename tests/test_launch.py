@@ -52,7 +52,7 @@ def test_golden_files_are_all_used() -> None:
     for path in GOLDEN.rglob("*.*"):
         run, to, _ = path.relative_to(GOLDEN).parts
         assert f'"{run}/' in tests, path
-        assert to in ("script", "runai", "kubernetes", "openshift", "slurm"), path
+        assert to in ("script", "runai", "kubernetes", "openshift", "slurm", "skypilot"), path
         assert to == "kubernetes" or f'"{path.name}"' in tests, path
 
 
@@ -143,6 +143,13 @@ OWN = {
     },
     "runai": {**PODS, "project": "other", "node_pools": "[a]", "preemptible": "true"},
     "slurm": {"account": "a", "partition": "a", "qos": "a", "container": "pyxis", "sbatch": "{exclusive: ''}"},
+    "skypilot": {
+        "infra": "aws",
+        "accelerator": "A10G",
+        "spot": "true",
+        "disk_gb": "7",
+        "mounts": "{/data: s3://other}",
+    },
 }
 NEEDS = {  # what a key refers to
     "topology": ("cluster.{section}.topology_key=rack",),
@@ -434,7 +441,7 @@ def test_nothing_is_written_where_nothing_can_be_submitted(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    overrides = (*volume(tmp_path), "cluster.runai.project=research")
+    overrides = (*volume(tmp_path), "cluster.runai.project=research", f"cluster.skypilot.mounts={{{tmp_path}: s3://a}}")
     plan = plan_of(EXAMPLES / "train.yaml", overrides)
     with refused("no-client", "PATH"):
         submitting.submit(plan, to, overrides=overrides, say=print)

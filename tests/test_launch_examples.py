@@ -24,6 +24,7 @@ WRITTEN = {  # by platform: what it writes besides the files of launch.sh
     "kubernetes": ("job.yaml",),
     "openshift": ("job.yaml",),
     "slurm": ("job.sbatch",),
+    "skypilot": ("task.yaml",),
 }
 
 

@@ -288,6 +288,7 @@ def test_all_gather_returns_none_for_missing_nodes() -> None:
 PET = {"PET_NNODES": "3", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "p", "PET_MASTER_PORT": "1"}
 SLURM = {"SLURM_JOB_ID": "123", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[1-2]"}
 POD = {"RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "m", "MASTER_PORT": "23457"}
+SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
 INDEXED = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "m", "MASTER_PORT": "23458"}
 
 
@@ -304,6 +305,8 @@ INDEXED = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "m", "MASTER_PORT": "2345
         ({"JOB_COMPLETION_INDEX": "3"}, 1, Node(0, 1, "localhost", 29500)),  # one of many runs on one node each
         (SLURM, 2, Node(1, 2, "n1", 20246)),
         ({**SLURM, "MASTER_ADDR": "m", "MASTER_PORT": "5"}, 2, Node(1, 2, "m", 5)),
+        (SKY, 2, Node(1, 2, "10.0.0.1", 29500)),
+        ({**SKY, "SKYPILOT_NODE_RANK": "2"}, 2, "there is no node '2' among '2'"),
         ({**SLURM, "PATH": ""}, 2, "the address of node 0 is unknown"),
         ({**PET, "PET_NNODES": "1:1"}, None, "there is no node '1' among '1'"),
         ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "m"}, None, "there is no node '2' among '2'"),

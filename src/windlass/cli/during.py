@@ -118,10 +118,13 @@ def demo(
         train(run)
 
 
+PLATFORMS = "local, script, slurm, kubernetes, openshift, runai or skypilot."
+
+
 @command(DURING, "submit run.yaml --to kubernetes --dry-run", "submit run.yaml --to runai --follow")
 def submit(
     run: Run,
-    to: Annotated[str | None, opt("--to", "PLATFORM", "local, script, slurm, kubernetes, openshift or runai.")] = None,
+    to: Annotated[str | None, opt("--to", "PLATFORM", PLATFORMS)] = None,
     override: Overrides = None,
     accelerate: Accelerate = None,
     dry_run: Annotated[bool, flag("--dry-run", "Write the files, start nothing.")] = False,
@@ -132,7 +135,7 @@ def submit(
     """Write the job's files for a platform and submit it.
 
     local trains here, in the foreground. script writes launch.sh, to be run on every node by hand. slurm, kubernetes,
-    openshift and runai use the commands sbatch, kubectl (or oc) and runai; --dry-run needs none of them.
+    openshift, runai and skypilot use the commands sbatch, kubectl (or oc), runai and sky; --dry-run needs none of them.
     Submit an interrupted run again to resume it.
     """
     from windlass.launch.submit import require_platform, submit

@@ -242,8 +242,13 @@ def find_pod_problems(job: Job) -> Iterator[Problem]:
             where = job.where(f"cluster.volumes[{index}]")
             hint = "mount a claim; only Slurm's containers mount it"
             yield Problem("pods mount no folder of their node", where, hint, "not-on-platform")
+    yield from find_restart_problems(job)
+
+
+def find_restart_problems(job: Job) -> Iterator[Problem]:
+    """Yield a problem if a restarted run would find no checkpoint."""
     plan = job.plan
-    if isinstance(plan, Plan) and cluster.max_restarts and plan.run.train.save_strategy == "no":
+    if isinstance(plan, Plan) and job.cluster.max_restarts and plan.run.train.save_strategy == "no":
         text = "a run that is started again would start from the beginning: it saves no checkpoints"
         hint = "save by steps, or set cluster.max_restarts: 0"
         yield Problem(text, job.where("train.save_strategy"), hint, "restarts-without-saves")
@@ -251,6 +256,21 @@ def find_pod_problems(job: Job) -> Iterator[Problem]:
 
 def _find_path_problems(job: Job) -> Iterator[Problem]:
     """Yield paths of this machine that pods don't have, and a run folder that is lost with them."""
+    run = job.plan.run
+    for key, path in {run.folder_key: run.folder, **list_inputs(job)}.items():
+        if not path.startswith("/") and (key == run.folder_key or Path(path).exists()):
+            hint = "give the absolute path that the pods see"
+            what = f"{path} is a path of this machine's working folder"
+            yield Problem(what, job.where(key), hint, "relative-path")
+    folder = PurePosixPath(job.folder)
+    if folder.is_absolute() and not any(folder.is_relative_to(volume.path) for volume in job.cluster.volumes):
+        hint = f"mount a volume there: cluster.volumes: [{{claim: my-claim, path: /{folder.parts[1]}}}]"
+        what = f"{folder} is on no volume: what the run writes would vanish with its pods"
+        yield Problem(what, job.where(run.folder_key), hint, "not-mounted")
+
+
+def list_inputs(job: Job) -> dict[str, str]:
+    """Return the paths, or names on the hub, of what the run reads, by their keys."""
     run = job.plan.run
     paths: dict[str, str | None] = {}
     if isinstance(run, ScriptRun):
@@ -263,16 +283,7 @@ def _find_path_problems(job: Job) -> Iterator[Problem]:
         paths |= {f"data.mix[{i}].path": part.path for i, part in enumerate(run.data.mix)}
         paths |= {f"data.eval.{name}.path": part.path for name, part in run.data.eval.items()}
         paths["data.chat_template"] = run.data.chat_template
-    for key, path in {run.folder_key: run.folder, **paths}.items():
-        if path and not path.startswith("/") and (key == run.folder_key or Path(path).exists()):
-            hint = "give the absolute path that the pods see"
-            what = f"{path} is a path of this machine's working folder"
-            yield Problem(what, job.where(key), hint, "relative-path")
-    folder = PurePosixPath(job.folder)
-    if folder.is_absolute() and not any(folder.is_relative_to(volume.path) for volume in job.cluster.volumes):
-        hint = f"mount a volume there: cluster.volumes: [{{claim: my-claim, path: /{folder.parts[1]}}}]"
-        what = f"{folder} is on no volume: what the run writes would vanish with its pods"
-        yield Problem(what, job.where(run.folder_key), hint, "not-mounted")
+    return {key: path for key, path in paths.items() if path}
 
 
 def _find_memory_problems(job: Job) -> Iterator[Problem]:

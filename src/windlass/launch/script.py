@@ -14,7 +14,7 @@ HEAD = """\
 # {title}
 # Written by windlass {version} from {source}; runs once on every node and starts its ranks.
 #
-# Kubernetes, Run:ai and Slurm (--to slurm) start it by themselves. By hand, on each of the machines:
+# Kubernetes, Run:ai, SkyPilot and Slurm (--to slurm) start it by themselves. By hand, on each of the machines:
 #   PET_NNODES={nodes} PET_NODE_RANK=0 PET_MASTER_ADDR=FIRST-MACHINE bash launch.sh     (0, 1, … on the others)
 #
 # Exit codes: 0 finished; 13 the input is wrong, don't retry; 75 stopped by a signal, saved; 1 anything else."""

@@ -9,7 +9,7 @@ from typing import Protocol
 from windlass import run_folder
 from windlass.errors import FAILED, Problem, UserError, raise_all
 from windlass.launch.job import RECORD, Job, Record, build_job, list_other_sections, quote_words, write_files
-from windlass.launch.platforms import kubernetes, local, openshift, runai, script, slurm
+from windlass.launch.platforms import kubernetes, local, openshift, runai, script, skypilot, slurm
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan
 from windlass.runfile import Loaded, LoadedScript, RunFile, ScriptRun, read_any
@@ -35,6 +35,7 @@ PLATFORMS: dict[str, Platform] = {
     "runai": runai,
     "kubernetes": kubernetes,
     "openshift": openshift,
+    "skypilot": skypilot,
 }
 
 
@@ -44,6 +45,7 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "runai": ("runai",),
     "kubernetes": ("kubectl", "oc"),
     "openshift": ("kubectl", "oc"),
+    "skypilot": ("sky",),
 }
 
 
@@ -64,7 +66,7 @@ def review(job: Job, to: str) -> list[str]:
     notes += [
         f"cluster.env.{name}: {row.verdict} (`windlass explain {name}`)" for name, row in known.items() if row.status
     ]
-    if to in ("kubernetes", "openshift", "runai") and cluster.image and "@sha256:" not in cluster.image:
+    if to in ("kubernetes", "openshift", "runai", "skypilot") and cluster.image and "@sha256:" not in cluster.image:
         notes.append(f"{job.where('cluster.image')}: a tag may change between two starts of one run; name a digest")
     return notes
 
@@ -134,7 +136,7 @@ def choose_job_folder(run: RunFile | ScriptRun, to: str, out: Path | None = None
     elsewhere = Path(f"{run.name or folder.name}-job")
     if out is not None or to == "local":
         return out or folder
-    if dry_run:
+    if dry_run or to == "skypilot":
         return elsewhere
     volumes = (Path(volume.path) for volume in run.cluster.volumes)
     mounted = any(folder.is_relative_to(path) and path.is_dir() for path in volumes)
@@ -143,7 +145,7 @@ def choose_job_folder(run: RunFile | ScriptRun, to: str, out: Path | None = None
 
 def find_record_folder(loaded: Loaded | LoadedScript, out: Path | None = None) -> Path:
     """Return the folder with this run's submission record."""
-    folders = [choose_job_folder(loaded.run, to, out) for to in ("script", "runai")]
+    folders = [choose_job_folder(loaded.run, to, out) for to in ("script", "runai", "skypilot")]
     return next((folder for folder in folders if (folder / RECORD).exists()), folders[0])
 
 

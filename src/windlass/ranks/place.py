@@ -12,7 +12,10 @@ from windlass.errors import UserError
 
 PORT: Final = 29500  # torch's default
 # Beginnings of the variables below: without them a process is no rank and no node of a job that something else started.
-LAUNCHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PET_", "SLURM_", "OMPI_", "JOB_COMPLETION_INDEX")
+LAUNCHERS: Final = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PET_", "SLURM_", "OMPI_", "SKYPILOT_"),
+    "JOB_COMPLETION_INDEX",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ NODES: Final = (
         ("PET_MASTER_PORT", "MASTER_PORT"),
     ),
     SRUN,
+    NodeVariables(("SKYPILOT_NODE_IPS",), "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", ("SKYPILOT_NODE_IPS",)),
     NodeVariables(("JOB_COMPLETION_INDEX", "MASTER_ADDR"), "JOB_COMPLETION_INDEX", ""),  # an indexed Job
     POD,
     NodeVariables(("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # mpirun
@@ -94,7 +98,7 @@ def read_node(environ: Mapping[str, str], planned: int | None = None) -> Node:
         count = str(planned)
     else:
         count = environ.get(launcher.count, "1").rpartition(":")[2]  # the upper end of an elastic job's range
-    host = next((environ[name] for name in launcher.host if environ.get(name)), "")
+    host = next((environ[name] for name in launcher.host if environ.get(name)), "").partition("\n")[0]
     if launcher is SRUN and not host and count != "1":
         host = find_first_host(environ)
     port = next((environ[name] for name in launcher.port if environ.get(name)), "")

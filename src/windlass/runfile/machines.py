@@ -40,6 +40,10 @@ Image = Annotated[str, match_pattern(r"[!-~]{1,1024}", "an image's name, without
 Release = Annotated[str, match_pattern(r"\d{1,4}\.\d{1,4}", 'a version such as "2.3", in quotes')]
 HugePage = Annotated[str, match_pattern(r"2Mi|1Gi", "2Mi or 1Gi")]
 OptionName = Annotated[str, match_pattern(r"[a-z][a-z-]+", "an option's long name, such as reservation")]
+Infra = Annotated[str, match_pattern(r"[a-z0-9]+(/[^/\s]+){0,2}", "cloud, cloud/region or cloud/region/zone")]
+Mount = Annotated[
+    str, match_pattern(r"[a-z0-9]+://\S*[^/\s]|[a-z0-9][-a-z0-9_.]*", "a bucket such as s3://runs, or a volume's name")
+]
 SecretKey = Annotated[str, match_pattern(r"[-._a-zA-Z0-9]{1,253}", "letters, digits, dashes, dots and underscores")]
 
 
@@ -267,8 +271,31 @@ class Slurm(Section):
     text for a switch."""
 
 
+class Skypilot(Section):
+    """Keys of SkyPilot."""
+
+    infra: Infra | None = None
+    """Where machines are rented: a cloud with its region and zone if wanted, such as aws/us-east-1; null: the cheapest
+    that has them."""
+    accelerator: Text | None = None
+    """SkyPilot's name of the GPU, such as A10G; null: that of cluster.gpu."""
+    spot: bool = False
+    """Rent machines that may be taken back: they cost less, and the run resumes on others."""
+    disk_gb: Count | None = None
+    """Disk of each node, in GB; null: SkyPilot's default."""
+    mounts: dict[MountPath, Mount] = Field(default={})
+    """Path on the nodes -> a bucket such as s3://runs/mistral, or a volume's name. The bucket with the run folder is
+    mounted; others are copied to each node's disk. Paths of this machine that none of them has are uploaded."""
+
+
 # Platform -> the section of `cluster` with its own keys; a run on this machine and a script have none.
-PLATFORM_SECTIONS: Final = {"slurm": "slurm", "runai": "runai", "kubernetes": "kubernetes", "openshift": "kubernetes"}
+PLATFORM_SECTIONS: Final = {
+    "slurm": "slurm",
+    "runai": "runai",
+    "kubernetes": "kubernetes",
+    "openshift": "kubernetes",
+    "skypilot": "skypilot",
+}
 
 
 class Cluster(Section):
@@ -292,7 +319,7 @@ class Cluster(Section):
     """Network cards per node that the run can use."""
     host_memory_gib: Positive | None = None
     """Host memory per node that the run can use, in GiB; null: not checked."""
-    platform: Literal["local", "script", "runai", "kubernetes", "openshift", "slurm"] = "local"
+    platform: Literal["local", "script", "runai", "kubernetes", "openshift", "slurm", "skypilot"] = "local"
     """How the run is started: on this machine, as a script for each node, or by one of these platforms."""
     image: Image | None = None
     """Container image, preferably with its digest; on Slurm for cluster.slurm.container."""
@@ -328,6 +355,8 @@ class Cluster(Section):
     """Keys of Run:ai."""
     slurm: Slurm = Field(default_factory=Slurm)
     """Keys of Slurm."""
+    skypilot: Skypilot = Field(default_factory=Skypilot)
+    """Keys of SkyPilot."""
 
     @property
     def size(self) -> tuple[int, int]:

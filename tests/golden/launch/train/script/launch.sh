@@ -2,7 +2,7 @@
 # mistral4small-lora-fsdp-2xh200: 3 x 1 h200, resident
 # Written by windlass 0.2.0 from train.yaml; runs once on every node and starts its ranks.
 #
-# Kubernetes, Run:ai and Slurm (--to slurm) start it by themselves. By hand, on each of the machines:
+# Kubernetes, Run:ai, SkyPilot and Slurm (--to slurm) start it by themselves. By hand, on each of the machines:
 #   PET_NNODES=3 PET_NODE_RANK=0 PET_MASTER_ADDR=FIRST-MACHINE bash launch.sh     (0, 1, … on the others)
 #
 # Exit codes: 0 finished; 13 the input is wrong, don't retry; 75 stopped by a signal, saved; 1 anything else.
@@ -25,6 +25,7 @@ options=(
   --override cluster.cpu=16
   --override cluster.kubernetes.namespace=ml
   --override cluster.runai.project=research
+  --override 'cluster.skypilot.mounts={/data: '"'"'s3://site/data'"'"'}'
   --override 'cluster.kubernetes.networks=[ssa]'
   --override 'cluster.runai.networks=[ssa]'
   --override 'cluster.kubernetes.extended_resources={openshift.io/mellanoxnics: 1}'
