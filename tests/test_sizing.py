@@ -134,6 +134,16 @@ def test_tokens_are_those_of_a_row(plan: Command) -> None:
         assert f"up to {tokens} tokens" in plan(SMALL, "--gpus", "1xh100", *words)[0].replace("\n        ", "")
 
 
+def test_a_preference_objective_is_planned_for_pairs_that_are_not_here(plan: Command) -> None:
+    out, _ = plan(SMALL, "--gpus", "1xh100", "--override", "train.objective=dpo")
+    assert "up to 2 x 512 tokens" in out
+    assert "learning_rate" not in out  # one for pairs
+    words = ("--override", "train.objective=orpo", "--override", "data.packing=true")
+    _, err = plan(SMALL, "--gpus", "1xh100", *words, code=2)
+    assert err.startswith("error: --override data.packing: ")
+    assert "/tmp" not in err  # the file of the draft, which is gone
+
+
 # --- a run file on other GPUs ------------------
 
 
@@ -206,8 +216,11 @@ def test_no_command_takes_a_file_that_import_left_incomplete(
 # --- GPUs compared ------------------
 
 
-def test_every_kind_is_compared_and_the_cheapest_is_first(plan: Command) -> None:
-    found = json.loads(plan(MODEL, "--gpus", "all", "--json")[0])
+def test_every_kind_is_compared_and_the_cheapest_is_first(plan: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    comparison = sizing.compare_gpus(subject(MODEL, "all"))
+    sizing.print_comparison(comparison)
+    out = capsys.readouterr().out
+    found = comparison.as_dict()
     hours = [offer["gpu_hours"] for offer in found["offers"]]
     assert hours == sorted(hours)
     names = [offer["gpus"] for offer in found["offers"]]
@@ -222,7 +235,6 @@ def test_every_kind_is_compared_and_the_cheapest_is_first(plan: Command) -> None
         assert offer["gpu_gib"] == alone["memory"]["gpu_gib"]
         assert offer["tokens_per_second"] == alone["estimate"]["tokens_per_second"]
         assert offer["hours"] * 3600 == pytest.approx(MILLIONS * 1e6 / offer["tokens_per_second"])
-    out, _ = plan(MODEL, "--gpus", "all")
     assert re.findall(r"^ (\d\S+)", out, re.MULTILINE) == names
     assert "does not fit: " in out
 
@@ -255,13 +267,15 @@ def test_prices_decide_the_order(plan: Command, tmp_path: Path) -> None:
     assert "without a price: h200" in out
 
 
-def test_a_run_file_is_compared_and_what_it_rules_out_is_named(plan: Command, run_file: Path) -> None:
+def test_a_run_file_is_compared_and_what_it_rules_out_is_named(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_file.write_text(run_file.read_text() + "layout: {name: hybrid}\n")
-    found = json.loads(plan("run.yaml", "--gpus", "all", "--json")[0])
-    assert {offer["gpus"] for offer in found["offers"]} >= {"2x8xh100", "4x8xh100"} - set(found["impossible"])
-    assert "4x8xh100" in found["impossible"]  # 48 sequences over 32 ranks
-    assert "global_batch_size" in found["impossible"]["4x8xh100"] or "divided" in found["impossible"]["4x8xh100"]
-    assert "not possible: " in plan("run.yaml", "--gpus", "all")[0]
+    found = sizing.compare_gpus(subject("run.yaml", "all"))
+    assert {"2x8xh100", "3x8xh100"} <= {offer.gpus for offer in found.offers}
+    assert "divided" in found.impossible["4x8xh100"]  # 48 sequences over 32 ranks
+    sizing.print_comparison(found)
+    assert "not possible: " in capsys.readouterr().out
 
 
 # --- the longest row ------------------
@@ -314,8 +328,6 @@ def test_options_that_do_not_go_together_are_refused(run_file: Path, tmp_path: P
     for option in ("data", "tokens", "save"):
         with refused("not-for-run-files", f"--{option}"):
             ask("run.yaml", None, **{option: tmp_path / "new"})
-    with refused("missing-option", "--save"):
-        ask(SMALL, "1xh100", save=tmp_path / "new.yaml")
     with refused("no-effect", "--prices"):
         ask(SMALL, "1xh100", prices=tmp_path / "p.yaml")
     with refused("conflicting-options", "--longest"):
@@ -324,6 +336,17 @@ def test_options_that_do_not_go_together_are_refused(run_file: Path, tmp_path: P
         for option in ("compare", "details", "explain", "out"):
             with refused("conflicting-options", f"--{option}"):
                 ask(SMALL, **question, **{option: True})  # type: ignore[arg-type]
+
+
+@pytest.mark.fault(
+    "a run file saved for a model without rows, which would train on WikiText",
+    "`windlass plan MODEL --save`",
+    "a run file without rows would train on others",
+)
+def test_no_run_file_is_saved_without_rows(plan: Command, tmp_path: Path) -> None:
+    _, err = plan(SMALL, "--gpus", "1xh100", "--save", "new.yaml", code=2)
+    assert "--save: a run file without rows would train on others" in err
+    assert not (tmp_path / "new.yaml").exists()
 
 
 @pytest.mark.parametrize(

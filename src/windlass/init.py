@@ -33,6 +33,7 @@ NETWORK: Final = "infiniband-400"  # between nodes, if none is named
 USUAL_BATCH: Final = 64  # sequences of an optimizer step, if there are no rows to go by
 MOST_SEQUENCES: Final = 128  # most sequences of an optimizer step
 ANY_RANKS: Final = 8  # sequences of an optimizer step divide by it, if the number of ranks isn't known
+TEMPORARY: Final = re.compile(r"/\S+/run\.yaml:\d+: ")  # a place in a draft's file, which is gone
 # A setting in a hint of what refuses the rows, if it leaves the prompt as it is at inference.
 HINTED: Final = re.compile(r"data\.(turns|tools|reasoning|template_kwargs): (\{[^{}]*\}|\w+)")
 
@@ -100,7 +101,8 @@ def name_options(overrides: Sequence[str]) -> Iterator[None]:
                 where = f"--override {key}"
             hint = re.sub(r"data\.columns: (\{.*?\})", r"--columns '\1'", problem.hint)
             hint = re.sub(r"(data\.\w+): (\{.*?\}|\w+)", r"--override '\1=\2'", hint)
-            problems.append(replace(problem, where=where, hint=hint))
+            text = TEMPORARY.sub("", problem.problem)
+            problems.append(replace(problem, problem=text, where=where, hint=hint))
         raise UserError.of(problems) from None
 
 
@@ -149,6 +151,8 @@ def _draft(
     settings = parse_settings(overrides)
     made.settings |= {key: (value, "") for key, value in settings.items()}
     made.fixed = frozenset(settings)
+    if settings.get("train.objective", "sft") != "sft":
+        _prefer(made)
     _leave_out_unserved(made, base)
     if data is None:
         nothing = RowSet("data", made.load().run.data, str)

@@ -220,6 +220,7 @@ class Offer:
     gpus: str
     layout: str
     gpu_gib: float
+    host_gib: float  # of each node
     tokens_per_second: float
     hours: float  # of the run; of MILLIONS tokens, if its length is unknown
     gpu_hours: float
@@ -304,7 +305,8 @@ def compare_gpus(subject: Subject, prices: dict[str, float] | None = None) -> Co
         if plan.layout.activation_checkpointing:
             layout += ", recomputed"
         speed = plan.cost.tokens_per_second
-        offers.append(Offer(gpus, layout, plan.cost.gpu_gib, speed, hours, gpu_hours, price))
+        cost = plan.cost
+        offers.append(Offer(gpus, layout, cost.gpu_gib, cost.host_gib, speed, hours, gpu_hours, price))
     unit = "the run" if is_run else f"{MILLIONS} M tokens"
     ordered = tuple(sorted(offers, key=lambda offer: offer.rank))
     return Comparison(unit, ordered, tuple(too_small), impossible, tuple(unpriced))
@@ -315,14 +317,16 @@ def print_comparison(comparison: Comparison) -> None:
     rows = []
     for offer in comparison.offers:
         time = format_duration(offer.hours * 3600)
-        cells = [offer.gpus, offer.layout, f"{offer.gpu_gib:,.1f}", f"{offer.tokens_per_second:,.0f}", time]
+        cells = [offer.gpus, offer.layout, f"{offer.gpu_gib:,.1f}", f"{offer.host_gib:,.0f}"]
+        cells += [f"{offer.tokens_per_second:,.0f}", time]
         cells += [f"{offer.gpu_hours:,.2f}", "" if offer.price is None else f"{offer.price:,.2f}"]
         rows.append((cells, False))
     order = "GPU-hours" if all(offer.price is None for offer in comparison.offers) else "price"
     title = f"Where it fits, by {order}: time and cost of {comparison.unit} (estimates)"
     hide = (">price",) if order == "GPU-hours" else ()
     if rows:
-        console.print(make_table(title, "GPUs layout >GiB/GPU >tok/s >time >GPU-h >price", rows, hide))
+        console.print(make_table(title, "GPUs layout >GiB/GPU >host >tok/s >time >GPU-h >price", rows, hide))
+        console.print("host: GiB of host memory that each node needs; how much such nodes have is not checked")
     if comparison.too_small:
         console.print(f"does not fit: {', '.join(comparison.too_small)}")
     for why in dict.fromkeys(comparison.impossible.values()):
