@@ -520,9 +520,9 @@ OTHERS = (
     ),
     Fault(
         "preference data imported as answers",
-        write("dpo.yaml", "model_name_or_path: model\nstage: dpo\nfinetuning_type: lora\ndataset: data/train.jsonl\n"),
-        "import dpo.yaml --out new.yaml",
-        "dpo.yaml:2: stage: is dpo … train this with LLaMA-Factory",
+        write("kto.yaml", "model_name_or_path: model\nstage: kto\nfinetuning_type: lora\ndataset: data/train.jsonl\n"),
+        "import kto.yaml --out new.yaml",
+        "kto.yaml:2: stage: is kto … train this with LLaMA-Factory",
     ),
     Fault(
         "rows that are all equal, of which some are held out",

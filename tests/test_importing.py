@@ -215,7 +215,49 @@ CASES: dict[str, Case] = {
         AXOLOTL, {"data.completion_only_loss": False}, train_on_inputs=True, fsdp_version=2, deepspeed="zero3.json"
     ),
     "axolotl all weights": case(AXOLOTL, {}, ["adapter"], adapter=None),
-    "axolotl preferences": case(AXOLOTL, {}, ["rl", "rl_beta"], rl="dpo", rl_beta=0.1),
+    "axolotl other preferences": case(AXOLOTL, {}, ["rl", "rl_beta"], rl="kto", rl_beta=0.1),
+    "axolotl dpo": case(
+        AXOLOTL,
+        {
+            "train.objective": "dpo",
+            "dpo.beta": 0.2,
+            "dpo.loss": "ipo",
+            "data.messages_field": "messages",
+            "data.columns": {"chosen": "good"},
+        },
+        rl="ipo",
+        rl_beta=0.2,
+        datasets=[{"path": "p.jsonl", "type": "chat_template.default", "field_chosen": "good"}],
+    ),
+    "axolotl styles of pairs": case(
+        AXOLOTL,
+        {
+            "train.objective": "orpo",
+            "orpo.beta": 0.3,
+            "data.mix": [
+                {
+                    "path": "a.jsonl",
+                    "split": "train",
+                    "format": "messages",
+                    "chat_template": "chatml",
+                    "columns": {"messages": "question"},
+                },
+                {"path": "b.jsonl", "split": "train", "format": "preference", "chat_template": "llama3"},
+                {"path": "c.jsonl", "split": "train", "format": "preference"},
+            ],
+        },
+        rl="orpo",
+        orpo_alpha=0.3,
+        datasets=[
+            {"path": "a.jsonl", "type": "chatml.intel"},
+            {"path": "b.jsonl", "type": "llama3.ultra"},
+            {"path": "c.jsonl", "type": "chat_template.argilla_chat"},
+        ],
+    ),
+    "axolotl unknown pairs": case(
+        AXOLOTL, {}, ["datasets"], rl="dpo", datasets=[{"path": "a", "type": "zephyr.nectar"}]
+    ),
+    "axolotl smoothing of sigmoid": case(AXOLOTL, {}, ["dpo_label_smoothing"], rl="dpo", dpo_label_smoothing=0.1),
     "axolotl noise": case(
         AXOLOTL,
         {"train.neftune_noise_alpha": 5, "train.compile": True},
@@ -266,7 +308,28 @@ CASES: dict[str, Case] = {
     ),
     "llamafactory alpaca": case(LLAMA_FACTORY, {}, ["template"], template="alpaca"),
     "llamafactory chatml": case(LLAMA_FACTORY, {"data.chat_template": "chatml"}, template="chatml"),
-    "llamafactory preferences": case(LLAMA_FACTORY, {}, ["stage"], stage="dpo"),
+    "llamafactory other preferences": case(LLAMA_FACTORY, {}, ["stage"], stage="kto"),
+    "llamafactory dpo": case(
+        LLAMA_FACTORY,
+        {"train.objective": "dpo", "dpo.beta": 0.3, "dpo.sft_weight": 0.5},
+        stage="dpo",
+        pref_beta=0.3,
+        pref_ftx=0.5,
+        mask_history=True,
+    ),
+    "llamafactory orpo": case(
+        LLAMA_FACTORY, {"train.objective": "orpo", "orpo.beta": 0.1}, stage="dpo", pref_loss="orpo"
+    ),
+    "llamafactory hinge": case(LLAMA_FACTORY, {}, ["pref_loss"], stage="dpo", pref_loss="hinge"),
+    "trl dpo": case(
+        TRL,
+        {"train.objective": "dpo", "dpo.beta": 0.2, "dpo.label_smoothing": 0.1},
+        loss_type=["robust"],
+        beta=0.2,
+        label_smoothing=0.1,
+    ),
+    "trl beta alone": case(TRL, {}, ["beta"], beta=0.2),
+    "trl several losses": case(TRL, {}, ["loss_type"], loss_type=["sigmoid", "sft"]),
     "llamafactory 4 bits": case(LLAMA_FACTORY, {"layout.base_dtype": "nf4"}, quantization_bit=4),
     "llamafactory 8 bits": case(LLAMA_FACTORY, {}, ["quantization_bit"], quantization_bit=8),
     "llamafactory fp4": case(LLAMA_FACTORY, {}, ["quantization_type"], quantization_bit=4, quantization_type="fp4"),
@@ -344,6 +407,14 @@ CASES: dict[str, Case] = {
         SWIFT.replace("swift sft", "swift sft --loss_scale last_round"),
         {"data.completion_only_loss": True, "data.turns": "last"},
     ),
+    "swift dpo": case(
+        SWIFT.replace("swift sft", "swift rlhf --beta 0.4 --loss_type ipo"),
+        {"train.objective": "dpo", "dpo.beta": 0.4, "dpo.loss": "ipo"},
+    ),
+    "swift orpo": case(
+        SWIFT.replace("swift sft", "swift rlhf --rlhf_type orpo"), {"train.objective": "orpo", "orpo.beta": 0.1}
+    ),
+    "swift grpo": case(SWIFT.replace("swift sft", "swift rlhf --rlhf_type grpo"), {}, ["rlhf_type"]),
     "swift weights of words": case(SWIFT.replace("swift sft", "swift sft --loss_scale react"), {}, ["loss_scale"]),
     "trl": case(
         TRL,
@@ -408,7 +479,8 @@ def test_preferences_are_never_turned_into_answers(tmp_path: Path) -> None:
     """The hint said `write stage: sft`: the chosen rows, and with a mix the rejected ones, were then trained on."""
     file = tmp_path / "run.yml"
     for text, changes, key in (
-        (LLAMA_FACTORY, {"stage": "dpo"}, "stage"),
+        (LLAMA_FACTORY, {"stage": "kto"}, "stage"),
+        (LLAMA_FACTORY, {"stage": "dpo", "pref_loss": "simpo"}, "pref_loss"),
         (LLAMA_FACTORY, {"pref_loss": "orpo"}, "pref_loss"),
         (AXOLOTL, {"rl": "kto"}, "rl"),
         (TRL, {"dpo_beta": 0.1}, "dpo_beta"),
@@ -453,7 +525,7 @@ def test_a_file_is_written_in_full_or_not_at_all(tmp_path: Path) -> None:
     good = tmp_path / "a.yml"
     good.write_text(AXOLOTL)
     bad = tmp_path / "b.yml"
-    bad.write_text(edited(AXOLOTL, rl="dpo"))
+    bad.write_text(edited(AXOLOTL, rl="kto"))
     out = tmp_path / "run.yaml"
     out.write_text("mine\n")
 
@@ -504,6 +576,47 @@ def test_llamafactory_data_set_names_are_resolved(tmp_path: Path) -> None:
     assert {problem.where.rpartition(": ")[2] for problem in made.problems} == {
         "chats.tags", "pairs.ranking", "pairs.columns", "pairs.folder"
     }  # fmt: skip
+
+
+def test_llamafactory_pairs_are_resolved(tmp_path: Path) -> None:
+    texts = {"prompt": "q", "query": "input", "chosen": "good", "rejected": "rejected"}
+    chats = {"messages": "turns", "chosen": "chosen", "rejected": "bad"}
+    info = {
+        "texts": {"file_name": "a.jsonl", "ranking": True, "columns": texts},
+        "chats": {"file_name": "b.jsonl", "ranking": True, "formatting": "sharegpt", "columns": chats},
+        "answers": {"file_name": "c.jsonl"},
+    }
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    file = tmp_path / "l.yaml"
+    file.write_text(edited(LLAMA_FACTORY, stage="dpo", dataset="texts,chats"))
+    made = import_file(file)
+    assert not made.problems
+    assert made.settings["data.mix"] == [
+        {
+            "path": "data/a.jsonl",
+            "split": "train[:1000]",
+            "format": "alpaca",
+            "columns": {"instruction": "q", "chosen": "good"},
+        },
+        {"path": "data/b.jsonl", "split": "train[:1000]", "messages_field": "turns", "columns": {"rejected": "bad"}},
+    ]
+    file.write_text(edited(LLAMA_FACTORY, stage="dpo", dataset="texts,answers"))
+    assert [problem.where for problem in import_file(file).problems] == [f"{file}: dataset_info.json: answers"]
+    file.write_text(edited(LLAMA_FACTORY, dataset="texts"))
+    assert any(problem.where.endswith("texts.ranking") for problem in import_file(file).problems)
+
+
+def test_trl_objective_is_read_from_its_command(tmp_path: Path) -> None:
+    options = "--model_name_or_path m --dataset_name d.jsonl --use_peft --output_dir out --beta 0.2 --packing"
+    file = tmp_path / "run.sh"
+    for command, objective in (("trl dpo", "dpo"), ("trl orpo", "orpo"), ("python examples/dpo.py", "dpo")):
+        file.write_text(f"{command} {options}")
+        made = import_file(file)
+        assert not made.problems
+        assert (made.settings["train.objective"], made.settings[f"{objective}.beta"]) == (objective, 0.2)
+        assert "data.packing" not in made.settings
+        assert made.no_effect["packing"] == "pairs are not packed, and their loss is on both answers"
 
 
 def test_every_key_of_the_tables_is_known_once() -> None:

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from windlass.runfile.importers.data_sets import set_data_sets, set_eval_sets, translate_columns
 from windlass.runfile.importers.imported import ImportedRun, as_list
+from windlass.runfile.importers.preference import is_preference, set_objective
 
 TEMPLATES: Final = ("chatml", "llama3", "alpaca")  # chat templates that windlass has by the same name
 TOKENIZERS_TEMPLATE: Final = "the tokenizer's own is used; compare with `windlass data run.yaml --sample 3`"
@@ -17,7 +18,18 @@ DATA_KEYS: Final = (
 )
 
 
+# A style of pairs through chatml or llama3 -> its column of the prompt; none where both answers are whole chats.
+PAIR_STYLES: Final = {"intel": "question", "icr": "input", "prompt_pairs": "prompt", "ultra": "", "argilla_chat": ""}
+
+
 def translate(imported: ImportedRun) -> None:
+    if imported.theirs.get("rl") in ("dpo", "ipo", "orpo"):
+        rl = imported.take("rl")
+        if rl == "ipo":
+            imported.theirs["dpo_loss_type"] = "ipo"
+        betas = ("orpo_alpha", "rl_beta") if rl == "orpo" else ("rl_beta", "dpo_beta")
+        options = {"loss": "dpo_loss_type", "smoothing": "dpo_label_smoothing"}
+        set_objective(imported, "rl", "orpo" if rl == "orpo" else "dpo", betas=betas, **options)
     if "lora.target_modules" in imported.settings and imported.take("lora_target_modules"):
         imported.no_effect["lora_target_modules"] = "lora_target_linear adapts all linear layers"
     ratio = imported.take("cosine_min_lr_ratio")
@@ -66,12 +78,15 @@ def _read_template(template: Any, text: Any) -> tuple[str, str]:
 def _translate_data(imported: ImportedRun, entry: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return keys of windlass's `data` for a data set."""
     style = entry.get("type", "completion")
+    pairs = is_preference(imported)
     data: dict[str, Any] = {
         "dataset_name_or_path": entry.get("data_files") or entry.get("path"),
         "dataset_config_name": entry.get("name"),
         "train_split": entry.get("split", "train"),
     }
-    imported.judge_others(place, entry, DATA_KEYS)
+    imported.judge_others(place, entry, f"{DATA_KEYS} field_chosen field_rejected" if pairs else DATA_KEYS)
+    if pairs:
+        return {**data, **_translate_pairs(imported, entry, place, str(style))}
     if isinstance(style, dict):
         return {**data, "prompt_template": _join_prompt(style)}
     if style == "chat_template" or str(style).startswith("sharegpt"):
@@ -82,6 +97,24 @@ def _translate_data(imported: ImportedRun, entry: Mapping[str, Any], place: str)
         return {**data, "format": "alpaca", "chat_template": "alpaca"}  # whatever template the chats have
     hint = "see data.prompt_template and data.messages_field"
     imported.refuse("datasets", f"windlass has no prompt style {style!r}", hint)
+    return data
+
+
+def _translate_pairs(imported: ImportedRun, entry: Mapping[str, Any], place: str, style: str) -> dict[str, Any]:
+    template, _, form = style.partition(".")
+    named = {side: entry[f"field_{side}"] for side in ("chosen", "rejected") if entry.get(f"field_{side}")}
+    if template == "chat_template" and form in ("", "default", "argilla", "argilla_chat"):
+        data = _translate_chat(imported, entry, place)
+        if form.startswith("argilla") or (not form and imported.settings["train.objective"] == "orpo"):
+            data = {key: value for key, value in data.items() if key != "messages_field"} | {"format": "preference"}
+        columns = {**data.get("columns", {}), **named}
+        return {**data, **({"columns": columns} if columns else {})}
+    if template not in TEMPLATES or form not in PAIR_STYLES:
+        imported.refuse("datasets", f"windlass has no style of pairs {style!r}", "see docs/data.md, `preference`")
+        return {}
+    data = {"format": "preference", "chat_template": template}
+    if prompt := PAIR_STYLES[form]:
+        data |= {"format": "messages", "columns": {"messages": prompt}}
     return data
 
 

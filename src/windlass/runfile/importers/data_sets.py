@@ -11,7 +11,7 @@ def translate_columns(imported: ImportedRun, place: str, columns: Mapping[str, A
     """Return the messages' names of fields, if they aren't usual ones."""
     usual = {"role": ("role", "from"), "content": ("content", "value"), "training": ("train", "weight")}
     renamed = {name: column for name, column in columns.items() if column not in usual.get(name, (name,))}
-    for name in renamed.keys() - {*usual, "tools", "system"}:
+    for name in renamed.keys() - {*usual, "tools", "system", "chosen", "rejected"}:
         imported.refuse(place, f"windlass reads {name!r} of a message by that name", "rename it in the rows")
     if not renamed:
         return {}

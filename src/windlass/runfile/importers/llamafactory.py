@@ -8,6 +8,7 @@ from typing import Any, Final
 from windlass.errors import UserError
 from windlass.runfile.importers.data_sets import set_data_sets, set_eval_sets, translate_columns
 from windlass.runfile.importers.imported import ImportedRun, split_names
+from windlass.runfile.importers.preference import is_preference, set_objective
 
 DATA_KEYS: Final = (
     "hf_hub_url ms_hub_url om_hub_url script_url file_name formatting subset split num_samples columns tags"
@@ -28,8 +29,10 @@ COLUMNS: Final = {
 
 def translate(imported: ImportedRun) -> None:
     stage = imported.take("stage", "sft")
-    if stage not in ("sft", "pt"):
-        problem = f"is {stage}: windlass does supervised fine-tuning and pretraining (sft, pt)"
+    if stage == "dpo":
+        _set_objective(imported)
+    elif stage not in ("sft", "pt"):
+        problem = f"is {stage}: windlass does pretraining, supervised fine-tuning and DPO (pt, sft, dpo)"
         imported.refuse("stage", problem, "train this with LLaMA-Factory: its rows are not answers to train on")
     r = imported.theirs.get("lora_rank", 8)
     if imported.theirs.get("lora_alpha") is None and isinstance(r, int):
@@ -69,6 +72,17 @@ def translate(imported: ImportedRun) -> None:
         set_sets(imported, key, sets)
 
 
+def _set_objective(imported: ImportedRun) -> None:
+    objective = "dpo"
+    if imported.theirs.get("pref_loss") == "orpo":
+        objective = str(imported.take("pref_loss"))
+    options = {"loss": "pref_loss", "smoothing": "dpo_label_smoothing"}
+    set_objective(imported, "stage", objective, betas=["pref_beta"], **options)
+    weight = imported.take("pref_ftx") if objective == "dpo" else None
+    if weight:
+        imported.set("dpo.sft_weight", weight, "pref_ftx")
+
+
 def _read_dataset_info(beside: Path, folder: Path) -> dict[str, Any]:
     for parent in (Path(), beside):
         file = parent / folder / "dataset_info.json"
@@ -104,7 +118,11 @@ def _translate_data(imported: ImportedRun, name: str, described: Any, folder: Pa
     if not entry:
         return {**data, "dataset_name_or_path": name}
     place = f"dataset_info.json: {name}"
-    imported.judge_others(place, entry, DATA_KEYS)
+    pairs = is_preference(imported)
+    imported.judge_others(place, entry, f"{DATA_KEYS} ranking" if pairs else DATA_KEYS)
+    if pairs and not entry.get("ranking"):
+        hint = "set train.objective: sft for such rows, or `ranking: true` if they are pairs"
+        imported.refuse(place, "has no pairs, and stage is dpo", hint)
     file = folder / str(entry.get("file_name", name))
     data["dataset_name_or_path"] = entry.get("hf_hub_url") or entry.get("script_url") or str(file)
     data["dataset_config_name"] = entry.get("subset")
@@ -116,10 +134,11 @@ def _translate_data(imported: ImportedRun, name: str, described: Any, folder: Pa
         messages = columns.pop("messages", "conversations")
         columns |= {field: tags[f"{field}_tag"] for field in ("role", "content") if f"{field}_tag" in tags}
         return {**data, **translate_columns(imported, f"{place}.columns", columns), "messages_field": messages}
-    for column in columns.keys() - COLUMNS.keys():
+    known = COLUMNS | ({"chosen": "chosen", "rejected": "rejected"} if pairs else {})
+    for column in columns.keys() - known.keys():
         hint = "remove it if you can train without it"
         imported.refuse(f"{place}.columns", f"windlass has no {column!r} of such rows", hint)
-    renamed = {COLUMNS[key]: column for key, column in columns.items() if COLUMNS.get(key) not in (None, column)}
+    renamed = {known[key]: column for key, column in columns.items() if known.get(key) not in (None, column)}
     if renamed:
         data["columns"] = renamed
     return {**data, "format": "alpaca"}

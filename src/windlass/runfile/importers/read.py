@@ -3,12 +3,14 @@
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from windlass.errors import UserError, raise_all
 from windlass.runfile.document import join_steps, load_document, parse_scalar
 from windlass.runfile.importers.imported import as_list
 from windlass.runfile.names import IMPORTED, TOOLS
+
+OBJECTIVE: Final = "the command"  # that TRL's name says
 
 
 def read_configuration(path: Path) -> tuple[str, dict[str, Any], dict[str, int]]:
@@ -31,7 +33,7 @@ def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, 
             if start := re.search(IMPORTED[tool]["command"], line):
                 options = _read_options(path, text, tool, start[0], line[start.end() :])
                 return tool, options, {key: _find_line(text, f"--{key}") for key in options}
-    hint = "windlass reads `swift sft`, `llamafactory-cli train` and `trl sft` with their options"
+    hint = "windlass reads `swift sft`, `llamafactory-cli train` and `trl sft` or `dpo` with their options"
     raise UserError("starts no training tool that windlass knows", str(path), hint, "no-tool")
 
 
@@ -44,6 +46,10 @@ def _read_options(path: Path, text: str, tool: str, command: str, line: str) -> 
     options: dict[str, Any] = {}
     if re.search(r"\bpt\b", command):  # ms-swift's pretraining
         options["loss_scale"] = "all"
+    if re.search(r"\brlhf\b", command):  # ms-swift's default
+        options["rlhf_type"] = "dpo"
+    if tool == "trl" and (objective := re.search(r"\b(?:dpo|orpo)", command)):
+        options[OBJECTIVE] = objective[0]
     key = ""
     for word in words:
         if word.startswith("--"):

@@ -4,9 +4,13 @@ from typing import Any
 
 from windlass.runfile.importers.data_sets import set_data_sets, set_eval_sets
 from windlass.runfile.importers.imported import ImportedRun, as_list
+from windlass.runfile.importers.preference import set_objective
 
 
 def translate(imported: ImportedRun) -> None:
+    if imported.theirs.get("rlhf_type") in ("dpo", "orpo"):
+        options = {"loss": "loss_type", "smoothing": "label_smoothing"}
+        set_objective(imported, "rlhf_type", imported.take("rlhf_type"), betas=["beta"], **options)
     targets = imported.take("target_modules")
     if targets is not None:
         names = as_list(targets)

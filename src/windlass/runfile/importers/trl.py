@@ -1,10 +1,21 @@
 """TRL's keys that depend on one another, and its data sets."""
 
 from windlass.runfile.importers.data_sets import set_data_sets
-from windlass.runfile.importers.imported import ImportedRun
+from windlass.runfile.importers.imported import ImportedRun, as_list
+from windlass.runfile.importers.preference import LOSSES, set_objective
+from windlass.runfile.importers.read import OBJECTIVE
 
 
 def translate(imported: ImportedRun) -> None:
+    losses = as_list(imported.theirs.get("loss_type"))
+    objective = imported.take(OBJECTIVE, "dpo" if losses and {*losses} <= {*LOSSES} else "")
+    if objective:
+        key = "loss_type" if losses else "beta"
+        set_objective(imported, key, objective, loss="loss_type", betas=["beta"], smoothing="label_smoothing")
+    elif "beta" in imported.theirs:
+        hint = "for DPO add loss_type: sigmoid, its default, then import again"
+        imported.refuse("beta", "several of TRL's trainers have it, and nothing says which this is", hint)
+        imported.take("beta")
     split = imported.take("dataset_test_split")
     if imported.settings.get("train.eval_strategy", "no") != "no":
         imported.set("data.val_split", split or "test", "dataset_test_split")
