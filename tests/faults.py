@@ -17,6 +17,7 @@ SHARD, ADAPTER = "model/model-00001-of-00002.safetensors", "run/final/adapter_mo
 CONFIG, TRAIN, RESUME = "model/config.json", "train run.yaml", "train run.yaml --resume"
 MERGE, MERGE_FINAL = "export run --merge --to out", "export run/final --merge --to out"
 NORM, EMBEDDING, MORE = (f"language_model.model.{name}" for name in ("norm.weight", "embed_tokens.weight", "more"))
+PAIRS = "data run.yaml --override data.text_field=null --override train.objective=dpo"
 NEW = "train run.yaml --override train.output_dir=new"
 GENERATE = "generate run --prompt import --tokens 1"
 
@@ -69,6 +70,12 @@ def text_config(**changes: Any) -> Plant:
 
 def write(file: str, content: str) -> Plant:
     return lambda: Path(file).write_text(content)
+
+
+def pairs(**second: str | None) -> Plant:
+    """Replace the rows by pairs, and columns of the second pair."""
+    row = {"prompt": "2 + 2?", "chosen": " It is 4.", "rejected": " It is 5."}
+    return lambda: Path(DATA).write_text("".join(json.dumps(each) + "\n" for each in (row, {**row, **second}, row)))
 
 
 def head(file: str, line: str) -> Plant:
@@ -524,6 +531,33 @@ OTHERS = (
         "import kto.yaml --out new.yaml",
         "kto.yaml:2: stage: is kto … train this with LLaMA-Factory",
     ),
+    Fault(
+        "pairs trained on as answers",
+        pairs(),
+        PAIRS.replace("dpo", "sft"),
+        "the rows are pairs of a chosen and a rejected answer, and train.objective is sft",
+    ),
+    Fault("dpo of rows without pairs", nothing, PAIRS, "compares pairs of answers, and the rows have 'text', but no"),
+    Fault("a rejected answer that is empty", pairs(rejected=None), PAIRS, "row 2: the rejected answer is empty"),
+    Fault(
+        "a chosen answer that equals the rejected one",
+        pairs(rejected=" It is 4."),
+        PAIRS,
+        "row 2: 1 of 3 pairs with a chosen answer that equals the rejected one",
+    ),
+    Fault(
+        "answers to different prompts",
+        write(DATA, '{"chosen": "\\n\\nHuman: 2?\\n\\nAssistant: 2", "rejected": "Human: 3?\\n\\nAssistant: 3"}\n'),
+        PAIRS,
+        "row 1: chosen and rejected have no beginning in common, which would be their prompt",
+    ),
+    Fault(
+        "an answer cut at max_length",
+        pairs(rejected=" It is 5, or 6." * 20),
+        PAIRS,
+        "row 2: 1 of 3 pairs with a sequence longer than data.max_length 48",
+    ),
+    Fault("packed pairs", pairs(), f"{PAIRS} --override data.packing=true", "data.packing=true: pairs aren't packed"),
     Fault(
         "rows that are all equal, of which some are held out",
         write(DATA, '{"text": "the same"}\n' * 9),

@@ -259,6 +259,7 @@ def test_long_pairs_are_refused_or_lose_the_beginning_of_their_prompt(prepared: 
         (INTEL, {}, "no-such-column", "data.columns"),
         (TEXTS, {"prompt_template": "{prompt} [[{chosen}]]"}, "not-in-format", "data.prompt_template"),
         (CHATS, {"turns": "last"}, "no-effect", "data.turns"),
+        (TEXTS, {"text_field": "prompt"}, "no-effect", "data.text_field"),
         (TEXTS, {"completion_only_loss": False}, "no-effect", "data.completion_only_loss"),
     ],
 )

@@ -59,9 +59,9 @@ def require_pairs(data: Data, wanted: FormatRow | None, columns: Sequence[str], 
         hint += "if the answers begin with their prompt, data.format: preference"
         problem = f"{has}, and no prompt by that name"
         raise UserError(problem, where("data.columns"), hint, "no-such-column")
-    for key in ("turns", "completion_only_loss"):
+    for key in ("text_field", "turns", "completion_only_loss"):
         if getattr(data, key) not in ("auto", None, True):
-            problem = "no effect on pairs: the loss is computed on what follows the prompt, and on nothing else"
+            problem = "no effect on pairs: the loss is computed on both answers, and on nothing else"
             raise UserError(problem, where(f"data.{key}"), "remove it", "no-effect")
 
 

@@ -84,7 +84,7 @@ def resolve_conflicts(imported: ImportedRun) -> None:
     """Resolve settings that rule each other out."""
     settings = imported.settings
     if "train.objective" in settings:
-        for key in ("data.packing", "data.turns", "data.completion_only_loss"):
+        for key in ("data.packing", "data.turns", "data.completion_only_loss", "data.text_field"):
             imported.drop(key, "pairs are not packed, and their loss is on both answers")
     if settings.get("train.global_batch_size"):
         imported.drop("train.gradient_accumulation_steps", "the whole batch is set as well")
