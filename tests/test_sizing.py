@@ -358,7 +358,7 @@ def test_no_run_file_is_saved_without_rows(plan: Command, tmp_path: Path) -> Non
         ("nothing", "unknown-model", "config.json"),
         ("empty", "not-a-file", "config.json"),
         ("rum.yaml", "no-such-file", "did you mean run.yaml"),
-        ("other.json", "other-name", "mkdir other && cp other.json other/config.json"),
+        ("other.json", "other-name", "cp other.json other/config.json`, then `windlass plan other --gpus all`"),
     ],
 )
 def test_what_is_no_model_gets_what_it_could_be(

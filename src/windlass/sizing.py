@@ -68,7 +68,9 @@ def find_model(name: str) -> str | None:
         return str(path.parent)
     if path.suffix == ".json" and "model_type" in read_json(path):
         folder = shlex.quote(path.stem)
-        hint = f"`mkdir {folder} && cp {shlex.quote(name)} {folder}/config.json`, then `windlass plan {folder}`"
+        hint = (
+            f"`mkdir {folder} && cp {shlex.quote(name)} {folder}/config.json`, then `windlass plan {folder} --gpus all`"
+        )
         raise UserError("is a model's configuration by another name", name, hint, "other-name")
     if path.exists() or path.suffix in (".yaml", ".yml", ".json"):
         return None
@@ -83,7 +85,7 @@ def find_model(name: str) -> str | None:
     elif len(path.parts) == 2:
         url = f"https://huggingface.co/{name}/resolve/main/config.json"
         hint = f"fetch its config.json: `curl -L --create-dirs -o {path.name}/config.json {url}`, "
-        hint += f"then `windlass plan {path.name}`"
+        hint += f"then `windlass plan {path.name} --gpus all`"
     raise UserError("is no file or folder here, and no model that windlass knows", name, hint, "unknown-model")
 
 
