@@ -35,7 +35,7 @@ def provide() -> bool:
 def _compiled() -> bool:
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
-        hint = "pip install 'windlass[retinanet]'; without CUDA: make, and PYTHONPATH=.venv/vision (see README.md)"
+        hint = "pip install '../..[train,retinanet]'; without CUDA: make, and PYTHONPATH=.venv/vision (see README.md)"
         raise SystemExit(f"error: torchvision is not installed\n\nhint: {hint}")
     try:
         for path in Path(found.origin).parent.glob("_C*.so"):

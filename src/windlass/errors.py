@@ -116,16 +116,20 @@ def print_error(error: UserError) -> None:
             console.print(Text("\nhint: ", style="cyan") + Text(make_pasteable(problem.hint)))
 
 
-def missing_extra_error(names: str | None, command: str) -> UserError:
-    """windlass is installed without its `train` extra, as on a login node."""
+def find_install_command() -> str:
+    """Return how to install the `train` extra from where pip had windlass from: it is on no index."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     source = Path(__file__).parents[2].as_uri()
-    with suppress(PackageNotFoundError):  # where pip had it from: it is on no index
+    with suppress(PackageNotFoundError):
         source = json.loads(distribution("windlass").read_text("direct_url.json") or "{}").get("url", source)
+    return f"pip install 'windlass[train] @ {source}'"
+
+
+def missing_extra_error(names: str | None, command: str) -> UserError:
+    """windlass is installed without its `train` extra, as on a login node."""
     verb = "are" if "," in str(names) else "is"
-    hint = f"pip install 'windlass[train] @ {source}'"
-    return UserError(f"{names} {verb} not installed", f"windlass {command}", hint, "not-installed")
+    return UserError(f"{names} {verb} not installed", f"windlass {command}", find_install_command(), "not-installed")
 
 
 def require_libraries(libraries: Sequence[str], command: str) -> None:

@@ -426,7 +426,7 @@ class Nvml:
         try:
             import pynvml
         except ImportError:
-            self.error = "nvidia-ml-py is not installed (pip install 'windlass[gpu]')"
+            self.error = "nvidia-ml-py is not installed (pip install nvidia-ml-py)"
             self.installed = False
             return
         self.library: Any = pynvml

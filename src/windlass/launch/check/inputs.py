@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.data import sources
 from windlass.data.inputs import find_absent_files
 from windlass.data.mix import list_all_sets
-from windlass.errors import UserError
+from windlass.errors import UserError, find_install_command
 from windlass.hardware import GIB, Gpus
 from windlass.launch.check.results import (
     NO_PLAN,
@@ -60,7 +60,6 @@ ATTENTION: dict[str, tuple[tuple[str, str] | None, str]] = {
     "flash_attention_3": (("flash_attn_interface", "flash-attn-3"), "_supports_flash_attn"),
     "flash_attention_4": (("flash_attn", "flash-attn-4"), "_supports_flash_attn"),
 }
-INSTALL = "pip install 'windlass[train]', or use the image that the Containerfile builds"
 
 
 def check_plan(
@@ -250,7 +249,8 @@ def check_library(name: str, version: str | None) -> Result:
     title = f"library {name}"
     (supported, ran) = TESTED[name]
     if version is None:
-        return failed(title, "not installed", INSTALL)
+        hint = f"{find_install_command()}, or use the image that the Containerfile builds"
+        return failed(title, "not installed", hint)
     mine = parse_release(version)
     tested = parse_release(ran)
     if mine is None or tested is None:
