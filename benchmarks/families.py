@@ -1,10 +1,11 @@
-"""Try every model family on tiny random models, and record what works.
+"""Try every causal language model of transformers on tiny random models, and record what works.
 
-python benchmarks/families.py            every family, those without a row in docs/families.md first
+python benchmarks/families.py            every family that docs/families.md doesn't have yet
 python benchmarks/families.py FAMILY …   these
+python benchmarks/families.py all        every family, anew
 
-Each family runs in its own processes, and its row is written as soon as it is known; a failure costs only its own row.
-Rows measured with other versions of the libraries are dropped.
+Each family runs in its own processes, forked from one that has the libraries imported. Its row is written as soon as it
+is known, and a failure costs only its own row. Rows measured with other versions of the libraries are dropped.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -25,23 +27,32 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from peft import PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 from safetensors.torch import load_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from windlass import plan as planning
 from windlass import runfile, tiny
 from windlass.errors import UserError
 from windlass.model import Base, read_base
+from windlass.model.config import describe
+from windlass.model.targets import resolve_adapter
+from windlass.train.parallel import build_on_meta, make_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 tests: Any = importlib.import_module("test_families")
 runs: Any = importlib.import_module("test_train")
+warm: Any = importlib.import_module("warm")
 
 COLUMNS = (
-    *("family", "plan", "trained on 2 ranks", "equal to TRL", "on an FP8 base", "opens in PEFT", "experts", "merge"),
-    "packing",
+    *("family", "plan", "all-linear", "buffers", "trained on 2 ranks", "equal to TRL", "on an FP8 base"),
+    *("opens in PEFT", "experts", "merge", "packing"),
 )
+NAMES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} | tests.FAMILIES.keys())
+SETTINGS: dict[str, dict[str, Any]] = tests.FAMILIES | tests.MORE
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 MARK = "<!-- benchmarks/families.py -->"
 LIBRARIES = ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "peft", "trl"))
@@ -50,16 +61,29 @@ LIMIT = 900  # seconds of a family
 
 def try_family(folder: Path, name: str, tell: Callable[[str, str], None]) -> None:
     """Report each column as soon as it is known."""
-    path = tiny.write_family(folder / name, name, config=tests.FAMILIES[name], tokenizer=True)
-    tests.write_fp8(path)  # whose true values the plain one has from here on
-    base = read_base(path)
-    adapts = "experts" in base.dims and base.family.expert_adapters
+    config = SETTINGS.get(name, {})
+    try:
+        small = tiny.make_small_config(name, config)
+    except Exception:  # refused for what it is, or a failure in what follows
+        small = transformers.CONFIG_MAPPING[name](**config)
+    try:
+        describe(small.to_dict() | {"architectures": None}, "config.json")
+        path = tiny.write_family(folder / "models" / name, name, config=config, tokenizer=True)
+        base = read_base(path)
+        adapts = "experts" in base.dims and base.family.expert_adapters
+        given: dict[str, Any] = {"model__model_name_or_path": str(path)} | (runs.EXPERTS if adapts else {})
+        given |= {} if base.family.shards else {"layout": "resident"}
+        planning.make_plan(runfile.read_run_file(folder / "run.yaml", runs.case(2, **given)["overrides"]))
+    except UserError as error:
+        tell("refused", f"{error.problems[0].code}: {error.problems[0].problem}")
+        return
+    tell("plan", "yes" if base.family.shards else "resident only")
     tell("experts", "yes" if adapts else "no" if "experts" in base.dims else "-")
     tell("packing", "yes" if base.family.isolates else "refused")
-    given: dict[str, Any] = {"model__model_name_or_path": str(path)} | (runs.EXPERTS if adapts else {})
-    fp8 = given | {"model__model_name_or_path": str(folder / in_fp8(name)), "layout__base_dtype": "fp8"}
-    planning.make_plan(runfile.read_run_file(folder / "run.yaml", runs.case(2, **given)["overrides"]))
-    tell("plan", "yes")
+    tell("all-linear", compare_targets(base))
+    loaded = compare_loaded(folder)
+    tests.write_fp8(path)  # whose true values the plain one has from here on
+    fp8 = given | {"model__model_name_or_path": str(path.with_name(in_fp8(name))), "layout__base_dtype": "fp8"}
     cases = {name: runs.case(2, **given), in_fp8(name): runs.case(2, **fp8)}
     try:
         planning.make_plan(runfile.read_run_file(folder / "run.yaml", cases[in_fp8(name)]["overrides"]))
@@ -68,7 +92,10 @@ def try_family(folder: Path, name: str, tell: Callable[[str, str], None]) -> Non
         del cases[in_fp8(name)]
     one = runs.launched(folder, 1, {name: runs.case(1, plain=True, **given)})
     two = runs.launched(folder, 2, cases)
-    tell("trained on 2 ranks", "yes" if not (error := two[name].get("error")) else f"failed: {error}")
+    certificate = two.folder / name / "load.json"
+    buffers = json.loads(certificate.read_text())["checked"]["buffers"] if certificate.exists() else "-"
+    tell("buffers", loaded or str(buffers))
+    tell("trained on 2 ranks", f"failed: {two[name]['error']}" if "error" in two[name] else "yes")
     tell("equal to TRL", compare(two, name, one.steps(name)))
     if in_fp8(name) in cases:
         tell("on an FP8 base", compare(two, in_fp8(name), one.steps(name)))
@@ -77,6 +104,30 @@ def try_family(folder: Path, name: str, tell: Callable[[str, str], None]) -> Non
     tell("opens in PEFT", opens(base, exported))
     export(two.folder / name, folder / f"{name} merged", "--merge")
     tell("merge", "yes")
+
+
+def compare_targets(base: Base) -> str:
+    """Return how many modules all-linear adapts, of how many that PEFT's would: the description must say the rest."""
+    config = make_config(base, torch.float32, "eager")
+    model = build_on_meta(getattr(transformers, base.family.causal_lm), config, torch.float32)
+    wanted = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    theirs = {*_maybe_include_all_linear_layers(wanted, model).target_modules}
+    ours = {*resolve_adapter(tests.lora(), base, str).target_modules}
+    left_out = base.family.peft_takes | base.family.idle
+    plain = {each for each in theirs - ours if type(model.get_submodule(each)) is torch.nn.Linear}
+    unexplained = {each for each in plain if not any(f".{leaf}." in f".{each}." for leaf in left_out)}
+    if odd := sorted((ours - theirs) | unexplained):
+        return f"no: {odd[0]} and {len(odd) - 1} more"
+    return f"{len(ours)}" if ours == theirs else f"{len(ours)} of {len(theirs)}"
+
+
+def compare_loaded(folder: Path) -> str:
+    """Return the first difference of weights, buffers and logits from transformers' own loading, on any rank."""
+    script, out = Path(tests.__file__).with_name("family_ranks.py"), folder / "loaded"
+    command = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run([*command, str(folder / "models"), str(out)], capture_output=True, text=True, check=False)
+    failed = json.loads(out.read_text()) if out.exists() else {"": done.stderr.strip()}
+    return next((f"no: {why.splitlines()[-1][:80]}" for why in failed.values() if why), "")
 
 
 def in_fp8(name: str) -> str:
@@ -92,7 +143,7 @@ def compare(trained: Any, name: str, reference: Sequence[dict[str, Any]]) -> str
 
 
 def export(run: Path, to: Path, *more: str) -> None:
-    command = [sys.executable, "-m", "windlass", "export", str(run), "--to", str(to), *more]
+    command = [warm.python(), "-m", "windlass", "export", str(run), "--to", str(to), *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError((done.stderr or done.stdout)[-600:])
@@ -125,16 +176,16 @@ def try_alone(name: str, results: Path) -> None:
         try_family(folder, name, lambda *pair: print(json.dumps(pair), file=file, flush=True))
 
 
-def row_of(name: str) -> str:
-    """Return the family's row; the first column that was not reached has the reason."""
+def row_of(name: str) -> dict[str, str]:
+    """Return the family's columns; the first that was not reached has the reason."""
     with tempfile.TemporaryDirectory() as place:
         results = Path(place, "results")
         results.touch()
         program = f"import families, pathlib; families.try_alone({name!r}, pathlib.Path({str(results)!r}))"
         process = subprocess.Popen(
-            [sys.executable, "-c", program],
+            [warm.python(), "-c", program],
             cwd=Path(__file__).parent,
-            env=os.environ | {"TMPDIR": place},
+            env=os.environ | {"TMPDIR": place, "XDG_CACHE_HOME": place},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -146,31 +197,57 @@ def row_of(name: str) -> str:
             os.killpg(process.pid, signal.SIGKILL)
             text = f"not ready after {LIMIT} seconds"
         row = {"family": name} | dict(json.loads(line) for line in results.read_text().splitlines())
-    if len(row) < len(COLUMNS):
+    if len(row) < len(COLUMNS) and "refused" not in row:
         print(f"{name}: {text}", file=sys.stderr, flush=True)
-        why = " ".join(text.splitlines()[-1:])[:200].replace("|", "/")
+        why = " ".join(text.splitlines()[-1:])[:200]
         row[next(each for each in COLUMNS if each not in row)] = f"failed: {why}"
-    return "| " + " | ".join(row.get(each, "-") for each in COLUMNS) + " |"
+    return {column: cell.replace("|", "/").replace("\n", " ") for column, cell in row.items()}
+
+
+def read_page() -> dict[str, dict[str, str]]:
+    """Return the columns of each family that the page has, with the libraries that are installed."""
+    block = PAGE.read_text().partition(MARK)[2].partition("<!-- end -->")[0]
+    if LIBRARIES not in block:
+        return {}
+    cells = [line.strip("| ").split(" | ") for line in block.splitlines() if line.startswith("| ")]
+    rows = {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in cells if len(row) == len(COLUMNS)}
+    for code, says, names in re.findall(r"^- `(.+)`, as (.+): (.+)$", block.replace("\n  ", " "), re.MULTILINE):
+        rows |= {name: {"family": name, "refused": f"{code}: {says}"} for name in names.split(", ")}
+    return {name: rows[name] for name in NAMES if name in rows}
+
+
+def write_page(rows: dict[str, dict[str, str]]) -> None:
+    """Write the table of what was tried, and the list of what `plan` refuses by the errors' codes."""
+    tried = [row for row in rows.values() if "refused" not in row]
+    lines = ["| " + " | ".join(row.get(each, "-") for each in COLUMNS) + " |" for row in tried]
+    refused: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        if "refused" in row:
+            refused.setdefault(row["refused"].partition(": ")[0], []).append(name)
+    block = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS), *lines, ""]
+    block += [f"Tried: {len(tried)} families. Refused at `plan`: {len(rows) - len(tried)}, by the error's code:", ""]
+    for code, names in sorted(refused.items()):
+        says = rows[names[0]]["refused"].partition(": ")[2]
+        line = f"- `{code}`, as {says}: {', '.join(names)}"
+        block.append(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False))
+    block += ["", f"With {LIBRARIES}; last row of {datetime.now(UTC):%Y-%m-%d}."]
+    before, _, rest = PAGE.read_text().partition(MARK)
+    PAGE.write_text(f"{before}{MARK}\n" + "\n".join(block) + f"\n{rest[rest.index('<!-- end -->') :]}")
 
 
 def main(names: list[str]) -> None:
-    text = PAGE.read_text()
-    table = text.partition(MARK)[2].partition("<!-- end -->")[0]
-    lines = table.splitlines() if LIBRARIES in table else []
-    rows = {match[1]: line for line in lines if (match := re.match(r"\| (\w+) \| (?!plan)", line))}
-    rows = {name: rows[name] for name in tests.FAMILIES if name in rows}
-    head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    print("\n".join(head))
-    for name in names or sorted(tests.FAMILIES, key=lambda each: each in rows):
+    os.environ |= {"OMP_NUM_THREADS": "1", warm.SHARED: warm.python()}
+    rows = read_page()
+    if names == ["all"]:
+        names = NAMES
+    for name in names or [name for name in NAMES if name not in rows]:
         rows[name] = row_of(name)
-        print(rows[name], flush=True)
-        lines = [*head, *(rows[each] for each in tests.FAMILIES if each in rows)]
-        table = "\n".join(lines) + f"\n\nWith {LIBRARIES}; last row of {datetime.now(UTC):%Y-%m-%d}."
-        before, _, rest = PAGE.read_text().partition(MARK)
-        PAGE.write_text(f"{before}{MARK}\n{table}\n{rest[rest.index('<!-- end -->') :]}")
+        print(" | ".join(rows[name].values()), flush=True)
+        rows = {name: rows[name] for name in NAMES if name in rows}
+        write_page(rows)
 
 
 if __name__ == "__main__":
-    if unknown := {*sys.argv[1:]} - {*tests.FAMILIES}:
-        sys.exit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(tests.FAMILIES)}")
+    if unknown := {*sys.argv[1:]} - {*NAMES, "all"}:
+        sys.exit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(NAMES)}")
     main(sys.argv[1:])

@@ -14,6 +14,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 from windlass.model import Base, read_base
+from windlass.model.wrapped import outer_name
 from windlass.plan.layout import Layout
 from windlass.ranks.collectives import all_gather
 from windlass.train.load import list_unique_tensors, load_base
@@ -25,7 +26,7 @@ def truth(base: Base, dtype: torch.dtype) -> Any:
     """Return transformers' own unsharded model, and the names of its states that belong to the language model."""
     assert base.path
     name = base.wrapper.architecture if base.wrapper else base.family.causal_lm
-    attention = "sdpa" if "sdpa" in base.family.attention else "eager"
+    attention = "sdpa" if getattr(transformers, name)._supports_sdpa else "eager"
     path = base.path.with_name(base.path.name.removesuffix(" in FP8"))  # of the same values
     model, info = getattr(transformers, name).from_pretrained(
         path, dtype=dtype, attn_implementation=attention, output_loading_info=True
@@ -33,8 +34,7 @@ def truth(base: Base, dtype: torch.dtype) -> Any:
     assert not any(info.values()), info
     if not base.wrapper:
         return model, {key: key for key in model.state_dict()}
-    inner = "language_model" if hasattr(model, "language_model") else "model.language_model"
-    inner = f"{inner}.model." if "model" in dict(model.get_submodule(inner).named_children()) else f"{inner}."
+    inner = base.wrapper.place
     names = {key: f"model.{key.removeprefix(inner)}" for key in model.state_dict() if key.startswith(inner)}
     return model, names | {key: "lm_head.weight" for key in model.state_dict() if key.endswith("lm_head.weight")}
 
@@ -43,7 +43,7 @@ def equal(base: Base, dtype: torch.dtype, layout: Layout) -> None:
     """Require weights equal to transformers' bit for bit, in the same dtypes, and equal logits."""
     true, names = truth(base, dtype)
     model, _ = load_base(base, layout, dtype=dtype)
-    wanted = {names[key]: tensor for key, tensor in true.state_dict().items() if key in names}
+    wanted = {names[key]: tensor for key, tensor in list_unique_tensors(true).items() if key in names}
     mine = list_unique_tensors(model)
     assert mine.keys() == wanted.keys() - ({"lm_head.weight"} - mine.keys())
     for name, tensor in mine.items():
@@ -51,11 +51,11 @@ def equal(base: Base, dtype: torch.dtype, layout: Layout) -> None:
         found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         assert found.dtype == wanted[name].dtype, (name, found.dtype, wanted[name].dtype)
         assert torch.equal(found, wanted[name]), name
-    buffers = {key: buffer for key, buffer in true.named_non_persistent_buffers() if not base.wrapper}
-    for name, buffer in buffers.items():
-        assert torch.equal(model.get_buffer(name), buffer), name
+    for name, buffer in model.named_non_persistent_buffers():
+        outer = outer_name(name, base.wrapper.place) if base.wrapper else name
+        assert torch.equal(buffer, true.get_buffer(outer)), name
     with torch.no_grad():
-        one, other = model(TOKENS).logits.float(), true(input_ids=TOKENS).logits.float()
+        one, other = model(TOKENS).logits.float(), true(input_ids=TOKENS, use_cache=False).logits.float()
     slack = (2e-2 if dtype == torch.bfloat16 else 1e-5) * float(other.abs().max())
     assert (one - other).abs().max() <= slack, (one - other).abs().max()
 
@@ -67,7 +67,9 @@ def main(root: Path, out: Path) -> None:
     for folder in sorted(root.iterdir()):
         base = read_base(folder)
         layouts = [whole]
-        if "experts" in base.dims and base.family.model_type != "llama4_text":
+        if not base.family.shards:
+            layouts = [replace(whole, name="resident", shard=1, replicate=ranks)]
+        elif "experts" in base.dims and base.family.expert_parallel:
             layouts.append(replace(whole, name="expert-parallel", expert_parallel=ranks))
         for layout in layouts:
             for dtype in (torch.float32, torch.bfloat16):

@@ -269,7 +269,7 @@ PLANTED: dict[str, dict[str, tuple[Plant, str]]] = {
         ),
         "rows of blanks alone": (
             write(DATA, '{"text": " "}\n' * 40),
-            "no row of train has a supervised token: of 40 rows 40 are empty",
+            "no row of train has a supervised token: of 40 rows 40 empty",
         ),
         "NaN in a row of the embedding that no text uses": (
             weight("embed_tokens.weight", float("nan"), 500, 3),
@@ -467,7 +467,7 @@ OTHERS = (
         "validation rows that are trained on",
         lambda: Path("data/validation.jsonl").write_text(Path(DATA).read_text()),
         f"{NEW} --override data.val_split=validation",
-        "warning: data: 60 validation rows (100.0%) are in the training set as well",
+        "warning: data: 60 validation rows are in the training set as well (100.0%)",
         0,
     ),
     Fault("a finished run trained again", nothing, TRAIN, "run.yaml:5: train.output_dir: run contains a finished run"),

@@ -288,7 +288,7 @@ def test_damaged_checkpoints_are_renamed_and_none_intact_is_an_error(tmp_path: P
     assert names(tmp_path) == ["step-1"]
     assert (tmp_path / "checkpoints" / "damaged-step-2" / "optimizer.pt").exists()
     (tmp_path / "checkpoints" / "step-1" / MANIFEST).unlink()
-    with pytest.raises(UserError, match=r"none of 1 checkpoints .* can be used; step-1: its manifest can't be read"):
+    with pytest.raises(UserError, match=r"none of the checkpoints .* can be used; step-1: its manifest can't be read"):
         resume.find_newest_intact(tmp_path / "checkpoints", "here")
 
 

@@ -246,8 +246,8 @@ def test_answer_spans_are_derived_from_templates(
         ({"messages_field": "talk"}, [{"messages": CHAT}], "no column 'talk'"),
         ({"val_split": "held"}, [{"text": "a"}], "no split 'held'; it has 'train'"),
         ({"train_split": "train[5:]"}, [{"text": "a"}], "has no rows"),
-        ({}, [{"text": " "}, {"text": ""}], "no row of train has a supervised token: of 2 rows 2 are empty"),
-        ({"max_length": 4}, [{"prompt": "a b c d e f g", "completion": "h"}], "1 have nothing supervised"),
+        ({}, [{"text": " "}, {"text": ""}], "no row of train has a supervised token: of 2 rows 2 empty"),
+        ({"max_length": 4}, [{"prompt": "a b c d e f g", "completion": "h"}], "1 with nothing supervised"),
         ({"messages_field": "a", "prompt_template": "{a}"}, [{"a": "b"}], "choose different formats"),
         ({"completion_only_loss": True}, [{"text": "a"}], "plain text has no completion part"),
     ],
@@ -346,6 +346,7 @@ def test_validation_rows_that_are_missing_or_also_trained_on(prepared: Prepare, 
     write_lines(tmp_path / "set" / "validation.jsonl", [{"text": t} for t in ("three four", "seven eight")])
     done = prepare_data(run_file(tmp_path / "set"), tokenizer, say=print)
     assert done.audit["overlap"] == {"documents": 1, "share": 0.5, "near": 0}
+    assert "1 validation row is in the training set as well (50.0%)" in done.audit["notes"]
     assert [done.audit["splits"][name]["duplicates"] for name in ("train", "validation")] == [1, 0]
 
 

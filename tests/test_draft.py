@@ -56,7 +56,7 @@ def test_length_batch_and_epochs_follow_the_data(tmp_path: Path, model: Path) ->
 def test_few_rows_are_repeated_and_warned_about(tmp_path: Path, model: Path) -> None:
     made = draft.draft_run(str(model), rows(tmp_path / "few.jsonl", [20] * 20), "1xcpu", print)
     assert made.settings["train.num_train_epochs"][0] == MOST_EPOCHS
-    assert "20 rows make only" in made.warnings[0]
+    assert "20 rows for only" in made.warnings[0]
 
 
 def unset(made: draft.Draft, *, recompute: bool | None = None) -> planning.Plan:

@@ -42,6 +42,7 @@ from windlass.runfile import Lora
 from windlass.train.checkpoint.snapshot import load_adapter, save_adapter
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
+from windlass.train.parallel import make_config
 
 pytestmark = pytest.mark.long
 
@@ -61,6 +62,47 @@ FAMILIES: dict[str, dict[str, Any]] = {name: {} for name in NAMES.split()} | {
     # At 0.02, TRL itself comes to another gradient norm (6e-4) of weights that are one rounding apart.
     "gemma4_text": {"initializer_range": 0.5},
 }
+WIDE = {"initializer_range": 0.5}
+NOT_DROPPED = dict.fromkeys(("dropout", "attention_dropout", "residual_dropout", "activation_dropout"), 0.0)
+QWEN4 = {"ple_layer_ids": [1], "ple_embed_dim": 64, "ngram_vocab_size_base": 64, "indexer_n_heads": 2}
+QWEN4 |= {
+    "eos_token_id": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+TOWER = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+TOWER |= {"adapter_out_dim": 64}
+# The same of families that benchmarks/families.py alone tries
+MORE: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 5e5}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "dots3_note": {
+        "vision_config": {**TOWER, "adapter_in_dim": 64, "mlp_layer_types": ["dense"], "per_layer_config": {}},
+        "audio_config": {**TOWER, "adapter_input_size": 64, "num_key_value_heads": 4},
+    },
+    "emu3": {
+        **NOT_DROPPED,
+        "vocabulary_map": {"<image>": 5, **{f"<|visual token {i:06}|>": 6 + i for i in range(64)}},
+        "vq_config": {"codebook_size": 64, "base_channels": 32, "hidden_size": 32},
+    },
+    "gemma4": WIDE,
+    "gemma4_assistant": {"text_config": NO_LAYER_INPUTS},
+    "gemma4_unified": WIDE,
+    "gemma4_unified_text": WIDE,
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp": QWEN4,
+    "qwen4_exp_text": QWEN4,
+    "seed_oss": NOT_DROPPED,  # at random
+    "xglm": {**NOT_DROPPED, "d_model": 64, "ffn_dim": 128, "attention_heads": 4},
+}
 FEW = ("deepseek_v3", "gpt_oss", "gemma3", "granite")  # what every run of the tests tries
 ALL = [pytest.param(name, marks=[] if name in FEW else pytest.mark.prove) for name in FAMILIES]
 REST = [name for name in FAMILIES if name not in FEW]
@@ -73,7 +115,7 @@ LEAKING = ("gpt_oss", "qwen3_next", "minimax")  # transformers' packing: a mask 
 
 @functools.cache
 def written(root: Path, name: str) -> Path:
-    return tiny.write_family(root / name, name, config=FAMILIES.get(name, {}), tokenizer=True)
+    return tiny.write_family(root / name, name, config=(FAMILIES | MORE).get(name, {}), tokenizer=True)
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +186,7 @@ def test_shipped_descriptions_equal_what_is_derived() -> None:
         assert {**shipped, "transformers": ""} == {**found, "transformers": ""}
 
 
-@pytest.mark.parametrize("name", ["zamba2", "bailing_hybrid", "falcon_h1"])
+@pytest.mark.parametrize("name", ["bailing_hybrid", "falcon_h1"])
 def test_sizes_that_depend_on_each_other_are_shrunk_together(tmp_path: Path, name: str) -> None:
     config = json.loads((tiny.write_family(tmp_path / name, name) / "config.json").read_text())
     found = derive.derive(config, "config.json")
@@ -247,6 +289,7 @@ def test_refused_families_have_a_reason(root: Path, tmp_path: Path) -> None:
         "vit": "no causal language model",
         "gpt2": "can't be sharded",
         "gpt_neox": "can't be sharded",
+        "blt": "its config has no num_hidden_layers",
         "apertus": "is a single number",
         "musicgen": "Multiple valid text configs",
     }.items():
@@ -311,6 +354,8 @@ def test_targets_that_are_all_left_out_are_refused(root: Path) -> None:
 def test_towers_for_images_and_sound_get_no_adapter(root: Path) -> None:
     """Phi 4 multimodal's sound encoder has modules of the same names as the layers."""
     base = read_base(written(root, "phi4_multimodal"))
+    # Of towers too, whose own configs say float32
+    assert make_config(base, torch.bfloat16, "eager").vision_config.dtype is torch.bfloat16
     modules = [p.name.removesuffix(".weight") for p in base.parameters if p.linear]
     assert any("audio_embed" in module and module.endswith(".o_proj") for module in modules)
     adapter = resolve_adapter(lora(), base, str)
@@ -334,6 +379,53 @@ def test_towers_for_images_and_sound_get_no_adapter(root: Path) -> None:
     with refused("not-trainable-in-full", "lora.modules_to_save[0]") as problems:
         resolve_adapter(lora(modules_to_save=["position_embedding"]), base, str)
     assert problems[0].hint == "choose of embed_tokens, lm_head"
+
+
+@pytest.mark.fault(
+    "adapters in layers that text skips", "`windlass plan`", "'cross_attn.q_proj' can't be trained: PEFT refuses it"
+)
+def test_layers_that_text_skips_get_no_adapter(root: Path) -> None:
+    """Llama 3.2 Vision's layers with cross-attention do nothing where there is no image."""
+    base = read_base(written(root, "mllama"))
+    assert base.family.idle == {"model.layers.3"}
+    adapter = resolve_adapter(lora(target_modules=["q_proj", "gate_proj"]), base, str)
+    assert {module.split(".")[2] for module in adapter.target_modules} == {"0", "1", "2"}
+    assert any(note.startswith("model.layers.3 gets no adapter: ") for note in adapter.notes)
+    with refused("idle-parameter", "lora.target_modules[0]") as problems:
+        resolve_adapter(lora(target_modules=["cross_attn.q_proj"]), base, str)
+    assert problems[0].problem.startswith("'cross_attn.q_proj' can't be trained: PEFT refuses it")
+
+
+@pytest.mark.fault(
+    "adapters on a weight that several layers share", "`windlass plan`", "self_attn.q_proj share a weight"
+)
+@pytest.mark.parametrize("name", ["zamba", "zamba2"])
+def test_layers_that_share_a_weight_are_refused(name: str) -> None:
+    """Only the first layer was adapted, and a merge would have changed all."""
+    config = tiny.make_small_config(name).to_dict() | {"architectures": None}
+    with refused("shared-weights", "config.json") as problems:
+        describe(config, "config.json")
+    assert problems[0].problem.endswith("self_attn.q_proj share a weight")
+
+
+@pytest.mark.fault(
+    "codes where a model reads a weight itself", "`windlass train`", "belongs to Gemma3nTextAltUp, which can't compute"
+)
+def test_a_weight_that_the_model_reads_itself_stays_in_16_bits(tmp_path: Path) -> None:
+    """Gemma 3n clamps two in training, and calls neither then or only one."""
+    path = tiny.write_family(tmp_path / "m", "gemma3n_text")
+    base = read_base(path)
+    assert base.family.idle == {"correction_coefs"}  # in training alone
+    assert base.family.bare == {"correction_coefs", "prediction_coefs"}
+    names = {name.split(".")[-2] for name in quantizable_names(base)}
+    assert "modality_router" in names
+    assert not names & base.family.bare
+    write_fp8(path)
+    base = read_base(path.with_name("m in FP8"))
+    alone = Layout("resident", "test", 1, 1, shard=1, base_dtype="fp8")
+    with refused("unsupported-module", "layout.base_dtype") as problems:
+        load_base(base, alone)
+    assert "belongs to Gemma3nTextAltUp, which can't compute with FP8 weights" in problems[0].problem
 
 
 @pytest.mark.parametrize("name", ["longcat_flash", "phi4_multimodal"])
@@ -386,7 +478,7 @@ def write_fp8(plain: Path, side: int = 32) -> None:
     """Write a copy stored as codes with a scale per block; the plain one gets the decoded values."""
     copy = shutil.copytree(plain, plain.with_name(f"{plain.name} in FP8"))
     kept = ("embedding", "norm", "head", "router")
-    parameters = [p for p in read_base(plain).parameters if p.part not in kept]
+    parameters = [p for p in read_base(plain).parameters if p.part not in kept and (p.linear or p.part == "experts")]
     pieces = [piece.stored for p in parameters for piece in p.pieces]
     keys = {each.key for each in pieces if len(each.shape) == 2 and not each.key.endswith("bias")}
     values = load_file(plain / "model.safetensors")

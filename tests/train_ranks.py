@@ -277,12 +277,13 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
 
 
 class Plain(SFTTrainer):  # type: ignore[misc]
-    """TRL unchanged, except for the order of the rows and Llama 4's loss: TRL's fused head can't find its backbone."""
+    """TRL unchanged, except for the order of the rows and the loss of models whose backbone TRL's fused head can't
+    find, or whose cap of the logits it doesn't know."""
 
     rows: Any = None
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if "llama4" in self.model.config.model_type:
+        if self.model.config.model_type.startswith(("llama4", "mllama", "recurrent_gemma")):
             return Trainer.compute_loss(self, model, inputs, *args, **kwargs)
         return super().compute_loss(model, inputs, *args, **kwargs)
 

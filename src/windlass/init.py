@@ -313,6 +313,7 @@ def _set_rhythm(made: Draft, plan: Plan, sample: DataSample) -> None:
     for key in ("train.eval_steps", "train.save_steps"):
         made.set(key, max(1, steps // 10))
     if steps < FEW_STEPS:
-        rows = sum(split.rows.count or 0 for split in sample.train)
-        warning = f"{rows:,} rows make only {steps} optimizer steps: an adapter hardly learns in fewer than {FEW_STEPS}"
+        rows = format_plural(sum(split.rows.count or 0 for split in sample.train), "row")
+        few = format_plural(steps, "optimizer step")
+        warning = f"{rows} for only {few}: an adapter hardly learns in fewer than {FEW_STEPS}"
         made.warnings.append(warning)

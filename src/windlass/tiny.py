@@ -204,6 +204,31 @@ def _write_model(directory: Path, causal_lm: str, sizes: dict[str, Any], wrapper
     _save_model(directory, getattr(transformers, wrapper or causal_lm), config, storage)
 
 
+def make_small_config(
+    family: str, config: Mapping[str, Any] = MappingProxyType({}), *, layers: int = 4, vocab: int = 512
+) -> Any:
+    """Return a tiny config of any family that transformers has. config: of the language model, or of a model around."""
+    import transformers
+
+    outer = transformers.CONFIG_MAPPING[family]()
+    full = outer.to_dict()
+    text = outer.get_text_config().to_dict()
+    text |= {key: value for key, value in config.items() if key in text}
+    small = {**shrink_config(text, layers=layers, vocab=vocab), **config}
+    if "text_config" in full:
+        small = {**full, "text_config": small}
+        if isinstance(full.get("vision_config"), dict):
+            small["vision_config"] = shrink_config(full["vision_config"], layers=1)
+        small |= {key: value for key, value in config.items() if key in full and key not in text}
+    try:
+        return type(outer).from_dict({**small, "architectures": None})
+    except Exception as error:  # whatever a config class objects to
+        problem = f"transformers' {type(outer).__name__} refuses the small sizes: {' '.join(str(error).split())}"
+        raise UserError(
+            problem, family, "give the language model's sizes that fit as config", "config-refused"
+        ) from None
+
+
 def write_family(
     directory: Path,
     family: str,
@@ -219,27 +244,9 @@ def write_family(
 ) -> Path:
     """Write a tiny model of any family that transformers can build, as it saves it. config: of the language model;
     quantized: its quantization_config."""
-    import transformers
-
-    outer = transformers.CONFIG_MAPPING[family]()
-    full = outer.to_dict()
-    text = outer.get_text_config().to_dict()
-    text |= {key: value for key, value in config.items() if key in text}
-    small = {**shrink_config(text, layers=layers, vocab=vocab), **config}
-    wrapped = "text_config" in full
-    if wrapped:
-        small = {**full, "text_config": small}
-        if isinstance(full.get("vision_config"), dict):
-            small["vision_config"] = shrink_config(full["vision_config"], layers=1)
-    try:
-        small_config = type(outer).from_dict({**small, "architectures": None})
-    except Exception as error:  # whatever a config class objects to
-        problem = f"transformers' {type(outer).__name__} refuses the small sizes: {' '.join(str(error).split())}"
-        raise UserError(
-            problem, family, "give the language model's sizes that fit as config", "config-refused"
-        ) from None
-    find = find_wrapper_class if wrapped else find_model_class
-    _save_model(directory, find(small_config, {}, family), small_config, Storage(quantized, dtype, files, seed))
+    small = make_small_config(family, config, layers=layers, vocab=vocab)
+    find = find_wrapper_class if "text_config" in small.to_dict() else find_model_class
+    _save_model(directory, find(small, {}, family), small, Storage(quantized, dtype, files, seed))
     if tokenizer:
         write_tokenizer(directory, vocab)
     return directory
@@ -255,7 +262,9 @@ def _save_model(directory: Path, model_class: Any, config: Any, storage: Storage
         model = model_class._from_config(config, dtype=getattr(torch, storage.dtype))
         state = model.state_dict()
         for name, tensor in state.items():
-            if "norm" in name or tensor.ndim < 2:  # the same everywhere: swapped ones would go unseen
+            if tensor.is_floating_point() and (
+                "norm" in name or tensor.ndim < 2
+            ):  # the same everywhere: swapped ones would go unseen
                 tensor.data.add_(torch.randn_like(tensor), alpha=0.02)
     names = {tensor.data_ptr(): name for name, tensor in reversed(state.items())}  # a tied one once
     state = {name: state[name] for name in names.values()}

@@ -16,7 +16,7 @@ from windlass.data.preference import SIDES
 from windlass.data.tokenize import Documents
 from windlass.errors import Problem, Where
 from windlass.files import read_json
-from windlass.observe.format import format_plural
+from windlass.observe.format import format_are, format_plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -258,8 +258,9 @@ def find_problems(
         place = where(key)
         if not figures["documents"]:
             problem = (
-                f"no row of {split} has a supervised token: of {figures['rows']} rows {figures['empty']} are empty, "
-                f"{figures['unsupervised']} have nothing supervised, {figures['truncated']} were cut at data.max_length"
+                f"no row of {split} has a supervised token: of {format_plural(figures['rows'], 'row')} "
+                f"{figures['empty']} empty, {figures['unsupervised']} with nothing supervised, "
+                f"{figures['truncated']} cut at data.max_length"
             )
             hint = "check the column or template; a prompt longer than data.max_length leaves no room for its answer"
             code = "nothing-supervised"
@@ -304,12 +305,12 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
         ),
         (
             train["unsupervised"],
-            f"{train['unsupervised']:,} rows have no supervised token within max_length and are dropped",
+            f"{format_are(train['unsupervised'], 'row')} dropped: no supervised token within max_length",
         ),
         (
             train["straddling"],
-            f"in {train['straddling']:,} rows a token spans the edge of the supervised part and is supervised: "
-            "let the white space at the edge belong to that part",
+            f"in {format_plural(train['straddling'], 'row')} a token spans the edge of the supervised part and is "
+            "supervised: let the white space at the edge belong to that part",
         ),
         (
             train["documents"] and not train["answers_ended"],
@@ -318,12 +319,12 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
         ),
         (
             shared["documents"],
-            f"{shared['documents']:,} validation rows ({shared['share']:.1%}) are in the training set as well",
+            f"{format_are(shared['documents'], 'validation row')} in the training set as well ({shared['share']:.1%})",
         ),
         (
             shared.get("near"),
-            f"{shared.get('near', 0):,} validation rows are nearly the same as one that is trained on: the evaluation "
-            "loss will look better than it is",
+            f"{format_are(shared.get('near', 0), 'validation row')} nearly the same as one that is trained on: the "
+            "evaluation loss will look better than it is",
         ),
         (waste > 0.2, f"{waste:.0%} of the computed positions are padding: {remedy}"),
         (

@@ -15,6 +15,7 @@ from windlass.data.sources import SUFFIXES, Source, get_config_name, list_card_f
 from windlass.errors import UserError, Where
 from windlass.files import read_json, sample_file, write_json
 from windlass.model.files import HEADERS, PUBLISHED
+from windlass.observe.format import format_plural
 from windlass.runfile import Data
 
 Say = Callable[[str], None]
@@ -103,7 +104,7 @@ def require_published(folder: Path, published: Mapping[str, str], say: Say) -> N
     """Compare the fetched files with the hub's checksums, and record next to them how training recognizes them."""
     if not published:
         return
-    say(f"comparing {len(published)} files with their published SHA-256")
+    say(f"comparing {format_plural(len(published), 'file')} with the published SHA-256")
 
     def sha256(name: str) -> str:
         with (folder / name).open("rb") as file:
@@ -129,7 +130,7 @@ def fetch_headers(name: str, folder: Path, ignored: Sequence[str], place: str, s
         info: Any = api.repo_info(name, revision=folder.name, files_metadata=True, timeout=REACH_SECONDS)
         sizes = {file.rfilename: file.size for file in info.siblings or []}
         files = list(filter_repo_objects(list(sizes), allow_patterns="*.safetensors", ignore_patterns=list(ignored)))
-        say(f"reading the headers of {len(files)} files")
+        say(f"reading the headers of {format_plural(len(files), 'file')}")
         headers: dict[str, Any] = {}
         for file in files:
             tensors = api.parse_safetensors_file_metadata(name, file, revision=folder.name).tensors

@@ -45,6 +45,7 @@ from windlass.data.stream import stream_rows
 from windlass.data.tokenize import PART_BITS, Documents, tokenize
 from windlass.data.trained_template import find_trained_template
 from windlass.errors import UserError, Where, raise_all
+from windlass.observe.format import format_plural
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -231,7 +232,8 @@ def complete_audit(
     }
     if data.mix:
         names = [rows.of.name for rows, _ in chosen if not rows.evaluated]
-        audit["source"] = {"name": f"a mix of {', '.join(names)}", "config": None, "how": f"{len(names)} sets"}
+        how = format_plural(len(names), "set")
+        audit["source"] = {"name": f"a mix of {', '.join(names)}", "config": None, "how": how}
     for (rows, format_), source in zip(chosen, sources, strict=True):
         for key in ("evaluated",) if rows.evaluated else ("sources", "evaluated"):
             if rows.of.name in audit[key]:  # there are several sets
@@ -472,9 +474,8 @@ def _pick_rows(selection: Selection, sample: int, row: int | None, seed: int) ->
     picked = list(itertools.islice(rows, row - 1, row))
     if not picked:
         count = sum(1 for _ in read_rows(selection.train))
-        raise UserError(
-            f"{selection.of.name} has {count:,} rows", "--row", f"the last one is --row {count}", "no-such-row"
-        )
+        problem = f"{selection.of.name} has {format_plural(count, 'row')}"
+        raise UserError(problem, "--row", f"the last one is --row {count}", "no-such-row")
     return picked
 
 
@@ -485,7 +486,7 @@ def _summarize(document: Documents, tokens: Sequence[dict[str, Any]]) -> str:
     if document.counts["unsupervised"]:
         return "left out (nothing supervised within max_length)"
     cut = f", {document.counts['tokens_cut']:,} more are cut off" if document.counts["truncated"] else ""
-    return f"{len(tokens):,} tokens, {sum(token['loss'] for token in tokens):,} trained on{cut}"
+    return f"{format_plural(len(tokens), 'token')}, {sum(token['loss'] for token in tokens):,} trained on{cut}"
 
 
 def open_model_tokenizer(loaded: Loaded) -> tuple[Any, int]:

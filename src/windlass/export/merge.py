@@ -23,7 +23,7 @@ from windlass.hardware import GIB
 from windlass.model import Base, read_base
 from windlass.model.base import UNTIE, find_untied_heads
 from windlass.model.quantization import published_dtype
-from windlass.observe.format import format_plural
+from windlass.observe.format import format_are, format_plural
 from windlass.run_folder import BASES
 from windlass.serve.servers import find_row
 from windlass.weights.same_base import (
@@ -63,7 +63,7 @@ def merge_adapter(
     beside_plan = plan_beside(base, beside, deltas, to, dtype or OWN) if beside else None
     if not any(bool(torch.any(deltas.factors(name).b)) for name in deltas.by_name):
         say("note      every lora_B is zero: the adapter was never trained, and the merged model is the base")
-    say(f"base      {base.name}: {len(deltas.by_name)} parameters are adapted")
+    say(f"base      {base.name}: {format_are(len(deltas.by_name), 'parameter')} adapted")
     recorded = read_recorded_base(source.folder)
     quantization = recorded.get("base_quantisation", {})
     trained_on = describe_quantization(quantization)

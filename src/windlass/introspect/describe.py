@@ -41,7 +41,9 @@ KINDS: Final = {
     "flex_attention": "_supports_flex_attn",
 }
 LARGEST_TRIAL: Final = 100_000_000  # parameters: a family whose names of sizes shrink.py doesn't know
-UNTRIED: Final[dict[str, Any]] = {"isolates": None, "logits": None, "idle": [], "shards": True}
+DATA: Final = Tensor.data.__get__  # type: ignore[attr-defined]
+UNLIKE: Final = "use a model whose decoder layers are model.layers.N, as most have them"
+UNTRIED: Final[dict[str, Any]] = {"isolates": None, "logits": None, "idle": [], "bare": [], "shards": True}
 TOP_K: Final = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token")
 
 
@@ -56,6 +58,9 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         ) from None
     model_class = find_model_class(text, config, where)
     count = getattr(text, "num_hidden_layers", None)
+    if not hasattr(text, "num_hidden_layers"):
+        problem = f"{model_class.__name__} can't be sharded: its config has no num_hidden_layers"
+        raise UserError(problem, where, UNLIKE, "not-shardable")
     if not 0 < (count or 0) <= MAX_LAYERS:
         problem = f"num_hidden_layers is {reprlib.repr(count)}"
         raise UserError(problem, where, f"a whole number from 1 to {MAX_LAYERS}", "wrong-config-value")
@@ -93,6 +98,9 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "kinds": kinds,
         "order": order,
     }
+    classes = {name: type(layer).__name__ for name, layer in layers.items()}
+    skipped = [name for name in layers if classes[name] in description["idle"]]
+    description["idle"] = [name for name in description["idle"] if name not in classes.values()] + skipped
     if any(odd) and description["logits"]:  # else it is refused. One layer of each kind; the model is used up by it
         first = {kind: number for number, kind in reversed([*enumerate(order)]) if odd[number]}
         with contextlib.suppress(Exception), _silence_transformers():  # what can't be traced is estimated as attention
@@ -111,9 +119,12 @@ def _find_layers(model: Any, where: str) -> dict[str, nn.Module]:
     }
     if not layers or not all(name in model._fsdp_plan for name in ("model.embed_tokens", "model.layers.*")):
         problem = f"{name_of_class} can't be sharded: transformers' FSDP plan does not name its layers"
-        raise UserError(
-            problem, where, "use a model whose decoder layers are model.layers.N, as most have them", "not-shardable"
-        )
+        raise UserError(problem, where, UNLIKE, "not-shardable")
+    weights: dict[int, str] = {}  # of linear layers: an adapter of one layer can't be merged into a weight of several
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and weights.setdefault(id(module.weight), name) != name:
+            problem = f"{name_of_class} is not supported: {weights[id(module.weight)]} and {name} share a weight"
+            raise UserError(problem, where, "use a model whose layers have weights of their own", "shared-weights")
     for name, tensor in model.state_dict().items():
         if tensor.ndim == 0:
             problem = f"{name_of_class} is not supported: {name} is a single number, which the loader does not read"
@@ -472,10 +483,14 @@ def _try_out(model_class: Any, text: Any, attention: str) -> dict[str, Any]:
         change = (logits - other_logits).abs().amax(-1)[0]
         if change[:12].max() <= rounding:  # a model that does not react to its input proves nothing
             return UNTRIED
+        reads = _Reads(model)
+        with reads, torch.random.fork_rng(devices=[]):  # dropout
+            idle = _find_untrainable(model, ids)
         return {
             "isolates": bool(change[12:].max() <= rounding),
             "logits": bool((expected - logits).abs().max() <= rounding),
-            "idle": _find_untrainable(model, ids),
+            "idle": idle,
+            "bare": sorted(reads.names),
             "shards": not uncalled,
         }
     except Exception:  # a family that can't be shrunk: no proof
@@ -498,10 +513,25 @@ def _watch_float32(model: Any) -> set[nn.Module]:
     return uncalled
 
 
+class _Reads(TorchFunctionMode):
+    """Records linear layers whose weight is read by anything but their own product: it must not become codes."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.names = set[str]()
+        modules = model.model.layers.named_modules()
+        self.linears = {id(m.weight): name.rpartition(".")[2] for name, m in modules if type(m) is nn.Linear}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == DATA or getattr(func, "__name__", "") not in ("linear", "__get__"):
+            self.names |= {self.linears[id(value)] for value in args if id(value) in self.linears}
+        return func(*args, **(kwargs or {}))
+
+
 def _find_untrainable(model: Any, ids: Tensor) -> list[str]:
     """Return last components of names of linear modules that get no gradient or that PEFT refuses, and beginnings of
     those beside the layers that get none, such as towers for images and sound: layers may have equal last components.
-    """
+    Then classes of layers that text skips."""
     reached = set[str]()
 
     def watch(name: str) -> Any:
@@ -514,6 +544,7 @@ def _find_untrainable(model: Any, ids: Tensor) -> list[str]:
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     for name in linears:
         model.get_submodule(name).register_forward_hook(watch(name))
+    model.train()  # Gemma 3n then reads a weight that it otherwise calls
     model(input_ids=ids, use_cache=False).logits.square().sum().backward()
     beside = {name for name in linears if name not in reached and not name.startswith("model.layers.")}
     language = [name for name in linears if name not in beside]
@@ -524,7 +555,10 @@ def _find_untrainable(model: Any, ids: Tensor) -> list[str]:
         except ValueError:
             trained.remove(leaf)
     leaves = {name.rpartition(".")[2] for name in language}
-    return [*sorted(leaves - trained), *_find_prefixes([*beside], language)]
+    numbers = {int(name.split(".")[2]) for name in reached if name.startswith("model.layers.")}
+    used = {type(model.model.layers[number]) for number in numbers}
+    skipped = {type(layer).__name__ for layer in model.model.layers if type(layer) not in used}
+    return [*sorted(leaves - trained), *_find_prefixes([*beside], language), *sorted(skipped)]
 
 
 def read_logit_shaping(config: Any) -> tuple[float, float | None]:

@@ -34,7 +34,7 @@ def find_description(config: Mapping[str, Any], where: str, folder: Path | None 
             description: dict[str, Any] = json.loads(file.read_text())
         except (OSError, ValueError):
             continue
-        if description.get("config") == key and "shards" in description:  # older versions of windlass lack `shards`
+        if description.get("config") == key and "bare" in description:  # older versions of windlass lack `bare`
             return description
     if not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft")):
         place = folder or Path(where).parent
@@ -146,5 +146,6 @@ def _read_family(description: Mapping[str, Any]) -> Family:
         traced=traced,
         peft_takes=frozenset(description["peft_takes"]),
         idle=frozenset(description["idle"]),
+        bare=frozenset(description["bare"]),
         ignored=tuple(description["ignored"]),
     )

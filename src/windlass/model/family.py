@@ -99,6 +99,7 @@ class Family:
     traced: Mapping[int, Mapping[str, list[float]]] = field(default_factory=dict, compare=False, repr=False)
     # Last components of linear modules that no gradient reaches; how names of towers for images and sound begin
     idle: frozenset[str] = frozenset()
+    bare: frozenset[str] = frozenset()  # the same of those whose weight others read: it can't be codes
     peft_takes: frozenset[str] = frozenset()  # names of modules that PEFT mistakes for routed experts
     ignored: tuple[str, ...] = ()  # regular expressions: stored tensors that transformers ignores
 

@@ -33,5 +33,7 @@ def quantizable_names(base: Base) -> frozenset[str]:
     return _quantized_names(base) or frozenset(
         p.name
         for p in base.parameters
-        if p.part in _FP8_PARTS and (p.linear or (p.part == "experts" and len(p.shape) == 3))
+        if p.part in _FP8_PARTS
+        and (p.linear or (p.part == "experts" and len(p.shape) == 3))
+        and p.name.split(".")[-2] not in base.family.bare
     )

@@ -55,3 +55,7 @@ def format_duration(seconds: Any) -> str:
 
 def format_plural(how_many: int, noun: str) -> str:
     return f"{how_many:,} {noun}{'' if how_many == 1 else 's'}"
+
+
+def format_are(how_many: int, noun: str) -> str:
+    return f"{format_plural(how_many, noun)} {'is' if how_many == 1 else 'are'}"

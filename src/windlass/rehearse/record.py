@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from windlass import __version__
 from windlass.errors import RANK_USER_INPUT, USER_INPUT
 from windlass.files import write_json
+from windlass.observe.format import format_plural
 from windlass.rehearse.scale import Change
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ def print_record(record: Record) -> None:
         return
     few = "" if ranks["here"] == ranks["yours"] else f" of your {ranks['yours']}, as {ranks['why']}"
     kept = f"; everything is in {record.folder}" if record.folder else ""
-    summary = f"rehearsed with {ranks['here']} ranks{few}, {ranks['layout']}, in {record.seconds:.0f} s{kept}"
+    here = format_plural(ranks["here"], "rank")
+    summary = f"rehearsed with {here}{few}, {ranks['layout']}, in {record.seconds:.0f} s{kept}"
     console.print(Text.assemble(("passed: ", "green"), summary))
 
 

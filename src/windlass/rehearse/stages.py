@@ -20,7 +20,7 @@ from typing import Any
 from windlass.errors import SAVED, USER_INPUT, Problem
 from windlass.files import read_json, read_json_lines, write_json
 from windlass.hardware import read_this_machine
-from windlass.observe.format import format_plural
+from windlass.observe.format import format_are, format_plural
 from windlass.plan import fill_in_choices
 from windlass.rehearse.process import ERROR, Command, node_variables
 from windlass.rehearse.record import Failed, Phase, Record
@@ -155,7 +155,7 @@ def plan(r: Rehearsal) -> Iterator[str]:
     layout = made["layout"]
     memory = made["memory"]
     if made.get("kind") == "script":  # a script can't be scaled down
-        yield f"{layout['ranks']} ranks: {' '.join(made['script']['command'])}"
+        yield f"{format_plural(layout['ranks'], 'rank')}: {' '.join(made['script']['command'])}"
         why = "a script is not scaled down"
         r.record.ranks = {"yours": layout["ranks"], "here": 0, "nodes": 0, "layout": "script", "why": why}
         hint = "try it on few data: `windlass train RUN --ranks 2 --override script.args=[…]`"
@@ -163,9 +163,9 @@ def plan(r: Rehearsal) -> Iterator[str]:
         return
     model = made["model"]
     modules = sum(target["modules"] for target in made["adapter"]["targets"])
-    yield f"{model['class']}: {modules} modules are adapted, {made['adapter']['trainable']:,} parameters"
+    yield f"{model['class']}: {format_are(modules, 'module')} adapted, {made['adapter']['trainable']:,} parameters"
     fits = f"{memory['gpu_gib']:.1f} of {memory['gpu_memory_gib']:.1f} GiB on each"
-    yield f"{layout['name']} on {layout['ranks']} ranks takes {fits}"
+    yield f"{layout['name']} on {format_plural(layout['ranks'], 'rank')} takes {fits}"
     if model["path"]:
         yield "every weight of the checkpoint is there, with its scale"
     r.spread, nodes, why = scale_ranks(layout, read_this_machine())
@@ -373,7 +373,8 @@ def merge(r: Rehearsal) -> Iterator[str]:
     dtype = ("--dtype", "bf16") if r.record.replica.get("quantization") else ()
     made = r.windlass("merge", "export", str(r.run_folder), "--to", str(r.folder / "merged"), "--merge", *dtype)
     logits = made["logits"]
-    yield f"{made['touched']} tensors merged and computed again, {made['untouched']} byte-equal to the base"
+    touched = format_plural(made["touched"], "tensor")
+    yield f"{touched} merged and computed again, {made['untouched']} byte-equal to the base"
     if "kl" in logits:
         yield f"base + adapter to merged: KL {logits['kl']:.1e} nats a token, bound {logits['bound_kl']:.1e}"
 

@@ -141,6 +141,8 @@ def make_config(base: Base, dtype: torch.dtype, attn_implementation: str) -> tra
     config_class = transformers.CONFIG_MAPPING[base.family.model_type]
     described = config_class._decode_special_floats(described)
     config = config_class.from_dict(described, attn_implementation=attn_implementation)
+    for part in filter(None, (getattr(config, name) for name in config.sub_configs)):
+        part.dtype = dtype  # whatever a tower's own config says, as `from_pretrained` does
     config._experts_implementation = experts.NAME
     config.name_or_path = str(base.path or base.name)  # saved adapters name their base by it
     return config

@@ -26,6 +26,7 @@ from windlass.launch.check.results import (
     skipped_elsewhere,
     warned,
 )
+from windlass.observe.format import format_plural
 from windlass.plan.script import AnyPlan, ScriptPlan, make_any_plan
 from windlass.runfile import Loaded, LoadedScript
 from windlass.runfile.names import find_absent_trackers
@@ -72,7 +73,8 @@ def check_plan(
         return None, problems_to_results("plan", error.problems)
     layout = plan.layout
     if isinstance(plan, ScriptPlan):
-        seen = f"{layout.ranks} ranks, {layout.gpus_per_node} on each of {layout.nodes} nodes"
+        nodes = format_plural(layout.nodes, "node")
+        seen = f"{format_plural(layout.ranks, 'rank')}, {layout.gpus_per_node} on each of {nodes}"
         return plan, [passed("layout", seen)]
     cost = plan.cost
     gpu = plan.machine.gpu
@@ -82,8 +84,8 @@ def check_plan(
     return plan, [
         passed("model", f"{plan.base.name}: {plan.base.family.causal_lm}, {plan.total:,} parameters"),
         passed("adapter", f"{targets:,} modules, {plan.adapter.trainable:,} trainable parameters"),
-        passed("layout", f"{layout.name} over {layout.ranks} ranks, by {plan.base.family.layer}"),
-        passed("batch", f"{plan.schedule.global_sequences} {plan.run.train.unit}s per step"),
+        passed("layout", f"{layout.name} over {format_plural(layout.ranks, 'rank')}, by {plan.base.family.layer}"),
+        passed("batch", f"{format_plural(plan.schedule.global_sequences, plan.run.train.unit)} per step"),
         passed("memory", seen) if cost.fits else failed("memory", f"does not fit: {seen}", cost.remedy, where),
     ]
 
@@ -283,7 +285,8 @@ def check_cuda(c: Context, gpus: Gpus) -> Result:
     except (ImportError, OSError) as error:
         return skipped("CUDA", f"torch can't be imported: {str(error).splitlines()[0]}")
     if built_for is None and gpus.gpus:
-        return failed("CUDA", f"{len(gpus.gpus)} GPUs, and a torch built without CUDA", "install torch's CUDA build")
+        what = f"{format_plural(len(gpus.gpus), 'GPU')}, and a torch built without CUDA"
+        return failed("CUDA", what, "install torch's CUDA build")
     if built_for is None:
         return skipped("CUDA", "torch is built without CUDA, and there is no GPU")
     seen = f"torch is built for CUDA {built_for}"

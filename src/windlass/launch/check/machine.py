@@ -21,6 +21,7 @@ from windlass.errors import UserError
 from windlass.hardware import GIB, GpuReading, Gpus, LocalMachine, read_text
 from windlass.launch.check.inputs import check_cuda, format_size
 from windlass.launch.check.results import NO_PLAN, Context, Result, failed, passed, skipped, skipped_elsewhere, warned
+from windlass.observe.format import format_plural
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.ranks.interfaces import list_choices
@@ -91,8 +92,8 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
         ranks = plan.layout.gpus_per_node
         workers = plan.run.workers
         cpus = ranks * (1 + workers)
-        each = f", each with {workers} loading processes" if workers else ""
-        seen["processors"] = f"{here.cpus} for {ranks} ranks{each}"
+        each = f", each with {workers} for loading" if workers else ""
+        seen["processors"] = f"{here.cpus} for {format_plural(ranks, 'rank')}{each}"
         hint = f"set cluster.cpu to at least {cpus}: ranks wait for each other's processor"
         rows["processors"] = (here.cpus, cpus, hint, warned)
         # Ranks of a node exchange data in /dev/shm unless the GPUs' own links are used, loading processes always.

@@ -25,6 +25,7 @@ from windlass.files import (
 )
 from windlass.model import Base
 from windlass.model.files import PUBLISHED
+from windlass.observe.format import format_plural
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.run_folder import ADAPTER, read_manifest
@@ -134,7 +135,7 @@ def find_newest_intact(checkpoints: Path, where: str) -> Path | None:
     if intact is None:
         newest = newest_first[0]
         raise UserError(
-            f"none of {len(newest_first)} checkpoints in {checkpoints} can be used; {newest.name}: {damages[newest]}",
+            f"none of the checkpoints in {checkpoints} can be used; {newest.name}: {damages[newest]}",
             where,
             "remove the folder to start over",
             "no-intact-checkpoint",
@@ -178,7 +179,8 @@ def _require_same_run(
     ]
     had = before.get("sequences")
     if had and had != now["sequences"]:
-        problem = f"an optimizer step had {had} sequences when this run began, and would have {now['sequences']} now"
+        began = format_plural(had, "sequence")
+        problem = f"an optimizer step had {began} when this run began, and would have {now['sequences']} now"
         hint = f"set train.global_batch_size: {had}, which holds on any number of ranks"
         problems.append(Problem(problem, plan.where("train.global_batch_size"), hint, "other-batch-size"))
     dtype_then, dtype_now = [(facts.get("layout") or {}).get("base_dtype", "bf16") for facts in (before, now)]
@@ -220,7 +222,7 @@ def require_steps_left(resumed: Path, total: int, plan: Plan) -> None:
         key = "max_steps" if plan.run.train.max_steps > 0 else "num_train_epochs"
         hint = f"make it longer, or take what {resumed.name} has: `windlass export {resumed} --to FOLDER`"
         raise UserError(
-            f"the run has {total} steps now, and has reached step {step}",
+            f"the run has {format_plural(total, 'step')} now, and has reached step {step}",
             plan.where(f"train.{key}"),
             hint,
             "no-steps-left",
@@ -232,7 +234,7 @@ def explain_other_length(resumed: Path, total: int) -> str:
     before = read_json(resumed / STATE).get("max_steps", total)
     if before == total:
         return ""
-    then = f"the run had {before} steps when step {read_step(resumed)} was saved, and has {total} now"
+    then = f"the run had {format_plural(before, 'step')} when step {read_step(resumed)} was saved, and has {total} now"
     return f"warning: {then}: from here on, warm-up and decay of the learning rate are those of {total} steps"
 
 

@@ -50,12 +50,15 @@ def convert_model(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dt
         elif coding.columns % 4:
             columns = f"{parameter.name} has {coding.columns} columns: 4 bits take a multiple of 4"
             problems.append(Problem(columns, WHERE, HINT, "columns-of-four"))
-        elif type(module) is nn.Linear:
+        elif type(module) is nn.Linear and owner.rpartition(".")[2] not in base.family.bare:
             model.set_submodule(owner, QuantizedLinear(module, coding))
         elif getattr(module, "is_transposed", None) is coding.transposed:
             to_quantized_param(module, leaf, module.get_parameter(leaf), coding)
         else:
-            belongs = f"{parameter.name} belongs to {type(module).__name__}"
+            reader = module
+            if type(module) is nn.Linear:
+                reader = model.get_submodule(owner.rpartition(".")[0])
+            belongs = f"{parameter.name} belongs to {type(reader).__name__}"
             problem = f"{belongs}, which can't compute with {base_dtype.upper()} weights"
             problems.append(Problem(problem, WHERE, HINT, "unsupported-module"))
     if not names:
