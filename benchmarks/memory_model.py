@@ -44,7 +44,10 @@ from windlass.model.targets import Adapter
 from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.step_time import causal_attention_flops
+from windlass.runfile.objectives import Dpo
+from windlass.train.batches import Pairs
 from windlass.train.patches import Patches
+from windlass.train.preference import dpo_loss, measure_answers
 
 GIB, MIB = 2**30, 2**20
 RANK = 16
@@ -110,7 +113,8 @@ class Case:
     targets: str = "all"  # all, attention
     packed: bool = False  # rows of several documents, which a mask keeps apart
     adapter_bytes: int = 4
-    evaluated: int = 0  # sequences of an evaluation's pass, which is then what is measured
+    pairs: bool = False  # rows are pairs, with DPO's loss
+    evaluated: int = 0  # rows of an evaluation's pass, which is then what is measured
     sizes: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
 
@@ -118,6 +122,7 @@ class Case:
         words = [f"{self.family:9} {self.ranks} ranks {self.micro}x{self.length}"]
         words += ["no reshard"] * (not self.reshard) + ["checkpointing"] * self.checkpointing
         words += ["attention only"] * (self.targets == "attention")
+        words += ["pairs"] * self.pairs
         words += ["packed"] * self.packed + [f"evaluation of {self.evaluated}"] * bool(self.evaluated)
         words += ["bf16 adapter"] * (self.adapter_bytes == 2) + [f"{k}={v}" for k, v in self.sizes.items()]
         return ", ".join(words)
@@ -163,6 +168,11 @@ CASES = [
     Case("mixtral", ranks=2, micro=4, packed=True),
     Case("qwen3_moe", ranks=2, micro=4),
     Case("qwen3_moe", ranks=8, micro=4, checkpointing=True),
+    Case("llama", ranks=2, micro=2, pairs=True, quick=True),
+    Case("llama", ranks=8, micro=4, pairs=True, checkpointing=True, sizes={"vocab_size": 128256}),
+    Case("mistral4", ranks=2, micro=2, pairs=True),
+    Case("mixtral", ranks=3, micro=2, pairs=True, checkpointing=True),
+    Case("llama", ranks=2, evaluated=16, pairs=True, sizes={"vocab_size": 128256}, quick=True),
     Case("llama", ranks=2, evaluated=32, quick=True),
     Case("llama", ranks=8, evaluated=32, packed=True),
     Case("llama", ranks=2, evaluated=16, reshard=False, sizes={"vocab_size": 128256}),
@@ -255,9 +265,12 @@ def _peak(case: Case, model: Any, peft: Any, mesh: Any) -> float:
     peft.train()
     shard(case, model, trained, mesh)
     optimizer = torch.optim.AdamW(list(trained), lr=1e-3, foreach=True)
-    ids = torch.zeros(case.micro, case.length, dtype=torch.long)
-    more = torch.zeros(case.evaluated, case.length, dtype=torch.long)
-    extra = {"position_ids": documents(case, case.micro)} if case.packed else {}
+    sides = 2 if case.pairs else 1
+    ids = torch.zeros(case.micro * sides, case.length, dtype=torch.long)
+    more = torch.zeros(case.evaluated * sides, case.length, dtype=torch.long)
+    extra: dict[str, Any] = {"position_ids": documents(case, case.micro)} if case.packed else {}
+    if case.pairs:
+        extra["pairs"] = True
     _pass(peft, ids, **extra)
     optimizer.step()
     optimizer.zero_grad()
@@ -276,23 +289,30 @@ def _peak(case: Case, model: Any, peft: Any, mesh: Any) -> float:
     with tracker:
         if case.evaluated:
             with torch.no_grad():
-                _forward(peft, more, **({"position_ids": documents(case, case.evaluated)} if case.packed else {}))
+                if case.packed:
+                    extra["position_ids"] = documents(case, case.evaluated)
+                _forward(peft, more, **extra)
         else:
             _pass(peft, ids, **extra)
             optimizer.step()
     return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
-def _pass(peft: Any, ids: torch.Tensor, **extra: torch.Tensor) -> None:
+def _pass(peft: Any, ids: torch.Tensor, **extra: Any) -> None:
     _forward(peft, ids, **extra).backward()
 
 
-def _forward(peft: Any, ids: torch.Tensor, **extra: torch.Tensor) -> Any:
-    """Return the summed loss of all tokens but each row's first."""
+def _forward(peft: Any, ids: torch.Tensor, *, pairs: bool = False, **extra: Any) -> Any:
+    """Return the summed loss of all tokens but each row's first, or DPO's of each two rows as a pair."""
     rows, length = ids.shape
     supervised = (torch.arange(rows)[:, None] * length + torch.arange(length - 1)).flatten()
     with torch.autocast("cpu", torch.bfloat16):
-        return peft.get_base_model()(ids, supervised, ids[:, 1:].flatten(), **extra)
+        losses = peft.get_base_model()(ids, supervised, ids[:, 1:].flatten(), summed=not pairs, **extra)
+    if not pairs:
+        return losses
+    lengths = torch.full((rows,), length - 1)
+    of_rows = Pairs(supervised // length, lengths, torch.zeros(rows), None)
+    return dpo_loss(Dpo(), measure_answers(losses, of_rows)).losses.sum()
 
 
 def documents(case: Case, rows: int) -> torch.Tensor:
@@ -312,7 +332,7 @@ def work(case: Case, found: Base, adapter: Adapter) -> Workload:
         activation_checkpointing=case.checkpointing,
     )
     machine = Machine(h200, find_fabric("nvlink4"), find_fabric("infiniband-400"), find_fabric("pcie5"), 1, None)
-    batch = Batch(case.micro, 2, case.length)
+    batch = Batch(case.micro, 2, case.length, 2 if case.pairs else 1)
     return Workload(
         read_shape(found, adapter),
         layout,

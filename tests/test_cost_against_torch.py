@@ -36,6 +36,7 @@ def test_predicted_peaks_are_within_a_tenth_of_what_torch_tracks() -> None:
         "family": {"llama", "mistral4"},
         "ranks": {2, 3, 8},
         "checkpointing": {True, False},
+        "pairs": {True, False},
         "reshard": {True, False},
         "targets": {"all", "attention"},
     }
