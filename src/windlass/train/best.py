@@ -6,6 +6,7 @@ out, so the interval of a difference is far narrower than the spread of the loss
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -38,6 +39,7 @@ from windlass.train.run import describe_precision, make_validation_batches, open
 from windlass.weights.same_base import read_recorded_base, require_same_base
 
 BASE: Final = "base model"  # without an adapter, as the reference
+REFERENCE: Final = "as it began"  # with the adapter that a run on pairs began with, instead
 NOISE: Final = 1.96  # standard errors: 95 % of a normal distribution
 
 Rows = np.ndarray[Any, Any]  # per row: summed loss, supervised tokens; per pair: loss, 1, whether chosen is preferred
@@ -62,6 +64,7 @@ def rank_checkpoints(
         problem = f"adapters of this run aren't ranked by {by}"
         raise UserError(problem, "--by", f"known: {', '.join(known)}", "no-such-measure")
     began_with = find_first_adapter(run_folder) if run.train.objective == "dpo" else None
+    untrained = REFERENCE if began_with else BASE
     console = make_console(here)
     try:
         require_device(plan)
@@ -106,8 +109,8 @@ def rank_checkpoints(
         model = attach_adapter(model, run.lora, plan.adapter, run.train.seed).eval()
         Patches().patch_forward(model.get_base_model())
         compare = make_comparison(model, batches, run, began_with)
-        with model.disable_adapter():
-            losses = {BASE + suffix: compare()}
+        with nullcontext() if began_with else model.disable_adapter():
+            losses = {untrained + suffix: compare()}
         for folder in folders:
             here.phase(f"evaluating {folder.name}{suffix}")
             load_adapter(model, folder)
@@ -117,7 +120,7 @@ def rank_checkpoints(
 
     losses = evaluate(plan.layout.base_dtype, intact)
     lowest = min(intact, key=lambda folder: mean_loss(losses[folder.name]))
-    on_bases = {plan.layout.base_dtype: [mean_loss(losses[BASE]), mean_loss(losses[lowest.name])]}
+    on_bases = {plan.layout.base_dtype: [mean_loss(losses[untrained]), mean_loss(losses[lowest.name])]}
     for base_dtype in dict.fromkeys(base_dtypes):
         if base_dtype not in on_bases:
             others = evaluate(base_dtype, [lowest], f", base in {base_dtype.upper()}")
@@ -142,7 +145,7 @@ def find_first_adapter(run_folder: Path) -> Path | None:
 
 
 def make_comparison(model: PeftModel, batches: Batches, run: RunFile, began_with: Path | None) -> Callable[[], Rows]:
-    """Return a function that measures all rows; the reference of pairs is measured here, before any other adapter."""
+    """Return a function that measures all rows. The reference of pairs is measured here; its adapter stays loaded."""
     if not run.is_preference:
         return lambda: row_losses(model, batches, bf16=run.train.in_bf16)
     preference = Preference(run, SourceLosses((), get_device()))

@@ -220,7 +220,7 @@ def unigram_level(history: History) -> Findings:
     if abs(median(losses) - level) > UNIGRAM * level:
         return
     falls = median(losses[WINDOW // 2 :]) < 0.99 * median(losses[: WINDOW // 2])
-    if history.least_loss < CLEARLY_BELOW * level or (history.seen >= STUCK_STEPS and not falls):
+    if not falls and (history.least_loss < CLEARLY_BELOW * level or history.seen >= STUCK_STEPS):
         what = f"median of the last {WINDOW} steps {median(losses):.4g}: the frequencies of the tokens alone"
         yield f"{what} give {level:.4g}", None
 
