@@ -338,6 +338,20 @@ def test_watch_shows_margin_and_accuracy(tmp_path: Path) -> None:
     assert re.search("evaluated +81%  chosen answers preferred", text)
 
 
+@pytest.mark.parametrize("rises", [False, True])
+def test_a_loss_at_the_level_of_the_frequencies(tmp_path: Path, rises: bool) -> None:
+    """On its way down it is no alarm, even if single steps are far below already; back up there, it is."""
+
+    def passing(step: int, _rank: int, line: Record) -> None:
+        share = step / 60 if not rises else 0.9 - step / 600
+        line["loss"] = UNIGRAM_LOSS * (1.5 - share if step % 10 else 0.5)
+
+    write(tmp_path, count=60 if not rises else 300, fault=passing)
+    settings = {"deviations": 1000}
+    messages = [alarm.message for alarm in found(tmp_path, **settings) if alarm.kind == "loss_divergence"]
+    assert any("frequencies of the tokens alone" in message for message in messages) == rises
+
+
 def test_a_rising_evaluation_loss(tmp_path: Path) -> None:
     write(tmp_path)
     write_evaluations(tmp_path, [3.0, 2.5, 2.4, 2.45, 2.5, 2.6])
