@@ -105,6 +105,6 @@ def test_a_pair_is_shown_with_both_answers(folder: Path) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("name", sorted({*FORMATS, "preference"}))
 def test_each_example_is_trained(folder: Path, name: str) -> None:
     windlass(folder, "train", f"examples/data/{name}.yaml")

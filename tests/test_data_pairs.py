@@ -19,6 +19,7 @@ from windlass.data.collate import PaddingFreeCollator, PairCollator
 from windlass.data.packing import PAIRS, iter_documents
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.data.show import print_audit
+from windlass.rehearse.material import list_requested_columns, make_up_rows
 from windlass.runfile import RunFile, read_run_file
 from windlass.serve.rows import choose_rows
 
@@ -159,7 +160,7 @@ def test_every_form_has_loss_on_the_answers_alone(
     assert marked == (expected or [f"{ASKED}[ It is 4.<end>]", f"{ASKED}[ It is 5, or 6.<end>]"])
 
 
-SPLIT = {"prompt": "How much? Tw", "chosen": "o", "rejected": "elve"}  # a token spans prompt and answer
+SPLIT = {"prompt": "How much? t", "chosen": "he", "rejected": "zq"}  # a token spans prompt and chosen answer
 
 
 @pytest.mark.parametrize("row", [TEXTS, SPLIT, CHATS, HH, WHOLE])
@@ -205,6 +206,15 @@ def test_wrong_pairs_are_refused_with_their_row(prepared: Prepare, row: Row, cod
     prepared(good, good)
     with refused(code, "a.jsonl: row 2"):
         prepared(good, row, good)
+
+
+def test_the_first_token_of_both_sequences_has_no_loss(prepared: Prepare) -> None:
+    marked = "{% generation %}{{ m.content }}<end>{% endgeneration %}"
+    bare = "{% if m.role == 'assistant' %}" + marked + "{% else %}{{ m.content }}<end>{% endif %}"
+    bare = "{% for m in messages %}" + bare + "{% endfor %}"
+    (row,) = prepared({**CHATS, "prompt": []}, chat_template=bare).train.to_pylist()
+    for ids, labels in split_sides(row):
+        assert labels == [-100, *ids[1:]]
 
 
 def test_a_template_that_writes_two_prompts_is_refused(prepared: Prepare) -> None:
@@ -268,6 +278,14 @@ def test_settings_that_do_not_fit_are_refused(prepared: Prepare, row: Row, secti
         prepared(row, **section)
 
 
+def test_an_sft_run_on_chats_says_that_pairs_are_not_compared(prepared: Prepare) -> None:
+    chat = {**AXOLOTL, "messages": WHOLE["chosen"]}
+    notes = prepared(chat, objective="sft").audit["notes"]
+    assert any(note.startswith("the columns chosen and rejected are not trained on") for note in notes)
+    named = prepared(chat, objective="sft", format="messages").audit["notes"]
+    assert not any("chosen" in note for note in named)
+
+
 def test_hints_pass(prepared: Prepare) -> None:
     """What the hints of a wrong objective and of other names say works."""
     with refused("wrong-objective") as problems:
@@ -279,7 +297,9 @@ def test_hints_pass(prepared: Prepare) -> None:
     with refused("wrong-objective") as problems:
         prepared(WHOLE, objective="sft")
     assert "data.columns: {messages: chosen}" in problems[0].hint
-    assert not prepared(WHOLE, objective="sft", columns={"messages": "chosen"}).pairs
+    done = prepared(WHOLE, objective="sft", columns={"messages": "chosen"})
+    assert not done.pairs
+    assert not any("chosen" in note for note in done.audit["notes"])
     with refused("wrong-objective") as problems:
         prepared({"query": "2?", "accepted": "2", "worse": "3"})
     assert "data.columns: {prompt: query, chosen: accepted, rejected: worse}" in problems[0].hint
@@ -389,6 +409,15 @@ def test_the_audit_counts_pairs(prepared: Prepare, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert "pairs whose chosen answer is longer" in printed
     assert "document 0, rejected" in printed
+
+
+@pytest.mark.parametrize("kind", [None, "preference", "messages", "sharegpt", "alpaca"])
+def test_made_up_rows_are_pairs(prepared: Prepare, kind: str | None) -> None:
+    """Of a rehearsal of data that are on another machine."""
+    columns = {"chosen": "good"} if kind else {}
+    run = RunFile.model_validate({"data": {"format": kind, "columns": columns}, "train": {"objective": "dpo"}})
+    rows = make_up_rows(list_requested_columns(run.data), 20)
+    assert len(prepared(*rows, format=kind, columns=columns).train) == 20
 
 
 def test_a_probe_takes_the_chosen_sequences(prepared: Prepare) -> None:

@@ -184,7 +184,7 @@ def test_the_examples_are_rehearsed(name: str, tmp_path: Path) -> None:
         "mix",
         *(
             pytest.param(name, marks=pytest.mark.prove)
-            for name in ("messages", "sharegpt", "alpaca", "prompt-completion", "text", "input_ids")
+            for name in ("messages", "sharegpt", "alpaca", "prompt-completion", "text", "input_ids", "preference")
         ),
     ],
 )

@@ -219,6 +219,9 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
             raise UserError(problem, where(f"data.{key}"), "remove it, or set data.format", "no-effect")
     others = {f.name: f.columns for f in FORMATS if f.columns and f is not chosen and data.format is None}
     made = chosen.make(Request(data, columns, tokenizer, where))
+    if not data.pairs and data.format is None and {"chosen", "rejected"} <= {*columns} - {*made.needs}:
+        note = "the columns chosen and rejected are not trained on: train.objective: dpo compares them"
+        made = replace(made, notes=(*made.notes, note))
     keys = {key: value for key, value in data.model_dump(mode="json").items() if key not in CHANGES_NO_ROW}
     identity = {**keys, "format": made.name, "template": made.template.template if made.template else None}
     identity |= {"pairs": data.truncation} if data.pairs else {}

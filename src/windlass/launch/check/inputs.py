@@ -157,7 +157,7 @@ def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
                 return skipped("data", f"{name} is downloaded from the Hub", hint)
         selections = select_all(run.data, loaded.where, lambda _: None)
         columns = dict.fromkeys(column for each in selections for column in each.columns)
-        chat = bool(run.data.messages_field) or {"messages", "conversations", "instruction"} & columns.keys()
+        chat = bool(run.data.messages_field) or {"messages", "conversations", "instruction", "chosen"} & columns.keys()
         if tokenizer is None and chat:
             return skipped("data", f"{', '.join(columns)}: rendering chats needs the tokenizer")
         forms = [choose_format(each.of.data, each.columns, tokenizer, each.of.where) for each in selections]
