@@ -53,10 +53,10 @@ def resolve_accumulation(train: Train, ranks: int, where: Where) -> int:
     if rest:
         below = f"{steps * at_once} or " if steps else ""
         hint = f"set it to {below}{(steps + 1) * at_once}, or change train.per_device_train_batch_size"
-        what = f"{train.global_batch_size} sequences can't be divided by {product}"
+        what = f"{train.global_batch_size} {train.unit}s can't be divided by {product}"
         raise UserError(what, place, hint, "broken-rule")
     if train.gradient_accumulation_steps not in ("auto", steps):
-        what = f"{train.global_batch_size} sequences are {steps} micro-batches of {product}, but"
+        what = f"{train.global_batch_size} {train.unit}s are {steps} micro-batches of {product}, but"
         what += f" {train.gradient_accumulation_steps} are configured ({where('train.gradient_accumulation_steps')})"
         hint = f"remove one of them, or set train.gradient_accumulation_steps to {steps}"
         raise UserError(what, place, hint, "broken-rule")
