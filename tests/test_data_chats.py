@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from windlass import tiny
 from windlass.data import chat
 from windlass.data.chat import ChatTemplate, choose_template
+from windlass.data.formats import choose_format
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.errors import UserError
 from windlass.runfile import Data, RunFile
@@ -516,6 +517,18 @@ def test_without_a_chat_template_only_one_whose_tokens_exist_is_used(tokenizer: 
             choose_template(other)
         assert f"data.chat_template: {fitting}" in problems[0].hint
         assert choose_template(other, Data(chat_template=fitting)).render(THREE)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_prompts_of_plain_text_need_no_chat_template(tmp_path: Path, *, opened: bool) -> None:
+    other = tiny_tokenizer(tmp_path / "other", ["<|other|>"]) if opened else None
+    kind = choose_format(Data(), ["prompt", "completion"], other)  # type: ignore[arg-type]
+    assert [row.text for row in kind.render({"prompt": "a", "completion": " b"})] == ["a b"]
+    assert kind.template is None
+    if opened:
+        asked = [{"role": "user", "content": "a"}]
+        with refused("no-chat-template", "data.chat_template"):
+            kind.render({"prompt": asked, "completion": [{"role": "assistant", "content": "b"}]})
 
 
 def tiny_tokenizer(folder: Path, tokens: list[str]) -> PreTrainedTokenizerFast:

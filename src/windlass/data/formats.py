@@ -7,6 +7,7 @@ import json
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -275,7 +276,12 @@ def completion_format(request: Request) -> Format:
         return [RenderedRow(head + tail, None if everything else ((len(head), len(head) + len(tail)),))]
 
     description = f"{prompt!r} then {completion!r}, loss on {'every token' if everything else repr(completion)}"
-    used = template() if data.chat_template or not getattr(request.tokenizer, "chat_template", None) else None
+    used = None
+    if data.chat_template:
+        used = template()
+    elif request.tokenizer is not None and not getattr(request.tokenizer, "chat_template", None):
+        with suppress(UserError):  # plain text needs none, and a row of messages says what is missing
+            used = template()
     return Format("prompt-completion", description, render, needs=(prompt, completion), template=used)
 
 
