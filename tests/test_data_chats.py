@@ -522,7 +522,7 @@ def test_without_a_chat_template_only_one_whose_tokens_exist_is_used(tokenizer: 
 @pytest.mark.parametrize("opened", [True, False])
 def test_prompts_of_plain_text_need_no_chat_template(tmp_path: Path, *, opened: bool) -> None:
     other = tiny_tokenizer(tmp_path / "other", ["<|other|>"]) if opened else None
-    kind = choose_format(Data(), ["prompt", "completion"], other)  # type: ignore[arg-type]
+    kind = choose_format(Data(), ["prompt", "completion"], other)
     assert [row.text for row in kind.render({"prompt": "a", "completion": " b"})] == ["a b"]
     assert kind.template is None
     if opened:
