@@ -648,8 +648,8 @@ def test_micro_batch_loss_and_gradients_equal_trls(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr("windlass.train.loss.tokens_per_chunk", lambda *_, chunk=chunk: chunk)
         ours.zero_grad()
         share = torch.tensor(router_loss_weight(ours, 0.5) * tokens / 2)  # of two micro-batches
-        summed, balance = ours.train()(**batch.inputs, balance_share=share)
-        loss = summed / tokens
+        summed, balance = ours.train()(**batch.inputs, balances=True)
+        loss = (summed + share * balance) / tokens  # as `TrainedModel.compute_loss` adds them
         without = ours(**batch.inputs) / tokens
         assert loss.item() - without.item() == pytest.approx(0.5 * balance.item() / 2, rel=1e-4)
         loss.backward()
