@@ -1,12 +1,14 @@
 """Losses of pairs against the papers' formulas and TRL's functions; the reference and its guards."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from windlass.data.collate import PaddingFreeCollator, PairCollator
@@ -16,6 +18,7 @@ from windlass.runfile.objectives import Dpo, Orpo
 from windlass.train.batches import FILL_PAIR, ROW, Collate
 from windlass.train.loss import LogitShaping, SourceLosses, TokenCrossEntropy
 from windlass.train.preference import Answers, Preference, dpo_loss, orpo_loss
+from windlass.train.reference import describe_reference, read_reference
 
 
 def answers(count: int = 5) -> Answers:
@@ -179,3 +182,26 @@ def test_filler_pairs_count_nowhere() -> None:
     figures = preference.take()
     torch.testing.assert_close(loss, preference.compute(losses, alone.pairs))
     torch.testing.assert_close(figures, preference.take())
+
+
+def plan_with(adapter: Path | None) -> Any:
+    return SimpleNamespace(run=SimpleNamespace(lora=SimpleNamespace(adapter=adapter and str(adapter))))
+
+
+@pytest.mark.fault("a damaged reference of a run's pairs", "`windlass train --resume`", "is damaged")
+def test_a_damaged_reference_is_computed_again_where_it_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "reference.safetensors"
+    path.write_bytes(b"cut off")
+    said: list[str] = []
+    for resumed, adapter in ((None, None), (None, tmp_path), (tmp_path, None)):
+        assert read_reference(path, {}, plan_with(adapter), resumed=resumed, say=said.append) is None
+    assert said == [f"reference {path} is damaged: it is computed again"] * 3
+    with refused("no-reference", "reference.safetensors") as problems:
+        read_reference(path, {}, plan_with(tmp_path), resumed=tmp_path, say=said.append)
+    assert "is damaged" in problems[0].problem
+
+
+def test_a_resumed_run_needs_not_the_adapter_that_it_began_with(tmp_path: Path) -> None:
+    facts = {"base_digest": "b", "data": "d"}
+    assert describe_reference(plan_with(tmp_path / "moved away"), facts) == {"base": "b", "rows": "d"}
+    assert describe_reference(plan_with(None), facts) == {"base": "b", "rows": "d", "adapter": "new"}

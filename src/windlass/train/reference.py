@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -26,8 +26,8 @@ from windlass.observe.steps import format_clock
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, REFERENCE
-from windlass.train.batches import Batches
-from windlass.train.preference import measure_answers
+from windlass.train.batches import Batch, Batches
+from windlass.train.preference import Answers, measure_answers
 from windlass.train.step import TrainedModel
 
 Say = Callable[[str], None]
@@ -52,7 +52,7 @@ def attach_reference(
     facts: with the digests of the base and of the rows.
     """
     path = plan.folder / REFERENCE
-    identity = describe_reference(plan, facts)
+    identity = collectives.run_on_rank_0(lambda: describe_reference(plan, facts))
     tables = collectives.run_on_rank_0(lambda: read_reference(path, identity, plan, resumed=resumed, say=say))
     if tables is None:
         batches = {name: each for name, each in sets._asdict().items() if each is not None}
@@ -67,27 +67,37 @@ def attach_reference(
 
 
 def describe_reference(plan: Plan, facts: dict[str, Any]) -> dict[str, str]:
-    """Return what the log-probabilities depend on."""
-    adapter = "new"
-    if plan.run.lora.adapter:
-        given = Path(plan.run.lora.adapter)
-        adapter = " ".join(hash_file(given / name) for name in (ADAPTER, ADAPTER_CONFIG))
-    return {"base": facts["base_digest"], "adapter": adapter, "rows": facts["data"]}
+    """Return what the log-probabilities depend on; without the adapter if it is gone, which a resumed run needs not."""
+    identity = {"base": facts["base_digest"], "rows": facts["data"]}
+    if not plan.run.lora.adapter:
+        return identity | {"adapter": "new"}
+    files = [Path(plan.run.lora.adapter) / name for name in (ADAPTER, ADAPTER_CONFIG)]
+    if all(path.is_file() for path in files):
+        identity["adapter"] = " ".join(map(hash_file, files))
+    return identity
 
 
 def read_reference(
     path: Path, identity: dict[str, str], plan: Plan, *, resumed: Path | None, say: Say
 ) -> dict[str, Tensor] | None:
     """Return the tables of the run folder; None if they have to be computed."""
-    if not path.is_file():
-        if resumed and plan.run.lora.adapter:
-            problem = "the reference of the run's pairs is missing, and the adapter that it began with has moved on"
-            hint = "put the file back, or train into another folder"
-            raise UserError(problem, str(path), hint, "no-reference")
+    found: dict[str, str] = {}
+    tables: dict[str, Tensor] = {}
+    lost = "" if path.is_file() else "is missing"
+    try:
+        if not lost:
+            with safe_open(path, "pt") as file:
+                found = json.loads((file.metadata() or {}).get("identity", "{}"))
+                tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError):
+        lost = "is damaged"
+    if lost and resumed and plan.run.lora.adapter:
+        problem = f"the reference of the run's pairs {lost}, and the adapter that it began with has moved on"
+        raise UserError(problem, str(path), "put the file back, or train into another folder", "no-reference")
+    if lost:
+        if path.is_file():
+            say(f"reference {path} {lost}: it is computed again")
         return None
-    with safe_open(path, "pt") as file:
-        found = json.loads((file.metadata() or {}).get("identity", "{}"))
-        tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     other = [name for name, value in identity.items() if found.get(name) != value]
     if not other:
         return tables
@@ -116,7 +126,8 @@ def compute_reference(model: TrainedModel, batches: Batches, name: str, say: Say
     model.causal_lm.eval()
     with torch.no_grad(), model.adapters.unchanged():
         for host_batch in batches.in_order(order):
-            table[host_batch.rows] = compute_logps(model, host_batch.to(model.device))[: len(host_batch.rows)]
+            answers = compute_answers(model, host_batch.to(model.device))
+            table[host_batch.rows] = answers.logps[: len(host_batch.rows)]
             done += batches.micro * batches.world
             now = time.monotonic()
             if now - told > SAY_SECONDS:
@@ -130,11 +141,12 @@ def compute_reference(model: TrainedModel, batches: Batches, name: str, say: Say
     return table.cpu()
 
 
-def compute_logps(model: TrainedModel, batch: Any) -> Tensor:
-    """Return the log-probabilities of a micro-batch's answers, [pairs, 2]."""
+def compute_answers(model: TrainedModel, batch: Batch) -> Answers:
+    """Return the log-probabilities of a micro-batch's answers."""
+    assert batch.pairs is not None
     with model.autocast:
         losses = model.causal_lm(**batch.inputs, summed=False)
-    return measure_answers(losses, batch.pairs).logps
+    return measure_answers(losses, batch.pairs)
 
 
 def require_start(plan: Plan, model: TrainedModel, batches: Batches, path: Path) -> None:
@@ -142,12 +154,9 @@ def require_start(plan: Plan, model: TrainedModel, batches: Batches, path: Path)
     preference = model.preference
     assert preference is not None
     batch = next(iter(batches.epoch(0))).to(model.device)
-    assert batch.pairs is not None
     model.causal_lm.eval()
     with torch.no_grad(), model.adapters.unchanged():
-        with model.autocast:
-            losses = model.causal_lm(**batch.inputs, summed=False)
-        answers = measure_answers(losses, batch.pairs)
+        answers = compute_answers(model, batch)
         found = preference.compare(answers).losses
         expected = preference.compare(answers._replace(reference=answers.logps)).losses
     model.causal_lm.train()
@@ -156,10 +165,10 @@ def require_start(plan: Plan, model: TrainedModel, batches: Batches, path: Path)
     problem = None
     if not bool((off <= bound * expected[: len(off)].abs().clamp(min=1)).all()):
         place = int(off.nan_to_num(math.inf).argmax())
-        row = batch.rows[place]
         chosen, rejected = answers.logps[place].tolist()
         known = answers.reference[place].tolist()
-        problem = f"pair {row}: the loss begins at {found[place]:.6f}, and without a step it is {expected[place]:.6f}; "
+        problem = f"training pair {batch.rows[place] + 1}: the loss begins at {found[place]:.6f}, "
+        problem += f"and without a step it is {expected[place]:.6f}; "
         problem += f"log-probabilities of chosen and rejected are {chosen:.4f} and {rejected:.4f}, "
         problem += f"and {known[0]:.4f} and {known[1]:.4f} in the reference"
         if torch.allclose(answers.logps[place].flip(0), answers.reference[place], rtol=1e-3):
