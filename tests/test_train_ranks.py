@@ -94,9 +94,9 @@ def test_every_rank_knows_its_place_and_shares_the_cores(tmp_path: Path) -> None
 
 
 def test_accelerates_settings_are_removed() -> None:
-    environ = {"FSDP_VERSION": "2", "ACCELERATE_USE_FSDP": "true", "HOME": "/h", "ACCELERATE_USE_CPU": "true"}
+    environ = {"FSDP_VERSION": "2", "ACCELERATE_USE_FSDP": "windlass", "HOME": "/h", "ACCELERATE_USE_CPU": "windlass"}
     ranks.remove_accelerate_settings(environ)
-    assert environ == {"HOME": "/h", "ACCELERATE_USE_CPU": "true"}
+    assert environ == {"HOME": "/h", "ACCELERATE_USE_CPU": "windlass"}
 
 
 SRUN = {"SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "11"}
@@ -316,6 +316,40 @@ def work():
 """
     with pytest.raises(RunError, match="rank 1 was killed by SIGKILL while training step 12"):
         crew(tmp_path, body)
+
+
+@pytest.mark.fault("a native library that aborts a rank", "`windlass train`", "rank 1 was killed by SIGABRT while")
+def test_an_aborted_rank_shows_its_last_words(tmp_path: Path) -> None:
+    body = """
+    if here.rank == 1:
+        here.phase("computing the probe")
+        print("native library: no such luck", flush=True)
+        os.abort()
+    """
+    with refused("killed-rank", "windlass train", RunError) as problems:
+        crew(tmp_path, body)
+    expected = "rank 1 was killed by SIGABRT while computing the probe; it printed:\nnative library: no such luck"
+    assert problems[0].problem == expected
+
+
+def test_a_killed_rank_explains_one_that_is_aborted_for_it() -> None:
+    assert ranks.find_first_failure([-signal.SIGABRT, -signal.SIGKILL, 1]) == 1
+    assert ranks.find_first_failure([1, None, -signal.SIGABRT]) == 2
+
+
+def test_a_rank_that_has_finished_is_not_failed_by_a_library(tmp_path: Path) -> None:
+    """A library's thread may abort the process at Python's own end."""
+    program = """
+import atexit, os
+from windlass.train.start import Command, run_in_ranks
+
+atexit.register(os.abort)
+run_in_ranks(lambda: None, lambda plan, here: print("finished") or 0, Command(["windlass"], dict(os.environ), print))
+"""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env={**os.environ, **rank}, capture_output=True, text=True, timeout=280)
+    assert (done.returncode, done.stdout) == (0, "finished\n"), done.stderr
 
 
 @pytest.mark.fault("a native library that ends a rank", "`windlass train`", "native library: out of luck")

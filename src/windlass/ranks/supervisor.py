@@ -240,7 +240,8 @@ def wait_for_ranks(
         while None in (codes := [process.poll() for process in processes]):
             if stop is not None and stop.is_set() and signalled is None:
                 forward()
-            first = find_first_failure(codes) if first is None else first
+            if first is None or codes[first] == -signal.SIGABRT:
+                first = find_first_failure(codes)
             if lost_at is None and lost is not None and lost.exists():
                 lost_at = time.monotonic()
             if lost_at is not None and deadline is None and time.monotonic() > lost_at + LOST_SECONDS:
@@ -267,9 +268,10 @@ def wait_for_ranks(
 
 
 def find_first_failure(codes: Sequence[int | None]) -> int | None:
-    """Return the first rank that did not end well. One that saved or was killed explains those that lost it."""
-    ended = [(code != SAVED, code > 0, rank) for rank, code in enumerate(codes) if code]
-    return min(ended)[2] if ended else None
+    """Return the first rank that did not end well. One that saved or was killed explains those that lost it, which
+    fail or are aborted by a library."""
+    ended = [(code != SAVED, code > 0, code == -signal.SIGABRT, rank) for rank, code in enumerate(codes) if code]
+    return min(ended)[-1] if ended else None
 
 
 def signal_all(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
@@ -304,6 +306,10 @@ def _explain_end(end: End, ranks: Sequence[int], status_dir: Path) -> int:
         phase = read_status(status_dir, f"phase-{first}") or "starting"
         hint = f"a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg); {resume}"
         problem = f"rank {first} was killed by {signal.Signals(-code).name} while {phase}"
+        if code != -signal.SIGKILL:  # a library that aborts says why
+            words = read_status(status_dir, f"output-{first}")[-4000:].strip()
+            problem += f"; it printed:\n{words}" if words else ""
+            hint = resume
         raise RunError(problem, "windlass train", hint, "killed-rank")
     tracebacks = [error for error in errors if "problems" not in error]
     explained = {error["rank"] for error in errors}

@@ -145,14 +145,14 @@ def run_in_ranks(
             raise
 
     code = run_rank(here, plan_and_work, print_error=command.print_error)
-    if code:  # ranks that are gone would make a clean shutdown hang
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_initialized():
+    if code == 0 and dist is not None and dist.is_initialized():  # with ranks that are gone, this would hang
         dist.destroy_process_group()
-    return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At Python's own end, a library's thread that still runs can abort the process: "terminate called without an active
+    # exception", and a finished run would have failed.
+    os._exit(code)
 
 
 def exit_when_signalled() -> None:
