@@ -113,6 +113,8 @@ class Gpu:
     memory_gb_per_second: float  # achieved
     link: str = "nvlink4"  # fabric between such GPUs of one node
     host_link: str = "pcie5"
+    fp32_tflops: float | None = None  # peak without matrix units; None: a sixteenth of bf16_tflops
+    has_bf16: bool = True  # False: bfloat16 is computed in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,17 @@ MEMORY_SHARE = 0.85
 def _read_gpu(name: str, row: Mapping[str, Any]) -> Gpu:
     share = row.get("share", ACHIEVED_SHARE)
     rate = row["tb_per_second"] * 1000 * MEMORY_SHARE
-    return Gpu(name, row["mib"] / 1024, row["tflops"], row["tflops"] * share, rate, row["link"], row["host_link"])
+    return Gpu(
+        name,
+        row["mib"] / 1024,
+        row["tflops"],
+        row["tflops"] * share,
+        rate,
+        row["link"],
+        row["host_link"],
+        row.get("fp32"),
+        row.get("bf16", True),
+    )
 
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -163,7 +175,7 @@ ALIASES, FABRIC_ALIASES = (
 FABRICS = {name: Fabric(name, row["gb"]) for name, row in _TABLE["fabrics"].items()}
 GPUS = {name: _read_gpu(name, row) for name, row in _TABLE["gpus"].items()}
 # A round figure for a rank on a core or two; memory: what this machine has.
-GPUS["cpu"] = Gpu("cpu", 16.0, 0.4, 0.2, 20.0, "loopback", "memory")
+GPUS["cpu"] = Gpu("cpu", 16.0, 0.4, 0.2, 20.0, "loopback", "memory", fp32_tflops=0.4)
 ALIASES["none"] = "cpu"
 
 # Host time: a launch takes about 5 us, and autograd and the dispatcher as much again; a module's call in Python, with
@@ -183,7 +195,8 @@ UNTRIED = (0.8, 1.3)
 def derive_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric, nics_per_node: int) -> Rates:
     """Derive rates from data sheets. A product takes its operations at the sustained rate plus its matrices' way
     through memory: narrow matrices and those with few rows are slower."""
-    fp32 = gpu.achieved_tflops / (1 if gpu.name == "cpu" else 16)  # GPUs have no matrix units for it
+    peak = gpu.fp32_tflops or gpu.bf16_tflops / 16  # without matrix units
+    fp32 = peak * gpu.achieved_tflops / gpu.bf16_tflops
 
     def products(size: int, tflops: float) -> Points:
         points = []
@@ -262,7 +275,7 @@ def find_gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
         gib, peak, rate = (float(name[key]) for key in FIGURES[1:])
         return Gpu(name["name"], gib, peak, name.get("achieved_tflops", peak * ACHIEVED_SHARE), rate * MEMORY_SHARE)
     key = re.sub(r"[\s_/]+", "-", name.strip().lower())
-    key = re.sub(r"^(nvidia|amd|instinct|tesla)-", "", re.sub(r"^(nvidia|amd)-(?=instinct)", "", key))
+    key = re.sub(r"^((nvidia|amd)-)?((instinct|tesla|geforce)-)?", "", key)
     figures = f"cluster.gpu: {{{', '.join(f'{figure}: …' for figure in FIGURES)}}}"
     if "-mig-" in key:  # the nearest row would be that of all of the GPU
         raise UserError(
@@ -333,7 +346,7 @@ def read_this_machine() -> LocalMachine:
 
 def parse_gpus(text: str, where: str) -> tuple[int, int, str]:
     """Parse 8xh200 as eight GPUs on one node, and 2x8xh200 as two such nodes."""
-    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(\d*[a-z].*)", text.strip().lower().replace("×", "x"))
+    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(\d*[a-z].*|\d{4})", text.strip().lower().replace("×", "x"))
     counts = [int(count) for count in match.groups()[:2] if count] if match else [0]
     if match is None or 0 in counts:
         raise UserError(

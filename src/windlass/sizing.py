@@ -30,7 +30,7 @@ from windlass.runfile.names import find_close_names
 ALL: Final = "all"  # of --gpus
 COUNTS: Final = ("1x1", "1x2", "1x4", "1x8", "2x8", "3x8", "4x8")  # nodes x GPUs that are compared
 # AMD's are in the table, and training expects NVIDIA's.
-KINDS: Final = tuple(name for name, gpu in hardware.GPUS.items() if name != "cpu" and gpu.link != "xgmi")
+KINDS: Final = tuple(name for name, gpu in hardware.GPUS.items() if name != "cpu" and not gpu.link.startswith("xgmi"))
 TOKENS: Final = 512  # of a row, if there is neither data nor --tokens
 
 

@@ -115,6 +115,10 @@ def find_cautions(plan: Plan, problems: Iterable[Problem], shape: ModelShape) ->
     on_cpu = plan.machine.gpu.name == "cpu"
     if on_cpu and not plan.run.cluster.changed and plan.cost.step_seconds > SLOW_STEP_SECONDS:
         yield Caution("no machine is set: planned for this one, which has no GPU", "cluster.gpu=h100")
+    gpu = plan.machine.gpu
+    if not gpu.has_bf16 and (plan.run.train.in_bf16 or plan.run.model.torch_dtype == "bfloat16"):
+        text = f"{gpu.name} has no bfloat16 arithmetic: PyTorch computes it in float32, at {gpu.bf16_tflops:g} TFLOP/s"
+        yield Caution(f"{text} at most, which the plan counts with (windlass doesn't train in float16)")
     yield from (Caution(f"lora.target_modules {text}") for text in plan.adapter.warnings)
     yield from _find_unserved(plan)
     family = shape.base.family

@@ -31,7 +31,17 @@ TASK = "task.yaml"
 SECONDS = 600  # timeout of a query: the first one starts SkyPilot's server
 WORKDIR = PurePosixPath("~/sky_workdir")  # where SkyPilot copies the files next to the task, and starts it
 # SkyPilot's names of GPUs that are not those of the hardware table in capitals (`sky show-gpus`).
-ACCELERATORS = {"a100-80gb": "A100-80GB", "a100-40gb": "A100", "h100-pcie": "H100"}
+ACCELERATORS = {
+    "a100-80gb": "A100-80GB",
+    "a100-40gb": "A100",
+    "h100-pcie": "H100",
+    "rtx-3090": "RTX3090",
+    "rtx-4090": "RTX4090",
+    "rtx-5090": "RTX5090",
+    "rtx-a6000": "RTXA6000",
+    "rtx-pro-6000": "RTXPRO6000",
+    "rtx-pro-6000-server": "RTXPRO6000",
+}
 IGNORED = {
     "volumes": "cluster.skypilot.mounts names what its nodes mount",
     "cpu_limit": "a node's processors are the run's",
