@@ -573,8 +573,8 @@ def test_unlikely_settings_are_warned_about() -> None:
         ((text, key),) = found.items()
         assert key, text
         assert not [again for again in texts(*overrides, key) if expected in again], key
-    for gpu, expected in {"Tesla T4": 1, "l4": 0}.items():
-        assert sum("no bfloat16 arithmetic" in text for text in texts(f"cluster.gpu={gpu}")) == expected
+    for gpu, warns in {"Tesla T4": True, "l4": False}.items():
+        assert any("no bfloat16 arithmetic" in text for text in texts(f"cluster.gpu={gpu}")) is warns
     # A short run that max_steps asks for, and rows that fill their sequences, are meant so.
     assert texts("data.packing=true", "train.max_steps=5", AUTO[0]) == {}
 
