@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -26,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from windlass import tiny
-from windlass.data import cache, chat, prepare, progress
+from windlass.data import audit, cache, chat, prepare, progress
 from windlass.data.cache import SEAL, get_or_create
 from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.prepare import PreparedData, hold_out, prepare_data
@@ -318,20 +319,34 @@ def test_rows_that_are_mostly_alike_are_held_out_as_far_as_they_differ(prepared:
 def test_tokenizing_that_takes_long_says_how_long(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = iter([0.0, 1.9, 3.0, 6.0, 9.0, 12.0])
+    def report() -> str:
+        clock = iter([0.0, 0.9, 2.0, 4.0, 5.0, 8.0])
+        with monkeypatch.context() as patched:
+            patched.setattr("windlass.data.progress.time.monotonic", lambda: next(clock))
+            with progress.show_progress("tokenizing train", lambda: 3000) as show:
+                for done in (900, 0, 1000, 1500, 2000):
+                    show(done)
+        return capsys.readouterr().err
+
+    assert report().splitlines() == [
+        "tokenizing train: 1,000 of 3,000 rows, 250 rows/s, 0:08 left",
+        "tokenizing train: 2,000 of 3,000 rows, 250 rows/s, 0:04 left",
+    ]
     with monkeypatch.context() as patched:
-        patched.setattr("windlass.data.progress.time.monotonic", lambda: next(clock))
-        report = progress.Progress("train", lambda: 3000)
-        for done in (900, 0, 1000, 2000, 2000):
-            report(done)
-    assert capsys.readouterr().err.splitlines() == [
-        "tokenizing train: 1,000 of 3,000 rows, 167 rows/s, 0:12 left",
-        "tokenizing train: 2,000 of 3,000 rows, 222 rows/s, 0:04 left",
+        patched.setattr(sys.stderr, "isatty", lambda: True)
+        drawn = report().split("\r")
+    assert [line.removesuffix("\x1b[K") for line in drawn] == [
+        "",
+        f"tokenizing train {'━' * 8}{'─' * 16} 1,000 of 3,000 rows, 250 rows/s, 0:08 left",
+        f"tokenizing train {'━' * 12}{'─' * 12} 1,500 of 3,000 rows, 300 rows/s, 0:05 left",
+        f"tokenizing train {'━' * 16}{'─' * 8} 2,000 of 3,000 rows, 250 rows/s, 0:04 left",
+        "",  # removed
     ]
     monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
     prepared([{"text": f"other {i}"} for i in range(2500)])
     lines = [line.split(",")[:3] for line in capsys.readouterr().err.splitlines()]
     assert lines[0] == ["tokenizing train: 1", "000 of 2", "500 rows"]
+    assert ["writing train: 2", "500 of 2", "500 rows"] in lines
 
 
 def test_validation_rows_that_are_missing_or_also_trained_on(prepared: Prepare, tokenizer: Any, tmp_path: Path) -> None:
@@ -362,6 +377,39 @@ def test_near_duplicates_of_evaluated_rows_are_found_and_templates_are_none(prep
     assert any("7 validation rows are nearly the same" in note for note in done.audit["notes"])
     apart = prepared(rows[8:], max_length=512, eval={"asked": {"path": str(tmp_path / "e.jsonl")}})
     assert apart.audit["overlap"]["near"] == 0  # though every row begins alike
+
+
+def test_near_duplicates_are_those_that_sets_of_runs_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "HASHED_TOKENS", 64)
+    rng = np.random.default_rng(0)
+
+    def documents(rows: list[list[int]]) -> Documents:
+        ids = np.concatenate(rows).astype(np.int32)
+        lengths = np.array([*map(len, rows)])
+        return Documents(ids, np.ones(len(ids), np.bool_), lengths, np.arange(len(rows), dtype=np.uint64))
+
+    def runs(row: list[int]) -> set[tuple[int, ...]]:
+        return {tuple(row[i : i + audit.RUN]) for i in range(len(row) - audit.RUN + 1)}
+
+    train = [rng.integers(0, 6, rng.integers(3, 40)).tolist() for _ in range(300)]
+    evaluated = []
+    for row in train[:120]:
+        changed = list(row)
+        for _ in range(rng.integers(0, 3)):
+            changed[rng.integers(len(row))] = 7
+        evaluated.append(changed + rng.integers(0, 6, rng.integers(1, 6)).tolist())
+    evaluated += [[9] * 12 for _ in range(10)] + [[1, 2]]  # a template's, and one that is too short for a run
+    train.append([9] * 12)
+    counts = Counter(run for row in evaluated for run in runs(row))
+    usual = {run for run, count in counts.items() if count > max(8, 0.01 * len(evaluated))}
+    expected = []
+    for row in evaluated:
+        own = runs(row) - usual
+        shares = [len(own & (runs(other) - usual)) / max(1, len(own | (runs(other) - usual))) for other in train]
+        expected.append(max(shares) >= audit.NEAR)
+    found = audit.find_near_duplicates(documents(train), documents(evaluated), lambda _: None)
+    assert found.tolist() == expected
+    assert 10 < sum(expected) < 110
 
 
 def test_every_file_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any) -> None:

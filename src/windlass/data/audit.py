@@ -4,7 +4,8 @@ data.json."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from windlass.data.packing import group_by_length, pack_rows, shuffle
 from windlass.data.preference import SIDES
+from windlass.data.progress import show_progress
 from windlass.data.tokenize import Documents
 from windlass.errors import Problem, Where
 from windlass.files import read_json
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 Audit = dict[str, Any]
 Lengths = npt.NDArray[np.int64]
+Runs = npt.NDArray[np.uint64]
 # Ways to batch rows, by their names in data.json.
 PACKED = "packed"
 PADDING_FREE = "padding-free"
@@ -34,7 +37,9 @@ NEAR = 0.8
 RUN = 5
 TEMPLATE_DOCUMENTS, TEMPLATE_SHARE = 8, 0.01  # a run in more validation documents than this belongs to a template
 COMPARED_TOKENS = 1 << 24  # in larger sets an eighth of the runs is compared
-
+HASHED_TOKENS = 1 << 18  # at a time, which a processor's cache has room for
+MARK_BITS = 24  # of a hash, by which runs that no validation document has are told at once
+MARK_SHIFT = np.uint64(64 - MARK_BITS)
 
 LONGER = 0.9  # of the pairs whose chosen answer is the longer one: more are warned of
 TAIL = 3  # tokens at the end of a supervised part among which the end token is: templates write a line break behind it
@@ -142,12 +147,15 @@ def measure_unigram_loss(documents: Documents) -> float:
 def count_overlap(train: Documents, validation: Documents) -> Audit:
     """Count validation documents that are also trained on: exact duplicates and near duplicates."""
     same = np.isin(validation.hashes, train.hashes)
-    near = int((find_near_duplicates(train, validation) & ~same).sum())
+    with show_progress("looking for validation rows in train", partial(len, train.lengths)) as progress:
+        near = int((find_near_duplicates(train, validation, progress) & ~same).sum())
     shared = int(same.sum())
     return {"documents": shared, "share": shared / len(same) if len(same) else 0.0, "near": near}
 
 
-def find_near_duplicates(train: Documents, validation: Documents) -> npt.NDArray[np.bool_]:
+def find_near_duplicates(
+    train: Documents, validation: Documents, progress: Callable[[int], None]
+) -> npt.NDArray[np.bool_]:
     """Return which validation documents share most of their runs of tokens with one training document.
 
     Runs that occur in many validation documents belong to a template and are skipped. In large sets a fraction of all
@@ -155,7 +163,7 @@ def find_near_duplicates(train: Documents, validation: Documents) -> npt.NDArray
     """
     found = np.zeros(len(validation.lengths), np.bool_)
     one_of = 1 if len(train.ids) < COMPARED_TOKENS else 8
-    owners, runs = (np.concatenate(part) for part in zip(*hash_token_runs(validation, one_of), strict=True))
+    owners, runs = keep_distinct(*map(np.concatenate, zip(*hash_token_runs(validation, one_of), strict=True)))
     values, counts = np.unique(runs, return_counts=True)
     usual = values[counts > max(TEMPLATE_DOCUMENTS, TEMPLATE_SHARE * len(found))]
     kept = ~np.isin(runs, usual)
@@ -163,39 +171,55 @@ def find_near_duplicates(train: Documents, validation: Documents) -> npt.NDArray
     owners = owners[kept][order]
     runs = runs[kept][order]
     sizes = np.bincount(owners, minlength=len(found))
+    marks = np.zeros(1 << MARK_BITS, np.bool_)
+    marks[runs >> MARK_SHIFT] = True
     for documents, theirs in hash_token_runs(train, one_of):
-        others = ~np.isin(theirs, usual)
-        documents = documents[others]
-        theirs = theirs[others]
-        first = documents[0] if len(documents) else 0
-        their_sizes = np.bincount(documents - first)
-        low = np.searchsorted(runs, theirs, "left")
-        high = np.searchsorted(runs, theirs, "right")
-        hits = high - low
+        marked = marks[theirs >> MARK_SHIFT]  # few runs of a training document are in a validation document
+        sharing, shared_runs = keep_distinct(documents[marked], theirs[marked])
+        low = np.searchsorted(runs, shared_runs, "left")
+        hits = np.searchsorted(runs, shared_runs, "right") - low
         which = np.repeat(low - (np.cumsum(hits) - hits), hits) + np.arange(int(hits.sum()))
-        pairs = np.stack([np.repeat(documents, hits), owners[which]], 1)
-        both, shared = np.unique(pairs, axis=0, return_counts=True)
-        union = their_sizes[both[:, 0] - first] + sizes[both[:, 1]] - shared
-        found[both[shared >= NEAR * union, 1]] = True
+        both, shared = np.unique(np.repeat(sharing, hits) * len(found) + owners[which], return_counts=True)
+        trained, evaluated = np.divmod(both, len(found))
+        close = shared >= NEAR * sizes[evaluated]  # what both have together is at least what the one has
+        trained, evaluated, shared = (part[close] for part in (trained, evaluated, shared))
+        own = np.isin(documents, trained)
+        whole, own_runs = keep_distinct(documents[own], theirs[own])
+        whole = whole[~np.isin(own_runs, usual)]
+        their_sizes = np.searchsorted(whole, trained, "right") - np.searchsorted(whole, trained, "left")
+        found[evaluated[shared >= NEAR * (their_sizes + sizes[evaluated] - shared)]] = True
+        progress(int(documents.max(initial=0)) + 1)
     return found
 
 
-def hash_token_runs(documents: Documents, one_of: int) -> Iterator[tuple[Lengths, npt.NDArray[np.uint64]]]:
-    """Yield hashes of each document's distinct runs of RUN tokens, with the document, a group of documents at a
-    time."""
-    edges = [0, *np.flatnonzero(np.diff(documents.starts // (1 << 22))) + 1, len(documents.lengths)]
+def keep_distinct(documents: Lengths, runs: Runs) -> tuple[Lengths, Runs]:
+    """Return each document's runs once, sorted."""
+    order = np.lexsort((runs, documents))
+    documents = documents[order]
+    runs = runs[order]
+    first = np.ones(len(runs), np.bool_)
+    first[1:] = (np.diff(documents) != 0) | (runs[1:] != runs[:-1])
+    return documents[first], runs[first]
+
+
+def hash_token_runs(documents: Documents, one_of: int) -> Iterator[tuple[Lengths, Runs]]:
+    """Yield hashes of the documents' runs of RUN tokens, with the document, a group of documents at a time."""
+    edges = [0, *np.flatnonzero(np.diff(documents.starts // HASHED_TOKENS)) + 1, len(documents.lengths)]
     for low, high in itertools.pairwise(edges):
         start = documents.starts[low] if high > low else 0
         ids = documents.ids[start : start + documents.lengths[low:high].sum()].astype(np.uint64)
         owner = np.repeat(np.arange(low, high), documents.lengths[low:high])
         count = max(0, len(ids) - RUN + 1)
         mixed = np.zeros(count, np.uint64)
+        shifted = np.empty(count, np.uint64)
         for place in range(RUN):
-            mixed = (mixed ^ ids[place : place + count]) * np.uint64(0x9E3779B97F4A7C15)
-            mixed ^= mixed >> np.uint64(29)
-        inside = (owner[:count] == owner[len(ids) - count :]) & (mixed % np.uint64(one_of) == 0)
-        numbered = np.unique(np.stack([owner[:count][inside].astype(np.uint64), mixed[inside]], 1), axis=0)
-        yield numbered[:, 0].astype(np.int64), numbered[:, 1]
+            mixed ^= ids[place : place + count]
+            mixed *= np.uint64(0x9E3779B97F4A7C15)
+            mixed ^= np.right_shift(mixed, 29, out=shifted)
+        inside = owner[:count] == owner[len(ids) - count :]
+        if one_of > 1:
+            inside &= mixed % np.uint64(one_of) == 0
+        yield owner[:count][inside], mixed[inside]
 
 
 def compare_batching(lengths: Lengths, *, batch: int, max_length: int, configured: str, seed: int) -> Audit:

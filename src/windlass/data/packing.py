@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,9 @@ def hash_rows(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_rows(sets: Sequence[Documents], path: Path, *, capacity: int | None) -> list[npt.NDArray[np.int64]]:
+def write_rows(
+    sets: Sequence[Documents], path: Path, *, capacity: int | None, progress: Callable[[int], None] = lambda _: None
+) -> list[npt.NDArray[np.int64]]:
     """Write an Arrow file of rows, set after set; `source` is a row's set. Returns the tokens of each row, of a pair
     padded: what it costs in a batch."""
     pairs = sets[0].chosen_lengths is not None
@@ -158,10 +160,12 @@ def write_rows(sets: Sequence[Documents], path: Path, *, capacity: int | None) -
     names = list_row_columns(partial=partial, packed=pairs or capacity is not None, mixed=len(sets) > 1)
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in names], PAIRS if pairs else None)
     lengths = []
+    written = 0
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for number, documents in enumerate(sets):
             rows = group_documents(documents, capacity)
-            lengths.append(np.array([documents.padded_lengths[row].sum() for row in rows], np.int64))
+            padded_lengths = documents.padded_lengths
+            lengths.append(np.array([padded_lengths[row].sum() for row in rows], np.int64))
             for start in range(0, len(rows), ROWS_PER_BLOCK):
                 block = rows[start : start + ROWS_PER_BLOCK]
                 taken = documents.take(np.concatenate(block))
@@ -177,4 +181,6 @@ def write_rows(sets: Sequence[Documents], path: Path, *, capacity: int | None) -
                     for name in names
                 ]
                 writer.write_batch(pa.record_batch(columns, schema=schema))
+                written += len(taken.lengths)
+                progress(written)
     return lengths

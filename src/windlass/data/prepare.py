@@ -38,7 +38,7 @@ from windlass.data.mistral_ids import compare_with_mistral, find_mistral_file
 from windlass.data.mix import count_per_epoch
 from windlass.data.packing import Order, choose_epoch_rows, group_by_length, hash_rows, open_rows, shuffle, write_rows
 from windlass.data.preference import SIDES
-from windlass.data.progress import Progress
+from windlass.data.progress import show_progress
 from windlass.data.select import Selection, check_selection, select_all
 from windlass.data.sources import Part, count_parts, locate_row, read_rows
 from windlass.data.stream import stream_rows
@@ -277,8 +277,8 @@ def write_tokens(
 
     def read(name: str, parts: tuple[Part, ...], kind: Format, most: int | None = None) -> Documents:
         rows = itertools.islice(read_rows(parts), most)
-        progress = Progress(name, lambda: most or count_parts(parts))
-        return tokenize(rows, kind, tokenizer, data.length, place=partial(locate_row, parts), progress=progress)
+        with show_progress(f"tokenizing {name}", lambda: most or count_parts(parts)) as progress:
+            return tokenize(rows, kind, tokenizer, data.length, place=partial(locate_row, parts), progress=progress)
 
     for selection, kind in chosen:
         name = selection.of.held_out_name
@@ -300,7 +300,8 @@ def write_tokens(
     for split, sets, key in (("train", train, "sources"), ("validation", validation, "evaluated")):
         if sets:
             capacity = data.length if data.packs else None
-            rows = write_rows([*sets.values()], into / f"{split}.arrow", capacity=capacity)
+            with show_progress(f"writing {split}", partial(len, together[split].lengths)) as progress:
+                rows = write_rows([*sets.values()], into / f"{split}.arrow", capacity=capacity, progress=progress)
             np.save(into / f"{split}.rows.npy", np.concatenate(rows))
             np.save(into / f"{split}.lengths.npy", together[split].sides)
             audit["splits"][split] = audit_split(together[split], tokenizer)
