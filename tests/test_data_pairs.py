@@ -56,6 +56,8 @@ SHAREGPT = {
     "rejected": said("gpt", "It is 5."),
 }
 AXOLOTL = {"messages": [user("2 + 2?")], "chosen": assistant("It is 4."), "rejected": assistant("It is 5.")}
+SWIFT = {"messages": [user("2 + 2?"), assistant("It is 4.")], "rejected_response": "It is 5."}
+SWIFT_CHATS = {"messages": WHOLE["chosen"], "rejected_messages": WHOLE["rejected"], "system": "Be brief."}
 INTEL = {"system": "Be brief.", "question": "2 + 2?", "chosen": "4", "rejected": "5"}
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
@@ -134,6 +136,22 @@ ASKED = "<user>2 + 2?<end><assistant>"
         ),
         (SHAREGPT, {}, "sharegpt", [f"{ASKED}[It is {it}.<end>]" for it in "45"]),
         (AXOLOTL, {}, "messages", [f"{ASKED}[It is {it}.<end>]" for it in "45"]),
+        (SWIFT, {}, "messages", [f"{ASKED}[It is {it}.<end>]" for it in "45"]),
+        (  # as ms-swift's, named otherwise
+            {"talk": SWIFT["messages"], "bad": [assistant("It is 5.")]},
+            {"columns": {"messages": "talk", "rejected_response": "bad"}},
+            "messages",
+            [f"{ASKED}[It is {it}.<end>]" for it in "45"],
+        ),
+        (
+            SWIFT_CHATS,
+            {"format": "messages"},
+            "messages",
+            [
+                f"<system>Be brief.<end>{ASKED}4.<end><user>Sure?<end><assistant>[{it}<end>]"
+                for it in ("Yes.", "No, 5.")
+            ],
+        ),
         (
             INTEL,
             {"columns": {"prompt": "question"}},
@@ -193,15 +211,21 @@ REFUSED: list[tuple[str, Row, str]] = [
     ("texts with nothing in common", {"chosen": "Four.", "rejected": "Five."}, "prompt-differs"),
     ("a prompt that ends with an answer", {**CHATS, "prompt": [user("2 + 2?"), assistant("So")]}, "prompt-answered"),
     ("a number", {**TEXTS, "chosen": 4}, "column-not-text"),
+    ("a chat without the chosen answer", {**SWIFT, "messages": [user("2 + 2?")]}, "empty-answer"),
+    ("a chat without the rejected answer", {**SWIFT, "rejected_response": None}, "empty-answer"),
+    ("a chat whose answer is rejected", {**SWIFT, "rejected_response": "It is 4."}, "equal-answers"),
+    ("two other chats", {**SWIFT_CHATS, "rejected_messages": [user("3 + 3?"), assistant("6")]}, "prompt-differs"),
     ("a missing answer", {"prompt": "2 + 2?", "chosen": "4"}, "incomplete-row"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "code"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED])
 def test_wrong_pairs_are_refused_with_their_row(prepared: Prepare, row: Row, code: str) -> None:
-    is_text = isinstance(row["chosen"], str | int)
+    is_text = isinstance(row.get("chosen"), str | int)
     good: Row = TEXTS if is_text else CHATS
-    if "prompt" not in row:
+    if "messages" in row:
+        good = SWIFT_CHATS if "rejected_messages" in row else SWIFT
+    elif "prompt" not in row:
         good = HH if is_text else WHOLE
     prepared(good, good)
     with refused(code, "a.jsonl: row 2"):

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 from refusals import refused
+from transformers import AutoTokenizer
 
+from windlass import tiny
+from windlass.data.prepare import prepare_data
 from windlass.errors import UserError
 from windlass.runfile import read_run_file
 from windlass.runfile.document import load_document
@@ -411,6 +414,11 @@ CASES: dict[str, Case] = {
         SWIFT.replace("swift sft", "swift rlhf --beta 0.4 --loss_type ipo"),
         {"train.objective": "dpo", "dpo.beta": 0.4, "dpo.loss": "ipo"},
     ),
+    "swift dpo on last turns": case(
+        SWIFT.replace("swift sft", "swift rlhf --loss_scale last_round"),
+        {"train.objective": "dpo", "data.turns": "absent", "data.completion_only_loss": "absent"},
+    ),
+    "swift dpo on prompts too": case(SWIFT.replace("swift sft", "swift rlhf --loss_scale all"), {}, ["loss_scale"]),
     "swift orpo": case(
         SWIFT.replace("swift sft", "swift rlhf --rlhf_type orpo"), {"train.objective": "orpo", "orpo.beta": 0.1}
     ),
@@ -473,6 +481,26 @@ def test_a_configuration_becomes_a_run_file(name: str, tmp_path: Path) -> None:
         section, _, field = key.partition(".")
         if key not in ("lora.experts", "data.mix", "data.eval"):  # which defaults fill up
             assert run[section][field] == value
+
+
+def test_pairs_of_swift_are_read(tmp_path: Path) -> None:
+    """The rows that its documentation shows, with the run file that its command becomes."""
+    asked = [{"role": "user", "content": "2 + 2?"}]
+    four, five = ({"role": "assistant", "content": text} for text in ("4", "5"))
+    rows = [{"messages": [*asked, four], "rejected_response": "5"} for _ in range(4)]
+    chats = [{"messages": [*asked, four], "rejected_messages": [*asked, five]} for _ in range(4)]
+    tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=600))
+    tables = []
+    for name, lines in (("rows", rows), ("chats", chats)):
+        file = tmp_path / "run.sh"
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        file.write_text(f"swift rlhf --model ./qwen --rlhf_type dpo --dataset {tmp_path}/{name}.jsonl\n")
+        made = import_file(file, overrides=["data.max_length=64", "data.packing=false", "data.chat_template=chatml"])
+        (tmp_path / "run.yaml").write_text(render_run_file(made))
+        run = read_run_file(tmp_path / "run.yaml", [f"train.output_dir={tmp_path}/out"]).run
+        tables.append(prepare_data(run, tokenizer, say=print).train)
+    assert tables[0].num_rows == 4
+    assert tables[0].equals(tables[1])
 
 
 def test_preferences_are_never_turned_into_answers(tmp_path: Path) -> None:

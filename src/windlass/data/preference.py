@@ -67,28 +67,35 @@ def require_pairs(data: Data, wanted: FormatRow | None, columns: Sequence[str], 
 
 def preference_format(request: Request) -> Format:
     """A prompt, text or messages, with both answers; or both texts or chats in full, which begin with their prompt."""
+    answers = [*map(request.column, SIDES)]
     prompt = request.optional("prompt")
-    return make_pair_format(request, "preference", prompt, (lambda row: row.get(prompt)) if prompt else None)
+    return make_pair_format(request, "preference", [prompt, *answers] if prompt else answers)
 
 
-def messages_format(request: Request, column: str = "messages") -> Format:
+def messages_format(request: Request, column: str) -> Format:
     """Messages, and both answers to them as messages or as text."""
     name = request.column(column, "messages_field")
     kind = {"conversations": "sharegpt"}.get(column, column)
-    return make_pair_format(request, kind, name, lambda row: row.get(name))
+    return make_pair_format(request, kind, [name, *map(request.column, SIDES)])
+
+
+def rejected_format(request: Request, rejected: str) -> Format:
+    """A chat that ends with the chosen answer, and the rejected chat or the answer in place of the last."""
+    return make_pair_format(request, "messages", [request.column("messages"), request.column(rejected)])
 
 
 def alpaca_pairs(request: Request) -> Format:
     """An instruction with its input and earlier turns, and both answers."""
-    return make_pair_format(request, "alpaca", request.column("instruction"), alpaca_reader(request))
+    columns = [request.column("instruction"), *map(request.column, SIDES)]
+    return make_pair_format(request, "alpaca", columns, alpaca_reader(request))
 
 
 def make_pair_format(
-    request: Request, name: str, prompt: str | None, read_prompt: Callable[[Row], Any] | None
+    request: Request, name: str, columns: Sequence[str], read_prompt: Callable[[Row], Any] | None = None
 ) -> Format:
-    """Pairs whose prompt is read so; without a reader it is what both answers begin with."""
+    """Pairs in these columns: the prompt, unless both answers begin with it, then the answers."""
     data = request.data
-    columns = tuple(map(request.column, SIDES))
+    *prompt, chosen, rejected = columns
     tools, system = (None, None) if name == "alpaca" else map(request.optional, ("tools", "system"))
     is_chat = name != "preference" or system is not None or bool(CHAT_KEYS.intersection(data.own_changes))
     template: ChatTemplate | None = None
@@ -96,15 +103,14 @@ def make_pair_format(
         template = request.chat_template("alpaca" if name == "alpaca" else "mistral")
 
     def read(row: Row) -> Pair:
-        before = read_prompt(row) if read_prompt else ""
-        before = as_text(before, prompt or "") if is_text(before) else before
-        sides = [row.get(column) or "" for column in columns]
-        texts = [as_text(side, column) for side, column in zip(sides, columns, strict=True) if is_text(side)]
-        if read_prompt is None and len(texts) == 2:
+        before = read_prompt(row) if read_prompt else read_side(row, *prompt) if prompt else ""
+        sides = [read_side(row, chosen), read_side(row, rejected)]
+        texts = [side for side in sides if isinstance(side, str)]
+        if not prompt and len(texts) == 2:
             at = find_answers(*texts)
-            before, texts = texts[0][:at], [text[at:] for text in texts]
-            sides = [*texts]
-        if len(texts) == 2 and not isinstance(before, list) and not is_chat:
+            before = texts[0][:at]
+            sides = texts = [text[at:] for text in texts]
+        if len(texts) == 2 and isinstance(before, str) and not is_chat:
             require_answers([text.strip() for text in texts])
             return before, texts
         if template is None:
@@ -112,6 +118,8 @@ def make_pair_format(
             raise UserError("messages, and the tokenizer has no chat template", "data", hint, "no-chat-template")
         first = [{"role": "system", "content": row[system]}] if system and row.get(system) else []
         chats = [as_messages(side, "assistant") for side in sides]
+        if name == "messages" and not prompt:
+            chats[1] = complete_rejected(template, *chats)
         return split_chats(template, first, as_messages(before, "user"), chats)
 
     def render(row: Row) -> Sequence[RenderedRow]:
@@ -130,14 +138,14 @@ def make_pair_format(
         messages = [arguments_as_text(turn.message) for turn in turns]
         return {"messages": messages, "tools": template.read_tools(row.get(tools or ""))}
 
-    what = f"{prompt!r}, then {' or '.join(map(repr, columns))}" if prompt else " and ".join(map(repr, columns))
+    what = f"{prompt[0]!r}, then {chosen!r} or {rejected!r}" if prompt else f"{chosen!r} and {rejected!r}"
     through = f" through {template.source}" if template and is_chat else ""
     return Format(
         name,
         f"pairs: {what}{through}, loss on both answers",
         render,
         template.notes if template and is_chat else (),
-        (*filter(None, (prompt,)), *columns),
+        tuple(columns),
         template=template,
         chat=chat if template else None,
         pairs=True,
@@ -145,8 +153,10 @@ def make_pair_format(
     )
 
 
-def is_text(value: Any) -> bool:
-    return not isinstance(value, list | dict)
+def read_side(row: Row, column: str) -> Any:
+    """Return a row's text, messages or one message; an error if the column has something else."""
+    value = row.get(column)
+    return value if value and isinstance(value, list | dict) else as_text(value or None, column)
 
 
 def as_messages(value: Any, role: str) -> Messages:
@@ -154,6 +164,14 @@ def as_messages(value: Any, role: str) -> Messages:
     if isinstance(value, list):
         return value
     return [value if isinstance(value, dict) else {"role": role, "content": value}] if value else []
+
+
+def complete_rejected(template: ChatTemplate, chosen: Messages, rejected: Messages) -> Messages:
+    """Return the rejected chat in full; it may be only what takes the place of the chosen chat's last turn."""
+    if any(not turn.is_assistant for turn in template.read(rejected)[:1]):
+        return rejected
+    answered = any(turn.is_assistant for turn in template.read(chosen)[-1:])
+    return [*(chosen[:-1] if answered else chosen), *rejected]
 
 
 def find_answers(chosen: str, rejected: str) -> int:
@@ -175,6 +193,8 @@ def split_chats(template: ChatTemplate, first: Messages, before: Messages, chats
     """
     turns = [template.read(chat) for chat in chats]
     if all(found and not found[0].is_assistant for found in turns):
+        if turns[0] == turns[1]:
+            raise UserError("chosen equals rejected", "data", "leave out such rows", "equal-answers")
         shared = sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(*turns, strict=False)))
         common = "\n".join(turn.words for turn in turns[0][:shared])
         if not all(turn.words.strip() in common for turn in template.read(before)):
@@ -235,4 +255,8 @@ PAIR_FORMATS: Final = (
     ),
     FormatRow("alpaca", (), ("instruction", *SIDES), ("input", "system", "history"), alpaca_pairs),
     FormatRow("preference", (), SIDES, SPOKEN, preference_format),
+    *(
+        FormatRow("messages", (), ("messages", rejected), SPOKEN, partial(rejected_format, rejected=rejected))
+        for rejected in ("rejected_messages", "rejected_response")
+    ),
 )

@@ -8,7 +8,8 @@ from windlass.runfile.importers.preference import set_objective
 
 
 def translate(imported: ImportedRun) -> None:
-    if imported.theirs.get("rlhf_type") in ("dpo", "orpo"):
+    pairs = imported.theirs.get("rlhf_type") in ("dpo", "orpo")
+    if pairs:
         options = {"loss": "loss_type", "smoothing": "label_smoothing"}
         set_objective(imported, "rlhf_type", imported.take("rlhf_type"), betas=["beta"], **options)
     targets = imported.take("target_modules")
@@ -21,11 +22,14 @@ def translate(imported: ImportedRun) -> None:
     if imported.theirs.get("gradient_accumulation_steps") is not None:
         imported.settings["train.global_batch_size"] = None
     scale = imported.take("loss_scale", "default")
-    if scale == "last_round":
-        imported.set("data.turns", "last", "loss_scale")
-    elif scale not in ("default", "all"):
-        imported.refuse("loss_scale", f"is {scale}: windlass has no such weights", "write default, last_round or all")
-    imported.set("data.completion_only_loss", scale != "all", f"loss_scale: {scale}")
+    known = ["default", "last_round"] + ([] if pairs else ["all"])
+    if scale not in known:
+        hint = f"write {' or '.join(known)}"
+        imported.refuse("loss_scale", f"is {scale}: windlass has no such weights", hint)
+    if not pairs:  # pairs have loss on both answers, and on nothing else
+        if scale == "last_round":
+            imported.set("data.turns", "last", "loss_scale")
+        imported.set("data.completion_only_loss", scale != "all", f"loss_scale: {scale}")
     for key, set_sets in (("val_dataset", set_eval_sets), ("dataset", set_data_sets)):
         set_sets(imported, key, [_translate_data(str(name)) for name in as_list(imported.take(key))])
 
