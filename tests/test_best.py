@@ -5,11 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from windlass.data.collate import PaddedCollator, PaddingFreeCollator
 from windlass.errors import UserError
 from windlass.plan.finished import load_finished_run
 from windlass.runfile.rules import resolve_accumulation
-from windlass.train.best import BASE, rank_candidates
+from windlass.train.batches import ROW, Collate
+from windlass.train.best import BASE, rank_candidates, row_losses
 
 
 def test_paired_interval_separates_a_difference_from_noise() -> None:
@@ -54,6 +57,19 @@ def test_pairs_are_ranked_by_loss_or_by_the_share_in_the_right_order() -> None:
     assert [each.apart for each in by_accuracy.candidates] == [False, False, True]
     assert by_accuracy.candidates[0].loss == by_loss.candidates[1].loss
     assert by_accuracy.as_dict()["by"] == "accuracy"
+
+
+def test_each_row_has_its_own_loss_where_rows_are_laid_end_to_end() -> None:
+    lengths = [3, 5, 2]
+    rows = [
+        {ROW: number, "input_ids": np.arange(length), "labels": np.arange(length), "seq_lengths": np.array([length])}
+        for number, length in enumerate(lengths)
+    ]
+    for collator in (PaddedCollator(0), PaddingFreeCollator()):
+        batch = Collate(collator)(rows)
+        losses = torch.arange(len(batch.inputs["targets"]), dtype=torch.float32)
+        figures = row_losses(lambda losses=losses, **_: losses[None], batch)
+        assert figures.tolist() == [[0 + 1, 2], [2 + 3 + 4 + 5, 4], [6, 1]]
 
 
 def test_the_interval_covers_the_true_difference() -> None:

@@ -111,10 +111,10 @@ def test_max_length_is_chosen_by_tokens_wherever_they_are_known(tmp_path: Path) 
     folder = tiny.write_tokenizer(tmp_path / "tokenizer")
     data = Data(dataset_name_or_path=f"{tmp_path}/long.jsonl")
     (tokens,) = [len(ids) for ids in [AutoTokenizer.from_pretrained(folder)("☃" * 400)["input_ids"]]]
-    length, why = choose_length(sample_data(data, folder, str), None)
+    length, why = choose_length(sample_data(data, folder, str), None, 99.5)
     assert tokens <= length < tokens + 258
     assert "by their bytes" not in why[-1]
-    assert choose_length(sample_data(data, None, str), None)[0] < tokens
+    assert choose_length(sample_data(data, None, str), None, 99.5)[0] < tokens
     # A set whose rows can't be tokenized puts no margin on the others.
     mixed = Data.model_validate({"mix": [{"path": f"{tmp_path}/{name}.jsonl"} for name in ("long", "chat")]})
     lengths = [tokens for tokens, _ in sample_data(mixed, folder, str).lengths()]

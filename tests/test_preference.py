@@ -141,6 +141,7 @@ def test_padded_and_padding_free_pairs_have_the_same_answers() -> None:
         assert pairs is not None
         assert (batch.rows, batch.supervised, batch.tokens) == ([3, 0], 2, 9 + 11)
         assert pairs.lengths.tolist() == [4, 1, 2, 5, 0, 0]
+        assert batch.sequences.tolist() == pairs.sequences.tolist()
         assert pairs.sequences.tolist() == [0] * 4 + [1] + [2] * 2 + [3] * 5
         assert pairs.reference.tolist()[:4] == [6.0, 7.0, 0.0, 1.0]
     assert (

@@ -428,7 +428,7 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     tokenizer = run.open_base_tokenizer(plan)
     data = prepare_data(job, tokenizer, say=print)
     trainer: Any
-    if job.is_preference:
+    if job.objective.of_pairs:
         trainer = plain_pairs(plan, model, data, tokenizer)
     else:
         arguments = sft_config(plan, data)

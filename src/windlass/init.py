@@ -20,7 +20,7 @@ from windlass.model import Base, find_base
 from windlass.model.targets import resolve_adapter
 from windlass.observe.format import format_plural
 from windlass.plan import Plan, make_plan
-from windlass.plan.resolve import COVERED, FEW_STEPS, MOST_EPOCHS, SHORTEST
+from windlass.plan.resolve import FEW_STEPS, MOST_EPOCHS, SHORTEST
 from windlass.plan.rows import NO_DATA, DataSample, SplitSample, sample_data
 from windlass.runfile import Loaded, parse_settings, read_run_file
 from windlass.runfile.reference import render_settings
@@ -252,7 +252,7 @@ def _prefer(made: Draft) -> None:
 def _follow_data(made: Draft, base: Base, sample: DataSample) -> None:
     """Set length, batch and epochs from the rows' lengths and number."""
     documents = sample.lengths()
-    covered_percent = 100 if made.load().run.is_preference else COVERED
+    covered_percent = made.load().run.objective.covered_percent
     longest = UNKNOWN
     why = "row lengths are unknown: see `windlass data run.yaml`"
     if documents:

@@ -59,7 +59,7 @@ def advise_faster_layout(
     batches = list_micro_batches(automatic, work.batch.micro * work.batch.accumulation, full)
     changes: list[tuple[str, Cost, str]] = []
     packed = work
-    may_pack = work.shape.base.family.isolates and not run.is_preference
+    may_pack = work.shape.base.family.isolates and run.objective.may_pack
     if not run.data.packs and usual < full and may_pack:
         masked = run.model_copy(update={"data": run.data.model_copy(update={"packing": True})}).masked
         packed = replace(work, masked=masked, document=usual)
@@ -129,7 +129,7 @@ def find_cautions(plan: Plan, problems: Iterable[Problem], shape: ModelShape) ->
     rate = plan.run.train.learning_rate
     if rate >= HIGH_RATE and "sgd" not in plan.run.train.optim:
         yield Caution(f"train.learning_rate {rate:g} is far above what adapters train at", "train.learning_rate=0.0002")
-    elif plan.run.is_preference and rate >= HIGH_RATE_OF_PAIRS:
+    elif plan.run.objective.of_pairs and rate >= HIGH_RATE_OF_PAIRS:
         text = f"train.learning_rate {rate:g} is high for pairs, whose two answers may both become unlikely"
         yield Caution(text, "train.learning_rate=1e-5")
     yield from _find_short_schedule(plan)
@@ -207,7 +207,7 @@ def _find_unfit_length(plan: Plan, tokens: int | None, shape: ModelShape) -> Ite
         gain = _list_gains(plan).get("data.packing=true")
         if gain:
             text += f"; packed, {gain:.1f} x as many tokens/s"
-        may_pack = shape.base.family.isolates and not plan.run.is_preference
+        may_pack = shape.base.family.isolates and plan.run.objective.may_pack
         yield Caution(text, "data.packing=true" if may_pack else "")
 
 

@@ -114,7 +114,7 @@ class Plan:
         saving = schedule.checkpoint_bytes / self.machine.rates.storage_gb_per_second / 1e9
         return {
             "load": cost.load_seconds,
-            "reference": (trained + evaluated) * cost.forward_seconds if self.run.train.objective == "dpo" else 0.0,
+            "reference": (trained + evaluated) * cost.forward_seconds if self.run.objective.has_reference else 0.0,
             "first_step": cost.first_step_seconds,
             "steps": schedule.steps * cost.step_seconds,
             "evaluations": (schedule.evaluations or 0) * evaluated * cost.evaluation_seconds,

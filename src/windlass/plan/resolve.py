@@ -14,7 +14,6 @@ from windlass.runfile import Loaded, RunFile
 FEW_STEPS = 50  # warm-up and decay need some; an adapter hardly moves in fewer
 SHORTEST = 512  # limits of data.max_length
 LONGEST = 4096
-COVERED: Final = 99.5  # percent of the rows that fit uncut
 MOST_EPOCHS: Final = 3
 UNKNOWN: Final = 1024  # data.max_length for rows of unknown lengths
 
@@ -34,12 +33,12 @@ def resolve_auto(
     train: dict[str, Any] = {}
     reasons: list[str] = []
     if run.data.max_length == "auto":
-        data["max_length"], why = choose_length(sample, base.positions, 100 if run.is_preference else COVERED)
+        data["max_length"], why = choose_length(sample, base.positions, run.objective.covered_percent)
         if why:
             reasons.append(f"data.max_length {data['max_length']}, {', '.join(why)}")
     if run.data.packing == "auto":
-        data["packing"] = base.family.isolates is True and not run.train.sets_batch and not run.is_preference
-        if run.is_preference:
+        data["packing"] = base.family.isolates is True and not run.train.sets_batch and run.objective.may_pack
+        if not run.objective.may_pack:
             reasons.append("data.packing false: the two answers of a pair are padded, one row each")
         if data["packing"]:
             reasons.append(f"data.packing true: {base.family.causal_lm} isolates packed documents")
@@ -66,7 +65,7 @@ def fill_in_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None)
     return replace(loaded, run=run)
 
 
-def choose_length(sample: DataSample, positions: int | None, covered_percent: float = COVERED) -> tuple[int, list[str]]:
+def choose_length(sample: DataSample, positions: int | None, covered_percent: float) -> tuple[int, list[str]]:
     """Return a length that nearly all sampled rows fit in, and why it was chosen; no reason if nothing is known."""
     length = UNKNOWN
     why: list[str] = []

@@ -127,7 +127,7 @@ def _lines(plan: Plan) -> Iterator[Named]:
     step = f"{format_duration(cost.step_seconds_low)} to {format_duration(cost.step_seconds_high)} a step"
     yield "speed", f"{rate}, {step} (estimated, {cost.basis})"
     yield "time", _describe_length(plan)
-    if plan.run.train.objective == "dpo":
+    if plan.run.objective.has_reference:
         yield "reference", f"  {_describe_reference(plan)}"
     yield "layout", f"{layout.name}: {layout.reason}"
     yield "limit", LIMITS[cost.bound]
@@ -135,9 +135,9 @@ def _lines(plan: Plan) -> Iterator[Named]:
     yield "machine", describe_machines(layout, plan.machine) + here
     base = "" if plan.base.path else "; no weights here"
     yield "model", f"{plan.base.name}, {format_count(plan.total)}, trained: {plan.adapter.trainable:,}{base}"
-    rows = format_plural(plan.schedule.global_sequences, "pair" if plan.run.is_preference else "row")
+    rows = format_plural(plan.schedule.global_sequences, plan.run.objective.row)
     gpus = format_plural(layout.ranks, _gpu_or_rank(plan))
-    length = f"{batch.sides} x {batch.length:,}" if plan.run.is_preference else f"{batch.length:,}"
+    length = f"{batch.sides} x {batch.length:,}" if batch.sides > 1 else f"{batch.length:,}"
     text = f"{rows} a step of up to {length} tokens: {batch.micro} x {batch.accumulation} micro-batches x {gpus}"
     yield "batch", f"{text}; {_explain_batch(plan)}" if plan.tried else text
     if plan.chosen:  # each begins with its key and value

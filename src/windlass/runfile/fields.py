@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from windlass.runfile.machines import Cluster, LayoutSection, Ranks
-from windlass.runfile.objectives import Dpo, Objective, Orpo
+from windlass.runfile.objectives import OBJECTIVES, Dpo, Objective, ObjectiveName, Orpo
 from windlass.runfile.rows import Data
 from windlass.runfile.values import (
     Auto,
@@ -221,7 +221,7 @@ class SampleSection(Section):
 class Train(Section):
     """The training, in the terms of transformers' TrainingArguments."""
 
-    objective: Objective = "sft"
+    objective: ObjectiveName = "sft"
     """What is minimized. sft: the next-token loss; dpo and orpo: losses of pairs of a chosen and a rejected answer,
     each with a section of its own."""
     output_dir: Text = "/data/output/Models/mistral4small-lora-fsdp"
@@ -344,12 +344,12 @@ class Train(Section):
     @property
     def sides(self) -> int:
         """Sequences of a row: a pair has two."""
-        return 1 if self.objective == "sft" else 2
+        return OBJECTIVES[self.objective].sides
 
     @property
     def unit(self) -> str:
         """What the batch sizes count."""
-        return "sequence" if self.objective == "sft" else "pair"
+        return OBJECTIVES[self.objective].unit
 
     @property
     def least_batch(self) -> int:
@@ -525,13 +525,13 @@ class RunFile(Run):
     @model_validator(mode="after")
     def _tell_data(self) -> Self:
         """Rows are read without the other sections."""
-        self.data._pairs = self.is_preference
+        self.data._pairs = self.objective.of_pairs
         return self
 
     @property
-    def is_preference(self) -> bool:
-        """Whether rows are pairs of a chosen and a rejected answer."""
-        return self.train.objective != "sft"
+    def objective(self) -> Objective:
+        """What follows from train.objective."""
+        return OBJECTIVES[self.train.objective]
 
     @property
     def folder(self) -> str:

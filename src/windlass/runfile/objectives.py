@@ -1,12 +1,66 @@
-"""The sections of preference objectives: what is minimized on pairs of a chosen and a rejected answer."""
+"""Objectives: what follows from each one, and the sections of those on pairs of a chosen and a rejected answer."""
 
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
 from windlass.runfile.values import Positive, Section
 
-Objective = Literal["sft", "dpo", "orpo"]
+ObjectiveName = Literal["sft", "dpo", "orpo"]
+# Recorded besides the loss, by TRL's names: of an evaluation's tokens, of the pairs of a step or an evaluation.
+TOKEN_FIGURES: Final = ("mean_token_accuracy", "entropy")
+PAIR_FIGURES: Final = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+LOSS: Final = "loss"
+ACCURACY: Final = "accuracy"
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What follows from an objective for its rows, their batches and what is measured of them."""
+
+    row: str = "row"
+    """Name of a row in messages."""
+    unit: str = "sequence"
+    """Name of what batch sizes count."""
+    sides: int = 1
+    """Sequences of a row. The loss of pairs is computed from both log-probabilities."""
+    may_pack: bool = True
+    covered_percent: float = 99.5
+    """Rows that fit uncut if data.max_length is chosen. A pair that doesn't fit is refused."""
+    figures: tuple[str, ...] = TOKEN_FIGURES
+    """Recorded of an evaluation besides the loss."""
+    has_reference: bool = False
+    """Whether losses are relative to the model before step 1."""
+    measures: tuple[str, ...] = (LOSS,)
+    """By which adapters can be ranked."""
+
+    @property
+    def of_pairs(self) -> bool:
+        return self.sides == 2
+
+
+_OF_PAIRS: Final = Objective(
+    row="pair",
+    unit="pair",
+    sides=2,
+    may_pack=False,
+    covered_percent=100,
+    figures=PAIR_FIGURES,
+    measures=(LOSS, ACCURACY),
+)
+OBJECTIVES: Final[dict[ObjectiveName, Objective]] = {
+    "sft": Objective(),
+    "dpo": replace(_OF_PAIRS, has_reference=True),
+    "orpo": _OF_PAIRS,
+}
 
 
 class Dpo(Section):

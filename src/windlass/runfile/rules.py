@@ -116,16 +116,16 @@ def _check_objective(run: RunFile, where: Where) -> Iterator[Clash]:
         for key in {"label_smoothing", "length_normalized"}.intersection(run.dpo.changed):
             what = "loss: ipo is always per token" if key == "length_normalized" else "loss: ipo has none"
             yield f"dpo.{key} dpo.loss", f"no effect: {what}", "remove it, or set dpo.loss: sigmoid"
-    if run.is_preference and run.data.packing is True:
+    if run.data.packing is True and not run.objective.may_pack:
         what = "pairs aren't packed: both sequences of a pair stay in one row, and no other pair's"
         yield "data.packing train.objective", what, "remove it, or set data.packing: false"
-    if run.is_preference and run.data.streaming:
+    if run.objective.of_pairs and run.data.streaming:
         what = "pairs can't be streamed: the reference's log-probabilities are computed of all rows before step 1"
         yield "data.streaming train.objective", what, "remove it, and name a slice if the set is too large"
-    if not run.is_preference and run.data.truncation != "refuse":
+    if not run.objective.of_pairs and run.data.truncation != "refuse":
         what = "no effect: only pairs (train.objective: dpo, orpo) are refused or cut by it"
         yield "data.truncation train.objective", what, "remove it: other rows are cut at their end"
-    if run.is_preference and run.train.neftune_noise_alpha:
+    if run.objective.of_pairs and run.train.neftune_noise_alpha:
         what = f"noise would shift every answer's log-probability, which {objective} compares"
         yield "train.neftune_noise_alpha train.objective", what, "remove it"
 
@@ -314,7 +314,7 @@ def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
         "train.eval_steps": (train.evaluation != "steps", unused.format("eval")),
         "train.save_steps": (train.save_strategy != "steps", unused.format("save")),
         "train.lr_scheduler_type": (constant, "constant has no warm-up; constant_with_warmup has one"),
-        "watch.falling_likelihood": (train.objective != "dpo", "no effect unless train.objective is dpo"),
+        "watch.falling_likelihood": (not run.objective.has_reference, "no effect unless train.objective is dpo"),
         "layout.activation_checkpointing": (twice, "same as train.gradient_checkpointing, which is set too"),
     }
     notes += [f"{where(key)}: {text}" for key, (applies, text) in table.items() if applies and is_written(where, key)]

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -28,28 +28,13 @@ FILL_ROW: Final[dict[str, Any]] = {"input_ids": [0, 0], "labels": [IGNORED] * 2,
 FILL_PAIR: Final[dict[str, Any]] = {"input_ids": [0] * 4, "labels": [IGNORED] * 4, "seq_lengths": [2, 2], ROW: FILL}
 
 
-@dataclass(frozen=True, slots=True)
-class Pairs:
+class Pairs(NamedTuple):
     """The pairs of a micro-batch. Sequence 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
 
     sequences: Tensor  # of each target
     lengths: Tensor  # targets of each sequence; 0 of pairs that complete the last step
     reference: Tensor  # log-probability of each sequence under the reference; empty without one
     sources: Tensor | None  # data set of each pair, in mixes and evaluations
-
-    @property
-    def count(self) -> int:
-        return len(self.lengths) // 2
-
-    def each(self, move: Callable[[Tensor], Tensor]) -> Self:
-        sources = None if self.sources is None else move(self.sources)
-        return replace(
-            self,
-            sequences=move(self.sequences),
-            lengths=move(self.lengths),
-            reference=move(self.reference),
-            sources=sources,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +45,7 @@ class Batch:
     collated: dict[str, Any]  # with labels and mask, in host memory, to count tokens without a device sync
     rows: list[int]  # row numbers in the data set
     tokens: int  # without padding
+    sequences: Tensor  # of each target, in host memory
     pairs: Pairs | None = None  # of a preference objective
 
     @property
@@ -75,7 +61,8 @@ class Batch:
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Self:
         inputs = {name: move(value) if isinstance(value, Tensor) else value for name, value in self.inputs.items()}
-        return replace(self, inputs=inputs, pairs=self.pairs and self.pairs.each(move))
+        pairs = self.pairs and Pairs._make(value if value is None else move(value) for value in self.pairs)
+        return replace(self, inputs=inputs, pairs=pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +110,7 @@ class Collate:
         known = [row[ROW] for row in rows if row[ROW] != FILL]
         fill = FILL_PAIR if self.pairs else FILL_ROW
         tokens -= (len(rows) - len(known)) * len(fill["input_ids"])
-        return Batch(inputs, collated, known, tokens, pairs)
+        return Batch(inputs, collated, known, tokens, torch.from_numpy(which), pairs)
 
     def _pair(self, rows: Sequence[dict[str, Any]], which: Array, sources: Tensor | None) -> Pairs:
         """Describe pairs. `which`: the sequence of each target."""

@@ -8,12 +8,14 @@ out, so the interval of a difference is far narrower than the spread of the loss
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from peft import PeftModel
+from torch import Tensor
 
 from windlass.data.prepare import prepare_data
 from windlass.errors import UserError
@@ -23,7 +25,8 @@ from windlass.ranks import collectives
 from windlass.ranks.rank import Rank
 from windlass.run_folder import ADAPTER, BASES, CHECKPOINTS, read_manifest
 from windlass.runfile import RunFile
-from windlass.train.batches import Batches
+from windlass.runfile.objectives import ACCURACY, LOSS
+from windlass.train.batches import Batch, Batches
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.connect import create_process_group, require_device
@@ -43,8 +46,6 @@ REFERENCE: Final = "as it began"  # with the adapter that a run on pairs began w
 NOISE: Final = 1.96  # standard errors: 95 % of a normal distribution
 
 Rows = np.ndarray[Any, Any]  # per row: summed loss, supervised tokens; per pair: loss, 1, whether chosen is preferred
-LOSS: Final = "loss"
-ACCURACY: Final = "accuracy"
 
 
 def rank_checkpoints(
@@ -59,11 +60,10 @@ def rank_checkpoints(
 ) -> int:
     """Do one rank's part; rank 0 shows the ranking. `base_dtypes`: further dtypes of the base to compare."""
     run = plan.run
-    known = (LOSS, ACCURACY) if run.is_preference else (LOSS,)
-    if by not in known:
+    if by not in run.objective.measures:
         problem = f"adapters of this run aren't ranked by {by}"
-        raise UserError(problem, "--by", f"known: {', '.join(known)}", "no-such-measure")
-    began_with = find_first_adapter(run_folder) if run.train.objective == "dpo" else None
+        raise UserError(problem, "--by", f"known: {', '.join(run.objective.measures)}", "no-such-measure")
+    began_with = find_first_adapter(run_folder) if run.objective.has_reference else None
     untrained = REFERENCE if began_with else BASE
     console = make_console(here)
     try:
@@ -146,64 +146,60 @@ def find_first_adapter(run_folder: Path) -> Path | None:
 
 def make_comparison(model: PeftModel, batches: Batches, run: RunFile, began_with: Path | None) -> Callable[[], Rows]:
     """Return a function that measures all rows. The reference of pairs is measured here; its adapter stays loaded."""
-    if not run.is_preference:
-        return lambda: row_losses(model, batches, bf16=run.train.in_bf16)
+    causal_lm = model.get_base_model()
+    if not run.objective.of_pairs:
+        return lambda: measure_rows(batches, 2, partial(row_losses, causal_lm), bf16=run.train.in_bf16)
     preference = Preference(run, SourceLosses((), get_device()))
+
+    def measure(reference: Rows | None = None) -> Rows:
+        compare = partial(pair_figures, causal_lm, preference, reference)
+        return measure_rows(batches, 5, compare, bf16=run.train.in_bf16)
+
     reference: Rows | None = None
     if began_with is not None:
         load_adapter(model, began_with)
-        reference = pair_figures(model, batches, preference, None, bf16=run.train.in_bf16)[:, 3:]
-    elif run.train.objective == "dpo":
+        reference = measure()[:, 3:]
+    elif run.objective.has_reference:
         with model.disable_adapter():
-            reference = pair_figures(model, batches, preference, None, bf16=run.train.in_bf16)[:, 3:]
-    return lambda: pair_figures(model, batches, preference, reference, bf16=run.train.in_bf16)[:, :3]
+            reference = measure()[:, 3:]
+    return lambda: measure(reference)[:, :3]
 
 
 @torch.no_grad()
-def pair_figures(
-    model: PeftModel, batches: Batches, preference: Preference, reference: Rows | None, *, bf16: bool
-) -> Rows:
-    """Return for every pair, on every rank: its loss, 1, whether the chosen answer is preferred (a tie is half), and
-    the log-probabilities of both answers."""
+def measure_rows(batches: Batches, columns: int, measure: Callable[[Batch], Tensor], *, bf16: bool) -> Rows:
+    """Return figures of every row, on every rank. `measure` returns those of a micro-batch's rows, then of fillers."""
     device = get_device()
-    figures = np.zeros((len(batches.rows), 5))
-    for host_batch in batches.epoch(0):
-        batch = host_batch.to(device)
-        assert batch.pairs is not None
+    figures = np.zeros((len(batches.rows), columns))
+    for batch in batches.epoch(0):
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            answers = measure_answers(model.get_base_model()(**batch.inputs, summed=False), batch.pairs)
-        real = len(batch.rows)  # fillers come after
-        answers = Answers(*(each[:real] for each in answers))
-        if reference is not None:
-            answers = answers._replace(reference=torch.from_numpy(reference[batch.rows]).to(answers.logps))
-        outcome = preference.compare(answers)
-        margins = outcome.rewards[:, 0] - outcome.rewards[:, 1]
-        preferred = (margins.sign() + 1) / 2
-        columns = [outcome.losses, torch.ones_like(margins), preferred, *answers.logps.unbind(1)]
-        figures[batch.rows] = torch.stack(columns, 1).double().cpu()
-    total: Rows = sum(collectives.all_gather(figures))
+            measured = measure(batch.to(device))
+        figures[batch.rows] = measured[: len(batch.rows)].double().cpu()
+    total: Rows = sum(collectives.all_gather(figures))  # each row is nonzero on one rank only
     return total
+
+
+def row_losses(causal_lm: Any, batch: Batch) -> Tensor:
+    """Return every row's summed loss and its supervised tokens."""
+    losses: Tensor = causal_lm(**batch.inputs, per_token=True)[0].double().cpu()
+    figures = torch.stack([losses, torch.ones_like(losses)], 1)
+    return torch.zeros(len(batch.rows), 2).double().index_add(0, batch.sequences, figures)
+
+
+def pair_figures(causal_lm: Any, preference: Preference, reference: Rows | None, batch: Batch) -> Tensor:
+    """Return of every pair: its loss, 1, whether the chosen answer is preferred, and both log-probabilities."""
+    assert batch.pairs is not None
+    answers = measure_answers(causal_lm(**batch.inputs, summed=False), batch.pairs)
+    if reference is not None:
+        answers = Answers(*(each[: len(batch.rows)] for each in answers))  # fillers come after
+        answers = answers._replace(reference=torch.from_numpy(reference[batch.rows]).to(answers.logps))
+    outcome = preference.compare(answers)
+    columns = [outcome.losses, torch.ones_like(outcome.losses), outcome.preferred, *answers.logps.unbind(1)]
+    return torch.stack(columns, 1)
 
 
 def mean_loss(rows: Rows) -> float:
     """Return the loss per supervised token, or per pair."""
     return float(rows[:, 0].sum() / rows[:, 1].sum())
-
-
-@torch.no_grad()
-def row_losses(model: PeftModel, batches: Batches, *, bf16: bool) -> Rows:
-    """Return every row's loss, on every rank, in the precision of training."""
-    device = get_device()
-    figures = np.zeros((len(batches.rows), 2))
-    for batch in batches.epoch(0):
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            losses = model.get_base_model()(**batch.to(device).inputs, per_token=True)[0].double().cpu()
-        row_of = batch.inputs["supervised"] // batch.inputs["input_ids"].shape[1]
-        for place, number in enumerate(batch.rows):  # filler rows come after the real ones
-            of_row = losses[row_of == place]
-            figures[number] = float(of_row.sum()), len(of_row)
-    total: Rows = sum(collectives.all_gather(figures))  # each row is nonzero on one rank only
-    return total
 
 
 def rank_candidates(measured: Mapping[str, Rows], skipped: dict[str, str], by: str = LOSS) -> Ranking:

@@ -64,8 +64,8 @@ def print_header(console: Console, plan: Plan, environ: Mapping[str, str]) -> No
     placed = f"{layout.name} on {ranks}: {layout.reason}"
     if train.compile:
         placed += "; layers compiled"
-    unit = "pair" if plan.run.is_preference else "sequence"
-    tokens = f"{batch.length} tokens{' an answer' if plan.run.is_preference else ''}"
+    unit = train.unit
+    tokens = f"{batch.length} tokens{' an answer' if batch.sides > 1 else ''}"
     sequences = f"{format_plural(plan.schedule.global_sequences, unit)} of up to {tokens}"
     if train.per_device_train_batch_size == "auto":
         sequences += "; the fastest micro-batch that fits"

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,11 +17,9 @@ from windlass.runfile import RunFile
 from windlass.train.batches import Batch, Batches
 from windlass.train.console import Progress
 from windlass.train.loss import SourceLosses
-from windlass.train.preference import FIGURES, Preference
+from windlass.train.preference import Preference
 from windlass.train.samples import Samples
 from windlass.train.step import Number, TrainedModel
-
-TOKEN_FIGURES = ("mean_token_accuracy", "entropy")  # first choices that are the next token; entropy
 
 
 class EvaluationSums(NamedTuple):
@@ -29,7 +28,7 @@ class EvaluationSums(NamedTuple):
     supervised: Number  # tokens, or pairs
     interrupted: Number  # ranks that received a signal
     loss: Number  # summed over supervised tokens or pairs, as all that follows
-    figures: Any  # TOKEN_FIGURES, or FIGURES of pairs; losses per data set, then their tokens or pairs
+    figures: Any  # the objective's; losses per data set, then their tokens or pairs
 
     @classmethod
     def unpack(cls, sums: Tensor | Sequence[float]) -> Self:
@@ -58,8 +57,10 @@ class Evaluator:
         model = self.model
         model.causal_lm.eval()
         by_source = SourceLosses(self.batches.names, model.device, torch.float64)
-        preference = Preference(self.run, by_source) if self.run.is_preference else None
-        names = TOKEN_FIGURES if preference is None else FIGURES
+        sum_batch = partial(_sum_tokens, model, by_source)
+        if self.run.objective.of_pairs:
+            sum_batch = partial(_sum_pairs, model, Preference(self.run, by_source))
+        names = self.run.objective.figures
         size = EvaluationSums._fields.index("figures") + len(names) + len(by_source.sums)
         sums = torch.zeros(size, dtype=torch.float64, device=model.device)
         requested = None  # a stop signal up to the previous batch: reading it then lets the device run ahead
@@ -69,10 +70,7 @@ class Evaluator:
                 self.progress.start_evaluation(step)
                 batch = host_batch.to(model.device)
                 with torch.no_grad(), model.autocast:
-                    if preference is None:
-                        figures = _sum_tokens(model, batch, by_source)
-                    else:
-                        figures = _sum_pairs(model, batch, preference)
+                    figures = sum_batch(batch)
                 counts = figures.new_tensor([host_batch.supervised, self.stop_signal.received])
                 vector = torch.cat([counts, figures])
                 if collectives.get_world_size() > 1:
@@ -98,7 +96,7 @@ class Evaluator:
         }
 
 
-def _sum_tokens(model: TrainedModel, batch: Batch, by_source: SourceLosses) -> Tensor:
+def _sum_tokens(model: TrainedModel, by_source: SourceLosses, batch: Batch) -> Tensor:
     """Return the summed loss of a batch's tokens, TOKEN_FIGURES, and the losses per data set."""
     figures = model.causal_lm(**batch.inputs, per_token=True)
     if by_source.names and "sources" in batch.inputs:
@@ -106,8 +104,8 @@ def _sum_tokens(model: TrainedModel, batch: Batch, by_source: SourceLosses) -> T
     return torch.cat([figures.double().sum(1), by_source.take()])
 
 
-def _sum_pairs(model: TrainedModel, batch: Batch, preference: Preference) -> Tensor:
-    """Return the summed loss of a batch's pairs, FIGURES, and the losses per data set."""
+def _sum_pairs(model: TrainedModel, preference: Preference, batch: Batch) -> Tensor:
+    """Return the summed loss of a batch's pairs, PAIR_FIGURES, and the losses per data set."""
     assert batch.pairs is not None
     loss = preference.compute(model.causal_lm(**batch.inputs, summed=False), batch.pairs)
     return torch.cat([loss.double()[None], preference.take()])

@@ -2,26 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from windlass.runfile.fields import RunFile
-from windlass.runfile.objectives import Dpo, Orpo
+from windlass.runfile.objectives import PAIR_FIGURES, Dpo, Orpo
 from windlass.train.batches import Pairs
 from windlass.train.loss import SourceLosses
-
-# What is recorded of a step's pairs besides their loss, by TRL's names.
-FIGURES: Final = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/margins",
-    "rewards/accuracies",
-    "logps/chosen",
-    "logps/rejected",
-)
 
 
 class Answers(NamedTuple):
@@ -38,6 +28,11 @@ class PairOutcome(NamedTuple):
     losses: Tensor  # [pairs]
     rewards: Tensor  # [pairs, 2], without gradient
     logps: Tensor  # [pairs, 2], without gradient: as the objective compares them
+
+    @property
+    def preferred(self) -> Tensor:
+        """Whether the chosen answer has the higher reward, 1 or 0. A tie is 0, as in TRL: the reference itself."""
+        return (self.rewards[:, 0] > self.rewards[:, 1]).float()
 
 
 def dpo_loss(settings: Dpo, answers: Answers) -> PairOutcome:
@@ -83,7 +78,7 @@ class Preference:
         self.name = run.train.objective
         self.settings: Dpo | Orpo = run.dpo if self.name == "dpo" else run.orpo
         self.sources = sources  # losses by data set
-        self.figures = torch.zeros(len(FIGURES), device=sources.sums.device, dtype=sources.sums.dtype)
+        self.figures = torch.zeros(len(PAIR_FIGURES), device=sources.sums.device, dtype=sources.sums.dtype)
 
     def compute(self, losses_of_tokens: Tensor, pairs: Pairs) -> Tensor:
         """Return the summed loss of a micro-batch's pairs, and add up what is recorded of them."""
@@ -92,7 +87,7 @@ class Preference:
         losses = torch.where(real, outcome.losses, 0)
         with torch.no_grad():
             chosen, rejected = outcome.rewards.unbind(1)
-            figures = [chosen, rejected, chosen - rejected, (chosen > rejected).float(), *outcome.logps.unbind(1)]
+            figures = [chosen, rejected, chosen - rejected, outcome.preferred, *outcome.logps.unbind(1)]
             self.figures += torch.where(real, torch.stack(figures), 0).sum(1)
             if pairs.sources is not None and self.sources.names:
                 self.sources.add(pairs.sources[real], losses.detach()[real])
@@ -111,8 +106,12 @@ class Preference:
 
     def describe(self, sums: Sequence[float], pairs: float) -> dict[str, Any]:
         """Return the recorded means of all ranks' pairs, by name."""
-        figures = dict(zip(FIGURES, (value / max(pairs, 1) for value in sums[: len(FIGURES)]), strict=True))
-        return {"preference": figures, **self.sources.describe(sums[len(FIGURES) :], pairs)}
+        count = len(PAIR_FIGURES)
+        means = [value / max(pairs, 1) for value in sums[:count]]
+        return {
+            "preference": dict(zip(PAIR_FIGURES, means, strict=True)),
+            **self.sources.describe(sums[count:], pairs),
+        }
 
 
 def measure_answers(losses_of_tokens: Tensor, pairs: Pairs) -> Answers:

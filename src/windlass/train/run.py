@@ -144,7 +144,7 @@ def train_rank(
             here.phase("setting up the loop")
             facts = {**describe_run(plan, identity), **base, **fingerprints}
             loop = make_loop(plan, session, model, data, tokenizer, facts=facts, debug_freq=debug_freq)
-            if job.train.objective == "dpo":
+            if job.objective.has_reference:
                 here.phase("computing the reference")
                 sets = Sets(loop.batches, loop.evaluator.batches if loop.evaluator else None)
                 attach_reference(plan, loop.model, sets, facts, resumed=from_checkpoint, say=console.print)
@@ -289,7 +289,7 @@ def make_loop(
         plan.run,
         recorder,
         vocabulary=plan.base.dims["vocab"],
-        unigram_loss=None if plan.run.is_preference else data.audit["splits"]["train"].get("unigram_loss"),
+        unigram_loss=data.audit["splits"]["train"].get("unigram_loss"),
         say=console.print,
         report=session.report.finish,
         on_stall=partial(report_stall, here),
@@ -382,7 +382,7 @@ def make_batches(plan: Plan, data: PreparedData, pad_token_id: int, *, mark_toke
         Collate(
             data.collator(pad_token_id, on_cpu=get_device().type == "cpu"),
             mark_tokens=mark_tokens,
-            pairs=plan.run.is_preference,
+            pairs=data.pairs,
         ),
         plan.batch.micro,
         order=None if data.lengths is None else order,
@@ -401,7 +401,7 @@ def make_validation_batches(plan: Plan, data: PreparedData, pad_token_id: int) -
     rows = np.arange(len(data.validation))
     return Batches(
         data.validation,
-        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu"), pairs=plan.run.is_preference),
+        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu"), pairs=data.pairs),
         micro,
         order=lambda _: rows,
         round_rows=micro * collectives.get_world_size(),

@@ -92,7 +92,7 @@ class TrainedModel:
         self.kept_gathered = list_fsdp_modules(model) if gather_once else []
         self.waits = WaitTimer(model, now, split_experts=layout.expert_parallel > 1)
         self.sources = SourceLosses(sources, self.device)  # per data set of a mix
-        self.preference = Preference(plan.run, self.sources) if plan.run.is_preference else None
+        self.preference = Preference(plan.run, self.sources) if plan.run.objective.of_pairs else None
         self.patches = ModelPatches(
             self.causal_lm,
             by_source=self.sources,

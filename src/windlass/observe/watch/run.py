@@ -62,9 +62,9 @@ class RunWatch:
         self.monitor = Monitor(self.folder, self.limits, self.ranks, network=network, raised=self._on_alarm)
         history = self.monitor.history
         history.vocabulary = vocabulary
-        history.unigram_loss = None if run.is_preference else unigram_loss
-        history.pairs = run.is_preference
-        history.beta = run.dpo.beta if run.train.objective == "dpo" else None
+        history.unigram_loss = None if run.objective.of_pairs else unigram_loss
+        history.pairs = run.objective.of_pairs
+        history.beta = run.dpo.beta if run.objective.has_reference else None
         recorder.unwritten.say = self._on_write_error
         self.heartbeat = Heartbeat(
             self.folder,
