@@ -39,6 +39,7 @@ from windlass.model import targets as adapters
 from windlass.plan import memory
 from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
+from windlass.plan.padding import RowLengths
 from windlass.plan.step_time import AHEAD, StepTime, estimate_time
 from windlass.plan.workload import ModelShape
 from windlass.runfile import Lora
@@ -237,7 +238,8 @@ def replay(row: dict[str, str], line: int) -> Replay:
         raise SkipError("not LoRA")
     work, engine, usual = work_of(row)
     with patch.object(memory, "loss_bytes", loss_bytes if work.full_logits else memory.loss_bytes):
-        planned = estimate_cost(work, usual, advise=False)
+        lengths = RowLengths(usual) if usual else None
+        planned = estimate_cost(work, lengths, advise=False)
         gib = memory_of(work, planned, engine, row)
     batch, layout = work.batch, work.layout
     step = seconds_of(work, planned, engine)

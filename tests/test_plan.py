@@ -20,6 +20,7 @@ from windlass.data.sources import Rows
 from windlass.plan import Plan, make_plan
 from windlass.plan.accelerate import read_accelerate
 from windlass.plan.cost import HEADROOM, Batch
+from windlass.plan.padding import RowLengths
 from windlass.plan.rows import Counts, DataSample, SplitSample
 from windlass.plan.schedule import make_schedule
 from windlass.plan.search import EQUAL, drop_dominated, is_same_layout
@@ -618,7 +619,7 @@ def test_a_rope_type_that_depends_on_the_micro_batch_is_said(tmp_path: Path) -> 
 
 
 def count(rows: int | None) -> Counts:
-    return Counts(rows, None, 128, None, "counted" if rows else "a stream", 0.0)
+    return Counts(rows, None, RowLengths(128), None, "counted" if rows else "a stream", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -649,7 +650,7 @@ def test_rows_as_sequences() -> None:
         split = SplitSample(RowSet("train", data, str), rows, groups=groups)
         counts = DataSample([split], [], None).estimate(data)
         assert counts.tolerance is None
-        return counts.sequences, counts.usual, counts.reason
+        return counts.sequences, counts.lengths.usual, counts.reason
 
     for rows in (Rows(1000, "counted"), Rows(2000, "counted", blank=1000)):
         assert estimate(rows, packing=False)[:2] == (1000, 100)

@@ -308,7 +308,7 @@ def _set_rhythm(made: Draft, plan: Plan, sample: DataSample) -> None:
         return
     epochs, _ = made.settings["train.num_train_epochs"]
     about = "" if plan.schedule.tolerance == 0 else "about "
-    tokens = plan.schedule.global_sequences * plan.batch.sides * plan.counts.usual
+    tokens = plan.schedule.global_sequences * plan.batch.sides * plan.counts.lengths.usual
     made.set("train.num_train_epochs", epochs, f"{about}{steps:,} optimizer steps of about {tokens:,} tokens")
     for key in ("train.eval_steps", "train.save_steps"):
         made.set(key, max(1, steps // 10))

@@ -57,3 +57,7 @@ FUSED_INPUTS: Final = (
 BY_DOCUMENT_ELEMENTS: Final = 2**16
 # Documents are padded to multiples of this many tokens: torch keeps about 4 MiB of code for each length it has seen.
 DOCUMENT_TOKENS: Final = 64
+
+# Global batches that are sorted by length together: more of them pad less, fewer shuffle better. Transformers' own
+# length-grouped sampler uses fifty, too.
+WINDOW_BATCHES: Final = 50

@@ -13,11 +13,9 @@ import pyarrow as pa
 
 from windlass.data.tokenize import Documents
 from windlass.observe.steps import IGNORED
+from windlass.settings import WINDOW_BATCHES
 
 Order = npt.NDArray[np.int64]
-# Global batches that are sorted by length together: more of them pad less, fewer shuffle better. Transformers' own
-# length-grouped sampler uses fifty, too.
-WINDOW_BATCHES = 50
 
 
 def shuffle(count: int, seed: int, epoch: int) -> Order:

@@ -202,9 +202,7 @@ def choose_batching(run: RunFile, batch: int) -> str:
     """Return how rows form micro-batches of `batch` rows."""
     if run.data.packs:
         return PACKED
-    # Unpacked rows may be laid end to end if attention is computed per document, not over a square mask.
-    by_document = "flash" in (run.model.attn_implementation or "")
-    return PADDING_FREE if by_document and batch > 1 else LENGTH_GROUPED
+    return LENGTH_GROUPED if run.pads or batch == 1 else PADDING_FREE
 
 
 def complete_audit(

@@ -11,6 +11,7 @@ from windlass.data.inputs import find_absent_data, find_absent_files, is_expecte
 from windlass.errors import Problem
 from windlass.observe.format import format_plural
 from windlass.plan.cost import Cost, Workload, estimate_cost
+from windlass.plan.padding import RowLengths
 from windlass.plan.resolve import FEW_STEPS
 from windlass.plan.search import Candidate, choose_layout, compare_layouts, list_micro_batches, try_batches
 from windlass.plan.workload import ModelShape
@@ -46,7 +47,7 @@ class Advice:
 
 def advise_faster_layout(
     work: Workload,
-    usual: int,
+    lengths: RowLengths,
     contenders: Sequence[Candidate],
     run: RunFile,
     *,
@@ -59,18 +60,20 @@ def advise_faster_layout(
     batches = list_micro_batches(automatic, work.batch.micro * work.batch.accumulation, full)
     changes: list[tuple[str, Cost, str]] = []
     packed = work
+    filled = lengths
     may_pack = work.shape.base.family.isolates and run.objective.may_pack
-    if not run.data.packs and usual < full and may_pack:
+    if not run.data.packs and lengths.usual < full and may_pack:
         masked = run.model_copy(update={"data": run.data.model_copy(update={"packing": True})}).masked
-        packed = replace(work, masked=masked, document=usual)
-        remark = f"a sequence then holds {full / usual:.1f} rows; a step trains on as many times the tokens"
-        changes.append(("data.packing: true", estimate_cost(packed, full, advise=False), remark))
+        packed = replace(work, masked=masked, document=lengths.usual)
+        filled = RowLengths(full)
+        remark = f"a sequence then holds {full / lengths.usual:.1f} rows; a step trains on as many times the tokens"
+        changes.append(("data.packing: true", estimate_cost(packed, filled, advise=False), remark))
     if batch_is_set and len(batches) > 1:
-        best, _ = try_batches(work, work.layout, usual, batches)
+        best, _ = try_batches(work, work.layout, lengths, batches)
         changes.append(("train.per_device_train_batch_size: auto", best, f"micro-batches of {best.batch.micro}"))
     if not work.layout.activation_checkpointing:
         recomputed = replace(work.layout, activation_checkpointing=True)
-        best, _ = try_batches(work, recomputed, usual, [work.batch] if batch_is_set else batches)
+        best, _ = try_batches(work, recomputed, lengths, [work.batch] if batch_is_set else batches)
         remark = f"{best.gpu_gib:,.1f} GiB a GPU, micro-batches of {best.batch.micro}"
         changes.append(("train.gradient_checkpointing: true", best, remark))
     other = choose_layout(contenders) if layout_is_set else None
@@ -83,12 +86,12 @@ def advise_faster_layout(
             for recompute in (False, True)
             if candidate.here and not candidate.why_not
         ]
-        other = choose_layout(compare_layouts(packed, full, layouts, lambda _: batches))
+        other = choose_layout(compare_layouts(packed, filled, layouts, lambda _: batches))
         if other:
             recompute = "checkpointing" if other.layout.activation_checkpointing else "no checkpointing"
             remark = f"{other.name}, micro-batches of {other.cost.batch.micro}, {recompute}"
             changes.append((OF_ALL, other.cost, remark))
-    now = estimate_cost(work, usual, advise=False).tokens_per_second
+    now = estimate_cost(work, lengths, advise=False).tokens_per_second
     advice = [
         Advice(change, cost.tokens_per_second, cost.tokens_per_second / now, remark)
         for change, cost, remark in changes

@@ -1,11 +1,13 @@
 """The cost of a run under one layout: memory, traffic and time, and if it does not fit, which change would help."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from windlass.hardware import GIB
 from windlass.plan.layout import why_not_expert_parallel
 from windlass.plan.memory import MemoryRow, estimate_memory, total_bytes
+from windlass.plan.padding import RowLengths
 from windlass.plan.step_time import StepTime, estimate_time
 from windlass.plan.workload import Batch, Workload, read_shape
 from windlass.settings import FOUR_BITS
@@ -20,7 +22,8 @@ HEADROOM = 0.05
 
 @dataclass(frozen=True)
 class Cost(StepTime):
-    """The cost of a run: memory for full rows, since some will be; traffic and time for rows of the usual length."""
+    """The cost of a run: memory for full rows, since some will be; traffic and time for rows of the usual length, as
+    they are padded. Rates count tokens without padding."""
 
     batch: Batch
     rows: tuple[MemoryRow, ...]
@@ -32,14 +35,15 @@ class Cost(StepTime):
     peak: str  # the moment of the step with the highest GPU memory use
 
 
-def estimate_cost(work: Workload, usual: int | None = None, *, advise: bool = True) -> Cost:
+def estimate_cost(work: Workload, lengths: RowLengths | None = None, *, advise: bool = True) -> Cost:
     """Return memory, traffic and time of this run. Pure: the same work always has the same cost.
 
-    `usual`: tokens of a usual row. `advise`: if the run does not fit, search for a change that makes it fit.
+    `lengths`: of the rows; None: all are full. `advise`: if the run does not fit, search for a change that makes it
+    fit.
     """
     gpu_gib, host_gib, rows, peak = _estimate_sizes(work)
     fits = _fits(work, gpu_gib, host_gib)
-    time = estimate_time(work if usual is None else replace(work, batch=replace(work.batch, length=usual)))
+    time = estimate_time(work) if lengths is None else _estimate_padded_time(work, lengths)
     return Cost(
         **vars(time),
         batch=work.batch,
@@ -50,6 +54,21 @@ def estimate_cost(work: Workload, usual: int | None = None, *, advise: bool = Tr
         has_headroom=fits and gpu_gib <= work.machine.gpu.memory_gib * (1 - HEADROOM),
         remedy=_find_remedy(work, gpu_gib, host_gib) if advise and not fits else "",
         peak=peak,
+    )
+
+
+def _estimate_padded_time(work: Workload, lengths: RowLengths) -> StepTime:
+    """Return the time with rows padded to the longest of their micro-batch."""
+    batch = work.batch
+    padded = lengths.pad(batch.micro, batch.micro * batch.accumulation * work.layout.ranks)
+    time = estimate_time(replace(work, batch=replace(batch, length=math.ceil(padded))))
+    useful = min(1.0, lengths.usual / padded)
+    return replace(
+        time,
+        tokens_per_second=time.tokens_per_second * useful,
+        tokens_per_second_low=time.tokens_per_second_low * useful,
+        tokens_per_second_high=time.tokens_per_second_high * useful,
+        mfu=time.mfu * useful,
     )
 
 

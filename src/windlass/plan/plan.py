@@ -19,6 +19,7 @@ from windlass.plan.as_json import describe_plan
 from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import AUTO, Layout, LayoutRequest
 from windlass.plan.machine import find_machine
+from windlass.plan.padding import RowLengths
 from windlass.plan.request import read_request
 from windlass.plan.resolve import resolve_auto
 from windlass.plan.rows import Counts, DataSample, sample_data
@@ -186,7 +187,7 @@ def make_plan(
 
     # 4. How many sequences the rows make, and the ways to cut those of a step into micro-batches.
     counts = sample.count(run.data, run.folder)
-    length = counts.usual
+    lengths = counts.lengths if run.pads else RowLengths(counts.lengths.usual)
     accumulation = resolve_accumulation(run.train, request.ranks, where)
     batches = partial(divide_batch, run.train, accumulation * request.ranks, run.data.length)
     batch_is_set = len(batches(request.ranks)) == 1
@@ -211,7 +212,7 @@ def make_plan(
     # are recomputed only if the run does not fit otherwise.
     search = Search(
         work=work,
-        usual=length,
+        lengths=lengths,
         batches=batches,
         experts=base.dims.get("experts", 0) if base.family.expert_parallel else 0,
         kept_dtype="" if dtypes.why_not_kept else dtypes.published,
@@ -236,14 +237,14 @@ def make_plan(
         machine=machine,
         layout=layout,
         schedule=make_schedule(run.train, work.batch, layout.ranks, adapter, counts),
-        cost=estimate_cost(work, length),
+        cost=estimate_cost(work, lengths),
         contenders=choice.contenders,
         impossible=choice.impossible,
         counts=counts,
         evaluated=counts.evaluated if work.evaluated else 0,
         tried=() if batch_is_set else choice.best.tried,
         advice=advise_faster_layout(
-            work, length, choice.contenders, run, batch_is_set=batch_is_set, layout_is_set=layout_is_set
+            work, lengths, choice.contenders, run, batch_is_set=batch_is_set, layout_is_set=layout_is_set
         )
         if compare
         else (),

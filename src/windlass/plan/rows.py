@@ -18,6 +18,7 @@ from windlass.data.sources import Rows, count_rows, parse_split, resolve_source,
 from windlass.errors import Problem, UserError, Where
 from windlass.files import read_json
 from windlass.observe.format import format_plural
+from windlass.plan.padding import RowLengths
 from windlass.run_folder import DATA
 from windlass.runfile import Data
 
@@ -87,7 +88,7 @@ class Counts:
 
     sequences: int | None  # of an epoch
     evaluated: int | None  # of one evaluation
-    usual: int  # tokens of a usual sequence
+    lengths: RowLengths  # of the sequences
     document: int | None  # tokens of a usual document before it is cut; None: unknown
     reason: str  # how the rows were counted, or why they could not be
     tolerance: float | None  # the share by which `sequences` may be off; 0: none; None: without the tokenizer
@@ -164,7 +165,7 @@ class DataSample:
         return Counts(
             sequences=sequences,
             evaluated=evaluated,
-            usual=limit if data.packs else usual,
+            lengths=RowLengths(limit) if data.packs else RowLengths(usual, tuple(sorted(lengths)), sequences),
             document=math.ceil(fmean(uncut)) if uncut else None,
             reason=reason,
             tolerance=tolerance,

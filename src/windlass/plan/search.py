@@ -11,6 +11,7 @@ from windlass.errors import UserError
 from windlass.observe.format import format_plural
 from windlass.plan.cost import HEADROOM, Batch, Cost, Workload, estimate_cost
 from windlass.plan.layout import AUTO, Layout, LayoutRequest, list_divisors, resolve_layout, why_not_expert_parallel
+from windlass.plan.padding import RowLengths
 from windlass.runfile import Loaded, Train
 from windlass.settings import FOUR_BITS, IN_NAMES, PUBLISHED
 
@@ -46,7 +47,7 @@ class Search:
     """The run that a layout is chosen for."""
 
     work: Workload
-    usual: int  # tokens of a usual row
+    lengths: RowLengths
     batches: BatchesOf
     experts: int  # routed experts per layer that ranks can share; 0 for a dense model
     kept_dtype: str  # the checkpoint's quantized dtype, if the base can stay in it
@@ -55,7 +56,7 @@ class Search:
 
     def compare(self, layouts: Sequence[Named], barred: Mapping[str, str] | None = None) -> tuple[Candidate, ...]:
         able = [(name, layout) for name, layout in layouts if self.shards or layout.shard == 1]
-        return compare_layouts(self.work, self.usual, able, self.batches, barred)
+        return compare_layouts(self.work, self.lengths, able, self.batches, barred)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +227,14 @@ def divide_batch(train: Train, total: int, length: int, ranks: int) -> tuple[Bat
     return list_micro_batches(train, max(1, round(total / ranks)), length)
 
 
-def try_batches(work: Workload, layout: Layout, usual: int, batches: Sequence[Batch]) -> tuple[Cost, tuple[Cost, ...]]:
+def try_batches(
+    work: Workload, layout: Layout, lengths: RowLengths, batches: Sequence[Batch]
+) -> tuple[Cost, tuple[Cost, ...]]:
     """Return the fastest batch that leaves headroom, the larger of equals; if none does, the smallest. Also return all
     that were tried, up to the first without headroom: no later one would leave it."""
     tried: list[Cost] = []
     for batch in batches:
-        tried.append(estimate_cost(replace(work, batch=batch, layout=layout), usual, advise=False))
+        tried.append(estimate_cost(replace(work, batch=batch, layout=layout), lengths, advise=False))
         if not tried[-1].has_headroom:
             break
     fitting = [cost for cost in tried if cost.has_headroom]
@@ -246,10 +249,14 @@ def try_batches(work: Workload, layout: Layout, usual: int, batches: Sequence[Ba
 
 
 def compare_layouts(
-    work: Workload, usual: int, layouts: Iterable[Named], batches: BatchesOf, barred: Mapping[str, str] | None = None
+    work: Workload,
+    lengths: RowLengths,
+    layouts: Iterable[Named],
+    batches: BatchesOf,
+    barred: Mapping[str, str] | None = None,
 ) -> tuple[Candidate, ...]:
-    """Return every layout with its best micro-batch, best first. `usual`: the tokens of a usual row. `barred`: layouts
-    that training cannot use on several ranks, and why.
+    """Return every layout with its best micro-batch, best first. `barred`: layouts that training cannot use on several
+    ranks, and why.
     """
     candidates = []
     for name, layout in layouts:
@@ -258,7 +265,7 @@ def compare_layouts(
         if barred and layout.ranks > 1:
             why_not = barred.get(layout.name, "")
         if is_here or not why_not:
-            best, tried = try_batches(work, layout, usual, batches(layout.ranks))
+            best, tried = try_batches(work, layout, lengths, batches(layout.ranks))
             candidates.append(Candidate(name, layout, best, tried, is_here, why_not))
 
     def sort_key(c: Candidate) -> tuple[bool, bool, float]:

@@ -543,6 +543,12 @@ class RunFile(Run):
         return self.train.dataloader_num_workers
 
     @property
+    def pads(self) -> bool:
+        """Whether rows are padded: unpacked ones can be laid end to end if attention is computed per document, not over
+        a square mask."""
+        return not self.data.packs and "flash" not in (self.model.attn_implementation or "")
+
+    @property
     def masked(self) -> bool:
         """Whether a mask separates packed documents; flash and flex attention separate them without one."""
         attention = self.model.attn_implementation or "sdpa"
