@@ -613,8 +613,7 @@ def test_padding_costs_time_and_no_tokens() -> None:
     given = work(1, 2, micro=8)
     plain = estimate_cost(given, RowLengths(100))
     padded = estimate_cost(given, RowLengths(100, (25, 75, 100, 200)))
-    assert padded.step_seconds > plain.step_seconds
-    assert padded.tokens_per_second < plain.tokens_per_second
+    assert padded.compute_seconds > 1.2 * plain.compute_seconds
     tokens = [answer.tokens_per_second * answer.step_seconds for answer in (plain, padded)]
     assert tokens[0] == pytest.approx(tokens[1], rel=0.01)
     one = replace(given, batch=replace(given.batch, micro=1))
