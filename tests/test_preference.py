@@ -1,5 +1,6 @@
 """Losses of pairs against the papers' formulas and TRL's functions; the reference and its guards."""
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import refused
+from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from windlass.data.collate import PaddingFreeCollator, PairCollator
@@ -18,7 +20,7 @@ from windlass.runfile.objectives import Dpo, Orpo
 from windlass.train.batches import FILL_PAIR, ROW, Collate
 from windlass.train.loss import LogitShaping, SourceLosses, TokenCrossEntropy
 from windlass.train.preference import Answers, Preference, dpo_loss, orpo_loss
-from windlass.train.reference import describe_reference, read_reference
+from windlass.train.reference import describe_reference, read_reference, require_finite
 
 
 def answers(count: int = 5) -> Answers:
@@ -189,16 +191,23 @@ def plan_with(adapter: Path | None) -> Any:
     return SimpleNamespace(run=SimpleNamespace(lora=SimpleNamespace(adapter=adapter and str(adapter))))
 
 
+def read(
+    path: Path, identity: dict[str, str], adapter: Path | None, resumed: Path | None, said: list[str], **more: bool
+) -> dict[str, torch.Tensor]:
+    allowed = {"allow_other_base": False, **more}
+    return read_reference(path, identity, plan_with(adapter), resumed=resumed, say=said.append, **allowed)
+
+
 @pytest.mark.fault("a damaged reference of a run's pairs", "`windlass train --resume`", "is damaged")
 def test_a_damaged_reference_is_computed_again_where_it_can_be(tmp_path: Path) -> None:
     path = tmp_path / "reference.safetensors"
     path.write_bytes(b"cut off")
     said: list[str] = []
     for resumed, adapter in ((None, None), (None, tmp_path), (tmp_path, None)):
-        assert read_reference(path, {}, plan_with(adapter), resumed=resumed, say=said.append) is None
+        assert read(path, {}, adapter, resumed, said) == {}
     assert said == [f"reference {path} is damaged: it is computed again"] * 3
     with refused("no-reference", "reference.safetensors") as problems:
-        read_reference(path, {}, plan_with(tmp_path), resumed=tmp_path, say=said.append)
+        read(path, {}, tmp_path, tmp_path, said)
     assert "is damaged" in problems[0].problem
 
 
@@ -206,3 +215,29 @@ def test_a_resumed_run_needs_not_the_adapter_that_it_began_with(tmp_path: Path) 
     facts = {"base_digest": "b", "data": "d"}
     assert describe_reference(plan_with(tmp_path / "moved away"), facts) == {"base": "b", "rows": "d"}
     assert describe_reference(plan_with(None), facts) == {"base": "b", "rows": "d", "adapter": "new"}
+
+
+def test_only_the_base_of_a_reference_may_be_another_at_the_resume(tmp_path: Path) -> None:
+    path = tmp_path / "reference.safetensors"
+    written = {"base": "b", "rows": "d", "adapter": "new"}
+    save_file({"train": torch.zeros(2, 2)}, path, {"identity": json.dumps(written)})
+    said: list[str] = []
+    assert read(path, written, None, tmp_path, said).keys() == {"train"}
+    assert said == []
+    assert read(path, {**written, "base": "c"}, None, tmp_path, said, allow_other_base=True) == {}
+    assert "under the adapter that the run began with on this base" in said[0]
+    for other in ({"rows": "e"}, {"adapter": "a"}, {"base": "c", "rows": "e"}):
+        with refused("other-reference", "reference.safetensors"):
+            read(path, {**written, **other}, None, tmp_path, said, allow_other_base=True)
+
+
+@pytest.mark.fault("a base whose answers have no probability", "`windlass train`", "train pair 2: a log-probability")
+def test_a_reference_is_finite(tmp_path: Path) -> None:
+    table = torch.zeros(3, 2)
+    require_finite(table, "train", tmp_path)
+    table[1, 1] = math.nan
+    table[2, 0] = -math.inf
+    with refused("not-finite", str(tmp_path)) as problems:
+        require_finite(table, "train", tmp_path)
+    assert "train pair 2: a log-probability" in problems[0].problem
+    assert "2 of 3 pairs" in problems[0].problem

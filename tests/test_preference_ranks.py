@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ SAVING = {
 BALANCED = {"train__router_aux_loss_coef": 0.5, "train__max_steps": 4, "layout__base_dtype": "bf16"}
 MIXED = {"file": "{folder}/mix.yaml", **SAVING}
 NF4 = {"layout__base_dtype": "nf4", "train__max_steps": 2}
+# Runs that continue on another base: each with what it began with.
+REBASED: dict[str, Any] = {"another base": {}, "another base under an adapter": {"lora__adapter": "{out}/whole/final"}}
 # name -> what it is equal to among TRL's runs
 EQUAL = {
     1: {
@@ -96,6 +99,7 @@ PLAIN = {
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("preference")
     tiny.write_model(folder / "model", experts=4)
+    tiny.write_model(folder / "other", experts=4, seed=1)
     chance = random.Random(0)
 
     def words() -> str:
@@ -136,6 +140,11 @@ def two(pairs: Path) -> Any:
         "continued": saved("continued", lora__adapter="{out}/whole/final"),
         **{f"left {name}": saved(f"left {name}", faults=["terminate 5"]) for name in ("as it was", "without", "other")},
         "left continued": saved("left continued", faults=["terminate 5"], lora__adapter="{out}/whole/final"),
+        "stopped early": saved("early", faults=["terminate in the reference"]),
+        **{
+            f"left for {name}": saved(f"left for {name}", faults=["terminate 5"], **more)
+            for name, more in REBASED.items()
+        },
     }
     return train.launched(pairs, 2, {name: each for name, (each, _) in EQUAL[2].items()} | cases)
 
@@ -217,6 +226,7 @@ def faulty(pairs: Path, two: Any) -> Any:
     put(pairs / "moved", lambda table: table + 0.01 * torch.arange(2))
     put(pairs / "of another base", base="0" * 32)
     put(two.folder / "left other", rows="0" * 32)
+    shutil.copytree(two.folder / "early", pairs / "early")
     for name in ("left without", "left continued"):
         (two.folder / name / REFERENCE).unlink()
     cases = {
@@ -235,7 +245,19 @@ def faulty(pairs: Path, two: Any) -> Any:
             lora__adapter=str(two.folder / "whole" / "final"),
             **SAVING,
         ),
+        "early": case(2, train__output_dir=str(pairs / "early"), **SAVING),
     }
+    other = {"model__model_name_or_path": str(pairs / "other"), **SAVING}
+    for name, more in REBASED.items():
+        adapter = {key: value.format(out=two.folder) for key, value in more.items()}
+        left = {"resume": True, "train__output_dir": str(two.folder / f"left for {name}"), **other}
+        cases[f"{name}, not accepted"] = case(2, **left, **adapter)
+        if adapter:
+            cases[f"{name}, gone"] = case(2, **left, lora__adapter=str(pairs / "gone"), allow_other_base=True)
+        cases[name] = case(2, **left, **adapter, allow_other_base=True)
+        cases[f"new on {name}"] = case(
+            2, train__output_dir=str(pairs / name), **adapter, **other, allow_other_base=True
+        )
     return train.launched(pairs, 2, cases, "faulty ")
 
 
@@ -292,3 +314,51 @@ def test_resumed_run_needs_the_reference_that_it_began_with(faulty: Any, two: An
     assert_bit_equal(two.folder / "left without", two.folder / "whole")  # the base's can be computed again
     assert "is the reference of other rows than this run's" in faulty["left other"]["error"]
     assert "the adapter that it began with has moved on" in faulty["left continued"]["error"]
+
+
+def read_tables(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / REFERENCE)
+
+
+@pytest.mark.fault(
+    "a stop signal while the reference of pairs is computed",
+    "`windlass train`",
+    "what there is of the reference is saved",
+)
+def test_a_stopped_reference_is_continued(faulty: Any, two: Any, pairs: Path) -> None:
+    assert two["stopped early"]["code"] == 75
+    assert "what there is of the reference is saved" in two.printed
+    whole = read_tables(two.folder / "whole")
+    part = read_tables(two.folder / "early")
+    computed = ~part["train"].isnan().any(1)
+    assert 0 < computed.sum() < len(computed)
+    assert torch.equal(part["train"][computed], whole["train"][computed])
+    assert f"reference {computed.sum()} of {len(computed)} train pairs are there already" in faulty.printed
+    continued = read_tables(pairs / "early")
+    assert continued.keys() == whole.keys()
+    assert all(torch.equal(continued[name], table) for name, table in whole.items())
+    assert_bit_equal(pairs / "early", two.folder / "whole")
+
+
+@pytest.mark.parametrize("name", REBASED)
+def test_a_run_that_continues_on_another_base_has_its_reference(faulty: Any, two: Any, pairs: Path, name: str) -> None:
+    """That of the adapter that the run began with, not of the checkpoint's."""
+    assert faulty[name].get("code") == 0, faulty[name]
+    assert "is of another base: it is computed again, under the adapter that the run began with" in faulty.printed
+    found = read_tables(two.folder / f"left for {name}")
+    assert not torch.equal(found["train"], read_tables(two.folder / "whole")["train"])
+    expected = read_tables(pairs / name)
+    assert all(torch.equal(found[name], table) for name, table in expected.items())
+
+
+@pytest.mark.fault(
+    "another base at the resume of a run that began with an adapter, which is gone",
+    "`windlass train --resume --allow-other-base`",
+    "the adapter that the run began with, and whose answers are compared with, is not there",
+)
+def test_another_base_needs_to_be_accepted_and_the_first_adapter(faulty: Any) -> None:
+    for name in REBASED:
+        assert "--allow-other-base" in faulty[f"{name}, not accepted"]["error"]
+    gone = faulty["another base under an adapter, gone"]["error"]
+    assert "is not there" in gone
+    assert "--override lora.adapter=FOLDER" in gone

@@ -188,7 +188,23 @@ class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs or {})
 
 
-FAULTS = {
+class InReference:
+    """Sends one rank a signal while the reference of pairs is computed, before its fourth micro-batch."""
+
+    def plant(self, loop: Loop) -> None:
+        original = loop.batches.in_order
+
+        def in_order(*arguments: Any) -> Iterator[Any]:
+            for number, batch in enumerate(original(*arguments)):
+                if number == 3 and rank() == 1:
+                    terminate(loop)
+                yield batch
+
+        loop.batches.in_order = in_order  # type: ignore[method-assign, assignment]
+
+
+FAULTS: dict[str, At | InReference] = {
+    "terminate in the reference": InReference(),
     **{f"each time {rank}": At(1, rank, each_time) for rank in range(2)},
     "wait 0": At(1, 0, a_wait_for_each),
     **{f"over all {rank}": At(1, rank, averaged_over([None])) for rank in range(2)},

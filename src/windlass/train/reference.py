@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -25,8 +26,10 @@ from windlass.files import write_atomic
 from windlass.observe.steps import format_clock
 from windlass.plan import Plan
 from windlass.ranks import collectives
+from windlass.ranks.rank import StopSignal
 from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, REFERENCE
 from windlass.train.batches import Batch, Batches
+from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.preference import Answers, measure_answers
 from windlass.train.step import TrainedModel
 
@@ -45,25 +48,56 @@ class Sets(NamedTuple):
 
 
 def attach_reference(
-    plan: Plan, model: TrainedModel, sets: Sets, facts: dict[str, Any], *, resumed: Path | None, say: Say
-) -> None:
-    """Give the batches the reference of their pairs: as the run folder has it, or computed now. A collective.
+    plan: Plan,
+    model: TrainedModel,
+    sets: Sets,
+    facts: dict[str, Any],
+    stop_signal: StopSignal,
+    *,
+    resumed: Path | None,
+    allow_other_base: bool,
+    say: Say,
+) -> bool:
+    """Give the batches the reference of their pairs: as the run folder has it, or computed now. Return False if a stop
+    signal came first; what is computed by then is saved. A collective.
 
     facts: with the digests of the base and of the rows.
     """
     path = plan.folder / REFERENCE
     identity = collectives.run_on_rank_0(lambda: describe_reference(plan, facts))
-    tables = collectives.run_on_rank_0(lambda: read_reference(path, identity, plan, resumed=resumed, say=say))
-    if tables is None:
-        batches = {name: each for name, each in sets._asdict().items() if each is not None}
-        tables = {name: compute_reference(model, each, name, say) for name, each in batches.items()}
+    read = partial(read_reference, path, identity, plan, resumed=resumed, allow_other_base=allow_other_base, say=say)
+    tables = collectives.run_on_rank_0(read)
+    batches = {name: each for name, each in sets._asdict().items() if each is not None}
+    for name, each in batches.items():
+        tables.setdefault(name, torch.full((len(each.rows), 2), math.nan))
+    incomplete = [name for name in batches if bool(tables[name].isnan().any())]
+    given = plan.run.lora.adapter if resumed and incomplete else None
+    if given:
+        load_first_adapter(model, given, identity)
+    for name in incomplete:
+        stop_signal.training = True  # until now a signal ended the rank at once: nothing to save
+        is_complete = compute_reference(model, batches[name], name, tables[name], stop_signal, say)
         if collectives.get_rank() == 0:
             write_atomic(path, save(tables, {"identity": json.dumps(identity)}))
-    for name, batches in sets._asdict().items():
-        if batches is not None:
-            batches.collate = replace(batches.collate, reference=tables[name])
+        if not is_complete:
+            return False
+    if given and resumed:
+        load_adapter(model.peft, resumed)
+    for name, each in batches.items():
+        require_finite(tables[name], name, path)
+        each.collate = replace(each.collate, reference=tables[name])
     if resumed is None:
         require_start(plan, model, sets.train, path)
+    return True
+
+
+def load_first_adapter(model: TrainedModel, given: str, identity: dict[str, str]) -> None:
+    """Load the adapter that a resumed run began with, in place of the checkpoint's."""
+    if "adapter" not in identity:
+        problem = "the adapter that the run began with, and whose answers are compared with, is not there"
+        hint = "put it back, or name its copy: --override lora.adapter=FOLDER"
+        raise UserError(problem, given, hint, "no-reference")
+    load_adapter(model.peft, Path(given))
 
 
 def describe_reference(plan: Plan, facts: dict[str, Any]) -> dict[str, str]:
@@ -78,9 +112,10 @@ def describe_reference(plan: Plan, facts: dict[str, Any]) -> dict[str, str]:
 
 
 def read_reference(
-    path: Path, identity: dict[str, str], plan: Plan, *, resumed: Path | None, say: Say
-) -> dict[str, Tensor] | None:
-    """Return the tables of the run folder; None if they have to be computed."""
+    path: Path, identity: dict[str, str], plan: Plan, *, resumed: Path | None, allow_other_base: bool, say: Say
+) -> dict[str, Tensor]:
+    """Return the tables of the run folder; none if they have to be computed. Pairs that a stopped run had not reached
+    are NaN."""
     found: dict[str, str] = {}
     tables: dict[str, Tensor] = {}
     lost = "" if path.is_file() else "is missing"
@@ -97,48 +132,72 @@ def read_reference(
     if lost:
         if path.is_file():
             say(f"reference {path} {lost}: it is computed again")
-        return None
+        return {}
     other = [name for name, value in identity.items() if found.get(name) != value]
     if not other:
         return tables
     names = {"base": "another base", "adapter": "another adapter to begin with", "rows": "other rows"}
     what = " and ".join(names[name] for name in other)
-    if resumed:
+    if resumed and not (other == ["base"] and allow_other_base):
         hint = "put the run's own file back, or train into another folder"
         raise UserError(f"is the reference of {what} than this run's", str(path), hint, "other-reference")
-    say(f"reference {path} is of {what}: it is computed again")
-    return None
+    began = ", under the adapter that the run began with on this base" if resumed else ""
+    say(f"reference {path} is of {what}: it is computed again{began}")
+    return {}
 
 
-def compute_reference(model: TrainedModel, batches: Batches, name: str, say: Say) -> Tensor:
-    """Return the log-probabilities of the answers of all rows, [rows, 2]. A collective: each rank computes its share.
+def compute_reference(
+    model: TrainedModel, batches: Batches, name: str, table: Tensor, stop_signal: StopSignal, say: Say
+) -> bool:
+    """Fill in the log-probabilities of the answers of the rows that are NaN. Return False if a stop signal came first.
+    A collective: each rank computes its share.
 
     The rows of the first epoch come in its order: step 1 then has the same micro-batches, and the same rounding.
     """
     assert batches.order is not None
-    count = len(batches.rows)
+    count = len(table)
     first = list(dict.fromkeys(batches.order(0).tolist()))
     order = np.array([*first, *np.setdiff1d(np.arange(count), first)])
-    table = torch.zeros(count, 2, device=model.device)
+    order = order[table[order, 0].isnan().numpy()]
+    known = count - len(order)
+    if known:
+        say(f"reference {known:,} of {count:,} {name} pairs are there already")
+    computed = torch.zeros(count, 2, device=model.device)
     began = told = time.monotonic()
     done = 0
+    stop = None  # a signal up to the previous micro-batch: reading it then lets the device run ahead
     was_training = model.causal_lm.training
     model.causal_lm.eval()
     with torch.no_grad(), model.adapters.unchanged():
         for host_batch in batches.in_order(order):
+            if stop is not None and bool(stop):
+                break
             answers = compute_answers(model, host_batch.to(model.device))
-            table[host_batch.rows] = answers.logps[: len(host_batch.rows)]
+            computed[host_batch.rows] = answers.logps[: len(host_batch.rows)]
+            stop = computed.new_tensor(float(stop_signal.received))
+            if collectives.get_world_size() > 1:
+                dist.all_reduce(stop)
             done += batches.micro * batches.world
             now = time.monotonic()
             if now - told > SAY_SECONDS:
-                left = format_clock((now - began) / done * max(0, count - done))
-                say(f"reference {min(done, count):,} of {count:,} {name} pairs, {left} left")
+                left = format_clock((now - began) / done * max(0, len(order) - done))
+                say(f"reference {min(known + done, count):,} of {count:,} {name} pairs, {left} left")
                 told = now
     model.causal_lm.train(was_training)
     if collectives.get_world_size() > 1:
-        dist.all_reduce(table)
-    say(f"reference {count:,} {name} pairs in {time.monotonic() - began:.0f} s; kept in {REFERENCE}")
-    return table.cpu()
+        dist.all_reduce(computed)
+    table[order[:done]] = computed.cpu()[order[:done]]
+    say(f"reference {min(known + done, count):,} {name} pairs in {now - began:.0f} s; kept in {REFERENCE}")
+    return done >= len(order)
+
+
+def require_finite(table: Tensor, name: str, path: Path) -> None:
+    """Stop if a pair's log-probability is not a finite number: the base or the row is wrong."""
+    wrong = (~table.isfinite()).any(1).nonzero().flatten().tolist()
+    if wrong:
+        problem = f"{name} pair {wrong[0] + 1}: a log-probability in the reference is not a finite number"
+        problem += f"; so it is of {len(wrong):,} of {len(table):,} pairs" if len(wrong) > 1 else ""
+        raise RunError(problem, str(path), "`windlass data RUN --row N` shows the pair", "not-finite")
 
 
 def compute_answers(model: TrainedModel, batch: Batch) -> Answers:

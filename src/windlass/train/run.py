@@ -144,10 +144,6 @@ def train_rank(
             here.phase("setting up the loop")
             facts = {**describe_run(plan, identity), **base, **fingerprints}
             loop = make_loop(plan, session, model, data, tokenizer, facts=facts, debug_freq=debug_freq)
-            if job.objective.has_reference:
-                here.phase("computing the reference")
-                sets = Sets(loop.batches, loop.evaluator.batches if loop.evaluator else None)
-                attach_reference(plan, loop.model, sets, facts, resumed=from_checkpoint, say=console.print)
             if from_checkpoint is not None:
                 require_steps_left(from_checkpoint, loop.length.total, plan)
                 other_length = explain_other_length(from_checkpoint, loop.length.total)
@@ -158,7 +154,20 @@ def train_rank(
         with loop.watch, record_failure(folder), contextlib.ExitStack() as stack:
             for part in (loop.saver, loop.progress, loop.trackers, loop.recorder):
                 stack.callback(part.close)
-            loop.run(from_checkpoint)
+            if job.objective.has_reference:
+                here.phase("computing the reference")
+                loop.stopped = not attach_reference(
+                    plan,
+                    loop.model,
+                    Sets(loop.batches, loop.evaluator.batches if loop.evaluator else None),
+                    facts,
+                    session.stop_signal,
+                    resumed=from_checkpoint,
+                    allow_other_base=allow_other_base,
+                    say=console.print,
+                )
+            if not loop.stopped:
+                loop.run(from_checkpoint)
             if not loop.stopped:
                 loop.watch.finish()
                 if from_checkpoint is None and not loop.updater.liveness.is_done:
@@ -167,7 +176,8 @@ def train_rank(
         if loop.stopped:
             if here.rank == 0:
                 update_manifest(folder, state=STOPPED)
-            console.print(f"stopped by a signal; step {loop.step} is saved; --resume continues from it")
+            saved = f"step {loop.step}" if loop.step else "what there is of the reference"
+            console.print(f"stopped by a signal; {saved} is saved; --resume continues from it")
             # Launchers take the first rank's exit for a failure and soon kill those still writing.
             collectives.barrier()
             return SAVED
