@@ -7,7 +7,7 @@ opens the model it stands for.
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from windlass.errors import UserError
 from windlass.introspect.describe import find_model_class, find_wrapper_class
 from windlass.model import Base
+from windlass.model.compressed import METHOD, read_compressed
 from windlass.model.family import FAMILIES
 from windlass.model.mistral_layout import (
     CONSOLIDATED,
@@ -37,6 +38,15 @@ BLOCK: Final = 128  # side of the square blocks that share one scale
 # NF4 scales that share a scale: 256 as published; fewer here, so that a tiny matrix has several.
 NESTED_BLOCK: Final = 16
 
+# compressed-tensors' schemes: the format, and its arguments for weights.
+COMPRESSED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "fp8-tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    "fp8-channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "fp8-block": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [BLOCK, BLOCK]},
+    ),
+}
 NF4: Final = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 # Weights that published FP8 checkpoints quantize: linear layers and routed experts. Routers, norms, embeddings,
 # head and the vision part stay as they are.
@@ -100,7 +110,8 @@ def write_model(
 
     wrapper: inside the multimodal Mistral3ForConditionalGeneration (default: for mistral4, as published).
     quantization: "none", "tensor" (FP8, a scale for each linear and expert), "block128" (a scale for each 128 x 128
-    block) or "nf4" (bitsandbytes', twice quantized); default: "tensor" for mistral4, as published, else "none".
+    block), "nf4" (bitsandbytes', twice quantized) or a name of `COMPRESSED`; default: "tensor" for mistral4, as
+    published, else "none".
     files: more than 1 is a sharded index.
     both_layouts: Mistral's own layout next to it, of the same weights, for mistral4. config: further entries of the
     text model's config.
@@ -130,6 +141,8 @@ def write_model(
     quantized = None
     if scheme == "nf4":
         quantized = NF4
+    elif scheme in COMPRESSED:
+        quantized = make_compressed_config(scheme)
     elif scheme != "none":  # as in published checkpoints: static activation scales with per-tensor weights
         by_block = scheme == "block128"
         skipped = ["model.vision_tower", "model.multi_modal_projector", "lm_head"] if wrapped else ["lm_head"]
@@ -149,12 +162,37 @@ def write_model(
     return directory
 
 
+def make_compressed_config(scheme: str) -> dict[str, Any]:
+    """Return the quantization_config that llm-compressor writes for one of `COMPRESSED`."""
+    form, weights = COMPRESSED[scheme]
+    is_eight = weights["num_bits"] == 8
+    group = {
+        "targets": ["Linear"],
+        "weights": {"symmetric": True, "dynamic": False, "group_size": None, **weights},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+        if is_eight
+        else None,
+        "output_activations": None,
+        "format": form,
+    }
+    return {
+        "quant_method": METHOD,
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+
+
 def write_like(base: Base, sizes: dict[str, Any], directory: Path, *, files: int = 2, seed: int = 0) -> Path:
     """Write a tiny replica of this model: its class, wrapper, quantization, dtype, names on disk. No tokenizer.
 
     sizes: the text model's config.json, with other numbers.
     """
-    quantized = base.quantization
+    quantized = (base.quantization or {}).get("published") or base.quantization
     if quantized and quantized.get("weight_block_size"):
         quantized = {**quantized, "weight_block_size": [BLOCK, BLOCK]}
     known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -331,6 +369,9 @@ def _save_mistral_layout(
 def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield every stored tensor, with the scales of quantized ones."""
     method = quantized.get("quant_method")
+    if method == METHOD:
+        yield from _compress(weights, quantized)
+        return
     for key, weight in weights.items():
         if not QUANTIZED.search(key) or NOT_QUANTIZED.search(key):
             yield key, weight
@@ -340,13 +381,43 @@ def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Itera
             for suffix, tensor in encode(weight).items() if fits else [("", weight)]:
                 yield f"{key}{suffix}", tensor
         else:
-            codes, scale = _to_fp8(weight, BLOCK if quantized.get("weight_block_size") else None)
+            codes, scale = _to_fp8(weight, (BLOCK, BLOCK) if quantized.get("weight_block_size") else None)
             yield key, codes
             yield f"{key}_scale_inv", scale
             if quantized.get("activation_scheme") == "static":
                 fused = not key.endswith(".weight")
                 name = f"{key}_activation_scale" if fused else f"{key.removesuffix('weight')}activation_scale"
                 yield name, torch.full((weight.shape[0],) if fused else (), 0.0625, dtype=torch.bfloat16)
+
+
+def _compress(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors as llm-compressor stores them: experts one by one, each matrix with its own scales."""
+    terms, _ = read_compressed(quantized, "")
+    (group,) = quantized["config_groups"].values()
+    for key, weight in weights.items():
+        if not QUANTIZED.search(key) or NOT_QUANTIZED.search(key):
+            yield key, weight
+            continue
+        for name, matrix in _split_experts(key, weight):
+            codes, scale = _to_fp8(matrix, _sides(terms, group["weights"]["strategy"]))
+            yield name, codes
+            yield f"{name}_scale", scale
+
+
+def _sides(terms: Mapping[str, Any], strategy: str) -> Any:
+    """Return the rows and columns that share a scale; None: all of a matrix's."""
+    return terms["weight_block_size"] or ((1, None) if strategy == "channel" else None)
+
+
+def _split_experts(key: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    stem, _, leaf = key.rpartition(".")
+    if weight.ndim < 3:
+        yield key, weight
+        return
+    names = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+    for expert, matrix in enumerate(weight):
+        for name, part in zip(names, matrix.chunk(len(names)), strict=True):
+            yield f"{stem}.{expert}.{name}.weight", part
 
 
 def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
@@ -379,18 +450,17 @@ def _to_mxfp4(weight: Tensor) -> dict[str, Tensor]:
     return {"_blocks": codes[..., ::2] | codes[..., 1::2] << 4, "_scales": scales}
 
 
-def _to_fp8(weight: Tensor, side: int | None) -> tuple[Tensor, Tensor]:
-    """Return codes and scale with weight = code x scale: one scale per block of this size, or one per matrix."""
+def _to_fp8(weight: Tensor, sides: Sequence[int | None] | None) -> tuple[Tensor, Tensor]:
+    """Return codes and scale with weight = code x scale: one scale per block of these sides, or one per matrix."""
     *outer, rows, columns = weight.shape
-    high = side or rows
-    wide = side or columns
+    high, wide = ((side or size) for side, size in zip(sides or (None, None), (rows, columns), strict=True))
     padded = nn.functional.pad(weight.float(), (0, -columns % wide, 0, -rows % high))
     blocks = padded.view(*outer, padded.shape[-2] // high, high, -1, wide)
     scale = blocks.abs().amax((-3, -1)) / FP8_MAX
-    if side is None:
+    if sides is None or None in sides:
         scale = scale.to(torch.bfloat16)
     codes = (blocks / scale.float()[..., :, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    scale = scale if side or outer else scale.view(())
+    scale = scale if sides or outer else scale.view(())
     return codes.view(padded.shape)[..., :rows, :columns].contiguous(), scale
 
 

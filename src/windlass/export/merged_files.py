@@ -25,7 +25,7 @@ from windlass.export.screen import Advance
 from windlass.files import flush_to_disk, write_atomic
 from windlass.hardware import count_usable_cpus
 from windlass.model import Base, Piece, Stored, read_base
-from windlass.model.family import ACTIVATIONS
+from windlass.model.family import ACTIVATIONS, CACHE
 from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, SINGLE
 from windlass.model.mistral_layout import CONSOLIDATED, CONSOLIDATED_INDEX, PARAMS, name_in_file
 from windlass.model.packed import BLOCKS
@@ -170,7 +170,7 @@ def _plan_tensors(
             if name in deltas.by_name:
                 how = MERGED
             entries.append(MergedEntry(out, stored, how, name, piece))
-        elif dtype == BF16 and (key in scales or (scales and base.unread.get(stored) == ACTIVATIONS)):
+        elif dtype == BF16 and (key in scales or (scales and base.unread.get(stored) in (ACTIVATIONS, CACHE))):
             dropped.append(key)
         elif key in scales and scales[key][0] in deltas.by_name:
             entries.append(MergedEntry(stored, stored, RESCALED, *scales[key]))

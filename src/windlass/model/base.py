@@ -36,15 +36,16 @@ FP8_DTYPES: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without th
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # suffixes of weight files
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-SCALE = "_scale_inv"
 # Kinds of faults, and a hint for each.
 FETCH_FOLDER: Final = "fetch the folder again; config.json and weights must be of the same model"
-FETCH_SCALES: Final = "an FP8 weight is its code x its scale: fetch the folder again, or a 16-bit version of the model"
+FETCH_SCALES: Final = (
+    "a quantized weight is its code x its scale: fetch the folder again, or a 16-bit version of the model"
+)
 MISSING = "missing weights"
 UNKNOWN = "unknown tensors, which belong to no part of the model"
 SHAPE = "weights of another shape than config.json gives"
 DTYPE = "weights of an unknown dtype"
-NO_SCALE = "FP8 weights without a scale"
+NO_SCALE = "quantized weights without a scale"
 ODD_SCALE = "scales that do not fit their weight"
 UNTIED = "a stored head that is not the embedding, to which config.json ties it"
 ODD_PACKED = "weights in 4 bits that do not fit config.json, or whose blocks run over the ends of rows"
@@ -150,7 +151,7 @@ def read_base(path: Path) -> Base:
 
 def assign_stored(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored], where: str) -> Base:
     """Assign a stored tensor to every piece of every parameter, and a reason to every tensor that is not read."""
-    notes = []
+    notes = [*base.notes]
     if base.wrapper and config.get("tie_word_embeddings") is True and not any(_is_head(key) for key in stored):
         untied = [parameter for parameter in base.parameters if parameter.name != HEAD]
         if len(untied) < len(base.parameters):
@@ -160,7 +161,7 @@ def assign_stored(base: Base, config: Mapping[str, Any], stored: Mapping[str, St
     faults: dict[str, list[str]] = defaultdict(list)
     packed = find_packed(stored) if base.quantization else {}
     parameters = [
-        replace(parameter, pieces=tuple(_find_pieces(parameter, stored, packed, base.block, faults)))
+        replace(parameter, pieces=tuple(_find_pieces(parameter, stored, packed, base, faults)))
         for parameter in base.parameters
     ]
     used = {tensor.key for parameter in parameters for piece in parameter.pieces for tensor in piece.tensors}
@@ -197,7 +198,7 @@ def _find_pieces(
     parameter: Parameter,
     stored: Mapping[str, Stored],
     packed: Mapping[str, tuple[Stored, ...]],
-    block: Sequence[int],
+    base: Base,
     faults: dict[str, list[str]],
 ) -> Iterator[Piece]:
     """Yield the pieces of a parameter; add what is wrong with them to `faults`, by kind."""
@@ -210,10 +211,10 @@ def _find_pieces(
                 faults[ODD_PACKED].append(name)
         elif name in stored:
             tensor = stored[name]
-            scale = stored.get(f"{name}{SCALE}")
+            scale = stored.get(f"{name}{base.scale_suffix}")
             if tensor.shape != shape:
                 faults[SHAPE].append(f"{tensor.key} is {list(tensor.shape)}, not {list(shape)}")
-            _check_dtype(tensor, scale, block, faults)
+            _check_dtype(tensor, scale, base.block, faults)
             yield Piece(tensor, offset, scale)
         else:
             faults[MISSING].append(name)
@@ -271,10 +272,10 @@ def _list_stored_parts(
 
 
 def _is_scale_shape_valid(scale: Sequence[int], shape: Sequence[int], block: Sequence[int]) -> bool:
-    """Return whether there is one scale, or per dimension one or one per block (one element, but in the last two)."""
+    """Return whether there is one scale, or per dimension one, one per element or (in the last two) one per block."""
     if prod(scale) == 1:
         return True
     if len(scale) != len(shape):
         return False
     sides = (*(1,) * (len(shape) - 2), *block)[-len(shape) :]
-    return all(count in (1, ceil(size / side)) for count, size, side in zip(scale, shape, sides, strict=True))
+    return all(count in (1, size, ceil(size / side)) for count, size, side in zip(scale, shape, sides, strict=True))

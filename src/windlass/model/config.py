@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
+from windlass.model import compressed
 from windlass.model.derived import find_description, read_description
 from windlass.model.description import FETCH, MAX_LAYERS
 from windlass.model.family import FAMILIES, WRAPPERS, Family, Wrapper, evaluate_expression
@@ -22,7 +23,7 @@ ROPE: Final = {
 }
 READS: Final = (
     "name the 16-bit model that it was made of, with layout.base_dtype: nf4 if memory is short; "
-    "windlass reads fp8, mxfp4 and bitsandbytes' nf4 as published"
+    "windlass reads fp8, mxfp4, bitsandbytes' nf4 and compressed-tensors as published"
 )
 
 
@@ -81,6 +82,7 @@ def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path
         parameters=tuple(_list_parameters(family, dims, tied is True, wrapper)),
         wrapper=wrapper,
         quantization=quantization,
+        notes=(quantization or {}).get("notes", ()),
     )
 
 
@@ -108,7 +110,12 @@ def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where
         quantization = text.get("quantization_config")
     if quantization is not None:
         settings = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
-        problems += _check_quantization(settings, f"{where}: quantization_config")
+        place = f"{where}: quantization_config"
+        if settings.get("quant_method") == compressed.METHOD:
+            quantization, faults = compressed.read_compressed(settings, place)
+            problems += faults
+        else:
+            problems += _check_quantization(settings, place)
     inner = config.get("text_config")
     for table in (config, inner if isinstance(inner, dict) else {}):
         key = next((key for key in ("dtype", "torch_dtype") if "float8" in str(table.get(key))), None)

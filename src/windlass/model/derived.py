@@ -101,6 +101,7 @@ def read_description(description: Mapping[str, Any], config: Mapping[str, Any], 
         parameters=(*first, *layers, *last),
         wrapper=_read_wrapper(description, first, last) if description["wrapper"] is not None else None,
         quantization=quantization,
+        notes=(quantization or {}).get("notes", ()),
     )
 
 

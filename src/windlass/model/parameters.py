@@ -117,6 +117,11 @@ class Base:
         return (self.quantization or {}).get("weight_block_size") or BLOCK
 
     @property
+    def scale_suffix(self) -> str:
+        """Return what follows an FP8 weight's name in that of its scale."""
+        return "_scale" if "published" in (self.quantization or {}) else "_scale_inv"
+
+    @property
     def positions(self) -> int | None:
         """Return the tokens of the longest row that the model supports, if config.json has them."""
         values = [self.config.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len")]

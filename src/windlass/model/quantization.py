@@ -1,5 +1,6 @@
 """Which parameters of a base are stored quantized, and in which dtype."""
 
+from windlass.model.compressed import is_ignored
 from windlass.model.parameters import Base, Parameter
 
 # Parts that publishers store in FP8, for configs without weights.
@@ -17,12 +18,14 @@ def _quantized_names(base: Base) -> frozenset[str]:
     if base.quantization is None:
         return frozenset()
     mxfp4 = base.quantization.get("quant_method") == "mxfp4"
+    ignore = base.quantization.get("ignore") or ()
     parts, least = (("experts",), 3) if mxfp4 else (_FP8_PARTS, 2)
 
     def is_quantized(parameter: Parameter) -> bool:
         if parameter.pieces:
             return all(piece.packed or piece.stored.dtype.startswith("F8") for piece in parameter.pieces)
-        return parameter.part in parts and len(parameter.shape) >= least
+        module = parameter.name.rpartition(".")[0]
+        return parameter.part in parts and len(parameter.shape) >= least and not is_ignored(module, ignore)
 
     return frozenset(p.name for p in base.parameters if is_quantized(p))
 

@@ -137,7 +137,10 @@ def stored_bytes(work: Workload) -> ElementBytes:
     if name != "FP8" or work.shape.base.quantization is None:
         return ElementBytes(work.base_bytes, work.base_bytes)
     block = (work.shape.base.quantization or {}).get("weight_block_size")
-    return ElementBytes(work.base_bytes, 1 + FLOAT / prod(block) if block else 1, name)
+    size = 1 + FLOAT / prod(block) if block else 1.0
+    if (work.shape.base.quantization or {}).get("group_size") == 0 and not block:  # at most a scale for each row
+        size += FLOAT / work.shape.hidden
+    return ElementBytes(work.base_bytes, size, name)
 
 
 def gathered_bytes(work: Workload) -> ElementBytes:

@@ -265,7 +265,7 @@ def _check_scales(parameter: Parameter, weight: QuantizedParam, disk: "Disk") ->
             axes[0] = axes[0][(axes[0] >= weight.first) & (axes[0] < weight.first + len(weight.scale))]
         there = [axis - start for axis, (start, _) in zip(axes, box, strict=True)][-len(piece.stored.shape) :]
         scale = expand_own_scale(weight, axes)
-        name = f"{piece.stored.key}_scale_inv"
+        name = disk.scale_name(piece.stored.key)
         if scale.numel() and not torch.equal(scale, disk.scale(piece, there).float().expand(scale.shape)):
             return f"the scales of {parameter.name} are not what {name!r} of {disk.where[name].name} holds"
     return ""
@@ -349,7 +349,7 @@ class Disk:
             decoded = self.mxfp4(key, there) if piece.packed.kind == "mxfp4" else self.nf4(key, piece.shape, there)
             return decoded, f"{key!r} of {self.where[key].name}"
         codes = self.codes(piece, box)
-        name = f"{key}_scale_inv"
+        name = self.scale_name(key)
         if name not in self.where:
             return codes, f"{key!r} of {self.where[key].name}"
         scale = self.scale(piece, [torch.arange(*span) for span in to_stored_box(piece, box)])
@@ -384,6 +384,10 @@ class Disk:
         whole = torch.where(size < 2, size / 2, (1 + size % 2 / 2) * 2 ** (size // 2 - 1))
         return (sign * whole * 2**power).float().transpose(1, 2)[:, there[1]]
 
+    def scale_name(self, key: str) -> str:
+        """Return the name of an FP8 weight's scale: compressed-tensors' own, or everyone else's."""
+        return f"{key}_scale" if f"{key}_scale" in self.where else f"{key}_scale_inv"
+
     def codes(self, piece: Piece, box: Box) -> Tensor:
         """Return the stored bytes of a box."""
         key = piece.stored.key
@@ -393,7 +397,7 @@ class Disk:
 
     def scale(self, piece: Piece, indices: Sequence[Tensor]) -> Tensor:
         """Return the scales of a stored tensor's elements at the crossings of these indices."""
-        name = f"{piece.stored.key}_scale_inv"
+        name = self.scale_name(piece.stored.key)
         scale: Tensor = self.handle(name).get_tensor(self.name_in_file(name)).double()
         if scale.numel() == 1:
             return scale

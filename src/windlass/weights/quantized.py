@@ -155,6 +155,8 @@ def dequantize_by_torch(
     # A CPU multiplies 16-bit values through float32 copies anyway.
     values = to_float32(eight) if codes.device.type == "cpu" else eight.to(dtype, memory_format=torch.contiguous_format)
     rows = codes.shape[-2]
+    if down == 1 and scale.shape[-1] == 1:  # one scale for each row
+        return values.mul_(scale[..., top : top + rows, :]).to(dtype)
     columns = torch.arange(left, left + codes.shape[-1], device=codes.device) // across
     for i in range(top // down, math.ceil((top + rows) / down)):
         values[..., max(0, i * down - top) : (i + 1) * down - top, :].mul_(scale[..., i, :][..., None, columns])
