@@ -56,11 +56,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral", "quantization": "tensor", "experts": 12},
     # Blocks of 128 in matrices of 160 rows, two of which are fused: the second one's begin at row 160.
     "qwen3_moe": {"family": "qwen3_moe", "quantization": "block128", "hidden": 192, "moe_intermediate": 160},
+    "channels": {"family": "qwen3_moe", "quantization": "fp8-channel"},  # compressed-tensors'
 }
 LARGE: dict[str, Any] = {"hidden": 1024, "heads": 8, "experts": 16, "moe_intermediate": 1024, "layers": 6}
-IN_FP8 = ("published", "blocks", "mixtral", "qwen3_moe")
+IN_FP8 = ("published", "blocks", "mixtral", "qwen3_moe", "channels")
 IN_FOUR_BITS = (("published", "nf4"), ("llama", "nf4"))
-PUBLISHED = (("bnb", "nf4"), ("oss", "mxfp4"))  # stored in 4 bits, as others made them
+# Stored in 4 bits, as others made them; compressed-tensors' in a family with fused experts, and without.
+PUBLISHED = (("bnb", "nf4"), ("oss", "mxfp4"), ("nv", "nvfp4"), ("words", "int4"), ("shifted", "uint4"))
+COMPRESSED = {"nv": ("mistral4", "nvfp4"), "words": ("qwen3_moe", "int4"), "shifted": ("llama", "uint4")}
 TRAINING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("published", {"layout": "resident", "count": 20}),
     ("published", {"layout": "full-shard"}),
@@ -82,8 +85,15 @@ TRAINED_IN_FOUR_BITS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("oss", {"layout": "full-shard", "base_dtype": "mxfp4", "checkpointing": True}),
     ("oss", {"layout": "expert-parallel", "base_dtype": "mxfp4"}),
 )
+TRAINED_COMPRESSED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("channels", {"layout": "full-shard"}),
+    ("nv", {"layout": "full-shard", "base_dtype": "nvfp4"}),
+    ("nv", {"layout": "expert-parallel", "base_dtype": "nvfp4", "checkpointing": True}),
+    ("words", {"layout": "expert-parallel", "base_dtype": "int4"}),
+    ("shifted", {"layout": "hybrid", "base_dtype": "uint4"}),
+)
 USUAL = ("full-shard", "expert-parallel")
-FOUR = ("published", "uneven", "mixtral")  # what four ranks are tried on
+FOUR = ("published", "uneven", "mixtral", "channels")  # what four ranks are tried on
 DTYPE = {"tied": torch.float32}
 
 
@@ -115,14 +125,16 @@ def dequantize(directory: Path, target: Path, dtype: torch.dtype) -> None:
         stored.update(load_file(file))
     true: dict[str, Tensor] = {}
     for key, weight in stored.items():
-        if key.endswith(("_scale_inv", "activation_scale")) or "vision" in key or "multi_modal" in key:
+        if key.endswith(("_scale_inv", "activation_scale", "weight_scale")) or "vision" in key or "multi_modal" in key:
             continue
-        scale = stored.get(f"{key}_scale_inv")
+        scale = stored.get(f"{key}_scale_inv", stored.get(f"{key}_scale"))
         wide = weight.float()
         if scale is not None and scale.shape[-1:] == (1,) and scale.ndim == 3:
             wide = torch.stack([one * float(s) for one, s in zip(wide, scale.flatten(), strict=True)])
         elif scale is not None and scale.ndim == 0:
             wide = wide * float(scale)
+        elif scale is not None and scale.shape == (len(weight), 1):
+            wide = torch.stack([row * float(s) for row, s in zip(wide, scale.flatten(), strict=True)])
         elif scale is not None:
             rows, columns = weight.shape[-2:]
             for i in range(math.ceil(rows / 128)):
@@ -177,12 +189,39 @@ def write_unpacked(directory: Path, target: Path, kind: str) -> None:
         codes = torch.cat([stored[name] >> 4, stored[name] & 15], -1).flatten()
         values = stored[f"{name}.quant_map"][codes.long()] * scales.repeat_interleave(state["blocksize"])
         true[name] = values.view(state["shape"])
+    for key in [key for key in stored if key.endswith(".weight_packed")]:
+        name = key.removesuffix("_packed")
+        true[name] = unpack({end: stored.get(f"{name}{end}") for end in ENDS})
     target.mkdir(parents=True)
     save_file({name: tensor.float() for name, tensor in true.items()}, target / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
-    config.pop("quantization_config")
+    config.pop("quantization_config", None) or config["text_config"].pop("quantization_config")
     assert len(true) < len(stored), kind
     (target / "config.json").write_text(json.dumps(config))
+
+
+ENDS = ("_packed", "_scale", "_global_scale", "_zero_point")
+
+
+def unpack(parts: Any) -> Tensor:
+    """Return a matrix from compressed-tensors' tensors, one number after the other."""
+    packed, scale, factor, zeros = (parts[end] for end in ENDS)
+    data = packed.numpy().tobytes()
+    columns = 2 * len(data) // len(packed)
+    rows = torch.empty(len(packed), columns)
+    for i in range(len(packed)):
+        for j in range(columns):
+            code = data[(i * columns + j) // 2] >> 4 * (j % 2) & 15
+            group = j * scale.shape[1] // columns
+            one = scale[i, group].float()
+            if factor is not None:
+                number = (0, 0.5, 1, 1.5, 2, 3, 4, 6)[code & 7] * (-1 if code & 8 else 1)
+                one = one / factor[0]
+            else:
+                zero = 0 if zeros is None else (int(zeros[i // 8, group]) >> 4 * (i % 8) & 15) - 8
+                number = code - 8 - zero
+            rows[i, j] = number * one
+    return rows
 
 
 def truth(directory: Path, dtype: torch.dtype) -> Any:
@@ -521,7 +560,7 @@ def cases(root: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     yield from ((f"bytes of {each}", partial(same_bytes, root, each, kind)) for each, kind in IN_FOUR_BITS)
     for fault in (other_copy, mixed_copies, poisoned_buffer, unsharded, other_ranks, kept_gathered):
         yield fault.__name__, partial(fault, root)
-    for name, how in (*TRAINING, *(TRAINED_IN_FOUR_BITS if ranks == 2 else ())):
+    for name, how in (*TRAINING, *TRAINED_COMPRESSED, *(TRAINED_IN_FOUR_BITS if ranks == 2 else ())):
         yield f"training {name} {how}", partial(same_training, root, name, **how)
 
 

@@ -63,6 +63,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"family": "mixtral", "quantization": "block128", "files": 2, "hidden": 192, "moe_intermediate": 160},
         {"target_modules": ["q_proj", "o_proj"], **EXPERTS, "alpha_pattern": {"q_proj": 3}},
     ),
+    "channels": (  # compressed-tensors'
+        {"family": "qwen3_moe", "quantization": "fp8-channel"},
+        {"target_modules": ["q_proj", "o_proj"], **EXPERTS},
+    ),
     "one by one": ({"family": "qwen3_moe"}, {"target_modules": ["v_proj"], **EXPERTS, "use_rslora": True}),
     "dora": (
         {"family": "mistral", "quantization": "tensor"},
@@ -199,11 +203,11 @@ def test_merge_keeps_untouched_bytes(name: str, cases: dict[str, Case]) -> None:
             assert abs(kept - 1) < 0.1, f"{key}: {kept}"
 
 
-@pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4", "nvfp4", "uint4"])
 def test_4_bit_base_is_merged_into_16_bits(kind: str, tmp_path: Path) -> None:
-    """Compares with PEFT's merge into bitsandbytes' and transformers' decoding; unadapted weights bit by bit."""
+    """Compares with PEFT's merge into their publishers' decoding; unadapted weights bit by bit."""
     base, adapter, wide, out = (tmp_path / name for name in ("base", "adapter", "wide", "out"))
-    if kind == "nf4":
+    if kind != "mxfp4":
         tiny.write_model(base, "mixtral", quantization=kind, moe_intermediate=64, intermediate=64, layers=2)
     else:
         sizes = {"hidden_size": 64, "intermediate_size": 96}

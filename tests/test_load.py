@@ -57,6 +57,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     tiny.write_family(directory / "oss", "gpt_oss", config=sizes, layers=2, quantized={"quant_method": "mxfp4"})
+    for name, (family, scheme) in load_ranks.COMPRESSED.items():
+        tiny.write_model(directory / name, family, quantization=scheme, tokenizer=False, layers=2)
     for name, kind in load_ranks.PUBLISHED:
         load_ranks.write_unpacked(directory / name, directory / f"{name}-{kind}", kind)
     tiny.write_family(directory / "falcon_h1", "falcon_h1", config={"ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 0.125]})
@@ -137,12 +139,18 @@ def test_published_4_bit_weights_are_read_exactly(root: Path, name: str, kind: s
 
 
 ODD = "model.layers.0.self_attn.q_proj.weight"
+NV = "language_model.model.layers.0.self_attn.o_proj.weight"
 SPOILT_IN_4_BITS: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
     "another block": ("bnb", f"{ODD}.quant_state.bitsandbytes__nf4", lambda old: old.flip(0), "does not describe its"),
     "another table": ("bnb", f"{ODD}.quant_map", lambda old: old * 2, "does not describe its weight"),
     "no number": ("bnb", f"{ODD}.nested_absmax", lambda old: old * math.nan, "scales that are not finite"),
     "infinite": ("oss", f"{STACK}_scales", lambda old: old | 255, "scales that are not finite numbers"),
     "rows cut": ("oss", f"{STACK}_blocks", lambda old: old[:, 1:].clone(), "weights in 4 bits that do not fit"),
+    "a factor of zero": ("nv", f"{NV}_global_scale", lambda old: old * 0, "scales that are not finite numbers"),
+    "a factor too many": ("nv", f"{NV}_global_scale", lambda old: old.repeat(2), "weights in 4 bits that do not fit"),
+    "words cut": ("words", f"{ODD}_packed", lambda old: old[:, 1:].clone(), "weights in 4 bits that do not fit"),
+    "zeros cut": ("shifted", f"{ODD}_zero_point", lambda old: old[1:].clone(), "weights in 4 bits that do not fit"),
+    "another group": ("words", f"{ODD}_scale", lambda old: old[:, ::2].clone(), "weights in 4 bits that do not fit"),
     "blocks over rows": ("bnb", f"{ODD}.absmax", lambda old: old[3:].clone(), "weights in 4 bits that do not fit"),
 }
 

@@ -275,7 +275,7 @@ for shape, strides in (((4, 1, 16), (2**30, 16, 1)), ((1, 4, 16), (64, 2**30, 1)
     part = far.as_strided(shape, strides).copy_(torch.randint(0, 120, shape, dtype=torch.uint8, generator=dice))
     found = dequantize_fp8(part, torch.ones(shape[0], 1, 1), torch.float8_e4m3fn, (4, 16), torch.float32, (0, 0))
     assert torch.equal(found, part.view(torch.float8_e4m3fn).float())
-    found = dequantize_four_bits(part, scale[: shape[0]], table, 64, torch.float32, (0, 0))
+    found = dequantize_four_bits(part, scale[: shape[0]], None, table, 64, torch.float32, 0)
     assert torch.equal(found, four_bits.decode_codes(part, scale[: shape[0]], 64, "nf4")), shape
 rows = torch.empty(3, 41, four_bits.row_bytes(2100, 64), dtype=torch.uint8)
 values = torch.randn(3, 41, 2100, generator=torch.Generator().manual_seed(0)).bfloat16().float()
@@ -284,10 +284,11 @@ codes, scale = four_bits.split_rows(rows, 2100)
 wanted = four_bits.decode_codes(codes, scale, 64, "nf4")
 for top, bottom, left, right in ((0, 41, 0, 2100), (3, 37, 128, 1998), (5, 5, 0, 128)):
     part = codes[:, top:bottom, left // 2:right // 2]
-    found = dequantize_four_bits(part, scale, table, 64, torch.float32, (top, left))
+    found = dequantize_four_bits(part, scale[:, top:bottom], None, table, 64, torch.float32, left)
     assert torch.equal(found, wanted[:, top:bottom, left:right]), (top, left)
     part = codes[1, top:bottom, left // 2:right // 2]
-    assert torch.equal(dequantize_four_bits(part, scale[1], table, 64, torch.float32, (top, left)), found[1])
+    one = dequantize_four_bits(part, scale[1, top:bottom], None, table, 64, torch.float32, left)
+    assert torch.equal(one, found[1])
 for kind, side, dtype in (("mxfp4", 32, torch.bfloat16), ("nf4", 64, torch.float32)):  # as published: read, never made
     rows = torch.randint(0, 256, (2, 41, four_bits.row_bytes(2112, side, dtype)), dtype=torch.uint8, generator=dice)
     codes, scale = four_bits.split_rows(rows, 2112, dtype)
@@ -298,8 +299,18 @@ for kind, side, dtype in (("mxfp4", 32, torch.bfloat16), ("nf4", 64, torch.float
     assert torch.equal(four_bits.decode_codes(codes, scale, side, kind), wanted), kind
     for top, bottom, left, right in ((0, 41, 0, 2112), (3, 37, 128, 1998)):
         part, table = codes[:, top:bottom, left // 2:right // 2], four_bits.code_table(kind, codes.device)
-        found = dequantize_four_bits(part, scale, table, side, torch.float32, (top, left))
+        found = dequantize_four_bits(part, scale[:, top:bottom], None, table, side, torch.float32, left)
         assert torch.equal(found.view(torch.int32), wanted[:, top:bottom, left:right].view(torch.int32)), (kind, top)
+for kind, side, dtype in (("nvfp4", 16, torch.uint8), ("int4", 32, torch.float16), ("uint4", 64, torch.bfloat16)):
+    behind = four_bits.make_behind(torch.rand(2, 41, 2112 // side, generator=dice) + 0.1, kind, dtype)
+    codes = torch.randint(0, 256, (2, 41, 1056), dtype=torch.uint8, generator=dice)
+    wanted, table = four_bits.decode_codes(codes, behind, side, kind), four_bits.code_table(kind, codes.device)
+    for top, bottom, left, right in ((0, 41, 0, 2112), (3, 37, 128, 1998)):
+        part = codes[:, top:bottom, left // 2:right // 2]
+        scale, zeros, left = four_bits.read_scales(behind, kind, side, (top, left, bottom - top, right - left))
+        assert (zeros is None) == (kind != "uint4")
+        found = dequantize_four_bits(part, scale, zeros, table, side, torch.float32, left)
+        assert torch.equal(found, wanted[:, top:bottom, right - found.shape[-1] : right]), (kind, top)
 """
 COMPILED = """
 import triton
@@ -311,7 +322,11 @@ pointers = {"codes": "*u8", "scale": "*fp32", "table": "*fp32", "values": "*bf16
 strides = ("expert_stride", "row_stride", "rows", "columns")
 for architecture, exponents, side in ((80, (4, 5), 32), (90, (0, 0), 64), (100, (0,), 32)):
     scales = ("*bf16", "*fp32")[: 1 + (side == 64)]
-    versions = [(kernel._four_bits_kernel, {"side": side}, {"scale": scale}) for scale in scales]
+    versions = [
+        (kernel._four_bits_kernel, {"side": side, "shifted": shifted}, {"scale": scale, "zeros": scale})
+        for scale in scales
+        for shifted in (False, True)
+    ]
     for number, exponent in enumerate(exponents):
         given = {"scale_rows": 1, "scale_columns": 1} if number == 0 else {}
         given |= {"one": number == 0, "exponent": exponent}

@@ -138,8 +138,7 @@ BAD_KEYS = {
 # text of the file: where, what is wrong, hint
 BAD_VALUES = {
     "layout: {state_dict: sharded}": ("layout.state_dict", "must be 'full', not 'sharded'", ""),
-    "layout: {base_dtype: int4}": ("layout.base_dtype", "'nf4' or 'mxfp4', not 'int4'", "write nf4"),
-    "layout: {base_dtype: fp4}": ("layout.base_dtype", "'nf4' or 'mxfp4', not 'fp4'", "write nf4"),
+    "layout: {base_dtype: fp4}": ("layout.base_dtype", "'int4' or 'uint4', not 'fp4'", "write nf4"),
     "lora: {init_lora_weights: PiSSA}": ("lora.init_lora_weights", "not 'PiSSA'", "did you mean pissa?"),
     "lora: {init_lora_weights: corda}": ("lora.init_lora_weights", "not 'corda'", "write true: corda changes the base"),
     "cluster: {platform: k8s}": ("cluster.platform", "not 'k8s'", "write kubernetes"),

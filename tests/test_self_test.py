@@ -38,7 +38,7 @@ def test_each_part_passes_on_a_cpu_or_says_that_it_was_not_tested() -> None:
     found = verdicts()
     assert found.pop("attention, efficient") == SKIPPED
     assert set(found.values()) == {PASS}
-    assert len(found) == 14
+    assert len(found) == 16
 
 
 def doubled(function: Any) -> Any:

@@ -95,7 +95,7 @@ def test_replica_uses_the_models_tensor_names(tmp_path: Path) -> None:
 def test_codes_times_scales_equal_the_weights(side: int | None) -> None:
     torch.manual_seed(0)
     for weight in (torch.randn(200, 300), torch.randn(3, 130, 70) * torch.tensor([1e-3, 1.0, 50.0])[:, None, None]):
-        code, scale = tiny._to_fp8(weight, side and (side, side))
+        code, scale = tiny._to_fp8(weight, (side, side) if side else None)
         spread = scale.float()
         if side:
             spread = spread.repeat_interleave(128, -2).repeat_interleave(128, -1)

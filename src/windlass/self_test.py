@@ -66,7 +66,12 @@ OVER_PLAN: Final = 1.25
 WORKSPACE_GIB: Final = 0.0625
 EXPERTS: Final = 8
 BEGUN: Final = "did not end"
-PACKED: Final = {"mxfp4": (32, torch.bfloat16), "published nf4": (64, torch.float32)}  # columns a scale, its dtype
+PACKED: Final = {  # columns a scale, its dtype
+    "mxfp4": (32, torch.bfloat16),
+    "published nf4": (64, torch.float32),
+    "nvfp4": (16, torch.uint8),
+    "uint4": (32, torch.bfloat16),
+}
 REFERENCES: Final = ("bf16", "nf4")  # FP8 as published has the same values in 16 bits
 CPU_ALONE: Final = "WINDLASS_SELF_TEST_CPU"  # the process that trains on the CPU: for so many ranks
 SEND: Final = "and send self-test.json with your report"
@@ -223,7 +228,7 @@ def list_tests(device: torch.device) -> dict[str, Callable[[], str]]:
         "loss": partial(check_head_loss, device),
         "fused layers": partial(check_fused_layers, device),
         "FP8 decoding": partial(check_decoding, device, ""),
-        **{f"4 bits decoding, {kind}": partial(check_decoding, device, kind) for kind in (*FOUR_BITS, *PACKED)},
+        **{f"4 bits decoding, {kind}": partial(check_decoding, device, kind) for kind in ("nf4", *PACKED)},
         **{f"grouped products, {dtype}": partial(check_grouped, device, dtype) for dtype in ("bf16", "FP8", "nf4")},
         "experts with adapters": partial(check_adapted_experts, device),
     }
@@ -339,16 +344,20 @@ def make_codes(kind: str, device: torch.device) -> tuple[quantized.Format, Tenso
         return coding, codes.view(torch.uint8).to(device), scale.to(device), decoded
     block, dtype = PACKED.get(kind) or (FOUR_BITS[kind].block, torch.bfloat16)
     coding = quantized.Format(torch.uint8, (1, block), torch.bfloat16, kind.split()[-1], columns, dtype)
-    codes = torch.empty(count, rows, four_bits.row_bytes(columns, block, dtype), dtype=torch.uint8)
-    code_bytes, scales = four_bits.split_rows(codes, columns, dtype)
-    if kind in FOUR_BITS:
+    codes = torch.empty(count, rows, four_bits.row_bytes(columns, block, dtype, coding.kind), dtype=torch.uint8)
+    code_bytes, behind = four_bits.split_rows(codes, columns, dtype)
+    if kind not in PACKED:
         four_bits.quantize(values, kind, codes)
     else:  # read, and never made
         code_bytes.copy_(torch.arange(code_bytes.numel()).view_as(code_bytes) % 251)
         first = values[..., ::block]  # of each block
-        scales.copy_(first.abs() if dtype == torch.float32 else first.round().exp2())
+        scales = first.round().exp2() if kind == "mxfp4" else first.abs() + 0.1
+        behind.copy_(four_bits.make_behind(scales, coding.kind, dtype))
+    scales, zeros, _ = four_bits.read_scales(behind, coding.kind, block, (0, 0, rows, columns))
     indices = torch.stack([code_bytes >> 4, code_bytes & 15], -1).flatten(-2).long()
     units = four_bits.code_table(coding.kind, cpu)[indices]
+    if zeros is not None:
+        units -= zeros.float().repeat_interleave(block, -1)[..., :columns]
     decoded = units * scales.float().repeat_interleave(block, -1)[..., :columns]
     return coding, codes.to(device), torch.empty(0), decoded
 

@@ -20,12 +20,19 @@ class FourBits(NamedTuple):
 
 # --- dtypes of the base ---
 
-# nf4 in blocks of 64 is bitsandbytes' format. windlass reads mxfp4 but never makes it.
-FOUR_BITS: Final = {"nf4": FourBits(64, 0.092), "mxfp4": FourBits(32, 0)}
+# nf4 in blocks of 64 is bitsandbytes' format. windlass reads the others but never makes them. nvfp4, int4 (symmetric)
+# and uint4 (with zero points, which take as many bytes as scales) are compressed-tensors', whose config has the block.
+FOUR_BITS: Final = {
+    "nf4": FourBits(64, 0.092),
+    "mxfp4": FourBits(32, 0),
+    "nvfp4": FourBits(16, 0, 1),
+    "int4": FourBits(128, 0),
+    "uint4": FourBits(128, 0, 4),
+}
 PUBLISHED_NF4: Final = FourBits(64, 0, 4)  # bitsandbytes' scales are exact in float32 alone
-PUBLISHED: Final = ("fp8", "mxfp4")  # only for checkpoints published in this dtype
+PUBLISHED: Final = ("fp8", "mxfp4", "nvfp4", "int4", "uint4")  # only for checkpoints published in this dtype
 # Suffix of a layout's name for the dtype of its base.
-IN_NAMES: Final = {"fp8": ", FP8", "nf4": ", NF4", "mxfp4": ", MXFP4"}
+IN_NAMES: Final = {name: f", {name.upper()}" for name in ("fp8", *FOUR_BITS)}
 
 # --- loading ---
 

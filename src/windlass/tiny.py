@@ -4,6 +4,7 @@ Model classes, names on disk and file format are the libraries' own; only the si
 opens the model it stands for.
 """
 
+import copy
 import json
 import re
 from collections import Counter
@@ -46,7 +47,18 @@ COMPRESSED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         "float-quantized",
         {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [BLOCK, BLOCK]},
     ),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    ),
+    "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}),
+    "int4-channel": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}),
+    "uint4": (
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False},
+    ),
 }
+GROUP: Final = 16  # columns that share a scale in a replica's integers
 NF4: Final = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 # Weights that published FP8 checkpoints quantize: linear layers and routed experts. Routers, norms, embeddings,
 # head and the vision part stay as they are.
@@ -192,7 +204,12 @@ def write_like(base: Base, sizes: dict[str, Any], directory: Path, *, files: int
 
     sizes: the text model's config.json, with other numbers.
     """
-    quantized = (base.quantization or {}).get("published") or base.quantization
+    quantized = base.quantization
+    if quantized and "published" in quantized:
+        quantized = copy.deepcopy(quantized["published"])
+        for group in quantized["config_groups"].values():
+            if group["weights"].get("strategy") == "group":
+                group["weights"]["group_size"] = GROUP  # of a small matrix's columns
     if quantized and quantized.get("weight_block_size"):
         quantized = {**quantized, "weight_block_size": [BLOCK, BLOCK]}
     known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -399,14 +416,48 @@ def _compress(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Itera
             yield key, weight
             continue
         for name, matrix in _split_experts(key, weight):
-            codes, scale = _to_fp8(matrix, _sides(terms, group["weights"]["strategy"]))
-            yield name, codes
-            yield f"{name}_scale", scale
+            if terms["quant_method"] == "fp8":
+                by_row = (1, None) if group["weights"]["strategy"] == "channel" else None
+                codes, scale = _to_fp8(matrix, terms["weight_block_size"] or by_row)
+                yield name, codes
+                yield f"{name}_scale", scale
+            else:
+                packed = _to_compressed(matrix.float(), terms["quant_method"], terms["group_size"] or matrix.shape[1])
+                for end, tensor in packed.items():
+                    yield f"{name}{end}", tensor
 
 
-def _sides(terms: Mapping[str, Any], strategy: str) -> Any:
-    """Return the rows and columns that share a scale; None: all of a matrix's."""
-    return terms["weight_block_size"] or ((1, None) if strategy == "channel" else None)
+def _to_compressed(weight: Tensor, kind: str, block: int) -> dict[str, Tensor]:
+    """Quantize to 4 bits as compressed-tensors packs them; a row's groups of `block` columns have a scale each."""
+    rows, columns = weight.shape
+    blocks = weight.view(rows, -1, block)
+    if kind == "nvfp4":
+        factor = FP8_MAX * 6 / weight.abs().amax().clamp(min=1e-6)
+        scale = (blocks.abs().amax(-1) / 6 * factor).to(FP8)
+        units = blocks / (scale.float() / factor).clamp(min=1e-12)[..., None]
+        codes = (units[..., None] - four_bits.code_table(kind, weight.device)).abs().argmin(-1)
+        pairs = codes.to(torch.uint8).view(rows, -1, 2)
+        packed = pairs[..., 0] | pairs[..., 1] << 4
+        return {"_packed": packed, "_scale": scale, "_global_scale": factor.reshape(1)}
+    zeros = torch.zeros(blocks.shape[:2])
+    scale = blocks.abs().amax(-1) / 7
+    if kind == "uint4":
+        scale = (blocks.amax(-1) - blocks.amin(-1)) / 15
+    scale = scale.clamp(min=1e-6).to(torch.bfloat16)
+    if kind == "uint4":
+        zeros = (-8 - blocks.amin(-1) / scale.float()).round().clamp(-8, 7)
+    codes = (blocks / scale.float()[..., None] + zeros[..., None]).round().clamp(-8, 7)
+    stored = {"_packed": _pack_words(codes.view(rows, columns)), "_scale": scale}
+    if kind == "uint4":
+        stored["_zero_point"] = _pack_words(zeros.T).T.contiguous()
+    return {**stored, "_shape": torch.tensor([rows, columns])}
+
+
+def _pack_words(codes: Tensor) -> Tensor:
+    """Pack whole numbers from -8 to 7 along rows, eight in a word, the first in its lowest bits."""
+    padded = nn.functional.pad(codes, (0, -codes.shape[1] % 8), value=-8).long() + 8
+    words = (padded.view(len(codes), -1, 8) << torch.arange(0, 32, 4)).sum(-1)
+    return words.to(torch.int32)
 
 
 def _split_experts(key: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

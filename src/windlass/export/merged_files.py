@@ -25,10 +25,10 @@ from windlass.export.screen import Advance
 from windlass.files import flush_to_disk, write_atomic
 from windlass.hardware import count_usable_cpus
 from windlass.model import Base, Piece, Stored, read_base
-from windlass.model.family import ACTIVATIONS, CACHE
+from windlass.model.family import ACTIVATIONS, CACHE, SHAPES
 from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, SINGLE
 from windlass.model.mistral_layout import CONSOLIDATED, CONSOLIDATED_INDEX, PARAMS, name_in_file
-from windlass.model.packed import BLOCKS
+from windlass.model.packed import BLOCKS, PACKED
 from windlass.weights.reading import DTYPES, NEEDS_SCALE, DamagedError, Files, read_tensor
 
 # Dtypes of a merged model.
@@ -164,13 +164,13 @@ def _plan_tensors(
             name, piece = weights[key]
             out = stored
             if dtype == BF16:
-                out_key = key.removesuffix(BLOCKS) if piece.packed else key
+                out_key = key.removesuffix(BLOCKS).removesuffix(PACKED) if piece.packed else key
                 out = replace(stored, key=out_key, dtype="BF16", shape=piece.shape)
             how = COPIED if out.dtype == stored.dtype else CONVERTED
             if name in deltas.by_name:
                 how = MERGED
             entries.append(MergedEntry(out, stored, how, name, piece))
-        elif dtype == BF16 and (key in scales or (scales and base.unread.get(stored) in (ACTIVATIONS, CACHE))):
+        elif dtype == BF16 and (key in scales or (scales and base.unread.get(stored) in (ACTIVATIONS, CACHE, SHAPES))):
             dropped.append(key)
         elif key in scales and scales[key][0] in deltas.by_name:
             entries.append(MergedEntry(stored, stored, RESCALED, *scales[key]))

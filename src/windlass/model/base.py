@@ -28,7 +28,7 @@ from windlass.model.files import (
     read_table,
     read_tensors,
 )
-from windlass.model.packed import find_packed, make_packed_piece
+from windlass.model.packed import BESIDE, PACKED, find_packed, make_compressed_piece, make_packed_piece
 from windlass.model.parameters import Base, Parameter, Piece, Spelling, Stored
 
 WEIGHT_DTYPES: Final = ("F64", "F32", "F16", "BF16")
@@ -159,13 +159,15 @@ def assign_stored(base: Base, config: Mapping[str, Any], stored: Mapping[str, St
         base = replace(base, parameters=tuple(untied), config={**base.config, "tie_word_embeddings": True})
 
     faults: dict[str, list[str]] = defaultdict(list)
-    packed = find_packed(stored) if base.quantization else {}
+    packed = find_packed(stored, base.method) if base.quantization else {}
     parameters = [
         replace(parameter, pieces=tuple(_find_pieces(parameter, stored, packed, base, faults)))
         for parameter in base.parameters
     ]
     used = {tensor.key for parameter in parameters for piece in parameter.pieces for tensor in piece.tensors}
     used |= {tensor.key for name in faults[ODD_PACKED] for tensor in packed[name]}
+    bare = {key.removesuffix(PACKED) for key in faults[NO_SCALE]} & packed.keys()
+    used |= {tensor.key for name in bare for tensor in packed[name]}
     has_head = any(parameter.name == HEAD for parameter in parameters)
     reasons = {**UNREAD, **dict.fromkeys((f"{name}.*" for name in base.family.ignored), IGNORED)}
     if base.wrapper:
@@ -203,8 +205,10 @@ def _find_pieces(
 ) -> Iterator[Piece]:
     """Yield the pieces of a parameter; add what is wrong with them to `faults`, by kind."""
     for name, shape, offset in _list_stored_parts(parameter, stored.keys() | packed.keys()):
-        if name in packed:
-            piece = make_packed_piece(packed[name], shape, offset, transposed=parameter.transposed)
+        if name in packed and len(packed[name]) <= len(BESIDE.get(base.method, ())):
+            faults[NO_SCALE].append(packed[name][0].key)
+        elif name in packed:
+            piece = _make_piece(base, packed[name], shape, offset, transposed=parameter.transposed)
             if piece:
                 yield piece
             else:
@@ -214,13 +218,22 @@ def _find_pieces(
             scale = stored.get(f"{name}{base.scale_suffix}")
             if tensor.shape != shape:
                 faults[SHAPE].append(f"{tensor.key} is {list(tensor.shape)}, not {list(shape)}")
-            _check_dtype(tensor, scale, base.block, faults)
+            _check_dtype(tensor, scale, base, faults)
             yield Piece(tensor, offset, scale)
         else:
             faults[MISSING].append(name)
 
 
-def _check_dtype(tensor: Stored, scale: Stored | None, block: Sequence[int], faults: dict[str, list[str]]) -> None:
+def _make_piece(
+    base: Base, parts: tuple[Stored, ...], shape: tuple[int, ...], offset: tuple[int, ...], *, transposed: bool
+) -> Piece | None:
+    if base.method not in BESIDE:
+        return make_packed_piece(parts, shape, offset, transposed=transposed)
+    group = (base.quantization or {})["group_size"]
+    return None if transposed else make_compressed_piece(base.method, parts, shape, offset, group)
+
+
+def _check_dtype(tensor: Stored, scale: Stored | None, base: Base, faults: dict[str, list[str]]) -> None:
     """Add to `faults` an unknown dtype, an FP8 weight without a scale, and a scale that does not fit its weight."""
     in_fp8 = tensor.dtype in FP8_DTYPES
     if not in_fp8 and tensor.dtype not in WEIGHT_DTYPES:
@@ -229,7 +242,9 @@ def _check_dtype(tensor: Stored, scale: Stored | None, block: Sequence[int], fau
         faults[NO_SCALE].append(tensor.key)
     if scale is None:
         return
-    fits = _is_scale_shape_valid(scale.shape, tensor.shape, block)
+    fits = _is_scale_shape_valid(scale.shape, tensor.shape, base.block)
+    if "published" in (base.quantization or {}) and len(tensor.shape) > 1:  # compressed-tensors' channels
+        fits |= scale.shape == (*tensor.shape[:-1], 1)
     if not in_fp8 or scale.dtype not in WEIGHT_DTYPES or not fits:
         kinds = f"{scale.dtype} {list(scale.shape)} for {tensor.dtype} {list(tensor.shape)}"
         faults[ODD_SCALE].append(f"{scale.key} is {kinds}")
@@ -272,10 +287,10 @@ def _list_stored_parts(
 
 
 def _is_scale_shape_valid(scale: Sequence[int], shape: Sequence[int], block: Sequence[int]) -> bool:
-    """Return whether there is one scale, or per dimension one, one per element or (in the last two) one per block."""
+    """Return whether there is one scale, or per dimension one or one per block (one element, but in the last two)."""
     if prod(scale) == 1:
         return True
     if len(scale) != len(shape):
         return False
     sides = (*(1,) * (len(shape) - 2), *block)[-len(shape) :]
-    return all(count in (1, size, ceil(size / side)) for count, size, side in zip(scale, shape, sides, strict=True))
+    return all(count in (1, ceil(size / side)) for count, size, side in zip(scale, shape, sides, strict=True))

@@ -15,10 +15,12 @@ READ: Final = {
         for form in ("float", "naive")
         for strategy in ("tensor", "channel", "block")
     },
+    ("nvfp4-pack-quantized", "float", 4, "tensor_group"): "nvfp4",
+    **{("pack-quantized", "int", 4, strategy): "int4" for strategy in ("group", "channel")},
 }
 HINT: Final = (
     "name the 16-bit model that it was made of, with layout.base_dtype: nf4 if memory is short; of compressed-tensors "
-    "windlass reads float-quantized in 8 bits"
+    "windlass reads float-quantized in 8 bits, nvfp4-pack-quantized, and pack-quantized in 4 bits"
 )
 CODE: Final = "unsupported-quantization"
 
@@ -37,7 +39,10 @@ class Scheme(NamedTuple):
     @property
     def dtype(self) -> str | None:
         """Return the dtype that layout.base_dtype calls these weights by; None if windlass doesn't read them."""
-        return READ.get((self.format, self.type, self.bits, self.strategy))
+        dtype = READ.get((self.format, self.type, self.bits, self.strategy))
+        if dtype == "int4" and not self.is_symmetric:
+            return "uint4"
+        return dtype if self.is_symmetric else None
 
     def __str__(self) -> str:
         zeros = "" if self.is_symmetric else ", with zero points"
@@ -64,7 +69,10 @@ def read_compressed(settings: Mapping[str, Any], where: str) -> tuple[dict[str, 
             text = f"its weights' scheme can't be read: {reprlib.repr(group)}"
             problems.append(Problem(text, place, HINT, CODE))
             continue
-        if scheme.dtype is None or (scheme.dtype == "fp8" and not scheme.is_symmetric):
+        if group["weights"].get("actorder") in ("group", "dynamic"):
+            text = "actorder: group, whose columns are in another order than their scales"
+            problems.append(Problem(text, place, HINT, CODE))
+        elif scheme.dtype is None:
             problems.append(Problem(f"unsupported scheme: {scheme}", place, HINT, CODE))
         schemes.setdefault(scheme, name)
     if len(schemes) > 1 and not problems:

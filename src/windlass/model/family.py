@@ -169,10 +169,12 @@ USUAL: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
 # Stored tensors that no causal language model needs, whatever its family, and why they are not read
 ACTIVATIONS = "scale of activations: weights are converted, activations are not quantized"
 CACHE = "scale of the KV cache, which training has none of"
+SHAPES = "shape of packed weights, which config.json gives too"
 UNREAD: dict[str, str] = {
     r".+[._]activation_scale": ACTIVATIONS,
     r".+\.(input|output)_(global_)?(scale|zero_point)": ACTIVATIONS,
     r".+\.[kqv]_(scale|zero_point)": CACHE,
+    r".+\.weight_shape": SHAPES,
     r".+\.rotary_emb\.inv_freq": "computed from config.json",
 }
 IGNORED = "transformers leaves it aside"

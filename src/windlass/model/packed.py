@@ -2,26 +2,39 @@
 
 nf4 is bitsandbytes' format: a matrix as a row of bytes, with the first code in a byte's upper half; a scale per block,
 itself in 8 bits if quantized twice. mxfp4 is gpt_oss's format: experts with one row per output, the first code in the
-lower half; a power of two per 32 columns.
+lower half; a power of two per 32 columns. nvfp4, int4 and uint4 are compressed-tensors' formats: a matrix with the
+first code in the lower half, a scale for some columns of a row (of nvfp4 in 8 bits, divided by one number for all), and
+for uint4 a zero point beside each scale, packed down the rows.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
+from math import ceil, prod
 from typing import Final
 
 from windlass.model.parameters import Packed, Piece, Stored
 
 BLOCKS = "_blocks"
+PACKED = "_packed"
+# compressed-tensors' formats: what is stored beside the codes.
+BESIDE: Final = {"nvfp4": ("_scale", "_global_scale"), "int4": ("_scale",), "uint4": ("_scale", "_zero_point")}
 SCALES = "_scales"
 STATE: Final = ".quant_state.bitsandbytes__nf4"
 NESTED: Final = (".nested_absmax", ".nested_quant_map")  # present if the scales are quantized themselves
 
 
-def find_packed(stored: Mapping[str, Stored]) -> dict[str, tuple[Stored, ...]]:
-    """Return the name of every 4-bit weight, with its tensors: codes, scales, and any others needed to decode them."""
+def find_packed(stored: Mapping[str, Stored], method: str) -> dict[str, tuple[Stored, ...]]:
+    """Return the name of every 4-bit weight, with its tensors: codes, scales, and any others needed to decode them.
+
+    Of compressed-tensors' weights those that are missing are left out.
+    """
     packed: dict[str, tuple[Stored, ...]] = {}
     for key, tensor in stored.items():
+        if method in BESIDE and key.endswith(PACKED):
+            name = key.removesuffix(PACKED)
+            beside = (stored.get(f"{name}{end}") for end in BESIDE[method])
+            packed[name] = tensor, *(part for part in beside if part)
+            continue
         if key.endswith(STATE):
             name = key.removesuffix(STATE)
             parts = (name, f"{name}.absmax", key, f"{name}.quant_map", *(f"{name}{end}" for end in NESTED))
@@ -63,3 +76,31 @@ def make_packed_piece(
         replace(scales, shape=(*outer, rows, groups)),
         Packed(kind, columns // groups, transposed, tuple(more)),
     )
+
+
+def make_compressed_piece(
+    kind: str, parts: tuple[Stored, ...], shape: tuple[int, ...], offset: tuple[int, ...], group: int
+) -> Piece | None:
+    """Do the same for a matrix of compressed-tensors' format `kind`, with a scale per `group` columns (0: per row)."""
+    codes, scales, *more = parts
+    if len(shape) != 2 or not shape[1]:
+        return None
+    rows, columns = shape
+    block = group or columns
+    groups = columns // block
+    width = {"U8": 2, "I32": 8}.get(codes.dtype, columns)
+    fits = (
+        (codes.dtype == "U8") == (kind == "nvfp4")
+        and codes.shape == (rows, columns // width)
+        and scales.shape == (rows, groups)
+        and (columns % width, columns % block, block % 2) == (0, 0, 0)
+        and scales.dtype in (("F8_E4M3",) if kind == "nvfp4" else ("BF16", "F16", "F32"))
+    )
+    if kind == "nvfp4":
+        fits = fits and (more[0].dtype, prod(more[0].shape)) == ("F32", 1)
+    if kind == "uint4":
+        fits = fits and (more[0].dtype, more[0].shape) == ("I32", (ceil(rows / 8), groups))
+    if not fits:
+        return None
+    stored = replace(codes, dtype="U8", shape=(rows, columns // 2))
+    return Piece(stored, offset, scales, Packed(kind, block, transposed=False, more=tuple(more)))

@@ -27,10 +27,11 @@ class Stored:
 class Packed:
     """The encoding of a weight that is stored in 4 bits, two codes per byte."""
 
-    kind: str  # nf4, mxfp4: a name of settings.FOUR_BITS
+    kind: str  # a name of settings.FOUR_BITS
     block: int  # columns that share a scale
     transposed: bool  # the file's rows are the parameter's columns
-    more: tuple[Stored, ...] = ()  # for nf4: state, table, and the tensors that decode quantized scales
+    # nf4: state, table, and the tensors that decode quantized scales; nvfp4: what divides scales; uint4: zero points
+    more: tuple[Stored, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,11 @@ class Base:
     def block(self) -> Sequence[int]:
         """Return the rows and columns that share a scale in block-scaled FP8 weights."""
         return (self.quantization or {}).get("weight_block_size") or BLOCK
+
+    @property
+    def method(self) -> str:
+        """Return how the checkpoint is quantized: fp8, mxfp4, bitsandbytes, nvfp4, int4, uint4; empty if it isn't."""
+        return "" if self.quantization is None else self.quantization.get("quant_method", "nf4")
 
     @property
     def scale_suffix(self) -> str:

@@ -9,15 +9,14 @@ _FP8_PARTS = ("attention", "mlp", "shared_experts", "experts")
 
 def published_dtype(base: Base) -> str:
     """Return the checkpoint's quantized dtype, as layout.base_dtype names it; empty if it is not quantized."""
-    method = (base.quantization or {}).get("quant_method", "nf4") if base.quantization is not None else ""
-    return {"bitsandbytes": "nf4"}.get(method, method) if _quantized_names(base) else ""
+    return {"bitsandbytes": "nf4"}.get(base.method, base.method) if _quantized_names(base) else ""
 
 
 def _quantized_names(base: Base) -> frozenset[str]:
     """Return the names of parameters that are stored quantized; without weights, those that publishers usually do."""
     if base.quantization is None:
         return frozenset()
-    mxfp4 = base.quantization.get("quant_method") == "mxfp4"
+    mxfp4 = base.method == "mxfp4"
     ignore = base.quantization.get("ignore") or ()
     parts, least = (("experts",), 3) if mxfp4 else (_FP8_PARTS, 2)
 

@@ -131,14 +131,18 @@ class ElementBytes:
 def stored_bytes(work: Workload) -> ElementBytes:
     """Return the bytes per element of the base as this run stores it."""
     name = work.layout.base_dtype.upper()
+    quantization = work.shape.base.quantization or {}
     if four := FOUR_BITS.get(work.layout.base_dtype):
         four = PUBLISHED_NF4 if name == "NF4" and work.shape.published == "nf4" else four
-        return ElementBytes(work.base_bytes, four.bytes, name)
+        if "group_size" in quantization:
+            four = four._replace(block=quantization["group_size"] or work.shape.hidden)
+        of_rows = FLOAT / work.shape.hidden if name == "NVFP4" else 0.0
+        return ElementBytes(work.base_bytes, four.bytes + of_rows, name)
     if name != "FP8" or work.shape.base.quantization is None:
         return ElementBytes(work.base_bytes, work.base_bytes)
-    block = (work.shape.base.quantization or {}).get("weight_block_size")
+    block = quantization.get("weight_block_size")
     size = 1 + FLOAT / prod(block) if block else 1.0
-    if (work.shape.base.quantization or {}).get("group_size") == 0 and not block:  # at most a scale for each row
+    if quantization.get("group_size") == 0 and not block:  # at most a scale for each row
         size += FLOAT / work.shape.hidden
     return ElementBytes(work.base_bytes, size, name)
 
@@ -348,13 +352,15 @@ def _dequantized_rows(work: Workload, t: Tokens) -> list[MemoryRow]:
         return []
     shape = work.shape
     narrow = [p for layer, _ in shape.kinds for p in layer.parameters if p.name in shape.narrow]
+    scales = FLOAT / FOUR_BITS["nvfp4"].block if work.layout.base_dtype == "nvfp4" else 0.0  # themselves decoded
     if work.on_cpu:  # one expert at a time, in float32 and then in the products' dtype
         widest = max((prod(p.shape[-2:]) for p in narrow), default=0)
-        bytes_each = FLOAT + (t.width if t.width < FLOAT else 0)
+        bytes_each = FLOAT + (t.width if t.width < FLOAT else 0) + scales
         return [MemoryRow("dequantized weights", widest * bytes_each, f"the widest matrix: {widest} x {bytes_each}")]
     most = max((dequantized_bytes(p.shape, work.layout.expert_parallel, t.width) for p in narrow), default=0)
     most_bytes = settings.DEQUANTIZED_BYTES
-    return [MemoryRow("dequantized weights", most, f"of the widest stack at most {most_bytes} bytes at once")]
+    with_scales = most * (1 + scales / t.width)
+    return [MemoryRow("dequantized weights", with_scales, f"of the widest stack at most {most_bytes} bytes at once")]
 
 
 def dequantized_bytes(shape: Sequence[int], expert_parallel: int, width: int) -> int:

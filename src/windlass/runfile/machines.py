@@ -72,9 +72,10 @@ class LayoutSection(Ranks):
     reshard_after_forward: bool | None = None
     """Free a gathered layer after its forward pass and gather it again in backward. false gathers once, and keeps the
     gathered weights."""
-    base_dtype: Literal["bf16", "fp8", "nf4", "mxfp4"] | None = None
-    """How the frozen base model is stored: bf16; as published: fp8, mxfp4, or bitsandbytes' nf4; or nf4, quantized to 4
-    bits while loading. Dequantized on use. null: the plan chooses bf16 or the published dtype. fp8 halves the base, 4
+    base_dtype: Literal["bf16", "fp8", "nf4", "mxfp4", "nvfp4", "int4", "uint4"] | None = None
+    """How the frozen base model is stored: bf16; as published: fp8, mxfp4, bitsandbytes' nf4, or
+    compressed-tensors' nvfp4, int4 and uint4 (int4 with zero points); or nf4, quantized to 4 bits while loading.
+    Dequantized on use. null: the plan chooses bf16 or the published dtype. fp8 halves the base, 4
     bits quarter it. As published it keeps bf16's values; quantized to 4 bits while loading each weight is off by about
     9 %."""
     offload: bool | Auto = "auto"

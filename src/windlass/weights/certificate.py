@@ -225,9 +225,13 @@ def decode_row(row: Tensor, coding: Format) -> tuple[Tensor, Tensor]:
     """Return the numbers and the scale of each block of a row."""
     numbers = torch.tensor(TABLES[coding.kind], dtype=torch.float64)
     codes = row[: coding.columns // 2]
-    scale = row[coding.columns // 2 :].view(coding.scales).double()
-    units = numbers[torch.stack([codes // 16, codes % 16], -1).flatten().long()]
-    return split_blocks(units, coding), scale
+    behind = row[coding.columns // 2 :].view(coding.scales)
+    units = split_blocks(numbers[torch.stack([codes // 16, codes % 16], -1).flatten().long()], coding)
+    if coding.kind == "nvfp4":
+        behind = behind[: len(units)].view(torch.float8_e4m3fn).float() / behind[-4:].view(torch.float32)
+    if coding.kind == "uint4":
+        units = units - behind[len(units) :].double()[:, None]
+    return units, behind[: len(units)].double()
 
 
 def split_blocks(row: Tensor, coding: Format) -> Tensor:
@@ -346,7 +350,10 @@ class Disk:
         key = piece.stored.key
         if piece.packed:
             there = [slice(a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True)][-len(piece.shape) :]
-            decoded = self.mxfp4(key, there) if piece.packed.kind == "mxfp4" else self.nf4(key, piece.shape, there)
+            if piece.packed.kind in ("mxfp4", "nf4"):
+                decoded = self.mxfp4(key, there) if piece.packed.kind == "mxfp4" else self.nf4(key, piece.shape, there)
+            else:
+                decoded = self.compressed(piece.packed.kind, key.removesuffix("_packed"), *there)
             return decoded, f"{key!r} of {self.where[key].name}"
         codes = self.codes(piece, box)
         name = self.scale_name(key)
@@ -383,6 +390,32 @@ class Disk:
         sign = torch.where(bits < 8, 1.0, -1.0)
         whole = torch.where(size < 2, size / 2, (1 + size % 2 / 2) * 2 ** (size // 2 - 1))
         return (sign * whole * 2**power).float().transpose(1, 2)[:, there[1]]
+
+    def compressed(self, kind: str, name: str, rows: slice, columns: slice) -> Tensor:
+        """Decode a part of compressed-tensors' matrix, element by element from the stored words."""
+
+        def read(end: str, *part: slice) -> Tensor:
+            key = f"{name}{end}"
+            tensor: Tensor = self.handle(key).get_slice(key)[part] if part else self.handle(key).get_tensor(key)
+            return tensor
+
+        words = read("_packed", rows)
+        scale = read("_scale", rows).float()
+        bits = 8 * words.element_size()
+        places = torch.arange(words.shape[1] * bits // 4)
+        codes = (words.long()[:, places // (bits // 4)] >> (4 * (places % (bits // 4)))) % 16
+        groups = places // (len(places) // scale.shape[1])
+        if kind == "nvfp4":
+            sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+            values = sizes[codes % 8] * torch.where(codes < 8, 1.0, -1.0)
+            scale = scale / read("_global_scale").float()
+        else:
+            values = codes.float() - 8
+        if kind == "uint4":
+            row = torch.arange(rows.start, rows.stop)
+            zeros = (read("_zero_point").long()[row // 8] >> (4 * (row % 8))[:, None]) % 16 - 8
+            values -= zeros[:, groups]
+        return (values * scale[:, groups])[:, columns]
 
     def scale_name(self, key: str) -> str:
         """Return the name of an FP8 weight's scale: compressed-tensors' own, or everyone else's."""

@@ -83,8 +83,8 @@ def dequantize_fp8(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _four_bits_kernel(  # type: ignore[no-untyped-def]
-    codes, scale, table, values, rows, columns, expert_stride, row_stride, scale_expert_stride, scale_row_stride,
-    first_row, first_column, side: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+    codes, scale, zeros, table, values, rows, columns, expert_stride, row_stride, scale_expert_stride,
+    scale_row_stride, first_column, shifted: tl.constexpr, side: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(columns, wide)
     tile = tl.program_id(0)
@@ -94,16 +94,20 @@ def _four_bits_kernel(  # type: ignore[no-untyped-def]
     inside = (row < rows) & (column < columns)
     both = tl.load(codes + expert * expert_stride + row.to(tl.int64) * row_stride + column // 2, mask=inside, other=0)
     code = tl.where(column % 2 == 0, both >> 4, both & 15).to(tl.int32)
-    block = scale_row_stride * (first_row + row).to(tl.int64) + (first_column + column) // side
-    factor = tl.load(scale + expert * scale_expert_stride + block, mask=inside).to(tl.float32)
-    value = tl.load(table + code) * factor
+    block = expert * scale_expert_stride + scale_row_stride * row.to(tl.int64) + (first_column + column) // side
+    factor = tl.load(scale + block, mask=inside).to(tl.float32)
+    number = tl.load(table + code)
+    if shifted:
+        number -= tl.load(zeros + block, mask=inside).to(tl.float32)
+    value = number * factor
     tl.store(values + (expert * rows + row) * columns + column, value.to(values.dtype.element_ty), mask=inside)
 
 
 def dequantize_four_bits(
-    codes: Tensor, scale: Tensor, table: Tensor, side: int, dtype: torch.dtype, origin: Sequence[int]
+    codes: Tensor, scale: Tensor, zeros: Tensor | None, table: Tensor, side: int, dtype: torch.dtype, left: int
 ) -> Tensor:
-    """Do the same for 4-bit codes, two per byte. `scale` is the full parameter's, one per `side` columns of a row."""
+    """Do the same for 4-bit codes, two per byte, that begin at column `left`. `scale` and `zeros` (if there are zero
+    points) are of the full rows, one per `side` columns, in memory alike."""
     *stack, rows, half = codes.shape
     *expert_strides, row_stride, column_stride = codes.stride()
     *scale_expert_strides, scale_row_stride, scale_column_stride = scale.stride()
@@ -118,7 +122,8 @@ def dequantize_four_bits(
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS), experts)
     with torch.cuda.device_of(codes):  # type: ignore[no-untyped-call]
         _four_bits_kernel[grid](
-            codes, scale, table, values, rows, columns, expert_stride, row_stride, scale_expert_stride,
-            scale_row_stride, *origin, side=side, high=ROWS, wide=COLUMNS, num_warps=4,
+            codes, scale, scale if zeros is None else zeros, table, values, rows, columns, expert_stride, row_stride,
+            scale_expert_stride, scale_row_stride, left, shifted=zeros is not None, side=side, high=ROWS, wide=COLUMNS,
+            num_warps=4,
         )  # fmt: skip
     return values

@@ -45,7 +45,7 @@ from windlass.weights.reading import (
     to_stored_box,
 )
 
-ScaleDecoder = Callable[[Tensor, Box], Tensor]  # (stored scales, their place) -> scales in float32
+ScaleDecoder = Callable[[Tensor, Box], Tensor]  # (stored scales, their place) -> what is kept behind the codes
 Job = Callable[[], int]  # fills one chunk and returns the digest of what was read
 
 
@@ -264,7 +264,7 @@ def read_packed(
     codes, scales = tensors
     if source.blanks is not None:
         source.blanks.add(piece.stored, (*there[:-1], (0, piece.stored.shape[-1])), codes)
-    if piece.packed.kind == "mxfp4":  # the lower half of a byte comes first
+    if piece.packed.kind != "nf4":  # the lower half of a byte comes first
         codes = codes << 4 | codes >> 4
     write(box, codes, decode(scales, there))
     return digest
@@ -274,10 +274,17 @@ def write_packed(part: LocalPart, piece: Piece, box: Box, codes: Tensor, scales:
     """Copy codes, and scales behind them, to rows of bytes."""
     assert piece.packed is not None
     rows = LocalPart(part.memory, to_file_order(piece, part.box)).rows(box)
-    dtype = torch.float32 if piece.packed.kind == "nf4" else torch.bfloat16
-    own_codes, own_scales = four_bits.split_rows(rows, 2 * codes.shape[-1], dtype)
+    own_codes, own_scales = four_bits.split_rows(rows, 2 * codes.shape[-1], kept_scales(piece))
     own_codes.copy_(codes)
     own_scales.copy_(scales)
+
+
+def kept_scales(piece: Piece) -> torch.dtype:
+    """Return the dtype of what is behind the codes of a packed piece's rows."""
+    assert piece.packed is not None
+    assert piece.scale is not None
+    fixed = {"nf4": torch.float32, "mxfp4": torch.bfloat16, "nvfp4": torch.uint8}
+    return fixed.get(piece.packed.kind) or DTYPES[piece.scale.dtype]
 
 
 def write_decoded(part: LocalPart, piece: Piece, box: Box, codes: Tensor, scales: Tensor) -> None:
@@ -315,8 +322,8 @@ def fill_scale(
 
 
 def read_scale_decoder(piece: Piece, files: Files) -> tuple[ScaleDecoder, int]:
-    """Return a function from stored scales of a 4-bit piece to float32 scales, and the digest of the tensors behind
-    it."""
+    """Return a function from stored scales of a 4-bit piece to those that are kept, and the digest of the tensors
+    behind it."""
     assert piece.packed is not None
     assert piece.scale is not None
     key = piece.scale.key
@@ -325,6 +332,27 @@ def read_scale_decoder(piece: Piece, files: Files) -> tuple[ScaleDecoder, int]:
         powers = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
         return lambda scales, _: require_numbers(powers[scales.int()], key), 0
     tensors = [read_tensor(stored, files) for stored in piece.packed.more]
+    digest = sum(
+        digest_tensor(stored, values, files) for stored, values in zip(piece.packed.more, tensors, strict=True)
+    )
+    if piece.packed.kind == "nvfp4":
+        factor = tensors[0].reshape(1)
+
+        def divided(scales: Tensor, _: Box) -> Tensor:
+            require_numbers(scales.float() / factor, key)
+            return four_bits.join_factor(scales, factor)
+
+        return divided, digest
+    if piece.packed.kind == "int4":
+        return lambda scales, _: require_numbers(scales, key), digest
+    if piece.packed.kind == "uint4":
+        words = tensors[0][:, None] >> torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
+        zeros = (words & 15).flatten(0, 1) - 8  # packed down the rows
+
+        def shifted(scales: Tensor, box: Box) -> Tensor:
+            return torch.cat([require_numbers(scales, key), zeros[slice(*box[-2])].to(scales.dtype)], -1)
+
+        return shifted, digest
     state, table, *nested = tensors
     numbers_of_nf4 = four_bits.code_table("nf4", table.device).tolist()
     try:
@@ -347,9 +375,7 @@ def read_scale_decoder(piece: Piece, files: Files) -> tuple[ScaleDecoder, int]:
         places = torch.arange(first, first + codes.numel()).view(codes.shape) // block
         return require_numbers(numbers[codes.int()] * largest[places] + mean, key)
 
-    return scale, sum(
-        digest_tensor(stored, values, files) for stored, values in zip(piece.packed.more, tensors, strict=True)
-    )
+    return scale, digest
 
 
 def require_numbers(scales: Tensor, key: str) -> Tensor:

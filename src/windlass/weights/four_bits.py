@@ -3,7 +3,9 @@ codes.
 
 nf4 is bitsandbytes' format: the same codes, bit for bit, for blocks of 64, and the same scales, which are exact in BF16
 for weights in BF16. mxfp4, and nf4 as published, are only read: published nf4 scales are quantized themselves, so they
-are exact only in float32. Blocks begin where their row begins, so a row's bytes depend on nothing else.
+are exact only in float32. compressed-tensors' formats are only read, too: behind the codes of nvfp4 come scales in 8
+bits and, padded to four bytes, the number that divides them; behind those of uint4 scales and as many zero points.
+Blocks begin where their row begins, so a row's bytes depend on nothing else.
 """
 
 import functools
@@ -25,6 +27,8 @@ TABLES: Final[dict[str, tuple[float, ...]]] = {
     ),
 }
 TABLES["mxfp4"] = tuple(sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+TABLES["nvfp4"] = TABLES["mxfp4"]
+TABLES["int4"] = TABLES["uint4"] = tuple(map(float, range(-8, 8)))
 LEAST: Final = 1e-38  # smallest scale: the reciprocal of a smaller one is infinite
 
 
@@ -40,8 +44,46 @@ def code_pair_table(kind: str, device: torch.device) -> Tensor:
     return torch.cartesian_prod(numbers, numbers)
 
 
-def row_bytes(columns: int, block: int, scale: torch.dtype = torch.bfloat16) -> int:
-    return columns // 2 + scale.itemsize * math.ceil(columns / block)
+def row_bytes(columns: int, block: int, scale: torch.dtype = torch.bfloat16, kind: str = "") -> int:
+    groups = math.ceil(columns / block)
+    if kind == "nvfp4":
+        groups += -groups % 4 + 4
+    return columns // 2 + scale.itemsize * groups * (2 if kind == "uint4" else 1)
+
+
+def join_factor(scales: Tensor, factor: Tensor) -> Tensor:
+    """Return what is behind the codes of nvfp4 rows: their scales in 8 bits, and the number that divides them."""
+    groups = scales.shape[-1]
+    behind = torch.zeros((*scales.shape[:-1], groups + -groups % 4 + 4), dtype=torch.uint8, device=scales.device)
+    behind[..., :groups] = scales.view(torch.uint8)
+    behind[..., -4:] = factor.reshape(1).view(torch.uint8)
+    return behind
+
+
+def make_behind(scales: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """Return what would be behind the codes of rows with about these scales."""
+    if kind == "nvfp4":
+        factor = torch.tensor(37.1, device=scales.device)
+        return join_factor((scales * factor).to(torch.float8_e4m3fn), factor)
+    if kind == "uint4":
+        scales = torch.cat([scales, torch.arange(scales.numel(), device=scales.device).view(scales.shape) % 16 - 8], -1)
+    return scales.to(dtype)
+
+
+def read_scales(behind: Tensor, kind: str, block: int, place: Sequence[int]) -> tuple[Tensor, Tensor | None, int]:
+    """Return the scales of the blocks that a part of rows lies in, from what is stored behind all their codes; zero
+    points if there are some; and the column of the first block where the part begins. place: the part's first row and
+    column, its rows and columns."""
+    top, left, rows, columns = place
+    behind = behind[..., top : top + rows, :]
+    groups = slice(left // block, math.ceil((left + columns) / block))
+    if kind == "nvfp4":
+        scales = behind[..., :-4][..., groups].view(torch.float8_e4m3fn).float()
+        return scales.div_(behind[..., -4:].view(torch.float32)), None, left % block
+    if kind == "uint4":
+        scales, zeros = behind.chunk(2, -1)
+        return scales[..., groups], zeros[..., groups], left % block
+    return behind[..., groups], None, left % block
 
 
 def split_rows(rows: Tensor, columns: int, scale: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
@@ -76,9 +118,10 @@ def decode_codes(codes: Tensor, scale: Tensor, block: int, kind: str, origin: Se
     """Decode codes, two per byte, to float32: the part of a parameter that begins at row and column `origin`."""
     read = code_pair_table(kind, codes.device).index_select(0, codes.reshape(-1).int())
     values = read.view(*codes.shape[:-1], 2 * codes.shape[-1])
-    top, left = origin
-    rows, columns = values.shape[-2:]
-    for j in range(left // block, math.ceil((left + columns) / block)):
-        of_block = scale[..., top : top + rows, j : j + 1].float()
-        values[..., max(0, j * block - left) : (j + 1) * block - left].mul_(of_block)
+    scales, zeros, left = read_scales(scale, kind, block, (*origin, *values.shape[-2:]))
+    for j in range(scales.shape[-1]):
+        of_block = values[..., max(0, j * block - left) : (j + 1) * block - left]
+        if zeros is not None:
+            of_block.sub_(zeros[..., j : j + 1].float())
+        of_block.mul_(scales[..., j : j + 1].float())
     return values

@@ -53,7 +53,7 @@ class Format:
     dtype: torch.dtype  # the parameter's dtype without quantization
     kind: str = ""  # a name of settings.FOUR_BITS
     columns: int = 0  # 4 bits: columns of values; the stored rows are bytes
-    scales: torch.dtype = torch.bfloat16  # in 4 bits
+    scales: torch.dtype = torch.bfloat16  # in 4 bits; uint8: bytes of several dtypes
     transposed: bool = False  # 4 bits: the parameter's columns are stored as rows
 
     @property
@@ -108,7 +108,9 @@ def dequantize_by_kernel(
 
     if kind:
         table = four_bits.code_table(kind, codes.device)
-        return dequantize_kernel.dequantize_four_bits(codes, scale, table, across, dtype, origin)
+        place = (*origin, codes.shape[-2], 2 * codes.shape[-1])
+        scale, zeros, left = four_bits.read_scales(scale, kind, across, place)
+        return dequantize_kernel.dequantize_four_bits(codes, scale, zeros, table, across, dtype, left)
     return dequantize_kernel.dequantize_fp8(codes, scale, read, (down, across), dtype, origin)
 
 
@@ -125,9 +127,11 @@ def kernel_is_exact(
     per_byte = 2 if kind else 1
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     try:
-        for block in ((1, 32), (1, 64)) if kind else ((rows, columns), (16, 128)):
+        small = (1, 16 if kind == "nvfp4" else 32)
+        for block in (small, (1, 64)) if kind else ((rows, columns), (16, 128)):
             shape = (experts, math.ceil(rows / block[0]), math.ceil(per_byte * columns / block[1]))
-            scale = (torch.arange(math.prod(shape), device=device) + 1.1).mul_(1.3e-4).view(shape).to(scales)
+            scale = (torch.arange(math.prod(shape), device=device) + 1.1).mul_(1.3e-4).view(shape)
+            scale = four_bits.make_behind(scale, kind, scales) if kind else scale.to(scales)
             given = stack[:, 5:37, 136:1900], scale, read, kind, *block, dtype, 5, 136 * per_byte
             ours = dequantize_by_kernel(*given).nan_to_num().view(bits)
             torchs = dequantize_by_torch(*given).nan_to_num().view(bits)
@@ -190,7 +194,7 @@ def to_quantized_param(module: nn.Module, name: str, weight: Tensor, coding: For
     scales = (*weight.shape[:-2], rows, columns)
     if coding.kind:
         rows = weight.shape[-1 if coding.transposed else -2]
-        row = four_bits.row_bytes(coding.columns, coding.block[1], coding.scales)
+        row = four_bits.row_bytes(coding.columns, coding.block[1], coding.scales, coding.kind)
         shape = (*shape[:-2], rows, row)
         scales = (0,)
     codes = torch.empty(shape, dtype=torch.uint8, device=weight.device)

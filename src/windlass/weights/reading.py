@@ -29,6 +29,7 @@ DTYPES: Final = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "U8": torch.uint8,
+    "I32": torch.int32,
 }
 NEEDS_SCALE: Final = ("F8_E4M3", "F8_E5M2")  # codes that need a scale
 UNCONVERTED: Final = 2  # larger chunks where nothing is converted: they still fit the cache

@@ -18,6 +18,7 @@ from windlass.model import Base, Parameter
 from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.settings import FOUR_BITS, PUBLISHED
 from windlass.train.kernels import kept, on_cpu
+from windlass.weights.fill import kept_scales
 from windlass.weights.quantized import Format, dequantize, get_formats, to_quantized_param
 from windlass.weights.reading import DTYPES, NEEDS_SCALE, scale_block
 
@@ -81,7 +82,7 @@ def choose_format(
     packed = parameter.pieces[0].packed
     if packed and as_published:
         columns = parameter.shape[-2 if packed.transposed else -1]
-        scales = torch.float32 if packed.kind == "nf4" else torch.bfloat16
+        scales = kept_scales(parameter.pieces[0])
         block = (1, packed.block)
         return Format(torch.uint8, block, dtype, packed.kind, columns, scales, transposed=packed.transposed)
     if base_dtype in FOUR_BITS:

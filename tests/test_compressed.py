@@ -1,0 +1,260 @@
+"""Bases that compressed-tensors published: their values are the library's, bit for bit; what windlass can't read is
+refused by name."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from refusals import refused
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from windlass import tiny
+from windlass.errors import UserError
+from windlass.model import read_base
+from windlass.model.base import find_published_base
+from windlass.model.config import describe
+from windlass.model.quantization import published_dtype, quantizable_names
+from windlass.plan.layout import Layout
+from windlass.settings import FOUR_BITS
+from windlass.train.load import list_unique_tensors, load_base
+from windlass.weights.quantized import dequantize, list_quantized_params
+
+ALONE = Layout(name="resident", reason="test", nodes=1, gpus_per_node=1, shard=1, precision="no")
+ROWS, COLUMNS = 32, 64  # of k_proj in the tiny Llama
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"
+# SHA-256 of what compressed-tensors 0.20.0 decompresses `make_patterned`'s tensors to, in bfloat16.
+GOLDEN = {
+    "fp8-tensor": "5947caefa867cbd9",
+    "fp8-channel": "74ca116dd3d2148d",
+    "fp8-block": "5947caefa867cbd9",
+    "nvfp4": "21f1f9606eeec232",
+    "int4": "92a423de03f449d2",
+    "int4-channel": "d8018294843ed217",
+    "uint4": "d8b998430c7636c2",
+}
+
+
+def base_dtype(scheme: str) -> str:
+    return scheme.partition("-")[0]
+
+
+def make_patterned(scheme: str) -> dict[str, Tensor]:
+    """Return tensors of one matrix, by the ends of their names."""
+
+    def count(size: int, modulus: int) -> Tensor:
+        return (torch.arange(size) * 37 + 11) % modulus
+
+    scales = ((count(ROWS * COLUMNS // 16, 101) + 1) / 997).view(ROWS, COLUMNS // 16)
+    if scheme.startswith("fp8"):
+        codes = count(ROWS * COLUMNS, 127).to(torch.uint8).view(torch.float8_e4m3fn).view(ROWS, COLUMNS)
+        one = {"tensor": scales[0, :1], "channel": scales[:, :1].bfloat16(), "block": scales[:1, :1]}
+        return {"": codes, "_scale": one[scheme.removeprefix("fp8-")].contiguous()}
+    codes = count(ROWS * COLUMNS // 2, 256).to(torch.uint8).view(ROWS, COLUMNS // 2)
+    if scheme == "nvfp4":
+        scales = (scales * 3000).to(torch.float8_e4m3fn)
+        return {"_packed": codes, "_scale": scales, "_global_scale": torch.tensor([1234.5])}
+    scales = scales[:, :1] if scheme.endswith("channel") else scales
+    shape = torch.tensor([ROWS, COLUMNS])
+    stored = {"_packed": codes.view(torch.int32), "_scale": scales.bfloat16().contiguous(), "_shape": shape}
+    if scheme == "uint4":
+        zeros = count(ROWS // 8 * COLUMNS // 16 * 4, 256).to(torch.uint8).view(torch.int32)
+        stored["_zero_point"] = zeros.view(ROWS // 8, COLUMNS // 16)
+    return stored
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compressed")
+    for scheme in tiny.COMPRESSED:
+        tiny.write_model(folder / scheme, "llama", quantization=scheme, tokenizer=False)
+    return folder
+
+
+def changed(
+    root: Path, to: Path, scheme: str, change: Callable[[dict[str, Tensor]], Any] = len, config: Any = None
+) -> Path:
+    """Return a copy of a checkpoint with changed tensors, and other keys in its quantization_config."""
+    stored = load_file(root / scheme / "model.safetensors")
+    change(stored)
+    to.mkdir(exist_ok=True)
+    save_file(stored, to / "model.safetensors", metadata={"format": "pt"})
+    table = json.loads((root / scheme / "config.json").read_text())
+    table["quantization_config"] |= config or {}
+    (to / "config.json").write_text(json.dumps(table))
+    return to
+
+
+def values_of(folder: Path, dtype: torch.dtype, kept: str) -> dict[str, Tensor]:
+    """Return all weights as the model computes with them, from codes or decoded while loading."""
+    model, _ = load_base(read_base(folder), replace(ALONE, base_dtype=kept), dtype=dtype)
+    weights = list_quantized_params(model)
+    assert bool(weights) == (kept != "bf16")
+    values = {}
+    for name, tensor in list_unique_tensors(model).items():
+        if name in weights:
+            coding = weights[name].format
+            tensor = dequantize(*coding.parts(tensor.detach(), weights[name].scale), coding, dtype)
+        values[name] = tensor.detach()
+    return values
+
+
+@pytest.mark.parametrize("scheme", tiny.COMPRESSED)
+def test_values_are_those_that_the_library_gave(root: Path, tmp_path: Path, scheme: str) -> None:
+    def put(stored: dict[str, Tensor]) -> None:
+        stored |= {f"{K_PROJ}{end}": tensor for end, tensor in make_patterned(scheme).items()}
+
+    folder = changed(root, tmp_path, scheme, put)
+    for kept in ("bf16", base_dtype(scheme)):
+        values = values_of(folder, torch.bfloat16, kept)[K_PROJ]
+        digest = hashlib.sha256(values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        assert digest[:16] == GOLDEN[scheme], kept
+
+
+@pytest.mark.parametrize("scheme", tiny.COMPRESSED)
+def test_values_equal_the_installed_librarys(root: Path, scheme: str) -> None:
+    why = "compressed-tensors is not installed: pip install it"
+    compressors = pytest.importorskip("compressed_tensors.compressors.base", reason=why)
+    quantization = pytest.importorskip("compressed_tensors.quantization", reason=why)
+    form, weights = tiny.COMPRESSED[scheme]
+    theirs = quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**weights))
+    library = compressors.BaseCompressor.get_value_from_registry(form)
+    stored = load_file(root / scheme / "model.safetensors")
+    ours = values_of(root / scheme, torch.bfloat16, base_dtype(scheme))
+    names = {key.removesuffix("_scale") for key in stored if key.endswith(".weight_scale")}
+    assert len(names) == 14
+    for name in names:
+        parts = {key.removeprefix(name.removesuffix("weight")): stored[key] for key in stored if key.startswith(name)}
+        assert torch.equal(ours[name], library.decompress(parts, theirs)["weight"].bfloat16()), name
+
+
+@pytest.mark.parametrize("scheme", tiny.COMPRESSED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_codes_and_decoded_weights_compute_the_same(root: Path, scheme: str, dtype: torch.dtype) -> None:
+    base = read_base(root / scheme)
+    assert published_dtype(base) == base_dtype(scheme)
+    kept, decoded = (values_of(root / scheme, dtype, how) for how in (base_dtype(scheme), "bf16"))
+    for name, values in decoded.items():
+        assert torch.equal(kept[name], values), name
+    outcomes = []
+    for how in (base_dtype(scheme), "bf16"):
+        model, _ = load_base(base, replace(ALONE, base_dtype=how), dtype=dtype)
+        embedded = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        loss = model(inputs_embeds=embedded, labels=torch.arange(32).view(2, 16)).loss
+        outcomes.append((loss.detach(), *torch.autograd.grad(loss, embedded)))
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
+
+
+def test_any_part_of_rows_with_zero_points_decodes_alike(root: Path) -> None:
+    model, _ = load_base(read_base(root / "uint4"), replace(ALONE, base_dtype="uint4"), dtype=torch.float32)
+    weight = list_quantized_params(model)[K_PROJ]
+    codes, behind = weight.format.parts(list_unique_tensors(model)[K_PROJ].detach(), weight.scale)
+    full = dequantize(codes, behind, weight.format, torch.float32)
+    part = dequantize(codes[3:9, 5:21], behind, weight.format, torch.float32, (3, 10))
+    assert torch.equal(part, full[3:9, 10:42])
+
+
+def group(**weights: Any) -> dict[str, Any]:
+    form, usual = tiny.COMPRESSED["int4"]
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "format": form, "weights": {**usual, **weights}}}}
+
+
+OF_FP8 = tiny.make_compressed_config("fp8-channel")["config_groups"]["group_0"]
+OF_NVFP4 = tiny.make_compressed_config("nvfp4")["config_groups"]["group_0"]
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown scheme": (
+        {"config_groups": {"group_0": {**OF_NVFP4, "format": "mxfp6-pack-quantized"}}},
+        "unsupported scheme: mxfp6-pack-quantized, float of 4 bits by tensor_group",
+    ),
+    "8 bits in words": (group(num_bits=8), "unsupported scheme: pack-quantized, int of 8 bits by group"),
+    "zero points of floats": (
+        {"config_groups": {"group_0": {**OF_FP8, "weights": {**OF_FP8["weights"], "symmetric": False}}}},
+        "float of 8 bits by channel, with zero points",
+    ),
+    "reordered columns": (group(actorder="group"), "actorder: group, whose columns are in another order"),
+    "mixed schemes": (
+        {"config_groups": {"group_0": OF_NVFP4, "group_1": OF_FP8}},
+        "weights of several schemes: group_0 is nvfp4-pack-quantized, float of 4 bits by tensor_group; group_1 is",
+    ),
+    "no scheme": ({"config_groups": {}}, "config_groups is missing"),
+    "a preset's name": ({"config_groups": {"NVFP4": ["Linear"]}}, "its weights' scheme can't be read: ['Linear']"),
+    "a block without sides": (group(strategy="block"), "its weights' scheme can't be read"),
+    "sparse weights": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights ('sparse-24-bitmask')"),
+    "rotated weights": ({"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, "rotated weights"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.fault(
+    "a compressed-tensors scheme that windlass doesn't read, or several of them",
+    "`windlass plan`",
+    "unsupported scheme: mxfp6-pack-quantized, float of 4 bits by tensor_group",
+)
+def test_what_is_not_read_is_refused_by_name(root: Path, tmp_path: Path, case: str) -> None:
+    config, why = REFUSED[case]
+    with refused("unsupported-quantization") as problems:
+        read_base(changed(root, tmp_path, "int4", config=config))
+    assert why in problems[0].problem
+    assert "layout.base_dtype: nf4" in problems[0].hint
+
+
+def test_schemes_that_are_the_same_in_several_groups_are_read(root: Path, tmp_path: Path) -> None:
+    two = {"config_groups": {"group_0": OF_NVFP4, "group_1": {**OF_NVFP4, "targets": ["re:.*o_proj"]}}}
+    assert published_dtype(read_base(changed(root, tmp_path, "nvfp4", config=two))) == "nvfp4"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "end"),
+    [("fp8-channel", "_scale"), ("nvfp4", "_global_scale"), ("int4", "_scale"), ("uint4", "_zero_point")],
+)
+def test_a_missing_scale_is_named(root: Path, tmp_path: Path, scheme: str, end: str) -> None:
+    folder = changed(root, tmp_path, scheme, lambda stored: stored.pop(f"{K_PROJ}{end}"))
+    with refused("no-scale") as problems:
+        read_base(folder)
+    assert len(problems) == 1
+    assert f"(1): {K_PROJ}" in problems[0].problem
+
+
+def test_what_servers_quantize_besides_is_said_and_left_aside(root: Path, tmp_path: Path) -> None:
+    def add(stored: dict[str, Tensor]) -> None:
+        for name in ("k_scale", "v_scale"):
+            stored[f"model.layers.0.self_attn.{name}"] = torch.tensor(0.5)
+        stored[K_PROJ.replace("weight", "input_global_scale")] = torch.tensor([0.5])
+
+    folder = changed(root, tmp_path, "fp8-channel", add, {"kv_cache_scheme": {"num_bits": 8, "type": "float"}})
+    base = read_base(folder)
+    assert [note.partition(" quantize this model's ")[2].split()[0] for note in base.notes] == ["activations;", "KV"]
+    assert {stored.key.rpartition(".")[2] for stored in base.unread} == {"k_scale", "v_scale", "input_global_scale"}
+    load_base(base, ALONE)
+
+
+def test_what_is_quantized_is_known_from_config_alone() -> None:
+    published = find_published_base("Qwen3-30B-A3B")
+    assert published
+    config = published.config | {"architectures": None}
+    quantized = tiny.make_compressed_config("nvfp4")
+    ignore = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+    base = describe(config | {"quantization_config": {**quantized, "ignore": ignore}}, "config.json")
+    assert published_dtype(base) == "nvfp4"
+    assert {name.rpartition(".")[2] for name in quantizable_names(base)} == {"gate_up_proj", "down_proj"}
+
+
+def test_bytes_are_those_that_the_plan_counts(root: Path) -> None:
+    for kind in ("nvfp4", "int4", "uint4"):
+        model, _ = load_base(read_base(root / kind), replace(ALONE, base_dtype=kind))
+        weights = list_quantized_params(model)
+        stored = list_unique_tensors(model)
+        most = sum(stored[name].numel() for name in weights)
+        values = sum(stored[name][..., 0].numel() * weight.format.columns for name, weight in weights.items())
+        planned = FOUR_BITS[kind]._replace(block=16).bytes + (4 / 64 if kind == "nvfp4" else 0)
+        assert most == pytest.approx(values * planned, rel=0.02)
+
+
+def test_a_run_that_asks_for_another_dtype_is_told_what_there_is(root: Path) -> None:
+    with pytest.raises(UserError, match="is not stored in INT4"):
+        load_base(read_base(root / "nvfp4"), replace(ALONE, base_dtype="int4"))
