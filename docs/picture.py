@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from chromium import Chromium  # noqa: E402
 
-WIDTH, MOST_HEIGHT = 1000, 1250
+WIDTH, MOST_HEIGHT = 1000, 1500
 
 
 def main() -> None:

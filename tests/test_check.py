@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import warm
+from text_run import make_text_run
 
-from windlass import demo
 from windlass.hardware import GpuReading, Gpus
 from windlass.launch import check
 from windlass.launch.check import inputs
@@ -32,7 +32,7 @@ LACKING = sorted(name for name in TRACKERS if find_absent_trackers(name))
 @pytest.fixture(scope="session")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a valid run file of a small complete model, with data."""
-    return demo.make_demo(tmp_path_factory.mktemp("check") / "demo")
+    return make_text_run(tmp_path_factory.mktemp("check") / "demo")
 
 
 ABSENT = {  # a key that names a file or folder that is not here, and what is said

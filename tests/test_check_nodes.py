@@ -17,8 +17,8 @@ import warm
 from launch_hosts import Hosts, hosts, why_not
 from ports import free_port
 from test_launch_rendezvous import meet
+from text_run import make_text_run
 
-from windlass import demo
 from windlass.hardware import interpolate
 from windlass.launch.check import IN_POD, Report, bandwidth, machine, nodes, speed
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, Context, Result, failed, passed
@@ -34,7 +34,7 @@ NAMES = ("node 0", "node 1", "node 2", "node 3")
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo.make_demo(tmp_path_factory.mktemp("check") / "demo")
+    return make_text_run(tmp_path_factory.mktemp("check") / "demo")
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import warm
+from text_run import make_text_run
 
-from windlass import demo, runfile
 from windlass import plan as planning
+from windlass import runfile
 from windlass.data.prepare import audit_data
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +21,7 @@ FORMATS = {"messages", "sharegpt", "alpaca", "prompt-completion", "text", "input
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("examples")
     (made / "examples").symlink_to(ROOT / "examples")
-    demo.make_demo(made / "demo")
+    make_text_run(made / "demo")
     return made
 
 

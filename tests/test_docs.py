@@ -1,5 +1,6 @@
 """The generated pages equal what the program prints today."""
 
+import json
 import re
 import subprocess
 import sys
@@ -81,6 +82,9 @@ def test_the_demo_ends_as_the_readme_shows(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         output += done.stderr + done.stdout
+    first, *_, last = json.loads((tmp_path / "demo-run/run/report.json").read_text())["runs"][0]["answers"]
+    assert first == {"step": 0, "right": 0, "of": 32}
+    assert last["right"] >= 28, "LoRA taught it to translate"
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = re.findall(r"<!-- demo -->\n```\n(.*?)\n```", text, re.DOTALL)[0].splitlines()
     printed = [masked(line) for line in output.splitlines()]
@@ -90,7 +94,7 @@ def test_the_demo_ends_as_the_readme_shows(tmp_path: Path) -> None:
 
 
 def masked(line: str) -> str:
-    return re.sub(r"\s+", " ", re.sub(r"\d[\d.,:e+-]*", "#", line))
+    return re.sub(r"\s+", " ", re.sub(r"\d[\d.,:e+-]*", "#", line)).strip()
 
 
 def test_readme_figures_of_accuracy_are_those_of_the_page() -> None:

@@ -291,9 +291,15 @@ CASES: dict[str, Case] = {
     ),
     "llamafactory names": case(
         LLAMA_FACTORY,
-        {"lora.target_modules": ["q_proj", "v_proj"], "data.val_fraction": 0.1, "train.eval_steps": 500},
+        {
+            "lora.target_modules": ["q_proj", "v_proj"],
+            "data.val_fraction": 0.1,
+            "train.eval_steps": 500,
+            "train.eval_on_start": True,
+        },
         lora_target="q_proj, v_proj",
         val_size=0.1,
+        eval_on_start=True,
         eval_strategy="steps",
         eval_steps=500,
     ),

@@ -20,8 +20,9 @@ import warm
 import yaml
 from launch_jobs import EXAMPLES, FULL, GOLDEN, ROOT, SITE, calls, compared, environ, example, plan_of, program
 from refusals import refused
+from text_run import make_text_run
 
-from windlass import demo, run_folder
+from windlass import run_folder
 from windlass.errors import RunError, UserError
 from windlass.launch import submit as submitting
 from windlass.launch.job import build_job
@@ -893,7 +894,7 @@ def test_a_run_that_was_started_by_hand_is_observed_by_its_heartbeats(here: Path
 
 def test_a_local_run_is_started_observed_and_stopped(tmp_path: Path) -> None:
     """The commands as typed, and real training."""
-    file, log = demo.make_demo(tmp_path / "a"), tmp_path / "log"
+    file, log = make_text_run(tmp_path / "a"), tmp_path / "log"
     settings = ("cluster.gpus_per_node=1", "train.max_steps=100000", "train.eval_strategy=no", "train.save_steps=50000")
     options = [word for setting in settings for word in ("--override", setting)]
     env = {**environ(tmp_path), "OMP_NUM_THREADS": "1"}

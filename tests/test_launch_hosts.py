@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from launch_hosts import Hosts, hosts, why_not
 from launch_jobs import environ, plan_of
+from text_run import make_text_run
 
-from windlass import demo
 from windlass.launch.submit import render
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"), pytest.mark.xdist_group("hosts")]
@@ -24,7 +24,7 @@ class Run:
 
     def __init__(self, folder: Path, machines: Hosts, *overrides: str) -> None:
         self.machines, self.folder = machines, folder
-        file = demo.make_demo(folder / "a demo")
+        file = make_text_run(folder / "a demo")
         words = (
             *(
                 f"cluster.nodes={machines.count}",

@@ -14,8 +14,9 @@ import yaml
 from launch_jobs import EXAMPLES, calls, environ, plan_of, program
 from ports import free_port
 from refusals import refused
+from text_run import make_text_run
 
-from windlass import demo, run_folder
+from windlass import run_folder
 from windlass.errors import RunError
 from windlass.files import read_json_lines
 from windlass.launch import submit as submitting
@@ -62,8 +63,8 @@ def settings(here: Path, *more: str) -> tuple[str, ...]:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the run file of a demo, whose model and data are folders next to it."""
-    file = demo.make_demo(tmp_path / "demo")
+    """Return the run file of a run whose model and data are folders next to it."""
+    file = make_text_run(tmp_path / "demo")
     monkeypatch.chdir(tmp_path)
     return file
 

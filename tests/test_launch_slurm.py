@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program
 from refusals import refused
+from text_run import make_text_run
 
-from windlass import demo, run_folder
+from windlass import run_folder
 from windlass.errors import RunError, UserError
 from windlass.files import read_json_lines
 from windlass.launch import submit as submitting
@@ -117,7 +118,7 @@ def test_a_run_is_requeued_at_its_time_limit_resumes_and_is_stopped(
     cluster: Slurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two nodes of real ranks, each in a container."""
-    file, folder = demo.make_demo(cluster.folder / "demo"), cluster.folder / "demo" / "run"
+    file, folder = make_text_run(cluster.folder / "demo"), cluster.folder / "demo" / "run"
     overrides = (
         *("cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.network=ethernet-25", "cluster.gpu=cpu", IMAGE),
         *("train.max_steps=100000", "train.eval_strategy=no", "train.save_steps=50000", f"train.output_dir={folder}"),

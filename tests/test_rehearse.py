@@ -18,9 +18,10 @@ import typer
 import warm
 import yaml
 from safetensors.torch import load_file, save_file
+from text_run import make_text_run
 
-from windlass import demo, tiny
 from windlass import plan as planning
+from windlass import tiny
 from windlass.cli import app
 from windlass.errors import UserError
 from windlass.files import read_json_lines
@@ -64,7 +65,7 @@ def warm_processes() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's run file with everything on this machine: a model in the published layout, data, two ranks."""
-    return demo.make_demo(tmp_path_factory.mktemp("rehearse") / "demo")
+    return make_text_run(tmp_path_factory.mktemp("rehearse") / "demo")
 
 
 # --- from start to end
@@ -192,7 +193,7 @@ def test_every_data_format_is_rehearsed(name: str, tmp_path: Path, monkeypatch: 
     """The mix has every format."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    demo.make_demo(tmp_path / "demo")
+    make_text_run(tmp_path / "demo")
     record = rehearsed(Path(f"examples/data/{name}.yaml"), keep=tmp_path / "kept")
     assert record.failure is None, record.failure
     made = yaml.safe_load((tmp_path / "kept" / "rehearsal.yaml").read_text())["data"]

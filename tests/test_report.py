@@ -85,6 +85,31 @@ def test_a_run_on_pairs_is_told_in_their_terms(tmp_path: Path) -> None:
     assert re.search(rf"chosen answer preferred +{100 * head['preferred']:.1f}.%", printed)
 
 
+def test_right_answers_are_counted_from_the_first_evaluation_to_the_last(tmp_path: Path) -> None:
+    """A text that was cut off is no right answer, one that a resumed run continued again counts once."""
+    folder = write(tmp_path / "run", ranks=1, count=40)
+    assert only(folder)["answers"] == []
+
+    def answer(step: int, prompt: str, text: str, **more: Any) -> dict[str, Any]:
+        return {"step": step, "prompt": prompt, "reference": " six", "text": text, "ended": True, **more}
+
+    append(
+        folder / "samples.jsonl",
+        *(answer(0, "a", "six cats"), answer(0, "b", " six", ended=False), answer(0, "c", "a poem", reference="")),
+        *(answer(40, "a", "six"), answer(40, "b", "two"), answer(40, "b", " six")),
+    )
+    run = only(folder)
+    assert run["answers"] == [{"step": 0, "right": 0, "of": 2}, {"step": 40, "right": 2, "of": 2}]
+    assert run["verdict"]["text"].endswith("; answers as in the data: 0 of 2 at step 0, 2 of 2 at step 40.")
+    assert "<p>As in the data: 0 of 2 at step 0, 2 of 2 at step 40.</p>" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    assert '<th scope="col">the data</th>' not in page, "not all prompts are continued at both steps"
+    append(folder / "samples.jsonl", answer(40, "c", "a short poem", reference=""))
+    only(folder)
+    page = re.sub(r"\s+", " ", (folder / "report.html").read_text())
+    assert '<th scope="col">step 40</th><th scope="col">the data</th>' in page
+
+
 def test_without_an_evaluation_a_run_on_pairs_is_told_of_its_last_steps(tmp_path: Path) -> None:
     folder = write(tmp_path / "pairs", pairs=True)
     (folder / "events.jsonl").write_text("")

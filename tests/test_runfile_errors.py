@@ -337,6 +337,7 @@ REMARKS: list[tuple[list[str], str]] = [
     (["model.device_map=auto"], "windlass places the model"),
     (["train.ddp_find_unused_parameters=true"], "no effect"),
     (["train.max_steps=5", "train.num_train_epochs=2"], "overrides train.num_train_epochs"),
+    (["train.eval_on_start=true", "train.eval_strategy=no"], "no effect while train.eval_strategy is `no`"),
     (["train.eval_steps=5", "train.eval_strategy=no"], "no effect unless train.eval_strategy"),
     (["train.lr_scheduler_type=constant"], "constant has no warm-up"),
     (

@@ -1,5 +1,6 @@
 """Continuations of fixed prompts at evaluations: equal to plain PEFT's, and training as without them."""
 
+import copy
 import html
 import itertools
 import json
@@ -43,7 +44,7 @@ layout: {{name: expert-parallel, expert_parallel: 2}}
 cluster: {{gpu: cpu, gpus_per_node: 2}}
 """
 PROMPTS = ["hull keel", "mast", "the quay by the north sea"]
-STATED = f"  sample: {{prompts: {json.dumps(PROMPTS)}, max_new_tokens: 6}}"
+STATED = f"  eval_on_start: true\n  sample: {{prompts: {json.dumps(PROMPTS)}, max_new_tokens: 6}}"
 ROWS = "  sample: {from_eval: 6, max_new_tokens: 4, every: 2, max_seconds: 1.0e-6}"  # time for a token each of four
 
 
@@ -73,22 +74,24 @@ def test_prompts_are_continued_by_all_ranks_and_training_goes_on_bit_for_bit(tmp
     assert not (tmp_path / "without" / "samples.jsonl").exists()
 
     lines = samples(tmp_path / "stated")
-    assert [(line["step"], line["prompt"]) for line in lines] == [(step, p) for step in (2, 4) for p in PROMPTS]
+    assert [(line["step"], line["prompt"]) for line in lines] == [(step, p) for step in (0, 2, 4) for p in PROMPTS]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    model = open_adapter(model, tmp_path / "stated" / "final")
-    for line in lines[3:]:
+    adapted = open_adapter(copy.deepcopy(model), tmp_path / "stated" / "final")
+    for line in (*lines[:3], *lines[6:]):  # untrained, and trained
         ids = tokenizer(line["prompt"], return_tensors="pt")["input_ids"]
-        output = model.generate(input_ids=ids, do_sample=False, max_new_tokens=6)[0, ids.shape[1] :]
+        output = (adapted if line["step"] else model).generate(input_ids=ids, do_sample=False, max_new_tokens=6)[
+            0, ids.shape[1] :
+        ]
         assert line["text"] == tokenizer.decode(output, skip_special_tokens=True)
         assert line["ended"] == (tokenizer.eos_token_id in output.tolist())
 
     shown = report.make_report([tmp_path / "stated"]).runs[0]["samples"]
     assert [sample["prompt"] for sample in shown] == PROMPTS
-    assert [text["step"] for text in shown[0]["texts"]] == [2, 4]
+    assert [text["step"] for text in shown[0]["texts"]] == [0, 2, 4]
     page = (tmp_path / "stated" / "report.html").read_text()
     assert "Continued prompts" in page
-    text = "".join(itertools.takewhile(str.isprintable, shown[0]["texts"][1]["text"]))  # the page names other letters
+    text = "".join(itertools.takewhile(str.isprintable, shown[0]["texts"][2]["text"]))  # the page names other letters
     assert html.escape(text, quote=False)[:8] in page
 
     lines = samples(tmp_path / "rows")
@@ -113,7 +116,7 @@ def test_quantized_base_generates_without_changing_training(tmp_path: Path, layo
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
     assert steps(tmp_path / "stated") == steps(tmp_path / "without")
-    assert [line["prompt"] for line in samples(tmp_path / "stated")] == 2 * PROMPTS
+    assert [line["prompt"] for line in samples(tmp_path / "stated")] == 3 * PROMPTS
     assert all(line["text"] for line in samples(tmp_path / "stated"))
 
 

@@ -145,4 +145,4 @@ def test_an_installed_wheel_runs_the_demo_in_an_empty_folder(wheel: Path, tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert (empty / "demo-run/run/final/adapter_model.safetensors").exists()
-    assert "Finished after 60 of 60 steps" in (empty / "demo-run/run/report.html").read_text()
+    assert "Finished after 100 of 100 steps" in (empty / "demo-run/run/report.html").read_text()

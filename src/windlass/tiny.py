@@ -8,7 +8,7 @@ import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -116,6 +116,8 @@ def write_model(
     dtype: str = "bfloat16",
     config: dict[str, Any] | None = None,
     seed: int = 0,
+    train: Callable[[Any], None] | None = None,
+    texts: Sequence[str] | None = None,
     **sizes: int,
 ) -> Path:
     """Write config.json, safetensors and a tokenizer into `directory` and return it.
@@ -125,6 +127,8 @@ def write_model(
     block), "nf4" (bitsandbytes', twice quantized) or a name of `COMPRESSED`; default: "tensor" for mistral4, as
     published, else "none".
     files: more than 1 is a sharded index.
+    train: what trains the model, in float32, before it is stored; else it stays random. texts: what the tokenizer is
+    trained on.
     both_layouts: Mistral's own layout next to it, of the same weights, for mistral4. config: further entries of the
     text model's config.
     sizes: of `SIZES`, where they differ.
@@ -165,10 +169,10 @@ def write_model(
             "dequantize": False,
             "modules_to_not_convert": skipped,
         }
-    storage = Storage(quantized, dtype, files, seed, both_layouts=both_layouts)
+    storage = Storage(quantized, dtype, files, seed, both_layouts=both_layouts, train=train)
+    if tokenizer:  # first: who trains the model may need it
+        write_tokenizer(directory, dims["vocab"], texts)
     _write_model(directory, row.causal_lm, entries, MISTRAL3 if wrapped else "", storage)
-    if tokenizer:
-        write_tokenizer(directory, dims["vocab"])
     if both_layouts:
         (directory / "tekken.json").write_text(json.dumps({"config": {"pattern": "."}, "vocab": []}) + "\n")
     return directory
@@ -242,6 +246,7 @@ class Storage(NamedTuple):
     seed: int
     rename: Callable[[str], str] = str  # from the names that transformers saves
     both_layouts: bool = False
+    train: Callable[[Any], None] | None = None
 
 
 def _write_model(directory: Path, causal_lm: str, sizes: dict[str, Any], wrapper: str, storage: Storage) -> None:
@@ -315,6 +320,9 @@ def _save_model(directory: Path, model_class: Any, config: Any, storage: Storage
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(storage.seed)
         model = model_class._from_config(config, dtype=getattr(torch, storage.dtype))
+        if storage.train:
+            storage.train(model.float())
+            model.to(getattr(torch, storage.dtype))
         state = model.state_dict()
         for name, tensor in state.items():
             if tensor.is_floating_point() and (
@@ -533,8 +541,8 @@ def _save(stored: dict[str, Tensor], directory: Path, files: int) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def write_tokenizer(directory: Path, vocab: int = 512) -> Path:
-    """Write a byte-level BPE tokenizer of `vocab` tokens, trained on the text that every Python has."""
+def write_tokenizer(directory: Path, vocab: int = 512, texts: Iterable[str] | None = None) -> Path:
+    """Write a byte-level BPE tokenizer of `vocab` tokens, trained on these texts or on those that every Python has."""
     from pydoc_data.topics import topics
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -552,7 +560,7 @@ def write_tokenizer(directory: Path, vocab: int = 512) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator((topics[name] for name in sorted(topics)), trainer)
+    bpe.train_from_iterator(texts or (topics[name] for name in sorted(topics)), trainer)
     bpe.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", SPECIAL.index("<s>"))]
     )

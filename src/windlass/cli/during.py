@@ -105,7 +105,11 @@ def demo(
     directory: Annotated[Path, opt("--dir", "DIR", "Folder to create it in. Default: demo-run.")] = Path("demo-run"),
     make_only: Annotated[bool, flag("--make-only", "Create model, data and run file, but don't train.")] = False,
 ) -> None:
-    """Create a tiny Mistral 4 and train it on this CPU with two ranks."""
+    """Create a tiny Mistral 4 and teach it to translate, on this CPU with two ranks.
+
+    The model can repeat phrases of a made-up language, which it was trained to in seconds; LoRA teaches it what they
+    mean. The report counts how many phrases that were held out it translates, before and after.
+    """
     from windlass.calibrate import calibrate
     from windlass.demo import MACHINE, RANKS, can_calibrate, make_demo
 

@@ -26,6 +26,12 @@ OBJECTS: Final = ("experts", "gpu_throttle", "skipped", "non_finite", "source_lo
 Record = dict[str, Any]  # a line
 
 
+def is_as_in_the_data(line: Record) -> bool:
+    """Return whether a continued prompt ended by itself and with the text that follows in the data."""
+    reference = str(line.get("reference") or "").strip()
+    return bool(reference) and line.get("ended") is not False and str(line.get("text", "")).strip() == reference
+
+
 class Tail:
     """Reads the complete lines added to a file since the last reading. A file that became shorter is read anew."""
 

@@ -295,6 +295,8 @@ class Train(Section):
     validation rows. Without evaluations no best checkpoint is known."""
     eval_steps: Count = 200
     """Evaluate every N optimizer steps."""
+    eval_on_start: bool = False
+    """Also evaluate, and continue the prompts of `sample`, before the first step: what the model does untrained."""
     save_strategy: When = "steps"
     """When to save a checkpoint: never (no), every save_steps (steps), or after each epoch. After a failure the run
     continues from the newest checkpoint."""

@@ -312,6 +312,7 @@ def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
             "overrides train.num_train_epochs",
         ),
         "train.eval_steps": (train.evaluation != "steps", unused.format("eval")),
+        "train.eval_on_start": (train.evaluation == "no", "no effect while train.eval_strategy is `no`"),
         "train.save_steps": (train.save_strategy != "steps", unused.format("save")),
         "train.lr_scheduler_type": (constant, "constant has no warm-up; constant_with_warmup has one"),
         "watch.falling_likelihood": (not run.objective.has_reference, "no effect unless train.objective is dpo"),

@@ -76,6 +76,8 @@ class Loop:
         self.recorder.start(self.step, self.length.total)
         self.watch.start(self.step, self.length.total)
         self.progress.start(self.length.total)
+        if resume is None and self.train.eval_on_start and self.evaluator is not None:
+            self.evaluate()
         self.stop_signal.training = True  # until now a signal ended the rank at once: nothing to save
         if self.evaluation_due and self.evaluate():
             self.save()  # its loss belongs to the checkpoint that was resumed from
@@ -290,7 +292,8 @@ class Loop:
         if metrics is None:
             return False
         self.eval_loss = metrics["eval_loss"]
-        self.updater.follow(self.eval_loss)
+        if self.step:  # as in transformers, a schedule follows only evaluations of trained adapters
+            self.updater.follow(self.eval_loss)
         self.recorder.event("eval", self.step, **metrics)
         self.progress.end_evaluation(self.step, metrics)
         self._log(metrics)

@@ -19,6 +19,7 @@ from windlass.data.inputs import read_prompt_lines
 from windlass.data.packing import iter_documents
 from windlass.errors import UserError, Where
 from windlass.files import append_json_line
+from windlass.observe.reader import is_as_in_the_data
 from windlass.observe.recorder import Recorder
 from windlass.ranks import collectives
 from windlass.ranks.rank import StopSignal
@@ -90,11 +91,15 @@ class Samples:
             self.progress.console.print(f"warning: train.sample: {text}", style="yellow")
         path = self.recorder.folder / SAMPLES
         world = len(everyones)
+        right = 0
         for number, prompt in enumerate(self.prompts[:reached]):
             text, ended = everyones[number % world][number // world]
             line = {"step": step, "prompt": prompt.text, "reference": prompt.reference, "text": text, "ended": ended}
             with self.recorder.unwritten(path):
                 append_json_line(path, line)
+            right += is_as_in_the_data(line)
+        if right:
+            self.progress.console.print(f"step {step:>5}  {right} of {reached} answers as in the data")
 
     def _continue_rows(self, rows: list[list[int]], until: float) -> tuple[list[bool], bool]:
         """Append tokens as often as any rank needs. Return which rows have ended, and whether time is up."""

@@ -11,7 +11,18 @@ from typing import Any, Final
 
 from windlass.observe import steps
 from windlass.observe.format import format_duration, format_plural
-from windlass.observe.reader import NAN, as_dict, as_list, as_number, drop_nan, find_total_steps, get_path, mean, median
+from windlass.observe.reader import (
+    NAN,
+    as_dict,
+    as_list,
+    as_number,
+    drop_nan,
+    find_total_steps,
+    get_path,
+    is_as_in_the_data,
+    mean,
+    median,
+)
 from windlass.observe.report.read import Run, finite_numbers
 from windlass.observe.symptoms import find_symptoms
 from windlass.run_folder import DATA, DATA_PAGE, FAILED, LOAD, MANIFEST, PLAN, RUNNING
@@ -64,6 +75,7 @@ def collect_facts(run: Run) -> Facts:
         "experts": read_expert_balance(run),
         "evaluations": events["eval"],
         "samples": read_samples(run),
+        "answers": count_answers(run),
         "alarms": run.alarms[:MAX_LISTED],
         "alarm_count": len(run.alarms),
         "watched": run.watched,
@@ -128,6 +140,19 @@ def read_samples(run: Run) -> list[Facts]:
         reference = str(lines[-1].get("reference") or "")[:MAX_LETTERS]
         shown.append({"prompt": prompt[:MAX_LETTERS], "reference": reference, "texts": texts})
     return shown
+
+
+def count_answers(run: Run) -> list[Facts]:
+    """Count, at each step, the continued prompts whose text is the one in the data. Empty if none ever is: long answers
+    are right in other words too."""
+    by_step: dict[int, dict[tuple[str, str], bool]] = {}  # an interrupted run may have continued a prompt twice
+    for line in run.samples:
+        step = _whole(line.get("step"))
+        if step is not None and line.get("reference"):
+            key = str(line.get("prompt")), str(line["reference"])
+            by_step.setdefault(step, {})[key] = is_as_in_the_data(line)
+    counts = [{"step": step, "right": sum(found.values()), "of": len(found)} for step, found in by_step.items()]
+    return counts if any(count["right"] for count in counts) else []
 
 
 def read_state(run: Run) -> str:
@@ -390,6 +415,11 @@ def _sentence(facts: Facts) -> str:
         text += f"; the chosen answer is preferred in {head['preferred']:.0%} of {pairs} {head['preferred_of']} pairs"
         if drop_nan([head["first_preferred"]]):
             text += f", {head['first_preferred']:.0%} at step {head['first_evaluation']}"
+    counts = facts["answers"]
+    if counts:
+        shown = [counts[0], counts[-1]] if len(counts) > 1 else counts
+        listed = ", ".join(f"{count['right']} of {count['of']} at step {count['step']}" for count in shown)
+        text += f"; answers as in the data: {listed}"
     return text + "."
 
 

@@ -104,3 +104,4 @@ def resolve_conflicts(imported: ImportedRun) -> None:
         settings.pop("train.eval_steps", None)
     if settings.get("train.eval_strategy") == "no":
         settings.pop("train.load_best_model_at_end", None)
+        settings.pop("train.eval_on_start", None)

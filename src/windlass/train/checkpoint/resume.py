@@ -60,6 +60,7 @@ FREE: Final[dict[str, str]] = {
     "train.logging_steps": "it changes no step",
     "train.eval_strategy": "evaluations change no step, unless the schedule follows them",
     "train.eval_steps": "evaluations change no step, unless the schedule follows them",
+    "train.eval_on_start": "it changes no step",
     "train.save_strategy": "it changes no step",
     "train.save_steps": "it changes no step",
     "train.save_total_limit": "it changes no step",

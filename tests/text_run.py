@@ -1,0 +1,59 @@
+"""A valid run of a small complete model in its published layout, on two ranks and rows of text that Python carries."""
+
+import json
+import pydoc_data.topics
+from pathlib import Path
+
+from windlass import tiny
+
+RUN = """
+name: demo
+model: {{model_name_or_path: {folder}/model}}
+lora:
+  r: 8
+  lora_alpha: 16
+  lora_dropout: 0.0
+  target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
+data:
+  dataset_name_or_path: {folder}/data
+  dataset_config_name: null
+  text_field: text
+  train_split: train
+  val_split: validation
+  max_length: 128
+  packing: true
+train:
+  output_dir: {folder}/run
+  max_steps: 60
+  per_device_train_batch_size: 4
+  per_device_eval_batch_size: 4
+  gradient_accumulation_steps: 1
+  learning_rate: 0.003
+  warmup_ratio: 0.05
+  max_grad_norm: 2
+  bf16: false
+  logging_steps: 5
+  eval_steps: 20
+  save_steps: 20
+layout: full-shard
+cluster:
+  nodes: 1
+  gpus_per_node: 2
+  gpu: cpu
+  machine: null
+"""
+
+
+def make_text_run(directory: Path) -> Path:
+    """Write `model/`, `data/` and `run.yaml` into `directory`; returns the run file."""
+    (directory / "data").mkdir(parents=True)
+    # A wider start than usual, so that a random model is wrong enough for its loss to fall visibly.
+    tiny.write_model(directory / "model", hidden=128, vocab=1024, config={"initializer_range": 0.2})
+    pages = [page for _, page in sorted(pydoc_data.topics.topics.items())]
+    texts = dict.fromkeys(text.strip() for page in pages for text in page.split("\n\n"))
+    rows = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts if len(text) > 80]
+    for split, lines in (("train", [row for i, row in enumerate(rows) if i % 10]), ("validation", rows[::10])):
+        (directory / "data" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    run = directory / "run.yaml"
+    run.write_text(RUN.format(folder=directory))
+    return run
