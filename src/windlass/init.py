@@ -15,13 +15,14 @@ import yaml
 from windlass import hardware
 from windlass.data.mix import RowSet, list_training_sets
 from windlass.data.sources import Rows, resolve_source
-from windlass.errors import UserError
+from windlass.errors import UserError, raise_all
 from windlass.model import Base, find_base
 from windlass.model.targets import resolve_adapter
 from windlass.observe.format import format_plural
 from windlass.plan import Plan, make_plan
 from windlass.plan.resolve import FEW_STEPS, MOST_EPOCHS, SHORTEST
 from windlass.plan.rows import NO_DATA, DataSample, SplitSample, sample_data
+from windlass.plan.validate import check_rows
 from windlass.runfile import Loaded, parse_settings, read_run_file
 from windlass.runfile.reference import render_settings
 from windlass.serve.servers import judge_adapter
@@ -160,6 +161,7 @@ def _draft(
         made.set("train.global_batch_size", round_to_ranks(USUAL_BATCH, made.ranks))
     else:
         made.sample = _sample(made, base, say)
+        raise_all(check_rows(made.sample))
         _follow_data(made, base, made.sample)
     plan = _fit_memory(made)
     _set_rhythm(made, plan, made.sample)

@@ -64,12 +64,20 @@ def select_rows(of: RowSet, say: Say) -> Selection:
                 raise
     columns = dict.fromkeys(key for row in itertools.islice(read_rows(train), HEAD_ROWS) for key in row)
     if not columns:
-        if not any(path.stat().st_size for part in train for path in part.files):
-            paths = ", ".join(str(path) for part in train for path in part.files)
-            raise UserError("is empty", paths, "copy the data again, or name another file", "empty-file")
-        hint = f"name a split or a slice that has rows; the set has {', '.join(source.splits)}"
-        raise UserError(f"{source.name}: {data.train_split} has no rows", where("data.train_split"), hint, "no-rows")
+        raise find_no_rows(of)
     return Selection(of, train, validation, fraction, tuple(columns))
+
+
+def find_no_rows(of: RowSet) -> UserError:
+    """Return the error about a training split without rows: of an empty file, or of a slice that has none."""
+    place = of.where("data.train_split")
+    source = resolve_source(of.data, of.where)
+    paths = [path for part in parse_split(of.data.train_split, source, place) for path in part.files]
+    if not any(path.stat().st_size for path in paths):
+        listed = ", ".join(map(str, paths))
+        return UserError("is empty", listed, "copy the data again, or name another file", "empty-file")
+    hint = f"name a split or a slice that has rows; the set has {', '.join(source.splits)}"
+    return UserError(f"{source.name}: {of.data.train_split} has no rows", place, hint, "no-rows")
 
 
 def check_selection(run: RunFile, selections: Sequence[Selection], where: Where) -> list[Problem]:

@@ -25,7 +25,7 @@ from windlass.plan.resolve import resolve_auto
 from windlass.plan.rows import Counts, DataSample, sample_data
 from windlass.plan.schedule import Schedule, make_schedule
 from windlass.plan.search import Candidate, Search, choose, divide_batch
-from windlass.plan.validate import check_expert_settings, check_family, check_request, find_base_dtypes
+from windlass.plan.validate import check_expert_settings, check_family, check_request, check_rows, find_base_dtypes
 from windlass.runfile import Loaded, RunFile, resolve_accumulation
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -172,6 +172,7 @@ def make_plan(
     )
     raise_all(check_expert_settings(loaded.run.train, base, where))
     sample = sample or sample_data(loaded.run.data, base.path, where)
+    raise_all(check_rows(sample))
     run, chosen = resolve_auto(loaded, base, request.ranks, request.precision, sample)
     loaded = replace(loaded, run=run)
     raise_all(check_family(run, base, where))

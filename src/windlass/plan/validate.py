@@ -3,14 +3,22 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from windlass.data.select import find_no_rows
 from windlass.errors import Problem, Where
 from windlass.model import Base
 from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.layout import ELEMENTWISE, LayoutRequest, why_not_codes
+from windlass.plan.rows import DataSample
 from windlass.runfile import RunFile, Train
 from windlass.runfile.names import ATTENTION
 from windlass.settings import FOUR_BITS, PUBLISHED
+
+
+def check_rows(sample: DataSample) -> list[Problem]:
+    """Refuse training sets that are here and have no rows. Unknown counts are no problem: the rows may be elsewhere."""
+    empty = [split.of for split in sample.train if split.rows.count == 0]
+    return [problem for of in empty for problem in find_no_rows(of).problems]
 
 
 def check_expert_settings(train: Train, base: Base, where: Where) -> list[Problem]:
