@@ -4,7 +4,7 @@ data.json."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ MARK_BITS = 24  # of a hash, by which runs that no validation document has are t
 MARK_SHIFT = np.uint64(64 - MARK_BITS)
 
 LONGER = 0.9  # of the pairs whose chosen answer is the longer one: more are warned of
+MOST_IDS = 1 << 24  # token ids above it are none of any vocabulary, and are counted as one
 TAIL = 3  # tokens at the end of a supervised part among which the end token is: templates write a line break behind it
 # What is said of rows, by kinds of `remarks`: facts, and warnings.
 FACTS = {
@@ -69,14 +70,31 @@ def audit_split(documents: Documents, tokenizer: Any) -> Audit:
     kept = len(documents.lengths)
     tokenized = kept + counts["unsupervised"]
     tokens = int(lengths.sum())
-    supervised = int(documents.supervised.sum()) - int(documents.supervised[documents.starts].sum())
-    owners, ended = find_ended_parts(documents, list_stops(tokenizer), tokenizer)
+    supervised = answers = answers_ended = ended_documents = 0
+    lowest: list[int] = []
+    highest: list[int] = []
+    occurrences = np.zeros(0, np.int64)
+    answer_tokens: list[int] = []
+    stops = list_stops(tokenizer)
+    for _, block in documents.blocks() if tokens else ():
+        supervised += int(block.supervised.sum()) - int(block.supervised[block.starts].sum())
+        owners, ended = find_ended_parts(block, stops, tokenizer)
+        answers += len(owners)
+        answers_ended += int(ended.sum())
+        ended_documents += len(np.unique(owners[ended]))
+        lowest.append(int(block.ids.min()))
+        highest.append(int(block.ids.max()))
+        more = np.bincount(np.minimum(block.ids[block.supervised], MOST_IDS), minlength=len(occurrences))
+        more[: len(occurrences)] += occurrences
+        occurrences = more
+        if block.chosen_lengths is not None:
+            answer_tokens += [int(block.supervised[side].sum()) for side in block.side_spans()]
     figures: Audit = {
         **counts,
         "left_out": documents.left_out,
         "remarks": documents.remarks,
-        "answers": len(owners),
-        "answers_ended": int(ended.sum()),
+        "answers": answers,
+        "answers_ended": answers_ended,
         "documents": kept,
         "tokens": tokens,
         "supervised_tokens": supervised,
@@ -85,15 +103,15 @@ def audit_split(documents: Documents, tokenizer: Any) -> Audit:
         "truncated_share": min(1.0, counts["truncated"] / max(1, tokenized)),
         "dropped": counts["empty"] + counts["unsupervised"],
         "duplicates": kept - len(np.unique(documents.hashes)),
-        "end_trained_share": len(np.unique(owners[ended])) / kept if kept else 0.0,
-        "unigram_loss": measure_unigram_loss(documents),
-        "lowest_id": int(documents.ids.min()) if tokens else None,
-        "highest_id": int(documents.ids.max()) if tokens else None,
+        "end_trained_share": ended_documents / kept if kept else 0.0,
+        "unigram_loss": measure_unigram_loss(occurrences),
+        "lowest_id": min(lowest, default=None),
+        "highest_id": max(highest, default=None),
         "lengths": {},
         "histogram": [],  # [from, to, sequences], each bin twice as wide as the one before
     }
     if documents.chosen_lengths is not None:
-        figures |= compare_answers(documents)
+        figures |= compare_answers(answer_tokens)
     if kept:
         least, median, high, most = np.percentile(lengths, (0, 50, 95, 100)).tolist()
         figures["lengths"] = {"least": int(least), "mean": float(lengths.mean()), "median": median}
@@ -104,9 +122,9 @@ def audit_split(documents: Documents, tokenizer: Any) -> Audit:
     return figures
 
 
-def compare_answers(documents: Documents) -> Audit:
+def compare_answers(answer_tokens: Sequence[int]) -> Audit:
     """Return the usual lengths of chosen and of rejected answers, and how often the chosen one is longer."""
-    tokens = np.array([int(documents.supervised[side].sum()) for side in documents.side_spans()]).reshape(-1, 2)
+    tokens = np.array(answer_tokens).reshape(-1, 2)
     chosen, rejected = np.median(tokens, axis=0).tolist() if len(tokens) else (0.0, 0.0)
     longer = float((tokens[:, 0] > tokens[:, 1]).mean()) if len(tokens) else 0.0
     return {"chosen_tokens": chosen, "rejected_tokens": rejected, "chosen_longer": longer}
@@ -137,9 +155,9 @@ def find_ended_parts(
     return owners, supervised[at] & np.isin(documents.ids[at], sorted(stops))
 
 
-def measure_unigram_loss(documents: Documents) -> float:
+def measure_unigram_loss(occurrences: Lengths) -> float:
     """Return the loss of a model that knows only how often each supervised token occurs."""
-    counts = np.unique(documents.ids[documents.supervised], return_counts=True)[1]
+    counts = occurrences[occurrences > 0]
     shares = counts / max(1, counts.sum())
     return float(-(shares * np.log(shares)).sum())
 
@@ -204,11 +222,9 @@ def keep_distinct(documents: Lengths, runs: Runs) -> tuple[Lengths, Runs]:
 
 def hash_token_runs(documents: Documents, one_of: int) -> Iterator[tuple[Lengths, Runs]]:
     """Yield hashes of the documents' runs of RUN tokens, with the document, a group of documents at a time."""
-    edges = [0, *np.flatnonzero(np.diff(documents.starts // HASHED_TOKENS)) + 1, len(documents.lengths)]
-    for low, high in itertools.pairwise(edges):
-        start = documents.starts[low] if high > low else 0
-        ids = documents.ids[start : start + documents.lengths[low:high].sum()].astype(np.uint64)
-        owner = np.repeat(np.arange(low, high), documents.lengths[low:high])
+    for first, block in documents.blocks(HASHED_TOKENS):
+        ids = block.ids.astype(np.uint64)
+        owner = np.repeat(np.arange(first, first + len(block.lengths)), block.lengths)
         count = max(0, len(ids) - RUN + 1)
         mixed = np.zeros(count, np.uint64)
         shifted = np.empty(count, np.uint64)
@@ -250,21 +266,21 @@ def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase, s
     """Return the first, middle and last document decoded, of pairs both sequences, in parts that are supervised
     (`trained`) or not."""
     count = len(documents.lengths)
-    sides = documents.sides.shape[1]
-    spans = list(documents.side_spans())
     samples = []
-    chosen = sorted({0, count // 2, count - 1}) if count else []
-    for document, side in itertools.product(chosen, range(sides)):
-        span = spans[document * sides + side]
-        ids = documents.ids[span]
-        supervised = documents.supervised[span]
+    chosen = np.array(sorted({0, count // 2, count - 1}) if count else [], np.int64)
+    found = documents.take(chosen)
+    sides = documents.sides.shape[1]
+    for number, span in enumerate(found.side_spans()):
+        place, side = divmod(number, sides)
+        ids = found.ids[span]
+        supervised = found.supervised[span]
         edges = [0, *(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(ids)]
         parts = [
             {"trained": bool(supervised[a]), "text": tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False)}
             for a, b in itertools.pairwise(edges)
         ]
         named = {"side": SIDES[side]} if sides > 1 else {}
-        samples.append({"split": split, "document": document, **named, "tokens": len(ids), "parts": parts})
+        samples.append({"split": split, "document": int(chosen[place]), **named, "tokens": len(ids), "parts": parts})
     return samples
 
 

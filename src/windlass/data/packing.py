@@ -94,11 +94,15 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def group_documents(documents: Documents, capacity: int | None) -> list[npt.NDArray[np.int64]]:
-    """Return the documents of each row: packed if there is a capacity, else one per row."""
-    lengths = documents.lengths.tolist()
-    groups = [[i] for i in range(len(lengths))] if capacity is None else pack_rows(lengths, capacity)
-    return [np.array(group, np.int64) for group in groups]
+def group_documents(documents: Documents, capacity: int | None) -> tuple[Order, Order]:
+    """Return the documents of all rows, row after row, and where each row begins and the last one ends: packed if there
+    is a capacity, else one per row."""
+    count = len(documents.lengths)
+    if capacity is None:
+        return np.arange(count), np.arange(count + 1)
+    rows = pack_rows(documents.lengths.tolist(), capacity)
+    members = np.fromiter(itertools.chain.from_iterable(rows), np.int64, count)
+    return members, np.cumsum([0, *map(len, rows)])
 
 
 def list_row_columns(*, partial: bool, packed: bool, mixed: bool = False) -> list[str]:
@@ -140,11 +144,12 @@ def iter_documents(table: pa.Table) -> Iterator[tuple[npt.NDArray[np.int64], npt
 def hash_rows(path: Path) -> str:
     """Hash what is in an Arrow file of rows: ids, labels, and where rows and their documents end."""
     digest = hashlib.blake2b(digest_size=16)
-    for batch in open_rows(path).to_batches():
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            digest.update(name.encode())
-            digest.update(to_numpy(column.offsets).data)
-            digest.update(to_numpy(column.values).data)
+    with pa.OSFile(str(path)) as file:  # read, because mapped pages would stay in memory
+        for batch in pa.ipc.open_stream(file):
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                digest.update(name.encode())
+                digest.update(to_numpy(column.offsets).data)
+                digest.update(to_numpy(column.values).data)
     return digest.hexdigest()
 
 
@@ -154,23 +159,23 @@ def write_rows(
     """Write an Arrow file of rows, set after set; `source` is a row's set. Returns the tokens of each row, of a pair
     padded: what it costs in a batch."""
     pairs = sets[0].chosen_lengths is not None
-    partial = pairs or not all(documents.supervised.all() for documents in sets)
+    partial = pairs or not all(block.supervised.all() for documents in sets for _, block in documents.blocks())
     names = list_row_columns(partial=partial, packed=pairs or capacity is not None, mixed=len(sets) > 1)
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in names], PAIRS if pairs else None)
     lengths = []
     written = 0
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for number, documents in enumerate(sets):
-            rows = group_documents(documents, capacity)
-            padded_lengths = documents.padded_lengths
-            lengths.append(np.array([padded_lengths[row].sum() for row in rows], np.int64))
-            for start in range(0, len(rows), ROWS_PER_BLOCK):
-                block = rows[start : start + ROWS_PER_BLOCK]
-                taken = documents.take(np.concatenate(block))
-                members = np.cumsum([0, *map(len, block)])
-                tokens = np.concatenate(([0], np.cumsum(taken.lengths)))[members]
-                edges = {"seq_lengths": members * documents.sides.shape[1], "source": np.arange(len(block) + 1)}
-                values = {"source": np.full(len(block), number, np.int32)}
+            members, row_edges = group_documents(documents, capacity)
+            lengths.append(np.add.reduceat(documents.padded_lengths[members], row_edges[:-1], dtype=np.int64))
+            for start in range(0, len(row_edges) - 1, ROWS_PER_BLOCK):
+                block = row_edges[start : start + ROWS_PER_BLOCK + 1]
+                taken = documents.take(members[block[0] : block[-1]])
+                block = block - block[0]
+                rows = len(block) - 1
+                tokens = np.concatenate(([0], np.cumsum(taken.lengths)))[block]
+                edges = {"seq_lengths": block * taken.sides.shape[1], "source": np.arange(rows + 1)}
+                values = {"source": np.full(rows, number, np.int32)}
                 columns = [
                     pa.ListArray.from_arrays(
                         to_arrow(edges.get(name, tokens)),

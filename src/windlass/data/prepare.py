@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
@@ -40,10 +41,19 @@ from windlass.data.packing import Order, choose_epoch_rows, group_by_length, has
 from windlass.data.preference import SIDES
 from windlass.data.progress import show_progress
 from windlass.data.select import Selection, check_selection, select_all
-from windlass.data.sources import Part, count_parts, locate_row, read_rows
+from windlass.data.sources import Part, count_parts, locate_row, read_chunks, read_rows
 from windlass.data.stream import stream_rows
-from windlass.data.tokenize import PART_BITS, Documents, tokenize
+from windlass.data.tokenize import (
+    PART_BITS,
+    Documents,
+    TokenFile,
+    allow_rust_threads,
+    assemble,
+    tokenize,
+    tokenize_rows,
+)
 from windlass.data.trained_template import find_trained_template
+from windlass.data.workers import Setup, count_workers, tokenize_chunks
 from windlass.errors import UserError, Where, raise_all
 from windlass.observe.format import format_plural
 
@@ -145,7 +155,12 @@ def prepare_data(
     inputs = describe_inputs(data, chosen, tokenizer)
     key = compute_cache_key(inputs, chosen, find_mistral_file(Path(tokenizer.name_or_path)))
     cache = cache if cache is not None else Path(run.train.output_dir) / "tokens"
-    folder = get_or_create(cache, key, lambda into: write_tokens(into, data, chosen, tokenizer), say)
+
+    def make(into: Path) -> None:
+        with closing(TokenFile(into)) as file:
+            write_tokens(into, data, chosen, tokenizer, file)
+
+    folder = get_or_create(cache, key, make, say)
 
     # 3. The audit, and what it finds wrong.
     batch = batch or run.train.least_batch
@@ -267,23 +282,35 @@ def count_shares(trained: Sequence[Selection], audit: dict[str, Any]) -> tuple[t
 
 
 def write_tokens(
-    into: Path, data: Data, chosen: Sequence[tuple[Selection, Format]], tokenizer: PreTrainedTokenizerBase
+    into: Path,
+    data: Data,
+    chosen: Sequence[tuple[Selection, Format]],
+    tokenizer: PreTrainedTokenizerBase,
+    file: TokenFile,
 ) -> None:
-    """Write a fingerprint's folder: training and evaluation rows, their lengths, and the audit."""
+    """Write a fingerprint's folder: training and evaluation rows, their lengths, and the audit. Until they are written
+    in their order, the tokens are in `file`."""
     train: dict[str, Documents] = {}
     validation: dict[str, Documents] = {}
 
-    def read(name: str, parts: tuple[Part, ...], kind: Format, most: int | None = None) -> Documents:
-        rows = itertools.islice(read_rows(parts), most)
-        with show_progress(f"tokenizing {name}", lambda: most or count_parts(parts)) as progress:
-            return tokenize(rows, kind, tokenizer, data.length, place=partial(locate_row, parts), progress=progress)
+    def read(selection: Selection, kind: Format, parts: tuple[Part, ...], name: str, most: int | None) -> Documents:
+        of = selection.of
+        chunks = read_chunks(parts, most)
+        count = 1 if most else count_workers(parts, tokenizer)
+        results = (tokenize_rows(chunk.rows(), kind, tokenizer, data.length) for chunk in chunks)
+        if count > 1:
+            results = tokenize_chunks(chunks, Setup(of.data, selection.columns, tokenizer, data.length), count)
+        report = show_progress(f"tokenizing {name}", lambda: most or count_parts(parts))
+        with report as progress, allow_rust_threads(), closing(results):
+            place = partial(locate_row, parts)
+            return assemble(results, kind, data.length, place=place, where=of.where, progress=progress, file=file)
 
     for selection, kind in chosen:
         name = selection.of.held_out_name
         most = STREAM_AUDIT_ROWS if data.streaming and not selection.evaluated else None
-        documents = read(selection.of.name, selection.train, kind, most)
+        documents = read(selection, kind, selection.train, selection.of.name, most)
         if selection.validation:
-            validation[name] = read(name, selection.validation, kind)
+            validation[name] = read(selection, kind, selection.validation, name, None)
         elif selection.fraction:
             place = selection.of.where("data.val_fraction")
             documents, validation[name] = hold_out(documents, selection.fraction, place)
@@ -339,8 +366,8 @@ def hold_out(documents: Documents, fraction: float, place: str) -> tuple[Documen
     if wanted and not held:
         held = [values[counts.argmin()]]
     chosen = np.isin(hashes, np.array(held, hashes.dtype))
-    train = documents.take(np.flatnonzero(~chosen))
-    validation = documents.take(np.flatnonzero(chosen))
+    train = documents.select(np.flatnonzero(~chosen))
+    validation = documents.select(np.flatnonzero(chosen))
     kept = int((validation.hashes % np.uint64(1 << PART_BITS) == 0).sum())  # once for all rows of a chat
     # Rows were dropped before the split.
     train.counts = {**documents.counts, "rows": documents.counts["rows"] - kept}

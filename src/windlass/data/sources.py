@@ -1,5 +1,7 @@
 """Find a data set's files, format, splits and number of rows, and read its rows. Imports no torch."""
 
+from __future__ import annotations
+
 import codecs
 import csv
 import difflib
@@ -10,9 +12,10 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,18 +32,73 @@ Row = dict[str, Any]
 JSON_KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number"}
 JSON_KINDS |= {bool: "true or false", type(None): "null"}
 BATCH = 1000
+CHUNK_BYTES = 1 << 20  # of lines
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of a file that are not parsed yet, so that any process can do it."""
+
+    path: Path
+    kind: str
+    first: int
+    """Number of its first row in the file, from 1."""
+    items: Sequence[Any]
+    """One for each row: a line, with its number if it is JSON, or a row; or a record batch."""
+
+    def rows(self) -> Iterator[Row]:
+        with explain_damage(self.path, self.kind):
+            yield from PARSERS[self.kind](self.path, self.items)
+
+    def cut(self, start: int, stop: int) -> Chunk:
+        start = max(0, start)
+        return replace(self, first=self.first + start, items=self.items[start : max(start, stop)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a record batch alone, without the table that it is a slice of."""
+        items = self.items
+        if PARSERS[self.kind] is parse_batch:
+            import pyarrow as pa
+
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, items.schema) as stream:  # type: ignore[attr-defined]
+                stream.write_batch(items)
+            items = sink.getvalue().to_pybytes()
+        return _restore_chunk, (self.path, self.kind, self.first, items)
+
+
+def _restore_chunk(path: Path, kind: str, first: int, items: Any) -> Chunk:
+    if isinstance(items, bytes):
+        import pyarrow as pa
+
+        items = pa.ipc.open_stream(items).read_next_batch()
+    return Chunk(path, kind, first, items)
 
 
 def read_file(path: Path, kind: str) -> Iterator[Row]:
+    for chunk in read_file_chunks(path, kind):
+        yield from chunk.rows()
+
+
+def read_file_chunks(path: Path, kind: str) -> Iterator[Chunk]:
+    first = 1
+    with explain_damage(path, kind):
+        for items in FILE_FORMATS[kind][1](path):
+            yield Chunk(path, kind, first, items)
+            first += len(items)
+
+
+@contextmanager
+def explain_damage(path: Path, kind: str) -> Iterator[None]:
     try:
-        yield from FILE_FORMATS[kind][1](path)
+        yield
     except UnicodeDecodeError as error:
         what, encoding = f"not UTF-8: {error}", "latin1"
         with open_file(path) as file:
             if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 what, encoding = "is UTF-16, not UTF-8", "utf-16"
         raise UserError(what, str(path), f"convert it: iconv -f {encoding} -t utf-8", "not-utf8") from None
-    except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors
+    except (OSError, EOFError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors
         pointer = path.is_file() and path.stat().st_size < 1000 and b"git-lfs" in path.read_bytes()
         hint = "it is a git-lfs pointer: fetch the file itself" if pointer else "check the file, or copy it again"
         raise UserError(f"can't be read as {kind}: {error}", str(path), hint, "unreadable") from None
@@ -73,38 +131,67 @@ def open_file(path: Path) -> IO[bytes]:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
-def read_text(path: Path) -> Iterator[Row]:
-    """Yield a row per line, as `datasets` reads text: only a newline ends a line, not U+2028 and the like."""
+def read_lines(path: Path) -> Iterator[list[bytes]]:
+    """Yield lines as `datasets` reads text: only a newline ends one, not U+2028 and the like."""
     with open_file(path) as file:
-        for line in file:
-            yield {"text": line.decode().rstrip("\r\n")}
+        while lines := file.readlines(CHUNK_BYTES):
+            yield lines
 
 
-def read_json_rows(path: Path, *, lines: bool = False) -> Iterator[Row]:
+def parse_text(_: Path, lines: Sequence[bytes]) -> Iterator[Row]:
+    for line in lines:
+        yield {"text": line.decode().rstrip("\r\n")}
+
+
+def read_json_lines(path: Path) -> Iterator[list[tuple[int, bytes]]]:
+    number = 1
+    for lines in read_lines(path):
+        filled = [numbered for numbered in enumerate(lines, number) if numbered[1].strip()]
+        number += len(lines)
+        if filled:
+            yield filled
+
+
+def parse_json_lines(path: Path, lines: Sequence[tuple[int, bytes]]) -> Iterator[Row]:
+    for number, text in lines:
+        value = parse_json(text, path, number)
+        if not isinstance(value, dict):
+            hint = 'write {"text": …} for every row'
+            raise UserError(f"{JSON_KINDS[type(value)]}, not an object", f"{path}:{number}", hint, "not-an-object")
+        yield value
+
+
+def parse_json(text: bytes, path: Path, line: int | None) -> Any:
+    """Parse a line of a file, or all of it."""
+    try:
+        return json.loads(text, object_pairs_hook=refuse_duplicate_keys)
+    except json.JSONDecodeError as error:
+        hint = "every line must be one JSON object, or the .json file one list of them"
+        if "control character" in error.msg:
+            hint = r"within a text a line break is written \n, and a tab \t"
+        what = f"not JSON: {error.msg.removesuffix(' at')}, column {error.colno}"
+        raise UserError(what, f"{path}:{line or error.lineno}", hint, "not-json") from None
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:
+        place = f"{path}:{line}" if line else str(path)
+        raise UserError(str(error), place, "keep one: only the last would be read", "key-twice") from None
+
+
+def read_json_rows(path: Path) -> Iterator[Row]:
     """Yield the object on every line or, as often in files named .json, of a single list."""
     with open_file(path) as file:
-        is_list = not lines and file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+        if file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":
+            for lines in read_json_lines(path):
+                yield from parse_json_lines(path, lines)
+            return
         file.seek(0)
-        for number, text in enumerate([file.read()] if is_list else file, 1):
-            if not text.strip():
-                continue
-            try:
-                value = json.loads(text, object_pairs_hook=refuse_duplicate_keys)
-            except json.JSONDecodeError as error:
-                hint = "every line must be one JSON object, or the .json file one list of them"
-                if "control character" in error.msg:
-                    hint = r"within a text a line break is written \n, and a tab \t"
-                what = f"not JSON: {error.msg.removesuffix(' at')}, column {error.colno}"
-                raise UserError(what, f"{path}:{error.lineno if is_list else number}", hint, "not-json") from None
-            except ValueError as error:
-                place = str(path) if is_list else f"{path}:{number}"
-                raise UserError(str(error), place, "keep one: only the last would be read", "key-twice") from None
-            for element, row in enumerate(value if is_list else [value]):
-                if not isinstance(row, dict):
-                    place = f"{path}: element {element}" if is_list else f"{path}:{number}"
-                    hint = 'write {"text": …} for every row'
-                    raise UserError(f"{JSON_KINDS[type(row)]}, not an object", place, hint, "not-an-object")
-                yield row
+        for element, row in enumerate(parse_json(file.read(), path, None)):
+            if not isinstance(row, dict):
+                hint = 'write {"text": …} for every row'
+                place = f"{path}: element {element}"
+                raise UserError(f"{JSON_KINDS[type(row)]}, not an object", place, hint, "not-an-object")
+            yield row
 
 
 def read_table(path: Path, delimiter: str) -> Iterator[Row]:
@@ -119,9 +206,13 @@ def read_table(path: Path, delimiter: str) -> Iterator[Row]:
             yield {name: value for name, value in row.items() if value is not None}  # missing values of a short row
 
 
-def read_batches(path: Path) -> Iterator[Row]:
+def read_batches(path: Path) -> Iterator[Any]:
     for batch in arrow_batches(path):
-        yield from list_rows(batch)
+        yield from (batch.slice(start, BATCH) for start in range(0, len(batch), BATCH))
+
+
+def parse_batch(_: Path, batch: Any) -> Iterator[Row]:
+    yield from list_rows(batch)
 
 
 def list_rows(batch: Any) -> list[Row]:
@@ -143,15 +234,40 @@ def arrow_batches(path: Path) -> Iterator[Any]:
             yield from stream
 
 
-# Suffixes and reader of each format. If a folder has the same rows in several formats, the first is read.
-FILE_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], Iterator[Row]]]] = {
+def read_parsed(read: Callable[[Path], Iterator[Row]], path: Path) -> Iterator[list[Row]]:
+    """Yield rows some at a time, those before an error first."""
+    rows = read(path)
+    error: Exception | None = None
+    while error is None:
+        batch: list[Row] = []
+        try:
+            batch.extend(islice(rows, BATCH))
+        except Exception as damage:
+            error = damage
+        if batch:
+            yield batch
+        elif error is None:
+            return
+    raise error
+
+
+# Suffixes of each format, and what yields a chunk's items. If a folder has the same rows in several formats, the first
+# is read.
+FILE_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], Iterator[Any]]]] = {
     "parquet": ((".parquet",), read_batches),
     "arrow": ((".arrow",), read_batches),
-    "jsonl": ((".jsonl", ".ndjson"), partial(read_json_rows, lines=True)),
-    "json": ((".json",), read_json_rows),
-    "csv": ((".csv",), partial(read_table, delimiter=",")),
-    "tsv": ((".tsv",), partial(read_table, delimiter="\t")),
-    "text": ((".txt", ".text", ".raw", ".tokens"), read_text),
+    "jsonl": ((".jsonl", ".ndjson"), read_json_lines),
+    "json": ((".json",), partial(read_parsed, read_json_rows)),
+    "csv": ((".csv",), partial(read_parsed, partial(read_table, delimiter=","))),
+    "tsv": ((".tsv",), partial(read_parsed, partial(read_table, delimiter="\t"))),
+    "text": ((".txt", ".text", ".raw", ".tokens"), read_lines),
+}
+# What makes rows of a chunk's items.
+PARSERS: dict[str, Callable[[Path, Any], Iterator[Row]]] = {
+    **dict.fromkeys(("parquet", "arrow"), parse_batch),
+    **dict.fromkeys(("json", "csv", "tsv"), lambda _, rows: iter(rows)),
+    "jsonl": parse_json_lines,
+    "text": parse_text,
 }
 SUFFIXES = {suffix: kind for kind, (suffixes, _) in FILE_FORMATS.items() for suffix in suffixes}
 
@@ -254,30 +370,54 @@ def parse_split_name(name: str) -> str | None:
 
 def read_rows(parts: Iterable[Part]) -> Iterator[Row]:
     """Yield every row of the parts, in the order of the files."""
-    return (row for _, _, row in iter_located_rows(parts))
+    for chunk in read_chunks(parts):
+        yield from chunk.rows()
 
 
 def locate_row(parts: Iterable[Part], *numbers: int) -> str:
     """Return the file that has a row of the parts (counted from 0), and the row's number in it, from 1."""
     found: dict[Path, list[str]] = {}
-    for number, (path, own, _) in enumerate(islice(iter_located_rows(parts), max(numbers) + 1)):
-        if number in numbers:
-            found.setdefault(path, []).append(str(own))
+    before = 0
+    for chunk in read_chunks(parts):
+        own = [str(chunk.first + number - before) for number in numbers if 0 <= number - before < len(chunk.items)]
+        if own:
+            found.setdefault(chunk.path, []).extend(own)
+        before += len(chunk.items)
+        if before > max(numbers):
+            break
     return "; ".join(f"{path}: {'rows' if len(own) > 1 else 'row'} {', '.join(own)}" for path, own in found.items())
 
 
-def iter_located_rows(parts: Iterable[Part]) -> Iterator[tuple[Path, int, Row]]:
-    def rows(part: Part) -> Iterator[tuple[Path, int, Row]]:
-        for path in part.files:
-            for number, row in enumerate(read_file(path, part.source.format), 1):
-                yield path, number, row
+def read_chunks(parts: Iterable[Part], most: int | None = None) -> Iterator[Chunk]:
+    """Yield the rows of the parts unparsed, in the order of the files; at most so many."""
 
-    for part in parts:
-        if part.start or part.stop:
-            count = count_files(part.source.format, part.files).count
-            yield from islice(rows(part), *part.bounds(sum(1 for _ in rows(part)) if count is None else count))
-        else:
-            yield from rows(part)
+    def chunks(part: Part) -> Iterator[Chunk]:
+        for path in part.files:
+            yield from read_file_chunks(path, part.source.format)
+
+    def within(found: Iterator[Chunk], start: int, stop: int) -> Iterator[Chunk]:
+        before = 0
+        for chunk in found:
+            wanted = chunk.cut(start - before, stop - before)
+            before += len(chunk.items)
+            if wanted.items:
+                yield wanted
+            if before >= stop:
+                return
+
+    def cut(part: Part) -> Iterator[Chunk]:
+        if not (part.start or part.stop):
+            return chunks(part)
+        count = count_files(part.source.format, part.files).count
+        return within(chunks(part), *part.bounds(sum(len(c.items) for c in chunks(part)) if count is None else count))
+
+    found = chain.from_iterable(map(cut, parts))
+    yield from found if most is None else within(found, 0, most)
+
+
+def iter_located_rows(parts: Iterable[Part]) -> Iterator[tuple[Path, int, Row]]:
+    for chunk in read_chunks(parts):
+        yield from ((chunk.path, number, row) for number, row in enumerate(chunk.rows(), chunk.first))
 
 
 def sample_rows(parts: Sequence[Part], total: int, wanted: int) -> Iterator[tuple[Path, int, Row]]:

@@ -48,10 +48,10 @@ def stream_rows(
                     return locate_row(selection.train, *(before + row for row in rows))
 
                 documents = tokenize(window, format_, tokenizer, max_length, threads=threads, place=place)
-                groups = group_documents(documents, capacity)
-                for chosen in shuffle(len(groups), seed + epoch, number).tolist():
+                members, edges = group_documents(documents, capacity)
+                for chosen in shuffle(len(edges) - 1, seed + epoch, number).tolist():
                     rows += 1
-                    row = documents.take(groups[chosen])
+                    row = documents.take(members[edges[chosen] : edges[chosen + 1]])
                     yield {name: row.column(name).tolist() for name in names}
             if not rows:
                 problem = "the stream has no row with a supervised token"

@@ -1,17 +1,16 @@
-"""Turn rendered rows into token ids and mark the supervised ones: in batches, on Rust's threads, not in forked
-workers."""
+"""Turn rows into token ids and mark the supervised ones, some rows at a time."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import mmap
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy.typing as npt
 
 from windlass.data.formats import Format, RenderedRow
 from windlass.data.sources import Row, split_into_batches
-from windlass.errors import Problem, UserError, raise_all
+from windlass.errors import Problem, UserError, Where, raise_all
 from windlass.observe.format import format_plural
 from windlass.observe.steps import IGNORED
 
@@ -36,6 +35,47 @@ IMPORTED_BY = os.getpid()
 COUNTS = ("rows", "split", "split_into", "empty", "unsupervised", "truncated", "tokens_cut", "straddling")
 PART_BITS = 12  # of a hash, that number the rows of one chat
 FIRST = 3  # rows named in a message if more are left out
+BLOCK_TOKENS = 1 << 20  # copied from a file at a time
+NONE: Any = np.zeros(0)
+
+
+class TokenFile:
+    """Token ids and their supervised flags, appended to two files: they take no memory of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = (folder / "ids.part", folder / "supervised.part")
+        self.files = [path.open("wb") for path in self.paths]
+        self.size = 0
+        self.maps: list[mmap.mmap] = []
+
+    def append(self, documents: Documents) -> None:
+        for file, values in zip(self.files, (documents.ids, documents.supervised), strict=True):
+            file.write(values.data)
+        self.size += len(documents.ids)
+
+    def map(self) -> tuple[npt.NDArray[np.int32], Flags]:
+        """Return all that has been written."""
+        for file in self.files:
+            file.flush()
+        if not self.size:
+            return np.zeros(0, np.int32), np.zeros(0, np.bool_)
+        maps = []
+        for path in self.paths:
+            with path.open("rb") as written:
+                maps.append(mmap.mmap(written.fileno(), 0, access=mmap.ACCESS_READ))
+        self.maps += maps
+        return np.frombuffer(maps[0], np.int32), np.frombuffer(maps[1], np.bool_)
+
+    def release(self) -> None:
+        """Let go of the pages that have been read."""
+        for mapped in self.maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Remove the files."""
+        for file, path in zip(self.files, self.paths, strict=True):
+            file.close()
+            path.unlink()
 
 
 @dataclass
@@ -54,10 +94,14 @@ class Documents:
     """What a user should know of rows: the kind, an example, how many, and where the first are."""
     chosen_lengths: Indices | None = None
     """Of pairs: the tokens of each chosen sequence, which the rejected one follows in the same document."""
+    starts: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Where each is in the flat arrays: end to end if it isn't given."""
+    file: TokenFile | None = None
+    """What the flat arrays are mapped from, with all other rows of the run."""
 
-    @cached_property
-    def starts(self) -> Indices:
-        return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+    def __post_init__(self) -> None:
+        if len(self.starts) < len(self.lengths):
+            self.starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
     @property
     def sides(self) -> Indices:
@@ -72,15 +116,34 @@ class Documents:
         padded: Indices = self.sides.max(1) * self.sides.shape[1]
         return padded
 
-    def take(self, which: Indices) -> Documents:
-        """Return these documents, in this order."""
-        starts = self.starts[which]
-        lengths = self.lengths[which]
-        # Index ranges end to end: starts 5, 0 and lengths 2, 3 give 5 6 0 1 2.
-        index = np.arange(int(lengths.sum()), dtype=np.int64)
-        index += np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    def select(self, which: Indices) -> Documents:
+        """Return these documents, in this order, where they are."""
         chosen = None if self.chosen_lengths is None else self.chosen_lengths[which]
-        return Documents(self.ids[index], self.supervised[index], lengths, self.hashes[which], chosen_lengths=chosen)
+        found = replace(self, lengths=self.lengths[which], starts=self.starts[which])
+        found.hashes = self.hashes[which]
+        found.chosen_lengths = chosen
+        return found
+
+    def take(self, which: Indices) -> Documents:
+        """Return a copy of these documents, in this order and end to end."""
+        found = self.select(which)
+        stops = found.starts + found.lengths
+        begins = np.append(True, found.starts[1:] != stops[:-1])[: len(stops)]  # not where the one before it ends
+        runs = [*zip(found.starts[begins].tolist(), stops[np.roll(begins, -1)].tolist(), strict=True)]
+        found.ids = np.concatenate([self.ids[:0], *(self.ids[start:stop] for start, stop in runs)])
+        found.supervised = np.concatenate([self.supervised[:0], *(self.supervised[start:stop] for start, stop in runs)])
+        found.starts = np.cumsum(found.lengths) - found.lengths
+        found.file = None
+        if self.file is not None:
+            self.file.release()
+        return found
+
+    def blocks(self, tokens: int = BLOCK_TOKENS) -> Iterator[tuple[int, Documents]]:
+        """Yield copies of the documents in their order, about so many tokens at a time, and the number of the first."""
+        numbers = (np.cumsum(self.lengths) - 1) // tokens
+        edges = [0, *np.flatnonzero(np.diff(numbers)) + 1, len(numbers)]
+        for low, high in itertools.pairwise(edges):
+            yield low, self.take(np.arange(low, high))
 
     def column(self, name: str) -> npt.NDArray[np.int32]:
         """Return a column of the rows that are trained on, by name."""
@@ -91,20 +154,24 @@ class Documents:
     @classmethod
     def concatenate(cls, parts: Sequence[Documents]) -> Documents:
         """Concatenate documents and add up their counts."""
-        names = ["ids", "supervised", "lengths", "hashes"]
+        names = ["lengths", "hashes"]
         names += [] if parts[0].chosen_lengths is None else ["chosen_lengths"]
+        file = parts[0].file
+        names += ["ids", "supervised"] if file is None else ["starts"]
         counts = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
         left_out = tuple(itertools.chain(*(part.left_out for part in parts)))
         remarks = tuple(itertools.chain(*(part.remarks for part in parts)))
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-        return cls(**arrays, counts=counts, left_out=left_out, remarks=remarks)
+        if file is not None:
+            arrays["ids"], arrays["supervised"] = file.map()
+        return cls(**arrays, counts=counts, left_out=left_out, remarks=remarks, file=file)
 
     def spans(self) -> Iterator[slice]:
         """Yield each document's slice of the flat arrays."""
         return slice_end_to_end(self.lengths)
 
     def side_spans(self) -> Iterator[slice]:
-        """Yield each sequence's: of pairs two for every document."""
+        """Yield each sequence's, of documents that are end to end: of pairs two for every document."""
         return slice_end_to_end(self.sides.ravel())
 
 
@@ -112,6 +179,30 @@ def slice_end_to_end(lengths: Indices) -> Iterator[slice]:
     """Yield slices of these lengths, end to end."""
     for end, length in zip(np.cumsum(lengths).tolist(), lengths.tolist(), strict=True):
         yield slice(end - length, end)
+
+
+@dataclass
+class Tokenized:
+    """What became of some rows, which are numbered from 0."""
+
+    documents: Documents
+    left_out: dict[str, list[int]]
+    """Rows without a document, by the reason."""
+    remarks: dict[str, tuple[str, list[int]]]
+    """By kinds of remarks: an example, and the rows."""
+    unfit: dict[str, list[int]] = field(default_factory=dict)
+    """Pairs that can't be trained on, by the code of the problem."""
+    longest: int = 0
+    """The `max_length` that the pairs which are too long need."""
+
+
+class RowError(Exception):
+    """An error in a row, whose number is counted from 0."""
+
+    def __init__(self, number: int, error: UserError) -> None:
+        super().__init__(number, error)
+        self.number = number
+        self.error = error
 
 
 def tokenize(
@@ -122,58 +213,107 @@ def tokenize(
     *,
     threads: bool = True,
     place: Callable[..., str] = lambda *numbers: f"row {numbers[0] + 1}",
-    progress: Callable[[int], None] = lambda _: None,
 ) -> Documents:
     """Tokenize all rows that have a supervised token. `counts` records what became of each row; `place`: where rows
-    are; `progress` is called with the number of rows read so far."""
+    are."""
+    with allow_rust_threads(threads):
+        done = [tokenize_rows(batch, kind, tokenizer, max_length) for batch in split_into_batches(iter(rows))]
+        return assemble(done, kind, max_length, place=place)
+
+
+def tokenize_rows(rows: Iterable[Row], kind: Format, tokenizer: Any, max_length: int) -> Tokenized:
+    """Tokenize some rows. Raises the error of the first row that has one."""
     counts = dict.fromkeys(COUNTS, 0)
-    limit = None if kind.pairs else max_length
-    chunks: list[Documents] = []
     left_out: dict[str, list[int]] = {}
-    remarks: dict[str, tuple[str, list[int]]] = {}  # by kind: an example, and the rows
+    remarks: dict[str, tuple[str, list[int]]] = {}
+    rendered: list[RenderedRow] = []
+    filled: list[int] = []
+    number = -1
+    for number, row in enumerate(rows):
+        try:
+            kind.require_columns(row)
+            found = [one for one in kind.render(row) if one.ids is not None or one.text.strip()]
+            for one in found:
+                require_utf8(one.text)
+        except UserError as error:
+            raise RowError(number, error) from None
+        for kind_of, example in dict(itertools.chain(*(one.remarks.items() for one in found))).items():
+            remarks.setdefault(kind_of, (example, []))[1].append(number)
+        rendered += found
+        if found:
+            filled.append(number)
+        else:
+            counts["empty"] += 1
+            null = next((name for name in kind.needs if row.get(name) is None), None)
+            left_out.setdefault(f"{null!r} is null" if null else "empty", []).append(number)
+        if len(found) > 1 and not kind.pairs:
+            counts["split"] += 1
+            counts["split_into"] += len(found)
+    counts["rows"] = number + 1
+    limit = None if kind.pairs else max_length
+    encoded = encode_batch(rendered, tokenizer)
+    documents = collect_documents(rendered, encoded, tokenizer.eos_token_id, limit, counts)
+    done = Tokenized(documents, left_out, remarks)
+    if kind.pairs:
+        done.documents, unfit, done.longest = join_pairs(
+            documents, max_length, tokenizer.bos_token_id, counts, kind.cuts_prompts
+        )
+        done.unfit = {code: [filled[pair] for pair in pairs] for code, pairs in unfit.items()}
+    done.documents.counts = counts
+    return done
 
-    def render(batch: Sequence[Row]) -> Iterator[list[RenderedRow]]:
-        for number, row in enumerate(batch, counts["rows"]):
-            try:
-                kind.require_columns(row)
-                found = [one for one in kind.render(row) if one.ids is not None or one.text.strip()]
-                for kind_of, example in dict(itertools.chain(*(one.remarks.items() for one in found))).items():
-                    remarks.setdefault(kind_of, (example, []))[1].append(number)
-                yield found
-                if len(found) > 1 and not kind.pairs:
-                    counts["split"] += 1
-                    counts["split_into"] += len(found)
-                if not found:
-                    null = next((name for name in kind.needs if row.get(name) is None), None)
-                    left_out.setdefault(f"{null!r} is null" if null else "empty", []).append(number)
-            except UserError as error:
-                first = error.problems[0]
-                at = place(number)
-                where, what = (at, "") if first.where == "data" else (first.where, f"{at}: ")
-                raise UserError(f"{what}{first.problem}", where, first.hint, first.code) from None
 
-    with allow_rust_threads(threads), ThreadPoolExecutor(1) as other:
-        pending: tuple[list[RenderedRow], Future[list[Encoded]]] | None = None
-        for batch in itertools.chain(split_into_batches(iter(rows)), [[]]):  # the empty batch collects the last one
-            chats = [*render(batch)]
-            rendered = [*itertools.chain(*chats)]
-            counts["rows"] += len(batch)
-            counts["empty"] += chats.count([])
+def assemble(
+    results: Iterable[Tokenized],
+    kind: Format,
+    max_length: int,
+    *,
+    place: Callable[..., str],
+    where: Where = str,
+    progress: Callable[[int], None] = lambda _: None,
+    file: TokenFile | None = None,
+) -> Documents:
+    """Return the documents of all rows from what became of some after the other; their tokens go to a file if there is
+    one. `progress` is called with the number of rows so far."""
+    counts = dict.fromkeys(COUNTS, 0)
+    parts: list[Documents] = []
+    left_out: dict[str, list[int]] = {}
+    remarks: dict[str, tuple[str, list[int]]] = {}
+    unfit: dict[str, list[int]] = {}
+    longest = 0
+    try:
+        for done in results:
+            before = counts["rows"]
+            for reasons, numbers_of in ((left_out, done.left_out), (unfit, done.unfit)):
+                for reason, numbers in numbers_of.items():
+                    reasons.setdefault(reason, []).extend(before + number for number in numbers)
+            for name, (example, numbers) in done.remarks.items():
+                remarks.setdefault(name, (example, []))[1].extend(before + number for number in numbers)
+            longest = max(longest, done.longest)
+            counts = {name: count + done.documents.counts[name] for name, count in counts.items()}
+            documents = done.documents
+            if file is not None:
+                starts = documents.starts + file.size
+                file.append(documents)
+                documents = replace(documents, ids=NONE, supervised=NONE, starts=starts, file=file)
+            parts.append(documents)
             progress(counts["rows"])
-            # Rust encodes without Python's lock: meanwhile this thread reads, renders and collects.
-            coming = (rendered, other.submit(encode_batch, rendered, tokenizer))
-            if pending is not None:
-                chunks.append(collect_documents(pending[0], pending[1].result(), tokenizer.eos_token_id, limit, counts))
-            pending = coming
-    chunks = chunks or [collect_documents([], [], None, limit, counts)]
-    documents = Documents.concatenate(chunks)
+    except RowError as error:
+        first = error.error.problems[0]
+        at = place(counts["rows"] + error.number)
+        if first.where == "data":
+            raise UserError(first.problem, at, first.hint, first.code) from None
+        key = where(first.where) if first.where.startswith("data.") else first.where
+        raise UserError(f"{at}: {first.problem}", key, first.hint, first.code) from None
+    none = replace(collect_documents([], [], None, max_length, counts), file=file)
+    documents = Documents.concatenate(parts or [none])
 
     def locate(numbers: Sequence[int]) -> str:
         return f"{place(*numbers[:FIRST])}{', …' if len(numbers) > FIRST else ''}"
 
-    if kind.pairs:
-        documents, wrong = join_pairs(documents, max_length, tokenizer.bos_token_id, counts, kind.cuts_prompts)
-        raise_all([Problem(problem, locate(rows), hint, code) for code, rows, problem, hint in wrong])
+    pairs = counts["rows"] - counts["empty"]
+    problems = describe_unfit_pairs(unfit, pairs, longest, max_length, kind.cuts_prompts)
+    raise_all([Problem(problem, locate(unfit[code]), hint, code) for code, problem, hint in problems])
     documents.counts = counts
     documents.left_out = tuple(
         f"{format_plural(len(numbers), 'row')} left out ({why}): {locate(numbers)}" for why, numbers in left_out.items()
@@ -232,9 +372,9 @@ def collect_documents(
 
 def join_pairs(
     sequences: Documents, max_length: int, bos: int | None, counts: dict[str, int], cuts_prompts: bool
-) -> tuple[Documents, list[tuple[str, list[int], str, str]]]:
-    """Join every two sequences, a row's chosen and rejected one, to a document. Also return what is wrong with rows: a
-    code, the rows, the problem and a hint.
+) -> tuple[Documents, dict[str, list[int]], int]:
+    """Join every two sequences, a row's chosen and rejected one, to a document. Also return the pairs that can't be
+    trained on, by the code of the problem, and the `max_length` that those which are too long need.
 
     Both keep the same tokens of the prompt: loss begins at the first token in which either has some of its answer. If
     one is too long, the prompt's beginning is cut off both, but for the token that begins a sequence.
@@ -272,36 +412,38 @@ def join_pairs(
             counts["tokens_cut"] += 2 * cut
             for side in sides:
                 kept[side.start + head : side.start + head + cut] = False
-    limit = f"longer than data.max_length {max_length:,}"
-    too_long = f"a sequence {limit}: up to {most:,} tokens"
-    hint = f"set data.max_length: {most}, or data.truncation: prompt"
-    if cuts_prompts:
-        too_long = f"an answer that is, with a token of its prompt, {limit}: up to {most:,} tokens"
-        hint = f"set data.max_length: {most}, or leave out such rows"
-    wrong = [
-        ("empty-answer", empty, "an answer without a token that loss is computed on", "fix or leave out such rows"),
-        ("equal-answers", equal, "a chosen answer that equals the rejected one", "leave out such rows"),
-        ("too-long", long, too_long, hint),
-    ]
-    count = format_plural(len(spans) // 2, "pair")
-    wrong = [(code, rows, f"{len(rows):,} of {count} with {what}", hint) for code, rows, what, hint in wrong if rows]
     edges = np.append(sequences.starts, len(kept))
     lengths = np.diff(np.append(0, np.cumsum(kept))[edges]).reshape(-1, 2)
     mixed = sequences.hashes[::2] * np.uint64(0x9E3779B97F4A7C15) + sequences.hashes[1::2]  # in this order
     hashes = mixed >> np.uint64(PART_BITS) << np.uint64(PART_BITS)
-    return Documents(
+    documents = Documents(
         sequences.ids[kept], supervised[kept], lengths.sum(1), hashes, chosen_lengths=lengths[:, 0].copy()
-    ), wrong
+    )
+    unfit = {"empty-answer": empty, "equal-answers": equal, "too-long": long}
+    return documents, {code: pairs for code, pairs in unfit.items() if pairs}, most
+
+
+def describe_unfit_pairs(
+    unfit: Mapping[str, Sequence[int]], pairs: int, longest: int, max_length: int, cuts_prompts: bool
+) -> list[tuple[str, str, str]]:
+    """Return the code, the problem and a hint for pairs that can't be trained on."""
+    limit = f"longer than data.max_length {max_length:,}"
+    too_long = f"a sequence {limit}: up to {longest:,} tokens"
+    hint = f"set data.max_length: {longest}, or data.truncation: prompt"
+    if cuts_prompts:
+        too_long = f"an answer that is, with a token of its prompt, {limit}: up to {longest:,} tokens"
+        hint = f"set data.max_length: {longest}, or leave out such rows"
+    wrong = {
+        "empty-answer": ("an answer without a token that loss is computed on", "fix or leave out such rows"),
+        "equal-answers": ("a chosen answer that equals the rejected one", "leave out such rows"),
+        "too-long": (too_long, hint),
+    }
+    count = format_plural(pairs, "pair")
+    found = [(code, *wrong[code]) for code in wrong if code in unfit]
+    return [(code, f"{len(unfit[code]):,} of {count} with {what}", hint) for code, what, hint in found]
 
 
 def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encoded]:
-    for one in rendered:
-        try:
-            one.text.encode()
-        except UnicodeEncodeError as error:
-            piece = one.text[max(0, error.start - 20) :][:40]
-            problem = f"a row contains an unpaired surrogate, which is not text: {piece!r}"
-            raise UserError(problem, "data", "rewrite it as valid UTF-8", "not-utf8") from None
     if not tokenizer.is_fast:
         return [encode_slowly(one, tokenizer) if one.ids is None else wrap_tokens(one, one.ids) for one in rendered]
     backend = tokenizer.backend_tokenizer
@@ -325,6 +467,15 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
                 flags, straddles = find_supervised_tokens(done, spans, rendered[i].text, closed=closed)
             encoded[i] = (done.ids, flags, straddles)
     return encoded
+
+
+def require_utf8(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        piece = text[max(0, error.start - 20) :][:40]
+        problem = f"a row contains an unpaired surrogate, which is not text: {piece!r}"
+        raise UserError(problem, "data", "rewrite it as valid UTF-8", "not-utf8") from None
 
 
 def wrap_tokens(one: RenderedRow, ids: npt.NDArray[np.int64]) -> Encoded:
@@ -384,7 +535,7 @@ def encode_slowly(one: RenderedRow, tokenizer: Any) -> Encoded:
 
 
 @contextmanager
-def allow_rust_threads(wanted: bool) -> Iterator[None]:
+def allow_rust_threads(wanted: bool = True) -> Iterator[None]:
     """Enable Rust's threads while this process tokenizes, and disable them afterwards.
 
     A worker forked later inherits the thread pool's locks but not its threads: with parallelism still enabled, whatever

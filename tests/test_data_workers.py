@@ -1,0 +1,223 @@
+"""Processes that tokenize beside each other: the same bytes for any number of them, errors in the order of the rows."""
+
+import csv
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from refusals import refused
+from transformers import AutoTokenizer
+
+from windlass import tiny
+from windlass.data import sources, workers
+from windlass.data.prepare import PreparedData, prepare_data
+from windlass.errors import RunError
+from windlass.runfile import RunFile
+
+PARTS = [part for name in sorted(topics) for part in topics[name].split("\n\n")][:1200]
+CHATS = [
+    {"messages": [{"role": "user", "content": f"What is {number}?"}, {"role": "assistant", "content": part}]}
+    for number, part in enumerate(PARTS)
+    if part.strip()
+]
+CHATS[500:520] = [{"messages": []}] * 20
+CHATS[700]["messages"][0]["content"] = "a </s> in it"
+PAIRS = [
+    {"prompt": f"{number}?", "chosen": f" {part} yes", "rejected": f" {part[:40]} no"}
+    for number, part in enumerate(PARTS[:600])
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab=600))
+
+
+def run_file(folder: Path, data: dict[str, Any], **train: Any) -> RunFile:
+    return RunFile.model_validate(
+        {
+            "model": {"model_name_or_path": "unused"},
+            "data": {"max_length": 256, "packing": False, **data},
+            "train": {"output_dir": str(folder), "max_steps": 1, **train},
+        }
+    )
+
+
+@pytest.fixture
+def with_processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let so many processes tokenize chunks of a few rows, however small the data are."""
+
+    def use(count: int) -> None:
+        monkeypatch.setattr(workers, "count_usable_cpus", lambda: count)
+        monkeypatch.setattr(workers, "WORKER_BYTES", 1)
+        monkeypatch.setattr(sources, "CHUNK_BYTES", 1 << 14)
+        monkeypatch.setattr(sources, "BATCH", 50)
+
+    return use
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_sets(folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return data sections and train sections by kinds of files and rows."""
+    chats = write_lines(folder / "chats.jsonl", CHATS)
+    texts = [{"text": part} for part in PARTS]
+    pq.write_table(pa.Table.from_pylist(CHATS), folder / "chats.parquet", row_group_size=130)
+    with (folder / "texts.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["text"])
+        writer.writeheader()
+        writer.writerows(texts)
+    (folder / "lines.txt").write_text("\n".join(PARTS))
+    (folder / "list.json").write_text(json.dumps(texts))
+    pairs = write_lines(folder / "pairs.jsonl", PAIRS)
+    return {
+        "jsonl": ({"dataset_name_or_path": str(chats), "val_fraction": 0.1, "packing": True}, {}),
+        "parquet": ({"dataset_name_or_path": str(folder / "chats.parquet"), "val_fraction": 0.1}, {}),
+        "slices": (
+            {"dataset_name_or_path": str(chats), "train_split": "train[11%:70%]", "val_split": "train[700:]"},
+            {},
+        ),
+        "parquet slice": (
+            {"dataset_name_or_path": str(folder / "chats.parquet"), "train_split": "train[77:-99]", "val_split": None},
+            {},
+        ),
+        "csv": ({"dataset_name_or_path": str(folder / "texts.csv"), "packing": True}, {}),
+        "text": ({"dataset_name_or_path": str(folder / "lines.txt"), "packing": True}, {}),
+        "json": ({"dataset_name_or_path": str(folder / "list.json")}, {}),
+        "pairs": ({"dataset_name_or_path": str(pairs), "val_fraction": 0.1, "max_length": 2000}, {"objective": "dpo"}),
+        "mix": (
+            {
+                "mix": [{"path": str(chats), "epochs": 2}, {"path": str(folder / "texts.csv"), "rows": 300}],
+                "val_fraction": 0.1,
+                "eval": {"lines": {"path": str(folder / "lines.txt"), "split": "train[:200]"}},
+                "packing": True,
+            },
+            {},
+        ),
+    }
+
+
+def hash_prepared(folder: Path, made: PreparedData) -> dict[str, str]:
+    (cached,) = (path for path in (folder / "tokens").iterdir() if path.is_dir())
+    found = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in sorted(cached.iterdir())}
+    audit = json.dumps({**made.audit, "sequences": None}, default=str)
+    return {**found, "folder": cached.name, "tokens": made.fingerprint, "audit": audit}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "slices", "parquet slice", "csv", "text", "json", "pairs", "mix"])
+def test_any_number_of_processes_makes_the_same_bytes(
+    kind: str, with_processes: Callable[[int], None], tokenizer: Any, tmp_path: Path
+) -> None:
+    data, train = write_sets(tmp_path)[kind]
+    made = []
+    for count in (1, 2, 3):
+        with_processes(count)
+        folder = tmp_path / f"{count}"
+        made.append(hash_prepared(folder, prepare_data(run_file(folder, data, **train), tokenizer, say=print)))
+    assert made[0] == made[1] == made[2]
+    assert {"train.arrow", "audit.json", "complete.json"} <= made[0].keys()
+    assert not any(name.endswith(".part") for name in made[0])
+
+
+def test_the_first_bad_row_of_the_file_is_named_whichever_process_finds_it(
+    with_processes: Callable[[int], None], tokenizer: Any, tmp_path: Path
+) -> None:
+    rows: list[Any] = [dict(row) for row in CHATS]
+    rows[900] = {"messages": "Hello"}
+    rows[301] = {"messages": [{"role": "wizard", "content": "Abra"}, {"role": "assistant", "content": "c"}]}
+    rows[310] = {"other": 1}
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    lines = path.read_text().splitlines()
+    for count in (1, 3):
+        with_processes(count)
+        run = run_file(tmp_path / f"{count}", {"dataset_name_or_path": str(path)})
+        with refused("unknown-role", "a.jsonl: row 302"):
+            prepare_data(run, tokenizer, say=print)
+    path.write_text("\n".join([*lines[:280], '{"messages": [', *lines[280:]]))
+    for count in (1, 3):
+        with_processes(count)
+        with refused("not-json", "a.jsonl:281"):
+            prepare_data(run_file(tmp_path / f"{count}", {"dataset_name_or_path": str(path)}), tokenizer, say=print)
+
+
+def test_rows_before_a_damage_of_the_file_come_first(
+    with_processes: Callable[[int], None], tokenizer: Any, tmp_path: Path
+) -> None:
+    with_processes(2)
+    path = tmp_path / "a.csv"
+    path.write_text("text\n" + "a b\n" * 200 + "a,b\n")
+    run = run_file(tmp_path / "out", {"dataset_name_or_path": str(path)})
+    with refused("extra-fields", "a.csv:202"):
+        prepare_data(run, tokenizer, say=print)
+    path.write_text("text,more\n" + "a,b\n" * 110 + "a\na,b,c\n")  # a row that lacks a field, then one with another
+    run = run_file(tmp_path / "out", {"dataset_name_or_path": str(path), "prompt_template": "{text}: [[{more}]]"})
+    with refused("incomplete-row", "a.csv: row 111"):
+        prepare_data(run, tokenizer, say=print)
+
+
+@pytest.mark.parametrize(
+    "before", ["", "workers.pickle.load = lambda *_, load=workers.pickle.load: (load(*_), die())\n"]
+)
+def test_a_killed_process_is_an_error_that_says_so(
+    before: str,
+    with_processes: Callable[[int], None],
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_processes(2)
+    die = "import os, signal\ndef die(): os.kill(os.getpid(), signal.SIGKILL)\nfrom windlass.data import workers\n"
+    monkeypatch.setattr(workers, "COMMAND", f"{die}{before or 'die()'}\nworkers.serve()")
+    data = {"dataset_name_or_path": str(write_lines(tmp_path / "a.jsonl", CHATS))}
+    with refused("lost-process", error=RunError) as problems:
+        prepare_data(run_file(tmp_path / "out", data), tokenizer, say=print)
+    assert "SIGKILL" in problems[0].problem
+    assert not list_workers(os.getpid())
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from transformers import AutoTokenizer
+from windlass.data import sources, workers
+from windlass.data.prepare import prepare_data
+from windlass.runfile import RunFile
+workers.count_usable_cpus = lambda: 3
+workers.WORKER_BYTES = 1
+sources.CHUNK_BYTES = 1 << 14
+run = RunFile.model_validate({"model": {"model_name_or_path": "unused"}, "data": {"dataset_name_or_path": sys.argv[1],
+    "max_length": 256, "packing": False}, "train": {"output_dir": sys.argv[2], "max_steps": 1}})
+prepare_data(run, AutoTokenizer.from_pretrained(sys.argv[3]), say=print)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_the_one_that_started_them(number: int, tokenizer: Any, tmp_path: Path) -> None:
+    rows = write_lines(tmp_path / "a.jsonl", CHATS * 20)
+    command = [sys.executable, "-c", PREPARE, str(rows), str(tmp_path / "out"), tokenizer.name_or_path]
+    with subprocess.Popen(command) as process:
+        while len(started := list_workers(process.pid)) < 3:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(60) == (-signal.SIGINT if number == signal.SIGINT else -signal.SIGKILL)
+    assert not psutil.wait_procs(started, timeout=60)[1]
+
+
+def list_workers(pid: int) -> list[psutil.Process]:
+    return [each for each in psutil.Process(pid).children() if workers.COMMAND in each.cmdline()]
