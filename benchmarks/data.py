@@ -2,6 +2,7 @@
 
     python benchmarks/data.py
     python benchmarks/data.py --kind "3 turns" "40 turns"   40 s of CPU time
+    python benchmarks/data.py --large                       6 minutes on two quiet cores
 
 Each way is one process, timed after its imports and a first call; it starts from the same file each time with nothing
 cached. The ways take turns: a ratio is that of two measurements of one round, shown as their median and, in brackets,
@@ -14,6 +15,11 @@ it computes its loss on everything, which is less work, and it has no counterpar
 either: the rows through `apply_chat_template` with the assistant's mask, one after the other, kept nowhere; no labels,
 no check, no cut, no audit. With `map`, chats and completions get the labels that a careful script would make, from the
 character offsets of what follows the prompt. The rows are text that every Python carries.
+
+`--large` prepares 200 MB of made-up chats (or `--megabytes`) as a run does: tokenized, 2 % held out, near duplicates
+found, packed, audited, digested and written. Beside it `datasets.map` with two processes renders and tokenizes them and
+does nothing else: for the ids, or for the ids and the assistant's mask. Time includes that processes start, CPU time
+is that of all of them, memory the largest proportional set size (Pss) of all of them together.
 """
 
 from __future__ import annotations
@@ -22,20 +28,28 @@ import argparse
 import json
 import os
 import platform
+import random
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 MAX_LENGTH = 1024
 EVERY = {"3 turns": 4, "40 turns": 24}  # one of so many rows is written: they are longer
 ROUNDS = 6
+LARGE_ROUNDS = 3
 
 
 FORMATS: dict[str, Callable[[str, str], dict[str, Any]]] = {
@@ -78,14 +92,14 @@ def write_rows(path: Path, copies: int, kind: str = "text") -> None:
                     file.write(json.dumps(row) + "\n")
 
 
-def windlass_way(rows: Path, tokenizer: Any, folder: Path) -> tuple[float, Any]:
+def windlass_way(rows: Path, tokenizer: Any, folder: Path, **section: Any) -> tuple[float, Any]:
     from windlass.data.prepare import prepare_data
     from windlass.runfile import RunFile
 
     run = RunFile.model_validate(
         {
             "model": {"model_name_or_path": "unused"},
-            "data": {"dataset_name_or_path": str(rows), "max_length": MAX_LENGTH, "packing": False},
+            "data": {"dataset_name_or_path": str(rows), "max_length": MAX_LENGTH, "packing": False, **section},
             "train": {"output_dir": str(folder), "max_steps": 1},
         }
     )
@@ -164,6 +178,22 @@ def map_way(rows: Path, tokenizer: Any, folder: Path) -> tuple[float, Any]:
     return time.perf_counter() - start, found
 
 
+def map_large_way(rows: Path, tokenizer: Any, folder: Path, *, masks: bool = False) -> tuple[float, Any]:
+    from datasets import load_dataset
+
+    found = load_dataset("json", data_files=str(rows), split="train", cache_dir=str(folder / "cache"))
+    names = ("input_ids", "assistant_masks") if masks else ("input_ids",)
+
+    def tokenized(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        options = {"return_dict": True, "return_assistant_tokens_mask": masks}
+        done = tokenizer.apply_chat_template(batch["messages"], **options)
+        return {name: done[name] for name in names}
+
+    start = time.perf_counter()
+    found = found.map(tokenized, batched=True, num_proc=2, remove_columns=found.column_names)
+    return time.perf_counter() - start, found
+
+
 def bare_way(rows: Path, tokenizer: Any, _: Path) -> tuple[float, Any]:
     start = time.perf_counter()
     ids = []
@@ -183,6 +213,37 @@ WAYS: dict[str, Callable[[Path, Any, Path], tuple[float, Any]]] = {
 }
 
 
+LARGE: dict[str, Callable[[Path, Any, Path], tuple[float, Any]]] = {
+    "windlass, all of it": partial(windlass_way, packing=True, val_fraction=0.02),
+    "datasets.map(num_proc=2), ids": map_large_way,
+    "datasets.map(num_proc=2), ids and masks": partial(map_large_way, masks=True),
+}
+
+
+def write_chats(path: Path, megabytes: float) -> None:
+    """Write chats of one to three turns, of pieces of a few words each; one in a hundred is equal to the one before it,
+    and one nearly so."""
+    from pydoc_data.topics import topics
+
+    words = " ".join(topics[name] for name in sorted(topics)).split()
+    rng = random.Random(0)
+
+    def write_text(most: int) -> str:
+        pieces = [(rng.randrange(len(words)), rng.randint(2, 7)) for _ in range(rng.randint(1, most))]
+        return " ".join(word for start, size in pieces for word in words[start : start + size])
+
+    messages: list[dict[str, str]] = []
+    with path.open("w") as file:
+        while file.tell() < megabytes * 1e6:
+            kind = rng.random()
+            if kind < 0.98 or not messages:
+                roles = ("user", "assistant") * rng.choice((1, 1, 1, 2, 3))
+                messages = [{"role": role, "content": write_text(4 if role == "user" else 40)} for role in roles]
+            elif kind < 0.99:
+                messages[-1]["content"] += f" {rng.choice(words)}"
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
 def list_ways(kind: str) -> list[str]:
     turns = kind.endswith("turns")
     return [name for name, way in WAYS.items() if way is not (map_way if turns else bare_way)]
@@ -195,6 +256,7 @@ def serve(way: str, tokenizer: Path) -> None:
 
     datasets.disable_progress_bars()
     opened = AutoTokenizer.from_pretrained(tokenizer)
+    ways = {**WAYS, **LARGE}
     seen = set()
     for line in sys.stdin:
         rows = Path(line.rstrip("\n"))
@@ -205,12 +267,19 @@ def serve(way: str, tokenizer: Path) -> None:
                 few = folder / f"few {rows.name}"
                 with rows.open() as file:
                     few.write_text("".join(next(file) for _ in range(50)))
-                WAYS[way](few, opened, folder / "warm")
-            before = time.process_time()
-            seconds, found = WAYS[way](rows, opened, folder / "out")
-            cpu = time.process_time() - before
-            taken = {"seconds": seconds, "cpu": cpu, "tokens": sum(len(row) for row in found["input_ids"])}
+                ways[way](few, opened, folder / "warm")
+            before = measure_cpu()
+            seconds, found = ways[way](rows, opened, folder / "out")
+            taken = {"seconds": seconds, "cpu": measure_cpu() - before, "tokens": 0}
+            if way in WAYS:
+                taken["tokens"] = sum(len(row) for row in found["input_ids"])
         print(json.dumps(taken), file=sys.__stdout__, flush=True)
+
+
+def measure_cpu() -> float:
+    """Return the CPU time of this process and of those that it started and that have ended."""
+    own, others = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + others.ru_utime + others.ru_stime
 
 
 class Served:
@@ -230,6 +299,48 @@ class Served:
         raise SystemExit("a measuring process ended: its error is above")
 
 
+def watch_memory(pid: int, ended: threading.Event, peak: list[float]) -> None:
+    """Keep the largest memory of a process and of all that it started, in MiB."""
+    process = psutil.Process(pid)
+    while not ended.wait(0.2):
+        total = 0
+        for each in (process, *process.children(recursive=True)):
+            with suppress(OSError, ValueError, IndexError):  # it has ended
+                text = Path(f"/proc/{each.pid}/smaps_rollup").read_text()
+                total += int(text.split("Pss:")[1].split()[0])
+        peak[0] = max(peak[0], total / 1024)
+
+
+def run_large(folder: Path, tokenizer: Path, megabytes: float, rounds: int) -> None:
+    rows = folder / "chats.jsonl"
+    write_chats(rows, megabytes)
+    with rows.open("rb") as file:
+        count = sum(1 for _ in file)
+    taken: dict[str, list[dict[str, Any]]] = {way: [] for way in LARGE}
+    peaks = {way: [0.0] for way in LARGE}
+    for number in range(rounds):
+        for way in [*LARGE][:: -1 if number % 2 else 1]:
+            print(f"round {number + 1} of {rounds}: {way}", file=sys.stderr, flush=True)
+            served = Served(way, tokenizer)
+            ended = threading.Event()
+            watch = threading.Thread(target=watch_memory, args=(served.process.pid, ended, peaks[way]))
+            watch.start()
+            taken[way].append(served.measure(rows))
+            ended.set()
+            watch.join()
+            served.process.communicate()
+    ours = taken["windlass, all of it"]
+    print(f"{count:,} chats, {megabytes:g} MB\n")
+    print("| way | s | CPU s | rows/s | memory, MiB | windlass's time / its | windlass's CPU time / its |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for way, measured in taken.items():
+        seconds, cpu = (statistics.median(one[key] for one in measured) for key in ("seconds", "cpu"))
+        pairs = [*zip(ours, measured, strict=True)]
+        ratios = [show_ratio([own[key] / one[key] for own, one in pairs]) for key in ("seconds", "cpu")]
+        figures = f"{seconds:.1f} | {cpu:.1f} | {count / seconds:,.0f} | {peaks[way][0]:,.0f}"
+        print(f"| {way} | {figures} | {' | '.join(ratios)} |", flush=True)
+
+
 def show_ratio(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
@@ -237,9 +348,11 @@ def show_ratio(ratios: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--copies", type=int, default=3, help="of the text")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, help=f"{ROUNDS}, or {LARGE_ROUNDS} with --large")
+    parser.add_argument("--large", action="store_true", help="prepare made-up chats as a run does")
+    parser.add_argument("--megabytes", type=float, default=200, help="of chats, with --large")
     parser.add_argument("--kind", nargs="*", choices=FORMATS, default=[*FORMATS], help="formats to measure")
-    parser.add_argument("--serve", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=(*WAYS, *LARGE), help=argparse.SUPPRESS)
     parser.add_argument("--tokenizer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -249,6 +362,12 @@ def main() -> None:
 
     versions = ", ".join(f"{name} {version(name)}" for name in ("datasets", "tokenizers", "trl", "transformers"))
     print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores; {versions}\n")
+    if options.large:
+        with tempfile.TemporaryDirectory() as name:
+            tokenizer = tiny.write_tokenizer(Path(name) / "tokenizer", vocab=4096)
+            run_large(Path(name), tokenizer, options.megabytes, options.rounds or LARGE_ROUNDS)
+        return
+    options.rounds = options.rounds or ROUNDS
     print(
         "| format | engine | s | CPU s | rows/s | answers/s | tokens/s | time, windlass = 1 | CPU time, windlass = 1 |"
     )
