@@ -3,6 +3,7 @@ refused by name."""
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from windlass.errors import UserError
 from windlass.model import read_base
 from windlass.model.base import find_published_base
 from windlass.model.config import describe
+from windlass.model.mistral_layout import make_params, rename_module, rename_vision
 from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.plan.layout import Layout
 from windlass.settings import FOUR_BITS
@@ -258,3 +260,40 @@ def test_bytes_are_those_that_the_plan_counts(root: Path) -> None:
 def test_a_run_that_asks_for_another_dtype_is_told_what_there_is(root: Path) -> None:
     with pytest.raises(UserError, match="is not stored in INT4"):
         load_base(read_base(root / "nvfp4"), replace(ALONE, base_dtype="int4"))
+
+
+def write_native(root: Path, to: Path, quantized: dict[str, Any]) -> Path:
+    """Write the tiny Mistral 4 in Mistral's own layout alone, as its NVFP4 is published, and its config.json in FP8."""
+    tiny.write_model(root, "mistral4", quantization="nvfp4", tokenizer=False)
+    config = json.loads((root / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}  # of the other repository
+    to.mkdir()
+    (to / "config.json").write_text(json.dumps(config))
+    params = make_params({key: value for key, value in config.items() if key != "quantization_config"})
+    (to / "params.json").write_text(json.dumps({**params, "quantization": quantized}))
+    stored = {}
+    for key, tensor in load_file(root / "model.safetensors").items():
+        text = key.removeprefix("language_model.")
+        if re.match("vision_tower|multi_modal_projector", key):
+            stored[rename_vision(key)] = tensor
+        elif match := re.fullmatch(r"model\.(layers\.\d+)\.mlp(\.experts\.\d+)\.(gate|up|down)_proj\.(\w+)", text):
+            stored[f"{match[1]}{match[2]}.{ {'gate': 'w1', 'up': 'w3', 'down': 'w2'}[match[3]] }.{match[4]}"] = tensor
+        else:
+            module, _, leaf = text.rpartition(".")
+            stored[f"{rename_module(module)}.{leaf}"] = tensor
+    save_file(stored, to / "consolidated-00001-of-00001.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def test_nvfp4_in_mistrals_own_layout_is_read(tmp_path: Path) -> None:
+    quantized = tiny.make_compressed_config("nvfp4") | {"quant_method": "compressed_tensors"}
+    folder = write_native(tmp_path / "theirs", tmp_path / "native", quantized)
+    assert published_dtype(read_base(folder)) == "nvfp4"
+    for kept in ("nvfp4", "bf16"):
+        one, other = (values_of(path, torch.bfloat16, kept) for path in (folder, tmp_path / "theirs"))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], values) for name, values in other.items())
+    (folder / "config.json").unlink()
+    with refused("no-config") as problems:
+        read_base(folder)
+    assert "copy config.json and the tokenizer's files" in problems[0].hint

@@ -22,9 +22,9 @@ from windlass.introspect.describe import find_model_class, find_wrapper_class
 from windlass.model import Base
 from windlass.model.compressed import METHOD, read_compressed
 from windlass.model.family import FAMILIES
+from windlass.model.files import PARAMS
 from windlass.model.mistral_layout import (
     CONSOLIDATED,
-    PARAMS,
     ROTATED_ROWS,
     make_params,
     rename_module,

@@ -26,8 +26,8 @@ from windlass.files import flush_to_disk, write_atomic
 from windlass.hardware import count_usable_cpus
 from windlass.model import Base, Piece, Stored, read_base
 from windlass.model.family import ACTIVATIONS, CACHE, SHAPES
-from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, SINGLE
-from windlass.model.mistral_layout import CONSOLIDATED, CONSOLIDATED_INDEX, PARAMS, name_in_file
+from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, PARAMS, SINGLE
+from windlass.model.mistral_layout import CONSOLIDATED, CONSOLIDATED_INDEX, name_in_file
 from windlass.model.packed import BLOCKS, PACKED
 from windlass.weights.reading import DTYPES, NEEDS_SCALE, DamagedError, Files, read_tensor
 
@@ -109,7 +109,7 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str, names: LayoutFi
     """Plan what is written, or raise if the base can't be written in that dtype. Files keep their names."""
     assert base.path is not None
     sources = sorted({s.key: s for s in base.stored()}.values(), key=lambda s: (s.file.name, s.start, s.key))
-    raise_all(list(_find_unsupported(base, sources, dtype)))
+    raise_all(list(_find_unsupported(base, sources, dtype, names)))
 
     # 1. Each tensor: copied, merged, converted, rescaled or dropped.
     entries, dropped = _plan_tensors(base, sources, deltas, dtype)
@@ -194,7 +194,7 @@ def make_index(entries: Sequence[MergedEntry], names: LayoutFiles) -> bytes:
     return (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iterator[Problem]:
+def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str, names: LayoutFiles) -> Iterator[Problem]:
     if dtype not in (OWN, BF16, FP8):
         yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", "bf16, or fp8", "no-such-dtype")
     packed = next((piece for p in base.parameters for piece in p.pieces if piece.packed), None)
@@ -206,6 +206,14 @@ def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iter
         problem = f"{base.name} is not quantized, and --dtype fp8 re-applies the base's own quantization"
         hint = "leave --dtype out, and quantize it afterwards with a server's own tool"
         yield Problem(problem, "--dtype", hint, "base-not-quantized")
+    if names == HUGGING_FACE and any(stored.file.name.startswith("consolidated") for stored in sources):
+        problem = (
+            f"{base.name} has its weights in Mistral's own layout alone, which this merges beside transformers' only"
+        )
+        hint = (
+            "leave --merge out: servers apply the adapter; or merge into the model in transformers' layout, with --base"
+        )
+        yield Problem(problem, "--merge", hint, "base-in-mistral-layout")
     vision = [stored.key for stored in base.unread if stored.dtype in NEEDS_SCALE]
     if dtype == BF16 and vision:
         problem = f"quantized tensors outside of the language model ({len(vision)}): {vision[0]}"

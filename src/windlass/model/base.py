@@ -15,12 +15,16 @@ from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.files import read_json
+from windlass.model.compressed import is_compressed
 from windlass.model.config import describe
 from windlass.model.family import IGNORED, TIED, UNREAD, VISION
 from windlass.model.files import (
     COMPARED_BYTES,
     CONFIG,
     HEADERS,
+    INDEX,
+    PARAMS,
+    SINGLE,
     abbreviate,
     have_equal_bytes,
     list_names,
@@ -134,11 +138,19 @@ def read_base(path: Path) -> Base:
     names = list_names(path)
     if CONFIG not in names:
         hint = "fetch it from where the model was published" if names else "the folder is empty: is its volume mounted?"
+        if PARAMS in names:  # as Mistral publishes NVFP4
+            hint = (
+                f"it has Mistral's own layout alone: copy {CONFIG} and the tokenizer's files of the same model into it"
+            )
         raise UserError(f"the model folder has no {CONFIG}", str(path), hint, "no-config")
     folder = path if path.name not in ("", "..") else path.resolve()
     hub = folder.parent.name == "snapshots"  # the hub's cache names folders by hash: models--org--name/snapshots/…
     config = read_table(path / CONFIG)
     name = folder.parent.parent.name.rpartition("--")[2] if hub else folder.name
+    if PARAMS in names and not {SINGLE, INDEX} & names:
+        base = _read_mistral_layout(path, config, name)
+        if base:
+            return base
     base = describe(config, str(path / CONFIG), name, path)
     if not any(Path(name).suffix in WEIGHTS for name in names):
         known = "config.json and the headers of its files" if HEADERS in names else "its config.json"
@@ -147,6 +159,20 @@ def read_base(path: Path) -> Base:
         note = f"no weights in {str(path)[:200]}: planned from {known}; check and train will refuse it"
         return replace(base, notes=(note, *base.notes))
     return replace(assign_stored(base, config, read_tensors(path, names), str(path)), path=path)
+
+
+def _read_mistral_layout(path: Path, config: Mapping[str, Any], name: str) -> Base | None:
+    """Read weights that compressed-tensors stored in Mistral's own layout, beside a config.json of the same model; None
+    if they are stored otherwise."""
+    from windlass.model.mistral_layout import read_mistral_layout  # which assigns stored tensors, too
+
+    quantized = read_table(path / PARAMS).get("quantization")
+    if not isinstance(quantized, dict) or not is_compressed(quantized):
+        return None
+    described = describe({**config, "quantization_config": quantized}, str(path / PARAMS), name, path)
+    base = read_mistral_layout(path, described)
+    note = f"the weights are in Mistral's own layout ({PARAMS}, consolidated*.safetensors)"
+    return replace(base, notes=(note, *described.notes, *base.notes))
 
 
 def assign_stored(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored], where: str) -> Base:

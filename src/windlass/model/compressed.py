@@ -49,6 +49,10 @@ class Scheme(NamedTuple):
         return f"{self.format}, {self.type} of {self.bits} bits by {self.strategy}{zeros}"
 
 
+def is_compressed(settings: Mapping[str, Any]) -> bool:
+    return str(settings.get("quant_method")).lower().replace("_", "-") == METHOD
+
+
 def read_compressed(settings: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[Problem]]:
     """Return the config with windlass's keys, and its problems.
 

@@ -111,7 +111,7 @@ def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where
     if quantization is not None:
         settings = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
         place = f"{where}: quantization_config"
-        if settings.get("quant_method") == compressed.METHOD:
+        if compressed.is_compressed(settings):
             quantization, faults = compressed.read_compressed(settings, place)
             problems += faults
         else:

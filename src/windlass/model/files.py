@@ -17,6 +17,7 @@ from windlass.model.parameters import Stored
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
+PARAMS: Final = "params.json"  # of Mistral's own layout
 INDEX = "model.safetensors.index.json"
 HEADERS: Final = "windlass-headers.json"  # headers of files that `windlass fetch --headers-only` did not download
 DIGEST: Final = "digest of all weights"  # its key for the digest that loading must find; renamed if it is redefined

@@ -9,10 +9,9 @@ from typing import Any, Final
 
 from windlass.errors import UserError
 from windlass.model.base import assign_stored
-from windlass.model.files import read_header
+from windlass.model.files import PARAMS, read_header
 from windlass.model.parameters import Base, Parameter, Spelling, Stored
 
-PARAMS: Final = "params.json"
 CONSOLIDATED: Final = "consolidated.safetensors"
 CONSOLIDATED_INDEX: Final = "consolidated.safetensors.index.json"
 MODEL_TYPE: Final = "mistral4"
