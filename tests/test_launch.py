@@ -837,6 +837,12 @@ def test_status_of_a_run_on_this_machine(
         (run_folder.FINISHED, "finished"),
     ):
         assert expected in shown(recorded(run, process, state))
+    figures = {"margins": 0.25, "accuracies": 0.75, "chosen": 0.125, "rejected": -0.125}
+    last = {"step": 13, "preference": {f"rewards/{name}": value for name, value in figures.items()}}
+    recorded(run, process, run_folder.STOPPED)
+    (run / "steps-rank0.jsonl").write_text(f'{{"step": 12}}\n{json.dumps(last)}\n')
+    of_pairs = "margin 0.250, accuracy 75%, rewards 0.125 chosen, -0.125 rejected"
+    assert f"stopped by a signal after step 13 of 300, {of_pairs}, and saved" in shown(run)
     (run / "manifest.json").unlink()
     assert "no heartbeat yet" in shown(run)
 

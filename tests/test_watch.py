@@ -469,8 +469,9 @@ def test_rows_below_a_header_are_read_as_objects(tmp_path: Path) -> None:
 
 
 def test_the_page_for_prometheus() -> None:
+    of_pairs = {"rewards/margins": 0.5, "rewards/accuracies": 0.75, "logps/chosen": None}
     latest: dict[int, Record] = {
-        0: {"step": 3, "loss": 2.5, "rss_gib": 1.0, "gpu_throttle": []},
+        0: {"step": 3, "loss": 2.5, "rss_gib": 1.0, "gpu_throttle": [], "preference": of_pairs},
         1: {"step": 3, "rss_gib": 2},
     }
     text = format_prometheus('a "b"\n', latest, {"straggler": 2})
@@ -478,7 +479,9 @@ def test_the_page_for_prometheus() -> None:
     assert 'windlass_loss{run="a \\"b\\"\\n"} 2.5' in lines
     assert 'windlass_rss_gib{run="a \\"b\\"\\n",rank="1"} 2.0' in lines
     assert 'windlass_alarms_total{run="a \\"b\\"\\n",kind="straggler"} 2' in lines
-    assert not any("throttle" in line for line in lines)
+    assert 'windlass_rewards_accuracies{run="a \\"b\\"\\n"} 0.75' in lines
+    assert 'windlass_rewards_margins{run="a \\"b\\"\\n"} 0.5' in lines
+    assert not any("throttle" in line or "logps" in line for line in lines)
     types = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(types) == len(set(types))
 

@@ -17,7 +17,7 @@ from windlass import run_folder
 from windlass.errors import Problem, UserError, make_pasteable
 from windlass.files import read_json, read_json_lines
 from windlass.launch.job import RECORD, Job, Record, keep_record
-from windlass.observe.reader import find_total_steps
+from windlass.observe.reader import as_dict, as_number, find_total_steps
 from windlass.observe.watch.heartbeat import read_beats
 
 ALIVE_SECONDS = 30  # a rank writes a heartbeat every 5 s
@@ -107,10 +107,12 @@ def status(record: Record) -> int:
         running = age < ALIVE_SECONDS
         sign = f" (last heartbeat {age:.0f} s ago, from {newest['host']})" if newest else ""
     steps = run_folder.find_step_files(run).get(0)
-    last = max((int(line.get("step", 0)) for line in read_json_lines(steps)), default=0) if steps else 0
+    last = max(read_json_lines(steps) if steps else (), key=lambda line: int(line.get("step", 0)), default={})
+    number = int(last.get("step", 0))
     events = run / run_folder.EVENTS
     planned = find_total_steps(read_json_lines(events) if events.is_file() else (), read_json(run / run_folder.PLAN))
-    step = f"step {last:,} of {planned:,.0f}" if planned > 0 else f"step {last:,}"
+    step = f"step {number:,} of {planned:,.0f}" if planned > 0 else f"step {number:,}"
+    step += describe_pairs(as_dict(last.get("preference")))
     manifest = run_folder.read_manifest(run)
     state = manifest.get("state")
     again = "windlass submit RUN" if record.path.exists() else "windlass train RUN --resume"
@@ -130,6 +132,16 @@ def status(record: Record) -> int:
     if state:
         print(f"`windlass watch {run}` shows curves, ranks and alarms")
     return 0
+
+
+def describe_pairs(figures: Mapping[str, Any]) -> str:
+    """Return what the last step recorded of its pairs; empty for other runs."""
+    if not figures:
+        return ""
+    margin, accuracy, chosen, rejected = (
+        as_number(figures.get(f"rewards/{name}")) for name in ("margins", "accuracies", "chosen", "rejected")
+    )
+    return f", margin {margin:.3f}, accuracy {accuracy:.0%}, rewards {chosen:.3f} chosen, {rejected:.3f} rejected"
 
 
 def logs(record: Record, *, follow: bool) -> int:  # noqa: ARG001

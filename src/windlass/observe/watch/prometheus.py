@@ -7,9 +7,11 @@ from typing import Any, Final
 
 from windlass.errors import UserError
 from windlass.observe import steps
+from windlass.observe.reader import as_dict
+from windlass.runfile.objectives import PAIR_FIGURES
 
 # Fields of the whole job: all ranks have the first rank's value.
-OF_THE_JOB: Final = ("step", "epoch", "loss", "grad_norm", "learning_rate", "job_tokens")
+OF_THE_JOB: Final = ("step", "epoch", "loss", "grad_norm", "learning_rate", "job_tokens", *PAIR_FIGURES)
 ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
@@ -17,19 +19,22 @@ def format_prometheus(run: str, latest: Mapping[int, Mapping[str, Any]], alarms:
     """Format `windlass_FIELD{run,rank}` for every numeric field of the step files, and `windlass_alarms_total`."""
     unit_fields = {name for record in latest.values() for name in steps.unit_fields(steps.read_unit(record))}
     script_fields = {name: ["", "as the script's meter counts"] for name in sorted(unit_fields - steps.FIELDS.keys())}
+    pair_fields = {name: ["", "mean over the pairs of the step"] for name in PAIR_FIGURES}
+    latest = {rank: {**record, **as_dict(record.get("preference"))} for rank, record in latest.items()}
     run_label = f'run="{run.translate(ESCAPES)}"'
     lines = []
-    for field, (unit, meaning) in (steps.FIELDS | script_fields).items():
+    for field, (unit, meaning) in (steps.FIELDS | pair_fields | script_fields).items():
+        name = field.replace("/", "_")
         by_rank = {rank: record[field] for rank, record in latest.items() if type(record.get(field)) in (int, float)}
         if not by_rank:
             continue
-        lines.append(f"# HELP windlass_{field} {meaning} ({unit})" if unit else f"# HELP windlass_{field} {meaning}")
-        lines.append(f"# TYPE windlass_{field} gauge")
+        lines.append(f"# HELP windlass_{name} {meaning} ({unit})" if unit else f"# HELP windlass_{name} {meaning}")
+        lines.append(f"# TYPE windlass_{name} gauge")
         if field in OF_THE_JOB:
-            lines.append(f"windlass_{field}{{{run_label}}} {float(next(iter(by_rank.values())))!r}")
+            lines.append(f"windlass_{name}{{{run_label}}} {float(next(iter(by_rank.values())))!r}")
         else:
             for rank, value in by_rank.items():
-                lines.append(f'windlass_{field}{{{run_label},rank="{rank}"}} {float(value)!r}')
+                lines.append(f'windlass_{name}{{{run_label},rank="{rank}"}} {float(value)!r}')
     lines.append("# HELP windlass_alarms_total alarms of the watch since this run was started or resumed")
     lines.append("# TYPE windlass_alarms_total counter")
     lines += [f'windlass_alarms_total{{{run_label},kind="{kind}"}} {count}' for kind, count in sorted(alarms.items())]
