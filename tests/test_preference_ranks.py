@@ -60,6 +60,7 @@ SAVING = {
 BALANCED = {"train__router_aux_loss_coef": 0.5, "train__max_steps": 4, "layout__base_dtype": "bf16"}
 MIXED = {"file": "{folder}/mix.yaml", **SAVING}
 NF4 = {"layout__base_dtype": "nf4", "train__max_steps": 2}
+OSS = {"model__model_name_or_path": "{folder}/oss", "lora__target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 # Runs that continue on another base: each with what it began with.
 REBASED: dict[str, Any] = {"another base": {}, "another base under an adapter": {"lora__adapter": "{out}/whole/final"}}
 # name -> what it is equal to among TRL's runs
@@ -74,6 +75,7 @@ EQUAL = {
         "checkpointing": (case(2, **CHECKPOINTING), "trl"),
         "resident": (case(2, layout="resident"), "trl"),
         "kept in FP8": (case(2, layout="resident", layout__base_dtype="fp8"), "trl"),
+        "kept in MXFP4": (case(2, layout="resident", layout__base_dtype="mxfp4", **OSS), "trl oss"),
         "ipo": (case(2, layout="resident", **IPO), "trl ipo"),
         "smoothed": (case(2, **SMOOTHED), "trl smoothed"),
         "normalized": (case(2, layout="resident", **NORMALIZED), "trl normalized"),
@@ -87,6 +89,7 @@ PLAIN = {
     "trl": case(1, plain=True),
     "trl experts": case(1, plain=True, **EXPERTS),
     "trl head in full": case(1, plain=True, **IN_FULL),
+    "trl oss": case(1, plain=True, **OSS),
     "trl ipo": case(1, plain=True, **IPO),
     "trl smoothed": case(1, plain=True, **SMOOTHED),
     "trl normalized": case(1, plain=True, **NORMALIZED),
@@ -100,6 +103,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("preference")
     tiny.write_model(folder / "model", experts=4)
     tiny.write_model(folder / "other", experts=4, seed=1)
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    quantized = {"quant_method": "mxfp4"}
+    tiny.write_family(folder / "oss", "gpt_oss", config=sizes, layers=2, quantized=quantized, tokenizer=True)
     chance = random.Random(0)
 
     def words() -> str:
@@ -200,7 +206,10 @@ def test_reference_of_a_base_in_4_bits_is_that_base(two: Any) -> None:
     assert two.steps("in 4 bits")[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "start"), [("full-shard", math.log(2)), ("smoothed", math.log(2)), ("ipo", 25.0)])
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("full-shard", math.log(2)), ("kept in MXFP4", math.log(2)), ("smoothed", math.log(2)), ("ipo", 25.0)],
+)
 def test_first_loss_is_that_of_no_difference(two: Any, name: str, start: float) -> None:
     first, *_, last = two.steps(name)
     assert first["loss"] == pytest.approx(start, rel=1e-5)

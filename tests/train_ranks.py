@@ -361,6 +361,8 @@ def plain_pairs(plan: Any, model: Any, data: Any, tokenizer: Any) -> Any:
     weights = {"loss_type": [kind, "sft"], "loss_weights": [1.0, objective.sft_weight]}
     settings |= weights if objective.sft_weight else {"loss_type": [kind]}
     settings["label_smoothing"] = objective.label_smoothing
+    if hasattr(model.config, "output_router_logits"):  # TRL adds this loss whatever config.json says
+        settings["router_aux_loss_coef"] = 0.0
     arguments = DPOConfig(**settings, precompute_ref_log_probs=True, remove_unused_columns=False)
     pairs = split_pairs(data.train)
     if plan.run.train.objective == "dpo":
