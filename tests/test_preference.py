@@ -125,6 +125,7 @@ def pair(number: int, chosen: int, rejected: int, prompt: int = 2) -> dict[str, 
     ids = np.arange(1, sum(lengths) + 1, dtype=np.int32) + 100 * number
     labels = ids.copy()
     for start in (0, lengths[0]):
+        ids[start : start + prompt] = ids[:prompt]
         labels[start : start + prompt] = IGNORED
     return {"input_ids": ids, "labels": labels, "seq_lengths": np.array(lengths, np.int32), ROW: number}
 
@@ -168,6 +169,26 @@ def test_half_a_pair_is_no_batch() -> None:
     silent["labels"][6:] = IGNORED
     with pytest.raises(AssertionError, match="row 3 has an answer without a token"):
         Collate(PaddingFreeCollator(), pairs=True)([silent])
+
+
+@pytest.mark.fault("prompt tokens in the loss of a pair", "`windlass train`", "row 3 has loss on tokens of its prompt")
+@pytest.mark.parametrize("places", [[1], [7], [0, 1, 6, 7], [0, 1, 2, 6]])
+def test_prompts_have_no_loss(places: list[int]) -> None:
+    row = pair(3, 4, 1)  # prompts at 0 and 6
+    Collate(PairCollator(0), pairs=True)([row])
+    row["labels"][places] = row["input_ids"][places]
+    with pytest.raises(AssertionError, match="row 3 has loss on tokens of its prompt"):
+        Collate(PairCollator(0), pairs=True)([row])
+    other = pair(3, 4, 1, prompt=1)  # without a prompt the first tokens are the answers'
+    other["input_ids"][0] = 9
+    Collate(PairCollator(0), pairs=True)([other])
+    other = pair(3, 4, 1, prompt=3)
+    other["input_ids"][1] = 9
+    with pytest.raises(AssertionError, match="row 3 has loss on tokens of its prompt"):
+        Collate(PairCollator(0), pairs=True)([other])
+    del row["labels"]
+    with pytest.raises(AssertionError, match="row 3 has loss on tokens of its prompt"):
+        Collate(PairCollator(0), pairs=True)([row])
 
 
 def test_filler_pairs_count_nowhere() -> None:

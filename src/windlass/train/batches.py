@@ -118,11 +118,22 @@ class Collate:
         for row, of_pair in zip(rows, lengths.reshape(-1, 2), strict=True):
             assert len(row["seq_lengths"]) == 2, f"row {row[ROW]} is no pair"
             assert row[ROW] == FILL or of_pair.all(), f"row {row[ROW]} has an answer without a token"
+            assert row[ROW] == FILL or begins_behind_prompt(row), f"row {row[ROW]} has loss on tokens of its prompt"
         reference = torch.zeros(0)
         if self.reference is not None:
             numbers = torch.tensor([row[ROW] for row in rows])
             reference = self.reference[numbers].flatten()  # a filler's is the last row's, and counts nowhere
         return Pairs(torch.from_numpy(which), torch.from_numpy(lengths), reference, sources)
+
+
+def begins_behind_prompt(row: dict[str, Any]) -> bool:
+    """Return whether the loss of both sequences of a pair begins behind the same tokens. The first token, which nothing
+    precedes, may be an answer's."""
+    edges = [int(row["seq_lengths"][0])]
+    labels = np.split(row.get("labels", row["input_ids"]), edges)
+    ids = np.split(row["input_ids"], edges)
+    chosen, rejected = (int((part != IGNORED).argmax()) for part in labels)
+    return chosen == rejected > 0 and bool((ids[0][1:chosen] == ids[1][1:rejected]).all())
 
 
 class Batches:
