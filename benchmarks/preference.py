@@ -84,62 +84,23 @@ def train_with_trl(name: str, folder: Path, adapt_experts: bool) -> None:
     """Run one rank of TRL + PEFT."""
     import torch
     from datasets import load_dataset
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoTokenizer, Qwen3MoeForCausalLM
-    from transformers.trainer_callback import PrinterCallback, TrainerCallback
+    from peft import get_peft_model
+    from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer
-
-    class Speak(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            print(recipe.STEP, flush=True)
 
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(recipe.SEED)
-
-    def load() -> Any:
-        model = Qwen3MoeForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-        return model.requires_grad_(False)
-
-    experts = recipe.EXPERTS if adapt_experts else None
-    config = LoraConfig(
-        r=recipe.R,
-        lora_alpha=recipe.ALPHA,
-        target_modules=recipe.TARGETS,
-        target_parameters=experts,
-        task_type="CAUSAL_LM",
-    )
     settings = dict(TRL[name])
-    reference = load() if settings.pop("separate", False) else None
-    arguments = DPOConfig(
-        output_dir=str(out_of(folder, name) / "trainer"),
-        num_train_epochs=1,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=ACCUMULATION,
-        learning_rate=recipe.RATE,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        beta=BETA,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        max_length=recipe.LENGTH,
-        seed=recipe.SEED,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        log_level="error",
-        **settings,
-    )
+    reference = recipe.load_model(folder) if settings.pop("separate", False) else None
+    settings |= recipe.trl_settings(out_of(folder, name), ACCUMULATION)
     trainer = DPOTrainer(
-        model=get_peft_model(load(), config),
+        model=get_peft_model(recipe.load_model(folder), recipe.lora_config(adapt_experts)),
         ref_model=reference,
-        args=arguments,
+        args=DPOConfig(**settings, beta=BETA),
         train_dataset=load_dataset("json", data_files=str(folder / "pairs.jsonl"), split="train"),
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
-        callbacks=[Speak()],
     )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    recipe.train(trainer)
 
 
 def steps_done(name: str, folder: Path) -> int:

@@ -193,52 +193,73 @@ def rank_of(name: str, folder: Path, adapt_experts: bool) -> None:
     """Run one rank of TRL + PEFT: the recipe with only the repairs it needs to run (renamed keys, real sharding)."""
     import torch
     from datasets import load_dataset
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoTokenizer, Qwen3MoeForCausalLM
-    from transformers.trainer_callback import PrinterCallback, TrainerCallback
+    from peft import get_peft_model
+    from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
-
-    class Speak(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            print(STEP, flush=True)
 
     world, out = int(os.environ["WORLD_SIZE"]), Setting(folder, adapt_experts, 0, {}).of(name)
     if world > 1:
         torch.distributed.init_process_group("gloo")
     seed = ENGINES[name].settings.get("seed", SEED)
     torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).requires_grad_(False)
-    experts = EXPERTS if adapt_experts else None
-    config = LoraConfig(r=R, lora_alpha=ALPHA, target_modules=TARGETS, target_parameters=experts, task_type="CAUSAL_LM")
-    model = get_peft_model(model, config)
-    arguments = SFTConfig(
-        output_dir=str(out / "trainer"),
-        num_train_epochs=1,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=ROWS_A_STEP // world,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        max_length=LENGTH,
-        seed=seed,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        log_level="error",
-    )
+    model = get_peft_model(load_model(folder), lora_config(adapt_experts))
     trainer = SFTTrainer(
         model=wrapped(model) if ENGINES[name].settings.get("shard") else model,
-        args=arguments,
+        args=SFTConfig(**trl_settings(out, ROWS_A_STEP // world, seed)),
         train_dataset=load_dataset("json", data_files=str(folder / "data" / "train.jsonl"), split="train"),
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
-        callbacks=[Speak()],
     )
+    train(trainer)
+    keep(trainer.accelerator.unwrap_model(trainer.model), out / "final")
+
+
+def load_model(folder: Path) -> Any:
+    import torch
+    from transformers import Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).requires_grad_(False)
+
+
+def lora_config(adapt_experts: bool) -> Any:
+    from peft import LoraConfig
+
+    experts = EXPERTS if adapt_experts else None
+    return LoraConfig(r=R, lora_alpha=ALPHA, target_modules=TARGETS, target_parameters=experts, task_type="CAUSAL_LM")
+
+
+def trl_settings(out: Path, accumulation: int, seed: int = SEED) -> dict[str, Any]:
+    """Return the recipe as a configuration of TRL's trainers."""
+    return {
+        "output_dir": str(out / "trainer"),
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": accumulation,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "max_length": LENGTH,
+        "seed": seed,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "log_level": "error",
+    }
+
+
+def train(trainer: Any) -> None:
+    """Train by TRL, with a line at the end of each step."""
+    from transformers.trainer_callback import PrinterCallback, TrainerCallback
+
+    class Speak(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            print(STEP, flush=True)
+
+    trainer.add_callback(Speak())
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    keep(trainer.accelerator.unwrap_model(trainer.model), out / "final")
 
 
 def keep(model: Any, folder: Path) -> None:
