@@ -370,4 +370,4 @@ def test_another_base_needs_to_be_accepted_and_the_first_adapter(faulty: Any) ->
         assert "--allow-other-base" in faulty[f"{name}, not accepted"]["error"]
     gone = faulty["another base under an adapter, gone"]["error"]
     assert "whose answers are compared with, is not there" in gone
-    assert "--override lora.adapter=FOLDER" in gone
+    assert "start from the folder that the run was started in" in gone

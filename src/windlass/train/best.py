@@ -23,7 +23,7 @@ from windlass.files import write_json
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.ranks.rank import Rank
-from windlass.run_folder import ADAPTER, BASES, CHECKPOINTS, read_manifest
+from windlass.run_folder import BASES, CHECKPOINTS, read_manifest
 from windlass.runfile import RunFile
 from windlass.runfile.objectives import ACCURACY, LOSS
 from windlass.train.batches import Batch, Batches
@@ -38,6 +38,7 @@ from windlass.train.parallel import get_device
 from windlass.train.patches import Patches
 from windlass.train.preference import Answers, Preference, measure_answers
 from windlass.train.ranking import Candidate, Ranking
+from windlass.train.reference import require_first_adapter
 from windlass.train.run import describe_precision, make_validation_batches, open_base_tokenizer
 from windlass.weights.same_base import read_recorded_base, require_same_base
 
@@ -136,12 +137,7 @@ def rank_checkpoints(
 def find_first_adapter(run_folder: Path) -> Path | None:
     """Return the adapter that a run began with, which is its reference; None for a new one."""
     given = (read_manifest(run_folder)["run"].get("lora") or {}).get("adapter")
-    if given and not (Path(given) / ADAPTER).is_file():
-        problem = "the adapter that the run began with, and whose answers are compared with, is not there"
-        raise UserError(
-            problem, given, "put it back, or start from the folder that the run was started in", "no-reference"
-        )
-    return Path(given) if given else None
+    return require_first_adapter(given) if given else None
 
 
 def make_comparison(model: PeftModel, batches: Batches, run: RunFile, began_with: Path | None) -> Callable[[], Rows]:

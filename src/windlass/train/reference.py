@@ -7,11 +7,11 @@ are computed once, each rank its share of the pairs, and kept in the run folder 
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -40,17 +40,10 @@ EXACT: Final = 1e-5
 IN_BF16: Final = 0.02
 
 
-class Sets(NamedTuple):
-    """The batches of a run, by the names that the reference file has."""
-
-    train: Batches
-    validation: Batches | None
-
-
 def attach_reference(
     plan: Plan,
     model: TrainedModel,
-    sets: Sets,
+    batches: Mapping[str, Batches],
     facts: dict[str, Any],
     stop_signal: StopSignal,
     *,
@@ -61,19 +54,18 @@ def attach_reference(
     """Give the batches the reference of their pairs: as the run folder has it, or computed now. Return False if a stop
     signal came first; what is computed by then is saved. A collective.
 
-    facts: with the digests of the base and of the rows.
+    batches: by the names that the file has. facts: with the digests of the base and of the rows.
     """
     path = plan.folder / REFERENCE
     identity = collectives.run_on_rank_0(lambda: describe_reference(plan, facts))
     read = partial(read_reference, path, identity, plan, resumed=resumed, allow_other_base=allow_other_base, say=say)
     tables = collectives.run_on_rank_0(read)
-    batches = {name: each for name, each in sets._asdict().items() if each is not None}
     for name, each in batches.items():
         tables.setdefault(name, torch.full((len(each.rows), 2), math.nan))
     incomplete = [name for name in batches if bool(tables[name].isnan().any())]
     given = plan.run.lora.adapter if resumed and incomplete else None
     if given:
-        load_first_adapter(model, given, identity)
+        load_adapter(model.peft, collectives.run_on_rank_0(lambda: require_first_adapter(given)))
     for name in incomplete:
         stop_signal.training = True  # until now a signal ended the rank at once: nothing to save
         is_complete = compute_reference(model, batches[name], name, tables[name], stop_signal, say)
@@ -87,17 +79,24 @@ def attach_reference(
         require_finite(tables[name], name, path)
         each.collate = replace(each.collate, reference=tables[name])
     if resumed is None:
-        require_start(plan, model, sets.train, path)
+        require_start(plan, model, batches["train"], path)
     return True
 
 
-def load_first_adapter(model: TrainedModel, given: str, identity: dict[str, str]) -> None:
-    """Load the adapter that a resumed run began with, in place of the checkpoint's."""
-    if "adapter" not in identity:
+def require_first_adapter(given: str) -> Path:
+    """Return the adapter that a run began with, which is its reference; an error if it is gone."""
+    folder = Path(given)
+    if not find_adapter_files(folder):
         problem = "the adapter that the run began with, and whose answers are compared with, is not there"
-        hint = "put it back, or name its copy: --override lora.adapter=FOLDER"
+        hint = "put it back, or start from the folder that the run was started in"
         raise UserError(problem, given, hint, "no-reference")
-    load_adapter(model.peft, Path(given))
+    return folder
+
+
+def find_adapter_files(folder: Path) -> list[Path]:
+    """Return the files that an adapter consists of; none if one is missing."""
+    files = [folder / name for name in (ADAPTER, ADAPTER_CONFIG)]
+    return files if all(path.is_file() for path in files) else []
 
 
 def describe_reference(plan: Plan, facts: dict[str, Any]) -> dict[str, str]:
@@ -105,10 +104,8 @@ def describe_reference(plan: Plan, facts: dict[str, Any]) -> dict[str, str]:
     identity = {"base": facts["base_digest"], "rows": facts["data"]}
     if not plan.run.lora.adapter:
         return identity | {"adapter": "new"}
-    files = [Path(plan.run.lora.adapter) / name for name in (ADAPTER, ADAPTER_CONFIG)]
-    if all(path.is_file() for path in files):
-        identity["adapter"] = " ".join(map(hash_file, files))
-    return identity
+    files = find_adapter_files(Path(plan.run.lora.adapter))
+    return identity | ({"adapter": " ".join(map(hash_file, files))} if files else {})
 
 
 def read_reference(

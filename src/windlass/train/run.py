@@ -52,7 +52,7 @@ from windlass.train.lora import DTYPES, attach_adapter
 from windlass.train.loss import router_loss_weight
 from windlass.train.parallel import assert_sharded, get_device, is_sharded
 from windlass.train.probe import write_probe
-from windlass.train.reference import Sets, attach_reference
+from windlass.train.reference import attach_reference
 from windlass.train.samples import Samples, read_prompts
 from windlass.train.step import TrainedModel, Updater
 from windlass.train.trackers import Trackers
@@ -156,10 +156,11 @@ def train_rank(
                 stack.callback(part.close)
             if job.objective.has_reference:
                 here.phase("computing the reference")
+                validation = {"validation": loop.evaluator.batches} if loop.evaluator else {}
                 loop.stopped = not attach_reference(
                     plan,
                     loop.model,
-                    Sets(loop.batches, loop.evaluator.batches if loop.evaluator else None),
+                    {"train": loop.batches, **validation},
                     facts,
                     session.stop_signal,
                     resumed=from_checkpoint,

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from windlass.runfile.importers.data_sets import set_data_sets, set_eval_sets, translate_columns
 from windlass.runfile.importers.imported import ImportedRun, as_list
-from windlass.runfile.importers.preference import is_preference, set_objective
+from windlass.runfile.importers.preference import set_objective
 
 TEMPLATES: Final = ("chatml", "llama3", "alpaca")  # chat templates that windlass has by the same name
 TOKENIZERS_TEMPLATE: Final = "the tokenizer's own is used; compare with `windlass data run.yaml --sample 3`"
@@ -78,7 +78,7 @@ def _read_template(template: Any, text: Any) -> tuple[str, str]:
 def _translate_data(imported: ImportedRun, entry: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return keys of windlass's `data` for a data set."""
     style = entry.get("type", "completion")
-    pairs = is_preference(imported)
+    pairs = "train.objective" in imported.settings
     data: dict[str, Any] = {
         "dataset_name_or_path": entry.get("data_files") or entry.get("path"),
         "dataset_config_name": entry.get("name"),

@@ -8,7 +8,7 @@ from typing import Any, Final
 from windlass.errors import UserError
 from windlass.runfile.importers.data_sets import set_data_sets, set_eval_sets, translate_columns
 from windlass.runfile.importers.imported import ImportedRun, split_names
-from windlass.runfile.importers.preference import is_preference, set_objective
+from windlass.runfile.importers.preference import set_objective
 
 DATA_KEYS: Final = (
     "hf_hub_url ms_hub_url om_hub_url script_url file_name formatting subset split num_samples columns tags"
@@ -118,7 +118,7 @@ def _translate_data(imported: ImportedRun, name: str, described: Any, folder: Pa
     if not entry:
         return {**data, "dataset_name_or_path": name}
     place = f"dataset_info.json: {name}"
-    pairs = is_preference(imported)
+    pairs = "train.objective" in imported.settings
     imported.judge_others(place, entry, f"{DATA_KEYS} ranking" if pairs else DATA_KEYS)
     if pairs and not entry.get("ranking"):
         hint = "set train.objective: sft for such rows, or `ranking: true` if they are pairs"

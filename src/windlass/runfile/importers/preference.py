@@ -15,10 +15,6 @@ LOSSES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def is_preference(imported: ImportedRun) -> bool:
-    return "train.objective" in imported.settings
-
-
 def set_objective(
     imported: ImportedRun, key: str, objective: str, *, loss: str = "", betas: Sequence[str], smoothing: str = ""
 ) -> None:
