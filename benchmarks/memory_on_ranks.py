@@ -1,5 +1,5 @@
 """Predicted against measured peaks of real ranks, for what fake tensors can't express: expert parallelism, adapters of
-experts and an FP8 base.
+experts and a base as published: in FP8, NVFP4 or integers of 4 bits.
 
     python benchmarks/memory_on_ranks.py [--json] [--only WORDS]
 
@@ -61,7 +61,14 @@ CASES = (
     "full-shard, expert adapters",
     "expert-parallel, expert adapters",
     "expert-parallel, FP8, expert adapters, checkpointing",
+    "resident, NVFP4, checkpointing",
+    "full-shard, NVFP4",
+    "expert-parallel, NVFP4, expert adapters, checkpointing",
+    "full-shard, UINT4, checkpointing",
+    "expert-parallel, UINT4",
 )
+# How the model of a case is stored, by a word of it.
+STORED = {"": "tensor", "NVFP4": "nvfp4", "UINT4": "uint4"}
 
 
 def layout_of(name: str) -> Layout:
@@ -76,7 +83,7 @@ def layout_of(name: str) -> Layout:
         expert_parallel=RANKS if kind == "expert-parallel" else 1,
         reshard_after_forward=kind not in ("no-reshard", "resident") and "gathered once" not in words,
         activation_checkpointing="checkpointing" in words,
-        base_dtype="fp8" if "FP8" in words else "bf16",
+        base_dtype=next((word.lower() for word in ("NVFP4", "UINT4", "FP8") if word in words), "bf16"),
     )
 
 
@@ -191,8 +198,12 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        folder = tiny.write_model(Path(name), "mistral4", tokenizer=False, config=LATENT, **SIZES)  # type: ignore[arg-type]
         for case in (case for case in CASES if options.only in case):
+            word = next((word for word in STORED if word and word in case), "")
+            folder = Path(name) / STORED[word]
+            if not folder.exists():
+                given: Any = {"config": LATENT, "quantization": STORED[word], **SIZES}
+                tiny.write_model(folder, "mistral4", tokenizer=False, **given)
             row = launch(case, folder)
             rows.append(row)
             line = f"{row['predicted_mib']:10.1f} {row['measured_mib']:10.1f}  {row['ratio']:.3f}  {row['case']}"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from windlass import tiny
 from windlass.errors import UserError
+from windlass.export import merged_files
 from windlass.model import read_base
 from windlass.model.base import find_published_base
 from windlass.model.config import describe
@@ -297,3 +298,12 @@ def test_nvfp4_in_mistrals_own_layout_is_read(tmp_path: Path) -> None:
     with refused("no-config") as problems:
         read_base(folder)
     assert "copy config.json and the tokenizer's files" in problems[0].hint
+
+
+@pytest.mark.parametrize(("layout", "code"), [("theirs", "separate-experts"), ("native", "base-in-mistral-layout")])
+def test_a_merged_mistral_4_that_nothing_opens_is_refused(tmp_path: Path, layout: str, code: str) -> None:
+    write_native(tmp_path / "theirs", tmp_path / "native", tiny.make_compressed_config("nvfp4"))
+    base = read_base(tmp_path / layout)
+    sources = sorted({stored.key: stored for stored in base.stored()}.values(), key=lambda stored: stored.key)
+    problems = merged_files._find_unsupported(base, sources, "bf16", merged_files.HUGGING_FACE)
+    assert [problem.code for problem in problems] == [code]

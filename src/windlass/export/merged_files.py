@@ -27,7 +27,7 @@ from windlass.hardware import count_usable_cpus
 from windlass.model import Base, Piece, Stored, read_base
 from windlass.model.family import ACTIVATIONS, CACHE, SHAPES
 from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, PARAMS, SINGLE
-from windlass.model.mistral_layout import CONSOLIDATED, CONSOLIDATED_INDEX, name_in_file
+from windlass.model.mistral_layout import CONSOLIDATED, CONSOLIDATED_INDEX, has_separate_experts, name_in_file
 from windlass.model.packed import BLOCKS, PACKED
 from windlass.weights.reading import DTYPES, NEEDS_SCALE, DamagedError, Files, read_tensor
 
@@ -206,14 +206,13 @@ def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str, names: 
         problem = f"{base.name} is not quantized, and --dtype fp8 re-applies the base's own quantization"
         hint = "leave --dtype out, and quantize it afterwards with a server's own tool"
         yield Problem(problem, "--dtype", hint, "base-not-quantized")
+    hint = "leave --merge out: servers apply the adapter"
     if names == HUGGING_FACE and any(stored.file.name.startswith("consolidated") for stored in sources):
-        problem = (
-            f"{base.name} has its weights in Mistral's own layout alone, which this merges beside transformers' only"
-        )
-        hint = (
-            "leave --merge out: servers apply the adapter; or merge into the model in transformers' layout, with --base"
-        )
+        problem = f"{base.name} has its weights in Mistral's own layout alone, merged beside transformers' only"
         yield Problem(problem, "--merge", hint, "base-in-mistral-layout")
+    elif names == HUGGING_FACE and dtype == BF16 and has_separate_experts(base):
+        problem = f"{base.name} has its experts one by one, and in 16 bits transformers opens Mistral 4 with fused ones"
+        yield Problem(problem, "--merge", hint, "separate-experts")
     vision = [stored.key for stored in base.unread if stored.dtype in NEEDS_SCALE]
     if dtype == BF16 and vision:
         problem = f"quantized tensors outside of the language model ({len(vision)}): {vision[0]}"

@@ -65,6 +65,13 @@ def has_mistral_layout(base: Base) -> bool:
     )
 
 
+def has_separate_experts(base: Base) -> bool:
+    """Return whether a Mistral 4's experts are stored one by one, as compressed-tensors' are: transformers opens fused
+    ones alone."""
+    experts = (parameter for parameter in base.parameters if parameter.part == "experts")
+    return base.family.model_type == MODEL_TYPE and any(len(parameter.pieces) > 1 for parameter in experts)
+
+
 def read_mistral_layout(folder: Path, base: Base) -> Base:
     """Read the same model from Mistral's layout. Scales have transformers' names, as in every `Base`."""
     stored: dict[str, Stored] = {}
