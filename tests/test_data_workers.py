@@ -13,6 +13,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,10 +22,11 @@ from refusals import refused
 from transformers import AutoTokenizer
 
 from windlass import tiny
-from windlass.data import sources, workers
+from windlass.data import sources, tokenize, workers
+from windlass.data.formats import choose_format
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.errors import RunError
-from windlass.runfile import RunFile
+from windlass.runfile import Data, RunFile
 
 PARTS = [part for name in sorted(topics) for part in topics[name].split("\n\n")][:1200]
 CHATS = [
@@ -194,9 +196,10 @@ PREPARE = """
 import sys
 from pathlib import Path
 from transformers import AutoTokenizer
-from windlass.data import sources, workers
+from windlass.data import sources, tokenize, workers
+from windlass.data.formats import choose_format
 from windlass.data.prepare import prepare_data
-from windlass.runfile import RunFile
+from windlass.runfile import Data, RunFile
 workers.count_usable_cpus = lambda: 3
 workers.WORKER_BYTES = 1
 sources.CHUNK_BYTES = 1 << 14
@@ -221,3 +224,27 @@ def test_processes_end_with_the_one_that_started_them(number: int, tokenizer: An
 
 def list_workers(pid: int) -> list[psutil.Process]:
     return [each for each in psutil.Process(pid).children() if workers.COMMAND in each.cmdline()]
+
+
+def test_answers_between_added_tokens_are_marked_as_offsets_mark_them(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = ["one", " led by a blank", "and followed ", "é 漢字 🙂", "🙂", "a </s> in it", "[/INST] b", "", "\n"]
+    rows = [
+        {"messages": [{"role": "user", "content": f"{answer} {number}?"}, {"role": "assistant", "content": answer}]}
+        for number, answer in enumerate([*answers, *(row["messages"][1]["content"] for row in CHATS[:400])])
+    ]
+    rows += [{"messages": rows[number]["messages"] + rows[number + 1]["messages"]} for number in range(300)]
+    kind = choose_format(Data(dataset_name_or_path="x"), ["messages"], tokenizer)
+    rendered = [one for row in rows for one in kind.render(row)]
+    markers = tokenize.read_markers(tokenizer, len(tokenizer))
+    assert markers is not None
+    fast = tokenize.encode_batch(rendered, tokenizer)
+    pairs = zip(rendered, fast, strict=True)
+    told = [tokenize.flag_between_markers(list(ids), one, markers) is not None for one, (ids, *_) in pairs]
+    assert 0.5 < sum(told) / len(told) < 0.9
+    monkeypatch.setattr(tokenize, "read_markers", lambda *_: None)
+    for found, expected in zip(fast, tokenize.encode_batch(rendered, tokenizer), strict=True):
+        assert [*found[0]] == [*expected[0]]
+        assert np.array_equal(found[1], expected[1])  # type: ignore[arg-type]
+        assert found[2] == expected[2]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import mmap
 import os
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -456,6 +459,14 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
             for i, one in enumerate(rendered)
             if one.ids is None and (one.closed, one.supervised is not None) == (closed, partial)
         ]
+        markers = read_markers(tokenizer, len(tokenizer)) if closed and partial else None
+        if markers is not None:
+            fast = backend.encode_batch_fast([rendered[i].text for i in chosen], add_special_tokens=False)
+            ids_of = {i: done.ids for i, done in zip(chosen, fast, strict=True)}
+            flags_of = {i: flag_between_markers(ids, rendered[i], markers) for i, ids in ids_of.items()}
+            chosen = [i for i in chosen if flags_of[i] is None]
+            for i in flags_of.keys() - {*chosen}:
+                encoded[i] = (ids_of[i], flags_of[i], False)
         # Offsets take time: requested only if parts are supervised.
         call = backend.encode_batch if partial else backend.encode_batch_fast
         for i, done in zip(
@@ -467,6 +478,48 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
                 flags, straddles = find_supervised_tokens(done, spans, rendered[i].text, closed=closed)
             encoded[i] = (done.ids, flags, straddles)
     return encoded
+
+
+class Markers(NamedTuple):
+    """A tokenizer's added tokens, which part texts before anything else: their pattern, and their ids."""
+
+    pattern: re.Pattern[str]
+    ids: dict[str, int]
+
+
+@lru_cache(maxsize=8)
+def read_markers(tokenizer: Any, _size: int) -> Markers | None:
+    """Return the added tokens of a tokenizer of bytes, whose tokens cover all of a text; None for others, which may
+    drop or add characters beside them."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    before = json.dumps(state["pre_tokenizer"])
+    added = state["added_tokens"]
+    plain = state["normalizer"] is None and "ByteLevel" in before and "Metaspace" not in before
+    odd = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
+    if not plain or odd or not added or '"add_prefix_space": true' in before:
+        return None
+    ids = {token["content"]: token["id"] for token in added}
+    return Markers(re.compile("|".join(map(re.escape, sorted(ids, key=len, reverse=True)))), ids)
+
+
+def flag_between_markers(ids: list[int], one: RenderedRow, markers: Markers) -> Flags | None:
+    """Return which tokens are supervised if all supervised parts begin and end at added tokens, without white space
+    there; else None: that takes offsets, which take a fifth of the tokenizer's time."""
+    found = [*markers.pattern.finditer(one.text)]
+    known = {*markers.ids.values()}
+    places = [place for place, token in enumerate(ids) if token in known]
+    if [ids[place] for place in places] != [markers.ids[match[0]] for match in found]:
+        return None
+    edges = {0: 0, len(one.text): len(ids)}
+    for match, place in zip(found, places, strict=True):
+        edges |= {match.start(): place, match.end(): place + 1}
+    flags = np.zeros(len(ids), np.bool_)
+    for start, end in one.supervised or ():
+        ends = one.text[start : start + 1] + one.text[end - 1 : end]
+        if start >= end or ends != "".join(ends.split()) or start not in edges or end not in edges:
+            return None
+        flags[edges[start] : edges[end]] = True
+    return flags
 
 
 def require_utf8(text: str) -> None:
