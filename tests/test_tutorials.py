@@ -1,10 +1,8 @@
 """The documentation, run: every command parses, every page is on the site, and the tutorials' blocks work."""
 
 import ast
-import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -27,8 +25,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
 import build_site  # noqa: E402 (docs/ is no package)
+import run_tutorials  # noqa: E402
 
-TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 PLANS_ONLY = {"slurm.md"}  # the others train, or take longer than every test run should
 
 
@@ -109,22 +107,29 @@ def test_site_menu_lists_every_page() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [page if page.name in PLANS_ONLY else pytest.param(page, marks=pytest.mark.prove) for page in TUTORIALS],
+    "page",
+    [
+        page if page.name in PLANS_ONLY else pytest.param(page, marks=pytest.mark.prove)
+        for page in run_tutorials.TUTORIALS
+    ],
     ids=lambda page: page.stem,
-)  # fmt: skip
+)
 def test_tutorials_run_as_written(page: Path, tmp_path: Path) -> None:
-    """Its blocks run one after the other in an empty folder with the repository's examples."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "bin").mkdir()
+    """Its blocks run one after the other, and print what the page shows, except figures."""
     python = sys.executable if page.name in PLANS_ONLY else warm.python()
-    (tmp_path / "bin/windlass").write_text(f'#!/bin/sh\nexec {python} -m windlass "$@"\n')
-    (tmp_path / "bin/windlass").chmod(0o755)
-    script = "set -euo pipefail\n" + "\n".join(blocks(page, "bash"))
-    environ = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=290, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    outputs = run_tutorials.run_page(page, tmp_path, python)
+    run_tutorials.show_output(page, outputs)
+
+
+def test_output_that_a_tutorial_shows_and_no_command_prints_is_refused(tmp_path: Path) -> None:
+    """Figures are those of the last run."""
+    page = tmp_path / "page.md"
+    page.write_text("```bash\necho loss 1.5; echo more; echo rank 3\n```\n\n```text\nloss 2.5\n…\nrank 4\n```\n")
+    shown = run_tutorials.show_output(page, ["loss 1.5\nmore\nrank 3\n"])
+    assert shown.endswith("```text\nloss 1.5\n…\nrank 3\n```\n")
+    for printed in ("losses 1.5\nrank 3\n", "rank 3\nloss 1.5\n"):
+        with pytest.raises(SystemExit, match=r"page.md: not printed: (loss|rank)"):
+            run_tutorials.show_output(page, [printed])
 
 
 @pytest.mark.prove
