@@ -32,7 +32,8 @@ PLANS_ONLY = {"slurm.md"}  # the others train, or take longer than every test ru
 
 def blocks(page: Path, languages: str) -> list[str]:
     """Return the code of a page: tests run ```bash; ```sh needs a cluster, a GPU or the network."""
-    return re.findall(rf"^```(?:{languages})\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [code for language, code in found if language in languages.split("|")]
 
 
 def commands(code: str) -> list[list[str]]:
