@@ -194,7 +194,7 @@ def require_finite(table: Tensor, name: str, path: Path) -> None:
     if wrong:
         problem = f"{name} pair {wrong[0] + 1}: a log-probability in the reference is not a finite number"
         problem += f"; so it is of {len(wrong):,} of {len(table):,} pairs" if len(wrong) > 1 else ""
-        raise RunError(problem, str(path), "`windlass data RUN --row N` shows the pair", "not-finite")
+        raise RunError(problem, str(path), "windlass data RUN --row N shows the pair", "not-finite")
 
 
 def compute_answers(model: TrainedModel, batch: Batch) -> Answers:
