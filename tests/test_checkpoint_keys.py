@@ -13,7 +13,8 @@ from windlass.errors import UserError
 from windlass.files import read_json, write_json
 from windlass.plan import Plan, make_plan
 from windlass.runfile import RunFile, read_run_file
-from windlass.train.checkpoint.resume import FREE, _require_same_run, describe_run
+from windlass.runfile.resumed import FREE
+from windlass.train.checkpoint.resume import describe_run, require_same_run
 
 RESUME = "train run.yaml --resume"
 
@@ -56,11 +57,11 @@ def test_a_key_that_changed_after_a_stop_is_refused_or_free(plan: Plan, key: str
     if section in FREE or key in FREE:
         if name:
             before["run"][section][name] = "another"
-        _require_same_run(before, now, plan, plan.folder, allow_other_base=False)
+        require_same_run(before, now, plan, plan.folder, allow_other_base=False)
         return
     before["run"][section][name] = "another"
     with pytest.raises(UserError) as caught:
-        _require_same_run(before, now, plan, plan.folder, allow_other_base=False)
+        require_same_run(before, now, plan, plan.folder, allow_other_base=False)
     assert [problem.where.endswith(key) for problem in caught.value.problems] == [True]
 
 

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from windlass import plan as planning
 from windlass import runfile, tiny
 from windlass.data.prepare import prepare_data
+from windlass.files import WriteGuard
 from windlass.model.family import FAMILIES
 from windlass.observe.background import BackgroundReport
 from windlass.ranks.rank import Rank, StopSignal
@@ -34,7 +35,8 @@ from windlass.train import parallel
 from windlass.train.kernels import compare
 from windlass.train.liveness import Liveness
 from windlass.train.lora import attach_adapter
-from windlass.train.run import Session, make_loop, open_base_tokenizer
+from windlass.train.run import make_loop, open_base_tokenizer
+from windlass.train.session import Options, Session
 from windlass.train.step import StepSums
 from windlass.weights import quantized
 
@@ -191,8 +193,11 @@ def steps_of(family: str, layout: str, dtype: str, folder: Path, monkeypatch: py
             model.requires_grad_(False)
             peft = attach_adapter(model, plan.run.lora, plan.adapter, 0)
             parallel.assert_sharded(peft, plan.layout)
-            session = Session(Rank(0, 0, world), Console(quiet=True), StopSignal(), BackgroundReport(out))
-            loop = make_loop(plan, session, peft, data, tokenizer, facts={}, debug_freq=0)
+            here = Rank(0, 0, world)
+            report = BackgroundReport(out)
+            options = Options(debug_freq=0)
+            session = Session(here, Console(quiet=True), StopSignal(), report, WriteGuard(print), options=options)
+            loop = make_loop(plan, session, peft, data, tokenizer, facts={})
         assert loop.model.adapters.groups
         micro_batches = loop.batches.train(0, loop.length)
         real = [list(itertools.islice(micro_batches, loop.length.accumulation)) for _ in range(STEPS)]

@@ -42,6 +42,7 @@ from windlass.train.kernels import compiled
 from windlass.train.load import load_base
 from windlass.train.loop import Loop
 from windlass.train.lora import attach_adapter
+from windlass.train.session import Session
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
@@ -82,10 +83,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
         job, folder, console = plan.run, tmp_path / "run", Console(quiet=True)
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         tokenizer = run.open_base_tokenizer(plan)
-        data = run.prepare_on_all_ranks(plan, tokenizer, console, WriteGuard(print))
+        session = Session(Rank(), console, StopSignal(), BackgroundReport(folder), WriteGuard(print))
+        data = run.prepare_on_all_ranks(plan, tokenizer, session)
         model, _ = load_base(plan.base, plan.layout, **run.describe_precision(plan))
         adapted = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
-        session = run.Session(Rank(), console, StopSignal(), BackgroundReport(folder))
         return run.make_loop(plan, session, adapted, data, tokenizer, facts={})
 
     yield made

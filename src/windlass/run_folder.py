@@ -33,6 +33,8 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 BASE_MODEL: Final = "base_model.json"  # next to it: the base that the adapter was trained on; PEFT ignores it
 PROBE: Final = "probe.json"  # what answers of a server are compared with: in an export, and in a run of a large model
 REFERENCE: Final = "reference.safetensors"  # log-probabilities of a preference run's pairs before step 1
+TRIALS: Final = "trials"  # of a sweep: their folders, each a run folder; in its manifest: their states
+TRIAL_FILE: Final = "run.yaml"  # in a trial's folder: the run file that it is
 BASES: Final = "bases.json"  # held-out losses with the base in other dtypes, by `windlass best --base-dtype`
 
 # Libraries whose versions are recorded with a run.
@@ -44,6 +46,12 @@ FINISHED = "finished"
 RUNNING = "running"
 STOPPED = "stopped by a signal"
 FAILED = "failed"
+WAITING = "waiting"  # a trial that has not begun, or goes on
+
+
+def list_trials(folder: Path) -> dict[Path, str]:
+    """Return the folders of a sweep's trials and their states; none if the folder is no sweep's."""
+    return {folder / TRIALS / name: str(state) for name, state in (read_manifest(folder).get(TRIALS) or {}).items()}
 
 
 def find_step_files(folder: Path) -> dict[int, Path]:

@@ -96,10 +96,27 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
             "seconds": plan.seconds,
             **_pick(plan, "hours gpu_hours"),
         },
+        "trials": describe_trials(plan.trials),
         "advice": [asdict(advice) for advice in plan.advice],
         "warnings": [asdict(warning) for warning in plan.warnings],
         "notes": list(plan.notes),
     }
+
+
+def describe_trials(trials: tuple[Plan, ...]) -> list[dict[str, Any]]:
+    """Return the trials of a sweep with their figures."""
+    return [
+        {
+            "name": trial.loaded.trial.name if trial.loaded.trial else "",
+            "settings": dict(trial.loaded.trial.settings) if trial.loaded.trial else {},
+            "folder": str(trial.folder),
+            "trainable": trial.adapter.trainable,
+            "steps": trial.schedule.steps,
+            **_pick(trial.cost, "gpu_gib fits step_seconds"),
+            "hours": trial.hours,
+        }
+        for trial in trials
+    ]
 
 
 def _describe_layouts(plan: Plan) -> Iterator[dict[str, Any]]:

@@ -53,6 +53,7 @@ class Plan:
     search: Search = field(repr=False)  # what the layout was chosen by
     request: LayoutRequest
     chosen: tuple[str, ...] = ()  # choices for settings that the run file leaves open
+    trials: tuple["Plan", ...] = ()  # of a sweep, whose plan is otherwise that of its largest trial
 
     @property
     def run(self) -> RunFile:
@@ -104,7 +105,13 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float] | None:
-        """Return the run's seconds by activity; None if its length is unknown."""
+        """Return the run's seconds by activity; None if its length is unknown. A sweep loads once."""
+        of_trials = [trial.seconds for trial in self.trials]
+        known = [seconds for seconds in of_trials if seconds is not None]
+        if len(known) < len(of_trials):
+            return None
+        if known:
+            return {part: sum(seconds[part] for seconds in known) for part in known[0]} | {"load": known[0]["load"]}
         return self._seconds(self.cost, self.layout.ranks, self.schedule)
 
     def _seconds(self, cost: Cost, ranks: int, schedule: Schedule) -> dict[str, float] | None:
@@ -155,6 +162,11 @@ def make_plan(
     `base`, `sample`: of its model and rows, if they are read already. `compare`: also with other numbers of nodes, and
     find out what would make it faster.
     """
+    if loaded.trials:
+        from windlass.plan.sweep import plan_sweep
+
+        return plan_sweep(loaded, accelerate, base, compare=compare)
+
     # 1. The model and the adapter, from headers alone.
     where = loaded.where
     base = base or find_base(loaded.run.model.model_name_or_path, where("model.model_name_or_path"))

@@ -523,6 +523,9 @@ class RunFile(Run):
     """Odds-ratio preference optimization, with train.objective: orpo. It has no reference, and needs no sft before."""
     export: Export = Field(default_factory=Export)
     """Where the adapter will be used."""
+    sweep: dict[Text, list[Any]] = Field(default={})
+    """Several trials on one loaded base, one after the other: values of keys, of which every combination is a trial, or
+    under `trials` a list of mappings. Each trial is a run in a folder below output_dir, and what it would be alone."""
 
     @model_validator(mode="after")
     def _tell_data(self) -> Self:

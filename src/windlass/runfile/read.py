@@ -2,15 +2,18 @@
 was set."""
 
 import contextlib
+import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from windlass.errors import DEFAULT, Problem, UserError, raise_all
+from windlass.run_folder import TRIALS
 from windlass.runfile.document import Steps, find_unprintable, join_steps, load_document, parse_document, parse_scalar
 from windlass.runfile.fields import RunFile, ScriptRun
 from windlass.runfile.machines import PLATFORM_SECTIONS
@@ -27,6 +30,7 @@ from windlass.runfile.reference import (
     list_keys,
 )
 from windlass.runfile.rules import find_contradictions, list_remarks
+from windlass.runfile.sweep import Trial, list_trials, why_shared
 
 INCOMPLETE = "INCOMPLETE: "  # begins the first line of what `windlass import` could not translate in full
 
@@ -49,6 +53,8 @@ class Loaded(LoadedFile):
     """The run file of a language model's run."""
 
     run: RunFile
+    trials: tuple["Loaded", ...] = ()  # of a sweep: the run file of each
+    trial: Trial | None = None  # which of them this is
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,26 +145,102 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
     if isinstance(cluster, dict):
         cluster.update({name: {} for name in PLATFORM_SECTIONS.values() if name in cluster and cluster[name] is None})
 
-    run, faults = _validate(tree, root, lambda steps: _nearest_place(places, steps, document.file))
-    problems += faults.values()
+    swept = copy.deepcopy(tree)
+    run, found = _check(tree, root, places, document.file)
+    problems += found
+    line = partial(_find_line, document.file)
+    raise_all(sorted(problems, key=line))
+    assert run is not None
+    where = LoadedFile(Path(path), (), places).where
+    notes += list_remarks(run, where)
+    if isinstance(run, ScriptRun):
+        return LoadedScript(Path(path), tuple(notes), places, run)
+    loaded = Loaded(Path(path), tuple(notes), places, run)
+    if "sweep" in swept:
+        trials, problems = _read_trials(loaded, swept, document.file)
+        raise_all(sorted(problems, key=line))
+        loaded = replace(loaded, trials=tuple(trials))
+    return loaded
+
+
+def _find_line(file: str, problem: Problem) -> int:
+    match = re.match(re.escape(file) + r":(\d+)", problem.where)
+    return int(match[1]) if match else 0
+
+
+def _check(
+    tree: dict[str, Any], root: type[RunFile | ScriptRun], places: dict[str, str], file: str
+) -> tuple[RunFile | ScriptRun | None, list[Problem]]:
+    """Return the run of a tree, and everything wrong with it. Faulty values are taken out of the tree."""
+    run, faults = _validate(tree, root, lambda steps: _nearest_place(places, steps, file))
+    problems = [*faults.values()]
     wrong = [join_steps(steps) for steps in faults]
 
     def is_valid(path: str) -> bool:
         return not any(path == bad or path.startswith((f"{bad}.", f"{bad}[")) for bad in wrong)
 
-    def line(problem: Problem) -> int:
-        match = re.match(re.escape(document.file) + r":(\d+)", problem.where)
-        return int(match[1]) if match else 0
-
-    where = LoadedFile(Path(path), (), places).where
     if run is not None:
-        problems += find_contradictions(run, where, is_valid)
-    raise_all(sorted(problems, key=line))
-    assert run is not None
-    notes += list_remarks(run, where)
-    if isinstance(run, ScriptRun):
-        return LoadedScript(Path(path), tuple(notes), places, run)
-    return Loaded(Path(path), tuple(notes), places, run)
+        problems += find_contradictions(run, LoadedFile(Path(file), (), places).where, is_valid)
+    return run, problems
+
+
+def _read_trials(loaded: Loaded, tree: dict[str, Any], file: str) -> tuple[list[Loaded], list[Problem]]:
+    """Return the trials of a sweep, each with the run file that it is, and everything wrong with them."""
+    where = loaded.where
+    named, problems = list_trials(tree.pop("sweep"), lambda path: _nearest_place(loaded.places, (path,), file))
+    lora = loaded.run.lora
+    for key, is_set in {"lora.modules_to_save": bool(lora.modules_to_save), "lora.bias": lora.bias != "none"}.items():
+        if is_set:
+            hint = "leave it out, or leave `sweep` out and start separate runs"
+            problems.append(Problem(f"in a sweep: {why_shared(key)}", where(key), hint, "sweep-trains-base"))
+    trials: list[Loaded] = []
+    for trial in named:
+        own = copy.deepcopy(tree)
+        places = dict(loaded.places)
+        found = [*_set_values(own, places, trial)]
+        folder = f"{loaded.run.folder}/{TRIALS}/{trial.name}"
+        _put(own, places, ("train", "output_dir"), folder, where("train.output_dir"))
+        if loaded.run.train.report_to != "none":
+            run_name = "-".join(filter(None, (loaded.run.train.run_name, trial.name)))
+            _put(own, places, ("train", "run_name"), run_name, where("train.run_name"))
+        written = copy.deepcopy(own)
+        run, wrong = _check(own, RunFile, places, file)
+        found += wrong
+        problems += [replace(problem, problem=f"trial {trial.name}: {problem.problem}") for problem in found]
+        if not isinstance(run, RunFile) or found:
+            continue
+        one = Loaded(loaded.path, (), places, run, trial=replace(trial, tree=written))
+        one = replace(one, notes=tuple(f"trial {trial.name}: {note}" for note in list_remarks(run, one.where)))
+        twins = [other.trial.name for other in trials if other.trial and is_same_run(other.run, run)]
+        trials.append(one)
+        if twins:
+            place = next(iter(trial.places.values()), where("sweep"))
+            what = f"trial {trial.name} is the same run as trial {twins[0]}"
+            problems.append(Problem(what, place, "remove one of them", "alike-trials"))
+    return trials, problems
+
+
+def _set_values(tree: dict[str, Any], places: dict[str, str], trial: Trial) -> Iterator[Problem]:
+    """Set a trial's values in the tree; yield what is wrong with their keys."""
+    for key, value in trial.settings.items():
+        steps = tuple(key.split("."))
+        place = trial.places[key]
+        if find_annotation(steps) is None:
+            yield Problem(f"the run file has no {key}", place, _explain_unknown(steps, RunFile)[1], "unknown-key")
+        elif places.get(key, "").startswith("--override"):
+            hint = f"leave that out, or `{key}` out of `sweep`"
+            yield Problem(f"{key} has a value for all trials ({places[key]})", place, hint, "set-twice")
+        else:
+            _put(tree, places, steps, copy.deepcopy(value), place)
+
+
+def is_same_run(one: RunFile, other: RunFile) -> bool:
+    """Return whether two runs differ in nothing but their folders and names."""
+    ours, theirs = (
+        run.model_copy(update={"train": run.train.model_copy(update={"output_dir": "", "run_name": None})})
+        for run in (one, other)
+    )
+    return ours == theirs
 
 
 def _validate(
@@ -227,6 +309,11 @@ def _apply_override(tree: dict[str, Any], places: dict[str, str], text: str, roo
         value = _convert_value(value_text, annotation)
     except UserError as error:
         raise UserError.of([replace(error.problems[0], where=place)]) from None
+    _put(tree, places, steps, value, place)
+
+
+def _put(tree: dict[str, Any], places: dict[str, str], steps: tuple[str, ...], value: Any, place: str) -> None:
+    """Set one value of the tree, and where it was set."""
     current = tree
     for step in steps[:-1]:
         inner = current.get(step)

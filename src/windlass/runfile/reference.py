@@ -277,7 +277,7 @@ def format_yaml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(format_yaml, value))}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {format_yaml(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{format_yaml(key)}: {format_yaml(inner)}" for key, inner in value.items()) + "}"
     if value is None or isinstance(value, bool | int | float):
         return json.dumps(value)
     plain = re.fullmatch(r"[A-Za-z0-9_./~][-A-Za-z0-9_./~+ ]*", value) and parse_scalar(value) == value

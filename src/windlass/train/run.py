@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,22 +53,15 @@ from windlass.train.parallel import assert_sharded, get_device, is_sharded
 from windlass.train.probe import write_probe
 from windlass.train.reference import attach_reference
 from windlass.train.samples import Samples, read_prompts
+from windlass.train.session import Options, Session
+from windlass.train.shared_base import SharedBase
 from windlass.train.step import TrainedModel, Updater
+from windlass.train.sweep import train_trials
 from windlass.train.trackers import Trackers
 from windlass.weights.same_base import CHAT_TEMPLATE, describe_base, describe_files, describe_quantization
 
 # Nodes differ: one may have the weights in its page cache, another read them from slow storage.
 LOADING_SECONDS = 2 * 3600
-
-
-@dataclass(frozen=True)
-class Session:
-    """What a rank has from its start to its end."""
-
-    here: Rank
-    console: Console  # prints on rank 0 only
-    stop_signal: StopSignal
-    report: BackgroundReport  # report.html, written again after every checkpoint
 
 
 def train_rank(
@@ -81,20 +73,42 @@ def train_rank(
 
     # 1. Connect to the other ranks; only rank 0 prints. All must be about to run the same.
     console = make_console(here)
-    session = Session(here, console, StopSignal(), BackgroundReport(folder))
+    stop_signal = StopSignal()
+    report = BackgroundReport(folder)
     unwritten = WriteGuard(console.print)
     require_device(plan)
     create_process_group(here, job.train.ddp_timeout, make_environment(os.environ, job, folder))
     collectives.check_links(get_device())
     collectives.set_timeout(max(LOADING_SECONDS, job.train.ddp_timeout))
     identity = fingerprint_base(plan.base)
-    require_same_plan(plan, identity)
+    for each in plan.trials or (plan,):
+        require_same_plan(each, identity)
+    options = Options(resume or job.train.resume == "auto", debug_freq, allow_other_base)
+    session = Session(
+        here, console, stop_signal, report, unwritten, identity, options, SharedBase(keeps=bool(plan.trials))
+    )
+    if plan.trials:
+        return train_trials(plan, session, train_run, check_data)
+    return train_run(plan, session)
+
+
+def train_run(plan: Plan, session: Session) -> int:
+    """Train one run, or one trial of a sweep, on the base of this session."""
+    job = plan.run
+    folder = plan.folder
+    here = session.here
+    console = session.console
+    unwritten = session.unwritten
+    allow_other_base = session.options.allow_other_base
+    resume = session.options.resume
+    collectives.set_timeout(max(LOADING_SECONDS, job.train.ddp_timeout))
 
     with contextlib.ExitStack() as held:  # the lock of the run folder
         # 2. Claim the run folder: a new one, or an unfinished one to continue. A finished one is never touched.
-        resume = resume or job.train.resume == "auto"
         from_checkpoint = collectives.run_on_rank_0(
-            lambda: claim_run_folder(plan, identity, unwritten, held, resume=resume, allow_other_base=allow_other_base)
+            lambda: claim_run_folder(
+                plan, session.identity, unwritten, held, resume=resume, allow_other_base=allow_other_base
+            )
         )
         print_header(console, plan, os.environ)
 
@@ -102,7 +116,7 @@ def train_rank(
             # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
             here.phase("preparing the data")
             tokenizer = open_base_tokenizer(plan)
-            data = prepare_on_all_ranks(plan, tokenizer, console, unwritten)
+            data = prepare_on_all_ranks(plan, tokenizer, session)
             for fact in data.audit["facts"]:
                 console.print(f"data: {fact}")
             for note in data.audit["notes"]:
@@ -114,7 +128,8 @@ def train_rank(
             # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is
             # trained on must have been trained on the same weights.
             here.phase("loading the model")
-            model, certificate = load_base(plan.base, plan.layout, **describe_precision(plan), tokens=len(tokenizer))
+            load = partial(load_base, plan.base, plan.layout, **describe_precision(plan), tokens=len(tokenizer))
+            model, certificate = session.base.get(load)
             for note in certificate["notes"]:
                 console.print(f"warning: base: {note}", style="yellow")
             if here.rank == 0:
@@ -142,8 +157,9 @@ def train_rank(
 
             # 6. The loop, and what it calls by name.
             here.phase("setting up the loop")
-            facts = {**describe_run(plan, identity), **base, **fingerprints}
-            loop = make_loop(plan, session, model, data, tokenizer, facts=facts, debug_freq=debug_freq)
+            facts = {**describe_run(plan, session.identity), **base, **fingerprints}
+            loop = make_loop(plan, session, model, data, tokenizer, facts=facts)
+            session.base.undo.callback(loop.model.patches.undo)
             if from_checkpoint is not None:
                 require_steps_left(from_checkpoint, loop.length.total, plan)
                 other_length = explain_other_length(from_checkpoint, loop.length.total)
@@ -238,24 +254,30 @@ def open_base_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def prepare_on_all_ranks(
-    plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console, unwritten: WriteGuard
-) -> PreparedData:
+def check_data(plan: Plan, session: Session) -> dict[str, str]:
+    """Prepare a run's data to see whether they can be trained on. Returns their fingerprints."""
+    session.here.phase("preparing the data")
+    data = prepare_on_all_ranks(plan, open_base_tokenizer(plan), session)
+    return {"data": data.fingerprint, "inputs": data.inputs}
+
+
+def prepare_on_all_ranks(plan: Plan, tokenizer: PreTrainedTokenizerBase, session: Session) -> PreparedData:
     """Tokenize once and write the audit before it is judged; check that all ranks have the same rows."""
     path = plan.folder / DATA
 
     def write_audit(audit: dict[str, Any]) -> None:
         if collectives.get_rank() == 0:
-            with unwritten(path):
+            with session.unwritten(path):
                 write_json(path, audit)
 
     data = prepare_data(
         plan.run,
         tokenizer,
+        cache=session.tokens,
         where=plan.where,
         vocabulary=plan.base.dims["vocab"],
         batch=plan.batch.micro,
-        say=console.print,
+        say=session.console.print,
         audited=write_audit,
     )
     differing = find_differences(collectives.all_gather({"inputs": data.inputs, "tokens": data.fingerprint}))
@@ -289,13 +311,12 @@ def make_loop(
     tokenizer: PreTrainedTokenizerBase,
     *,
     facts: dict[str, Any],
-    debug_freq: int | None = None,
 ) -> Loop:
     """Assemble the loop from the plan and the run file. facts: recorded in every checkpoint."""
     train = plan.run.train
     here = session.here
     console = session.console
-    recorder = make_recorder(plan, here, model, debug_freq)
+    recorder = make_recorder(plan, here, model, session.options.debug_freq)
     watch = RunWatch(
         plan.run,
         recorder,

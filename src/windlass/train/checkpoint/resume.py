@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -30,49 +30,11 @@ from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.run_folder import ADAPTER, read_manifest
 from windlass.runfile.recorded import record_run
+from windlass.runfile.resumed import FREE
 from windlass.settings import FOUR_BITS
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints, read_step, remove_partial_checkpoints
 from windlass.train.checkpoint.snapshot import STATE, require_intact
 from windlass.weights.same_base import FETCH_AGAIN, FLAG, require_same_base
-
-# What may change when a run is resumed, and why: sections, and keys of others. All other keys must be as they were.
-FREE: Final[dict[str, str]] = {
-    "kind": "a script's run has no checkpoints of windlass",
-    "name": "it names the job",
-    "layout": "every layout computes the same, within rounding; base_dtype is compared by itself",
-    "cluster": "any machines compute the same, within rounding",
-    "watch": "alarms change no step, and whoever resumes after one may have to change it",
-    "model.model_name_or_path": "the base's weights and config.json are compared",
-    "model.device_map": "it has no effect",
-    "model.use_cache": "it has no effect",
-    "lora.adapter": "the checkpoint has the adapter",
-    "data.dataset_name_or_path": "the tokens are compared",
-    "train.output_dir": "it is the folder that is resumed, which may have been moved",
-    "train.num_train_epochs": "a run may be made longer or shorter, which is reported",
-    "train.max_steps": "a run may be made longer or shorter, which is reported",
-    "train.per_device_train_batch_size": "the sequences of a step are compared",
-    "train.gradient_accumulation_steps": "the sequences of a step are compared",
-    "train.global_batch_size": "the sequences of a step are compared",
-    "train.per_device_eval_batch_size": "an evaluation is a mean over tokens",
-    "train.gradient_checkpointing": "what is computed again is the same",
-    "train.compile": "compiled layers are proven equal to eager ones",
-    "train.sample": "continuing prompts changes no step",
-    "train.logging_steps": "it changes no step",
-    "train.eval_strategy": "evaluations change no step, unless the schedule follows them",
-    "train.eval_steps": "evaluations change no step, unless the schedule follows them",
-    "train.eval_on_start": "it changes no step",
-    "train.save_strategy": "it changes no step",
-    "train.save_steps": "it changes no step",
-    "train.save_total_limit": "it changes no step",
-    "train.load_best_model_at_end": "it is decided at the end",
-    "train.report_to": "it changes no step",
-    "train.run_name": "it changes no step",
-    "train.dataloader_num_workers": "it changes no batch",
-    "train.dataloader_pin_memory": "it changes no batch",
-    "train.ddp_find_unused_parameters": "it has no effect",
-    "train.ddp_timeout": "it changes no step",
-    "train.resume": "it says whether to resume",
-}
 
 
 def claim_run_folder(
@@ -93,6 +55,9 @@ def claim_run_folder(
     remove_partial_checkpoints(checkpoints)
     before = read_manifest(folder)
     state = before.get("state")
+    if run_folder.TRIALS in before:
+        hint = f"name another train.output_dir; its trials are runs: {folder}/{run_folder.TRIALS}/NAME"
+        raise UserError(f"{folder} contains a sweep, and no run", where, hint, "unlike-folder")
     if state == run_folder.FINISHED:
         hint = "name another train.output_dir, or remove the folder to start over"
         raise UserError(f"{folder} contains a finished run", where, hint, "finished-run")
@@ -106,7 +71,7 @@ def claim_run_folder(
     now = describe_run(plan, identity)
     if begun:  # a run that failed before its first step has nothing to compare with
         then = read_manifest(usable) if usable else before
-        _require_same_run(then, now, plan, folder, allow_other_base=allow_other_base)
+        require_same_run(then, now, plan, folder, allow_other_base=allow_other_base)
         _warn_of_other_versions(then.get("versions", {}), now["versions"])
     if usable and plan.run.train.max_steps > 0:
         require_steps_left(usable, plan.run.train.max_steps, plan)
@@ -161,7 +126,7 @@ def drop_steps_after(folder: Path, step: int) -> None:
         write_atomic(path, b"".join(kept))
 
 
-def _require_same_run(
+def require_same_run(
     before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan, folder: Path, *, allow_other_base: bool
 ) -> None:
     then = before.get("run", {})

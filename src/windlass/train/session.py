@@ -1,0 +1,35 @@
+"""What a rank has from its start to its end, for one run or for all trials of a sweep."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from windlass.files import WriteGuard
+from windlass.observe.background import BackgroundReport
+from windlass.ranks.rank import Rank, StopSignal
+from windlass.train.shared_base import SharedBase
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    resume: bool = False  # continue an unfinished run
+    debug_freq: int | None = None  # how often the recorder samples every counter; None: as train.logging_steps
+    allow_other_base: bool = False
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a rank has, besides the plan."""
+
+    here: Rank
+    console: Console  # prints on rank 0 only
+    stop_signal: StopSignal
+    report: BackgroundReport  # report.html, written again after every checkpoint
+    unwritten: WriteGuard
+    identity: str = ""  # fingerprint of the base's files
+    options: Options = Options()
+    base: SharedBase = field(default_factory=SharedBase)
+    tokens: Path | None = None  # where the trials of a sweep keep their tokens; None: in the run folder
