@@ -34,6 +34,7 @@ BASE_MODEL: Final = "base_model.json"  # next to it: the base that the adapter w
 PROBE: Final = "probe.json"  # what answers of a server are compared with: in an export, and in a run of a large model
 REFERENCE: Final = "reference.safetensors"  # log-probabilities of a preference run's pairs before step 1
 TRIALS: Final = "trials"  # of a sweep: their folders, each a run folder; in its manifest: their states
+SETTINGS: Final = "settings"  # in a sweep's manifest: of each trial
 TRIAL_FILE: Final = "run.yaml"  # in a trial's folder: the run file that it is
 BASES: Final = "bases.json"  # held-out losses with the base in other dtypes, by `windlass best --base-dtype`
 
@@ -52,6 +53,23 @@ WAITING = "waiting"  # a trial that has not begun, or goes on
 def list_trials(folder: Path) -> dict[Path, str]:
     """Return the folders of a sweep's trials and their states; none if the folder is no sweep's."""
     return {folder / TRIALS / name: str(state) for name, state in (read_manifest(folder).get(TRIALS) or {}).items()}
+
+
+def find_current_trial(folder: Path) -> Path:
+    """Return the folder of a sweep's trial that runs, or ran last; the folder itself if it is a run's or none began."""
+    trials = list_trials(folder)
+    begun = [trial for trial, state in trials.items() if state != WAITING]
+    running = [trial for trial in begun if trials[trial] == RUNNING]
+    return [folder, *begun, *running][-1]
+
+
+def describe_progress(folder: Path) -> str:
+    """Return which trial of a sweep runs, or ran last, and how many have ended; empty for a run."""
+    states = [*list_trials(folder).values()]
+    ended = sum(state in (FINISHED, FAILED) for state in states)
+    current = find_current_trial(folder)
+    name = f"trial {current.name}, " if current != folder else ""
+    return f"{name}{ended} of {len(states)} trials ended" if states else ""
 
 
 def find_step_files(folder: Path) -> dict[int, Path]:

@@ -1,7 +1,7 @@
 """Commands before a run."""
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -266,7 +266,10 @@ def data(
         raise UserError(
             "it changes how rows are printed, and none is", name, "add --row K or --sample N", "no-rows-shown"
         )
-    loaded = fill_in_choices(read_run_file(run, override or ()), say)
+    read = read_run_file(run, override or ())
+    if any(trial.run.data != read.run.data for trial in read.trials):
+        say("note: trials of this sweep have other data, which are not shown: --override KEY=VALUE shows one's")
+    loaded = fill_in_choices(replace(read, trials=()), say)
     if not chosen and not html:
         audit_data(loaded, say=say, audited=write_json if as_json else print_audit)
         return
@@ -293,7 +296,11 @@ def fetch(
     from windlass.runfile import read_run_file
 
     loaded = read_run_file(run, override or ())
-    for name, folder in fetch_run(loaded.run, loaded.where, say, headers_only=headers_only).items():
+    found: dict[tuple[str, Path], None] = {}
+    for each in {each.run.data.model_dump_json(): each for each in loaded.runs}.values():
+        folders = fetch_run(each.run, each.where, say, headers_only=headers_only)
+        found |= dict.fromkeys(folders.items())
+    for name, folder in found:
         print(f"{name}\t{folder}")
 
 

@@ -51,7 +51,8 @@ class BackgroundReport:
     def finish(self) -> None:
         """Write the report at the end of the run, however it ended. A run without a step has no report."""
         atexit.unregister(self.finish)
-        if not run_folder.find_step_files(self.folder):
+        folders = run_folder.list_trials(self.folder) or [self.folder]
+        if not any(map(run_folder.find_step_files, folders)):
             return
         try:
             if self.process is not None:

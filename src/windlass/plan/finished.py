@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError
 from windlass.plan import Plan, make_plan
-from windlass.run_folder import MANIFEST, read_manifest
+from windlass.run_folder import MANIFEST, list_trials, read_manifest
 from windlass.runfile import Loaded, RunFile
 from windlass.runfile.recorded import read_recorded_data
 from windlass.settings import IN_NAMES
@@ -27,7 +28,11 @@ def plan_finished_run(
         make_plan(load_finished_run(run_folder, eval_data=eval_data, ranks=ranks, base_dtype=kind), None)
         for kind in (*base_dtypes, None)
     ]
-    return plans[-1]
+    trials = [folder for folder in list_trials(run_folder) if "run" in read_manifest(folder)]
+    if not trials:
+        return plans[-1]
+    loaded = [load_finished_run(folder, eval_data=eval_data, ranks=ranks) for folder in trials]
+    return replace(plans[-1], trials=tuple(make_plan(trial, None, compare=False) for trial in loaded))
 
 
 def load_finished_run(

@@ -42,8 +42,10 @@ def print_plan(plan: AnyPlan, *, details: bool = False, formulas: bool = False, 
     details = details or formulas
     for line in _summary(plan, console.width, LINES):
         console.print(line)
-    if compare or details:
+    if compare or details or plan.trials:
         console.print()
+    if plan.trials:
+        console.print(_list_trials(plan))
     if compare:
         for part in _comparison(plan, console.width):
             console.print(part)
@@ -127,6 +129,9 @@ def _lines(plan: Plan) -> Iterator[Named]:
     step = f"{format_duration(cost.step_seconds_low)} to {format_duration(cost.step_seconds_high)} a step"
     yield "speed", f"{rate}, {step} (estimated, {cost.basis})"
     yield "time", _describe_length(plan)
+    if plan.trials:
+        largest = max(plan.trials, key=lambda trial: (trial.cost.gpu_gib, trial.adapter.trainable))
+        yield "figures", f"of the largest trial, {largest.loaded.trial.name if largest.loaded.trial else ''}"
     if plan.run.objective.has_reference:
         yield "reference", f"  {_describe_reference(plan)}"
     yield "layout", f"{layout.name}: {layout.reason}"
@@ -166,8 +171,27 @@ def _explain_batch(plan: Plan) -> str:
     return f"{text}; {last.batch.micro} would need {last.gpu_gib:,.1f} of {limit:,.1f} GiB"
 
 
+def _list_trials(plan: Plan) -> Table:
+    rows = []
+    for trial in plan.trials:
+        hours = trial.hours
+        seconds = None if hours is None or trial.seconds is None else hours * 3600 - trial.seconds["load"]
+        steps = "unknown" if trial.schedule.steps is None else f"{trial.schedule.steps:,}"
+        time = "unknown" if seconds is None else format_duration(seconds)
+        name = trial.loaded.trial.name if trial.loaded.trial else ""
+        cells = [name, f"{trial.adapter.trainable:,}", steps, f"{trial.cost.gpu_gib:,.1f}", time]
+        rows.append(([*cells, _yes_or_no(trial.cost.fits)], False))
+    return make_table("Trials", f"trial >trained >steps >GiB/{_gpu_or_rank(plan)} >time fits", rows)
+
+
 def _describe_length(plan: Plan) -> str:
     schedule = plan.schedule
+    if plan.trials:
+        text = f"{format_plural(len(plan.trials), 'trial')}, one after the other on one loaded base"
+        if plan.hours is None:
+            return f"unknown: {text}"
+        on_gpus = f"; {plan.gpu_hours:,.2f} GPU-hours" if plan.machine.gpu.name != "cpu" else ""
+        return f"{format_duration(plan.hours * 3600)}: {text}{on_gpus}"
     if schedule.steps is None:
         seconds = estimate_millions(plan.cost)
         text = f"{format_duration(seconds)} for {MILLIONS} M tokens"

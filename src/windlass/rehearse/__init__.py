@@ -14,7 +14,7 @@ from windlass.rehearse.process import exit_on_sigterm, make_environment
 from windlass.rehearse.record import RECORD, Failed, Record, print_record
 from windlass.rehearse.stages import SCRIPT_STAGES, SELF_EXPLAINED, STAGES, Rehearsal
 from windlass.run_folder import is_finished
-from windlass.runfile import read_any, read_kind
+from windlass.runfile import Loaded, read_any, read_kind
 
 __all__ = ["Record", "print_record", "rehearse"]
 
@@ -32,6 +32,8 @@ def rehearse(
     say: Callable[[str], None],
 ) -> Record:
     """Rehearse a run file on this machine's CPU. Faults of the run are in the record, not raised."""
+    has_trials = has_sweep(run, overrides)
+    overrides = [*overrides, "sweep={}"] if has_trials else overrides
     options = [word for one in overrides for word in ("--override", one)]
     options += ["--accelerate", str(accelerate)] if accelerate else []
     record = Record(str(run))
@@ -53,6 +55,9 @@ def rehearse(
                     rehearsal.stage(name, doing, prove)
             if not script:
                 record.not_proved += list_unproved(rehearsal)
+            if has_trials:
+                about = "its trials, one after the other: this was the run file without `sweep`"
+                record.not_proved.append({"what": "sweep", "why": about})
     except (KeyboardInterrupt, SystemExit):
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -74,6 +79,13 @@ def rehearse(
             if place.is_dir() and not is_finished(place):
                 record.write(place)
     return record
+
+
+def has_sweep(run: Path, overrides: Sequence[str]) -> bool:
+    with contextlib.suppress(UserError):  # the first stage reports it
+        loaded = read_any(run, overrides)
+        return isinstance(loaded, Loaded) and bool(loaded.trials)
+    return False
 
 
 def make_empty_folder(keep: Path) -> Path:

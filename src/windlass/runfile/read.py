@@ -56,6 +56,11 @@ class Loaded(LoadedFile):
     trials: tuple["Loaded", ...] = ()  # of a sweep: the run file of each
     trial: Trial | None = None  # which of them this is
 
+    @property
+    def runs(self) -> "tuple[Loaded, ...]":
+        """Return the runs that this file makes: itself, or the trials of its sweep."""
+        return self.trials or (self,)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedScript(LoadedFile):
@@ -156,7 +161,8 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
     if isinstance(run, ScriptRun):
         return LoadedScript(Path(path), tuple(notes), places, run)
     loaded = Loaded(Path(path), tuple(notes), places, run)
-    if "sweep" in swept:
+    without = swept.get("sweep") == {} and loaded.where("sweep").startswith("--override")
+    if "sweep" in swept and not without:
         trials, problems = _read_trials(loaded, swept, document.file)
         raise_all(sorted(problems, key=line))
         loaded = replace(loaded, trials=tuple(trials))

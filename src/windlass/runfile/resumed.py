@@ -6,6 +6,7 @@ from typing import Final
 FREE: Final[dict[str, str]] = {
     "kind": "a script's run has no checkpoints of windlass",
     "name": "it names the job",
+    "sweep": "every trial is a run of its own, which is compared",
     "layout": "every layout computes the same, within rounding; base_dtype is compared by itself",
     "cluster": "any machines compute the same, within rounding",
     "watch": "alarms change no step, and whoever resumes after one may have to change it",

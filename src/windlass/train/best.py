@@ -7,7 +7,7 @@ out, so the interval of a difference is far narrower than the spread of the loss
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +40,7 @@ from windlass.train.preference import Answers, Preference, measure_answers
 from windlass.train.ranking import Candidate, Ranking
 from windlass.train.reference import require_first_adapter
 from windlass.train.run import describe_precision, make_validation_batches, open_base_tokenizer
+from windlass.train.shared_base import SharedBase
 from windlass.weights.same_base import read_recorded_base, require_same_base
 
 BASE: Final = "base model"  # without an adapter, as the reference
@@ -64,21 +65,22 @@ def rank_checkpoints(
     if by not in run.objective.measures:
         problem = f"adapters of this run aren't ranked by {by}"
         raise UserError(problem, "--by", f"known: {', '.join(run.objective.measures)}", "no-such-measure")
-    began_with = find_first_adapter(run_folder) if run.objective.has_reference else None
-    untrained = REFERENCE if began_with else BASE
+    runs = list_runs(plan, run_folder)
+    untrained = REFERENCE if runs[0].began_with else BASE
     console = make_console(here)
     try:
         require_device(plan)
     except UserError as error:  # evaluating a small model on a CPU is fine
         console.print(f"warning: {error.problems[0].problem}: evaluating on the CPU", style="yellow")
     create_process_group(here, run.train.ddp_timeout)
-    saved = list_checkpoints(run_folder / CHECKPOINTS)[::-1]
-    faults = collectives.run_on_rank_0(lambda: {folder: find_damage(folder) for folder in saved})
-    intact = [folder for folder, fault in faults.items() if not fault]
+    every = [Saved(folder, of) for of in runs for folder in list_checkpoints(of.folder / CHECKPOINTS)[::-1]]
+    damages = collectives.run_on_rank_0(lambda: [find_damage(saved.folder) for saved in every])
+    faults = dict(zip(every, damages, strict=True))
+    intact = [saved for saved, fault in faults.items() if not fault]
     if not intact:
         raise UserError(
             "there is no intact checkpoint",
-            str(run_folder / CHECKPOINTS),
+            str(runs[0].folder / CHECKPOINTS),
             "let the run save one",
             "no-intact-checkpoint",
         )
@@ -91,13 +93,13 @@ def rank_checkpoints(
         )
     batches = make_validation_batches(plan, data, tokenizer.pad_token_id)
 
-    def evaluate(base_dtype: str, folders: Sequence[Path], suffix: str = "") -> dict[str, Rows]:
+    def evaluate(base_dtype: str, chosen: Sequence[Saved], suffix: str = "") -> dict[str, Rows]:
         """Return the losses of the base, stored in this dtype, and of these adapters on it."""
         here.phase(f"loading the model{suffix}")
-        model, certificate = load_base(
-            plan.base, replace(plan.layout, base_dtype=base_dtype), **describe_precision(plan)
-        )
-        one_per_base = {read_recorded_base(folder).get("base_digest"): folder for folder in folders}
+        base = SharedBase(keeps=len(runs) > 1)
+        layout = replace(plan.layout, base_dtype=base_dtype)
+        model, certificate = base.get(lambda: load_base(plan.base, layout, **describe_precision(plan)))
+        one_per_base = {read_recorded_base(saved.folder).get("base_digest"): saved.folder for saved in chosen}
         for folder in one_per_base.values():
             require_same_base(
                 folder,
@@ -107,20 +109,28 @@ def rank_checkpoints(
                 allow_other=allow_other_base,
                 say=console.print,
             )
-        model = attach_adapter(model, run.lora, plan.adapter, run.train.seed).eval()
-        Patches().patch_forward(model.get_base_model())
-        compare = make_comparison(model, batches, run, began_with)
-        with nullcontext() if began_with else model.disable_adapter():
-            losses = {untrained + suffix: compare()}
-        for folder in folders:
-            here.phase(f"evaluating {folder.name}{suffix}")
-            load_adapter(model, folder)
-            losses[folder.name + suffix] = compare()
-            console.print(f"{folder.name}{suffix}  evaluated")
+        losses: dict[str, Rows] = {}
+        for of in dict.fromkeys(saved.of for saved in chosen):
+            lora = of.plan.run.lora
+            adapted = attach_adapter(model, lora, of.plan.adapter, of.plan.run.train.seed).eval()
+            patches = Patches()
+            base.undo.enter_context(patches)
+            patches.patch_forward(adapted.get_base_model())
+            compare = make_comparison(adapted, batches, of.plan.run, of.began_with)
+            if not losses:
+                with nullcontext() if of.began_with else adapted.disable_adapter():
+                    losses[untrained + suffix] = compare()
+            for saved in (saved for saved in chosen if saved.of == of):
+                here.phase(f"evaluating {saved.name}{suffix}")
+                load_adapter(adapted, saved.folder)
+                losses[saved.name + suffix] = compare()
+                console.print(f"{saved.name}{suffix}  evaluated")
+            if len(runs) > 1:
+                base.restore(str(of.folder))
         return losses
 
     losses = evaluate(plan.layout.base_dtype, intact)
-    lowest = min(intact, key=lambda folder: mean_loss(losses[folder.name]))
+    lowest = min(intact, key=lambda saved: mean_loss(losses[saved.name]))
     on_bases = {plan.layout.base_dtype: [mean_loss(losses[untrained]), mean_loss(losses[lowest.name])]}
     for base_dtype in dict.fromkeys(base_dtypes):
         if base_dtype not in on_bases:
@@ -130,8 +140,40 @@ def rank_checkpoints(
     if here.rank == 0:
         if len(on_bases) > 1:
             write_json(run_folder / BASES, {"adapter": lowest.name, "rows": len(batches.rows), "losses": on_bases})
-        show(rank_candidates(losses, {folder.name: fault for folder, fault in faults.items() if fault}, by))
+        show(rank_candidates(losses, {saved.name: fault for saved, fault in faults.items() if fault}, by))
     return 0
+
+
+@dataclass(frozen=True, eq=False)
+class SavedRun:
+    """A run whose adapters are ranked: the run itself, or a trial of a sweep."""
+
+    plan: Plan
+    folder: Path
+    name: str  # of a trial
+    began_with: Path | None  # the adapter that a preference run is compared with
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint, and its name in the ranking."""
+
+    folder: Path
+    of: SavedRun
+
+    @property
+    def name(self) -> str:
+        return f"{self.of.name}/{self.folder.name}".lstrip("/")
+
+
+def list_runs(plan: Plan, run_folder: Path) -> list[SavedRun]:
+    """Return the run, or the trials of a sweep."""
+
+    def open_run(plan: Plan, folder: Path, name: str) -> SavedRun:
+        return SavedRun(plan, folder, name, find_first_adapter(folder) if plan.run.objective.has_reference else None)
+
+    trials = [open_run(trial, trial.file.parent, trial.file.parent.name) for trial in plan.trials]
+    return trials or [open_run(plan, run_folder, "")]
 
 
 def find_first_adapter(run_folder: Path) -> Path | None:

@@ -81,6 +81,10 @@ def require_inputs(plan: AnyPlan) -> None:
         return
     from windlass.data.inputs import find_absent_data, find_absent_files
 
+    if plan.trials:
+        for trial in plan.trials:
+            require_inputs(trial)
+        return
     where = plan.where("train.report_to")
     absent = find_absent_trackers(plan.run.train.report_to)
     trackers = [

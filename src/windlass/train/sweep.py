@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,70 +16,93 @@ from windlass.observe.background import BackgroundReport
 from windlass.observe.watch.detectors import AlarmError
 from windlass.plan import Plan
 from windlass.ranks import collectives
-from windlass.run_folder import FAILED, FINISHED, RUNNING, STOPPED, TRIAL_FILE, TRIALS, WAITING
-from windlass.train.checkpoint.folder import list_checkpoints
-from windlass.train.checkpoint.resume import describe_run, require_same_data, require_same_run
+from windlass.run_folder import FAILED, FINISHED, RUNNING, SETTINGS, STOPPED, TRIAL_FILE, TRIALS, WAITING
+from windlass.train.checkpoint.folder import find_damage, list_checkpoints
+from windlass.train.checkpoint.resume import describe_run, record_failure, require_same_data, require_same_run
 from windlass.train.session import Session
 
 Work = Callable[[Plan, Session], int]
 CheckData = Callable[[Plan, Session], dict[str, str]]
+ENDED = (FINISHED, FAILED)
+FAILED_BY_ALARM = -1
 LENGTH = ("num_train_epochs", "max_steps")  # which a resumed run may change, and a finished trial has had
 
 
 def train_trials(plan: Plan, session: Session, train_run: Work, check_data: CheckData) -> int:
     """Train the trials that have not ended. Returns 0, or 75 if a signal stopped one; an alarm ends only its trial."""
     folder = plan.folder
-    console = session.console
-    names = [name_trial(trial) for trial in plan.trials]
     with contextlib.ExitStack() as held:
         states: dict[str, str] = collectives.run_on_rank_0(lambda: claim_sweep(plan, session, held))
-
-        def record(name: str, state: str) -> None:
-            states[name] = state
+        with record_failure(folder):
+            check_all_data(plan, session, states, check_data)
+            for number, trial in enumerate(plan.trials, 1):
+                name = name_trial(trial)
+                if states[name] in ENDED:
+                    continue
+                session.console.print(f"trial {number} of {len(states)}: {name}", style="bold")
+                write_state(folder, name, RUNNING)
+                states[name] = train_trial(trial, session, folder, train_run)
+                write_state(folder, name, states[name])
+                is_stopped = any(collectives.all_gather(session.stop_signal.received))
+                if states[name] == STOPPED or (is_stopped and not set(states.values()) <= set(ENDED)):
+                    if session.here.rank == 0:
+                        run_folder.update_manifest(folder, state=STOPPED)
+                    collectives.barrier()  # as at the end of a stopped run
+                    return SAVED
             if session.here.rank == 0:
-                run_folder.update_manifest(folder, trials=states)
-
-        quiet = replace(session, console=Console(quiet=True), tokens=folder / "tokens")
-        for name, trial in zip(names, plan.trials, strict=True):
-            checkpoints = list_checkpoints(trial.folder / run_folder.CHECKPOINTS)
-            with naming(name):
-                fingerprints = check_data(trial, quiet)
-                require_same_data(checkpoints[-1] if checkpoints else None, fingerprints, trial)
-
-        for number, (name, trial) in enumerate(zip(names, plan.trials, strict=True), 1):
-            if states[name] in (FINISHED, FAILED):
-                continue
-            console.print(f"trial {number} of {len(names)}: {name}", style="bold")
-            record(name, RUNNING)
-            own = replace(session, report=BackgroundReport(trial.folder), tokens=folder / "tokens")
-            try:
-                code = train_run(trial, own)
-                record(name, FINISHED if code == 0 else STOPPED)
-            except AlarmError as error:  # raised on all ranks
-                code = 0
-                record(name, FAILED)
-                console.print(f"trial {name} was ended by an alarm: {error.problems[0].problem}", style="yellow")
-            session.stop_signal.training = False
-            if code == 0:
-                session.base.restore(f"{folder}: trial {name}")
-            is_stopped = code == SAVED or any(collectives.all_gather(session.stop_signal.received))
-            if is_stopped and not all(state in (FINISHED, FAILED) for state in states.values()):
-                if session.here.rank == 0:
-                    run_folder.update_manifest(folder, state=STOPPED)
-                collectives.barrier()
-                return SAVED
-        if session.here.rank == 0:
-            run_folder.update_manifest(folder, state=FINISHED)
-    failed = [name for name in names if states[name] == FAILED]
-    console.print(
-        f"{len(names) - len(failed)} of {len(names)} trials finished; `windlass report {folder}` compares them"
-    )
+                session.report.finish()
+                run_folder.update_manifest(folder, state=FINISHED)
+    failed = [name for name, state in states.items() if state == FAILED]
+    finished = len(states) - len(failed)
+    session.console.print(f"{finished} of {len(states)} trials finished; `windlass report {folder}` compares them")
     if failed:
-        problem = f"{len(failed)} of {len(names)} trials were ended by an alarm: {', '.join(failed)}"
-        raise RunError(
-            problem, str(folder), "see their alarms.jsonl and reports; the others have finished", "trials-failed"
-        )
+        problem = f"an alarm ended {len(failed)} of {len(states)} trials: {', '.join(failed)}"
+        hint = "see their alarms.jsonl and reports; the others have finished"
+        raise RunError(problem, str(folder), hint, "trials-failed")
     return 0
+
+
+def train_trial(trial: Plan, session: Session, folder: Path, train_run: Work) -> str:
+    """Train one trial, and put the base back as it was. Returns the trial's state."""
+    name = name_trial(trial)
+    try:
+        code = train_run(trial, replace(session, report=BackgroundReport(trial.folder), tokens=folder / "tokens"))
+    except AlarmError as error:  # raised on all ranks
+        code = FAILED_BY_ALARM
+        session.console.print(f"an alarm ended trial {name}: {error.problems[0].problem}", style="yellow")
+    if code == SAVED:
+        return STOPPED
+    session.stop_signal.training = False
+    session.base.restore(f"{folder}: trial {name}")
+    return FAILED if code == FAILED_BY_ALARM else FINISHED
+
+
+def write_state(folder: Path, name: str, state: str) -> None:
+    if collectives.get_rank() == 0:
+        states = {**run_folder.read_manifest(folder)[TRIALS], name: state}
+        run_folder.update_manifest(folder, **{TRIALS: states})
+
+
+def check_all_data(plan: Plan, session: Session, states: Mapping[str, str], check_data: CheckData) -> None:
+    """Prepare all trials' data before the base is loaded. Those of trials that have ended must be as they were."""
+    quiet = replace(session, console=Console(quiet=True), tokens=plan.folder / "tokens")
+    for trial in plan.trials:
+        with naming(name_trial(trial)):
+            fingerprints = check_data(trial, quiet)
+            if states[name_trial(trial)] in ENDED:
+                collectives.run_on_rank_0(partial(require_trained_data, trial, fingerprints))
+
+
+def require_trained_data(trial: Plan, fingerprints: Mapping[str, str]) -> None:
+    """Refuse other data than a trial that has ended was trained on: others would not be comparable with it."""
+    saved = list_checkpoints(trial.folder / run_folder.CHECKPOINTS)[::-1]
+    intact = next((folder for folder in saved if not find_damage(folder)), None)
+    require_same_data(intact, fingerprints, trial)
+
+
+def get_settings(trial: Plan) -> dict[str, Any]:
+    assert trial.loaded.trial is not None
+    return dict(trial.loaded.trial.settings)
 
 
 def name_trial(trial: Plan) -> str:
@@ -124,8 +149,11 @@ def claim_sweep(plan: Plan, session: Session, held: contextlib.ExitStack) -> dic
         hint = "add --resume to continue it, name another train.output_dir, or remove the folder to start over"
         raise UserError(problem, where, hint, "unfinished-run")
     raise_all(problems)
-    facts = describe_run(plan, session.identity)
-    run_folder.begin_manifest(folder, {**facts, TRIALS: {**before.get(TRIALS, {}), **states}})
+    of_trials = {
+        TRIALS: {**before.get(TRIALS, {}), **states},
+        SETTINGS: {**before.get(SETTINGS, {}), **{name_trial(trial): get_settings(trial) for trial in plan.trials}},
+    }
+    run_folder.begin_manifest(folder, describe_run(plan, session.identity) | of_trials)
     with session.unwritten(folder / run_folder.PLAN):
         write_json(folder / run_folder.PLAN, plan.as_dict())
     for trial in plan.trials:

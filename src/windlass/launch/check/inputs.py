@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,15 +100,15 @@ def check_inputs(c: Context) -> list[Result]:
     libraries = check_libraries(c, c.loaded)
     if c.plan is None or isinstance(c.plan, ScriptPlan):
         weights = [skipped("weights and tokenizer", NO_PLAN)]
-        return [*libraries, *weights, check_data(c, c.loaded, None), *check_files(c, c.loaded)]
+        return [*libraries, *weights, *check_all_data(c, c.loaded, None), *check_files(c, c.loaded)]
     tokenizer, opened = check_tokenizer(c.plan)
-    data = check_data(c, c.loaded, tokenizer)
-    return [*libraries, check_weights(c, c.plan), opened, data, *check_files(c, c.loaded)]
+    data = check_all_data(c, c.loaded, tokenizer)
+    return [*libraries, check_weights(c, c.plan), opened, *data, *check_files(c, c.loaded)]
 
 
 def check_files(c: Context, loaded: Loaded) -> list[Result]:
     """Check the other files in the run file that a run reads before its first step."""
-    found = list(find_absent_files(loaded.run, loaded.where))
+    found = [absent for run in loaded.runs for absent in find_absent_files(run.run, run.where)]
     if c.elsewhere:
         return [skipped_elsewhere("file", path) for path, _ in found]
     return problems_to_results("file", [problem for _, problem in found])
@@ -138,6 +139,14 @@ def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
         hint = "these files belong to another model: copy the tokenizer that was published with this one"
         return tokenizer, failed("tokenizer", f"{len(tokenizer):,} tokens, and the embedding has {rows:,} rows", hint)
     return tokenizer, passed("tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer):,} of {rows:,} ids")
+
+
+def check_all_data(c: Context, loaded: Loaded, tokenizer: Any) -> list[Result]:
+    """Check the data of every run in the file, equal ones once."""
+    runs = {run.run.data.model_dump_json(): run for run in loaded.runs}
+    results = [check_data(c, run, tokenizer) for run in runs.values()]
+    names = [f"data of trial {run.trial.name}" if run.trial and len(runs) > 1 else "data" for run in runs.values()]
+    return [replace(result, name=name) for result, name in zip(results, names, strict=True)]
 
 
 def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:

@@ -414,6 +414,10 @@ def check_disk_space(c: Context, free: float | None = None) -> Result:
 
 def estimate_space(plan: Plan) -> tuple[float, float, str]:
     """Return the bytes still to be written, the bytes of a merged model, and the former in words."""
+    if plan.trials:
+        needs = [estimate_space(trial) for trial in plan.trials]
+        words = f"{len(needs)} trials, the largest with {max(needs)[2]}"
+        return sum(need for need, _, _ in needs), needs[0][1], words
     schedule = plan.schedule
     adapter = plan.adapter
     run = plan.run

@@ -227,7 +227,8 @@ def collect_facts(c: Context) -> dict[str, Any]:
         with suppress(UserError):
             sets = [
                 sources.resolve_source(each.data, each.where)
-                for each in list_all_sets(c.loaded.run.data, c.loaded.where)
+                for run in c.loaded.runs
+                for each in list_all_sets(run.run.data, run.where)
             ]
             if all(found.format != "hub" for found in sets):
                 data = file_digest(path for found in sets for paths in found.splits.values() for path in paths)

@@ -98,7 +98,8 @@ def read_start_time(pid: int) -> str | None:
 
 def status(record: Record) -> int:
     """Print the run's state in one line, and where to see more."""
-    run, facts = record.run, record.facts
+    facts = record.facts
+    run = run_folder.find_current_trial(record.run)
     if facts.get("host") == socket.gethostname():
         running, sign = is_running(facts), f" (process {facts['pid']})"
     else:
@@ -113,7 +114,9 @@ def status(record: Record) -> int:
     planned = find_total_steps(read_json_lines(events) if events.is_file() else (), read_json(run / run_folder.PLAN))
     step = f"step {number:,} of {planned:,.0f}" if planned > 0 else f"step {number:,}"
     step += describe_pairs(as_dict(last.get("preference")))
-    manifest = run_folder.read_manifest(run)
+    progress = run_folder.describe_progress(record.run)
+    step = f"{progress}, {step}" if progress else step
+    manifest = run_folder.read_manifest(record.run)
     state = manifest.get("state")
     again = "windlass submit RUN" if record.path.exists() else "windlass train RUN --resume"
     if state == run_folder.FINISHED:
@@ -128,9 +131,9 @@ def status(record: Record) -> int:
         text = f"{state} after {step}, and saved: `{again}` resumes from there"
     else:
         text = "no heartbeat yet: it has not started, or died before the first one; its output has the cause"
-    print(make_pasteable(f"{run}: {text}"))
+    print(make_pasteable(f"{record.run}: {text}"))
     if state:
-        print(f"`windlass watch {run}` shows curves, ranks and alarms")
+        print(f"`windlass watch {record.run}` shows curves, ranks and alarms")
     return 0
 
 

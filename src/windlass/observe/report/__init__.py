@@ -33,7 +33,9 @@ from windlass.observe.report.charts import (
 from windlass.observe.report.facts import Facts, collect_facts, highest_peak_gib
 from windlass.observe.report.page import HIDDEN, render_template
 from windlass.observe.report.read import read_run
+from windlass.observe.report.trials import SweepResult, collect_trials
 from windlass.observe.watch.detectors import make_hint
+from windlass.run_folder import TRIALS, find_step_files, list_trials
 
 SCHEMA: Final = 1  # increased when a key changes its meaning or goes; new keys may come at any time
 MAX_MARKS: Final = 200  # alarms that are drawn on the time axis
@@ -45,31 +47,63 @@ class Report:
     runs: list[Facts]
     json: Path
     html: Path
+    sweep: SweepResult | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of report.json."""
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        return {"schema": SCHEMA, "windlass": __version__, "made": now, "runs": self.runs}
+        sweep = {} if self.sweep is None else {"sweep": to_strict_json(self.sweep.as_dict())}
+        return {"schema": SCHEMA, "windlass": __version__, "made": now, "runs": self.runs, **sweep}
 
 
 def make_report(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
-    """Write the report of one run to its folder, of several to `out` or the current directory."""
+    """Write the report of one run or sweep to its folder, of several to `out` or the current directory."""
+    if len(run_dirs) == 1 and list_trials(run_dirs[0]):
+        return report_sweep(run_dirs[0], out or run_dirs[0])
+    return write_report(collect_runs([path for folder in run_dirs for path in list_begun(folder)]), run_dirs, out)
+
+
+def list_begun(folder: Path) -> list[Path]:
+    """Return the trials of a sweep that have begun; the folder itself if it is a run's."""
+    trials = list_trials(folder)
+    begun = [path for path in trials if find_step_files(path)]
+    if trials and not begun:
+        raise UserError("no trial of this sweep has begun", str(folder), "wait for its first step", "not-begun")
+    return begun or [folder]
+
+
+def report_sweep(folder: Path, out: Path) -> Report:
+    """Write the report of a sweep: its trials compared, the lowest evaluation loss first."""
+    begun = list_begun(folder)
+    runs = dict(zip(begun, collect_runs(begun), strict=True))
+    sweep = collect_trials(folder, runs)
+    ordered = [runs[folder / TRIALS / trial.name] for trial in sweep.trials if folder / TRIALS / trial.name in runs]
+    return write_report(ordered, [folder], out, sweep)
+
+
+def collect_runs(folders: Sequence[Path]) -> list[Facts]:
     runs: list[Facts] = []
-    for folder in run_dirs:
-        run = read_run(Path(folder), choose_points(len(run_dirs)))
+    for folder in folders:
+        run = read_run(Path(folder), choose_points(len(folders)))
         runs.append(to_strict_json(collect_facts(run) | {"charts": make_charts(run), "axes": make_axes(run)}))
+    return runs
+
+
+def write_report(
+    runs: list[Facts], run_dirs: Sequence[Path], out: Path | None, sweep: SweepResult | None = None
+) -> Report:
     names = [run["name"] for run in runs]
     for number, entry in enumerate(runs, 1):
         if names.count(entry["name"]) > 1:
             entry["name"] += f" ({number})"
     folder = out or (Path(run_dirs[0]) if len(runs) == 1 else Path.cwd())
-    if len(runs) == 1 and folder != Path(run_dirs[0]):
+    if len(runs) == 1 and folder != Path(runs[0]["folder"]):
         runs[0]["data_page"] = None  # the link is relative
-    report = Report(runs, folder / "report.json", folder / "report.html")
+    report = Report(runs, folder / "report.json", folder / "report.html", sweep)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(report.json, json.dumps(report.as_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-        write_atomic(report.html, render_page(runs))
+        write_atomic(report.html, render_page(runs, sweep))
     except OSError as error:
         raise UserError(
             f"can't write there: {error.strerror}", str(folder), "name another folder with --out", "unwritable"
@@ -88,7 +122,7 @@ def to_strict_json(value: Any) -> Any:
     return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
 
 
-def render_page(runs: Sequence[Facts]) -> str:
+def render_page(runs: Sequence[Facts], sweep: SweepResult | None = None) -> str:
     """Render the page for one run, or for several with a comparison on top."""
     overlays = make_comparison_charts(runs) if len(runs) > 1 else []
     data: dict[str, Any] = {"charts": {f"all-{chart['id']}": chart for chart in overlays}, "marks": {}, "axes": {}}
@@ -106,6 +140,8 @@ def render_page(runs: Sequence[Facts]) -> str:
         scripts=("uplot.min.js", "scheme.js", "page.js"),
         styles=("uplot.min.css", "page.css"),
         runs=runs,
+        trials=sweep.trial_rows() if sweep else [],
+        effects=sweep.effect_rows() if sweep else [],
         overlays=overlays,
         figures=compare_figures(runs),
         differences=compare_run_files(runs) if len(runs) > 1 else [],
@@ -125,6 +161,10 @@ STYLES = {"good": "green", "warn": "yellow", "bad": "bold red"}
 def print_report(report: Report, console: Console | None = None) -> None:
     """Print the figures, one column per run."""
     console = console or Console(highlight=False)
+    if report.sweep:
+        print_sweep(report.sweep, console)
+        console.print(Text(f"{report.html}\n{report.json}"), soft_wrap=True)
+        return
     table = Table(box=None, pad_edge=False, show_header=len(report.runs) > 1)
     table.add_column("")
     for run in report.runs:
@@ -153,3 +193,15 @@ def print_report(report: Report, console: Console | None = None) -> None:
                 ratio += f" ({' to '.join(map(format_figure, row['range']))})" if row["range"] else ""
                 console.print(Text(f"{head}{row['what']}: {format_figure(row['measured'])}, {ratio}"))
     console.print(Text(f"{report.html}\n{report.json}"), soft_wrap=True)
+
+
+def print_sweep(sweep: SweepResult, console: Console) -> None:
+    """Print the trials, the best first, and what each setting did."""
+    for rows in filter(None, (sweep.trial_rows(), sweep.effect_rows())):
+        table = Table(box=None, pad_edge=False)
+        for name in rows[0]:
+            table.add_column(name, overflow="fold")
+        for row in rows[1:]:
+            table.add_row(*map(Text, row))
+        console.print(table)
+        console.print()

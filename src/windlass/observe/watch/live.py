@@ -56,6 +56,10 @@ class View:
     """The state of one run folder as read so far."""
 
     def __init__(self, folder: Path) -> None:
+        self.sweep = folder if run_folder.list_trials(folder) else None
+        self._open(run_folder.find_current_trial(folder))
+
+    def _open(self, folder: Path) -> None:
         step_files = run_folder.find_step_files(folder) if folder.is_dir() else {}
         if not step_files and not (folder / run_folder.MANIFEST).is_file():
             problem = "is not a folder" if folder.exists() else "is not there"
@@ -82,6 +86,8 @@ class View:
         self.failure = ""
 
     def read_new(self) -> None:
+        if self.sweep is not None and run_folder.find_current_trial(self.sweep) != self.folder:
+            self._open(run_folder.find_current_trial(self.sweep))
         if not self.joined.latest:  # the first rank logs the number of ranks; no job has more than a machine room
             ranks = read_json(self.folder / run_folder.METER.format(rank=0)).get("ranks")
             if not isinstance(ranks, int) or not 0 < ranks <= 1 << 20:
@@ -128,7 +134,8 @@ class View:
 
     @property
     def is_over(self) -> bool:
-        return self.state != run_folder.RUNNING
+        state = run_folder.read_manifest(self.sweep).get("state") if self.sweep else self.state
+        return state != run_folder.RUNNING
 
     def draw(self, now: float) -> Group:
         """Draw state and time left, curves, a row per rank, symptoms, alarms."""
@@ -142,6 +149,9 @@ class View:
         return int(get_number(self.joined.latest.get(0, {}), "step"))
 
     def _draw_state(self, plan: Any, now: float) -> Iterator[Text]:
+        if self.sweep is not None:
+            state = str(run_folder.read_manifest(self.sweep).get("state"))
+            yield Text(f"{self.sweep}  {state}: {run_folder.describe_progress(self.sweep)}", style="bold")
         total = self.total if drop_nan([self.total]) else find_total_steps((), plan)
         planned = int(total) if 0 < total < HUGE else 0
         line = Text(f"{self.folder}  ", style="bold") + Text(self.state, style=STATES.get(self.state, "yellow"))

@@ -1,0 +1,120 @@
+"""The trials of a sweep side by side: their settings and results, lowest evaluation loss first."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+from windlass import run_folder
+from windlass.observe.format import NONE, format_duration, format_figure
+from windlass.observe.reader import get_path
+from windlass.observe.report.facts import Facts
+
+OTHER_ROWS: Final = "evaluated on other rows than most"
+# Of an evaluated set: what is equal only for the same rows.
+SAME_ROWS: Final = ("rows", "tokens", "supervised_tokens", "unigram_loss", "lowest_id", "highest_id")
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """A trial's settings and what came of them."""
+
+    name: str
+    state: str
+    settings: Mapping[str, Any]
+    eval_loss: float | None  # the lowest
+    final_loss: float | None  # of training
+    steps: int | None
+    seconds: float | None
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """All trials, the best first; and for each key's value the mean and the lowest evaluation loss of its trials."""
+
+    trials: tuple[TrialResult, ...]
+    effects: tuple[tuple[str, str, int, float, float], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("key", "value", "trials", "mean_eval_loss", "least_eval_loss")
+        effects = [dict(zip(names, effect, strict=True)) for effect in self.effects]
+        return {"trials": [asdict(trial) for trial in self.trials], "effects": effects}
+
+    @property
+    def keys(self) -> list[str]:
+        return list(dict.fromkeys(key for trial in self.trials for key in trial.settings))
+
+    def trial_rows(self) -> list[list[str]]:
+        """Return the table of trials as text; its first row is its head."""
+        rows = [["trial", *self.keys, "evaluation loss", "final loss", "steps", "time", "state"]]
+        for trial in self.trials:
+            values = [show_value(trial.settings[key]) if key in trial.settings else NONE for key in self.keys]
+            losses = [format_figure(loss, digits=5) for loss in (trial.eval_loss, trial.final_loss)]
+            state = f"{trial.state}; {trial.note}" if trial.note else trial.state
+            cells = [*losses, format_figure(trial.steps), format_duration(trial.seconds), state]
+            rows.append([trial.name, *values, *cells])
+        return rows
+
+    def effect_rows(self) -> list[list[str]]:
+        """Return what each setting did as text; the first row is the head. None if no key has two values measured."""
+        rows = [
+            [key, value, str(count), format_figure(mean, digits=5), format_figure(least, digits=5)]
+            for key, value, count, mean, least in self.effects
+        ]
+        return [["setting", "value", "trials", "mean evaluation loss", "lowest"], *rows] if rows else []
+
+
+def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
+    """Compare a sweep's trials. `runs`: the facts of those that have begun, by folder."""
+    settings = run_folder.read_manifest(folder).get(run_folder.SETTINGS) or {}
+    rows_of = {path: identify_rows(facts) for path, facts in runs.items()}
+    seen = [rows for rows in rows_of.values() if rows]
+    usual = max(seen, key=seen.count) if seen else None
+    trials = []
+    for path, recorded in run_folder.list_trials(folder).items():
+        facts = runs.get(path)
+        head = facts["headline"] if facts else {}
+        differs = facts is not None and rows_of[path] is not None and rows_of[path] != usual
+        trials.append(
+            TrialResult(
+                name=path.name,
+                state=facts["state"] if facts else recorded,
+                settings=settings.get(path.name) or {},
+                eval_loss=head.get("least_eval_loss"),
+                final_loss=head.get("final_loss"),
+                steps=head.get("steps"),
+                seconds=head.get("seconds"),
+                note=OTHER_ROWS if differs else "",
+            )
+        )
+    trials.sort(key=lambda trial: (bool(trial.note), math.inf if trial.eval_loss is None else trial.eval_loss))
+    return SweepResult(tuple(trials), tuple(list_effects(trials)))
+
+
+def identify_rows(facts: Facts) -> tuple[Any, ...] | None:
+    """Return what tells one set of evaluated rows from another; None if nothing was evaluated."""
+    validation = get_path(facts["data"], "splits", "validation")
+    return tuple(validation.get(name) for name in SAME_ROWS) if isinstance(validation, dict) else None
+
+
+def list_effects(trials: Sequence[TrialResult]) -> list[tuple[str, str, int, float, float]]:
+    """Return for each value of each key the number of trials and their evaluation losses, on the same rows."""
+    losses: dict[str, dict[str, list[float]]] = {}
+    for trial in trials:
+        for key, value in trial.settings.items():
+            if trial.eval_loss is not None and not trial.note:
+                losses.setdefault(key, {}).setdefault(show_value(value), []).append(trial.eval_loss)
+    return [
+        (key, value, len(found), fmean(found), min(found))
+        for key, by_value in losses.items()
+        if len(by_value) > 1
+        for value, found in by_value.items()
+    ]
+
+
+def show_value(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
