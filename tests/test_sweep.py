@@ -1,19 +1,40 @@
 """`sweep:` every trial is what it would be alone, on a base that stays as it was loaded; what is wrong is refused."""
 
 import json
+import os
 import random
+import shlex
 import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import warm
+from refusals import refused
 from safetensors.torch import load_file
 from test_faults import windlass
 
 from windlass import tiny
+from windlass.errors import SAVED, RunError, UserError
 from windlass.files import read_json, read_json_lines
-from windlass.run_folder import FINISHED, list_trials
+from windlass.observe.reader import Tail
+from windlass.plan import make_plan
+from windlass.run_folder import ADAPTER, FAILED, FINISHED, STOPPED, list_trials
+from windlass.runfile import list_keys, read_run_file
+from windlass.runfile.sweep import CHANGE_STEPS, SHARED, format_number, why_shared
+from windlass.train.load import load_base
+from windlass.train.lora import attach_adapter
+from windlass.train.loss import SourceLosses
+from windlass.train.parallel import get_device
+from windlass.train.patches import ModelPatches
+from windlass.train.shared_base import SharedBase
 
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
 RUN = """\
@@ -99,8 +120,6 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    from windlass.observe.reader import Tail
-
     return list(Tail(path).objects())
 
 
@@ -148,3 +167,348 @@ def test_every_trial_equals_the_run_alone_in_any_order(layout: str, material: Pa
         assert_same_run(folder / "alone" / name, folder / "forward" / "trials" / name)
         assert_same_run(folder / "alone" / name, folder / "backward" / "trials" / name)
     assert set(list_trials(folder / "forward").values()) == {FINISHED}
+
+
+# --- what ends a trial, or the sweep ---
+
+
+def start(command: str, folder: Path, python: str) -> subprocess.Popen[str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    words = [python, "-m", "windlass", *shlex.split(command)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(words, cwd=folder, env=environ, text=True, start_new_session=True, **streams)  # type: ignore
+
+
+def wait_for(what: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while not what() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def count_steps(run: Path) -> int:
+    path = run / "steps-rank0.jsonl"
+    return len(read_steps(path)) if path.exists() else 0
+
+
+def write_long(folder: Path, name: str) -> Path:
+    path = write_sweep(folder, name, TRIALS, "layout: full-shard\n")
+    path.write_text(path.read_text().replace("max_steps: 4", "max_steps: 40").replace("_steps: 2\n", "_steps: 10\n"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(material: Path) -> Path:
+    """An uninterrupted sweep."""
+    run(f"train {write_long(material, 'whole')}", material)
+    return material / "whole"
+
+
+@pytest.mark.long
+def test_a_stopped_sweep_goes_on_with_the_trial_that_was_stopped(whole: Path, material: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(material, tmp_path / "here", ignore=shutil.ignore_patterns("whole"))
+    file = write_long(folder, "whole")
+    process = start(f"train {file}", folder, warm.python())
+    second = folder / "whole" / "trials" / "second"
+    wait_for(lambda: count_steps(second) > 2, process)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=200)
+    assert process.returncode == SAVED, printed
+    states = [read_json(trial / "manifest.json").get("state") for trial in list_trials(folder / "whole")]
+    assert states == [FINISHED, STOPPED, None]
+    assert read_json(folder / "whole" / "manifest.json")["state"] == STOPPED
+    first = (folder / "whole" / "trials" / "first" / "manifest.json").stat().st_mtime_ns
+    assert "trial second, 1 of 3 trials ended" in run("watch whole --once", folder)
+    assert "trial second, 1 of 3 trials ended, step" in run(f"status {file}", folder)
+    assert "unfinished sweep" in run(f"train {file}", folder, code=2)
+    run(f"train {file} --resume", folder)
+    assert (folder / "whole" / "trials" / "first" / "manifest.json").stat().st_mtime_ns == first
+    for name in ("first", "third"):
+        assert_same_run(folder / "whole" / "trials" / name, whole / "trials" / name)
+    same_adapter(second, whole / "trials" / "second")
+    assert "finished sweep" in run(f"train {file} --resume", folder, code=2)
+
+
+def same_adapter(one: Path, other: Path) -> None:
+    ours, theirs = (load_file(folder / "final" / ADAPTER) for folder in (one, other))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1500)
+def test_a_sweep_that_is_killed_ten_times_ends_as_if_it_never_was(whole: Path, material: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(material, tmp_path / "here", ignore=shutil.ignore_patterns("whole"))
+    file = write_long(folder, "whole")
+    chance = random.Random(1)
+    code = None
+    for _ in range(10):
+        process = start(f"train {file} --resume", folder, warm.python())
+        before = sum(map(count_steps, (folder / "whole" / "trials").glob("*")))
+        due = before + chance.randrange(3, 20)
+        wait_for(lambda due=due: sum(map(count_steps, (folder / "whole" / "trials").glob("*"))) > due, process)  # type: ignore
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        time.sleep(1)  # ranks end with their parent
+        code = process.returncode
+    if not all((trial / "final").exists() for trial in list_trials(folder / "whole")):
+        run(f"train {file} --resume", folder)
+    assert code is not None
+    for name in TRIALS:
+        same_adapter(folder / "whole" / "trials" / name, whole / "trials" / name)
+
+
+@pytest.mark.long
+@pytest.mark.fault("a trial of a sweep that diverges", "`windlass train`", "an alarm ended 1 of 3 trials: second")
+def test_a_trial_that_diverges_ends_alone(material: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(material, tmp_path / "here", ignore=shutil.ignore_patterns("whole"))
+    trials = {
+        "first": TRIALS["first"],
+        "second": TRIALS["second"] | {"train.learning_rate": 1e30, "train.max_grad_norm": 0, "train.warmup_ratio": 0},
+        "third": TRIALS["third"],
+    }
+    file = write_sweep(folder, "sweep", trials, "layout: resident\n")
+    printed = run(f"train {file}", folder, code=1)
+    assert "an alarm ended 1 of 3 trials: second" in printed
+    assert list(list_trials(folder / "sweep").values()) == [FINISHED, FAILED, FINISHED]
+    alone = folder / "sweep" / "trials" / "third" / "run.yaml"
+    run(f"train {alone} --override train.output_dir=alone", folder)
+    assert_same_run(folder / "alone", folder / "sweep" / "trials" / "third")
+    assert "finished sweep" in run(f"train {file} --resume", folder, code=2)
+    report = run("report sweep", folder)
+    assert report.index("first") < report.index("second"), "what never was evaluated comes last"
+    # What has ended is compared with what the run file says now, and so are its data.
+    more = file.read_text().replace('"name": "third"', '"name": "fourth"')
+    changed = more.replace("max_length: 48", "max_length: 40")
+    file.write_text(changed)
+    assert "trial first: was 48 when this run began" in " ".join(run(f"train {file} --resume", folder, code=2).split())
+    file.write_text(more.replace("max_steps: 4", "max_steps: 5"))
+    assert "trial first ended with 4" in " ".join(run(f"train {file} --resume", folder, code=2).split())
+    file.write_text(more)
+    rows = (folder / "data.txt").read_text()
+    (folder / "data.txt").write_text(rows.replace("mast", "hull"))
+    assert "trial first: the data are not those" in " ".join(run(f"train {file} --resume", folder, code=2).split())
+    (folder / "data.txt").write_text(rows)
+    run(f"train {file} --resume", folder, code=1)
+    assert list(list_trials(folder / "sweep").values()) == [FINISHED, FAILED, FINISHED, FINISHED]
+
+
+@pytest.mark.long
+@pytest.mark.fault("a run into the folder of a sweep", "`windlass train`", "contains a sweep, and no run")
+@pytest.mark.fault("a sweep into the folder of a run", "`windlass train`", "contains a run, and no sweep")
+def test_runs_and_sweeps_share_no_folder_and_all_commands_take_them(material: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(material, tmp_path / "here", ignore=shutil.ignore_patterns("whole"))
+    file = write_sweep(folder, "sweep", {name: TRIALS[name] for name in ("first", "second")}, "layout: resident\n")
+    one = "--override cluster.gpus_per_node=1"
+    run(f"train {file} {one}", folder)
+    run_file = folder / "alone.yaml"
+    run_file.write_text(RUN)
+    assert "contains a sweep, and no run" in " ".join(run(f"train {run_file} --resume", folder, code=2).split())
+    trial = folder / "sweep" / "trials" / "second"
+    to_trial = f"--override train.output_dir={trial}"
+    assert "contains a run, and no sweep" in " ".join(run(f"train {file} {to_trial} --resume", folder, code=2).split())
+
+    ranking = json.loads(run("best sweep --json", folder).partition("\n{")[2].join(("{", "")))
+    names = {candidate["name"] for candidate in ranking["best"]}
+    assert names == {"base model", *(f"{trial}/step-{step}" for trial in ("first", "second") for step in (2, 4))}
+    for name in ("first", "second"):
+        alone = json.loads(run(f"best sweep/trials/{name} --json", folder).partition("\n{")[2].join(("{", "")))
+        losses = {candidate["name"]: candidate["loss"] for candidate in ranking["best"]}
+        for candidate in alone["best"]:
+            of_all = losses.get(f"{name}/{candidate['name']}", losses["base model"])
+            assert candidate["loss"] == of_all, "ranked together as alone"
+    run("export sweep/trials/second --to adapter", folder)
+    run("generate sweep/trials/second --prompt mast --tokens 2", folder)
+    report = json.loads(run("report sweep --json", folder).partition("{")[2].join(("{", "")))
+    found = [trial["eval_loss"] for trial in report["sweep"]["trials"]]
+    assert found == sorted(found)
+    assert {trial["name"] for trial in report["sweep"]["trials"]} == {"first", "second"}
+    assert "Trials, the lowest evaluation loss first" in (folder / "sweep" / "report.html").read_text()
+
+
+# --- the base ---
+
+
+@pytest.mark.fault("a trial that changes the base", "`windlass train`", "is not as it was loaded")
+def test_a_base_that_is_not_as_it_was_loaded_ends_the_sweep(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(material)
+    plan = make_plan(read_run_file(write_sweep(material, "base", TRIALS, "layout: resident\n"), [ONE_RANK])).trials[1]
+    base = SharedBase(keeps=True)
+    model, _ = base.get(lambda: load_base(plan.base, plan.layout, dtype=torch.float32))
+    before: dict[str, Any] = {name: vars(module).copy() for name, module in model.named_modules()}
+    adapted = attach_adapter(model, plan.run.lora, plan.adapter, 1)
+    base.undo.callback(ModelPatches(model, by_source=SourceLosses((), get_device()), dtype=None, noise_alpha=5).undo)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    assert len(list(adapted.get_base_model().modules())) > len(before)
+    base.restore("sweep: trial second")
+    after: dict[str, Any] = {name: vars(module) for name, module in model.named_modules()}
+    assert {name: [*attributes] for name, attributes in after.items()} == {name: [*old] for name, old in before.items()}
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+
+    weight = model.get_submodule("model.layers.0.self_attn.o_proj").weight.data
+    kept = weight[3, 4].clone()
+    weight[3, 4] += 1e-6
+    with refused("base-changed", "sweep: trial second", RunError):
+        base.restore("sweep: trial second")
+    weight[3, 4] = kept
+    base.restore("sweep: trial second")
+    weight[[0, 1]] = weight[[1, 0]]
+    with refused("base-changed", "sweep: trial second", RunError):
+        base.restore("sweep: trial second")
+
+
+# --- the run file ---
+
+ONE_RANK = "cluster.gpus_per_node=1"
+
+
+VARIED = {
+    "lora": """r lora_alpha lora_dropout target_modules rank_pattern alpha_pattern layers_to_transform task_type
+        use_rslora use_dora init_lora_weights adapter dtype experts""",
+    "data": """dataset_config_name format columns text_field prompt_template prompt_field completion_field
+        messages_field chat_template template_kwargs completion_only_loss turns reasoning tools dataset_name_or_path
+        train_split max_length truncation packing streaming mix""",
+    "train": """num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps global_batch_size
+        optim learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps weight_decay adam_beta1
+        adam_beta2 adam_epsilon max_grad_norm router_aux_loss_coef neftune_noise_alpha seed data_seed""",
+    "dpo": "beta loss label_smoothing length_normalized sft_weight",
+    "orpo": "beta",
+}
+
+
+def test_every_key_is_shared_for_a_reason_or_may_differ() -> None:
+    """A new key has to be put on one side."""
+    keys = [key for key in list_keys() if key.count(".") == 1]
+    varied = {key for key in keys if not why_shared(key)}
+    assert varied == {f"{section}.{key}" for section, names in VARIED.items() for key in names.split()}
+    assert {*CHANGE_STEPS} <= varied
+    assert {*SHARED} <= {*list_keys()}
+
+
+@pytest.mark.parametrize(
+    ("sweep", "code", "place"),
+    [
+        ("{}", "empty-sweep", ": sweep"),
+        ("{lora.r: [4]}", "one-value", "sweep.lora.r"),
+        ("{lora.r: []}", "one-value", "sweep.lora.r"),
+        ("{lora.r: 4}", "wrong-value", "sweep.lora.r"),
+        ("{lora.r: [4, 4]}", "alike-trials", "sweep.lora.r[1]"),
+        ("{lora.rank: [4, 8]}", "unknown-key", "sweep.lora.rank[0]"),
+        ("{lora: [4, 8]}", "section-in-sweep", "sweep.lora"),
+        ("{train: {learning_rate: [1, 2]}}", "wrong-value", "sweep.train"),
+        ("{model.torch_dtype: [bfloat16, float32]}", "shared-key", "sweep.model.torch_dtype"),
+        ("{layout: [resident, full-shard]}", "shared-key", "sweep.layout"),
+        ("{cluster.nodes: [1, 2]}", "shared-key", "sweep.cluster.nodes"),
+        ("{train.save_steps: [1, 2]}", "shared-key", "sweep.train.save_steps"),
+        ("{train.output_dir: [a, b]}", "shared-key", "sweep.train.output_dir"),
+        ("{lora.bias: [none, all]}", "shared-key", "sweep.lora.bias"),
+        ("{lora.r: [4, -8]}", "wrong-value", "sweep.lora.r[1]"),
+        ("{train.optim: [sgd, nonsense]}", "broken-rule", "sweep.train.optim[1]"),
+        ("{lora.r: [4, 8], keep: 2, at: [2]}", "wrong-value", "sweep.keep"),
+        ("{trials: [{lora.r: 8}]}", "one-value", "sweep.trials"),
+        ("{trials: [{lora.r: 8}, 3]}", "not-a-trial", "sweep.trials[1]"),
+        ("{trials: [{lora.r: 8}, {lora.r: 8}]}", "alike-trials", "sweep.trials[1]"),
+        ("{trials: [{}, {lora.r: 4}]}", "alike-trials", "sweep.trials[1].lora.r"),
+        ("{trials: [{lora.r: 8}, {lora.r: 2}], lora.r: [1, 2]}", "trials-and-lists", "sweep.lora.r"),
+        ("{trials: [{name: a, lora.r: 8}, {name: a, lora.r: 2}]}", "alike-trials", "sweep.trials"),
+        ("{trials: [{name: a/b, lora.r: 8}, {lora.r: 2}]}", "trial-name", "sweep.trials[0].name"),
+        (f"{{train.seed: {list(range(300))}}}", "many-trials", ": sweep"),
+    ],
+)
+def test_what_makes_no_sweep_is_refused_with_its_place(sweep: str, code: str, place: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"{RUN}sweep: {sweep}\n")
+    with refused(code, place):
+        read_run_file(tmp_path / "run.yaml")
+
+
+def test_a_sweep_that_would_train_the_base_or_overrides_an_option_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN + "sweep: {lora.r: [4, 8]}\n")
+    with refused("sweep-trains-base", "lora.bias=all"):
+        read_run_file(path, ["lora.bias=all"])
+    with refused("sweep-trains-base", "lora.modules_to_save=[embed_tokens]"):
+        read_run_file(path, ["lora.modules_to_save=[embed_tokens]"])
+    with refused("set-twice", "sweep.lora.r[0]"):
+        read_run_file(path, ["lora.r=16"])
+    assert len(read_run_file(path, ["sweep.lora.r=[1, 2, 3]"]).trials) == 3
+    assert read_run_file(path, ["sweep={}"]).trials == (), "the run file without its sweep"
+    path.write_text(RUN.replace("packing: false", "packing: true") + "sweep: {data.packing: [true, false]}\n")
+    assert [trial.trial.name for trial in read_run_file(path).trials if trial.trial] == [
+        "packing-true",
+        "packing-false",
+    ]
+
+
+def test_a_sweep_is_refused_by_the_plan_with_the_trials_name(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(material)
+    path = write_sweep(material, "wrong", {"good": {}, "bad": {"lora.target_modules": ["q_proj", "nothing"]}})
+    with pytest.raises(UserError) as caught:
+        make_plan(read_run_file(path))
+    assert [problem.problem.startswith("trial bad: ") for problem in caught.value.problems] == [True]
+    assert "sweep.trials[1].lora.target_modules" in caught.value.problems[0].where
+
+
+def test_trials_are_named_by_their_settings(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        f"{RUN}sweep:\n  train.learning_rate: [1e-4, 0.002]\n  lora.target_modules: [[q_proj], all-linear]\n"
+    )
+    loaded = read_run_file(tmp_path / "run.yaml")
+    names = [trial.trial.name for trial in loaded.trials if trial.trial]
+    assert names == ["lr1e-4-targets1", "lr1e-4-all-linear", "lr2e-3-targets1", "lr2e-3-all-linear"]
+    assert [trial.run.folder for trial in loaded.trials] == [f"sweep/trials/{name}" for name in names]
+    assert [format_number(x) for x in (1e-4, 2.5e-5, 0.05, 32, 1.0, 3e8)] == [
+        "1e-4",
+        "2.5e-5",
+        "0.05",
+        "32",
+        "1",
+        "3e8",
+    ]
+
+
+def test_a_trials_run_file_is_the_trial(material: Path, tmp_path: Path) -> None:
+    more = 'lora.rank_pattern: {"layers.(0|1).*q_proj": 8, "a, b: [c]": 2}'
+    path = write_sweep(material, "files", TRIALS | {"odd": {"data.prompt_template": None, "train.data_seed": 5}})
+    text = path.read_text().replace("lora: {", f"lora: {{{more.removeprefix('lora.')}, ")
+    path.write_text(text)
+    for trial in read_run_file(path).trials:
+        assert trial.trial is not None
+        (tmp_path / "trial.yaml").write_text(trial.trial.file)
+        assert read_run_file(tmp_path / "trial.yaml").run == trial.run
+
+
+def test_the_plan_has_all_trials_on_one_layout(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(material)
+    path = write_sweep(material, "plan", TRIALS)
+    plan = make_plan(read_run_file(path))
+    assert [trial.loaded.trial.name for trial in plan.trials if trial.loaded.trial] == list(TRIALS)
+    assert len({replace(trial.layout, reason="") for trial in plan.trials}) == 1
+    assert plan.adapter == max((trial.adapter for trial in plan.trials), key=lambda adapter: adapter.trainable)
+    seconds = [trial.seconds for trial in plan.trials]
+    assert plan.seconds is not None
+    assert plan.seconds["steps"] == pytest.approx(sum(each["steps"] for each in seconds if each))
+    assert plan.seconds["load"] == seconds[0]["load"]  # type: ignore[index]
+    described = plan.as_dict()["trials"]
+    assert [trial["settings"] for trial in described] == list(TRIALS.values())
+
+
+def test_trials_that_would_choose_other_layouts_get_one(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DoRA rules sharding out, so all are resident; each file then says so, and makes the same plan alone."""
+    monkeypatch.chdir(material)
+    trials: dict[str, dict[str, Any]] = {"sharded": {"lora.r": 8}, "dora": {"lora.use_dora": True}}
+    path = write_sweep(material, "layouts", trials, "layout: {activation_checkpointing: false}\n")
+    with mock.patch("windlass.plan.sweep.make_plan", lambda trial, *a, **k: make_other(trial, *a, **k)):
+        plan = make_plan(read_run_file(path))
+    assert [trial.layout.name for trial in plan.trials] == ["resident", "resident"]
+    for trial in plan.trials:
+        assert trial.loaded.trial is not None
+        (material / "one.yaml").write_text(trial.loaded.trial.file)
+        alone = make_plan(read_run_file(material / "one.yaml"))
+        assert replace(alone.layout, reason="") == replace(trial.layout, reason="")
+        assert alone.batch == trial.batch
+
+
+def make_other(trial: Any, *arguments: Any, **named: Any) -> Any:
+    """Plan as if the first trial chose to shard."""
+    plan = make_plan(trial, *arguments, **named)
+    if trial.trial.name == "sharded" and trial.run.layout.name == "auto":
+        return replace(plan, layout=replace(plan.layout, name="full-shard", shard=2, replicate=1))
+    return plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,8 +32,11 @@ def plan_sweep(loaded: Loaded, accelerate: AccelerateFile | None, base: Base | N
     plans = _plan_all(loaded.trials, plan_trial)
     layouts = dict.fromkeys(replace(plan.layout, reason="") for plan in plans)
     if len(layouts) > 1:
-        ways = [_plan_all([_set_layout(trial, layout) for trial in loaded.trials], plan_trial) for layout in layouts]
-        alike = [way for way in ways if len({replace(plan.layout, reason="") for plan in way}) == 1]
+        alike: list[list[Plan]] = []
+        for layout in layouts:
+            with contextlib.suppress(UserError):  # a trial rules this layout out
+                way = _plan_all([_set_layout(trial, layout) for trial in loaded.trials], plan_trial)
+                alike += [way] if len({replace(plan.layout, reason="") for plan in way}) == 1 else []
         if not alike:
             problem = "its trials need different layouts, and there is one base"
             hint = "set layout.name, or start separate runs"
