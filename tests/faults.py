@@ -404,6 +404,42 @@ OVERRIDDEN: dict[str, dict[str, tuple[str, str]]] = {
 }
 OTHERS = (
     Fault(
+        "a sweep over a key that changes the base",
+        nothing,
+        "plan run.yaml --override sweep.layout.name=[resident,full-shard]",
+        "trials can't differ in layout.name: every layout computes the same",
+    ),
+    Fault(
+        "a sweep with one value",
+        nothing,
+        "plan run.yaml --override sweep.lora.r=[8]",
+        "sweep.lora.r: has one value: nothing is compared",
+    ),
+    Fault(
+        "two trials that are the same run",
+        nothing,
+        "plan run.yaml --override sweep.lora.r=[8,8]",
+        "sweep.lora.r[1]: is the same as number 1",
+    ),
+    Fault(
+        "a trial whose value is invalid",
+        nothing,
+        "train run.yaml --override train.output_dir=new --override sweep.lora.r=[8,0]",
+        "trial r0: must be",
+    ),
+    Fault(
+        "a sweep that would train the base itself",
+        nothing,
+        "plan run.yaml --override sweep.lora.r=[8,16] --override lora.modules_to_save=[lm_head]",
+        "it trains weights of the base, which all trials share",
+    ),
+    Fault(
+        "a key of a sweep that an option sets too",
+        nothing,
+        "plan run.yaml --override sweep.lora.r=[8,16] --override lora.r=4",
+        "lora.r has a value for all trials",
+    ),
+    Fault(
         "a regular expression that reaches the least",
         nothing,
         r"plan run.yaml --override lora.target_modules=.*attn\.(q|k|v|o)_proj",

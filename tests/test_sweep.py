@@ -87,6 +87,14 @@ def run(command: str, folder: Path, code: int = 0) -> str:
     return printed
 
 
+def output(command: str, folder: Path) -> Any:
+    """Return the JSON on stdout."""
+    process = start(command, folder, warm.python(), stderr=subprocess.DEVNULL)
+    printed, _ = process.communicate(timeout=240)
+    assert process.returncode == 0
+    return json.loads(printed)
+
+
 def assert_same_run(one: Path, other: Path) -> None:
     """Adapters, optimizers, random numbers and losses, bit for bit, at every checkpoint and at the end."""
     steps = sorted(path.name for path in (one / "checkpoints").iterdir())
@@ -172,11 +180,11 @@ def test_every_trial_equals_the_run_alone_in_any_order(layout: str, material: Pa
 # --- what ends a trial, or the sweep ---
 
 
-def start(command: str, folder: Path, python: str) -> subprocess.Popen[str]:
+def start(command: str, folder: Path, python: str, stderr: int = subprocess.STDOUT) -> subprocess.Popen[str]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     words = [python, "-m", "windlass", *shlex.split(command)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(words, cwd=folder, env=environ, text=True, start_new_session=True, **streams)  # type: ignore
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": stderr}
+    return subprocess.Popen(words, cwd=folder, env=environ, text=True, start_new_session=True, **streams)
 
 
 def wait_for(what: Callable[[], object], process: subprocess.Popen[str]) -> None:
@@ -306,18 +314,19 @@ def test_runs_and_sweeps_share_no_folder_and_all_commands_take_them(material: Pa
     to_trial = f"--override train.output_dir={trial}"
     assert "contains a run, and no sweep" in " ".join(run(f"train {file} {to_trial} --resume", folder, code=2).split())
 
-    ranking = json.loads(run("best sweep --json", folder).partition("\n{")[2].join(("{", "")))
+    ranking = output("best sweep --json", folder)
     names = {candidate["name"] for candidate in ranking["best"]}
     assert names == {"base model", *(f"{trial}/step-{step}" for trial in ("first", "second") for step in (2, 4))}
     for name in ("first", "second"):
-        alone = json.loads(run(f"best sweep/trials/{name} --json", folder).partition("\n{")[2].join(("{", "")))
+        alone = output(f"best sweep/trials/{name} --json", folder)
         losses = {candidate["name"]: candidate["loss"] for candidate in ranking["best"]}
         for candidate in alone["best"]:
             of_all = losses.get(f"{name}/{candidate['name']}", losses["base model"])
             assert candidate["loss"] == of_all, "ranked together as alone"
+    assert "it is a sweep, whose adapters are in its trials" in run("export sweep --to adapter", folder, code=2)
     run("export sweep/trials/second --to adapter", folder)
     run("generate sweep/trials/second --prompt mast --tokens 2", folder)
-    report = json.loads(run("report sweep --json", folder).partition("{")[2].join(("{", "")))
+    report = output("report sweep --json", folder)
     found = [trial["eval_loss"] for trial in report["sweep"]["trials"]]
     assert found == sorted(found)
     assert {trial["name"] for trial in report["sweep"]["trials"]} == {"first", "second"}

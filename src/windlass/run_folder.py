@@ -34,7 +34,7 @@ BASE_MODEL: Final = "base_model.json"  # next to it: the base that the adapter w
 PROBE: Final = "probe.json"  # what answers of a server are compared with: in an export, and in a run of a large model
 REFERENCE: Final = "reference.safetensors"  # log-probabilities of a preference run's pairs before step 1
 TRIALS: Final = "trials"  # of a sweep: their folders, each a run folder; in its manifest: their states
-SETTINGS: Final = "settings"  # in a sweep's manifest: of each trial
+SWEEP_SETTINGS: Final = "settings"  # in a sweep's manifest: of each trial
 TRIAL_FILE: Final = "run.yaml"  # in a trial's folder: the run file that it is
 BASES: Final = "bases.json"  # held-out losses with the base in other dtypes, by `windlass best --base-dtype`
 

@@ -8,7 +8,7 @@ from typing import Any
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.model import Base, find_base
-from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, CHECKPOINTS, FINAL, MANIFEST
+from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, CHECKPOINTS, FINAL, MANIFEST, list_trials
 from windlass.train.checkpoint.folder import find_best, find_damage, list_checkpoints, read_eval_loss
 
 CONFIG = ADAPTER_CONFIG
@@ -42,6 +42,9 @@ def choose_adapter(path: Path) -> AdapterSource:
         why = "the folder that was named"
         parents = (path.resolve().parent, path.resolve().parent.parent)  # run/final, run/checkpoints/step-N
         run_folder = next((parent for parent in parents if "run" in read_json(parent / MANIFEST)), None)
+    elif trials := list_trials(path):
+        hint = f"name one of its trials: {', '.join(map(str, trials))}"
+        raise UserError("it is a sweep, whose adapters are in its trials", str(path), hint, "is-a-sweep")
     elif (path / MANIFEST).is_file():
         folder, why = _choose_best(path)
         run_folder = path

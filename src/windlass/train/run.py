@@ -160,6 +160,8 @@ def train_run(plan: Plan, session: Session) -> int:
             facts = {**describe_run(plan, session.identity), **base, **fingerprints}
             loop = make_loop(plan, session, model, data, tokenizer, facts=facts)
             session.base.undo.callback(loop.model.patches.undo)
+            if job.train.compile:
+                session.base.undo.callback(torch.compiler.reset)  # the next trial compiles as it would alone
             if from_checkpoint is not None:
                 require_steps_left(from_checkpoint, loop.length.total, plan)
                 other_length = explain_other_length(from_checkpoint, loop.length.total)

@@ -16,7 +16,7 @@ from windlass.observe.background import BackgroundReport
 from windlass.observe.watch.detectors import AlarmError
 from windlass.plan import Plan
 from windlass.ranks import collectives
-from windlass.run_folder import FAILED, FINISHED, RUNNING, SETTINGS, STOPPED, TRIAL_FILE, TRIALS, WAITING
+from windlass.run_folder import FAILED, FINISHED, RUNNING, STOPPED, SWEEP_SETTINGS, TRIAL_FILE, TRIALS, WAITING
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.checkpoint.resume import describe_run, record_failure, require_same_data, require_same_run
 from windlass.train.session import Session
@@ -151,7 +151,10 @@ def claim_sweep(plan: Plan, session: Session, held: contextlib.ExitStack) -> dic
     raise_all(problems)
     of_trials = {
         TRIALS: {**before.get(TRIALS, {}), **states},
-        SETTINGS: {**before.get(SETTINGS, {}), **{name_trial(trial): get_settings(trial) for trial in plan.trials}},
+        SWEEP_SETTINGS: {
+            **before.get(SWEEP_SETTINGS, {}),
+            **{name_trial(trial): get_settings(trial) for trial in plan.trials},
+        },
     }
     run_folder.begin_manifest(folder, describe_run(plan, session.identity) | of_trials)
     with session.unwritten(folder / run_folder.PLAN):

@@ -140,7 +140,7 @@ def render_page(runs: Sequence[Facts], sweep: SweepResult | None = None) -> str:
         scripts=("uplot.min.js", "scheme.js", "page.js"),
         styles=("uplot.min.css", "page.css"),
         runs=runs,
-        trials=sweep.trial_rows() if sweep else [],
+        trials=sweep.trial_rows(wide=True) if sweep else [],
         effects=sweep.effect_rows() if sweep else [],
         overlays=overlays,
         figures=compare_figures(runs),
@@ -197,10 +197,10 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 def print_sweep(sweep: SweepResult, console: Console) -> None:
     """Print the trials, the best first, and what each setting did."""
-    for rows in filter(None, (sweep.trial_rows(), sweep.effect_rows())):
+    for rows in filter(None, (sweep.trial_rows(wide=False), sweep.effect_rows())):
         table = Table(box=None, pad_edge=False)
         for name in rows[0]:
-            table.add_column(name, overflow="fold")
+            table.add_column(name, overflow="fold", no_wrap=name in ("trial", "settings", "setting"))
         for row in rows[1:]:
             table.add_row(*map(Text, row))
         console.print(table)

@@ -47,11 +47,15 @@ class SweepResult:
     def keys(self) -> list[str]:
         return list(dict.fromkeys(key for trial in self.trials for key in trial.settings))
 
-    def trial_rows(self) -> list[list[str]]:
-        """Return the table of trials as text; its first row is its head."""
-        rows = [["trial", *self.keys, "evaluation loss", "final loss", "steps", "time", "state"]]
+    def trial_rows(self, *, wide: bool) -> list[list[str]]:
+        """Return the table of trials as text; its first row is its head. wide: with a column for each key."""
+        rows = [
+            ["trial", *(self.keys if wide else ["settings"]), "evaluation loss", "final loss", "steps", "time", "state"]
+        ]
         for trial in self.trials:
             values = [show_value(trial.settings[key]) if key in trial.settings else NONE for key in self.keys]
+            if not wide:
+                values = ["\n".join(f"{key} {show_value(value)}" for key, value in trial.settings.items())]
             losses = [format_figure(loss, digits=5) for loss in (trial.eval_loss, trial.final_loss)]
             state = f"{trial.state}; {trial.note}" if trial.note else trial.state
             cells = [*losses, format_figure(trial.steps), format_duration(trial.seconds), state]
@@ -69,7 +73,7 @@ class SweepResult:
 
 def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
     """Compare a sweep's trials. `runs`: the facts of those that have begun, by folder."""
-    settings = run_folder.read_manifest(folder).get(run_folder.SETTINGS) or {}
+    settings = run_folder.read_manifest(folder).get(run_folder.SWEEP_SETTINGS) or {}
     rows_of = {path: identify_rows(facts) for path, facts in runs.items()}
     seen = [rows for rows in rows_of.values() if rows]
     usual = max(seen, key=seen.count) if seen else None
