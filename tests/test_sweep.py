@@ -355,8 +355,9 @@ def test_a_base_that_is_not_as_it_was_loaded_ends_the_sweep(material: Path, monk
     weight = model.get_submodule("model.layers.0.self_attn.o_proj").weight.data
     kept = weight[3, 4].clone()
     weight[3, 4] += 1e-6
-    with refused("base-changed", "sweep: trial second", RunError):
+    with refused("base-changed", "sweep: trial second", RunError) as problems:
         base.restore("sweep: trial second")
+    assert "o_proj.weight is not as it was loaded" in problems[0].problem
     weight[3, 4] = kept
     base.restore("sweep: trial second")
     weight[[0, 1]] = weight[[1, 0]]
