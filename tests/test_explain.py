@@ -231,8 +231,8 @@ def test_explain_shows_where_a_run_sets_a_key(tmp_path: Path) -> None:
 def test_questions_lead_to_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     """By any of their words; the commands exist, with these options, and stay on a line."""
     for words, topic, answer in (
-        ("how do I run trials?", "trials", "windlass report r8 r16 r32"),
-        ("sweep", "trials", "--override train.output_dir=r$r"),
+        ("how do I run trials?", "trials", "sweep.lora.r=[8, 16, 32]"),
+        ("grid search", "trials", "windlass best RUN_FOLDER"),
         ("several adapters", "adapters", "lora.adapter: FOLDER"),
         ("a benchmark", "benchmark", "lm_eval --model hf"),
         ("W&B", "trackers", "train.report_to: wandb"),

@@ -242,3 +242,30 @@ def patch_peft() -> Iterator[None]:
         patches.replace(ParamWrapper, "_get_in_out_features", stack_sizes)
         patches.replace(ParamWrapper, "_move_adapter_to_device_of_base_layer", cut_and_move)
         yield
+
+
+# --- a base without everything that a run did to it ---
+
+Attribute = tuple[str, Any, Any]  # name, value, and a copy of what it contains
+CONTAINERS: Final = (dict, list, set)  # of a module: hooks, children, buffers; changed in place
+
+
+def list_attributes(owner: Any) -> Iterator[Attribute]:
+    """Yield the attributes of a module or a configuration, except parameters: FSDP2 exchanges them itself."""
+    for name, value in vars(owner).items():
+        if name != "_parameters":
+            yield name, value, value.copy() if isinstance(value, CONTAINERS) else None
+
+
+def restore_attributes(owner: Any, cls: type, attributes: Collection[Attribute]) -> None:
+    """Give a module or a configuration back its class and attributes, and take away all others."""
+    owner.__class__ = cls
+    known = {name for name, _, _ in attributes} | {"_parameters"}
+    for name in [name for name in vars(owner) if name not in known]:
+        del vars(owner)[name]
+    for name, value, content in attributes:
+        vars(owner)[name] = value
+        if content is not None:
+            value.clear()
+            extend = value.extend if isinstance(value, list) else value.update
+            extend(content)

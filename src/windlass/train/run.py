@@ -100,16 +100,12 @@ def train_run(plan: Plan, session: Session) -> int:
     console = session.console
     unwritten = session.unwritten
     allow_other_base = session.options.allow_other_base
-    resume = session.options.resume
     collectives.set_timeout(max(LOADING_SECONDS, job.train.ddp_timeout))
 
     with contextlib.ExitStack() as held:  # the lock of the run folder
         # 2. Claim the run folder: a new one, or an unfinished one to continue. A finished one is never touched.
-        from_checkpoint = collectives.run_on_rank_0(
-            lambda: claim_run_folder(
-                plan, session.identity, unwritten, held, resume=resume, allow_other_base=allow_other_base
-            )
-        )
+        begin = partial(claim_run_folder, resume=session.options.resume, allow_other_base=allow_other_base)
+        from_checkpoint = collectives.run_on_rank_0(lambda: begin(plan, session.identity, unwritten, held))
         print_header(console, plan, os.environ)
 
         with record_failure(folder):

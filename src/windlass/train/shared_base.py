@@ -1,7 +1,7 @@
 """The base that the trials of a sweep share: loaded once, and put back as it was loaded after every trial."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from windlass.errors import RunError
 from windlass.ranks import collectives
 from windlass.train.parallel import get_device, reshard
+from windlass.train.patches import Attribute, list_attributes, restore_attributes
 
 CHUNK: Final = 2**22  # numbers that are added up at a time
-CONTAINERS: Final = (dict, list, set)  # of a module: hooks, children, buffers; changed in place
 HINT: Final = (
     "finished trials before it are as they would be alone; report it with the output of `windlass bug-report RUN`"
 )
@@ -57,7 +57,7 @@ class Record:
         self.owners: list[Any] = [*model.modules()]
         configs = [module.config for module in self.owners if hasattr(module, "config")]
         self.owners += {id(config): config for config in configs}.values()
-        self.attributes = [list(list_attributes(owner)) for owner in self.owners]
+        self.attributes: list[list[Attribute]] = [list(list_attributes(owner)) for owner in self.owners]
         self.classes = [type(owner) for owner in self.owners]
         self.parameters = [list(getattr(owner, "_parameters", ())) for owner in self.owners]
         self.checksums = compute_checksums(model)
@@ -66,16 +66,7 @@ class Record:
         """Set every attribute as it was; return what is still different."""
         reshard(self.model)
         for owner, cls, attributes in zip(self.owners, self.classes, self.attributes, strict=True):
-            owner.__class__ = cls
-            known = {name for name, _, _ in attributes} | {"_parameters"}
-            for name in [name for name in vars(owner) if name not in known]:
-                del vars(owner)[name]
-            for name, value, content in attributes:
-                vars(owner)[name] = value
-                if content is not None:
-                    value.clear()
-                    extend = value.extend if isinstance(value, list) else value.update
-                    extend(content)
+            restore_attributes(owner, cls, attributes)
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
             parameter.grad = None
@@ -88,17 +79,6 @@ class Record:
         return wrong + [
             f"{name} is not as it was loaded" for name, sum_ in self.checksums.items() if now.get(name) != sum_
         ]
-
-
-def list_attributes(owner: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, value, and a copy of what a container contains. Parameters are FSDP2's to exchange."""
-    for name, value in vars(owner).items():
-        if name != "_parameters":
-            yield name, value, copy_container(value)
-
-
-def copy_container(value: Any) -> Any:
-    return value.copy() if isinstance(value, CONTAINERS) else None
 
 
 @torch.no_grad()
