@@ -96,7 +96,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
             "seconds": plan.seconds,
             **_pick(plan, "hours gpu_hours"),
         },
-        "trials": describe_trials(plan.trials),
+        **({"trials": describe_trials(plan.trials)} if plan.trials else {}),
         "advice": [asdict(advice) for advice in plan.advice],
         "warnings": [asdict(warning) for warning in plan.warnings],
         "notes": list(plan.notes),
