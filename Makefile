@@ -19,7 +19,7 @@ test-long: $(STAMP) browser  ## what takes longer and CI runs as well
 	$(BIN)/pytest -m "long and not prove" -n 2 --dist loadfile
 
 # The long proofs in parts of at most an hour on two cores; `make prove-hosts` runs one. Those that measure time run alone.
-PROVE_training := test_train test_sweep test_train_batches test_train_loop test_checkpoint_kills test_checkpoint_resume test_samples
+PROVE_training := test_train test_train_batches test_train_loop test_checkpoint_kills test_checkpoint_resume test_samples
 PROVE_pairs := test_pairs test_preference_ranks
 PROVE_families := test_families test_cost_against_torch test_collectives test_load
 PROVE_hosts := test_launch_hosts test_launch_slurm test_launch_skypilot test_check_nodes test_self_test test_script_run test_watch_run

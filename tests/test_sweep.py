@@ -241,29 +241,6 @@ def same_adapter(one: Path, other: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.prove
-@pytest.mark.timeout(1500)
-def test_a_sweep_that_is_killed_ten_times_ends_as_if_it_never_was(whole: Path, material: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(material, tmp_path / "here", ignore=shutil.ignore_patterns("whole"))
-    file = write_long(folder, "whole")
-    chance = random.Random(1)
-    code = None
-    for _ in range(10):
-        process = start(f"train {file} --resume", folder, warm.python())
-        before = sum(map(count_steps, (folder / "whole" / "trials").glob("*")))
-        due = before + chance.randrange(3, 20)
-        wait_for(lambda due=due: sum(map(count_steps, (folder / "whole" / "trials").glob("*"))) > due, process)  # type: ignore
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        time.sleep(1)  # ranks end with their parent
-        code = process.returncode
-    if not all((trial / "final").exists() for trial in list_trials(folder / "whole")):
-        run(f"train {file} --resume", folder)
-    assert code is not None
-    for name in TRIALS:
-        same_adapter(folder / "whole" / "trials" / name, whole / "trials" / name)
-
-
 @pytest.mark.long
 @pytest.mark.fault("a trial of a sweep that diverges", "`windlass train`", "an alarm ended 1 of 3 trials: second")
 def test_a_trial_that_diverges_ends_alone(material: Path, tmp_path: Path) -> None:
