@@ -312,6 +312,20 @@ def test_what_the_template_needs_for_the_rows_is_set_with_the_reason(tmp_path: P
     assert "  reasoning: drop  # " in made.text
 
 
+@pytest.mark.parametrize(
+    "rejected",
+    [
+        {"rejected_response": "rope"},
+        {"rejected_messages": [{"role": "user", "content": "hull"}, {"role": "assistant", "content": "rope"}]},
+    ],
+)
+def test_chats_with_a_rejected_answer_are_pairs(tmp_path: Path, model: Path, rejected: dict[str, Any]) -> None:
+    chat = [{"role": "user", "content": "hull"}, {"role": "assistant", "content": "keel"}]
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'messages': chat, **rejected})}\n" * 40)
+    made = draft.draft_run(str(model), str(tmp_path / "rows.jsonl"), "1xcpu", print)
+    assert made.settings["train.objective"][0] == "dpo"
+
+
 def test_without_gpus_any_number_of_ranks_divides_the_batch(tmp_path: Path, model: Path) -> None:
     made = draft.draft_run(str(model), write_rows(tmp_path, "jsonl"), None, print)
     assert made.settings["train.global_batch_size"][0] % 8 == 0

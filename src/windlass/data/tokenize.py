@@ -220,7 +220,7 @@ def tokenize(
     """Tokenize all rows that have a supervised token. `counts` records what became of each row; `place`: where rows
     are."""
     with allow_rust_threads(threads):
-        done = [tokenize_rows(batch, kind, tokenizer, max_length) for batch in split_into_batches(iter(rows))]
+        done = (tokenize_rows(batch, kind, tokenizer, max_length) for batch in split_into_batches(iter(rows)))
         return assemble(done, kind, max_length, place=place)
 
 

@@ -270,8 +270,9 @@ def _sample_split(
 
 def _find_answers(row: dict[str, Any], data: Data) -> list[str]:
     """Return the columns of the chosen and the rejected answer; none if a row is no pair."""
-    answers = [data.columns.get(name, name) for name in ("chosen", "rejected")]
-    return answers if all(row.get(name) for name in answers) else []
+    forms = (("chosen", "rejected"), ("messages", "rejected_response"), ("messages", "rejected_messages"))
+    named = ([data.columns.get(name, name) for name in form] for form in forms)
+    return next((answers for answers in named if all(row.get(name) for name in answers)), [])
 
 
 def _drop_shorter(row: dict[str, Any], answers: list[str]) -> dict[str, Any]:
