@@ -193,8 +193,10 @@ def test_a_killed_process_is_an_error_that_says_so(
 
 
 PREPARE = """
+import signal
 import sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 from transformers import AutoTokenizer
 from windlass.data import sources, tokenize, workers
 from windlass.data.formats import choose_format
