@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import warm
 from refusals import refused
+from safetensors.torch import load_file
 
 from windlass import tiny
 from windlass.files import read_json, read_json_lines
@@ -116,3 +118,18 @@ def test_report_and_card_are_of_pairs(folder: Path) -> None:
     assert "It was tuned on 160 pairs" in card
     assert "the reference is the adapter that it began with, first/final." in card
     assert "accuracy" in windlass(folder, "watch", "second", "--once")
+
+
+def test_trials_with_another_beta_equal_runs_alone(folder: Path) -> None:
+    """And their losses, which are of other functions, are not offered for comparison without a word."""
+    short = overrides("train.max_steps=4", "train.eval_steps=2", "train.save_steps=2", "train.learning_rate=5e-3")
+    of_sweep = overrides("train.output_dir=betas", "sweep.dpo.beta=[0.1,0.5]")
+    windlass(folder, "train", "run.yaml", *short, *of_sweep)
+    windlass(folder, "train", "betas/trials/beta0.5/run.yaml", *overrides("train.output_dir=alone"))
+    for name in ("final/adapter_model.safetensors", "reference.safetensors"):
+        alone, trial = (load_file(folder / run / name) for run in ("alone", "betas/trials/beta0.5"))
+        assert alone.keys() == trial.keys()
+        assert all(torch.equal(alone[key], trial[key]) for key in alone)
+    printed = windlass(folder, "report", "betas")
+    assert "dpo.beta: another value is another loss" in printed
+    assert "beta0.5/step-4" in windlass(folder, "best", "betas", "--by", "accuracy").replace("\n", "")

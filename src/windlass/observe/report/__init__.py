@@ -142,6 +142,7 @@ def render_page(runs: Sequence[Facts], sweep: SweepResult | None = None) -> str:
         runs=runs,
         trials=sweep.trial_rows(wide=True) if sweep else [],
         effects=sweep.effect_rows() if sweep else [],
+        caution=sweep.caution if sweep else "",
         overlays=overlays,
         figures=compare_figures(runs),
         differences=compare_run_files(runs) if len(runs) > 1 else [],
@@ -205,3 +206,5 @@ def print_sweep(sweep: SweepResult, console: Console) -> None:
             table.add_row(*map(Text, row))
         console.print(table)
         console.print()
+    if sweep.caution:
+        console.print(Text(f"{sweep.caution}\n"), style="yellow")

@@ -47,6 +47,13 @@ class SweepResult:
     def keys(self) -> list[str]:
         return list(dict.fromkeys(key for trial in self.trials for key in trial.settings))
 
+    @property
+    def caution(self) -> str:
+        """Why the losses can't be compared: keys of the objective change what they measure. Empty if they can."""
+        keys = [key for key, *_ in self.effects if key.partition(".")[0] in ("dpo", "orpo")]
+        named = " and ".join(dict.fromkeys(keys))
+        return f"{named}: another value is another loss; compare by `windlass best --by accuracy`" if named else ""
+
     def trial_rows(self, *, wide: bool) -> list[list[str]]:
         """Return the table of trials as text; its first row is its head. wide: with a column for each key."""
         rows = [
