@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -26,6 +27,7 @@ from trl import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from windlass import tiny
+from windlass.data import prepare
 from windlass.data.collate import Collator, PaddedCollator, PaddedPackingCollator, PaddingFreeCollator
 from windlass.data.packing import group_by_length, pack_rows, shuffle
 from windlass.data.prepare import PreparedData, prepare_data
@@ -217,6 +219,20 @@ def test_a_stream_gives_every_row_once_an_epoch_in_one_order(rows: Path, tokeniz
     packed = prepare_data(run_file(rows, streaming=True), tokenizer, say=print)
     batch = packed.collator(7)(list(itertools.islice(packed.train, 2)))
     assert (batch["position_ids"] == 0).sum() > 2
+
+
+def test_a_bad_row_of_a_stream_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the rows that are audited before training."""
+    monkeypatch.setattr(prepare, "STREAM_AUDIT_ROWS", 10)
+    rows: list[dict[str, Any]] = [{"text": f"One of {number} rows."} for number in range(60)]
+    rows[40] = {"text": ["no", "text"]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    streamed = prepare_data(run_file(path, streaming=True, packing=False), tokenizer, say=print).train
+    with refused("column-not-text", f"{path}: row 41"):
+        next(iter(streamed))
 
 
 def test_writing_and_reading_rows_imports_no_pandas(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ class Tokenized:
     """The `max_length` that the pairs which are too long need."""
 
 
-class RowError(Exception):
+class NumberedRowError(Exception):
     """An error in a row, whose number is counted from 0."""
 
     def __init__(self, number: int, error: UserError) -> None:
@@ -239,7 +239,7 @@ def tokenize_rows(rows: Iterable[Row], kind: Format, tokenizer: Any, max_length:
             for one in found:
                 require_utf8(one.text)
         except UserError as error:
-            raise RowError(number, error) from None
+            raise NumberedRowError(number, error) from None
         for kind_of, example in dict(itertools.chain(*(one.remarks.items() for one in found))).items():
             remarks.setdefault(kind_of, (example, []))[1].append(number)
         rendered += found
@@ -301,7 +301,7 @@ def assemble(
                 documents = replace(documents, ids=NONE, supervised=NONE, starts=starts, file=file)
             parts.append(documents)
             progress(counts["rows"])
-    except RowError as error:
+    except NumberedRowError as error:
         first = error.error.problems[0]
         at = place(counts["rows"] + error.number)
         if first.where == "data":

@@ -48,8 +48,8 @@ def print_ranking(ranking: Ranking) -> None:
     counted = f"{ranking.rows} pairs" if of_pairs else f"{ranking.rows} rows, {ranking.tokens} supervised tokens"
     table = Table(title=f"{counted}, ranked by {ranking.by}" if of_pairs else counted, title_justify="left")
     for name in ("adapter", "loss", *["accuracy"] * of_pairs, "worse by", "95% interval", ""):
-        justify = "right" if name in ("loss", "accuracy", "worse by") else "left"
-        table.add_column(name, justify=justify, no_wrap=name == "adapter")
+        is_number = name in ("loss", "accuracy", "worse by")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=name == "adapter")
     for candidate in ranking.candidates:
         cells = [candidate.name, f"{candidate.loss:.4f}"]
         cells += [] if candidate.accuracy is None else [f"{candidate.accuracy:.1%}"]
