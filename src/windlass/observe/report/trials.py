@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from windlass import run_folder
+from windlass.errors import make_pasteable
 from windlass.observe.format import NONE, format_duration, format_figure
 from windlass.observe.reader import get_path
 from windlass.observe.report.facts import Facts
@@ -35,6 +36,7 @@ class TrialResult:
 class SweepResult:
     """All trials, the best first; and for each key's value the mean and the lowest evaluation loss of its trials."""
 
+    folder: Path
     trials: tuple[TrialResult, ...]
     effects: tuple[tuple[str, str, int, float, float], ...]
 
@@ -52,7 +54,10 @@ class SweepResult:
         """Why the losses can't be compared: keys of the objective change what they measure. Empty if they can."""
         keys = [key for key, *_ in self.effects if key.partition(".")[0] in ("dpo", "orpo")]
         named = " and ".join(dict.fromkeys(keys))
-        return f"{named}: another value is another loss; compare by `windlass best --by accuracy`" if named else ""
+        if not named:
+            return ""
+        compare = "`windlass best RUN_DIR --by accuracy` compares by what is preferred"
+        return make_pasteable(f"{named}: another value is another loss; {compare}", RUN_DIR=str(self.folder))
 
     def trial_rows(self, *, wide: bool) -> list[list[str]]:
         """Return the table of trials as text; its first row is its head. wide: with a column for each key."""
@@ -102,7 +107,7 @@ def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
             )
         )
     trials.sort(key=lambda trial: (bool(trial.note), math.inf if trial.eval_loss is None else trial.eval_loss))
-    return SweepResult(tuple(trials), tuple(list_effects(trials)))
+    return SweepResult(folder, tuple(trials), tuple(list_effects(trials)))
 
 
 def identify_rows(facts: Facts) -> tuple[Any, ...] | None:
