@@ -86,7 +86,7 @@ def of_swift(model: Path, rows: Sequence[str], out: Path, asked: Asked) -> dict[
     return {
         **PLAIN,
         "model": str(model),
-        "model_type": "qwen3_moe",
+        "model_type": "qwen3_moe" if "num_experts" in json.loads((model / "config.json").read_text()) else "llama",
         "template": "dummy",
         "dataset": str(out / "rows.jsonl"),
         "split_dataset_ratio": 0,

@@ -61,6 +61,7 @@ ENGINES = {
     "recipe": Engine("trl", "TRL + PEFT, full shard, batch 1 x 16, a row a sequence", settings={"shard": True}),
     "TRL, one process": Engine("trl", "the same on one rank with all cores, batch 1 x 32", ranks=1),
     "TRL, DDP": Engine("trl", "the recipe with the base whole on each rank"),
+    "TRL, DDP, packed": Engine("trl", "rows laid end to end to 1024, which see each other", settings={"packs": True}),
     "TRL, DDP, seed 43": Engine("trl", "another adapter drawn, another order", settings={"seed": 43}),
     "TRL, DDP, seed 44": Engine("trl", "and another: what chance does to the held-out loss", settings={"seed": 44}),
     "llamafactory": Engine("llamafactory", "its DDP, the same batch and rows"),
@@ -81,7 +82,7 @@ ENGINES = {
 class Sizes:
     hidden: int = 512
     layers: int = 4
-    experts: int = 32
+    experts: int = 32  # 0: a dense Llama
     rows: int = 256
     held_out: int = 64
 
@@ -105,21 +106,20 @@ def make(folder: Path, sizes: Sizes, text: Path | None) -> int:
 
     from windlass import tiny
 
+    experts: dict[str, Any] = {"experts": sizes.experts, "top_k": 4, "moe_intermediate": sizes.hidden // 2}
     tiny.write_model(
         folder / "model",
-        "qwen3_moe",
+        "qwen3_moe" if sizes.experts else "llama",
         quantization="none",
         wrapper=False,
         dtype="float32",
         hidden=sizes.hidden,
         layers=sizes.layers,
         heads=8,
-        experts=sizes.experts,
-        top_k=4,
-        intermediate=sizes.hidden,
-        moe_intermediate=sizes.hidden // 2,
+        intermediate=sizes.hidden if sizes.experts else sizes.hidden * 8 // 3,
         vocab=4096,
         config={"initializer_range": 0.05},
+        **(experts if sizes.experts else {}),
     )
     lines = text.read_text().splitlines() if text else "\n\n".join(pydoc_data.topics.topics.values()).split("\n\n")
     lines = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
@@ -143,7 +143,8 @@ def command(name: str, setting: Setting) -> list[str]:
         return [sys.executable, "-m", "windlass", "train", str(run_file(engine, setting, out))]
     if engine.kind == "trl":
         experts = ["--adapt-experts"] if setting.adapt_experts else []
-        return [sys.executable, __file__, "--rank-of", name, "--folder", str(setting.folder), *experts]
+        packed = ["--packed-a-rank", str(setting.packed_a_rank)]
+        return [sys.executable, __file__, "--rank-of", name, "--folder", str(setting.folder), *packed, *experts]
     asked = peers.Asked(TARGETS, LENGTH, R, ALPHA, RATE, SEED, accumulation=ROWS_A_STEP // engine.ranks)
     return peers.command(engine.kind, setting.peers[engine.kind], setting.folder, out, asked)
 
@@ -189,7 +190,7 @@ def wrapped(model: Any) -> Any:
     return model
 
 
-def rank_of(name: str, folder: Path, adapt_experts: bool) -> None:
+def rank_of(name: str, folder: Path, adapt_experts: bool, packed_a_rank: int) -> None:
     """Run one rank of TRL + PEFT: the recipe with only the repairs it needs to run (renamed keys, real sharding)."""
     import torch
     from datasets import load_dataset
@@ -197,15 +198,18 @@ def rank_of(name: str, folder: Path, adapt_experts: bool) -> None:
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    world, out = int(os.environ["WORLD_SIZE"]), Setting(folder, adapt_experts, 0, {}).of(name)
+    world, out = int(os.environ["WORLD_SIZE"]), Setting(folder, adapt_experts, packed_a_rank, {}).of(name)
     if world > 1:
         torch.distributed.init_process_group("gloo")
     seed = ENGINES[name].settings.get("seed", SEED)
     torch.manual_seed(seed)
     model = get_peft_model(load_model(folder), lora_config(adapt_experts))
+    settings = trl_settings(out, ROWS_A_STEP // world, seed)
+    if ENGINES[name].settings.get("packs"):
+        settings |= {"packing": True, "packing_strategy": "wrapped", "gradient_accumulation_steps": packed_a_rank}
     trainer = SFTTrainer(
         model=wrapped(model) if ENGINES[name].settings.get("shard") else model,
-        args=SFTConfig(**trl_settings(out, ROWS_A_STEP // world, seed)),
+        args=SFTConfig(**settings),
         train_dataset=load_dataset("json", data_files=str(folder / "data" / "train.jsonl"), split="train"),
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
     )
@@ -215,9 +219,9 @@ def rank_of(name: str, folder: Path, adapt_experts: bool) -> None:
 
 def load_model(folder: Path) -> Any:
     import torch
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    return Qwen3MoeForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).requires_grad_(False)
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).requires_grad_(False)
 
 
 def lora_config(adapt_experts: bool) -> Any:
@@ -290,7 +294,7 @@ def held_out(setting: Setting, names: list[str]) -> dict[str, float]:
     PEFT."""
     import torch
     from peft import PeftModel
-    from transformers import AutoTokenizer, Qwen3MoeForCausalLM
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(setting.folder / "model")
     rows = (setting.folder / "data" / "validation.jsonl").read_text().splitlines()
@@ -302,20 +306,17 @@ def held_out(setting: Setting, names: list[str]) -> dict[str, float]:
         losses = [model(input_ids=text, labels=text).loss.item() for text in texts]
         return float(sum(a * b for a, b in zip(losses, counts, strict=True)) / sum(counts))
 
-    def base() -> Any:
-        return Qwen3MoeForCausalLM.from_pretrained(setting.folder / "model", dtype=torch.float32).eval()
-
-    found = {"bare base": loss(base())}
+    found = {"bare base": loss(load_model(setting.folder).eval())}
     for name in names:
         adapter = next(setting.of(name).rglob("final/**/adapter_model.safetensors"))
-        found[name] = loss(PeftModel.from_pretrained(base(), adapter.parent).eval())
+        found[name] = loss(PeftModel.from_pretrained(load_model(setting.folder), adapter.parent).eval())
     return found
 
 
 def main() -> None:
     given = arguments()
     if given.rank_of:
-        rank_of(given.rank_of, given.folder, given.adapt_experts)
+        rank_of(given.rank_of, given.folder, given.adapt_experts, given.packed_a_rank)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that networks are taken down
     installed = dict(pair.split("=", 1) for pair in given.peer)
@@ -355,6 +356,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rank-of", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--packed-a-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
