@@ -8,7 +8,7 @@ import re
 import warnings
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from windlass.runfile.machines import Cluster, LayoutSection, Ranks
 from windlass.runfile.objectives import OBJECTIVES, Dpo, Objective, ObjectiveName, Orpo
@@ -497,6 +497,16 @@ class Run(Section):
         return self.layout.ranks or math.prod(self.cluster.size)
 
 
+class Sweep(Section):
+    """Keys of the run file with lists of values, and what a sweep does besides."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, list[Any]]
+
+    trials: list[Any] = Field(default=[])
+    """The trials one by one, as mappings of keys to values, instead of lists of values; `name` names one."""
+
+
 class RunFile(Run):
     """One run: the model, the adapter, the data, the training, and the machines it runs on."""
 
@@ -523,7 +533,7 @@ class RunFile(Run):
     """Odds-ratio preference optimization, with train.objective: orpo. It has no reference, and needs no sft before."""
     export: Export = Field(default_factory=Export)
     """Where the adapter will be used."""
-    sweep: dict[Text, list[Any]] = Field(default={})
+    sweep: Sweep = Field(default_factory=Sweep)
     """Several trials on one loaded base, one after the other: values of keys, of which every combination is a trial, or
     under `trials` a list of mappings. Each trial is a run in a folder below output_dir, and what it would be alone."""
 

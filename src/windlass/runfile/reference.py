@@ -57,6 +57,9 @@ def find_section(annotation: Any) -> Root | None:
 
 def find_item_annotation(annotation: Any, kind: type) -> Any:
     """Return the annotation of a list's items or a mapping's values."""
+    section = find_section(annotation)
+    if kind is dict and section is not None and section.model_config.get("extra") == "allow":
+        return list[Any]  # of a key of `sweep`
     return next((get_args(option)[-1] for option in list_alternatives(annotation) if get_origin(option) is kind), None)
 
 

@@ -11,11 +11,13 @@ from typing import Any, Final
 
 from windlass.errors import Problem
 from windlass.run_folder import TRIALS
+from windlass.runfile.fields import Sweep
 from windlass.runfile.names import RENAMED
 from windlass.runfile.reference import find_annotation, format_yaml
 from windlass.runfile.resumed import FREE
 
 NAME: Final = "name"  # of a trial, in such a mapping
+OPTIONS: Final = frozenset(Sweep.model_fields) - {TRIALS}  # of a sweep; its other keys are those of the run file
 
 # What all trials share though a resumed run compares it, and why: sections, and keys of others.
 SHARED: Final[dict[str, str]] = {
@@ -93,6 +95,7 @@ def why_shared(key: str) -> str:
 
 def list_trials(sweep: Mapping[str, Any], where: Callable[[str], str]) -> tuple[list[Trial], list[Problem]]:
     """Return the trials of a sweep, or what is wrong with its keys. `where`: the place of a path of the run file."""
+    sweep = {name: values for name, values in sweep.items() if name not in OPTIONS}
     keys: dict[str, str] = {}  # path of each key -> key
     for name, value in sweep.items():
         if name != TRIALS:
