@@ -127,7 +127,7 @@ BAD_KEYS = {
     "sample_packing: true": ("sample_packing", "write data.packing"),
     "layout: {tensor_parallel: 2}": ("layout.tensor_parallel", "there is no tensor parallelism"),
     "layout: {pp_size: 2}": ("layout.pp_size", "there is no pipeline parallelism"),
-    "train: {sequence_parallel_size: 2}": ("train.sequence_parallel_size", "there is no context or sequence"),
+    "train: {sequence_parallel_size: 2}": ("train.sequence_parallel_size", "write layout.context_parallel"),
     "layout: {zero_stage: 3}": ("layout.zero_stage", "full-shard for ZeRO-3"),
     "layout: {ep_size: 2}": ("layout.ep_size", "write layout.expert_parallel"),
     "layout: {dp_shard_size: 2}": ("layout.dp_shard_size", "write layout.shard"),

@@ -183,7 +183,7 @@ def _find_short_schedule(plan: Plan) -> Iterator[Caution]:
     steps = plan.schedule.steps
     if steps is None or steps >= FEW_STEPS or train.max_steps > 0:
         return
-    at_once = train.least_batch * plan.layout.ranks
+    at_once = train.least_batch * plan.layout.readers
     fewer = int((plan.schedule.rows or 0) * train.epochs) // (FEW_STEPS * at_once)
     override = f"train.gradient_accumulation_steps={fewer}"
     if train.global_batch_size is not None:

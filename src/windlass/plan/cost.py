@@ -60,7 +60,7 @@ def estimate_cost(work: Workload, lengths: RowLengths | None = None, *, advise: 
 def _estimate_padded_time(work: Workload, lengths: RowLengths) -> StepTime:
     """Return the time with rows padded to the longest of their micro-batch."""
     batch = work.batch
-    padded = lengths.pad(batch.micro, batch.micro * batch.accumulation * work.layout.ranks)
+    padded = lengths.pad(batch.micro, batch.micro * batch.accumulation * work.layout.readers)
     time = estimate_time(replace(work, batch=replace(batch, length=math.ceil(padded))))
     useful = min(1.0, lengths.usual / padded)
     return replace(

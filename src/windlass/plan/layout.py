@@ -37,6 +37,7 @@ class Layout:
     shard: int  # ranks that the dense weights are split over (transformers' fsdp_size)
     replicate: int = 1  # replicas of the dense weights (dp_replicate_size)
     expert_parallel: int = 1  # ep_size: experts stay on their rank, tokens are sent
+    context_parallel: int = 1  # consecutive ranks that the tokens of each row are split over
     reshard_after_forward: bool = True
     offload: bool = False  # the frozen base is stored in host memory; the adapter and its states stay on the GPU
     activation_checkpointing: bool = False
@@ -46,6 +47,11 @@ class Layout:
     @property
     def ranks(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def readers(self) -> int:
+        """Return the ranks, or groups of ranks that split rows, that read rows of their own."""
+        return self.ranks // self.context_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,7 @@ class LayoutRequest:
     shard: int | None = None
     replicate: int | None = None
     expert_parallel: int | None = None
+    context_parallel: int | None = None
     reshard_after_forward: bool | None = None
     offload: bool | None = None  # False: no layout may offload
     activation_checkpointing: bool | None = None
@@ -69,6 +76,11 @@ class LayoutRequest:
     @property
     def ranks(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def readers(self) -> int:
+        """Return the ranks, or groups of ranks that split rows, that read rows of their own."""
+        return self.ranks // (self.context_parallel or 1)
 
 
 def why_weights_needed(lora: Lora) -> str:
@@ -122,6 +134,7 @@ def resolve_layout(request: LayoutRequest, experts: int) -> Layout:
         shard=shard,
         replicate=replicate,
         expert_parallel=expert_parallel,
+        context_parallel=request.context_parallel or 1,
         reshard_after_forward=reshard,
         offload=bool(request.offload),
         activation_checkpointing=bool(request.activation_checkpointing),

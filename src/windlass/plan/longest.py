@@ -74,7 +74,7 @@ def _bisect(plan: Plan, layout: Layout) -> int:
 
 def _estimate(plan: Plan, layout: Layout, tokens: int) -> Cost:
     """Return the cost of rows of one document of this many tokens, one row per micro-batch."""
-    batch = replace(plan.search.batches(layout.ranks)[0], length=tokens)
+    batch = replace(plan.search.batches(layout.readers)[0], length=tokens)
     return estimate_cost(replace(plan.search.work, layout=layout, batch=batch, document=None), advise=False)
 
 

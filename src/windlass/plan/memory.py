@@ -399,7 +399,7 @@ class Tokens:
     @classmethod
     def of(cls, work: Workload) -> Tokens:
         return cls(
-            count=work.batch.tokens,
+            count=work.tokens,
             width=work.width,
             cast=work.shape.adapter.dtype_bytes > work.width,
             mask=1.0 if work.dropout else 0.0,

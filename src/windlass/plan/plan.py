@@ -25,6 +25,7 @@ from windlass.plan.resolve import resolve_auto
 from windlass.plan.rows import Counts, DataSample, sample_data
 from windlass.plan.schedule import Schedule, make_schedule
 from windlass.plan.search import Candidate, Search, choose, divide_batch
+from windlass.plan.split_rows import check_split_rows
 from windlass.plan.validate import check_expert_settings, check_family, check_request, check_rows, find_base_dtypes
 from windlass.runfile import Loaded, RunFile, resolve_accumulation
 
@@ -112,13 +113,13 @@ class Plan:
             return None
         if known:
             return {part: sum(seconds[part] for seconds in known) for part in known[0]} | {"load": known[0]["load"]}
-        return self._seconds(self.cost, self.layout.ranks, self.schedule)
+        return self._seconds(self.cost, self.layout.readers, self.schedule)
 
-    def _seconds(self, cost: Cost, ranks: int, schedule: Schedule) -> dict[str, float] | None:
+    def _seconds(self, cost: Cost, readers: int, schedule: Schedule) -> dict[str, float] | None:
         if schedule.steps is None:
             return None
-        evaluated = math.ceil((self.evaluated or 0) / ranks)
-        trained = math.ceil((schedule.rows or 0) / ranks)
+        evaluated = math.ceil((self.evaluated or 0) / readers)
+        trained = math.ceil((schedule.rows or 0) / readers)
         saving = schedule.checkpoint_bytes / self.machine.rates.storage_gb_per_second / 1e9
         return {
             "load": cost.load_seconds,
@@ -139,10 +140,10 @@ class Plan:
 
     def estimate_gpu_hours(self, other: Candidate) -> float | None:
         """Return the GPU-hours of the same run under another layout."""
-        ranks = other.layout.ranks
-        schedule = make_schedule(self.run.train, other.cost.batch, ranks, self.adapter, self.counts)
-        seconds = self._seconds(other.cost, ranks, schedule)
-        return None if seconds is None else sum(seconds.values()) * ranks / 3600
+        readers = other.layout.readers
+        schedule = make_schedule(self.run.train, other.cost.batch, readers, self.adapter, self.counts)
+        seconds = self._seconds(other.cost, readers, schedule)
+        return None if seconds is None else sum(seconds.values()) * other.layout.ranks / 3600
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of `windlass plan --json` and plan.json."""
@@ -183,9 +184,10 @@ def make_plan(
         base_trained=bool(adapter.in_full or adapter.biases),
     )
     raise_all(check_expert_settings(loaded.run.train, base, where))
+    raise_all(check_split_rows(request, loaded, base, accelerate))
     sample = sample or sample_data(loaded.run.data, base.path, where)
     raise_all(check_rows(sample))
-    run, chosen = resolve_auto(loaded, base, request.ranks, request.precision, sample)
+    run, chosen = resolve_auto(loaded, base, request.readers, request.precision, sample)
     loaded = replace(loaded, run=run)
     raise_all(check_family(run, base, where))
 
@@ -201,13 +203,13 @@ def make_plan(
     # 4. How many sequences the rows make, and the ways to cut those of a step into micro-batches.
     counts = sample.count(run.data, run.folder)
     lengths = counts.lengths if run.pads else RowLengths(counts.lengths.usual)
-    accumulation = resolve_accumulation(run.train, request.ranks, where)
-    batches = partial(divide_batch, run.train, accumulation * request.ranks, run.data.length)
-    batch_is_set = len(batches(request.ranks)) == 1
+    accumulation = resolve_accumulation(run.train, request.readers, where, request.context_parallel or 1)
+    batches = partial(divide_batch, run.train, accumulation * request.readers, run.data.length)
+    batch_is_set = len(batches(request.readers)) == 1
     work = Workload(
         shape=read_shape(base, adapter),
         layout=Layout("resident", "", request.nodes, request.gpus_per_node, shard=1, replicate=request.ranks),
-        batch=batches(request.ranks)[0],
+        batch=batches(request.readers)[0],
         machine=machine,
         optim=run.train.optim,
         base_bytes=BYTES[run.model.torch_dtype],
@@ -249,7 +251,7 @@ def make_plan(
         adapter=adapter,
         machine=machine,
         layout=layout,
-        schedule=make_schedule(run.train, work.batch, layout.ranks, adapter, counts),
+        schedule=make_schedule(run.train, work.batch, layout.readers, adapter, counts),
         cost=estimate_cost(work, lengths),
         contenders=choice.contenders,
         impossible=choice.impossible,

@@ -26,6 +26,7 @@ KEYS = (
     "layout.shard",
     "layout.replicate",
     "layout.expert_parallel",
+    "layout.context_parallel",
     "layout.reshard_after_forward",
     "layout.offload",
     "layout.base_dtype",
@@ -34,6 +35,7 @@ KEYS = (
     "train.bf16",
     "train.fp16",
 )
+SETTINGS = ("reshard_after_forward", "offload", "base_dtype")
 
 Settings = Mapping[str, Setting]
 
@@ -65,7 +67,7 @@ def read_request(
     precision = _agree("precision", [*_read_precision(written), in_accelerate.get("precision")], problems)
     sizes = {
         key: _agree(key, [written.get(f"layout.{key}"), in_accelerate.get(key)], problems)
-        for key in ("shard", "replicate", "expert_parallel", "reshard_after_forward", "offload", "base_dtype")
+        for key in (*("shard", "replicate", "expert_parallel", "context_parallel"), *SETTINGS)
     }
     raise_all(problems)
     return LayoutRequest(

@@ -19,13 +19,13 @@ UNKNOWN: Final = 1024  # data.max_length for rows of unknown lengths
 
 
 def resolve_auto(
-    loaded: Loaded, base: Base, ranks: int, precision: str = "bf16", sample: DataSample | None = None
+    loaded: Loaded, base: Base, readers: int, precision: str = "bf16", sample: DataSample | None = None
 ) -> tuple[RunFile, tuple[str, ...]]:
     """Return the run with a value for each `auto` that the data or the model decide, and the reason for each choice.
 
     A step trains on the sequences that the user set: packing and epochs are chosen only if no key sets the sequences
     per step. Micro-batches, the layout and recomputation stay `auto`: the plan chooses them by their cost. `precision`:
-    the layout's, bf16 or no.
+    the layout's, bf16 or no. `readers`: ranks, or groups of ranks that split rows.
     """
     run = loaded.run
     sample = sample or sample_data(run.data, base.path, loaded.where)
@@ -44,7 +44,7 @@ def resolve_auto(
             reasons.append(f"data.packing true: {base.family.causal_lm} isolates packed documents")
     run = run.model_copy(update={"data": run.data.model_copy(update=data)})
     if run.train.num_train_epochs == "auto":
-        epochs = _choose_epochs(run, sample, ranks)
+        epochs = _choose_epochs(run, sample, readers)
         train["num_train_epochs"] = float(epochs)
         if epochs > 1:
             reasons.append(f"train.num_train_epochs {epochs}: one makes fewer than {FEW_STEPS} optimizer steps")
@@ -59,7 +59,7 @@ def fill_in_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None)
     """Return the run file as `resolve_auto` makes it, without a plan; `say` is called with each choice."""
     base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
     run, continued = continue_adapter(loaded.run, base, loaded.where)
-    run, reasons = resolve_auto(replace(loaded, run=run), base, run.ranks)
+    run, reasons = resolve_auto(replace(loaded, run=run), base, run.readers)
     for reason in filter(None, (continued, *reasons)):
         say(f"not set, chosen: {reason}")
     return replace(loaded, run=run)
@@ -83,12 +83,12 @@ def choose_length(sample: DataSample, positions: int | None, covered_percent: fl
     return length, why
 
 
-def _choose_epochs(run: RunFile, sample: DataSample, ranks: int) -> int:
+def _choose_epochs(run: RunFile, sample: DataSample, readers: int) -> int:
     """Return the epochs that make FEW_STEPS optimizer steps, at most MOST_EPOCHS; 1 if other keys set the steps."""
     if run.train.sets_batch or run.train.max_steps > 0 or run.data.streaming:
         return 1
     sequences = sample.estimate(run.data).sequences
     if not sequences:
         return 1
-    epochs = math.ceil(FEW_STEPS * run.train.micro_batches * ranks / sequences)
+    epochs = math.ceil(FEW_STEPS * run.train.micro_batches * readers / sequences)
     return min(MOST_EPOCHS, epochs)

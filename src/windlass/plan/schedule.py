@@ -18,7 +18,7 @@ class Schedule:
     rows: int | None  # sequences of an epoch, or pairs
     rows_reason: str  # how the rows were counted, or why they could not be
     tolerance: float | None  # the share by which `rows` may be off; 0: none; None: estimated without the tokenizer
-    global_sequences: int  # micro-batch x ranks x accumulation
+    global_sequences: int  # micro-batch x readers x accumulation
     tokens_per_step: int  # when every row is full
     steps_per_epoch: int | None
     steps: int | None
@@ -29,12 +29,15 @@ class Schedule:
     checkpoint_bytes: int
 
 
-def make_schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, counts: Counts) -> Schedule:
-    """Compute the schedule, rounded as in the Trainer: ceil(rows / ranks) rows per rank, a last short step counts."""
+def make_schedule(train: Train, batch: Batch, readers: int, adapter: Adapter, counts: Counts) -> Schedule:
+    """Compute the schedule, rounded as in the Trainer: ceil(rows / ranks) rows per rank, a last short step counts.
+
+    `readers`: ranks, or groups of ranks that split rows.
+    """
     rows = counts.sequences
     per_epoch = None
     if rows is not None:
-        micro_batches = math.ceil(math.ceil(rows / ranks) / batch.micro)
+        micro_batches = math.ceil(math.ceil(rows / readers) / batch.micro)
         per_epoch = max(1, math.ceil(micro_batches / batch.accumulation))
     steps = None
     if train.max_steps > 0:
@@ -48,7 +51,7 @@ def make_schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, coun
     kept = saves
     if saves is not None and train.save_total_limit is not None:
         kept = min(saves, train.save_total_limit)
-    global_sequences = batch.micro * ranks * batch.accumulation
+    global_sequences = batch.micro * readers * batch.accumulation
     return Schedule(
         rows=rows,
         rows_reason=counts.reason,

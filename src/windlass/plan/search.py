@@ -23,7 +23,7 @@ GATHERED_ONCE = "gathered once"
 FREE_KEYS = ("shard", "replicate", "expert_parallel", "reshard_after_forward", "offload")
 
 Named = tuple[str, Layout]  # a title, such as "full-shard, parameters offloaded", and its layout
-BatchesOf = Callable[[int], tuple[Batch, ...]]  # number of ranks -> the ways to split an optimizer step over them
+BatchesOf = Callable[[int], tuple[Batch, ...]]  # number of readers -> the ways to split an optimizer step over them
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,8 @@ def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[
         is_here = nodes == request.nodes
         for dtype in _list_dtypes(free, kept):
             on_nodes = replace(free, nodes=nodes, base_dtype=dtype)
+            if on_nodes.ranks % (free.context_parallel or 1):
+                continue
             suffix = IN_NAMES.get(dtype, "")
             if not is_here:
                 suffix += f", on {format_plural(nodes, 'node')}"
@@ -221,10 +223,10 @@ def list_micro_batches(train: Train, accumulation: int, length: int) -> tuple[Ba
     return tuple(Batch(size, accumulation // size, length, train.sides) for size in list_divisors(accumulation))
 
 
-def divide_batch(train: Train, total: int, length: int, ranks: int) -> tuple[Batch, ...]:
-    """Return the batches for a number of ranks: the nearest global batch that divides evenly over them. `total`: the
-    smallest micro-batches of an optimizer step over all of the run's ranks."""
-    return list_micro_batches(train, max(1, round(total / ranks)), length)
+def divide_batch(train: Train, total: int, length: int, readers: int) -> tuple[Batch, ...]:
+    """Return the batches for a number of readers: the nearest global batch that divides evenly over them. `total`: the
+    smallest micro-batches of an optimizer step over all of the run's readers."""
+    return list_micro_batches(train, max(1, round(total / readers)), length)
 
 
 def try_batches(
@@ -265,7 +267,7 @@ def compare_layouts(
         if barred and layout.ranks > 1:
             why_not = barred.get(layout.name, "")
         if is_here or not why_not:
-            best, tried = try_batches(work, layout, lengths, batches(layout.ranks))
+            best, tried = try_batches(work, layout, lengths, batches(layout.readers))
             candidates.append(Candidate(name, layout, best, tried, is_here, why_not))
 
     def sort_key(c: Candidate) -> tuple[bool, bool, float]:
@@ -366,6 +368,8 @@ def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
         overrides.append(f"layout.base_dtype={layout.base_dtype}")
     if layout.offload:
         overrides.append("layout.offload=true")
+    if layout.context_parallel > 1:
+        overrides.append(f"layout.context_parallel={layout.context_parallel}")
     if loaded.run.layout.activation_checkpointing is True:
         overrides.append("layout.activation_checkpointing=true")
     nodes, gpus_per_node = loaded.run.cluster.size
@@ -375,7 +379,7 @@ def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
         overrides.append(f"cluster.gpus_per_node={layout.gpus_per_node}")
     accumulation = c.cost.batch.micro * c.cost.batch.accumulation // train.least_batch
     if not c.here and train.global_batch_size is not None:
-        overrides.append(f"train.global_batch_size={accumulation * train.least_batch * layout.ranks}")
+        overrides.append(f"train.global_batch_size={accumulation * train.least_batch * layout.readers}")
     is_set = train.global_batch_size is None or train.gradient_accumulation_steps != AUTO
     if is_set and accumulation != train.micro_batches:
         overrides.append(f"train.gradient_accumulation_steps={accumulation}")

@@ -142,6 +142,9 @@ def _lines(plan: Plan) -> Iterator[Named]:
     yield "model", f"{plan.base.name}, {format_count(plan.total)}, trained: {plan.adapter.trainable:,}{base}"
     rows = format_plural(plan.schedule.global_sequences, plan.run.objective.row)
     gpus = format_plural(layout.ranks, _gpu_or_rank(plan))
+    if layout.context_parallel > 1:
+        group = f"{layout.context_parallel} {_gpu_or_rank(plan)}s that split rows"
+        gpus = group if layout.readers == 1 else f"{layout.readers} groups of {group}"
     length = f"{batch.sides} x {batch.length:,}" if batch.sides > 1 else f"{batch.length:,}"
     text = f"{rows} a step of up to {length} tokens: {batch.micro} x {batch.accumulation} micro-batches x {gpus}"
     yield "batch", f"{text}; {_explain_batch(plan)}" if plan.tried else text
@@ -312,7 +315,7 @@ def _cells_here(plan: Plan, c: Candidate) -> Row:
 
 def _cells_elsewhere(plan: Plan, c: Candidate) -> list[str]:
     batch = c.cost.batch
-    rows = batch.micro * batch.accumulation * c.layout.ranks
+    rows = batch.micro * batch.accumulation * c.layout.readers
     gib, _, _, tokens_per_second = _figures(c.cost)
     hours = plan.estimate_gpu_hours(c)
     return [

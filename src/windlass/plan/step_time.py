@@ -110,7 +110,7 @@ def estimate_time(work: Workload) -> StepTime:
             bound = _find_largest({"compute": passes.compute, "memory": memory, "wire": exchanged})
     skew = SKEW if ranks > 1 else 1.0
     step = (accumulation * longest + once) * skew
-    tokens = work.batch.tokens * accumulation * ranks
+    tokens = work.batch.tokens * accumulation * work.layout.readers
     return StepTime(
         flows=tuple(flow for flow in (*traffic.sent, *traffic.transfers) if flow.bytes > 0),
         flops_per_token=flops,
@@ -211,7 +211,7 @@ def _estimate_pass(work: Workload, phase: str, *, products: bool = True) -> Pass
 def _estimate_layer(work: Workload, layer: Layer, phase: str, *, products: bool) -> Passes:
     rates = work.machine.rates
     shape = work.shape
-    tokens = work.batch.tokens
+    tokens = work.tokens
     back = phase == "backward"
     adapter_passes = 2 if back else 1  # its backward also makes the gradients of A and B
     compute = 0.0
@@ -264,7 +264,7 @@ def _estimate_layer(work: Workload, layer: Layer, phase: str, *, products: bool)
 def _adapter_options(work: Workload, layer: Layer, phase: str, *, wide: bool) -> Passes:
     """Return the time that DoRA, dropout and float32 without autocast add to plain LoRA. DoRA builds each adapted
     weight and its norm in every forward."""
-    tokens = work.batch.tokens
+    tokens = work.tokens
     plain = [(lora, tokens) for lora in layer.plain_lora]
     adapted = [*plain, *((lora, tokens * work.shape.top_k) for lora in layer.expert_lora)]
     total = Passes()
@@ -302,7 +302,7 @@ def _estimate_outside_layers(work: Workload) -> Passes:
     """Return the time of head and loss, forward and backward, and of a micro-batch's host work outside its layers."""
     rates = work.machine.rates
     shape = work.shape
-    tokens = work.batch.tokens
+    tokens = work.tokens
     head = _product_seconds(work, tokens, shape.hidden, shape.vocab)
     logits = LOGIT_BYTES * tokens * shape.vocab / rates.memory_gb_per_second / 1e9
     return Passes(2 * head, logits, MICRO_BATCH_OPERATORS * rates.operator_seconds)
@@ -362,7 +362,7 @@ def _exchange_overlap(work: Workload, seconds: float) -> float:
     hidden = 0.0
     for layer, times in layers:
         matrices = [p.shape for p in layer.parameters if p.part == "shared_experts" and len(p.shape) == 2]
-        shared = sum(_product_seconds(work, work.batch.tokens, inputs, outputs) for outputs, inputs in matrices)
+        shared = sum(_product_seconds(work, work.tokens, inputs, outputs) for outputs, inputs in matrices)
         hidden += passes * times * min(one_way, shared)
     return hidden
 

@@ -106,7 +106,7 @@ def _list_dispatches(work: Workload) -> Iterator[Flow]:
         return
     passes = work.expert_passes
     layers = sum(times for layer, times in shape.kinds if layer.expert)
-    size = work.batch.tokens * shape.top_k * shape.hidden * work.width * 2 * passes * layers
+    size = work.tokens * shape.top_k * shape.hidden * work.width * 2 * passes * layers
     ranks_inside = min(ranks, layout.gpus_per_node)
     inside = size * (ranks_inside - 1) / ranks
     outside = size * (ranks - ranks_inside) / ranks
@@ -120,7 +120,7 @@ def _list_dispatches(work: Workload) -> Iterator[Flow]:
         slowest = machine.link
         latency = near.latency_seconds
     formula = (
-        f"{work.batch.tokens} x top {shape.top_k} x {shape.hidden} x {work.width} bytes x 2 ways x {passes} passes"
+        f"{work.tokens} x top {shape.top_k} x {shape.hidden} x {work.width} bytes x 2 ways x {passes} passes"
         f" x {layers} layers, {(ranks - 1) / ranks:.0%} of it to other ranks"
     )
     seconds = max(seconds_inside, seconds_outside) + 2 * passes * layers * latency

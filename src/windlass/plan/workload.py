@@ -13,6 +13,7 @@ from windlass.model import Base, Parameter
 from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.model.targets import Adapter
 from windlass.plan.layout import Layout
+from windlass.plan.split_rows import pad_to_pieces
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 # Names of the projections that make the queries, and of those that read attention's result.
@@ -24,14 +25,14 @@ TRACED_LENGTHS = (256, 512, 768)  # trace.py's
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    micro: int  # rows per GPU and micro-batch: sequences, or pairs of them
+    micro: int  # rows per reader and micro-batch: sequences, or pairs of them
     accumulation: int
     length: int  # tokens per sequence
     sides: int = 1  # sequences per row: 2 of a pair
 
     @property
     def tokens(self) -> int:
-        """Return the tokens per GPU and micro-batch."""
+        """Return the tokens of a micro-batch."""
         return self.micro * self.sides * self.length
 
 
@@ -57,6 +58,12 @@ class Workload:
     @property
     def on_cpu(self) -> bool:
         return self.machine.gpu.name == "cpu"
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens per GPU and micro-batch: a row's own, or the GPU's pieces of it."""
+        split = self.layout.context_parallel
+        return self.batch.micro * self.batch.sides * pad_to_pieces(self.batch.length, split) // split
 
     @property
     def separate(self) -> bool:

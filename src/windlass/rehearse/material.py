@@ -91,7 +91,7 @@ def copy_tokenizer(base: Base, loaded: Loaded, model: Path) -> Any:
 
 def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequences: int) -> dict[str, Any]:
     """Judge the first rows of the user's data as training will, and write those that the rehearsal trains on."""
-    run, _ = resolve_auto(loaded, base, loaded.run.ranks)
+    run, _ = resolve_auto(loaded, base, loaded.run.readers)
     data = run.data
     where = loaded.where
     stand_ins = list[str]()

@@ -549,6 +549,11 @@ class RunFile(Run):
         return OBJECTIVES[self.train.objective]
 
     @property
+    def readers(self) -> int:
+        """Ranks, or groups of ranks that split rows, that read rows of their own."""
+        return max(1, self.ranks // (self.layout.context_parallel or 1))
+
+    @property
     def folder(self) -> str:
         return self.train.output_dir
 

@@ -69,6 +69,9 @@ class LayoutSection(Ranks):
     expert_parallel: Count | None = None
     """GPUs that the routed experts are split over; must divide the number of experts, and `shard`. Tokens are sent
     instead of the experts' weights."""
+    context_parallel: Count | None = None
+    """GPUs that the tokens of each row are split over, for rows whose activations don't fit one GPU; null: 1, each GPU
+    reads rows of its own. Must divide the number of GPUs. A step has as many rows fewer."""
     reshard_after_forward: bool | None = None
     """Free a gathered layer after its forward pass and gather it again in backward. false gathers once, and keeps the
     gathered weights."""

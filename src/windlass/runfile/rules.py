@@ -32,24 +32,25 @@ def find_contradictions(run: RunFile | ScriptRun, where: Where, is_valid: Callab
     batch = ("per_device_train_batch_size", "global_batch_size", "gradient_accumulation_steps")
     if isinstance(run, RunFile) and all(map(is_valid, ("train", "cluster", *(f"train.{key}" for key in batch)))):
         try:
-            resolve_accumulation(run.train, run.ranks, where)
+            resolve_accumulation(run.train, run.readers, where, run.layout.context_parallel or 1)
         except UserError as error:
             problems += error.problems
     return problems
 
 
-def resolve_accumulation(train: Train, ranks: int, where: Where) -> int:
+def resolve_accumulation(train: Train, readers: int, where: Where, split: int = 1) -> int:
     """Return micro-batches per optimizer step: as set, or computed from global_batch_size; an error if that isn't
     whole.
 
-    With per_device_train_batch_size: auto, micro-batches of one sequence, which the plan may merge.
+    With per_device_train_batch_size: auto, micro-batches of one sequence, which the plan may merge. `readers`: groups
+    of `split` ranks that read rows of their own.
     """
     if train.global_batch_size is None:
         return train.micro_batches
-    at_once = train.least_batch * ranks
+    at_once = train.least_batch * readers
     steps, rest = divmod(train.global_batch_size, at_once)
     place = where("train.global_batch_size")
-    product = f"{train.least_batch} per GPU x {ranks} GPUs = {at_once}"
+    product = f"{_describe_at_once(train, readers, split)} = {at_once}"
     if rest:
         below = f"{steps * at_once} or " if steps else ""
         hint = f"set it to {below}{(steps + 1) * at_once}, or change train.per_device_train_batch_size"
@@ -61,6 +62,13 @@ def resolve_accumulation(train: Train, ranks: int, where: Where) -> int:
         hint = f"remove one of them, or set train.gradient_accumulation_steps to {steps}"
         raise UserError(what, place, hint, "broken-rule")
     return steps
+
+
+def _describe_at_once(train: Train, readers: int, split: int) -> str:
+    """Return the rows of a micro-batch on all GPUs as a product."""
+    if split == 1:
+        return f"{train.least_batch} per GPU x {readers} GPUs"
+    return f"{train.least_batch} per {split} GPUs that split rows x {readers}"
 
 
 def _unknown(key: str, noun: str, name: str, known: list[str]) -> Clash:
@@ -321,7 +329,8 @@ def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
     notes += [f"{where(key)}: {text}" for key, (applies, text) in table.items() if applies and is_written(where, key)]
     fixed = not train.plan_cuts_batches  # otherwise the plan prints it
     if fixed and train.global_batch_size and train.gradient_accumulation_steps == "auto":
-        steps = resolve_accumulation(train, run.ranks, where)
-        product = f"{train.least_batch} per GPU x {run.ranks} GPUs x {steps} micro-batch{'es' if steps > 1 else ''}"
+        split = run.layout.context_parallel or 1
+        steps = resolve_accumulation(train, run.readers, where, split)
+        product = f"{_describe_at_once(train, run.readers, split)} x {steps} micro-batch{'es' if steps > 1 else ''}"
         notes.append(f"{where('train.global_batch_size')}: {train.global_batch_size} = {product}")
     return notes

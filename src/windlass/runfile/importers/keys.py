@@ -5,6 +5,8 @@ from typing import Final
 
 from windlass.runfile.importers.imported import ImportedRun
 
+# Ranks that a row is split over: Axolotl's key, its older one, ms-swift's.
+SPLIT_ROWS: Final = ("context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size")
 IN_FOUR_BITS: Final = {"load_in_4bit": True, "quantization_bit": 4, "quant_bits": 4}
 
 
@@ -28,6 +30,9 @@ def translate_common(imported: ImportedRun) -> None:
     resume = imported.take("auto_resume_from_checkpoints") or imported.take("resume_from_checkpoint")
     if resume:
         imported.set("train.resume", "auto", f"resume_from_checkpoint: {resume}")
+    for key in SPLIT_ROWS:
+        if (ranks := imported.take(key)) not in (None, 1):
+            imported.set("layout.context_parallel", ranks, key)
     for key in ("metric_for_best_model", "greater_is_better"):
         if imported.take(key) not in (None, False, "loss", "eval_loss"):
             imported.refuse(key, "the best checkpoint is the one with the lowest evaluation loss", "remove it")

@@ -1,0 +1,97 @@
+"""Refuse rows split over ranks (`layout.context_parallel`) where the result would not be that of one rank.
+
+A group of N consecutive ranks trains on the same rows. Each rank has an early and a late piece of every row, so that
+causal attention is balanced, and keys and values of all pieces are gathered before attention.
+"""
+
+from collections.abc import Iterator
+
+from windlass.errors import Problem, is_written
+from windlass.model import Base
+from windlass.plan.accelerate import AccelerateFile
+from windlass.plan.layout import LayoutRequest, list_divisors
+from windlass.runfile import Loaded
+
+KEY = "layout.context_parallel"
+PIECES = 2  # of each row on every rank of its group: an early and a late one
+# model_type of families proven equal to one rank. Add a family once tests/test_long_rows.py proves it.
+FAMILIES = ("llama", "qwen3", "gemma3_text", "mistral", "mixtral", "mistral4")
+# Kinds of rotary positions that depend on the longest position in a batch, of which a rank sees its own pieces only.
+ROPE_OF_BATCH = ("dynamic", "longrope")
+
+
+def pad_to_pieces(tokens: int, split: int) -> int:
+    """Return the tokens of a row once padded to pieces of equal length."""
+    pieces = PIECES * split if split > 1 else 1
+    return -(-tokens // pieces) * pieces
+
+
+def check_split_rows(
+    request: LayoutRequest, loaded: Loaded, base: Base, accelerate: AccelerateFile | None
+) -> list[Problem]:
+    """Return a problem for each setting that rows split over ranks don't work with."""
+    split = request.context_parallel or 1
+    if split == 1:
+        return []
+    where = loaded.where
+    place = where(KEY)
+    if accelerate and "context_parallel" in accelerate.settings and not is_written(where, KEY):
+        place = accelerate.settings["context_parallel"].where
+    problems = [
+        Problem(why_not, place, "leave layout.context_parallel out, or use another model", "not-splittable")
+        for why_not in [why_not_split(base)]
+        if why_not
+    ]
+    if request.ranks % split:
+        possible = [str(size) for size in list_divisors(request.ranks) if size > 1]
+        hint = f"it may be {', '.join(possible)}" if possible else "leave it out, or set cluster.gpus_per_node"
+        text = f"context_parallel {split} does not divide the number of ranks, {request.ranks}"
+        problems.append(Problem(text, place, hint, "ranks-not-divisible"))
+    length = loaded.run.data.max_length
+    if length != "auto" and length < PIECES * split:
+        text = f"a row of at most {length} tokens can't be cut into {PIECES * split} pieces, two for each rank"
+        hint = f"set data.max_length to {PIECES * split} or more, or leave layout.context_parallel out"
+        problems.append(Problem(text, where("data.max_length"), hint, "row-too-short"))
+    for key, what, hint in _list_unsupported(loaded, base):
+        text = f"{what} with context_parallel {split}: not supported yet"
+        problems.append(Problem(text, where(key), hint, "not-with-split-rows"))
+    return problems
+
+
+def why_not_split(base: Base) -> str:
+    """Return why this model's rows can't be split over ranks; empty if they can."""
+    family = base.family
+    config = base.config
+    if family.without_formula:
+        layers = f"{family.without_formula} of {base.dims['layers']} layers"
+        return f"{layers} of {family.causal_lm} carry a state along the row (linear attention, a state space or alike)"
+    if family.model_type not in FAMILIES:
+        proven = ", ".join(FAMILIES)
+        return f"context_parallel is not proven for {family.causal_lm} ({family.model_type}): only for {proven}"
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = str(table.get("rope_type", table.get("type")))
+        if kind in ROPE_OF_BATCH:
+            return f"rope type {kind} of {base.name} depends on the row's length, and a rank has pieces of it"
+    return ""
+
+
+def _list_unsupported(loaded: Loaded, base: Base) -> Iterator[tuple[str, str, str]]:
+    """Yield a key, what it sets, and a hint."""
+    run = loaded.run
+    train = run.train
+    attention = run.model.attn_implementation or base.family.usual_attention
+    if attention != "sdpa":
+        yield "model.attn_implementation", f"attention {attention}", "write sdpa"
+    if run.objective.of_pairs:
+        yield "train.objective", f"objective {train.objective}", "leave layout.context_parallel out"
+    if train.compile:
+        yield "train.compile", "compiled layers", "set train.compile: false"
+    if train.sample is not None:
+        yield "train.sample", "continuing prompts", "leave it out: `windlass generate` continues prompts after the run"
+    if train.router_aux_loss_coef:
+        yield "train.router_aux_loss_coef", "the router's balance loss", "leave it out"
+    if train.neftune_noise_alpha:
+        yield "train.neftune_noise_alpha", "noise scaled by a row's length", "leave it out"
+    if loaded.trial:
+        yield KEY, "a sweep", "start separate runs, or leave layout.context_parallel out"

@@ -1,0 +1,161 @@
+"""Rows split over ranks, as planned: what is refused, and how many rows, tokens and steps follow."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refusals import refused
+
+from windlass.model import find_published_base
+from windlass.plan import Plan, make_plan
+from windlass.plan.accelerate import read_accelerate
+from windlass.plan.split_rows import check_split_rows, pad_to_pieces, why_not_split
+from windlass.runfile import read_run_file
+from windlass.train.start import require_inputs
+
+KEY = "layout.context_parallel"
+FILE = """
+model: {model_name_or_path: Mistral-Small-4-119B-2603}
+data: {val_split: null, max_length: 16384, packing: true}
+train: {eval_strategy: "no", max_steps: 10, gradient_checkpointing: true}
+cluster: {gpu: h200, gpus_per_node: 8, network: infiniband-400}
+"""
+
+
+def planned(folder: Path, *overrides: str, accelerate: str = "", compare: bool = False) -> Plan:
+    path = folder / "run.yaml"
+    path.write_text(FILE)
+    file = None
+    if accelerate:
+        (folder / "fsdp.yaml").write_text(f"distributed_type: FSDP\n{accelerate}")
+        file = read_accelerate(folder / "fsdp.yaml")
+    return make_plan(read_run_file(path, overrides), file, compare=compare)
+
+
+# --- what is refused ------------------
+
+REFUSED: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "does not divide": ("ranks-not-divisible", KEY, (f"{KEY}=3",)),
+    "more than the ranks": ("ranks-not-divisible", KEY, (f"{KEY}=16",)),
+    "one rank": ("ranks-not-divisible", KEY, (f"{KEY}=2", "cluster.gpus_per_node=1")),
+    "rows shorter than the pieces": ("row-too-short", "data.max_length", (f"{KEY}=8", "data.max_length=15")),
+    "flash": ("not-with-split-rows", "model.attn_implementation", ("model.attn_implementation=flash_attention_2",)),
+    "eager": ("not-with-split-rows", "model.attn_implementation", ("model.attn_implementation=eager",)),
+    "dpo": ("not-with-split-rows", "train.objective", ("train.objective=dpo", "data.packing=false")),
+    "orpo": ("not-with-split-rows", "train.objective", ("train.objective=orpo", "data.packing=false")),
+    "compile": ("not-with-split-rows", "train.compile", ("train.compile=true",)),
+    "noise": ("not-with-split-rows", "train.neftune_noise_alpha", ("train.neftune_noise_alpha=5",)),
+    "balance": ("not-with-split-rows", "train.router_aux_loss_coef", ("train.router_aux_loss_coef=0.01",)),
+    "sweep": ("not-with-split-rows", KEY, ("sweep={lora.r: [4, 8]}",)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_split_rows_do_not_work_with_are_refused(case: str, tmp_path: Path) -> None:
+    code, place, overrides = REFUSED[case]
+    number = () if any(override.startswith(KEY) for override in overrides) else (f"{KEY}=2",)
+    with refused(code) as problems:
+        planned(tmp_path, *number, *overrides)
+    assert [problem for problem in problems if problem.code == code and place in problem.where and problem.hint]
+
+
+def test_continued_prompts_are_refused(tmp_path: Path) -> None:
+    sampled = ("train.sample={prompts: [Once]}", "train.eval_strategy=steps", "data.val_fraction=0.1")
+    with refused("not-with-split-rows") as problems:
+        planned(tmp_path, f"{KEY}=2", *sampled)
+    assert "train.sample" in problems[0].where
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    with refused("ranks-not-divisible", f"{KEY}=5") as problems:
+        planned(tmp_path, f"{KEY}=5", "data.max_length=8", "train.compile=true")
+    assert {problem.code for problem in problems} == {"ranks-not-divisible", "row-too-short", "not-with-split-rows"}
+    assert "it may be 2, 4, 8" in problems[0].hint
+
+
+def test_families_are_named_that_carry_a_state_or_are_not_proven(tmp_path: Path) -> None:
+    base = find_published_base("Mistral-Small-4-119B-2603")
+    assert base is not None
+    assert why_not_split(base) == ""
+    unproven = replace(base, family=replace(base.family, model_type="qwen2", causal_lm="Qwen2ForCausalLM"))
+    assert "not proven for Qwen2ForCausalLM" in why_not_split(unproven)
+    carrying = replace(base, family=replace(base.family, without_formula=3, causal_lm="NemotronHForCausalLM"))
+    assert "3 of 36 layers of NemotronHForCausalLM carry a state" in why_not_split(carrying)
+    loaded = planned(tmp_path, f"{KEY}=2").loaded
+    request = planned(tmp_path, f"{KEY}=2").request
+    for other in (unproven, carrying):
+        problems = check_split_rows(request, loaded, other, None)
+        assert [(problem.code, KEY in problem.where) for problem in problems] == [("not-splittable", True)]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_rows_length_are_refused(kind: str) -> None:
+    base = find_published_base("Mistral-Small-4-119B-2603")
+    assert base is not None
+    scaled: dict[str, Any] = {**base.config, "rope_parameters": {"rope_type": kind}}
+    assert kind in why_not_split(replace(base, config=scaled))
+
+
+def test_a_script_has_no_such_key(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("kind: script\nscript: {path: train.py}\nlayout: {context_parallel: 2}\n")
+    with refused("unknown-key", KEY):
+        read_run_file(tmp_path / "run.yaml")
+
+
+def test_other_tools_names_are_answered_with_the_key(tmp_path: Path) -> None:
+    for name in ("cp_size", "sequence_parallel_degree", "context_parallel_size", "ulysses_degree"):
+        (tmp_path / "run.yaml").write_text(f"layout: {{{name}: 2}}\n")
+        with refused("unknown-key", name) as problems:
+            read_run_file(tmp_path / "run.yaml")
+        assert "context_parallel" in problems[0].hint
+
+
+def test_training_refuses_it_before_ranks_start(tmp_path: Path) -> None:
+    with refused("not-trained-yet", f"{KEY}=2"):
+        require_inputs(planned(tmp_path, f"{KEY}=2"))
+
+
+# --- what follows ------------------
+
+
+@pytest.mark.parametrize("split", [1, 2, 4, 8])
+def test_a_step_has_the_rows_of_as_many_readers_as_there_are_groups(split: int, tmp_path: Path) -> None:
+    made = planned(tmp_path, f"{KEY}={split}", "train.gradient_accumulation_steps=2", "layout.name=full-shard")
+    assert (made.layout.context_parallel, made.layout.readers) == (split, 8 // split)
+    assert made.schedule.global_sequences == 2 * 8 // split
+    assert made.schedule.tokens_per_step == made.schedule.global_sequences * 16384
+    work = replace(made.search.work, layout=made.layout)
+    assert work.tokens * split == 16384
+    assert made.as_dict()["layout"]["context_parallel"] == split
+
+
+def test_a_global_batch_is_divided_among_the_groups(tmp_path: Path) -> None:
+    made = planned(tmp_path, f"{KEY}=4", "train.global_batch_size=6")
+    assert made.batch.micro * made.batch.accumulation == 3
+    with refused("broken-rule", "train.global_batch_size=7") as problems:
+        planned(tmp_path, f"{KEY}=4", "train.global_batch_size=7")
+    assert "1 per 4 GPUs that split rows x 2 = 2" in problems[0].problem
+    assert "set it to 6 or 8" in problems[0].hint
+
+
+def test_rows_are_padded_to_whole_pieces() -> None:
+    assert [pad_to_pieces(tokens, 4) for tokens in (1, 8, 9, 16)] == [8, 8, 16, 16]
+    assert pad_to_pieces(9, 1) == 9
+
+
+def test_epochs_count_the_rows_of_groups(tmp_path: Path) -> None:
+    lines = "".join('{"text": "%s"}\n' % ("word " * 50) for _ in range(640))
+    (tmp_path / "rows.jsonl").write_text(lines)
+    data = (f"data.dataset_name_or_path={tmp_path}/rows.jsonl", "data.packing=false", "data.max_length=512")
+    epochs = ("train.max_steps=-1", "train.num_train_epochs=1", "train.gradient_accumulation_steps=1")
+    steps = [planned(tmp_path, f"{KEY}={split}", *data, *epochs).schedule.steps for split in (1, 4)]
+    assert steps == [80, 320]
+
+
+def test_compared_layouts_have_the_same_split(tmp_path: Path) -> None:
+    made = planned(tmp_path, f"{KEY}=8", compare=True)
+    assert {c.layout.context_parallel for c in made.contenders} == {8}
+    assert all(c.layout.ranks % 8 == 0 for c in made.contenders)
+    three = planned(tmp_path, f"{KEY}=3", "cluster.gpus_per_node=3", compare=True)
+    assert all(c.layout.ranks % 3 == 0 for c in three.contenders)
