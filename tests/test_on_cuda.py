@@ -32,6 +32,7 @@ from windlass.model.family import FAMILIES
 from windlass.observe.background import BackgroundReport
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.train import parallel
+from windlass.train.base_alone import BaseAlone
 from windlass.train.kernels import compare
 from windlass.train.liveness import Liveness
 from windlass.train.lora import attach_adapter
@@ -197,7 +198,7 @@ def steps_of(family: str, layout: str, dtype: str, folder: Path, monkeypatch: py
             report = BackgroundReport(out)
             options = Options(debug_freq=0)
             session = Session(here, Console(quiet=True), StopSignal(), report, WriteGuard(print), options=options)
-            loop = make_loop(plan, session, peft, data, tokenizer, facts={})
+            loop = make_loop(plan, session, peft, data, tokenizer, BaseAlone(model, ()), facts={})
         assert loop.model.adapters.groups
         micro_batches = loop.batches.train(0, loop.length)
         real = [list(itertools.islice(micro_batches, loop.length.accumulation)) for _ in range(STEPS)]

@@ -34,6 +34,7 @@ from windlass.ranks.rank import Rank, StopSignal
 from windlass.ranks.supervisor import reserve_port
 from windlass.run_folder import ADAPTER, read_manifest
 from windlass.train import run, start, step
+from windlass.train.base_alone import BaseAlone
 from windlass.train.checkpoint.folder import list_checkpoints, read_step
 from windlass.train.checkpoint.resume import claim_run_folder, fingerprint_base
 from windlass.train.checkpoint.snapshot import STATE, Snapshot, adapter_state
@@ -86,8 +87,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
         session = Session(Rank(), console, StopSignal(), BackgroundReport(folder), WriteGuard(print))
         data = run.prepare_on_all_ranks(plan, tokenizer, session)
         model, _ = load_base(plan.base, plan.layout, **run.describe_precision(plan))
+        base_alone = BaseAlone(model, ())
         adapted = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
-        return run.make_loop(plan, session, adapted, data, tokenizer, facts={})
+        return run.make_loop(plan, session, adapted, data, tokenizer, base_alone, facts={})
 
     yield made
     for number, handler in handlers.items():

@@ -215,6 +215,7 @@ FAULTS: dict[str, At | InReference] = {
     "slow": At(1, 1, slow),
     "drift": At(4, 1, drift),
     **{f"terminate {step}": At(step, 1, terminate) for step in (5, 8)},
+    "stop 3": At(3, 0, terminate),
     "detach 0": At(1, 0, detach),
     "detach 1": At(1, 1, detach),
 }

@@ -36,6 +36,7 @@ REFERENCE: Final = "reference.safetensors"  # log-probabilities of a preference 
 TRIALS: Final = "trials"  # of a sweep: their folders, each a run folder; in its manifest: their states
 SWEEP_SETTINGS: Final = "settings"  # in a sweep's manifest: of each trial
 TRIAL_FILE: Final = "run.yaml"  # in a trial's folder: the run file that it is
+BASE_FIGURES: Final = "base-evaluation.json"  # of the base alone: what evaluations are compared with; a sweep has one
 BASES: Final = "bases.json"  # held-out losses with the base in other dtypes, by `windlass best --base-dtype`
 
 # Libraries whose versions are recorded with a run.

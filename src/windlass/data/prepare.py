@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from windlass.model import Base
     from windlass.runfile import Data, Loaded, Model, RunFile
 
-CACHE_VERSION = 13  # raise it when what is written into the cached folder changes
+CACHE_VERSION = 14  # raise it when what is written into the cached folder changes
 # Larger files are identified by a sample of their content and by their modification time.
 HASHED_BYTES = 1 << 30
 STREAM_AUDIT_ROWS = 10_000  # rows of a stream that are audited before training
@@ -337,8 +337,8 @@ def write_tokens(
                 audit[key][name]["overlap"] = count_overlap(together["train"], sets[name])
     mistral_file = find_mistral_file(Path(tokenizer.name_or_path))
     audit["mistral"] = [compare_with_mistral(mistral_file, *each, tokenizer) for each in chosen]
-    splits = sorted(audit["splits"])
-    audit["fingerprint"] = hash_text([[split, hash_rows(into / f"{split}.arrow")] for split in splits])
+    audit["row_hashes"] = {split: hash_rows(into / f"{split}.arrow") for split in sorted(audit["splits"])}
+    audit["fingerprint"] = hash_text([*map(list, audit["row_hashes"].items())])
     (into / "audit.json").write_text(json.dumps(audit))
 
 

@@ -26,6 +26,13 @@ def format_figure(value: Any, unit: str = "", digits: int = 3) -> str:
     return f"{shown}{SPACE}{unit}" if unit else shown
 
 
+def describe_gain(gain: Any) -> str:
+    """Say how far a loss is below that of the base without its adapter."""
+    if not _is_number(gain):
+        return ""
+    return f"{abs(gain):.4f} {'below' if gain >= 0 else 'above'} the base" if round(gain, 4) else "as the base"
+
+
 def format_percent(share: Any, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f}{SPACE}%" if _is_number(share) else NONE
 

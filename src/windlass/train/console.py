@@ -20,7 +20,7 @@ from rich.text import Text
 
 from windlass.model.targets import Adapter
 from windlass.observe.counters import describe_machine
-from windlass.observe.format import format_plural
+from windlass.observe.format import describe_gain, format_plural
 from windlass.observe.steps import format_clock
 from windlass.plan import Plan
 from windlass.ranks.rank import Rank
@@ -163,7 +163,8 @@ class Progress:
     def end_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.here.rank:
             return
-        line = f"step {step:>5}  evaluation loss {metrics['eval_loss']:.4f}"
+        gain = describe_gain(metrics.get("eval_gain"))
+        line = f"step {step:>5}  evaluation loss {metrics['eval_loss']:.4f}{f', {gain}' if gain else ''}"
         accuracy = metrics.get("eval_rewards/accuracies")
         if accuracy is not None:
             line += f"  margin {metrics['eval_rewards/margins']:.3f}  accuracy {accuracy:.0%}"

@@ -1,7 +1,8 @@
 """Evaluation between steps: the loss of the validation rows."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -14,6 +15,7 @@ from windlass.observe.recorder import Recorder
 from windlass.ranks import collectives
 from windlass.ranks.rank import StopSignal
 from windlass.runfile import RunFile
+from windlass.train.base_alone import BaseAlone, BaseFigures
 from windlass.train.batches import Batch, Batches
 from windlass.train.console import Progress
 from windlass.train.loss import SourceLosses
@@ -46,6 +48,8 @@ class Evaluator:
     stop_signal: StopSignal
     recorder: Recorder
     progress: Progress
+    base: BaseAlone
+    base_figures: BaseFigures | None = None  # None: a loss that says nothing of the base
     samples: Samples | None = None  # prompts continued after an evaluation
 
     def evaluate(self, step: int, tokens: int) -> dict[str, float] | None:
@@ -54,8 +58,36 @@ class Evaluator:
         tokens: those that were trained on up to this step.
         """
         began = time.monotonic()
+        self.model.causal_lm.eval()
+        of_base = self._evaluate_base(step)
+        figures = None if of_base is None else self._measure(step)
+        self.model.causal_lm.train()
+        if of_base is None or figures is None:
+            return None
+        return {
+            **figures,
+            **compare_with_base(figures, of_base, self.batches.names),
+            "eval_num_tokens": tokens,
+            "eval_runtime": time.monotonic() - began,
+        }
+
+    def _evaluate_base(self, step: int) -> dict[str, float] | None:
+        """Return the figures of the base alone, measured the first time; empty if there are none to compare with."""
+        if self.base_figures is None:
+            return {}
+        known = self.base_figures.read()
+        if known is None:
+            with ExitStack() as stack:
+                stack.enter_context(self.base.active())
+                stack.enter_context(self.model.eager())  # compiled layers would be compiled once more, for one use
+                known = self._measure(step)
+            if known is not None:
+                self.base_figures.write(known)
+        return known
+
+    def _measure(self, step: int) -> dict[str, float] | None:
+        """Return the means over the validation rows; None if a stop signal interrupted it."""
         model = self.model
-        model.causal_lm.eval()
         by_source = SourceLosses(self.batches.names, model.device, torch.float64)
         sum_batch = partial(_sum_tokens, model, by_source)
         if self.run.objective.of_pairs:
@@ -79,7 +111,6 @@ class Evaluator:
                 if requested is not None and bool(requested):  # an evaluation can outlast the grace period
                     break
                 requested = EvaluationSums.unpack(vector).interrupted
-        model.causal_lm.train()
         total = EvaluationSums.unpack(sums.tolist())
         if total.interrupted:
             return None
@@ -91,9 +122,18 @@ class Evaluator:
             "eval_loss": loss,
             **{f"eval_{name}_loss": mean for name, mean in means.items()},
             **{f"eval_{name}": value / supervised for name, value in zip(names, total.figures, strict=False)},
-            "eval_num_tokens": tokens,
-            "eval_runtime": time.monotonic() - began,
         }
+
+
+def compare_with_base(
+    figures: Mapping[str, float], of_base: Mapping[str, float], names: Sequence[str]
+) -> dict[str, float]:
+    """Return the base's loss and how far an evaluation is below it, of all rows and of each of several sets."""
+    if not of_base:
+        return {}
+    keys = {"": "eval_loss", **{f"/{name}": f"eval_{name}_loss" for name in names if len(names) > 1}}
+    gains = {f"eval_gain{of}": of_base[key] - figures[key] for of, key in keys.items() if key in figures}
+    return {"eval_base": of_base["eval_loss"], **gains}
 
 
 def _sum_tokens(model: TrainedModel, by_source: SourceLosses, batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from windlass.data.packing import Order
-from windlass.data.prepare import PreparedData, open_tokenizer, prepare_data
+from windlass.data.prepare import PreparedData, hash_text, open_tokenizer, prepare_data
 from windlass.data.trained_template import set_template
 from windlass.errors import SAVED, Problem, UserError
 from windlass.files import WriteGuard, commit_dir, write_json
@@ -26,7 +26,20 @@ from windlass.observe.watch.run import RunWatch
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.ranks.rank import Rank, StopSignal
-from windlass.run_folder import BASE_MODEL, CHECKPOINTS, DATA, FINAL, FINISHED, LOAD, MANIFEST, STOPPED, update_manifest
+from windlass.run_folder import (
+    BASE_FIGURES,
+    BASE_MODEL,
+    CHECKPOINTS,
+    DATA,
+    FINAL,
+    FINISHED,
+    LOAD,
+    MANIFEST,
+    STOPPED,
+    update_manifest,
+)
+from windlass.settings import FOUR_BITS
+from windlass.train.base_alone import BaseAlone, BaseFigures
 from windlass.train.batches import Batches, Collate, RunLength
 from windlass.train.checkpoint.folder import find_intact_best
 from windlass.train.checkpoint.resume import (
@@ -148,13 +161,15 @@ def train_run(plan: Plan, session: Session) -> int:
             here.phase("attaching the adapter")
             # A run that began with an adapter continues from its own checkpoint, which has all of it.
             given = {"adapter": str(from_checkpoint)} if from_checkpoint and job.lora.adapter else {}
+            trained = (*plan.adapter.in_full, *plan.adapter.biases) if job.train.evaluation != "no" else ()
+            base_alone = BaseAlone(model, trained)
             model = attach_adapter(model, job.lora.model_copy(update=given), plan.adapter, job.train.seed)
             assert_sharded(model, plan.layout)
 
             # 6. The loop, and what it calls by name.
             here.phase("setting up the loop")
             facts = {**describe_run(plan, session.identity), **base, **fingerprints}
-            loop = make_loop(plan, session, model, data, tokenizer, facts=facts)
+            loop = make_loop(plan, session, model, data, tokenizer, base_alone, facts=facts)
             session.base.undo.callback(loop.model.patches.undo)
             if job.train.compile:
                 session.base.undo.callback(torch.compiler.reset)  # the next trial compiles as it would alone
@@ -307,6 +322,7 @@ def make_loop(
     model: PeftModel,
     data: PreparedData,
     tokenizer: PreTrainedTokenizerBase,
+    base_alone: BaseAlone,
     *,
     facts: dict[str, Any],
 ) -> Loop:
@@ -333,7 +349,16 @@ def make_loop(
     evaluator = None
     if train.eval_strategy != "no" and data.validation is not None:
         validation = make_validation_batches(plan, data, tokenizer.pad_token_id)
-        evaluator = Evaluator(plan.run, validation, trained, session.stop_signal, recorder, progress)
+        evaluator = Evaluator(
+            plan.run,
+            validation,
+            trained,
+            session.stop_signal,
+            recorder,
+            progress,
+            base_alone,
+            find_base_figures(plan, session, data, facts, recorder.unwritten),
+        )
         if train.sample is not None:
             evaluator.samples = Samples(
                 read_prompts(train.sample, tokenizer, data.validation, plan.run.data.length, plan.where),
@@ -370,6 +395,22 @@ def make_loop(
         progress=progress,
         trackers=trackers,
     )
+
+
+def find_base_figures(
+    plan: Plan, session: Session, data: PreparedData, facts: dict[str, Any], unwritten: WriteGuard
+) -> BaseFigures | None:
+    """Return where figures of the base alone are kept; None if the objective compares with the model before step 1."""
+    run = plan.run
+    if run.objective.has_reference:
+        return None
+    settings = run.orpo.model_dump() if run.objective.of_pairs else {}
+    four_bits = plan.layout.base_dtype if plan.layout.base_dtype in FOUR_BITS else ""
+    stored = facts.get("base_digest"), four_bits, run.model.torch_dtype, run.train.in_bf16
+    rows = data.audit["row_hashes"]["validation"]
+    identity = hash_text([stored, run.train.objective, settings, rows, data.evaluated])
+    folder = session.tokens.parent if session.tokens else plan.folder  # of the sweep, or of the run
+    return BaseFigures(folder / BASE_FIGURES, identity, unwritten)
 
 
 def report_stall(here: Rank, problem: Problem) -> None:

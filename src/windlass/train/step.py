@@ -1,6 +1,7 @@
 """What an optimizer step works with: the model as it is trained, its updates, and the sums over the ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -108,6 +109,18 @@ class TrainedModel:
     def compiled(self) -> Compiled | None:
         """The compiled parts of layers, if they are compiled."""
         return self.patches.compiled
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Within this, compiled layers run eagerly."""
+        compiled = self.compiled
+        if compiled:
+            compiled.on = False
+        try:
+            yield
+        finally:
+            if compiled:
+                compiled.on = True
 
     @property
     def adapters(self) -> FusedAdapters:

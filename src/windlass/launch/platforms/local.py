@@ -17,6 +17,7 @@ from windlass import run_folder
 from windlass.errors import Problem, UserError, make_pasteable
 from windlass.files import read_json, read_json_lines
 from windlass.launch.job import RECORD, Job, Record, keep_record
+from windlass.observe.format import describe_gain
 from windlass.observe.reader import as_dict, as_number, find_total_steps
 from windlass.observe.watch.heartbeat import read_beats
 
@@ -110,10 +111,13 @@ def status(record: Record) -> int:
     steps = run_folder.find_step_files(run).get(0)
     last = max(read_json_lines(steps) if steps else (), key=lambda line: int(line.get("step", 0)), default={})
     number = int(last.get("step", 0))
-    events = run / run_folder.EVENTS
-    planned = find_total_steps(read_json_lines(events) if events.is_file() else (), read_json(run / run_folder.PLAN))
+    path = run / run_folder.EVENTS
+    events = list(read_json_lines(path)) if path.is_file() else []
+    planned = find_total_steps(events, read_json(run / run_folder.PLAN))
     step = f"step {number:,} of {planned:,.0f}" if planned > 0 else f"step {number:,}"
     step += describe_pairs(as_dict(last.get("preference")))
+    gain = next((said for event in reversed(events) if (said := describe_gain(event.get("eval_gain")))), "")
+    step += f", evaluation loss {gain}" if gain else ""
     progress = run_folder.describe_progress(record.run)
     step = f"{progress}, {step}" if progress else step
     manifest = run_folder.read_manifest(record.run)

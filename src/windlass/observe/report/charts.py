@@ -20,6 +20,7 @@ PHASES: Final = {phase: "waiting for ranks" if phase == "communication" else pha
 COMPARED: Final = ("loss", "margin", "accuracy", "grad_norm", "rate", "slowest", "memory", "learning_rate")
 
 ANSWERS: Final = ("chosen", "rejected")
+BASE: Final = "base model, evaluated"  # without its adapter
 # Of runs on pairs: chart, title, unit, factor, fields by label (of an evaluation with `eval_` before).
 PREFERENCE: Final[tuple[tuple[str, str, str, float, dict[str, str]], ...]] = (
     ("margin", "Reward margin", "", 1, {"margin": "rewards/margins"}),
@@ -139,8 +140,9 @@ def _planned_rate(run: Run, length: int) -> list[Curve]:
 def _name_losses(run: Run) -> dict[str, str]:
     """Return the labels of the evaluations' losses: of all rows, and of each named set."""
     names = {"eval_loss": None} | {name: None for event in run.events if event.get("kind") == "eval" for name in event}
-    losses = [name for name in names if name.startswith("eval_") and name.endswith("loss")]
-    return {name: f"evaluation {name[5:-5]}".strip() for name in losses}
+    losses = [name for name in names if name.startswith("eval_") and name.endswith("_loss")]
+    labels = {name: f"evaluation {name[5:-5]}".strip() for name in losses}
+    return {**labels, "eval_base": BASE} if "eval_base" in names else labels
 
 
 def _evaluations(run: Run, x: list[int], labels: Mapping[str, str], scale: float = 1) -> list[Curve]:
@@ -193,7 +195,10 @@ def make_comparison_charts(runs: Sequence[Facts]) -> list[Chart]:
             combined.append(_combine_charts(runs, first_curves))
         if name == "loss":
             evaluated = [
-                (i, chart, curve) for i, chart, _ in first_curves for curve in chart["series"] if curve.get("dots")
+                (i, chart, curve)
+                for i, chart, _ in first_curves
+                for curve in chart["series"]
+                if curve.get("dots") and curve["label"] != BASE
             ]
             for number, label in enumerate(dict.fromkeys(curve["label"] for _, _, curve in evaluated)):
                 of_set = _combine_charts(runs, [row for row in evaluated if row[2]["label"] == label])
@@ -222,6 +227,7 @@ def compare_figures(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
         ("ranks", [format_figure(head["ranks"]) for head in heads]),
         ("final loss", [format_figure(head["final_loss"], digits=4) for head in heads]),
         ("lowest evaluation loss", [format_figure(head["least_eval_loss"], digits=4) for head in heads]),
+        ("gain over the base", [format_figure(head["gain"], digits=4) for head in heads]),
         ("chosen answer preferred", [format_percent(head["preferred"], 1) for head in heads]),
         ("reward margin", [format_figure(head["margin"], digits=4) for head in heads]),
         ("clipped steps", [format_percent(head["clipped_share"]) for head in heads]),

@@ -61,6 +61,7 @@ def collect_facts(run: Run) -> Facts:
         "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if in_range else None,
         "headline": {
             **summarize_run(run, began, finite_numbers(event.get("eval_loss") for event in events["eval"])),
+            **summarize_gains(events["eval"]),
             **summarize_pairs(run, events["eval"]),
         },
         "step_time": average_phases(run),
@@ -203,6 +204,13 @@ def summarize_run(run: Run, began: float, evaluations: list[float]) -> Facts:
         "skipped_steps": sum(value is True for value in first.objects["skipped"].values()),
         "clipped_share": sum(norm > limit for norm in norms) / len(norms) if norms and limit > 0 else NAN,
     }
+
+
+def summarize_gains(evaluations: list[dict[str, Any]]) -> Facts:
+    """Return the largest gain over the base without its adapter, and the base's evaluation loss."""
+    gains = finite_numbers(event.get("eval_gain") for event in evaluations)
+    bases = finite_numbers(event.get("eval_base") for event in evaluations)
+    return {"gain": max(gains, default=NAN), "base_eval_loss": bases[-1] if bases else NAN}
 
 
 def summarize_pairs(run: Run, evaluations: list[dict[str, Any]]) -> Facts:

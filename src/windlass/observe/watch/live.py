@@ -16,7 +16,7 @@ from windlass import run_folder
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe import steps
-from windlass.observe.format import format_plural
+from windlass.observe.format import describe_gain, format_plural
 from windlass.observe.reader import (
     NAN,
     JoinedSteps,
@@ -126,7 +126,9 @@ class View:
             self.total = counted
         for event in events:
             if event.get("kind") == "eval" and drop_nan([as_number(event.get("eval_loss"))]):
-                self.evaluation = f"evaluation {event['eval_loss']:.4f} at step {get_number(event, 'step'):.0f}"
+                gain = describe_gain(event.get("eval_gain"))
+                self.evaluation = f"evaluation {event['eval_loss']:.4f}{f', {gain},' if gain else ''}"
+                self.evaluation += f" at step {get_number(event, 'step'):.0f}"
                 share = as_number(event.get("eval_rewards/accuracies"))
                 if drop_nan([share]):
                     self.preferred = f"{'evaluated':10} {share:>10.0%}  chosen answers preferred"
