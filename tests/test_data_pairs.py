@@ -399,7 +399,7 @@ def test_lengths_are_what_a_pair_costs_padded(prepared: Prepare) -> None:
     sizes = np.array([row["seq_lengths"] for row in done.train.to_pylist()])
     assert done.lengths is not None
     assert done.lengths.tolist() == (2 * sizes.max(1)).tolist()
-    compared = compare_batching(sizes, batch=4, max_length=512, configured=LENGTH_GROUPED, seed=1)
+    compared = compare_batching(sizes, None, batch=4, max_length=512, configured=LENGTH_GROUPED, seed=1)
     order = sizes[done.order(seed=1, epoch=0, global_batch=4)]
     padded = sum(int(part.max()) * 2 * len(part) for part in np.split(order, 10))
     assert compared["ways"][LENGTH_GROUPED] == {"rows": 40, "micro_batches": 10, "useful_share": sizes.sum() / padded}

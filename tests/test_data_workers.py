@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,11 +19,16 @@ import psutil  # type: ignore[import-untyped]
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 from refusals import refused
-from transformers import AutoTokenizer
+from tokenizers import trainers
+from tokenizers.models import BPE
+from tokenizers.normalizers import NFC
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
-from windlass.data import sources, tokenize, workers
+from windlass.data import sources, tokenize, words, workers
 from windlass.data.formats import choose_format
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.errors import RunError
@@ -198,7 +204,7 @@ import sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 from transformers import AutoTokenizer
-from windlass.data import sources, tokenize, workers
+from windlass.data import sources, tokenize, words, workers
 from windlass.data.formats import choose_format
 from windlass.data.prepare import prepare_data
 from windlass.runfile import Data, RunFile
@@ -243,10 +249,104 @@ def test_answers_between_added_tokens_are_marked_as_offsets_mark_them(
     assert markers is not None
     fast = tokenize.encode_batch(rendered, tokenizer)
     pairs = zip(rendered, fast, strict=True)
-    told = [tokenize.flag_between_markers(list(ids), one, markers) is not None for one, (ids, *_) in pairs]
+    told = [tokenize.flag_between_markers(np.asarray(ids), one, markers) is not None for one, (ids, *_) in pairs]
     assert 0.5 < sum(told) / len(told) < 0.9
     monkeypatch.setattr(tokenize, "read_markers", lambda *_: None)
     for found, expected in zip(fast, tokenize.encode_batch(rendered, tokenizer), strict=True):
         assert [*found[0]] == [*expected[0]]
         assert np.array_equal(found[1], expected[1])  # type: ignore[arg-type]
         assert found[2] == expected[2]
+
+
+# Letters, digits, marks, contractions, blanks of many kinds, and pieces of added tokens.
+SYMBOLS = [
+    *"abZ 1'.,-_/(<|[\n\t\r",
+    "  ",
+    " ",
+    " ",
+    "'s ",
+    "'LL",
+    " <",
+    "</s>",
+    "<s>",
+    "<|x|>",
+    "<|x",
+    "é",
+    "e\u0301",
+    " \u0301",
+]
+SYMBOLS += [
+    "\u00a0",
+    "\u3000",
+    "\u2028",
+    "漢",
+    "ไทย",
+    "😀",
+    "²",
+    "ǅ",
+    "ʰ",
+    "\x85",
+    "\x1c",
+    "\0",
+    "12345",
+    " word",
+    "Word ",
+]
+
+
+def make_tokenizer(folder: Path, before: Any, normalizer: Any = None) -> Any:
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=["<s>", "</s>"], initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    made = tokenizers.Tokenizer(BPE())
+    made.pre_tokenizer = before
+    if normalizer:
+        made.normalizer = normalizer
+    made.train_from_iterator([*PARTS, "two words " * 500], trainer)
+    made.add_tokens(["<|x|>"])
+    made.save(str(folder / "tokenizer.json"))
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+
+
+def split_by(pattern: str) -> Any:
+    return Sequence([Split(tokenizers.Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)])
+
+
+def write_texts(count: int) -> list[str]:
+    rng = random.Random(0)
+    return ["", " ", *("".join(rng.choices(SYMBOLS, k=rng.randint(1, 40))) for _ in range(count))]
+
+
+@pytest.mark.parametrize("number", range(len(words.PATTERNS) + 1))
+@pytest.mark.parametrize("normalizer", [None, NFC()])
+def test_words_become_the_tokens_that_they_are_in_their_text(number: int, normalizer: Any, tmp_path: Path) -> None:
+    patterns = [*map(split_by, sorted(words.PATTERNS)), Sequence([Digits(True), ByteLevel(False)])]
+    tokenizer = make_tokenizer(tmp_path, patterns[number], normalizer)
+    found = words.read_words(tokenizer, len(tokenizer))
+    assert found is not None
+    texts = write_texts(4000)
+    expected = [one.ids for one in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    for some in (texts[:1000], texts):  # of which a quarter has been seen
+        assert [ids.tolist() for ids in found.encode(some)] == expected[: len(some)]
+    assert max(map(len, found.known)) <= words.LONGEST_WORD
+
+
+def test_tokenizers_whose_words_have_spaces_see_whole_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = r"\w+ \w+|\S|\s"
+    tokenizer = make_tokenizer(tmp_path, split_by(pairs))
+    assert words.read_words(tokenizer, len(tokenizer)) is None
+    texts = ["of two words two words", *PARTS]
+    expected = [one.ids for one in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    assert [ids.tolist() for ids in words.encode_texts(texts, tokenizer)] == expected
+    words.read_words.cache_clear()
+    monkeypatch.setattr(words, "PATTERNS", {pairs})
+    assert [ids.tolist() for ids in words.encode_texts(texts, tokenizer)] != expected
+    words.read_words.cache_clear()
+
+
+def test_words_are_apart_where_every_added_token_occurs_in_a_text(tokenizer: Any) -> None:
+    found = words.read_words(tokenizer, len(tokenizer))
+    assert found is not None
+    texts = ["a word", "".join(found.added), "and more", *found.added]
+    expected = [one.ids for one in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    assert [ids.tolist() for ids in found.encode(texts)] == expected

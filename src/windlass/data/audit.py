@@ -238,22 +238,36 @@ def hash_token_runs(documents: Documents, one_of: int) -> Iterator[tuple[Lengths
         yield owner[:count][inside], mixed[inside]
 
 
-def compare_batching(lengths: Lengths, *, batch: int, max_length: int, configured: str, seed: int) -> Audit:
+def count_packs(lengths: Lengths, max_length: int) -> int | None:
+    """Return the rows that the documents fill, or so many of them as are compared; None for pairs: they are never
+    packed."""
+    return len(pack_rows(sample_lengths(lengths)[:, 0].tolist(), max_length)) if lengths.shape[1] == 1 else None
+
+
+def sample_lengths(lengths: Lengths) -> Lengths:
+    """Return the lengths of BATCHED_DOCUMENTS at most."""
+    if len(lengths) <= BATCHED_DOCUMENTS:
+        return lengths
+    return lengths[shuffle(len(lengths), 0, 0)[:BATCHED_DOCUMENTS]]
+
+
+def compare_batching(
+    lengths: Lengths, packs: int | None, *, batch: int, max_length: int, configured: str, seed: int
+) -> Audit:
     """Return the fraction of computed positions that hold a token, for each way of batching, and name the configured
-    one. lengths: of each row's sequences, two for pairs, which are never packed."""
+    one. lengths: of each row's sequences, two for pairs; packs: what `count_packs` returned for them."""
     if not len(lengths):
         return {}
     documents, sides = lengths.shape
-    if documents > BATCHED_DOCUMENTS:
-        lengths = lengths[shuffle(documents, seed, 0)[:BATCHED_DOCUMENTS]]
+    lengths = sample_lengths(lengths)
     count = len(lengths)
     tokens = int(lengths.sum())
     padded_lengths = lengths.max(1) * sides
     ordered = padded_lengths[group_by_length(padded_lengths, batch, seed, 0)]
-    padded = sum(int(part.max()) * len(part) for part in np.split(ordered, range(batch, count, batch)))
-    computed = {LENGTH_GROUPED: (count, padded), PADDING_FREE: (count, tokens)}
-    if sides == 1:
-        packs = len(pack_rows(lengths[:, 0].tolist(), max_length))
+    longest = np.maximum.reduceat(ordered, np.arange(0, count, batch))
+    computed = {LENGTH_GROUPED: (count, int(longest.sum()) * batch - int(longest[-1]) * (-count % batch))}
+    computed[PADDING_FREE] = (count, tokens)
+    if packs is not None:
         computed[PACKED] = (packs, packs * max_length)
     ways = {}
     for way, (rows, positions) in computed.items():

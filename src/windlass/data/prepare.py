@@ -27,6 +27,7 @@ from windlass.data.audit import (
     audit_split,
     compare_batching,
     count_overlap,
+    count_packs,
     find_problems,
     find_warnings,
     list_facts,
@@ -225,8 +226,10 @@ def complete_audit(
 ) -> dict[str, Any]:
     """Return the audit of the cached folder with what this run does with its rows."""
     data = run.data
+    audit: dict[str, Any] = json.loads((folder / "audit.json").read_text())
     compared = compare_batching(
         np.load(folder / "train.lengths.npy"),
+        audit.pop("packs"),
         batch=batch,
         max_length=data.length,
         configured=batching,
@@ -234,7 +237,7 @@ def complete_audit(
     )
     sources = [{"name": s.source.name, "config": s.source.config, "how": s.source.how} for s, _ in chosen]
     selection, format_ = chosen[0]
-    audit: dict[str, Any] = json.loads((folder / "audit.json").read_text()) | {
+    audit |= {
         "batching": compared,
         "sampled_rows": STREAM_AUDIT_ROWS if data.streaming else None,
         "source": sources[0],
@@ -335,6 +338,7 @@ def write_tokens(
             audit[key][name] = {**audit_split(sets[name], tokenizer), "sequences": len(lengths)}
             if key == "evaluated":
                 audit[key][name]["overlap"] = count_overlap(together["train"], sets[name])
+    audit["packs"] = count_packs(together["train"].sides, data.length)
     mistral_file = find_mistral_file(Path(tokenizer.name_or_path))
     audit["mistral"] = [compare_with_mistral(mistral_file, *each, tokenizer) for each in chosen]
     audit["row_hashes"] = {split: hash_rows(into / f"{split}.arrow") for split in sorted(audit["splits"])}

@@ -7,7 +7,6 @@ import itertools
 import json
 import mmap
 import os
-import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from windlass.data.formats import Format, RenderedRow
 from windlass.data.sources import Row, split_into_batches
+from windlass.data.words import Ids, encode_texts
 from windlass.errors import Problem, UserError, Where, raise_all
 from windlass.observe.format import format_plural
 from windlass.observe.steps import IGNORED
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Flags = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
 # Token ids; supervised flags, None for all; whether a token crosses the edge of a supervised part.
-Encoded = tuple[list[int] | npt.NDArray[np.int64], Flags | None, bool]
+Encoded = tuple[list[int] | npt.NDArray[np.integer[Any]], Flags | None, bool]
 
 # A process with another id was forked from the one that imported this module, perhaps after threads had started.
 IMPORTED_BY = os.getpid()
@@ -460,13 +460,12 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
             if one.ids is None and (one.closed, one.supervised is not None) == (closed, partial)
         ]
         markers = read_markers(tokenizer, len(tokenizer)) if closed and partial else None
-        if markers is not None:
-            fast = backend.encode_batch_fast([rendered[i].text for i in chosen], add_special_tokens=False)
-            ids_of = {i: done.ids for i, done in zip(chosen, fast, strict=True)}
-            flags_of = {i: flag_between_markers(ids, rendered[i], markers) for i, ids in ids_of.items()}
-            chosen = [i for i in chosen if flags_of[i] is None]
-            for i in flags_of.keys() - {*chosen}:
-                encoded[i] = (ids_of[i], flags_of[i], False)
+        if closed and (markers is not None or not partial):
+            plain = dict(zip(chosen, encode_texts([rendered[i].text for i in chosen], tokenizer), strict=True))
+            for i, ids in plain.items():
+                flags = flag_between_markers(ids, rendered[i], markers) if markers else None
+                encoded[i] = (ids, flags, False)
+            chosen = [i for i in chosen if partial and encoded[i][1] is None]
         # Offsets take time: requested only if parts are supervised.
         call = backend.encode_batch if partial else backend.encode_batch_fast
         for i, done in zip(
@@ -481,10 +480,11 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
 
 
 class Markers(NamedTuple):
-    """A tokenizer's added tokens, which part texts before anything else: their pattern, and their ids."""
+    """A tokenizer's added tokens, which part texts before anything else: their texts, by their ids."""
 
-    pattern: re.Pattern[str]
-    ids: dict[str, int]
+    texts: dict[int, str]
+    added: Flags
+    """Of each token, whether it is one of them."""
 
 
 @lru_cache(maxsize=8)
@@ -494,25 +494,30 @@ def read_markers(tokenizer: Any, _size: int) -> Markers | None:
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     before = json.dumps(state["pre_tokenizer"])
     added = state["added_tokens"]
-    plain = state["normalizer"] is None and "ByteLevel" in before and "Metaspace" not in before
+    plain = state["normalizer"] in (None, {"type": "NFC"}) and "ByteLevel" in before and "Metaspace" not in before
     odd = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
     if not plain or odd or not added or '"add_prefix_space": true' in before:
         return None
-    ids = {token["content"]: token["id"] for token in added}
-    return Markers(re.compile("|".join(map(re.escape, sorted(ids, key=len, reverse=True)))), ids)
+    texts = {token["id"]: token["content"] for token in added}
+    flags = np.zeros(max(tokenizer.get_vocab().values()) + 1, np.bool_)
+    flags[[*texts]] = True
+    return Markers(texts, flags)
 
 
-def flag_between_markers(ids: list[int], one: RenderedRow, markers: Markers) -> Flags | None:
+def flag_between_markers(ids: Ids, one: RenderedRow, markers: Markers) -> Flags | None:
     """Return which tokens are supervised if all supervised parts begin and end at added tokens, without white space
     there; else None: that takes offsets, which take a fifth of the tokenizer's time."""
-    found = [*markers.pattern.finditer(one.text)]
-    known = {*markers.ids.values()}
-    places = [place for place, token in enumerate(ids) if token in known]
-    if [ids[place] for place in places] != [markers.ids[match[0]] for match in found]:
-        return None
+    places = np.flatnonzero(markers.added[ids])
     edges = {0: 0, len(one.text): len(ids)}
-    for match, place in zip(found, places, strict=True):
-        edges |= {match.start(): place, match.end(): place + 1}
+    stop = 0
+    for place, token in zip(places.tolist(), ids[places].tolist(), strict=True):
+        # The first from there on: of two that overlap, the tokenizer takes the one that begins first.
+        start = one.text.find(markers.texts[token], stop)
+        if start < 0:
+            return None
+        stop = start + len(markers.texts[token])
+        edges[start] = place
+        edges[stop] = place + 1
     flags = np.zeros(len(ids), np.bool_)
     for start, end in one.supervised or ():
         ends = one.text[start : start + 1] + one.text[end - 1 : end]
