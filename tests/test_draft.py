@@ -51,6 +51,9 @@ def test_length_batch_and_epochs_follow_the_data(tmp_path: Path, model: Path) ->
     assert plan.schedule.steps is not None
     assert plan.schedule.steps >= FEW_STEPS
     assert "windlass plan run.yaml" in done.stdout.splitlines()[0]
+    subprocess.run([*command, "--out", "its own.yaml"], cwd=tmp_path, check=True, timeout=300)
+    text = (tmp_path / "its own.yaml").read_text()
+    assert "windlass plan 'its own.yaml'" in text.splitlines()[0]
 
 
 def test_few_rows_are_repeated_and_warned_about(tmp_path: Path, model: Path) -> None:
@@ -342,6 +345,13 @@ def test_overrides_are_kept_and_refused_by_name(tmp_path: Path, model: Path) -> 
     (tmp_path / "run.yaml").write_text(made.text)
     run = read_run_file(tmp_path / "run.yaml").run
     assert (run.data.length, run.train.epochs, run.lora.r, run.name) == (300, 2, 4, "mine")
+    inner = ["train.sample.from_eval=8", "train.sample.max_new_tokens=12", "cluster.kubernetes.user={uid: 7, gid: 8}"]
+    for sample in (inner, ["train.sample={from_eval: 8, max_new_tokens: 12}", "cluster.kubernetes.user.uid=7"]):
+        sampled = draft.draft_run(str(model), data, "1xcpu", print, overrides=sample).load().run
+        assert sampled.train.sample is not None
+        assert (sampled.train.sample.from_eval, sampled.train.sample.max_new_tokens) == (8, 12)
+        assert sampled.cluster.kubernetes.user is not None
+        assert sampled.cluster.kubernetes.user.uid == 7
     for override in ("data.pack=false", "lora.r", "data.max_seq_length=3"):
         with refused("unknown-key", override):
             draft.draft_run(str(model), data, "1xcpu", print, overrides=[override])

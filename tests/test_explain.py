@@ -69,7 +69,8 @@ def test_names_of_the_run_file() -> None:
 
 def test_preference_tuning_is_explained_by_its_keys() -> None:
     for topic in ("preference", "RLHF"):
-        assert {row.name for row in explain.explain_topic(topic)} == {"train.objective", "dpo", "orpo"}
+        rows = [row for row in explain.explain_topic(topic) if row.kind == "run file"]
+        assert {row.name for row in rows} == {"train.objective", "dpo", "orpo"}
     texts = [row.text for row in explain.explain_topic("dpo")]
     assert "The reference is the model as it is before step 1" in texts[0]
     assert "learning rate for pairs is about 1e-5" in texts[0]
@@ -233,8 +234,10 @@ def test_questions_lead_to_what_there_is(capsys: pytest.CaptureFixture[str]) -> 
     for words, topic, answer in (
         ("how do I run trials?", "trials", "sweep.lora.r=[8, 16, 32]"),
         ("grid search", "trials", "windlass best RUN_FOLDER"),
+        ("preference tuning", "preference", "windlass init --model DIR --data pairs.jsonl"),
         ("several adapters", "adapters", "lora.adapter: FOLDER"),
         ("a benchmark", "benchmark", "lm_eval --model hf"),
+        ("evaluation", "benchmark", "lm_eval --model hf"),
         ("W&B", "trackers", "train.report_to: wandb"),
         ("which GPUs?", "gpus", "windlass plan MODEL --gpus all"),
     ):

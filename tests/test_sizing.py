@@ -353,6 +353,8 @@ def test_no_run_file_is_saved_without_rows(plan: Command, tmp_path: Path) -> Non
     ("name", "code", "hint"),
     [
         ("Qwen/Qwen3-30B-A3", "unknown-model", "did you mean Qwen/Qwen3-30B-A3B"),
+        ("Qwen/Qwen3-9B", "unknown-model", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-9B", "unknown-model", "? Or fetch its config.json: `curl"),
         ("Some/Other-7B", "unknown-model", "huggingface.co/Some/Other-7B/resolve/main/config.json"),
         ("ru", "unknown-model", "did you mean run.yaml"),
         ("nothing", "unknown-model", "config.json"),

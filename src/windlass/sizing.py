@@ -82,9 +82,10 @@ def find_model(name: str) -> str | None:
     hint = "give a run file, a model's folder or its config.json, or the name of one such as Qwen/Qwen3-8B"
     if close:
         hint = f"did you mean {', '.join(map(str, close))}?"
-    elif len(path.parts) == 2:
+    if len(path.parts) == 2:
         url = f"https://huggingface.co/{name}/resolve/main/config.json"
-        hint = f"fetch its config.json: `curl -L --create-dirs -o {path.name}/config.json {url}`, "
+        guess = f"{hint} Or " if close else ""
+        hint = f"{guess}fetch its config.json: `curl -L --create-dirs -o {path.name}/config.json {url}`, "
         hint += f"then `windlass plan {path.name} --gpus all`"
     raise UserError("is no file or folder here, and no model that windlass knows", name, hint, "unknown-model")
 

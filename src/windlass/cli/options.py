@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,8 @@ app = typer.Typer(
     name="windlass",
     cls=Groups,
     help="Multi-GPU LoRA fine-tuning that fails loudly instead of training the wrong thing.\n\n"
-    "Start with `windlass init > run.yaml`, then `windlass plan run.yaml`.",
+    "Start with `windlass plan Qwen/Qwen3-8B --gpus 1xh100`, and with your data: "
+    "`windlass init --model DIR --data FILE --out run.yaml`.",
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help: rich's takes longer to import than all the rest of `--help`
     pretty_exceptions_enable=False,
@@ -147,6 +149,7 @@ def write_run_file(text: str, out: Path | None) -> None:
     if out is None:
         print(text, end="", flush=True)
         return
+    text = text.replace("windlass plan run.yaml", f"windlass plan {shlex.quote(str(out))}", 1)  # the next step
     with require_writable(out, "name another file with --out"):
         write_atomic(out, text)
     say(f"written to {out}: next, windlass plan {out}")

@@ -97,7 +97,7 @@ def _find_root(tree: dict[str, Any], overrides: Sequence[str]) -> type[RunFile |
 def parse_settings(overrides: Sequence[str]) -> dict[str, Any]:
     """Parse KEY=VALUE for a run file that is being written: only by the names that it has."""
     known = list_keys(RunFile)
-    settings = {}
+    settings: dict[str, Any] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
         key = "layout.name" if key == "layout" else key
@@ -106,7 +106,15 @@ def parse_settings(overrides: Sequence[str]) -> dict[str, Any]:
             close = [renamed] if renamed else find_close_names(key, known)
             hint = f"did you mean {', '.join(close)}?" if close else "write KEY=VALUE, such as data.packing=false"
             raise UserError("sets no key of the run file", f"--override {override}", hint, "unknown-key")
-        settings[key] = parse_scalar(value)
+        section, _, inner = key.partition(".")
+        name, *below = inner.split(".")
+        steps = [f"{section}.{name}" if inner else section, *below]  # a section's values are settings of their own
+        place = settings
+        for step in steps[:-1]:
+            if not isinstance(place.get(step), dict):
+                place[step] = {}
+            place = place[step]
+        place[steps[-1]] = _convert_value(value, find_annotation(tuple(key.split("."))))
     return settings
 
 
