@@ -12,7 +12,6 @@ from windlass.plan import Plan, make_plan
 from windlass.plan.accelerate import read_accelerate
 from windlass.plan.split_rows import check_split_rows, pad_to_pieces, why_not_split
 from windlass.runfile import read_run_file
-from windlass.train.start import require_inputs
 
 KEY = "layout.context_parallel"
 FILE = """
@@ -46,7 +45,6 @@ REFUSED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "orpo": ("not-with-split-rows", "train.objective", ("train.objective=orpo", "data.packing=false")),
     "compile": ("not-with-split-rows", "train.compile", ("train.compile=true",)),
     "noise": ("not-with-split-rows", "train.neftune_noise_alpha", ("train.neftune_noise_alpha=5",)),
-    "balance": ("not-with-split-rows", "train.router_aux_loss_coef", ("train.router_aux_loss_coef=0.01",)),
     "sweep": ("not-with-split-rows", KEY, ("sweep={lora.r: [4, 8]}",)),
 }
 
@@ -109,11 +107,6 @@ def test_other_tools_names_are_answered_with_the_key(tmp_path: Path) -> None:
         with refused("unknown-key", name) as problems:
             read_run_file(tmp_path / "run.yaml")
         assert "context_parallel" in problems[0].hint
-
-
-def test_training_refuses_it_before_ranks_start(tmp_path: Path) -> None:
-    with refused("not-trained-yet", f"{KEY}=2"):
-        require_inputs(planned(tmp_path, f"{KEY}=2"))
 
 
 # --- what follows ------------------

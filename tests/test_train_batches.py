@@ -40,7 +40,7 @@ def batches(count: int, micro: int, world: int, rank: int, step: int, *, stream:
     data = IterableDataset.from_generator(lambda: iter(rows * 9)) if stream else pa.Table.from_pylist(rows)
     order = None if stream else lambda epoch: np.random.default_rng(epoch).permutation(count)
     made = Batches(data, Collate(PaddedCollator(0)), micro, order=order, round_rows=step, **more)
-    made.rank, made.world = rank, world
+    made.reader, made.readers = rank, world
     return made
 
 

@@ -89,8 +89,6 @@ def _list_unsupported(loaded: Loaded, base: Base) -> Iterator[tuple[str, str, st
         yield "train.compile", "compiled layers", "set train.compile: false"
     if train.sample is not None:
         yield "train.sample", "continuing prompts", "leave it out: `windlass generate` continues prompts after the run"
-    if train.router_aux_loss_coef:
-        yield "train.router_aux_loss_coef", "the router's balance loss", "leave it out"
     if train.neftune_noise_alpha:
         yield "train.neftune_noise_alpha", "noise scaled by a row's length", "leave it out"
     if loaded.trial:

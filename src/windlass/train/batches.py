@@ -20,6 +20,7 @@ from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
 from windlass.ranks import collectives
 from windlass.runfile import Train
+from windlass.train.long_rows import Cut
 
 FILL: Final = -1  # row number of the filler that completes the last step; it has no supervised tokens
 ROW: Final = "row"
@@ -77,6 +78,7 @@ class Collate:
     mark_tokens: bool = False  # keep the mask, which a router's balancing loss needs
     pairs: bool = False  # rows are pairs
     reference: Tensor | None = None  # of the pairs, by row number: log-probabilities of chosen and rejected answer
+    cut: Cut | None = None  # to this rank's tokens of rows that several ranks share
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> Batch:
         collated = self.collator(list(rows))
@@ -104,13 +106,19 @@ class Collate:
             pairs = self._pair(rows, which, sources)
         elif sources is not None:
             inputs["sources"] = sources[which]
-        tokens = sum(len(row["input_ids"]) for row in rows)
-        counts = (tokens, inputs["input_ids"].numel() - tokens, len(supervised))  # what the recorder would count
+        if self.cut:
+            assert pairs is None, "pairs are not cut"
+            inputs, tokens_of_rows, here = self.cut(inputs, lengths)
+            which = which[here.numpy()]
+            collated["input_ids"] = inputs["input_ids"]
+        else:
+            tokens_of_rows = torch.tensor([len(row["input_ids"]) for row in rows])
+        tokens = int(tokens_of_rows.sum())
+        counts = (tokens, inputs["input_ids"].numel() - tokens, len(inputs["targets"]))  # what the recorder would count
         collated["counts"] = torch.tensor(counts, dtype=torch.float64)
+        is_known = torch.tensor([row[ROW] != FILL for row in rows])
         known = [row[ROW] for row in rows if row[ROW] != FILL]
-        fill = FILL_PAIR if self.pairs else FILL_ROW
-        tokens -= (len(rows) - len(known)) * len(fill["input_ids"])
-        return Batch(inputs, collated, known, tokens, torch.from_numpy(which), pairs)
+        return Batch(inputs, collated, known, int(tokens_of_rows[is_known].sum()), torch.from_numpy(which), pairs)
 
     def _pair(self, rows: Sequence[dict[str, Any]], which: Array, sources: Tensor | None) -> Pairs:
         """Describe pairs. `which`: the sequence of each target."""
@@ -140,8 +148,8 @@ class Batches:
     """This rank's micro-batches. The last step of an epoch is filled up to `round_rows`, the rows of one step over all
     ranks.
 
-    order: returns the row numbers of an epoch. Micro-batch k of rank r holds the rows from (k x ranks + r) x micro on,
-    so a step has the same rows on any number of ranks.
+    order: returns the row numbers of an epoch. Micro-batch k of reader r holds the rows from (k x readers + r) x micro
+    on, so a step has the same rows on any number of ranks. A reader is a rank, or the ranks that share rows.
     """
 
     def __init__(
@@ -162,8 +170,9 @@ class Batches:
         self.micro = micro
         self.order = order
         self.round_rows = round_rows
-        self.rank = collectives.get_rank()
-        self.world = collectives.get_world_size()
+        ranks = collate.cut.ranks if collate and collate.cut else 1
+        self.reader = collectives.get_rank() // ranks
+        self.readers = collectives.get_world_size() // ranks
         self.workers = workers
         # torch's loader draws a seed at every start: from its own generator, not from training's. Forked workers read
         # the rows where they are mapped; others would get a copy of all of them.
@@ -180,7 +189,7 @@ class Batches:
 
     def epoch(self, number: int, rounds_done: int = 0) -> Iterator[Batch]:
         """Yield an epoch's micro-batches after `rounds_done` rounds. A stream is one endless epoch."""
-        micro_batches = rounds_done * self.round_rows // (self.micro * self.world)
+        micro_batches = rounds_done * self.round_rows // (self.micro * self.readers)
         if self.order is None:
             # With several workers, all but the first would get nothing from a single generator.
             stream = _Stream(self, micro_batches)
@@ -192,7 +201,7 @@ class Batches:
     def in_order(self, order: np.ndarray[Any, Any], micro_batches: int = 0) -> Iterator[Batch]:
         """Yield micro-batches of these rows, after the first `micro_batches`."""
         fill = np.full(-len(order) % self.round_rows, FILL, dtype=order.dtype)
-        dealt = np.concatenate([order, fill]).reshape(-1, self.world, self.micro)[micro_batches:, self.rank]
+        dealt = np.concatenate([order, fill]).reshape(-1, self.readers, self.micro)[micro_batches:, self.reader]
         rows = _Rows(self.rows, FILL_PAIR if self.collate.pairs else FILL_ROW)
         if not self.workers and not self.options["pin_memory"]:  # a loader costs more than collating does
             return (self.collate(rows.__getitems__(numbers)) for numbers in dealt.tolist())
@@ -202,7 +211,7 @@ class Batches:
     def train(self, step: int, length: RunLength) -> Iterator[Batch]:
         """Yield micro-batches of epoch after epoch, starting after optimizer step `step`."""
         first, done = (0, step) if length.steps_per_epoch is None else divmod(step, length.steps_per_epoch)
-        assert self.round_rows == length.accumulation * self.micro * self.world
+        assert self.round_rows == length.accumulation * self.micro * self.readers
         for number in itertools.count(first):
             yield from self.epoch(number, done)
             done = 0
@@ -267,12 +276,12 @@ class _Stream(IterableDataset[Batch | UserError]):
     def __iter__(self) -> Iterator[Batch | UserError]:
         batches = self.batches
         numbered = ({**row, ROW: number} for number, row in enumerate(batches.rows))
-        of_all_ranks = batches.micro * batches.world
-        rows = itertools.islice(numbered, self.first * of_all_ranks, None)
-        first = batches.rank * batches.micro
+        of_all_readers = batches.micro * batches.readers
+        rows = itertools.islice(numbered, self.first * of_all_readers, None)
+        first = batches.reader * batches.micro
         try:
             while True:
-                everyones = list(itertools.islice(rows, of_all_ranks))
+                everyones = list(itertools.islice(rows, of_all_readers))
                 if not everyones:
                     return
                 yield batches.collate(everyones[first : first + batches.micro])

@@ -216,17 +216,17 @@ class Loop:
         mixtures whose config has such a loss need this collective.
         """
         total = torch.tensor(float(sum(batch.supervised for batch in batches)), device=self.model.device)
-        world = self.updater.replicas.world
-        if world > 1:
+        if self.updater.replicas.world > 1:
             dist.all_reduce(total)
-        return self.model.router_weight * total.clamp(min=1) / (self.length.accumulation * world)
+        micro_batches = self.length.accumulation * self.batches.readers
+        return self.model.router_weight * total.clamp(min=1) / micro_batches
 
     def _record(self, step: Step, sums: StepSums, rows: list[int], stalled: str) -> None:
         """Write the step's line: rank 0 with the values of all ranks, the others with their own only."""
         waited = self.model.waits.seconds()
         of_job: dict[str, Any] = {}
         if collectives.get_rank() == 0:
-            micro_batches = self.length.accumulation * self.updater.replicas.world
+            micro_batches = self.length.accumulation * self.batches.readers
             of_job = {
                 "epoch": self.epoch,
                 "loss": step.loss,

@@ -1,6 +1,7 @@
 """Next-token loss of a causal LM, in chunks of tokens: the logits of a full batch never exist at once."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from windlass.errors import UserError
 from windlass.introspect.describe import read_logit_shaping
 from windlass.settings import TILE_TOKENS, TILE_VOCABULARY
+from windlass.train.long_rows import Row, RowGroup, balance_over
 
 # The head's weight is read once per chunk: with fewer tokens a GPU would wait for memory, not for arithmetic.
 LEAST_TOKENS: Final = 256
@@ -65,10 +67,14 @@ class DocumentSearch:
 
 
 def make_forward(
-    model: PreTrainedModel, search: DocumentSearch, by_source: SourceLosses | None = None
+    model: PreTrainedModel,
+    search: DocumentSearch,
+    by_source: SourceLosses | None = None,
+    group: RowGroup | None = None,
 ) -> Callable[..., Any]:
     """Return a forward for a causal LM that returns its summed loss, or per-token figures if `per_token` is set. With
-    `balances`, the router's balancing loss is returned beside it."""
+    `balances`, the router's balancing loss is returned beside it.
+    group: the ranks that share rows."""
     config = model.config.get_text_config()
     scale, cap = read_logit_shaping(config)
 
@@ -84,6 +90,7 @@ def make_forward(
         summed: bool = True,
         choose: bool = False,
         several: bool | None = None,
+        row: Row | None = None,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the loss.
@@ -92,12 +99,14 @@ def make_forward(
         balancing loss, 1 for each token that is not padding; no layer needs it, because padding follows a row's tokens
         and attention is causal. sources: data set of each target, for `by_source`. summed: false for the loss of each
         target instead of their sum. several: whether a row has more than one document; None: transformers finds out.
+        row: how the rows are cut that `group` shares; None: they aren't.
         """
         if balances:
             inputs["output_router_logits"] = True
         search.several = several
         try:
-            outputs = self.model(input_ids=input_ids, use_cache=False, **inputs)
+            with group.attending(self, row) if group else nullcontext():
+                outputs = self.model(input_ids=input_ids, use_cache=False, **inputs)
         finally:
             search.several = None
         hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, supervised)
@@ -120,6 +129,9 @@ def make_forward(
         if balances:  # Mixtral's, which every mixture in transformers uses
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+            if group and row:
+                assert tokens is not None
+                return loss, balance_over(group, outputs.router_logits, config.num_experts_per_tok, tokens)
             experts = getattr(config, "num_experts", None) or config.num_local_experts
             balance = load_balancing_loss_func(outputs.router_logits, experts, config.num_experts_per_tok, tokens)
             return loss, balance

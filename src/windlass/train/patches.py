@@ -41,8 +41,9 @@ On the model that trains, by `ModelPatches`:
     until  transformers overlaps them
 
 A later one calls what an earlier one put there: shared experts run compiled, or with fused adapters. The exchange of
-tokens, the products of experts and attention by document are registered in transformers' own registries, under the name
-"windlass". `compiled.dora_weight` stands in for a function of PEFT in compiled graphs alone.
+tokens, the products of experts, attention by document and attention of rows that ranks share are registered in
+transformers' own registries, under names that begin with "windlass". `compiled.dora_weight` stands in for a function of
+PEFT in compiled graphs alone.
 """
 
 import types
@@ -63,6 +64,7 @@ from windlass.train.experts.exchange import SharedExperts, find_shared_experts
 from windlass.train.kernels import family_layers, on_cpu
 from windlass.train.kernels.compiled import Compiled
 from windlass.train.kernels.lora_linear import FusedAdapters, check_lora_linears
+from windlass.train.long_rows import RowGroup
 from windlass.train.loss import DocumentSearch, SourceLosses, make_forward
 from windlass.train.noise import add_noise
 from windlass.train.parallel import get_device
@@ -105,7 +107,9 @@ class Patches(ExitStack):
             model.set_attn_implementation(on_cpu.NAME)
             self.callback(model.set_attn_implementation, implementation)
 
-    def patch_forward(self, model: PreTrainedModel, by_source: SourceLosses | None = None) -> None:
+    def patch_forward(
+        self, model: PreTrainedModel, by_source: SourceLosses | None = None, group: RowGroup | None = None
+    ) -> None:
         """Give a causal LM a forward that returns its summed loss: see `loss.make_forward`.
 
         `forward` is replaced, and the model not wrapped: the hooks by which FSDP2 gathers weights stay in place.
@@ -114,11 +118,13 @@ class Patches(ExitStack):
         if not isinstance(search, DocumentSearch):
             search = DocumentSearch(search)
             self.replace(masking_utils, "find_packed_sequence_indices", search)
-        forward = make_forward(model, search, by_source)
+        if group:  # its forward changes it
+            self.callback(model.set_attn_implementation, model.config._attn_implementation)
+        forward = make_forward(model, search, by_source, group)
         self.replace(model, "forward", types.MethodType(forward, model))
 
-    def add_embedding_noise(self, embeddings: nn.Module, alpha: float) -> None:
-        self.callback(embeddings.register_forward_hook(add_noise(alpha)).remove)
+    def add_embedding_noise(self, embeddings: nn.Module, alpha: float, ranks_per_row: int = 1) -> None:
+        self.callback(embeddings.register_forward_hook(add_noise(alpha, ranks_per_row)).remove)
 
     def compile_layers(self, model: nn.Module) -> Compiled:
         """Compile what can be compiled of the layers."""
@@ -179,8 +185,10 @@ class ModelPatches:
         compiles: bool = False,
         noise_alpha: float | None = None,
         parts: Collection[str] = PARTS,
+        group: RowGroup | None = None,
     ) -> None:
-        """`dtype`: what adapters compute in, if not in their own dtype; `parts`: what to fuse on a GPU."""
+        """`dtype`: what adapters compute in, if not in their own dtype; `parts`: what to fuse on a GPU; `group`: the
+        ranks that share rows."""
         self.model = model
         self.dtype = dtype
         self.parts = parts
@@ -188,9 +196,9 @@ class ModelPatches:
         self.of_layers = Patches()
         if get_device().type == "cpu":
             self.patches.patch_attention(model)
-        self.patches.patch_forward(model, by_source)
+        self.patches.patch_forward(model, by_source, group)
         if noise_alpha:
-            self.patches.add_embedding_noise(model.get_input_embeddings(), noise_alpha)
+            self.patches.add_embedding_noise(model.get_input_embeddings(), noise_alpha, group.ranks if group else 1)
         self.compiled: Compiled | None = None
         if compiles:
             self.compiled = self.of_layers.compile_layers(model)

@@ -174,7 +174,7 @@ def compute_reference(
             stop = computed.new_tensor(float(stop_signal.received))
             if collectives.get_world_size() > 1:
                 dist.all_reduce(stop)
-            done += batches.micro * batches.world
+            done += batches.micro * batches.readers
             now = time.monotonic()
             if now - told > SAY_SECONDS:
                 left = format_clock((now - began) / done * max(0, len(order) - done))

@@ -59,6 +59,7 @@ from windlass.train.connect import create_process_group, find_differences, requi
 from windlass.train.console import Progress, make_console, print_header
 from windlass.train.evaluate import Evaluator
 from windlass.train.load import load_base
+from windlass.train.long_rows import Cut, RowGroup
 from windlass.train.loop import Loop
 from windlass.train.lora import DTYPES, attach_adapter
 from windlass.train.loss import router_loss_weight
@@ -342,13 +343,18 @@ def make_loop(
     )
     progress = Progress(here, console, train.logging_steps, lambda: recorder.counters.peak_gib)
     weighs_router = bool(router_loss_weight(model.get_base_model(), train.router_aux_loss_coef))
-    batches = make_batches(plan, data, tokenizer.pad_token_id, mark_tokens=weighs_router)
+    group = RowGroup.create(plan.layout.context_parallel, train.ddp_timeout)
+    cut = None
+    if group:
+        cut = group.cut
+        group.draw_apart(train.seed)
+    batches = make_batches(plan, data, tokenizer.pad_token_id, mark_tokens=weighs_router, cut=cut)
     length = RunLength.of(train, batches, plan.batch.accumulation)
     updater = Updater(model, train, length.total)
-    trained = TrainedModel(plan, model, batches.names, recorder.now)
+    trained = TrainedModel(plan, model, batches.names, recorder.now, group)
     evaluator = None
     if train.eval_strategy != "no" and data.validation is not None:
-        validation = make_validation_batches(plan, data, tokenizer.pad_token_id)
+        validation = make_validation_batches(plan, data, tokenizer.pad_token_id, cut)
         evaluator = Evaluator(
             plan.run,
             validation,
@@ -440,7 +446,9 @@ def make_recorder(plan: Plan, here: Rank, model: PeftModel, debug_freq: int | No
     )
 
 
-def make_batches(plan: Plan, data: PreparedData, pad_token_id: int, *, mark_tokens: bool) -> Batches:
+def make_batches(
+    plan: Plan, data: PreparedData, pad_token_id: int, *, mark_tokens: bool, cut: Cut | None = None
+) -> Batches:
     """Return the micro-batches to train on, in an order that follows from seed and epoch, or in a stream's own."""
     train = plan.run.train
     sequences = plan.schedule.global_sequences
@@ -454,6 +462,7 @@ def make_batches(plan: Plan, data: PreparedData, pad_token_id: int, *, mark_toke
             data.collator(pad_token_id, on_cpu=get_device().type == "cpu"),
             mark_tokens=mark_tokens,
             pairs=data.pairs,
+            cut=cut,
         ),
         plan.batch.micro,
         order=None if data.lengths is None else order,
@@ -464,18 +473,18 @@ def make_batches(plan: Plan, data: PreparedData, pad_token_id: int, *, mark_toke
     )
 
 
-def make_validation_batches(plan: Plan, data: PreparedData, pad_token_id: int) -> Batches:
-    """Return the batches to evaluate on: every validation row, in its order."""
+def make_validation_batches(plan: Plan, data: PreparedData, pad_token_id: int, cut: Cut | None = None) -> Batches:
+    """Return the batches to evaluate on: every validation row, in its order. cut: of rows that ranks share."""
     assert data.validation is not None
     train = plan.run.train
     micro = train.per_device_eval_batch_size
     rows = np.arange(len(data.validation))
     return Batches(
         data.validation,
-        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu"), pairs=data.pairs),
+        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu"), pairs=data.pairs, cut=cut),
         micro,
         order=lambda _: rows,
-        round_rows=micro * collectives.get_world_size(),
+        round_rows=micro * collectives.get_world_size() // (cut.ranks if cut else 1),
         workers=train.dataloader_num_workers,
         pin=train.dataloader_pin_memory,
         names=data.evaluated,

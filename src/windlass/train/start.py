@@ -79,10 +79,6 @@ def require_inputs(plan: AnyPlan) -> None:
             hint = f"the path is relative to the folder that the run is started in, here {Path.cwd()}"
             raise UserError(f"there is no file {path}", plan.where("script.path"), hint, "no-such-file")
         return
-    if plan.layout.context_parallel > 1:  # until it is trained
-        what = "rows split over ranks are planned, and not trained yet"
-        hint = "leave it out: with train.gradient_checkpointing: true longer rows fit"
-        raise UserError(what, plan.where("layout.context_parallel"), hint, "not-trained-yet")
     from windlass.data.inputs import find_absent_data, find_absent_files
 
     if plan.trials:

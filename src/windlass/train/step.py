@@ -18,6 +18,7 @@ from windlass.train.kernels import kept
 from windlass.train.kernels.compiled import Compiled
 from windlass.train.kernels.lora_linear import FusedAdapters
 from windlass.train.liveness import Liveness
+from windlass.train.long_rows import RowGroup
 from windlass.train.loss import SourceLosses, router_loss_weight
 from windlass.train.optimizer import create_optimizer, create_scheduler, is_metric_scheduler
 from windlass.train.parallel import get_device, is_sharded, list_fsdp_modules
@@ -79,7 +80,14 @@ class StepSums(NamedTuple):
 class TrainedModel:
     """The model as it is trained: its forward computes the loss, its layers are fused or compiled."""
 
-    def __init__(self, plan: Plan, model: PeftModel, sources: Sequence[str], now: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        model: PeftModel,
+        sources: Sequence[str],
+        now: Callable[[], Any],
+        group: RowGroup | None = None,
+    ) -> None:
         train = plan.run.train
         layout = plan.layout
         self.peft = model
@@ -100,6 +108,7 @@ class TrainedModel:
             dtype=torch.bfloat16 if train.in_bf16 else None,
             compiles=train.compile,
             noise_alpha=train.neftune_noise_alpha,
+            group=group,
         )
         if layout.activation_checkpointing:
             keeps = {} if self.compiled else {"context_fn": partial(kept.checkpoint_contexts, train.keeps_products)}

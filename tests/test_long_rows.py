@@ -1,0 +1,341 @@
+"""Rows whose tokens several ranks share train exactly as on one rank, and planted faults at each seam show.
+
+Ranks start slowly, so all runs of one number of ranks share one start: tests/long_row_ranks.py runs them in turn.
+"""
+
+import itertools
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import warm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ports import free_port
+from safetensors.torch import load_file
+
+from windlass import tiny
+from windlass.data.collate import PaddedCollator, PaddedPackingCollator
+from windlass.errors import SAVED
+from windlass.files import read_json_lines
+from windlass.run_folder import ADAPTER
+from windlass.train import long_rows
+from windlass.train.batches import Collate
+
+WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
+RUN = """
+model: {{model_name_or_path: {folder}/{family}, torch_dtype: float32}}
+lora: {{r: 4, lora_alpha: 8, lora_dropout: 0, target_modules: all-linear}}
+data:
+  dataset_name_or_path: {folder}/data
+  dataset_config_name: null
+  text_field: text
+  val_split: null
+  val_fraction: 0.05
+  max_length: 150
+train:
+  output_dir: {folder}/out
+  max_steps: 10
+  per_device_eval_batch_size: 1
+  learning_rate: 0.002
+  weight_decay: 0.01
+  bf16: false
+  gradient_checkpointing: false
+  max_grad_norm: 0.25
+  eval_strategy: steps
+  eval_steps: 5
+  save_strategy: "no"
+  report_to: none
+  seed: 3
+  ddp_timeout: 60
+layout: {{base_dtype: bf16}}
+"""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 24},
+    "mistral": {"sliding_window": 24},
+    "mixtral": {},
+    "mistral4": {},
+}
+
+
+def case(family: str, ranks: int, split: int = 1, *faults: str, resume: bool = False, **rest: Any) -> dict[str, Any]:
+    """Return a run of four rows a step, each of which `split` ranks share."""
+    readers = ranks // split
+    rest = {"train__per_device_train_batch_size": 4 // readers} | rest
+    if rest.get("train__gradient_accumulation_steps"):
+        rest["train__gradient_accumulation_steps"] = 4 // readers
+    rest |= {"cluster__gpus_per_node": ranks, "layout__context_parallel": split}
+    rest = {"layout__name": "resident"} | rest if ranks == 1 else rest
+    overrides = {key.replace("__", "."): value for key, value in rest.items()}
+    return {
+        "file": f"{family}.yaml",
+        "overrides": [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in overrides.items()],
+        "faults": faults,
+        "resume": resume,
+    }
+
+
+PACKED: dict[str, Any] = {"data__packing": True}
+RESIDENT: dict[str, Any] = {"layout__name": "resident"}
+CHECKPOINTING: dict[str, Any] = {"train__gradient_checkpointing": True}
+SPLIT: dict[str, Any] = {"layout__name": "expert-parallel", "layout__expert_parallel": 2}
+BALANCED: dict[str, Any] = {"train__router_aux_loss_coef": 0.5}
+MICRO: dict[str, Any] = {"train__per_device_train_batch_size": 1, "train__gradient_accumulation_steps": 4}
+# What two ranks of one group train as one rank does: in every run of the tests.
+SHORT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama packed": {**PACKED, **RESIDENT, **CHECKPOINTING},
+    "mixtral packed": {**PACKED, **SPLIT, **BALANCED, **CHECKPOINTING, **MICRO},
+}
+SAVING: dict[str, Any] = {"train__save_strategy": "steps", "train__save_steps": 3, "lora__lora_dropout": 0.1}
+# What groups of two and four ranks train as one rank does: by `make prove`.
+MORE: dict[str, dict[str, Any]] = {
+    "llama accumulated": MICRO,
+    "qwen3 packed": PACKED,
+    "gemma3_text": {**RESIDENT, **CHECKPOINTING},
+    "gemma3_text packed": PACKED,
+    "mistral packed": {**PACKED, "train__gradient_checkpointing": "selective"},
+    "mixtral": {**BALANCED, **MICRO},
+    "mixtral packed": {**PACKED, **SPLIT},
+    "mistral4": {**SPLIT, **CHECKPOINTING},
+    "mistral4 packed": {**PACKED, **RESIDENT},
+}
+FAULTS: dict[str, str] = {  # and the run that they are planted in
+    "label lost": "llama",
+    "gradient twice": "llama",
+    "positions restart": "llama packed",
+    "documents mixed": "llama packed",
+}
+
+
+def on_ranks(ranks: int, split: int, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: case(name.split()[0], ranks, split, **settings) for name, settings in cases.items()}
+
+
+def on_one_rank(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the same runs on one rank."""
+    return {
+        name: case(name.split()[0], 1, **{key: value for key, value in settings.items() if "layout" not in key})
+        for name, settings in cases.items()
+    }
+
+
+# --- the cut, and who sees whom ---
+
+TARGETS = ("supervised", "targets", "sources")
+LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=12)
+
+
+@given(LENGTHS, st.integers(2, 4), st.none() | st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_spans_are_what_a_full_mask_shows(lengths: list[int], ranks: int, window: int | None) -> None:
+    """Documents, sliding windows and padding: the masks of all ranks' spans, put together."""
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    positions = np.pad(positions, (0, -len(positions) % (2 * ranks)))
+    documents = long_rows._find_documents(positions)
+    number = torch.from_numpy(np.cumsum(np.diff(positions, prepend=-1) != 1))
+    place = torch.arange(len(positions))
+    expected = (number[:, None] == number) & (place <= place[:, None])
+    if window:
+        expected &= place > place[:, None] - window
+    found = torch.zeros_like(expected)
+    for rank in range(ranks):
+        row = long_rows.Row((documents,), long_rows.Cut(ranks, rank).pieces(len(positions)))
+        mask = long_rows.Mask(None, row, window)  # type: ignore[arg-type]
+        for span in mask.spans(documents, 3):
+            shown = mask.scores(span, 2, torch.zeros(0)) == 0
+            assert torch.equal(*shown.chunk(2))  # of two heads that share keys
+            found[span.stop - span.queries : span.stop, span.first_key : span.stop] |= shown.chunk(2)[0]
+    assert torch.equal(found, expected)
+
+
+@given(LENGTHS, st.integers(2, 4), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_each_token_and_target_is_on_one_rank(lengths: list[int], ranks: int, packed: bool) -> None:
+    ids = itertools.count(1)
+    rows: list[dict[str, Any]] = []
+    for number, length in enumerate(lengths):
+        row = np.fromiter(ids, np.int64, length)
+        rows.append({"input_ids": row, "labels": row, "row": number, "seq_lengths": [length], "source": [number % 2]})
+    if packed:
+        whole = np.concatenate([row["input_ids"] for row in rows])
+        rows = [{**rows[0], "input_ids": whole, "labels": whole, "seq_lengths": lengths}]
+    collator = (PaddedPackingCollator if packed else PaddedCollator)(0)
+    uncut = Collate(collator, mark_tokens=True)(rows)
+    parts = [Collate(collator, mark_tokens=True, cut=long_rows.Cut(ranks, rank))(rows) for rank in range(ranks)]
+    pairs = [
+        (int(part.inputs["input_ids"].flatten()[place]), int(target), int(source))
+        for part in parts
+        for place, target, source in zip(
+            *(part.inputs[name] for name in ("supervised", "targets", "sources")), strict=True
+        )
+    ]
+    expected = zip(*(uncut.inputs[name] for name in TARGETS), strict=True)
+    tokens = uncut.inputs["input_ids"].flatten()
+    assert sorted(pairs) == sorted((int(tokens[place]), int(target), int(source)) for place, target, source in expected)
+    assert sum(part.tokens for part in parts) == uncut.tokens == sum(lengths)
+    assert sum(part.supervised for part in parts) == uncut.supervised
+    assert sum(part.collated["counts"] for part in parts)[::2].tolist() == uncut.collated["counts"][::2].tolist()
+    assert len({part.inputs["input_ids"].shape for part in parts}) == 1
+    for part in parts:
+        marked = part.inputs["input_ids"][part.inputs["tokens"].bool()]
+        assert bool((marked > 0).all())
+
+
+# --- whole runs ---
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models and rows of very different lengths."""
+    folder = tmp_path_factory.mktemp("long")
+    for family, config in FAMILIES.items():
+        tiny.write_family(folder / family, family, config=config, tokenizer=True)
+        (folder / f"{family}.yaml").write_text(RUN.format(folder=folder, family=family))
+    chance = random.Random(0)
+    (folder / "data").mkdir()
+    rows = [" ".join(chance.choices(WORDS.split(), k=chance.randint(3, 30))) for _ in range(120)]
+    (folder / "data" / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return folder
+
+
+class Runs:
+    """Outcomes of cases on one number of ranks."""
+
+    def __init__(self, material: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> None:
+        self.folder = material / f"{ranks}-{abs(hash(tuple(cases)))}"
+        self.folder.mkdir()
+        for name, of in cases.items():
+            if not any("output_dir" in override for override in of["overrides"]):
+                of["overrides"].append(f"train.output_dir={self.folder / name}")
+        file = self.folder / "cases.json"
+        file.write_text(json.dumps(cases))
+        command = [warm.python(), str(Path(__file__).with_name("long_row_ranks.py"))]
+        command += [str(material), str(file), str(self.folder)]
+        own = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        processes = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **own, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=material,
+            )
+            for rank in range(ranks)
+        ]
+        printed = [process.communicate(timeout=800)[0] for process in processes]
+        assert not any(process.returncode for process in processes), "\n".join(printed)
+        self.outcomes: dict[str, Any] = json.loads((self.folder / "rank0.json").read_text())
+        for name, outcome in self.outcomes.items():
+            assert "error" not in outcome, (name, outcome)
+
+    def lines(self, name: str, kind: str = "loss") -> list[dict[str, Any]]:
+        file = "steps-rank0.jsonl" if kind == "loss" else "events.jsonl"
+        return [line for line in read_json_lines(self.folder / name / file) if kind in line]
+
+    def gradients(self, name: str) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = torch.load(self.folder / f"{name}.pt")
+        return found
+
+
+def difference(found: Runs, expected: Runs, name: str, reference: str) -> float:
+    """Return the largest difference of a first gradient, as a share of its norm."""
+    gradients = found.gradients(name)
+    references = expected.gradients(reference)
+    assert gradients.keys() == references.keys() != set()
+    scale = torch.stack([gradient.norm() for gradient in references.values()]).norm()
+    return float(max((gradients[name] - references[name]).abs().max() for name in gradients) / scale)
+
+
+def assert_equal(found: Runs, expected: Runs, name: str, reference: str) -> None:
+    steps = found.lines(name)
+    references = expected.lines(reference)
+    assert len(steps) == len(references) == 10
+    for step, other in zip(steps, references, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert step[key] == pytest.approx(other[key], rel=5e-5), (name, step, other)
+        assert step["job_tokens"] == other["job_tokens"]
+    evaluations = [line["eval_loss"] for line in found.lines(name, "eval_loss")]
+    others = [line["eval_loss"] for line in expected.lines(reference, "eval_loss")]
+    assert len(others) >= 2
+    assert evaluations == pytest.approx(others, rel=5e-5)
+
+
+@pytest.fixture(scope="session")
+def one(material: Path) -> Runs:
+    return Runs(material, 1, on_one_rank(SHORT))
+
+
+@pytest.fixture(scope="session")
+def two(material: Path) -> Runs:
+    return Runs(material, 2, on_ranks(2, 2, SHORT))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHORT)
+def test_two_ranks_equal_one(one: Runs, two: Runs, name: str) -> None:
+    assert_equal(two, one, name, name)
+    if "mixtral" not in name:  # whose experts are split over the ranks
+        assert difference(two, one, name, name) < 1e-6
+
+
+@pytest.mark.long
+def test_planted_faults_show(material: Path, one: Runs) -> None:
+    faulty = {fault: case("llama", 2, 2, fault, **SHORT[name]) for fault, name in FAULTS.items()}
+    found = Runs(material, 2, faulty)
+    for fault, name in FAULTS.items():
+        with pytest.raises(AssertionError):
+            assert_equal(found, one, fault, name)
+
+
+@pytest.mark.long
+def test_a_resumed_run_is_bit_equal(material: Path) -> None:
+    """With dropout, whose masks differ between the ranks of a group."""
+    settings = {**PACKED, **SAVING, "train__max_steps": 6}
+    in_two: dict[str, Any] = {"train__output_dir": str(material / "in two")}
+    runs = Runs(
+        material,
+        2,
+        {
+            "whole": case("llama", 2, 2, **settings),
+            "stopped": case("llama", 2, 2, "terminate 4", **settings, **in_two),
+            "resumed": case("llama", 2, 2, resume=True, **settings, **in_two),
+        },
+    )
+    assert [runs.outcomes[name]["code"] for name in ("whole", "stopped", "resumed")] == [0, SAVED, 0]
+    whole = load_file(runs.folder / "whole" / "final" / ADAPTER)
+    resumed = load_file(material / "in two" / "final" / ADAPTER)
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("ranks", "split"), [(2, 2), (4, 4), (4, 2)])
+def test_families_equal_one_rank(material: Path, ranks: int, split: int) -> None:
+    alone = Runs(material, 1, on_one_rank(MORE))
+    found = Runs(material, ranks, on_ranks(ranks, split, MORE))
+    for name in MORE:
+        assert_equal(found, alone, name, name)
+        if found.gradients(name):  # none is compared of experts that are split over the ranks
+            print(ranks, split, name, difference(found, alone, name, name))
+
+
+@pytest.mark.prove
+def test_the_first_gradient_differs_by_rounding_only(material: Path) -> None:
+    """In float64, what is left comes from the softmax of the loss, which is computed in float32."""
+    settings = {**PACKED, **RESIDENT, "train__max_steps": 1, "train__eval_strategy": "no"}
+    cases = {"gemma3_text": settings, "mistral4": settings}
+    alone = Runs(material, 1, {name: case(name, 1, 1, "double", **of) for name, of in cases.items()})
+    for ranks in (2, 4):
+        found = Runs(material, ranks, {name: case(name, ranks, ranks, "double", **of) for name, of in cases.items()})
+        for name in cases:
+            assert difference(found, alone, name, name) < 1e-9
