@@ -81,7 +81,7 @@ def _list_unsupported(loaded: Loaded, base: Base) -> Iterator[tuple[str, str, st
     run = loaded.run
     train = run.train
     attention = run.model.attn_implementation or base.family.usual_attention
-    if attention != "sdpa":
+    if attention not in ("sdpa", base.family.usual_attention):
         yield "model.attn_implementation", f"attention {attention}", "write sdpa"
     if run.objective.of_pairs:
         yield "train.objective", f"objective {train.objective}", "leave layout.context_parallel out"

@@ -265,19 +265,26 @@ def attend(
     attention_mask: Mask,
     scaling: float | None = None,
     dropout: float = 0.0,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention of this rank's queries to the keys of all ranks of its group. For transformers' registry."""
+    """Return the attention of this rank's queries to the keys of all ranks of its group. For transformers' registry.
+
+    s_aux: sinks, a score per head that takes a share of each query's softmax.
+    """
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as torch's kernels do, but before keys are sent
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
     folds = query.shape[1] // key.shape[1]
     # Kernels that need no mask, as those of torch have it: of full heads, or of grouped ones in 16 bits.
-    unmasked = query.is_cuda and (folds == 1 or query.element_size() == 2)
+    unmasked = query.is_cuda and s_aux is None and (folds == 1 or query.element_size() == 2)
     rows = attention_mask.by_rows(None if unmasked else QUERIES)
     spans = [(which, span.first_key, span.stop) for which, of_row in rows for span in of_row]
     gathered = GatherKeys.apply(key, value, attention_mask.group, spans)  # type: ignore[no-untyped-call]
     parts = iter(gathered)
+    sinks = None
+    if s_aux is not None:
+        query, sinks = add_sinks(query, s_aux, folds, scaling or query.shape[-1] ** -0.5)
     outputs = []
     for which, of_row in rows:
         queries = torch.split(query[which], [span.queries for span in of_row], 2)
@@ -292,11 +299,24 @@ def attend(
             else:  # heads that share keys are laid end to end, so that their keys exist once
                 folded = torch.unflatten(q, 1, (-1, folds)).flatten(2, 3)
                 scores = attention_mask.scores(span, folds, q)
+                if sinks is not None:
+                    k = torch.cat([sinks.expand(len(k), -1, -1, -1), nn.functional.pad(k, (0, folds))], 2)
+                    v = nn.functional.pad(v, (0, 0, 1, 0))
+                    scores = nn.functional.pad(scores, (1, 0))
                 out = nn.functional.scaled_dot_product_attention(folded, k, v, scores, dropout, scale=scaling)
                 out = torch.unflatten(out, 2, (folds, -1)).flatten(1, 2)
             attended.append(out)
         outputs.append(torch.cat(attended, 2))
     return torch.cat(outputs).transpose(1, 2).contiguous(), None
+
+
+def add_sinks(query: Tensor, sinks: Tensor, folds: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return wider queries, and a key for each group of heads, whose product is each head's sink: torch's attention has
+    none. The added columns number the heads that share keys."""
+    heads = sinks.to(query.dtype).view(-1, folds)
+    which = torch.eye(folds, dtype=query.dtype, device=query.device).repeat(len(heads), 1)[None, :, None]
+    wider = torch.cat([query, which.expand(len(query), -1, query.shape[2], -1)], -1)
+    return wider, nn.functional.pad(heads / scaling, (query.shape[-1], 0))[None, :, None]
 
 
 class GatherKeys(torch.autograd.Function):
