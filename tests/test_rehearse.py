@@ -405,11 +405,16 @@ def test_as_many_ranks_and_nodes_as_fit_share_the_model_as_the_run_does() -> Non
         ((16, 1, 1), 32, 3, (2, 1, 1)),
     ):
         layout = dict(zip(("shard", "replicate", "expert_parallel"), own, strict=True))
-        made, _, why = scale_ranks({**layout, "nodes": 1}, LocalMachine((), cpus, gib, None))
+        more = {"nodes": 1, "context_parallel": 1}
+        made, _, why = scale_ranks({**layout, **more}, LocalMachine((), cpus, gib, None))
         assert (made.shard, made.replicate, made.expert_parallel) == here
         assert bool(why) == (own != here)
+    for ranks, split, groups in ((8, 8, 1), (8, 4, 2), (8, 2, 2), (16, 1, 4), (4, 2, 2), (2, 2, 1)):
+        layout = {"shard": 1, "replicate": ranks, "expert_parallel": 1, "context_parallel": split, "nodes": 1}
+        made, *_ = scale_ranks(layout, LocalMachine((), 2, 24, None))
+        assert made.readers == groups, (ranks, split)
     for nodes, ranks, played in ((1, 4, 1), (3, 3, 3), (2, 16, 2), (3, 4, 2), (8, 4, 4), (5, 3, 3)):
-        layout = {"shard": ranks, "replicate": 1, "expert_parallel": 1, "nodes": nodes}
+        layout = {"shard": ranks, "replicate": 1, "expert_parallel": 1, "context_parallel": 1, "nodes": nodes}
         assert scale_ranks(layout, LocalMachine((), 16, 24, None))[1] == played
 
 

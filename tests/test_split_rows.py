@@ -1,5 +1,6 @@
 """Rows split over ranks, as planned: what is refused, and how many rows, tokens and steps follow."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,18 @@ import pytest
 from refusals import refused
 
 from windlass.model import find_published_base
+from windlass.model.quantization import published_dtype
 from windlass.plan import Plan, make_plan
 from windlass.plan.accelerate import read_accelerate
+from windlass.plan.longest import find_planned_longest_row
+from windlass.plan.memory import list_training_moments
+from windlass.plan.search import drop_dominated, is_same_layout, list_overrides
+from windlass.plan.show import print_plan
 from windlass.plan.split_rows import check_split_rows, pad_to_pieces, why_not_split
 from windlass.runfile import read_run_file
 
 KEY = "layout.context_parallel"
+ONE_ROW = ("train.per_device_train_batch_size=1", "train.gradient_accumulation_steps=2")
 FILE = """
 model: {model_name_or_path: Mistral-Small-4-119B-2603}
 data: {val_split: null, max_length: 16384, packing: true}
@@ -152,3 +159,108 @@ def test_compared_layouts_have_the_same_split(tmp_path: Path) -> None:
     assert all(c.layout.ranks % 8 == 0 for c in made.contenders)
     three = planned(tmp_path, f"{KEY}=3", "cluster.gpus_per_node=3", compare=True)
     assert all(c.layout.ranks % 3 == 0 for c in three.contenders)
+
+
+# --- what it costs ------------------
+
+
+def test_activations_are_split_and_keys_and_values_of_full_rows_are_not(tmp_path: Path) -> None:
+    one, four = (planned(tmp_path, f"{KEY}={split}", "layout.name=full-shard", *ONE_ROW) for split in (1, 4))
+    works = [replace(made.search.work, layout=made.layout, batch=made.batch) for made in (one, four)]
+    kept = [list_training_moments(work)["loss"][0].bytes for work in works]
+    mask = 16384 * 16384  # one for all layers, which only unsplit rows have
+    assert kept[1] * 4 == pytest.approx(kept[0] - mask)
+    assert four.cost.gpu_gib < one.cost.gpu_gib
+    layer = four.search.work.shape.layers[0]
+    assert layer.gathered == 32 * 128 + 32 * 128  # expanded from the latent: keys and values of all heads
+    assert [flow.kind for flow in four.cost.flows if flow.kind.startswith("keys")] == [
+        "keys all-gather forward",
+        "keys reduce-scatter",
+    ]
+    gather = next(flow for flow in four.cost.flows if flow.kind == "keys all-gather forward")
+    assert gather.bytes == 3 / 4 * 16384 * layer.gathered * 36 * 2
+    assert gather.per_step == 2 * four.batch.accumulation  # and again when layers are recomputed
+    assert gather.fabric == "nvlink4"
+
+
+def test_groups_within_a_node_use_its_links_and_others_the_network(tmp_path: Path) -> None:
+    def fabric(*overrides: str) -> str:
+        made = planned(tmp_path, "layout.name=full-shard", *overrides)
+        return next(flow.fabric for flow in made.cost.flows if flow.kind == "keys reduce-scatter")
+
+    two = ("cluster.nodes=2", "cluster.gpus_per_node=4")
+    assert fabric(*two, f"{KEY}=4") == "nvlink4"
+    assert fabric(*two, f"{KEY}=8") == "infiniband-400"
+    # Consecutive ranks of which one is on each node
+    assert fabric("cluster.nodes=2", "cluster.gpus_per_node=3", f"{KEY}=2") == "infiniband-400"
+
+
+def test_auto_splits_rows_only_if_they_do_not_fit_otherwise(tmp_path: Path) -> None:
+    free = ("train.gradient_checkpointing=auto", "train.gradient_accumulation_steps=2")
+    short = planned(tmp_path, *free)
+    assert short.layout.context_parallel == 1
+    assert {c.layout.context_parallel for c in short.contenders} == {1}
+    long = planned(tmp_path, *free, "data.max_length=262144")
+    assert long.layout.context_parallel > 1
+    assert long.cost.fits
+    assert long.layout.activation_checkpointing
+    assert "rows are split over" in long.layout.reason
+    assert long.schedule.global_sequences == short.schedule.global_sequences  # a step has the rows that it had
+    kept = planned(tmp_path, *free, "data.max_length=262144", f"{KEY}=1")
+    assert kept.layout.context_parallel == 1
+    assert not kept.cost.fits
+    unproven = planned(tmp_path, *free, "data.max_length=262144", "train.compile=true")
+    assert unproven.layout.context_parallel == 1
+
+
+def test_every_compared_split_equals_its_own_plan(tmp_path: Path) -> None:
+    long = planned(tmp_path, "data.max_length=262144")
+    shown = [c for c in drop_dominated(long.contenders, long.layout) if c.layout.context_parallel > 1]
+    assert shown
+    for candidate in shown:
+        overrides = list_overrides(candidate, long.loaded, published_dtype(long.base))
+        again = planned(tmp_path, "data.max_length=262144", *overrides)
+        assert is_same_layout(again.layout, candidate.layout), candidate.name
+        assert again.cost.step_seconds == pytest.approx(candidate.cost.step_seconds)
+        assert again.schedule.global_sequences == long.schedule.global_sequences
+
+
+def test_the_hint_of_a_layout_that_does_not_fit_is_a_setting_that_does(tmp_path: Path) -> None:
+    made = planned(tmp_path, "data.max_length=131072", "layout=expert-parallel")
+    assert not made.cost.fits
+    number = re.search(r"layout.context_parallel: (\d+)", made.cost.remedy)
+    assert number
+    assert planned(tmp_path, "data.max_length=131072", "layout=expert-parallel", f"{KEY}={number[1]}").cost.fits
+
+
+def test_the_longest_row_is_longer_when_split_and_fits_when_pasted(tmp_path: Path) -> None:
+    made = planned(tmp_path, "layout=full-shard")
+    row = find_planned_longest_row(made)
+    assert row.context_parallel > 1
+    assert row.split_tokens > 2 * row.longest
+    assert row.split == f"{row.split_tokens:,} with layout.context_parallel: {row.context_parallel}"
+    pasted = ("layout=full-shard", f"{KEY}={row.context_parallel}", f"data.max_length={row.split_tokens}")
+    assert planned(tmp_path, *pasted, "data.packing=false").cost.has_headroom
+    alone = find_planned_longest_row(planned(tmp_path, "layout=full-shard", "train.compile=true"))
+    assert (alone.split_tokens, alone.context_parallel, alone.split) == (0, 1, "")
+
+
+def test_the_plan_shows_groups_and_the_longest_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(planned(tmp_path, f"{KEY}=4", "layout.name=full-shard"), details=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 groups of 4 GPUs that split rows" in said
+    assert "longest row that fits" in said
+    print_plan(planned(tmp_path, f"{KEY}=8"))
+    assert "micro-batches x 8 GPUs that split rows" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_accelerate_file_sets_it_and_a_disagreement_is_named(tmp_path: Path) -> None:
+    sizes = "num_machines: 1\nnum_processes: 8\nparallelism_config:\n  parallelism_config_cp_size: {}\n"
+    made = planned(tmp_path, accelerate=sizes.format(4))
+    assert (made.layout.context_parallel, made.layout.shard) == (4, 8)
+    both = sizes.format(4) + "  parallelism_config_dp_shard_size: 2\n"
+    assert planned(tmp_path, accelerate=both).layout.shard == 8  # Accelerate shards over both
+    with refused("ranks-not-divisible", "parallelism_config.parallelism_config_cp_size"):
+        planned(tmp_path, accelerate=sizes.format(3))
+    with refused("disagreement", "parallelism_config.parallelism_config_cp_size"):
+        planned(tmp_path, f"{KEY}=2", accelerate=sizes.format(4))

@@ -342,9 +342,13 @@ def print_comparison(comparison: Comparison) -> None:
 def print_longest(rows: Sequence[LongestRow], subject: Subject, gpus: str | None) -> None:
     console = Console(highlight=False, emoji=False, markup=False)
     title = "The longest row that fits, in tokens: 1 row per micro-batch, 5 % of the GPU left free (estimate)"
-    table = make_table(title, "layout >kept >recomputed >tok/s", [(cells, False) for cells in list_columns([*rows])])
+    table = make_table(
+        title, "layout >kept >recomputed >split >tok/s", [(cells, False) for cells in list_columns([*rows])]
+    )
     console.print(table)
     console.print("kept: with every activation kept; recomputed: with train.gradient_checkpointing; –: none fits")
+    if any(row.split for row in rows):
+        console.print("split: recomputed, and each row over as many GPUs with layout.context_parallel; tok/s: without")
     if subject.base.positions is None:
         console.print("the positions that the model was made for are not known here: they may be fewer")
     if not rows or not rows[0].longest:

@@ -158,7 +158,11 @@ def read_accelerate(
     if path is None and "sharded" in overriding:
         text = "layout taken from the launcher's variables, which lack misspelt keys of its file"
         notes.append(f"{overriding['sharded'].where}: {text}: --accelerate FILE checks those too")
-    return AccelerateFile(path, (*entries, *launched), MappingProxyType(settings | overriding), tuple(notes))
+    settings |= overriding
+    if "shard" in settings and "context_parallel" in settings:  # Accelerate shards weights over both
+        ranks = settings["shard"].value * settings["context_parallel"].value
+        settings["shard"] = replace(settings["shard"], value=ranks)
+    return AccelerateFile(path, (*entries, *launched), MappingProxyType(settings), tuple(notes))
 
 
 def _collect_settings(entries: Sequence[Entry], problems: list[Problem]) -> dict[str, Setting]:

@@ -18,6 +18,8 @@ MOST_NODES = 64  # where the search for enough nodes ends
 # Fraction of a GPU's memory that a micro-batch or layout chosen by the plan leaves free: the memory model agreed with
 # torch's tracker to within this fraction.
 HEADROOM = 0.05
+# Changes with one of these are mentioned only if they make the run fit.
+IF_IT_HELPS = ("nf4", "context_parallel")
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def _find_remedy(work: Workload, gpu_gib: float, host_gib: float) -> str:
                 error = f"change each weight by about {FOUR_BITS['nf4'].error:.0%} (relative RMS error)"
                 remark = f"; about {speed} with full rows, and 4 bits {error}"
             return f"needs {short}: with {', '.join(changes)} it needs {gpu_gib:.1f} GiB and fits{remark}"
-        if "nf4" not in changes[-1]:  # 4 bits are mentioned only if they help
+        if not any(word in changes[-1] for word in IF_IT_HELPS):
             tried.append(f"{changes[-1]} ({gpu_gib:.1f} GiB a GPU)")
     per_node = work.layout.gpus_per_node
     for nodes in range(work.layout.nodes + 1, MOST_NODES + 1):
@@ -147,6 +149,10 @@ def _list_changes(work: Workload) -> Iterator[tuple[list[str], Workload]]:
         layouts["layout.reshard_after_forward: true"] = replace(recompute, reshard_after_forward=True)
     if layout.name in ("no-reshard", "hybrid"):
         layouts["layout.name: full-shard"] = full
+    if layout.context_parallel == 1:
+        named = {"": recompute, **{f"{key}, ": other for key, other in layouts.items()}}
+        for name, other in named.items():
+            layouts |= {f"{name}layout.context_parallel: {n}": replace(other, context_parallel=n) for n in work.splits}
     if layout.offload:
         layouts["layout.offload: false"] = replace(recompute, offload=False)
     elif layout.shard > 1 and not work.on_cpu:

@@ -20,12 +20,20 @@ class LongestRow:
     layout: str
     tokens: int  # with every activation kept
     recomputed_tokens: int  # with activations recomputed
-    tokens_per_second: float | None  # of the longer of the two
+    split_tokens: int  # recomputed, with rows split over more GPUs as well; 0: no longer, or not possible
+    context_parallel: int  # the fewest GPUs that take that length; 1: none
+    tokens_per_second: float | None  # of the longer of the first two
     overrides: tuple[str, ...]  # with which `plan` takes it
 
     @property
     def longest(self) -> int:
         return max(self.tokens, self.recomputed_tokens)
+
+    @property
+    def split(self) -> str:
+        """Return what splitting rows gains, in words; empty if nothing."""
+        how = f"with layout.context_parallel: {self.context_parallel}"
+        return f"{self.split_tokens:,} {how}" if self.split_tokens else ""
 
 
 def find_longest_rows(plan: Plan) -> list[LongestRow]:
@@ -40,12 +48,25 @@ def find_longest_rows(plan: Plan) -> list[LongestRow]:
     return sorted(rows, key=lambda row: (-row.longest, -(row.tokens_per_second or 0)))
 
 
+def find_planned_longest_row(plan: Plan) -> LongestRow:
+    """Return the longest row of the plan's own layout."""
+    return _find_longest_row(plan, plan.layout.name, plan.layout)
+
+
 def _find_longest_row(plan: Plan, name: str, layout: Layout) -> LongestRow:
     tokens, recomputed = (_bisect(plan, replace(layout, activation_checkpointing=value)) for value in (False, True))
     recompute = recomputed > tokens
     longest = max(tokens, recomputed)
+    split_tokens = 0
+    context_parallel = 1
+    for split in plan.search.work.splits:
+        if split > layout.context_parallel:
+            found = _bisect(plan, replace(layout, activation_checkpointing=True, context_parallel=split))
+            if found > max(longest, split_tokens):
+                split_tokens = found
+                context_parallel = split
     if not longest:
-        return LongestRow(name, 0, 0, None, ())
+        return LongestRow(name, 0, 0, split_tokens, context_parallel, None, ())
     chosen = replace(layout, activation_checkpointing=recompute)
     cost = _estimate(plan, chosen, longest)
     candidate = Candidate(name, chosen, cost, (), here=True)
@@ -54,7 +75,8 @@ def _find_longest_row(plan: Plan, name: str, layout: Layout) -> LongestRow:
     if recompute and written is not True:
         key = "train.gradient_checkpointing" if written == AUTO else "layout.activation_checkpointing"
         overrides.append(f"{key}=true")
-    return LongestRow(name, tokens, recomputed, cost.tokens_per_second, tuple(overrides))
+    speed = cost.tokens_per_second
+    return LongestRow(name, tokens, recomputed, split_tokens, context_parallel, speed, tuple(overrides))
 
 
 def _bisect(plan: Plan, layout: Layout) -> int:
@@ -81,7 +103,8 @@ def _estimate(plan: Plan, layout: Layout, tokens: int) -> Cost:
 def list_columns(rows: list[LongestRow]) -> Iterator[list[str]]:
     for row in rows:
         speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
-        yield [row.layout, _format_tokens(row.tokens), _format_tokens(row.recomputed_tokens), speed]
+        split = f"{row.split_tokens:,} over {row.context_parallel}" if row.split_tokens else "–"
+        yield [row.layout, _format_tokens(row.tokens), _format_tokens(row.recomputed_tokens), split, speed]
 
 
 def _format_tokens(tokens: int) -> str:

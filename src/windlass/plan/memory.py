@@ -395,6 +395,8 @@ class Tokens:
     masked: int  # tokens that each token's mask covers; 0: no mask
     scores: int = 0  # tokens that each token has scores for, if they are kept
     length: int = 1  # tokens per sequence
+    split: int = 1  # ranks that rows are split over
+    keys: float = 1.0  # of split rows, whose gradients exist at once, per token
 
     @classmethod
     def of(cls, work: Workload) -> Tokens:
@@ -408,9 +410,11 @@ class Tokens:
             top_k=work.shape.top_k,
             routed=work.width if work.shape.base.family.narrow_routing else FLOAT,
             surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
-            masked=work.batch.length if work.masked else 0,
+            masked=work.batch.length if work.has_mask else 0,
             scores=work.batch.length if work.scores else 0,
             length=work.batch.length,
+            split=work.layout.context_parallel,
+            keys=work.keys_per_token,
         )
 
     def traced(self, traced: Traced, what: str) -> float:
@@ -464,6 +468,8 @@ def forward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
     adapted = any(lora.leaf == "up_proj" for lora in layer.plain_lora)
     # An adapted up_proj has its own product, the adapter's, the scaled one, and their sum, besides the gate.
     options = [_attention_bytes(layer, t) + 2 * layer.query * t.width, (5 if adapted else 3) * layer.mlp * t.width]
+    if t.split > 1:
+        options[0] += t.split * layer.gathered * t.width  # as received, and put in order
     if layer.traced:
         options.append(t.traced(layer.traced, "forward_peak"))
     if layer.expert:
@@ -494,6 +500,11 @@ def backward_bytes(layer: Layer, hidden: int, t: Tokens, dequantized: float = 0.
     if layer.traced:
         options.append(t.count * t.traced(layer.traced, "backward_peak"))
     options = [option + dequantized for option in options]
+    if t.split > 1:
+        # of keys and values: those of each part of a piece, their sum over full rows for one of the two, and what is
+        # sent; of queries and results
+        per_token = (t.keys + 1.5 * t.split) * layer.gathered + layer.query + 2 * layer.attended
+        options.append(t.count * per_token * t.width)
     if layer.expert:
         # gradient of the weighted rows, its product with the weights, and with the rows (for the router); by then the
         # shared expert, which ran last, has finished, and tensors kept by it and its adapters are freed
@@ -516,6 +527,8 @@ def _attention_bytes(layer: Layer, t: Tokens) -> float:
 
     Under a mask keys and values are repeated for every head, and each layer keeps the mask in the compute dtype.
     """
+    if t.split > 1:  # keys and values of full rows; results of the pieces, and all together
+        return (layer.query + 2 * layer.attended + t.split * layer.gathered) * t.width + FLOAT * t.heads
     key = layer.key
     value = layer.value
     if t.masked:

@@ -24,8 +24,8 @@ from windlass.plan.request import read_request
 from windlass.plan.resolve import resolve_auto
 from windlass.plan.rows import Counts, DataSample, sample_data
 from windlass.plan.schedule import Schedule, make_schedule
-from windlass.plan.search import Candidate, Search, choose, divide_batch
-from windlass.plan.split_rows import check_split_rows
+from windlass.plan.search import Candidate, Search, choose_fitting, divide_batch
+from windlass.plan.split_rows import check_split_rows, list_splits
 from windlass.plan.validate import check_expert_settings, check_family, check_request, check_rows, find_base_dtypes
 from windlass.runfile import Loaded, RunFile, resolve_accumulation
 
@@ -183,8 +183,7 @@ def make_plan(
         experts_adapted=bool(adapter.target_parameters),
         base_trained=bool(adapter.in_full or adapter.biases),
     )
-    raise_all(check_expert_settings(loaded.run.train, base, where))
-    raise_all(check_split_rows(request, loaded, base, accelerate))
+    raise_all([*check_expert_settings(run.train, base, where), *check_split_rows(request, loaded, base, accelerate)])
     sample = sample or sample_data(loaded.run.data, base.path, where)
     raise_all(check_rows(sample))
     run, chosen = resolve_auto(loaded, base, request.readers, request.precision, sample)
@@ -220,11 +219,11 @@ def make_plan(
         scores=(run.model.attn_implementation or base.family.usual_attention) == "eager",
         document=counts.document and min(counts.document, run.data.length) if run.data.packs else None,
         four_bits=not dtypes.why_not_four_bits,
+        splits=list_splits(request, loaded, base),
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
     )
 
-    # 5. The layout and its micro-batch: as set, or the best. If no setting says whether to recompute activations, they
-    # are recomputed only if the run does not fit otherwise.
+    # 5. The layout and its micro-batch: as set, or the best.
     search = Search(
         work=work,
         lengths=lengths,
@@ -234,12 +233,7 @@ def make_plan(
         shards=base.family.shards,
         other_nodes=compare and run.cluster.network is not None,
     )
-    choice = choose(search, request, where("layout"))
-    if not choice.best.cost.fits and request.activation_checkpointing is None:
-        recomputed = choose(search, replace(request, activation_checkpointing=True), where("layout"))
-        if recomputed.best.cost.fits:
-            reason = f"{recomputed.best.layout.reason}; activations are recomputed, it doesn't fit without"
-            choice = recomputed.with_reason(reason)
+    choice = choose_fitting(search, request, where("layout"))
 
     # 6. What follows from these: the schedule, the cost, and what to tell the user.
     layout_is_set = request.name != AUTO

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from windlass.errors import UserError
+from windlass.errors import UserError, is_written
 from windlass.observe.format import format_plural
 from windlass.plan.cost import HEADROOM, Batch, Cost, Workload, estimate_cost
 from windlass.plan.layout import AUTO, Layout, LayoutRequest, list_divisors, resolve_layout, why_not_expert_parallel
@@ -19,6 +19,7 @@ from windlass.settings import FOUR_BITS, IN_NAMES, PUBLISHED
 EQUAL = 1.02
 MAY_GATHER_ONCE = ("hybrid", "expert-parallel")  # they gather in each pass, or once for all micro-batches of a step
 GATHERED_ONCE = "gathered once"
+SPLIT = "context_parallel"
 # Keys of `layout` that rule layouts out if `layout.name` is not set.
 FREE_KEYS = ("shard", "replicate", "expert_parallel", "reshard_after_forward", "offload")
 
@@ -71,12 +72,41 @@ class Choice:
         return replace(self, best=replace(self.best, layout=replace(self.best.layout, reason=reason)))
 
 
-def choose(search: Search, request: LayoutRequest, place: str) -> Choice:
-    """Choose the layout that is requested, or the best. `place`: where the run file sets it, for errors."""
+def choose_fitting(search: Search, request: LayoutRequest, place: str) -> Choice:
+    """Choose the layout that is requested, or the best. What no key sets is tried only if nothing fits otherwise:
+    activations recomputed, then also rows split over GPUs. `place`: where the run file sets the layout, for errors."""
+    choice = choose(search, request, place)
+    recomputed = replace(request, activation_checkpointing=True)
+    if not choice.best.cost.fits and request.activation_checkpointing is None:
+        again = choose(search, recomputed, place)
+        if again.best.cost.fits:
+            reason = f"{again.best.layout.reason}; activations are recomputed, it doesn't fit without"
+            return again.with_reason(reason)
+    if choice.best.cost.fits or request.context_parallel or not search.work.splits:
+        return choice
+    if request.activation_checkpointing is None:
+        request = recomputed
+    split = choose(search, request, place, search.work.splits)
+    if split.best.cost.fits:
+        parts = f"rows are split over {split.best.layout.context_parallel} GPUs, it doesn't fit without"
+        return split.with_reason(f"{split.best.layout.reason}; {parts}")
+    return replace(choice, contenders=split.contenders)
+
+
+def choose(search: Search, request: LayoutRequest, place: str, splits: Sequence[int] = ()) -> Choice:
+    """Choose the layout that is requested, or the best. `splits`: compare these numbers of GPUs to split rows over."""
     layouts, impossible = list_layouts(request, search.experts, search.kept_dtype)
     if not search.other_nodes:
         layouts = [(name, layout) for name, layout in layouts if layout.nodes == request.nodes]
+    layouts += [
+        (f"{title}, {SPLIT} {split}", replace(layout, context_parallel=split))
+        for split in splits
+        for title, layout in layouts
+        if layout.nodes == request.nodes
+    ]
     contenders = search.compare(layouts, request.barred)
+    if any(c.here and c.cost.fits for c in contenders):  # then those that don't fit in spite of split rows say nothing
+        contenders = tuple(c for c in contenders if c.cost.fits or c.layout.context_parallel not in splits)
     if request.name == AUTO:
         best = choose_layout(contenders)
     else:
@@ -383,4 +413,7 @@ def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
     is_set = train.global_batch_size is None or train.gradient_accumulation_steps != AUTO
     if is_set and accumulation != train.micro_batches:
         overrides.append(f"train.gradient_accumulation_steps={accumulation}")
+        key = "train.per_device_train_batch_size"  # 1 if only the accumulation is set
+        if train.plan_cuts_batches and not is_written(loaded.where, key):
+            overrides.append(f"{key}=auto")
     return overrides

@@ -17,6 +17,7 @@ from windlass.observe.format import format_count, format_duration, format_plural
 from windlass.plan.advice import OF_ALL, Advice, Caution
 from windlass.plan.cost import HEADROOM, Batch, Cost
 from windlass.plan.layout import Layout
+from windlass.plan.longest import find_planned_longest_row
 from windlass.plan.plan import Plan
 from windlass.plan.rows import NO_DATA
 from windlass.plan.schedule import Schedule
@@ -52,6 +53,9 @@ def print_plan(plan: AnyPlan, *, details: bool = False, formulas: bool = False, 
     if details:
         for table in _tables(plan, formulas):
             console.print(table)
+        if not plan.trials:
+            for line in _paragraphs([("longest", f"row that fits: {_describe_longest(plan)}")], console.width):
+                console.print(line)
         for line in _paragraphs([("note", note) for note in plan.notes], console.width):
             console.print(line)
 
@@ -151,6 +155,12 @@ def _lines(plan: Plan) -> Iterator[Named]:
     if plan.chosen:  # each begins with its key and value
         settings = [" ".join(choice.split()[:2]).strip(",:").partition(".")[2] for choice in plan.chosen]
         yield "not set", f"chosen: {', '.join(settings)}"
+
+
+def _describe_longest(plan: Plan) -> str:
+    row = find_planned_longest_row(plan)
+    texts = [f"{row.longest:,} tokens{' recomputed' if row.recomputed_tokens > row.tokens else ''}"]
+    return "; ".join([*texts, *([row.split] if row.split else [])])
 
 
 LIMITS = {
@@ -265,7 +275,8 @@ rows/step: of all GPUs; GiB/GPU: its peak; GB/step: sent by each GPU
 tok/s: useful tokens of all GPUs, estimated; GPU-h: GPU-hours of the run
 FP8, NF4, MXFP4: the base stays as published, and is decoded as it is used
 gathered once: weights stay unsharded through all micro-batches of a step
-expert-parallel N: each of N GPUs stores its part of the experts"""
+expert-parallel N: each of N GPUs stores its part of the experts
+context_parallel N: the tokens of each row are split over N GPUs"""
 
 
 def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:

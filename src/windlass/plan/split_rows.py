@@ -58,6 +58,16 @@ def check_split_rows(
     return problems
 
 
+def list_splits(request: LayoutRequest, loaded: Loaded, base: Base) -> tuple[int, ...]:
+    """Return the numbers of ranks that rows could be split over. Groups lie within a node, or have all of its GPUs."""
+    if why_not_split(base) or any(_list_unsupported(loaded, base)):
+        return ()
+    length = loaded.run.data.length
+    gpus = request.gpus_per_node
+    divisors = list_divisors(request.ranks)
+    return tuple(n for n in divisors if 1 < n <= length // PIECES and 0 in (gpus % n, n % gpus))
+
+
 def why_not_split(base: Base) -> str:
     """Return why this model's rows can't be split over ranks; empty if they can."""
     family = base.family

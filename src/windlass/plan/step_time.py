@@ -21,6 +21,7 @@ UPDATE_BYTES = 40  # per trained parameter: gradient, two moments and value, rea
 GATHER_OPERATORS = 40  # to gather and free a layer: a few kernels, and FSDP2's Python; assumed
 DECODE_OPERATORS = 13  # per matrix on a CPU, which decodes with torch's own operators
 EXCHANGE_OPERATORS = 12  # per pass, to send tokens to experts and back; counted in a training step
+SPLIT_OPERATORS = 40  # per pass, to gather keys and values of split rows and attend by pieces; assumed
 # Devices for which torch has no grouped product of all experts (GPUs before Hopper, and CPUs): the host reads back the
 # rows of each expert every time and starts one product per expert.
 ONE_BY_ONE = ("a10", "l4", "cpu")
@@ -89,25 +90,26 @@ def estimate_time(work: Workload) -> StepTime:
         passes += _estimate_pass(work, "forward", products=not work.keeps_products)
     memory = passes.memory + _weights_seconds(work)
     exchanged = _sum_seconds(traffic.dispatches) / accumulation
+    keys = _sum_seconds(traffic.keys) / accumulation
     gathered = _sum_seconds(traffic.gathers) / accumulation
     transferred = _sum_seconds(traffic.transfers) / accumulation
     overlapped = _exchange_overlap(work, exchanged)
     waits = _count_syncs(work) * rates.sync_seconds
     once = _sum_seconds(traffic.reductions) + _optimizer_seconds(work)
-    # The expert exchange sits between two dependent products and overlaps only with shared experts; weights are sent
-    # while earlier layers compute, except the first layer's.
-    gpu = passes.compute + memory + exchanged - overlapped
+    # The expert exchange sits between two dependent products and overlaps only with shared experts, and attention waits
+    # for keys; weights are sent while earlier layers compute, except the first layer's.
+    gpu = passes.compute + memory + exchanged - overlapped + keys
     serial = gpu + overlapped + gathered + transferred + passes.host + waits
     if work.on_cpu:  # gloo's collectives, copies and dispatch all run on the processor that computes
         longest = serial
-        parts = {"wire": exchanged + gathered, "host link": transferred, "host": passes.host}
+        parts = {"wire": exchanged + keys + gathered, "host link": transferred, "host": passes.host}
         bound = _find_largest(parts | {"compute": passes.compute, "memory": memory})
     else:
         longest = max(gpu + gathered / len(work.shape.layers), gathered, transferred)
         longest = (longest**AHEAD + passes.host**AHEAD) ** (1 / AHEAD) + waits
         bound = _find_largest({"gpu": gpu, "wire": gathered, "host link": transferred, "host": passes.host})
         if bound == "gpu":
-            bound = _find_largest({"compute": passes.compute, "memory": memory, "wire": exchanged})
+            bound = _find_largest({"compute": passes.compute, "memory": memory, "wire": exchanged + keys})
     skew = SKEW if ranks > 1 else 1.0
     step = (accumulation * longest + once) * skew
     tokens = work.batch.tokens * accumulation * work.layout.readers
@@ -117,7 +119,7 @@ def estimate_time(work: Workload) -> StepTime:
         recompute_flops_per_token=recomputed,
         compute_seconds=passes.compute,
         memory_seconds=memory,
-        wire_seconds=gathered + exchanged,
+        wire_seconds=gathered + exchanged + keys,
         transfer_seconds=transferred,
         host_seconds=passes.host,
         sync_seconds=waits,
@@ -164,7 +166,7 @@ def count_flops(work: Workload) -> tuple[float, float]:
         adapter += times * sum(lora.parameters * shape.top_k / lora.experts for lora in layer.expert_lora)
     length = work.attention_length
     # Kernels skip the upper half of the square only if nothing else is masked.
-    square = 2 if work.masked and length == work.batch.length else 1
+    square = 2 if work.has_mask and length == work.batch.length else 1
     attention = causal_attention_flops(shape, length) * square
     back = causal_attention_flops(shape, length, "backward") * square
     recomputed = 2.0 * shape.head  # the fused head projects again in its backward
@@ -236,7 +238,7 @@ def _estimate_layer(work: Workload, layer: Layer, phase: str, *, products: bool)
             seconds += _product_seconds(work, rows, lora.r, lora.outputs, experts=used)
             compute += seconds * adapter_passes
     length = work.attention_length
-    square = _attention_flops(layer, length) * tokens * (2 if work.masked else 1)
+    square = _attention_flops(layer, length) * tokens * (2 if work.has_mask else 1)
     head = layer.query / max(shape.heads, 1)
     if layer.traced:
         others = layer.traced.at(f"{phase}_products", length) / length * tokens
@@ -251,6 +253,8 @@ def _estimate_layer(work: Workload, layer: Layer, phase: str, *, products: bool)
         operators += GATHER_OPERATORS
     if work.layout.expert_parallel > 1 and layer.experts > 0:
         operators += EXCHANGE_OPERATORS
+    if work.layout.context_parallel > 1:
+        operators += SPLIT_OPERATORS
     operators += _count_unfused_products(work, layer, phase) * layer.experts / work.layout.expert_parallel
     if work.on_cpu and work.layout.base_dtype != "bf16":
         for p in layer.parameters:
@@ -390,8 +394,10 @@ def _forward_seconds(work: Workload, micro: int) -> float:
     batch = replace(work, batch=replace(work.batch, micro=micro), dropout=0.0)
     passes = _estimate_pass(batch, "forward") + _estimate_outside_layers(batch) * 0.5
     gpu = passes.compute + passes.memory
+    traffic = estimate_traffic(batch)
+    gpu += sum(flow.seconds for flow in traffic.keys if "forward" in flow.kind)
     sent = 0.0
     if work.layout.reshard_after_forward:  # else the first batch's weights stay gathered for the others
-        sent = sum(flow.seconds for flow in estimate_traffic(batch).gathers if "forward" in flow.kind)
+        sent = sum(flow.seconds for flow in traffic.gathers if "forward" in flow.kind)
     seconds = gpu + passes.host + sent if work.on_cpu else max(gpu, passes.host, sent)
     return seconds / micro

@@ -26,19 +26,21 @@ class Traffic:
 
     gathers: tuple[Flow, ...]  # sharded weights
     dispatches: tuple[Flow, ...]  # tokens to their experts' ranks and back
+    keys: tuple[Flow, ...]  # keys and values of split rows, and their gradients
     reductions: tuple[Flow, ...]  # gradients of the adapter
     transfers: tuple[Flow, ...]  # offloaded weights, between host and GPU
 
     @property
     def sent(self) -> tuple[Flow, ...]:
         """Return the flows between ranks."""
-        return (*self.gathers, *self.dispatches, *self.reductions)
+        return (*self.gathers, *self.dispatches, *self.keys, *self.reductions)
 
 
 def estimate_traffic(work: Workload) -> Traffic:
     return Traffic(
         gathers=tuple(_list_gathers(work)),
         dispatches=tuple(_list_dispatches(work)),
+        keys=tuple(_list_keys(work)),
         reductions=tuple(_list_reductions(work)),
         transfers=tuple(_list_transfers(work)),
     )
@@ -56,7 +58,7 @@ def _ring_seconds(
     machine = work.machine
     near = machine.rates.collective(kind, "link", min(ranks, layout.gpus_per_node))
     inside = size / (near.gb_per_second * 1e9)
-    if ranks <= layout.gpus_per_node:
+    if layout.gpus_per_node % min(ranks, layout.gpus_per_node) == 0 and ranks <= layout.gpus_per_node:
         return machine.link, near.gb_per_second, inside + calls * near.latency_seconds
     far = machine.rates.collective(kind, "network", ranks)
     outside = groups * size / (far.gb_per_second * 1e9)
@@ -125,6 +127,26 @@ def _list_dispatches(work: Workload) -> Iterator[Flow]:
     )
     seconds = max(seconds_inside, seconds_outside) + 2 * passes * layers * latency
     yield Flow("expert dispatch", slowest.name, inside + outside, work.batch.accumulation, seconds, formula)
+
+
+def _list_keys(work: Workload) -> Iterator[Flow]:
+    """Yield the all-gathers of keys and values over a group that splits rows, in each layer's forward and when it is
+    recomputed, and the reduce-scatters of their gradients."""
+    layout = work.layout
+    split = layout.context_parallel
+    if split == 1:
+        return
+    gathered = sum(times * layer.gathered for layer, times in work.shape.kinds)
+    size = (split - 1) * work.tokens * gathered * work.width
+    layers = len(work.shape.layers)
+    formula = f"({split} - 1) x {work.tokens} tokens x {gathered} values of {layers} layers x {work.width} bytes"
+    forwards = 1 + layout.activation_checkpointing
+    for kind, collective, times in (
+        ("keys all-gather forward", "all-gather", forwards),
+        ("keys reduce-scatter", "all-gather", 1),
+    ):
+        fabric, _, seconds = _ring_seconds(work, collective, size, split, calls=layers)
+        yield Flow(kind, fabric.name, size, times * work.batch.accumulation, seconds, formula)
 
 
 def _list_reductions(work: Workload) -> Iterator[Flow]:

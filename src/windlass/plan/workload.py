@@ -14,6 +14,7 @@ from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.model.targets import Adapter
 from windlass.plan.layout import Layout
 from windlass.plan.split_rows import pad_to_pieces
+from windlass.settings import SPLIT_QUERIES
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 # Names of the projections that make the queries, and of those that read attention's result.
@@ -53,6 +54,7 @@ class Workload:
     document: int | None = None  # usual tokens of a document in packed rows
     four_bits: bool = False  # the base could be stored in 4 bits: see settings.FOUR_BITS
     keeps_products: bool = False  # recomputed layers keep routed experts' products and the tokens sent to them
+    splits: tuple[int, ...] = ()  # numbers of GPUs that rows could be split over
     evaluated: int = 0  # sequences per GPU in one evaluation batch; 0: no evaluation
 
     @property
@@ -73,7 +75,21 @@ class Workload:
     @property
     def attention_length(self) -> int:
         """Return the tokens that attention covers: a document's, or under a mask the whole row's."""
-        return self.batch.length if self.document is None or self.masked else self.document
+        return self.batch.length if self.document is None or self.has_mask else self.document
+
+    @property
+    def has_mask(self) -> bool:
+        """Return whether a square mask separates packed documents. Split rows have none: each is computed by itself."""
+        return self.masked and self.layout.context_parallel == 1
+
+    @property
+    def keys_per_token(self) -> float:
+        """Return the keys, per token of a GPU, whose gradients exist at once in split rows. A document's part in a
+        piece is computed against all of the document up to there; on a CPU in spans of SPLIT_QUERIES."""
+        own = self.batch.length / self.layout.context_parallel
+        if self.on_cpu:
+            return max(1.0, (self.attention_length / SPLIT_QUERIES + 1) / 2)
+        return min(self.layout.context_parallel + 0.5, 1 + self.attention_length / own)
 
     @property
     def passes(self) -> int:
@@ -153,6 +169,7 @@ class Layer:
     query: int
     key: int
     value: int  # width that is kept for the values
+    gathered: int  # width of keys and values that attention reads
     attended: int  # width that o_proj reads
     mlp: int  # width of a dense or shared feed-forward
     expert: int  # width of one routed expert, 0: dense layer
@@ -322,6 +339,7 @@ def _read_layer(parameters: dict[str, Parameter], r_of: dict[str, int], names: f
         query=query,
         key=key,
         value=out(("kv_b_proj", "v_proj"), fused // 2),
+        gathered=key + (attended if "kv_b_proj" in linear else out(("v_proj",), fused // 2)),
         attended=attended,
         mlp=max((p.shape[1] for p in back), default=0),
         expert=min((p.count // p.shape[0] // hidden for p in stacks_of), default=0),

@@ -15,6 +15,7 @@ from windlass.hardware import LocalMachine
 from windlass.model import Base
 from windlass.model.family import FAMILIES
 from windlass.model.shrink import shrink_config
+from windlass.plan.layout import list_divisors
 from windlass.runfile import LayoutSection, RunFile, Secret
 from windlass.runfile.rows import EvalSet, MixedSet, RowFormat
 
@@ -39,21 +40,26 @@ USUAL_HIDDEN = 4096  # the width that it fits
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """shard x replicate = ranks; `expert_parallel` divides `shard`."""
+    """shard x replicate = ranks; `expert_parallel` divides `shard`, `context_parallel` divides the ranks."""
 
     shard: int
     replicate: int
     expert_parallel: int
+    context_parallel: int = 1
 
     @property
     def ranks(self) -> int:
         return self.shard * self.replicate
 
+    @property
+    def readers(self) -> int:
+        return self.ranks // self.context_parallel
+
 
 def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Sharding, int, str]:
     """Return the run's own ranks if this machine can run them, else as many of the same kind as it can; the nodes,
     all played by this machine; and the reason."""
-    own = Sharding(layout["shard"], layout["replicate"], layout["expert_parallel"])
+    own = Sharding(layout["shard"], layout["replicate"], layout["expert_parallel"], layout["context_parallel"])
     most = max(1, min(max(FEW_RANKS, here.cpus), int(here.memory_gib / RANK_GIB)))
     if own.ranks <= most:
         return own, _choose_nodes(layout, own), ""
@@ -67,7 +73,9 @@ def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Sharding
         shard = min(own.shard, shard * rest)
     else:
         replicate = min(own.replicate, replicate * rest)
-    scaled = Sharding(shard, replicate, shard if own.expert_parallel == own.shard > 1 else parallel)
+    most = shard * replicate // min(own.readers, 2)  # several groups, if the run has several
+    split = max(n for n in list_divisors(shard * replicate) if n <= max(1, min(own.context_parallel, most)))
+    scaled = Sharding(shard, replicate, shard if own.expert_parallel == own.shard > 1 else parallel, split)
     why = f"{here.cpus} cores and {here.memory_gib:.0f} GiB hold {scaled.ranks} of its kind"
     return scaled, _choose_nodes(layout, scaled), why
 
@@ -156,6 +164,8 @@ def scale_run(
     layout = {"name": own["name"], "shard": spread.shard, "replicate": spread.replicate}
     if spread.expert_parallel > 1:
         layout["expert_parallel"] = spread.expert_parallel
+    if spread.context_parallel > 1:
+        layout["context_parallel"] = spread.context_parallel
     for key in ("reshard_after_forward", "base_dtype", "activation_checkpointing"):
         if own[key] != getattr(usual, key):
             layout[key] = own[key]
@@ -222,7 +232,7 @@ def _scale_keys(
     kernels = "flash" in attention or "/" in attention
     half_steps = EVERY // 2
     warmup = min(train.warmup_steps or 0, STEPS // 4) or train.warmup_steps
-    batch = micro * spread.ranks * accumulation if train.global_batch_size else None
+    batch = micro * spread.readers * accumulation if train.global_batch_size else None
     follows = train.global_batch_size is not None and train.gradient_accumulation_steps == "auto"
     return [
         ("model.model_name_or_path", str(material.model), "the tiny replica"),

@@ -225,7 +225,7 @@ def data(r: Rehearsal) -> Iterator[str]:
         "overrides": r.overrides,
         "folder": str(r.folder),
         "experts_over": r.spread.expert_parallel,
-        "sequences": EVERY * micro * accumulation * r.spread.ranks,
+        "sequences": EVERY * micro * accumulation * r.spread.readers,
     }
     write_json(r.folder / "request.json", request)
     command = [sys.executable, "-m", "windlass.rehearse.material", str(r.folder / "request.json")]
