@@ -188,6 +188,23 @@ def test_bfloat16_error_is_no_larger_than_pefts() -> None:
         assert apart(one, exact) < min(max(2 * apart(other, exact), 1e-6), 0.05)
 
 
+@pytest.mark.parametrize("part", [1, 5, 17])
+def test_rows_multiplied_in_parts_are_those_multiplied_at_once(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    """Where experts have no token, and where one has more rows than a part, too."""
+    edges = torch.tensor([0, 0, 3, 3, 12, 13, 13], dtype=torch.int32)
+    monkeypatch.setattr(on_cpu, "PART_NUMBERS", 32 * part)
+    parts = list(on_cpu.split_by_expert(edges, 32))
+    assert len(parts) == {1: 5, 5: 3, 17: 1}[part]
+    assert [row for rows, _, _ in parts for row in range(13)[rows]] == list(range(13))
+    assert [expert for _, chosen, _ in parts for expert in range(6)[chosen]] == list(range(6))
+    assert [rows.start + end for rows, _, ends in parts for end in ends.tolist()] == edges[1:].tolist()
+
+    found = one_stack(ours_of(base(dtype=torch.bfloat16), *BOTH), torch.bfloat16)
+    monkeypatch.setattr(on_cpu, "PART_NUMBERS", 10**9)
+    at_once = one_stack(ours_of(base(dtype=torch.bfloat16), *BOTH), torch.bfloat16)
+    assert all(torch.equal(one, other) for one, other in zip(found, at_once, strict=True))
+
+
 @pytest.mark.parametrize(("tokens", "top_k"), [(30, 2), (30, 1), (0, 2)])
 def test_taking_rows_by_expert_and_back_is_indexing_with_its_gradient(tokens: int, top_k: int) -> None:
     """With expert parallelism a rank may receive no token at all."""

@@ -163,8 +163,11 @@ class _LowRank(torch.autograd.Function):
 
         def add() -> Tensor:
             down, up = stack_by_expert(a, b, len(edges) - 1, scaling, base.dtype)
-            narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=edges[1:])
-            base.add_(grouped_mm(narrow, up, offs=edges[1:]))
+            narrow = new_aligned(len(x), down.shape[1], up)
+            for part in split_by_expert(base, edges):
+                rows = x[part.rows].to(up.dtype)
+                narrow[part.rows] = grouped_mm(rows, down[part.experts].transpose(1, 2), offs=part.ends)
+                base[part.rows].add_(grouped_mm(narrow[part.rows], up[part.experts], offs=part.ends))
             return narrow
 
         narrow = kept.keep_expert_product(add)  # if this is kept, so is `base` including what was added to it
@@ -182,11 +185,20 @@ class _LowRank(torch.autograd.Function):
         ends = edges[1:]
         experts = len(edges) - 1
         down, up = stack_by_expert(a, b, experts, ctx.scaling, narrow.dtype)
-        gradient_rows = gradient.to(narrow.dtype).contiguous()
-        grad_narrow = grouped_mm(gradient_rows, up.transpose(1, 2), offs=ends)
-        grad_x = grouped_mm(grad_narrow, down, offs=ends).to(ctx.dtype) if ctx.needs_input_grad[1] else None
-        grad_b = grouped_mm(narrow.t(), gradient_rows, offs=ends)
-        grad_a = grouped_mm(grad_narrow.t(), ctx.rows_of(source).to(narrow.dtype), offs=ends)
+        x = ctx.rows_of(source)
+        grads_x: list[Tensor] = []
+        grads_a: list[Tensor] = []
+        grads_b: list[Tensor] = []
+        for part in split_by_expert(gradient, edges):
+            grad_rows = gradient[part.rows].to(narrow.dtype).contiguous()
+            grad_narrow = grouped_mm(grad_rows, up[part.experts].transpose(1, 2), offs=part.ends)
+            if ctx.needs_input_grad[1]:
+                grads_x.append(grouped_mm(grad_narrow, down[part.experts], offs=part.ends).to(ctx.dtype))
+            grads_b.append(grouped_mm(narrow[part.rows].t(), grad_rows, offs=part.ends))
+            grads_a.append(grouped_mm(grad_narrow.t(), x[part.rows].to(narrow.dtype), offs=part.ends))
+        grad_x = join(grads_x) if grads_x else None
+        grad_a = join(grads_a)
+        grad_b = join(grads_b)
         # For an expert without tokens a kernel may write nothing (pytorch#172439) and leave uninitialized memory.
         without = (ends == edges[:-1])[:, None, None]
         grad_a.masked_fill_(without, 0)
@@ -195,6 +207,30 @@ class _LowRank(torch.autograd.Function):
         grad_a = pack_experts(".lora_A.", grad_a[:, :r]).to(a.dtype)
         grad_b = pack_grad_b(grad_b[:, :r], b, ctx.scaling)
         return gradient, grad_x, None, None, None, grad_a, grad_b, None
+
+
+class Part(NamedTuple):
+    """Some of the rows sorted by expert, and their experts."""
+
+    rows: slice
+    experts: slice
+    ends: Tensor  # where each expert's rows end, within the part
+
+
+def split_by_expert(rows: Tensor, edges: Tensor) -> list[Part]:
+    """Split sorted rows into the parts that are multiplied at once: 16-bit rows on a CPU; else all are one part."""
+    if on_cpu.rounds_rows(rows):
+        return [Part(*part) for part in on_cpu.split_by_expert(edges, rows.shape[1])]
+    return [Part(slice(None), slice(None), edges[1:])]
+
+
+def new_aligned(rows: int, columns: int, like: Tensor) -> Tensor:
+    """Return memory for a matrix whose rows begin where grouped kernels want them."""
+    return like.new_empty(rows, columns + -columns % (16 // like.element_size()))[:, :columns]
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def stack_by_expert(a: Tensor, b: Tensor, experts: int, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,11 @@ in long enough rows and passes all others on to transformers' own.
 
 Products of experts, one after the other with rounded numbers of rows: see `rounds_rows`.
 
-Adapters of experts, in float32 and transposed as one matrix: see `stack_adapters`.
+Adapters of experts, in float32 and transposed as one matrix: see `stack_adapters`. Their products, in parts that a
+cache holds: see `split_by_expert`.
 """
 
+from collections.abc import Iterator
 from itertools import groupby, pairwise
 from typing import Any, Final
 
@@ -23,6 +25,7 @@ from windlass.settings import BY_DOCUMENT_ELEMENTS, DOCUMENT_TOKENS
 from windlass.weights.expert_shards import pack_experts, view_by_expert
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
+PART_NUMBERS: Final = 2**20  # in the rows that are multiplied with experts' adapters at once
 ROWS: Final = 16  # products have multiples of so many rows: see `rounds_rows`
 Lengths = list[int]
 
@@ -41,6 +44,21 @@ def rounds_rows(x: Tensor) -> bool:
     1,024 of them.
     """
     return x.device.type == "cpu" and x.element_size() == 2
+
+
+def split_by_expert(edges: Tensor, width: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield parts of rows that are sorted by expert: a slice of rows, one of experts, and where their rows end in it.
+
+    Rows of this width are widened to float32, and so are the results that are added to the base's. Of all rows at once,
+    these are tens of megabytes that the system maps, clears and takes back for every product.
+    """
+    ends = edges.tolist()
+    first = 0
+    for expert in range(1, len(ends)):
+        is_last = expert + 1 == len(ends)
+        if is_last or (ends[expert + 1] - ends[first]) * width > PART_NUMBERS:
+            yield slice(ends[first], ends[expert]), slice(first, expert), edges[first + 1 : expert + 1] - ends[first]
+            first = expert
 
 
 def stack_adapters(a: Tensor, b: Tensor, experts: int, scaling: float) -> tuple[Tensor, Tensor]:
