@@ -85,7 +85,7 @@ def trained() -> Trained:
     return Trained()
 
 
-def saver_in(folder: Path, limit: int | None = None, say: Callable[[str], None] = print, **options: float) -> Saver:
+def saver_in(folder: Path, limit: int | None = None, say: Callable[[str], None] = print, **options: Any) -> Saver:
     reported: list[str] = []  # not printed: a limit on file sizes holds for captured output too
     return Saver(folder, limit, {}, say, lambda: None, WriteGuard(reported.append), **options)
 

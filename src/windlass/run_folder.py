@@ -49,11 +49,19 @@ RUNNING = "running"
 STOPPED = "stopped by a signal"
 FAILED = "failed"
 WAITING = "waiting"  # a trial that has not begun, or goes on
+PAUSED = "waits at step {}"  # a trial that goes on if it is among the better ones
+DROPPED = "dropped at step {}"  # a trial that was not among them
+HALVED: Final = "halved"  # in the manifest of a sweep that is halved: what was decided at which step
 
 
 def list_trials(folder: Path) -> dict[Path, str]:
     """Return the folders of a sweep's trials and their states; none if the folder is no sweep's."""
     return {folder / TRIALS / name: str(state) for name, state in (read_manifest(folder).get(TRIALS) or {}).items()}
+
+
+def has_ended(state: str) -> bool:
+    """Return whether the sweep is done with a trial."""
+    return state in (FINISHED, FAILED) or state.startswith(DROPPED.format(""))
 
 
 def find_current_trial(folder: Path) -> Path:
@@ -67,7 +75,7 @@ def find_current_trial(folder: Path) -> Path:
 def describe_progress(folder: Path) -> str:
     """Return which trial of a sweep runs, or ran last, and how many have ended; empty for a run."""
     states = [*list_trials(folder).values()]
-    ended = sum(state in (FINISHED, FAILED) for state in states)
+    ended = sum(map(has_ended, states))
     current = find_current_trial(folder)
     name = f"trial {current.name}, " if current != folder else ""
     return f"{name}{ended} of {len(states)} trials ended" if states else ""

@@ -96,6 +96,8 @@ class PreparedData:
     """Of every set of a mix its rows, and how many of them are in an epoch."""
     template: Mapping[str, str] = field(default_factory=dict)
     """The chat template that wrote the rows, and where it is from; empty if none did."""
+    validation_file: Path | None = None
+    """What `validation` is mapped from."""
     pairs: bool = False
     """Whether a row is a chosen sequence and the rejected one, end to end."""
 
@@ -210,6 +212,7 @@ def prepare_data(
         evaluated=tuple(audit["evaluated"]),
         shares=shares,
         template=template,
+        validation_file=folder / "validation.arrow" if validation is not None else None,
         pairs=data.pairs,
     )
 

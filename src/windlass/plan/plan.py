@@ -28,8 +28,10 @@ from windlass.plan.search import Candidate, Search, choose_fitting, divide_batch
 from windlass.plan.split_rows import check_split_rows, list_splits
 from windlass.plan.validate import check_expert_settings, check_family, check_request, check_rows, find_base_dtypes
 from windlass.runfile import Loaded, RunFile, resolve_accumulation
+from windlass.runfile.halving import Halving, list_halvings, share_of_steps
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+BY_STEP = ("steps", "evaluations", "checkpoints")  # of a run's seconds
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,11 @@ class Plan:
         return sum(piece.stored.end - piece.stored.start for p in self.base.parameters for piece in p.pieces) or None
 
     @property
+    def halvings(self) -> tuple[Halving, ...]:
+        """Return at which steps of a sweep trials are dropped."""
+        return list_halvings(self.run.sweep, len(self.trials))
+
+    @property
     def seconds(self) -> dict[str, float] | None:
         """Return the run's seconds by activity; None if its length is unknown. A sweep loads once."""
         of_trials = [trial.seconds for trial in self.trials]
@@ -112,7 +119,12 @@ class Plan:
         if len(known) < len(of_trials):
             return None
         if known:
-            return {part: sum(seconds[part] for seconds in known) for part in known[0]} | {"load": known[0]["load"]}
+            totals = dict.fromkeys(known[0], 0.0)
+            for trial, seconds in zip(self.trials, known, strict=True):
+                share = share_of_steps(self.halvings, len(known), trial.schedule.steps or 1)
+                for part, value in seconds.items():
+                    totals[part] += value * (share if part in BY_STEP else 1)
+            return totals | {"load": known[0]["load"]}
         return self._seconds(self.cost, self.layout.readers, self.schedule)
 
     def _seconds(self, cost: Cost, readers: int, schedule: Schedule) -> dict[str, float] | None:

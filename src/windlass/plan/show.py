@@ -135,6 +135,8 @@ def _lines(plan: Plan) -> Iterator[Named]:
     yield "time", _describe_length(plan)
     if plan.trials:
         largest = max(plan.trials, key=lambda trial: (trial.cost.gpu_gib, trial.adapter.trainable))
+        if plan.halvings:
+            yield "halving", _describe_halvings(plan)
         yield "figures", f"of the largest trial, {largest.loaded.trial.name if largest.loaded.trial else ''}"
     if plan.run.objective.has_reference:
         yield "reference", f"  {_describe_reference(plan)}"
@@ -195,6 +197,18 @@ def _list_trials(plan: Plan) -> Table:
         cells = [name, f"{trial.adapter.trainable:,}", steps, f"{trial.cost.gpu_gib:,.1f}", time]
         rows.append(([*cells, _yes_or_no(trial.cost.fits)], False))
     return make_table("Trials", f"trial >trained >steps >GiB/{_gpu_or_rank(plan)} >time fits", rows)
+
+
+def _describe_halvings(plan: Plan) -> str:
+    """Return how many trials go on after which step. Their time assumes that each is as likely to."""
+    steps = ", ".join(f"{halving.trials} after step {halving.step:,}" for halving in plan.halvings)
+    words = f"{len(plan.trials)} trials, {steps}"
+    full = [None if trial.seconds is None else sum(trial.seconds.values()) for trial in plan.trials]
+    if plan.hours is None or None in full:
+        return words
+    load = plan.trials[0].cost.load_seconds
+    unhalved = sum(seconds - load for seconds in full if seconds is not None) + load
+    return f"{words}: about {format_duration(plan.hours * 3600)} instead of {format_duration(unhalved)}"
 
 
 def _describe_length(plan: Plan) -> str:

@@ -505,6 +505,11 @@ class Sweep(Section):
 
     trials: list[Any] = Field(default=[])
     """The trials one by one, as mappings of keys to values, instead of lists of values; `name` names one."""
+    keep: Count | None = None
+    """Successive halving, with `at`: how many trials train to their end."""
+    at: list[Count] = Field(default=[])
+    """Successive halving, with `keep`: steps with an evaluation. At each the better half of the trials goes on, though
+    never fewer than `keep`; after the last of them, `keep` do."""
 
 
 class RunFile(Run):

@@ -16,6 +16,7 @@ from windlass.errors import DEFAULT, Problem, UserError, raise_all
 from windlass.run_folder import TRIALS
 from windlass.runfile.document import Steps, find_unprintable, join_steps, load_document, parse_document, parse_scalar
 from windlass.runfile.fields import RunFile, ScriptRun
+from windlass.runfile.halving import find_halving_problems
 from windlass.runfile.machines import PLATFORM_SECTIONS
 from windlass.runfile.moved import refuse_moved_override, take_moved_keys
 from windlass.runfile.names import INSTEAD, NOT_TAKEN, NOT_VALUES, OTHER_NAMES, RENAMED, find_close_names
@@ -231,6 +232,8 @@ def _read_trials(loaded: Loaded, tree: dict[str, Any], file: str) -> tuple[list[
             place = next(iter(trial.places.values()), where("sweep"))
             what = f"trial {trial.name} is the same run as trial {twins[0]}"
             problems.append(Problem(what, place, "remove one of them", "alike-trials"))
+    if not problems:
+        problems += find_halving_problems({one.trial.name: one.run for one in trials if one.trial}, loaded.run, where)
     return trials, problems
 
 

@@ -237,6 +237,13 @@ class RunLength:
     def ends_epoch(self, step: int) -> bool:
         return self.steps_per_epoch is not None and step % self.steps_per_epoch == 0
 
+    def is_due(self, step: int, strategy: str, every_steps: int) -> bool:
+        """Return whether to evaluate or save after this step."""
+        last = step == self.total
+        if strategy == "steps":
+            return last or step % every_steps == 0
+        return strategy == "epoch" and (last or self.ends_epoch(step))
+
 
 class RowError(UserError):
     """A row of a stream that can't be trained on. All ranks read all rows, so all raise it in the same step."""

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class Loop:
     saver: Saver  # checkpoints
     progress: Progress  # the terminal
     trackers: Trackers  # TensorBoard, W&B …
+    pause_at: int | None = None  # step
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens trained on by all ranks since the run began
@@ -61,6 +63,11 @@ class Loop:
     @property
     def epoch(self) -> float:
         return self.length.epoch(self.step)
+
+    @property
+    def paused(self) -> bool:
+        """Whether a sweep has to decide first whether this trial goes on."""
+        return self.step == self.pause_at
 
     # --- the run ---
 
@@ -83,7 +90,7 @@ class Loop:
             self.save()  # its loss belongs to the checkpoint that was resumed from
         began_at = self.step
         micro_batches = self.batches.train(self.step, self.length)
-        while self.step < self.length.total and not self.stopped:
+        while self.step < self.length.total and not (self.stopped or self.paused):
             self.progress.start_step(self.step + 1)
             try:
                 step = self.train_step(micro_batches)
@@ -92,15 +99,16 @@ class Loop:
             self.progress.end_step(step)
 
             save_requested = self.watch.act(step.requested)  # an alarm saves, or stops the run
-            evaluate = self.evaluator is not None and self._is_due(self.train.evaluation, self.train.eval_steps)
-            save = self._is_due(self.train.save_strategy, self.train.save_steps)
+            is_due = partial(self.length.is_due, self.step)
+            evaluate = self.evaluator is not None and is_due(self.train.evaluation, self.train.eval_steps)
+            save = is_due(self.train.save_strategy, self.train.save_steps)
             self._log_step(step)
             if step.interrupted and self.step < self.length.total:
                 self.stopped = True
                 self.evaluation_due = evaluate
             elif evaluate:
                 self.evaluate()
-            if save or save_requested or self.stopped:
+            if save or save_requested or self.stopped or self.paused:
                 self.save()
         self.updater.set_mode("eval")
         if self.model.compiled:
@@ -109,12 +117,6 @@ class Loop:
         self.recorder.event("end", self.step)
         self.recorder.close()
         self.trackers.log_steps()
-
-    def _is_due(self, strategy: str, every_steps: int) -> bool:
-        last = self.step == self.length.total
-        if strategy == "steps":
-            return last or self.step % every_steps == 0
-        return strategy == "epoch" and (last or self.length.ends_epoch(self.step))
 
     # --- one optimizer step ---
 
@@ -314,7 +316,7 @@ class Loop:
             eval_loss=self.eval_loss,
             evaluation_due=self.evaluation_due,
         )
-        self.saver.save(state, self.updater, wait=wait or self.stopped)
+        self.saver.save(state, self.updater, wait=wait or self.stopped or self.paused)
         self.recorder.mark("pause")
 
     def _save_before(self, error: RowError, began_at: int) -> UserError:

@@ -13,7 +13,8 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from windlass.data.packing import Order
+from windlass import run_folder
+from windlass.data.packing import Order, hash_rows
 from windlass.data.prepare import PreparedData, hash_text, open_tokenizer, prepare_data
 from windlass.data.trained_template import set_template
 from windlass.errors import SAVED, Problem, UserError
@@ -58,6 +59,7 @@ from windlass.train.checkpoint.snapshot import find_system_error, load_adapter, 
 from windlass.train.connect import create_process_group, find_differences, require_device, require_same_plan
 from windlass.train.console import Progress, make_console, print_header
 from windlass.train.evaluate import Evaluator
+from windlass.train.halving import CheckedData
 from windlass.train.load import load_base
 from windlass.train.long_rows import Cut, RowGroup
 from windlass.train.loop import Loop
@@ -67,7 +69,7 @@ from windlass.train.parallel import assert_sharded, get_device, is_sharded
 from windlass.train.probe import write_probe
 from windlass.train.reference import attach_reference
 from windlass.train.samples import Samples, read_prompts
-from windlass.train.session import Options, Session
+from windlass.train.session import PAUSED, Options, Session
 from windlass.train.shared_base import SharedBase
 from windlass.train.step import TrainedModel, Updater
 from windlass.train.sweep import train_trials
@@ -204,14 +206,8 @@ def train_run(plan: Plan, session: Session) -> int:
                 if from_checkpoint is None and not loop.updater.liveness.is_done:
                     few = f"too few steps ({loop.step}) to see all of the adapter train: parts may be as they began"
                     console.print(f"warning: {few}; set a larger train.max_steps", style="yellow")
-        if loop.stopped:
-            if here.rank == 0:
-                update_manifest(folder, state=STOPPED)
-            saved = f"step {loop.step}" if loop.step else "what there is of the reference"
-            console.print(f"stopped by a signal; {saved} is saved; --resume continues from it")
-            # Launchers take the first rank's exit for a failure and soon kill those still writing.
-            collectives.barrier()
-            return SAVED
+        if loop.stopped or loop.paused:
+            return record_stop(loop, console)
 
         # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
         here.phase("saving the adapter")
@@ -226,6 +222,19 @@ def train_run(plan: Plan, session: Session) -> int:
             here.phase("computing the probe")
             write_probe(plan, loop.model, data, tokenizer, console.print)
         return 0
+
+
+def record_stop(loop: Loop, console: Console) -> int:
+    """Record why a run has not come to its end. Returns its code."""
+    if collectives.get_rank() == 0:
+        state = STOPPED if loop.stopped else run_folder.PAUSED.format(loop.step)
+        update_manifest(loop.plan.folder, state=state)
+    if loop.stopped:
+        saved = f"step {loop.step}" if loop.step else "what there is of the reference"
+        console.print(f"stopped by a signal; {saved} is saved; --resume continues from it")
+    # Launchers take the first rank's exit for a failure and soon kill those still writing.
+    collectives.barrier()
+    return SAVED if loop.stopped else PAUSED
 
 
 def save_final(
@@ -268,11 +277,15 @@ def open_base_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_data(plan: Plan, session: Session) -> dict[str, str]:
-    """Prepare a run's data to see whether they can be trained on. Returns their fingerprints."""
+def check_data(plan: Plan, session: Session) -> CheckedData:
+    """Prepare a run's data to see whether they can be trained on."""
     session.here.phase("preparing the data")
-    data = prepare_on_all_ranks(plan, open_base_tokenizer(plan), session)
-    return {"data": data.fingerprint, "inputs": data.inputs}
+    tokenizer = open_base_tokenizer(plan)
+    data = prepare_on_all_ranks(plan, tokenizer, session)
+    batches = make_batches(plan, data, tokenizer.pad_token_id, mark_tokens=False)
+    length = RunLength.of(plan.run.train, batches, plan.batch.accumulation)
+    evaluated = hash_rows(data.validation_file) if data.validation_file else ""
+    return CheckedData({"data": data.fingerprint, "inputs": data.inputs}, length, evaluated)
 
 
 def prepare_on_all_ranks(plan: Plan, tokenizer: PreTrainedTokenizerBase, session: Session) -> PreparedData:
@@ -377,6 +390,7 @@ def make_loop(
                 recorder,
                 progress,
             )
+    is_saved = partial(length.is_due, strategy=train.save_strategy, every_steps=train.save_steps)
     saver = Saver(
         plan.folder,
         train.save_total_limit,
@@ -384,6 +398,7 @@ def make_loop(
         say=console.print,
         saved=session.report.start,
         unwritten=recorder.unwritten,
+        passing=[step for step in session.pauses if not is_saved(step)],
     )
     report_to = train.report_to if here.rank == 0 else "none"
     trackers = Trackers(report_to, plan.folder, train.run_name, resolve_run(plan), recorder.unwritten)
@@ -400,6 +415,7 @@ def make_loop(
         saver=saver,
         progress=progress,
         trackers=trackers,
+        pause_at=session.pause_at,
     )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 
@@ -9,6 +10,8 @@ from windlass.files import WriteGuard
 from windlass.observe.background import BackgroundReport
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.train.shared_base import SharedBase
+
+PAUSED: Final = -1  # returned for a run that has reached `pause_at`
 
 
 @dataclass(frozen=True)
@@ -33,3 +36,5 @@ class Session:
     options: Options = Options()
     base: SharedBase = field(default_factory=SharedBase)
     tokens: Path | None = None  # where the trials of a sweep keep their tokens; None: in the run folder
+    pauses: tuple[int, ...] = ()  # steps at which a trial of a sweep waits for the others
+    pause_at: int | None = None  # the next of them

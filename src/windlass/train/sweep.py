@@ -1,7 +1,7 @@
 """Train the trials of a sweep one after the other on one base. Each is an ordinary run in a folder of its own."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,35 @@ from windlass.observe.background import BackgroundReport
 from windlass.observe.watch.detectors import AlarmError
 from windlass.plan import Plan
 from windlass.ranks import collectives
-from windlass.run_folder import FAILED, FINISHED, RUNNING, STOPPED, SWEEP_SETTINGS, TRIAL_FILE, TRIALS, WAITING
+from windlass.run_folder import (
+    FAILED,
+    FINISHED,
+    HALVED,
+    RUNNING,
+    STOPPED,
+    SWEEP_SETTINGS,
+    TRIAL_FILE,
+    TRIALS,
+    WAITING,
+    has_ended,
+    read_manifest,
+)
+from windlass.runfile.halving import Halving
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.checkpoint.resume import describe_run, record_failure, require_same_data, require_same_run
-from windlass.train.session import Session
+from windlass.train.halving import (
+    CheckedData,
+    describe_decision,
+    halve,
+    has_reached,
+    require_halvings,
+    require_same_halving,
+)
+from windlass.train.session import PAUSED, Session
 
 Work = Callable[[Plan, Session], int]
-CheckData = Callable[[Plan, Session], dict[str, str]]
-ENDED = (FINISHED, FAILED)
-FAILED_BY_ALARM = -1
+CheckData = Callable[[Plan, Session], CheckedData]
+FAILED_BY_ALARM = -2
 LENGTH = ("num_train_epochs", "max_steps")  # which a resumed run may change, and a finished trial has had
 
 
@@ -35,26 +55,27 @@ def train_trials(plan: Plan, session: Session, train_run: Work, check_data: Chec
         states: dict[str, str] = collectives.run_on_rank_0(lambda: claim_sweep(plan, session, held))
         with record_failure(folder):
             check_all_data(plan, session, states, check_data)
-            for number, trial in enumerate(plan.trials, 1):
-                name = name_trial(trial)
-                if states[name] in ENDED:
-                    continue
-                session.console.print(f"trial {number} of {len(states)}: {name}", style="bold")
-                write_state(folder, name, RUNNING)
-                states[name] = train_trial(trial, session, folder, train_run)
-                write_state(folder, name, states[name])
-                is_stopped = any(collectives.all_gather(session.stop_signal.received))
-                if states[name] == STOPPED or (is_stopped and not set(states.values()) <= set(ENDED)):
+            decisions = collectives.run_on_rank_0(lambda: require_same_halving(plan, read_manifest(folder)))
+            going = decisions[-1]["kept"] if decisions else [*states]
+            for halving in (*plan.halvings[len(decisions) :], None):
+                if train_until(plan, halving, going, states, session, train_run):
                     if session.here.rank == 0:
                         run_folder.update_manifest(folder, state=STOPPED)
                     collectives.barrier()  # as at the end of a stopped run
                     return SAVED
+                if halving is not None:
+                    decision = collectives.run_on_rank_0(partial(halve, plan, halving, going, states))
+                    going = decision["kept"]
+                    states |= decision["dropped"]
+                    session.console.print(describe_decision(decision), style="bold")
             if session.here.rank == 0:
                 session.report.finish()
                 run_folder.update_manifest(folder, state=FINISHED)
     failed = [name for name, state in states.items() if state == FAILED]
-    finished = len(states) - len(failed)
-    session.console.print(f"{finished} of {len(states)} trials finished; `windlass report {folder}` compares them")
+    finished = [*states.values()].count(FINISHED)
+    dropped = f", {len(states) - len(failed) - finished} were dropped" if plan.halvings else ""
+    compare = f"`windlass report {folder}` compares them"
+    session.console.print(f"{finished} of {len(states)} trials finished{dropped}; {compare}")
     if failed:
         problem = f"an alarm ended {len(failed)} of {len(states)} trials: {', '.join(failed)}"
         hint = "see their alarms.jsonl and reports; the others have finished"
@@ -62,11 +83,41 @@ def train_trials(plan: Plan, session: Session, train_run: Work, check_data: Chec
     return 0
 
 
+def train_until(
+    plan: Plan,
+    halving: Halving | None,
+    going: Sequence[str],
+    states: dict[str, str],
+    session: Session,
+    train_run: Work,
+) -> bool:
+    """Train the trials that go on, to the next halving or to their end. Returns whether a signal stopped one."""
+    for number, trial in enumerate(plan.trials, 1):
+        name = name_trial(trial)
+        is_done = name not in going or has_ended(states[name])
+        if is_done or (halving and collectives.run_on_rank_0(partial(has_reached, trial, halving))):
+            continue
+        until = f", to step {halving.step}" if halving else ""
+        session.console.print(f"trial {number} of {len(states)}: {name}{until}", style="bold")
+        write_state(plan.folder, name, RUNNING)
+        resume = session.options.resume or states[name] != WAITING
+        pauses = tuple(each.step for each in plan.halvings)
+        own = replace(session, report=BackgroundReport(trial.folder), tokens=plan.folder / "tokens")
+        own = replace(own, options=replace(session.options, resume=resume))
+        own = replace(own, pauses=pauses, pause_at=halving and halving.step)
+        states[name] = train_trial(trial, own, plan.folder, train_run)
+        write_state(plan.folder, name, states[name])
+        is_stopped = any(collectives.all_gather(session.stop_signal.received))
+        if states[name] == STOPPED or (is_stopped and not all(map(has_ended, states.values()))):
+            return True
+    return False
+
+
 def train_trial(trial: Plan, session: Session, folder: Path, train_run: Work) -> str:
-    """Train one trial, and put the base back as it was. Returns the trial's state."""
+    """Train one trial to its end or the next halving, and put the base back as it was. Returns the trial's state."""
     name = name_trial(trial)
     try:
-        code = train_run(trial, replace(session, report=BackgroundReport(trial.folder), tokens=folder / "tokens"))
+        code = train_run(trial, session)
     except AlarmError as error:  # raised on all ranks
         code = FAILED_BY_ALARM
         session.console.print(f"an alarm ended trial {name}: {error.problems[0].problem}", style="yellow")
@@ -74,6 +125,8 @@ def train_trial(trial: Plan, session: Session, folder: Path, train_run: Work) ->
         return STOPPED
     session.stop_signal.training = False
     session.base.restore(f"{folder}: trial {name}")
+    if code == PAUSED:
+        return run_folder.PAUSED.format(session.pause_at)
     return FAILED if code == FAILED_BY_ALARM else FINISHED
 
 
@@ -86,11 +139,15 @@ def write_state(folder: Path, name: str, state: str) -> None:
 def check_all_data(plan: Plan, session: Session, states: Mapping[str, str], check_data: CheckData) -> None:
     """Prepare all trials' data before the base is loaded. Those of trials that have ended must be as they were."""
     quiet = replace(session, console=Console(quiet=True), tokens=plan.folder / "tokens")
+    checked = {}
     for trial in plan.trials:
-        with naming(name_trial(trial)):
-            fingerprints = check_data(trial, quiet)
-            if states[name_trial(trial)] in ENDED:
-                collectives.run_on_rank_0(partial(require_trained_data, trial, fingerprints))
+        name = name_trial(trial)
+        with naming(name):
+            checked[name] = check_data(trial, quiet)
+            if has_ended(states[name]):
+                collectives.run_on_rank_0(partial(require_trained_data, trial, checked[name].fingerprints))
+    if plan.halvings:
+        require_halvings(plan, checked)
 
 
 def require_trained_data(trial: Plan, fingerprints: Mapping[str, str]) -> None:
@@ -137,8 +194,10 @@ def claim_sweep(plan: Plan, session: Session, held: contextlib.ExitStack) -> dic
         manifest = run_folder.read_manifest(trial.folder)
         state = manifest.get("state", WAITING)
         # A trial that was killed or failed otherwise goes on; one that an alarm ended would be ended again.
-        ended_by_alarm = state == FAILED and before.get(TRIALS, {}).get(name) == FAILED
-        states[name] = state if state == FINISHED or ended_by_alarm else WAITING
+        recorded = before.get(TRIALS, {}).get(name, WAITING)
+        ended_by_alarm = state == FAILED and recorded == FAILED
+        is_dropped = has_ended(recorded) and recorded not in (FINISHED, FAILED)
+        states[name] = FINISHED if state == FINISHED else recorded if ended_by_alarm or is_dropped else WAITING
         if manifest:
             problems += find_changes(trial, manifest, session, ended=states[name] != WAITING)
     if before and all(state != WAITING for state in states.values()):
@@ -156,7 +215,9 @@ def claim_sweep(plan: Plan, session: Session, held: contextlib.ExitStack) -> dic
             **{name_trial(trial): get_settings(trial) for trial in plan.trials},
         },
     }
-    run_folder.begin_manifest(folder, describe_run(plan, session.identity) | of_trials)
+    require_same_halving(plan, before)
+    halved = {HALVED: before[HALVED]} if HALVED in before else {}
+    run_folder.begin_manifest(folder, describe_run(plan, session.identity) | of_trials | halved)
     with session.unwritten(folder / run_folder.PLAN):
         write_json(folder / run_folder.PLAN, plan.as_dict())
     for trial in plan.trials:

@@ -200,8 +200,11 @@ def print_sweep(sweep: SweepResult, console: Console) -> None:
     """Print the trials, the best first, and what each setting did."""
     for rows in filter(None, (sweep.trial_rows(wide=False), sweep.effect_rows())):
         table = Table(box=None, pad_edge=False)
-        for name in rows[0]:
-            table.add_column(name, overflow="fold", no_wrap=name in ("trial", "settings", "setting"))
+        for name, *cells in zip(*rows, strict=True):
+            longest = max(len(line) for text in cells for line in text.splitlines())
+            table.add_column(
+                name.replace(" loss", "\nloss"), no_wrap=name != "state" and longest <= 36, overflow="fold"
+            )
         for row in rows[1:]:
             table.add_row(*map(Text, row))
         console.print(table)

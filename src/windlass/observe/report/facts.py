@@ -6,6 +6,8 @@ An unknown number is NaN until `to_strict_json` makes it null, so that what is c
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -178,7 +180,7 @@ def summarize_run(run: Run, began: float, evaluations: list[float]) -> Facts:
     first = run.first
     of_tokens = first.unit == steps.TOKENS
     few = max(1, first.length // 20)  # a twentieth of the run: a single step's loss is mostly noise
-    seconds = first["time"][-1] - began if len(first["time"]) else NAN
+    seconds = first["time"][-1] - began - count_waits(run.events) if len(first["time"]) else NAN
     recorded = finite_numbers([run.get(MANIFEST, "ranks"), *(meter.get("ranks") for meter in run.meters.values())])
     ranks = int(max([len(run.ranks), *recorded]))  # some ranks may have left no file
     rate = median(run.job_rate)
@@ -211,6 +213,14 @@ def summarize_gains(evaluations: list[dict[str, Any]]) -> Facts:
     gains = finite_numbers(event.get("eval_gain") for event in evaluations)
     bases = finite_numbers(event.get("eval_base") for event in evaluations)
     return {"gain": max(gains, default=NAN), "base_eval_loss": bases[-1] if bases else NAN}
+
+
+def count_waits(events: Sequence[Facts]) -> float:
+    """Return the seconds between a stop, or a sweep's pause, and the next start."""
+    marks = [event for event in events if event.get("kind") in ("start", "end")]
+    pairs = [two for two in pairwise(marks) if [event["kind"] for event in two] == ["end", "start"]]
+    waits = (as_number(start.get("time")) - as_number(end.get("time")) for end, start in pairs)
+    return math.fsum(wait for wait in waits if 0 < wait < math.inf)
 
 
 def summarize_pairs(run: Run, evaluations: list[dict[str, Any]]) -> Facts:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from windlass import run_folder
 from windlass.errors import make_pasteable
 from windlass.observe.format import NONE, format_duration, format_figure
-from windlass.observe.reader import get_path
+from windlass.observe.reader import as_dict, get_path
 from windlass.observe.report.facts import Facts
 
 OTHER_ROWS: Final = "evaluated on other rows than most"
@@ -39,11 +39,13 @@ class SweepResult:
     folder: Path
     trials: tuple[TrialResult, ...]
     effects: tuple[tuple[str, str, int, float, float], ...]
+    compared_at: int | None = None  # step: of a halved sweep, the first halving, which all trials have reached
 
     def as_dict(self) -> dict[str, Any]:
         names = ("key", "value", "trials", "mean_eval_loss", "least_eval_loss")
         effects = [dict(zip(names, effect, strict=True)) for effect in self.effects]
-        return {"trials": [asdict(trial) for trial in self.trials], "effects": effects}
+        at = {} if self.compared_at is None else {"effects_at_step": self.compared_at}
+        return {"trials": [asdict(trial) for trial in self.trials], "effects": effects, **at}
 
     @property
     def keys(self) -> list[str]:
@@ -60,18 +62,16 @@ class SweepResult:
         return make_pasteable(f"{named}: another value is another loss; {compare}", RUN_DIR=str(self.folder))
 
     def trial_rows(self, *, wide: bool) -> list[list[str]]:
-        """Return the table of trials as text; its first row is its head. wide: with a column for each key."""
-        rows = [
-            ["trial", *(self.keys if wide else ["settings"]), "evaluation loss", "final loss", "steps", "time", "state"]
-        ]
+        """Return the table of trials as text; its first row is its head. wide: with a column for each key, instead of
+        lines below the trial's name."""
+        rows = [["trial", *(self.keys if wide else []), "evaluation loss", "final loss", "steps", "time", "state"]]
         for trial in self.trials:
-            values = [show_value(trial.settings[key]) if key in trial.settings else NONE for key in self.keys]
-            if not wide:
-                values = ["\n".join(f"{key} {show_value(value)}" for key, value in trial.settings.items())]
+            values = [show_value(trial.settings[key]) if key in trial.settings else NONE for key in self.keys if wide]
             losses = [format_figure(loss, digits=5) for loss in (trial.eval_loss, trial.final_loss)]
             state = f"{trial.state}; {trial.note}" if trial.note else trial.state
             cells = [*losses, format_figure(trial.steps), format_duration(trial.seconds), state]
-            rows.append([trial.name, *values, *cells])
+            below = [] if wide else [f"  {key} {show_value(value)}" for key, value in trial.settings.items()]
+            rows.append(["\n".join([trial.name, *below]), *values, *cells])
         return rows
 
     def effect_rows(self) -> list[list[str]]:
@@ -80,12 +80,15 @@ class SweepResult:
             [key, value, str(count), format_figure(mean, digits=5), format_figure(least, digits=5)]
             for key, value, count, mean, least in self.effects
         ]
-        return [["setting", "value", "trials", "mean evaluation loss", "lowest"], *rows] if rows else []
+        at = "" if self.compared_at is None else f" at step {self.compared_at}"
+        return [["setting", "value", "trials", f"mean evaluation loss{at}", "lowest"], *rows] if rows else []
 
 
 def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
     """Compare a sweep's trials. `runs`: the facts of those that have begun, by folder."""
-    settings = run_folder.read_manifest(folder).get(run_folder.SWEEP_SETTINGS) or {}
+    manifest = run_folder.read_manifest(folder)
+    settings = manifest.get(run_folder.SWEEP_SETTINGS) or {}
+    halved = next(iter(as_dict(manifest.get(run_folder.HALVED)).get("decisions") or []), None)
     rows_of = {path: identify_rows(facts) for path, facts in runs.items()}
     seen = [rows for rows in rows_of.values() if rows]
     usual = max(seen, key=seen.count) if seen else None
@@ -107,7 +110,9 @@ def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
             )
         )
     trials.sort(key=lambda trial: (bool(trial.note), math.inf if trial.eval_loss is None else trial.eval_loss))
-    return SweepResult(folder, tuple(trials), tuple(list_effects(trials)))
+    losses = {trial.name: trial.eval_loss for trial in trials if not trial.note} if halved is None else halved["losses"]
+    at = None if halved is None else halved["step"]
+    return SweepResult(folder, tuple(trials), tuple(list_effects(trials, losses)), at)
 
 
 def identify_rows(facts: Facts) -> tuple[Any, ...] | None:
@@ -116,13 +121,16 @@ def identify_rows(facts: Facts) -> tuple[Any, ...] | None:
     return tuple(validation.get(name) for name in SAME_ROWS) if isinstance(validation, dict) else None
 
 
-def list_effects(trials: Sequence[TrialResult]) -> list[tuple[str, str, int, float, float]]:
+def list_effects(
+    trials: Sequence[TrialResult], losses_of: Mapping[str, float | None]
+) -> list[tuple[str, str, int, float, float]]:
     """Return for each value of each key the number of trials and their evaluation losses, on the same rows."""
     losses: dict[str, dict[str, list[float]]] = {}
     for trial in trials:
         for key, value in trial.settings.items():
-            if trial.eval_loss is not None and not trial.note:
-                losses.setdefault(key, {}).setdefault(show_value(value), []).append(trial.eval_loss)
+            loss = losses_of.get(trial.name)
+            if loss is not None:
+                losses.setdefault(key, {}).setdefault(show_value(value), []).append(loss)
     return [
         (key, value, len(found), fmean(found), min(found))
         for key, by_value in losses.items()

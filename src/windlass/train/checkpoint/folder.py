@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -91,19 +91,25 @@ def find_intact_best(checkpoints: Path) -> Path | None:
     return best
 
 
-def prune_checkpoints(checkpoints: Path, limit: int | None) -> None:
-    """Keep the newest `limit` checkpoints and the best one."""
+def prune_checkpoints(checkpoints: Path, limit: int | None, passing: Collection[int] = ()) -> None:
+    """Keep the newest `limit` checkpoints and the best one. Those of the steps `passing` don't count, and only the
+    newest of all is kept of them."""
+    for folder in list_checkpoints(checkpoints)[:-1]:
+        if read_step(folder) in passing:
+            discard_dir(folder)
     if limit:
-        folders = list_checkpoints(checkpoints)
+        folders = [folder for folder in list_checkpoints(checkpoints) if read_step(folder) not in passing]
         best = find_best(folders)
         for folder in folders[:-limit]:
             if folder != best:
                 discard_dir(folder)
 
 
-def point_to_best(run_folder: Path) -> None:
-    """Link `best` in the run folder to the best checkpoint; readers see the old link or the new one."""
-    best = find_best(list_checkpoints(run_folder / CHECKPOINTS))
+def point_to_best(run_folder: Path, passing: Collection[int] = ()) -> None:
+    """Link `best` in the run folder to the best checkpoint; readers see the old link or the new one. Those of the steps
+    `passing` are about to be pruned, except the newest of all."""
+    *older, newest = list_checkpoints(run_folder / CHECKPOINTS)
+    best = find_best([*(folder for folder in older if read_step(folder) not in passing), newest])
     if best is not None:
         link = run_folder / ".best.partial"
         link.unlink(missing_ok=True)

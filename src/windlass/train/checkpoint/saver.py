@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Final
@@ -32,10 +32,12 @@ class Saver:
         saved: Callable[[], None],
         unwritten: WriteGuard,
         patience_seconds: float = PATIENCE_SECONDS,
+        passing: Collection[int] = (),
     ) -> None:
         self.folder = folder
         self.checkpoints = folder / CHECKPOINTS
         self.limit = limit
+        self.passing = passing  # steps whose checkpoints are kept only until there is a newer one
         self.facts = facts  # for the manifest of every checkpoint
         self.say = say
         self.patience_seconds = patience_seconds
@@ -140,8 +142,8 @@ class Saver:
             log_event(self.folder, "save", step, seconds=round(copying_seconds + seconds, 3), bytes=size, **outcome)
             self.saved()
             if not failure:
-                point_to_best(self.folder)
-                prune_checkpoints(self.checkpoints, self.limit)
+                point_to_best(self.folder, self.passing)
+                prune_checkpoints(self.checkpoints, self.limit, self.passing)
         except OSError as error:  # such as a full disk: a log line, space or a link is lost, not the checkpoint
             self.say(f"the run folder's events, its older checkpoints or its best pointer stay as they were: {error}")
         return failure
