@@ -233,7 +233,7 @@ def test_rows_that_arrive_are_sorted_from_how_many_each_rank_sends(counts: list[
     assert torch.equal(found.order, ids.argsort(stable=True))
     for one in (found, by_expert):
         assert torch.equal(one.order[one.back], torch.arange(len(ids)))
-        assert torch.equal(one.experts, ids.sort().values)
+        assert torch.equal(one.groups, ids.sort().values)
         assert one.edges.tolist() == [0, *ids.bincount(minlength=len(counts[0])).cumsum(0).tolist()]
 
 

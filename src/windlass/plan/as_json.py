@@ -98,6 +98,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         },
         **({"trials": describe_trials(plan.trials)} if plan.trials else {}),
         **({"halvings": [halving._asdict() for halving in plan.halvings]} if plan.halvings else {}),
+        **({"groups": [asdict(group) for group in plan.groups]} if plan.groups else {}),
         "advice": [asdict(advice) for advice in plan.advice],
         "warnings": [asdict(warning) for warning in plan.warnings],
         "notes": list(plan.notes),

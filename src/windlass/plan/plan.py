@@ -26,6 +26,7 @@ from windlass.plan.rows import Counts, DataSample, sample_data
 from windlass.plan.schedule import Schedule, make_schedule
 from windlass.plan.search import Candidate, Search, choose_fitting, divide_batch
 from windlass.plan.split_rows import check_split_rows, list_splits
+from windlass.plan.together import Group
 from windlass.plan.validate import check_expert_settings, check_family, check_request, check_rows, find_base_dtypes
 from windlass.runfile import Loaded, RunFile, resolve_accumulation
 from windlass.runfile.halving import Halving, list_halvings, share_of_steps
@@ -57,6 +58,7 @@ class Plan:
     request: LayoutRequest
     chosen: tuple[str, ...] = ()  # choices for settings that the run file leaves open
     trials: tuple["Plan", ...] = ()  # of a sweep, whose plan is otherwise that of its largest trial
+    groups: tuple[Group, ...] = ()  # of a sweep: its trials, those that train together side by side
 
     @property
     def run(self) -> RunFile:
@@ -122,8 +124,12 @@ class Plan:
             totals = dict.fromkeys(known[0], 0.0)
             for trial, seconds in zip(self.trials, known, strict=True):
                 share = share_of_steps(self.halvings, len(known), trial.schedule.steps or 1)
+                group = next(
+                    group for group in self.groups if trial.loaded.trial and trial.loaded.trial.name in group.names
+                )
+                together = {"steps": group.share}
                 for part, value in seconds.items():
-                    totals[part] += value * (share if part in BY_STEP else 1)
+                    totals[part] += value * (share if part in BY_STEP else 1) * together.get(part, 1.0)
             return totals | {"load": known[0]["load"]}
         return self._seconds(self.cost, self.layout.readers, self.schedule)
 

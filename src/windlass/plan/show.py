@@ -47,6 +47,8 @@ def print_plan(plan: AnyPlan, *, details: bool = False, formulas: bool = False, 
         console.print()
     if plan.trials:
         console.print(_list_trials(plan))
+        if any(len(group.names) > 1 for group in plan.groups):
+            console.print(_list_groups(plan))
     if compare:
         for part in _comparison(plan, console.width):
             console.print(part)
@@ -211,10 +213,25 @@ def _describe_halvings(plan: Plan) -> str:
     return f"{words}: about {format_duration(plan.hours * 3600)} instead of {format_duration(unhalved)}"
 
 
+def _list_groups(plan: Plan) -> Table:
+    rows = []
+    for group in plan.groups:
+        times = [
+            "unknown" if seconds is None else format_duration(seconds)
+            for seconds in (group.seconds, group.seconds_alone)
+        ]
+        names = f"{', '.join(group.names)}{f' (alone: {group.reason})' if group.reason else ''}"
+        rows.append(([names, f"{group.gpu_gib:,.1f}", *times, _yes_or_no(group.fits)], False))
+    columns = f"trials >GiB/{_gpu_or_rank(plan)} >together >alone fits"
+    return make_table("Time of the steps: together in one micro-batch, and one after the other", columns, rows)
+
+
 def _describe_length(plan: Plan) -> str:
     schedule = plan.schedule
     if plan.trials:
-        text = f"{format_plural(len(plan.trials), 'trial')}, one after the other on one loaded base"
+        most = max(len(group.names) for group in plan.groups)
+        how = "one after the other" if most == 1 else f"up to {most} together"
+        text = f"{format_plural(len(plan.trials), 'trial')}, {how}, on one loaded base"
         if plan.hours is None:
             return f"unknown: {text}"
         on_gpus = f"; {plan.gpu_hours:,.2f} GPU-hours" if plan.machine.gpu.name != "cpu" else ""

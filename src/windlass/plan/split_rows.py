@@ -71,19 +71,22 @@ def list_splits(request: LayoutRequest, loaded: Loaded, base: Base) -> tuple[int
 def why_not_split(base: Base) -> str:
     """Return why this model's rows can't be split over ranks; empty if they can."""
     family = base.family
-    config = base.config
     if family.without_formula:
         layers = f"{family.without_formula} of {base.dims['layers']} layers"
         return f"{layers} of {family.causal_lm} carry a state along the row (linear attention, a state space or alike)"
     if family.model_type not in FAMILIES:
         proven = ", ".join(FAMILIES)
         return f"context_parallel is not proven for {family.causal_lm} ({family.model_type}): only for {proven}"
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = str(table.get("rope_type", table.get("type")))
-        if kind in ROPE_OF_BATCH:
-            return f"rope type {kind} of {base.name} depends on the row's length, and a rank has pieces of it"
-    return ""
+    kind = find_rope_of_batch(base)
+    return f"rope type {kind} of {base.name} depends on the row's length, and a rank has pieces of it" if kind else ""
+
+
+def find_rope_of_batch(base: Base) -> str:
+    """Return the kind of rotary positions that depend on the longest row of a batch; empty if none do."""
+    rope = base.config.get("rope_parameters") or base.config.get("rope_scaling") or {}
+    tables = (rope, *(value for value in rope.values() if isinstance(value, dict)))
+    kinds = (str(table.get("rope_type", table.get("type"))) for table in tables)
+    return next((kind for kind in kinds if kind in ROPE_OF_BATCH), "")
 
 
 def _list_unsupported(loaded: Loaded, base: Base) -> Iterator[tuple[str, str, str]]:

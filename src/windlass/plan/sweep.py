@@ -13,6 +13,7 @@ from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.layout import Layout
 from windlass.plan.plan import Plan, make_plan
 from windlass.plan.rows import DataSample, sample_data
+from windlass.plan.together import Member, group_trials
 from windlass.runfile import Data, Loaded
 
 
@@ -50,7 +51,14 @@ def plan_sweep(loaded: Loaded, accelerate: AccelerateFile | None, base: Base | N
     )
     run = largest.run.model_copy(update={"train": train, "sweep": loaded.run.sweep})
     own = replace(loaded, run=run, notes=(*loaded.notes, *largest.loaded.notes))
-    return replace(largest, loaded=own, trials=tuple(plans))
+    groups = group_trials([describe_member(plan) for plan in plans], loaded.run.sweep.together, where)
+    return replace(largest, loaded=own, trials=tuple(plans), groups=groups)
+
+
+def describe_member(plan: Plan) -> Member:
+    """Describe a trial for those that it may train together with."""
+    work = replace(plan.search.work, layout=plan.layout, batch=plan.batch)
+    return Member(_name(plan.loaded), plan.run, work, plan.search.lengths, plan.schedule.steps, plan.cost)
 
 
 def _count_seconds(plans: Sequence[Plan]) -> float:

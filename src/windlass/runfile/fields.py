@@ -510,6 +510,9 @@ class Sweep(Section):
     at: list[Count] = Field(default=[])
     """Successive halving, with `keep`: steps with an evaluation. At each the better half of the trials goes on, though
     never fewer than `keep`; after the last of them, `keep` do."""
+    together: Count | Auto = 1
+    """How many trials train at a time, with their rows in one micro-batch for which the base computes once. 1: one
+    after the other; auto: as many as the plan finds fastest."""
 
 
 class RunFile(Run):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -159,14 +160,15 @@ class ExpertTokens:
         def watch(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
             index = (args[1] if len(args) > 1 else kwargs["top_k_index"]).detach().flatten(0, -2)
 
-            def count(gradient: Tensor) -> None:
-                useful = gradient.detach().ne(0).flatten(0, -2).any(dim=-1, keepdim=True).expand_as(index)
-                self.counts[name].index_add_(0, index.flatten(), useful.flatten().long())
-
             if output.requires_grad:
-                output.register_hook(count)  # type: ignore[no-untyped-call]
+                output.register_hook(partial(self.count, name, index))  # type: ignore[no-untyped-call]
 
         return watch
+
+    def count(self, place: str, index: Tensor, gradient: Tensor) -> None:
+        """Count the tokens of these experts whose output has a gradient."""
+        useful = gradient.detach().ne(0).flatten(0, -2).any(dim=-1, keepdim=True).expand_as(index)
+        self.counts[place].index_add_(0, index.flatten(), useful.flatten().long())
 
     def find_dead(self, named: dict[str, nn.Parameter], names: Sequence[str]) -> list[str]:
         """Return experts with useful tokens on some rank but a zero gradient: `….experts.lora_B.default.weight[3]`."""

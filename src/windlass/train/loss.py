@@ -91,6 +91,7 @@ def make_forward(
         choose: bool = False,
         several: bool | None = None,
         row: Row | None = None,
+        parts: Sequence[tuple[Tensor, Tensor | None]] = (),
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the loss.
@@ -99,9 +100,10 @@ def make_forward(
         balancing loss, 1 for each token that is not padding; no layer needs it, because padding follows a row's tokens
         and attention is causal. sources: data set of each target, for `by_source`. summed: false for the loss of each
         target instead of their sum. several: whether a row has more than one document; None: transformers finds out.
-        row: how the rows are cut that `group` shares; None: they aren't.
+        row: how the rows are cut that `group` shares; None: they aren't. parts: positions in the flattened batch, each
+        with its `tokens`, that get a balancing loss of their own.
         """
-        if balances:
+        if balances or parts:
             inputs["output_router_logits"] = True
         search.several = several
         try:
@@ -126,18 +128,25 @@ def make_forward(
             loss = ChunkedCrossEntropy.apply(hidden, weight, targets, shaping, sources, by_source)  # type: ignore[no-untyped-call]
         else:
             loss = TokenCrossEntropy.apply(hidden, weight, targets, shaping)  # type: ignore[no-untyped-call]
-        if balances:  # Mixtral's, which every mixture in transformers uses
-            from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-            if group and row:
-                assert tokens is not None
-                return loss, balance_over(group, outputs.router_logits, config.num_experts_per_tok, tokens)
-            experts = getattr(config, "num_experts", None) or config.num_local_experts
-            balance = load_balancing_loss_func(outputs.router_logits, experts, config.num_experts_per_tok, tokens)
-            return loss, balance
-        return loss
+        if parts:
+            routed = [tuple(logits[part] for logits in outputs.router_logits) for part, _ in parts]
+            of_parts = [balance_router(own, config, mask) for own, (_, mask) in zip(routed, parts, strict=True)]
+            return loss, torch.stack(of_parts)
+        if balances and group and row:
+            assert tokens is not None
+            return loss, balance_over(group, outputs.router_logits, config.num_experts_per_tok, tokens)
+        return (loss, balance_router(outputs.router_logits, config, tokens)) if balances else loss
 
     return forward
+
+
+def balance_router(logits: tuple[Tensor, ...], config: Any, tokens: Tensor | None) -> Tensor:
+    """Return the balancing loss: Mixtral's, which every mixture in transformers uses."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    experts = getattr(config, "num_experts", None) or config.num_local_experts
+    loss: Tensor = load_balancing_loss_func(logits, experts, config.num_experts_per_tok, tokens)
+    return loss
 
 
 def _unsharded(tensor: Tensor) -> Tensor:

@@ -400,6 +400,7 @@ def make_loop(
         unwritten=recorder.unwritten,
         passing=[step for step in session.pauses if not is_saved(step)],
     )
+    session.base.join(trained, updater, watch)
     report_to = train.report_to if here.rank == 0 else "none"
     trackers = Trackers(report_to, plan.folder, train.run_name, resolve_run(plan), recorder.unwritten)
     return Loop(

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from windlass.errors import RunError
+from windlass.observe.watch.run import RunWatch
 from windlass.ranks import collectives
 from windlass.train.parallel import get_device, reshard
 from windlass.train.patches import Attribute, list_attributes, restore_attributes
+from windlass.train.step import TrainedModel, Updater
 
 CHUNK: Final = 2**22  # numbers that are added up at a time
 HINT: Final = (
@@ -37,6 +39,9 @@ class SharedBase:
             self.loaded = load()
             self.record = Record(self.loaded[0]) if self.keeps else None
         return self.loaded
+
+    def join(self, model: TrainedModel, updater: Updater, watch: RunWatch) -> None:
+        """Take note of a run that is about to train. It trains alone."""
 
     def restore(self, after: str) -> None:
         """Take a run's adapter, hooks and replacements off the base, and prove that it is as it was. A collective."""

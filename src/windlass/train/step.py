@@ -77,6 +77,9 @@ class StepSums(NamedTuple):
         return cls._make([*sums[:flags], sums[flags : flags + world], sums[flags + world :]])
 
 
+SharedForward = Callable[["TrainedModel", Batch, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
 class TrainedModel:
     """The model as it is trained: its forward computes the loss, its layers are fused or compiled."""
 
@@ -102,6 +105,7 @@ class TrainedModel:
         self.waits = WaitTimer(model, now, split_experts=layout.expert_parallel > 1)
         self.sources = SourceLosses(sources, self.device)  # per data set of a mix
         self.preference = Preference(plan.run, self.sources) if plan.run.objective.of_pairs else None
+        self.shared: SharedForward | None = None  # computes the losses of trials that train together
         self.patches = ModelPatches(
             self.causal_lm,
             by_source=self.sources,
@@ -142,6 +146,8 @@ class TrainedModel:
 
     def compute_loss(self, batch: Batch, balance_share: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the summed loss of a micro-batch, and the router's balancing loss in it if there is one."""
+        if self.shared is not None:
+            return self.shared(self, batch, balance_share)
         with self.autocast:
             balances = balance_share is not None
             outcome = self.causal_lm(**batch.inputs, balances=balances, summed=self.preference is None)

@@ -1,4 +1,4 @@
-"""Train the trials of a sweep one after the other on one base. Each is an ordinary run in a folder of its own."""
+"""Train the trials of a sweep on one base, some together. Each is an ordinary run in a folder of its own."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +41,7 @@ from windlass.train.halving import (
     require_same_halving,
 )
 from windlass.train.session import PAUSED, Session
+from windlass.train.together import Group
 
 Work = Callable[[Plan, Session], int]
 CheckData = Callable[[Plan, Session], CheckedData]
@@ -92,48 +93,66 @@ def train_until(
     train_run: Work,
 ) -> bool:
     """Train the trials that go on, to the next halving or to their end. Returns whether a signal stopped one."""
-    for number, trial in enumerate(plan.trials, 1):
-        name = name_trial(trial)
-        is_done = name not in going or has_ended(states[name])
-        if is_done or (halving and collectives.run_on_rank_0(partial(has_reached, trial, halving))):
+    by_name = {name_trial(trial): trial for trial in plan.trials}
+    for group in plan.groups:
+        left = [by_name[name] for name in group.names if name in going and not has_ended(states[name])]
+        if halving:
+            left = [trial for trial in left if not collectives.run_on_rank_0(partial(has_reached, trial, halving))]
+        if not left:
             continue
+        names = [name_trial(trial) for trial in left]
+        numbers = ", ".join(str(plan.trials.index(trial) + 1) for trial in left)
+        which = f"trials {numbers} of {len(states)} together" if len(left) > 1 else f"trial {numbers} of {len(states)}"
         until = f", to step {halving.step}" if halving else ""
-        session.console.print(f"trial {number} of {len(states)}: {name}{until}", style="bold")
-        write_state(plan.folder, name, RUNNING)
-        resume = session.options.resume or states[name] != WAITING
-        pauses = tuple(each.step for each in plan.halvings)
-        own = replace(session, report=BackgroundReport(trial.folder), tokens=plan.folder / "tokens")
-        own = replace(own, options=replace(session.options, resume=resume))
-        own = replace(own, pauses=pauses, pause_at=halving and halving.step)
-        states[name] = train_trial(trial, own, plan.folder, train_run)
-        write_state(plan.folder, name, states[name])
+        session.console.print(f"{which}: {', '.join(names)}{until}", style="bold")
+        resumes = {name: session.options.resume or states[name] != WAITING for name in names}
+        write_states(plan.folder, dict.fromkeys(names, RUNNING))
+        own = replace(session, tokens=plan.folder / "tokens")
+        own = replace(own, pauses=tuple(each.step for each in plan.halvings), pause_at=halving and halving.step)
+        ended = train_group(left, resumes, own, plan.folder, train_run)
+        states |= ended
+        write_states(plan.folder, ended)
         is_stopped = any(collectives.all_gather(session.stop_signal.received))
-        if states[name] == STOPPED or (is_stopped and not all(map(has_ended, states.values()))):
+        if STOPPED in ended.values() or (is_stopped and not all(map(has_ended, states.values()))):
             return True
     return False
 
 
-def train_trial(trial: Plan, session: Session, folder: Path, train_run: Work) -> str:
-    """Train one trial to its end or the next halving, and put the base back as it was. Returns the trial's state."""
-    name = name_trial(trial)
+def train_group(
+    trials: Sequence[Plan], resumes: Mapping[str, bool], session: Session, folder: Path, train_run: Work
+) -> dict[str, str]:
+    """Train a trial, or some together, to their end or the next halving, and put the base back as it was. Returns the
+    trials' states."""
+    names = [name_trial(trial) for trial in trials]
+    group = Group(trials, names, session) if len(trials) > 1 else None
+    works = []
+    for number, (name, trial) in enumerate(zip(names, trials, strict=True)):
+        own = group.make_session(number) if group else session
+        options = replace(session.options, resume=resumes[name])
+        own = replace(own, report=BackgroundReport(trial.folder), options=options)
+        works.append(partial(train_trial, trial, own, train_run))
+    codes = group.train(works) if group else [works[0]()]
+    paused = run_folder.PAUSED.format(session.pause_at)
+    by_code = {0: FINISHED, SAVED: STOPPED, PAUSED: paused, FAILED_BY_ALARM: FAILED}
+    if SAVED not in codes:
+        session.stop_signal.training = False
+        session.base.restore(f"{folder}: trial {', '.join(names)}")
+    return {name: by_code[code] for name, code in zip(names, codes, strict=True)}
+
+
+def train_trial(trial: Plan, session: Session, train_run: Work) -> int:
+    """Train one trial to its end or the next halving. Returns 0, 75, PAUSED or FAILED_BY_ALARM."""
     try:
-        code = train_run(trial, session)
+        return train_run(trial, session)
     except AlarmError as error:  # raised on all ranks
-        code = FAILED_BY_ALARM
-        session.console.print(f"an alarm ended trial {name}: {error.problems[0].problem}", style="yellow")
-    if code == SAVED:
-        return STOPPED
-    session.stop_signal.training = False
-    session.base.restore(f"{folder}: trial {name}")
-    if code == PAUSED:
-        return run_folder.PAUSED.format(session.pause_at)
-    return FAILED if code == FAILED_BY_ALARM else FINISHED
+        problem = error.problems[0].problem
+        session.console.print(f"an alarm ended trial {name_trial(trial)}: {problem}", style="yellow")
+        return FAILED_BY_ALARM
 
 
-def write_state(folder: Path, name: str, state: str) -> None:
+def write_states(folder: Path, states: Mapping[str, str]) -> None:
     if collectives.get_rank() == 0:
-        states = {**run_folder.read_manifest(folder)[TRIALS], name: state}
-        run_folder.update_manifest(folder, **{TRIALS: states})
+        run_folder.update_manifest(folder, **{TRIALS: {**run_folder.read_manifest(folder)[TRIALS], **states}})
 
 
 def check_all_data(plan: Plan, session: Session, states: Mapping[str, str], check_data: CheckData) -> None:

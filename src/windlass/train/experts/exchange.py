@@ -17,6 +17,7 @@ from transformers.distributed.expert_parallel import AllToAllEP, EPImplementatio
 from windlass.train.experts.experts import (
     SortedRows,
     is_unsupported,
+    number_groups,
     run_sorted_experts,
     sort_rows,
     sum_weighted,
@@ -45,8 +46,9 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
             return plain
         ranks = self.ep_mesh.size()
         group = self.ep_mesh.get_group()
-        own = self.num_local_experts
-        by_expert = sort_rows(top_k_index.flatten(), ranks * own)
+        index, groups = number_groups(self.experts, top_k_index)
+        own = self.num_local_experts * groups
+        by_expert = sort_rows(index.flatten(), ranks * own)
 
         # For each rank's experts, where each expert's rows begin and end, on this rank and on the ranks that send.
         def exchange_edges() -> list[list[list[int]]]:

@@ -40,12 +40,19 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         kept.refuse_experts(experts)
         plain: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return plain
-    by_expert = sort_rows(top_k_index.flatten(), experts.num_experts)
+    index, groups = number_groups(experts, top_k_index)
+    by_expert = sort_rows(index.flatten(), experts.num_experts * groups)
     if kept.keeps_products():
         top_k_weights = kept.require_same_routing(top_k_weights, by_expert.order)
     result = run_sorted_experts(experts, hidden_states, by_expert.order // top_k_index.shape[-1], by_expert)
     # Weighted after un-sorting: the weights are usually float32, and then so are the products.
     return sum_weighted(take_rows(result, by_expert.back, by_expert.order), top_k_weights).to(hidden_states.dtype)
+
+
+def number_groups(experts: Any, top_k_index: Tensor) -> tuple[Tensor, int]:
+    """Return the group of rows that each token is in, and how many an expert has: one, or more if trials share it."""
+    sliced = getattr(experts, "sliced", None)
+    return (sliced.number(top_k_index), sliced.groups) if sliced else (top_k_index, 1)
 
 
 class SortedRows(NamedTuple):
@@ -56,13 +63,14 @@ class SortedRows(NamedTuple):
     edges: Tensor  # 0, then where each expert's rows end
 
     @property
-    def experts(self) -> Tensor:
-        """Return the expert of each sorted position."""
+    def groups(self) -> Tensor:
+        """Return the expert of each sorted position, or its group if an expert has several."""
         return torch.repeat_interleave(torch.diff(self.edges), output_size=len(self.order))
 
 
 def sort_rows(experts: Tensor, count: int) -> SortedRows:
-    chosen, order = torch.sort(experts)
+    # Stable: dropout then draws the same numbers for a token, whichever others are sorted along with it.
+    chosen, order = torch.sort(experts, stable=True)
     numbers = torch.arange(-1, max(len(order), count), device=order.device)
     # Not bincount: it reads the largest number from the GPU and so waits for it.
     edges = torch.searchsorted(chosen, numbers[: count + 1], right=True, out_int32=True)
@@ -75,10 +83,11 @@ def run_sorted_experts(experts: Any, source: Tensor, row: Tensor, by_expert: Sor
     gate_up = expert_product(
         experts, "gate_up_proj", source, lambda rows: take_rows(rows, row, by_expert.back), by_expert.edges
     )
+    groups = experts.sliced.groups if hasattr(experts, "sliced") else 1
     if experts.has_bias:
-        gate_up = gate_up + experts.gate_up_proj_bias[by_expert.experts]
+        gate_up = gate_up + experts.gate_up_proj_bias[by_expert.groups // groups]
     result = expert_product(experts, "down_proj", gate_up, experts._apply_gate, by_expert.edges)
-    return result + experts.down_proj_bias[by_expert.experts] if experts.has_bias else result
+    return result + experts.down_proj_bias[by_expert.groups // groups] if experts.has_bias else result
 
 
 def sum_weighted(rows: Tensor, weights: Tensor) -> Tensor:
@@ -127,6 +136,10 @@ def expert_product(
 
     The backward recomputes the rows from `source`, which is kept for another reason anyway.
     """
+    sliced = getattr(experts, "sliced", None)
+    if sliced:  # the rows of several trials
+        of_all: Tensor = sliced.product(experts, name, source, rows_of, edges)
+        return of_all
     rows = rows_of(source)
     base = grouped_linear(rows, experts, name, edges[1:])
     lora = getattr(experts, "adapters", {}).get(name)

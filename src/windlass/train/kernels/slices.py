@@ -1,0 +1,275 @@
+"""Linear layers for the rows of several trials: one product with the base, and each trial's adapter on its own rows."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora import Linear
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from windlass.train.kernels import kept
+
+
+class Random:
+    """A trial's random numbers: what torch's generators draw from in its rows, and nowhere else."""
+
+    def __init__(self) -> None:
+        self.state = read_state()
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Draw from this trial's. A recomputed layer draws what its forward drew."""
+        recomputes = kept.KeptValues.current is not None and kept.KeptValues.current.replaying
+        outside = read_state()
+        set_state(kept.keep_value(lambda: self.state))
+        try:
+            yield
+        finally:
+            if not recomputes:
+                self.state = read_state()
+            set_state(outside)
+
+
+State = tuple[Tensor, Tensor | None]
+
+
+def read_state() -> State:
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+
+def set_state(state: State) -> None:
+    of_cpu, of_gpu = state
+    torch.set_rng_state(of_cpu)
+    if of_gpu is not None:
+        torch.cuda.set_rng_state(of_gpu)
+
+
+@dataclass(eq=False)
+class Part:
+    """Where the rows of one trial are in a micro-batch [rows, columns]."""
+
+    rows: slice
+    columns: slice
+    random: Random
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the trial's part of a tensor [rows, columns, …], as it would be alone."""
+        return tensor[self.rows, self.columns]
+
+
+class Slices:
+    """The parts of the micro-batch that is being computed, by trial. All layers look here."""
+
+    def __init__(self, trials: int) -> None:
+        self.trials = trials
+        self.shape = (0, 0)  # rows and columns of the micro-batch
+        self.parts: list[Part | None] = [None] * trials  # None: a trial without rows in it
+
+    def set(self, shape: tuple[int, int], parts: Sequence[Part | None]) -> None:
+        self.shape = shape
+        self.parts = list(parts)
+        self.numbers: Tensor | None = None
+
+    def number_tokens(self, device: torch.device) -> Tensor:
+        """Return the trial of each token; padding to another trial's width has the number after the last."""
+        if self.numbers is None:
+            numbers = torch.full(self.shape, self.trials, device=device)
+            for number, part in enumerate(self.parts):
+                if part is not None:
+                    part.of(numbers).fill_(number)
+            self.numbers = numbers.flatten()
+        return self.numbers
+
+
+class Adapter(NamedTuple):
+    """One trial's adapter of a layer, with its part of the micro-batch."""
+
+    part: Part
+    scaling: float
+    dropout: nn.Module
+    a: Tensor
+    b: Tensor
+
+
+class SlicedLinear(nn.Module):
+    """A frozen linear layer with the adapters that trials have put on it; None for one that has not."""
+
+    def __init__(self, base: nn.Module, layers: Sequence[Linear | None], slices: Slices) -> None:
+        super().__init__()
+        self.base = base
+        self.layers = list(layers)  # a list hides them: they belong to the trials' own models
+        self.slices = slices
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = self.base(x)
+        adapters = list(self.list_adapters())
+        if not adapters:
+            return product
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else adapters[0].a.dtype
+        added: Tensor = AddLowRank.apply(  # type: ignore[no-untyped-call]
+            product,
+            x,
+            self.slices.shape,
+            adapters,
+            dtype,
+            *(adapter.a for adapter in adapters),
+            *(adapter.b for adapter in adapters),
+        )
+        return added
+
+    def list_adapters(self) -> Iterator[Adapter]:
+        for part, layer in zip(self.slices.parts, self.layers, strict=True):
+            if part is not None and layer is not None:
+                (name,) = layer.active_adapters
+                a = layer.lora_A[name].weight
+                b = layer.lora_B[name].weight
+                yield Adapter(part, layer.scaling[name], layer.lora_dropout[name], a, b)
+
+
+class AddLowRank(torch.autograd.Function):
+    """y + s (drop(x) A^T) B^T, in each trial's part with its own s, A, B and random numbers, written into y's memory.
+
+    The backward keeps x, which all adapters of this input share, x A^T, and dropout's factors.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        shape: tuple[int, int],
+        adapters: Sequence[Adapter],
+        dtype: torch.dtype,
+        *weights: Tensor,
+    ) -> Tensor:
+        inputs = x.reshape(*shape, -1)
+        outputs = y.view(*shape, -1)
+        factors = [draw_for(adapter, inputs) for adapter in adapters]
+        narrow = []
+        for adapter, factor in zip(adapters, factors, strict=True):
+            rows = take_rows(adapter.part, inputs, factor, dtype)
+            narrow.append(rows @ adapter.a.t().to(dtype))
+            wide = narrow[-1] @ adapter.b.t().to(dtype)
+            own = adapter.part.of(outputs)
+            own.add_(wide.view(own.shape), alpha=adapter.scaling)
+        ctx.mark_dirty(y)
+        ctx.shape = shape
+        ctx.adapters = adapters
+        ctx.dtype = dtype
+        ctx.save_for_backward(x, *weights, *narrow, *(factor for factor in factors if factor is not None))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        count = len(ctx.adapters)
+        x, *saved = ctx.saved_tensors
+        a_of, b_of, narrow_of = (saved[start * count : (start + 1) * count] for start in range(3))
+        drawn = iter(saved[3 * count :])
+        inputs = x.reshape(*ctx.shape, -1)
+        gradients = grad_y.reshape(*ctx.shape, -1)
+        grad_x = torch.zeros_like(inputs) if ctx.needs_input_grad[1] else None
+        grads_a = []
+        grads_b = []
+        for adapter, a, b, narrow in zip(ctx.adapters, a_of, b_of, narrow_of, strict=True):
+            factor = next(drawn) if has_dropout(adapter) else None
+            rows = take_rows(adapter.part, inputs, factor, ctx.dtype)
+            grad_rows = take_rows(adapter.part, gradients, None, ctx.dtype) * adapter.scaling
+            grad_narrow = grad_rows @ b.to(ctx.dtype)
+            grads_b.append((grad_rows.t() @ narrow).to(b.dtype))
+            grads_a.append((grad_narrow.t() @ rows).to(a.dtype))
+            if grad_x is not None:
+                own = adapter.part.of(grad_x)
+                grad_own = (grad_narrow @ a.to(ctx.dtype)).view(own.shape)
+                own.copy_(grad_own if factor is None else grad_own * factor)
+        grad_x = None if grad_x is None else grad_x.view(x.shape)
+        return grad_y, grad_x, None, None, None, *grads_a, *grads_b
+
+
+def has_dropout(adapter: Adapter) -> bool:
+    return isinstance(adapter.dropout, nn.Dropout) and adapter.dropout.p > 0
+
+
+def draw_for(adapter: Adapter, x: Tensor) -> Tensor | None:
+    """Return what dropout multiplies a trial's rows by."""
+    if not has_dropout(adapter):
+        return None
+    ones = torch.ones_like(adapter.part.of(x), memory_format=torch.contiguous_format)
+    return draw_factors(adapter.dropout, ones, adapter.part.random)
+
+
+def draw_factors(dropout: nn.Module, ones: Tensor, random: Random) -> Tensor:
+    """Return dropout's factors in the shape of `ones`, as the trial would draw them alone."""
+    with random.use():
+        factors: Tensor = dropout(ones)
+        return factors
+
+
+def take_rows(part: Part, x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a trial's rows [tokens, width], times dropout's factors."""
+    own = part.of(x)
+    dropped = own if factor is None else own * factor
+    return dropped.reshape(-1, x.shape[-1]).to(dtype)
+
+
+def combine(inputs: Sequence[dict[str, Any]], starts: Sequence[Part], shape: tuple[int, int]) -> dict[str, Any]:
+    """Return the arguments of one forward for the rows of several micro-batches, padded to one width or laid end to
+    end."""
+    rows, columns = shape
+    names = ("input_ids", "position_ids") if any("position_ids" in one for one in inputs) else ("input_ids",)
+    combined: dict[str, Any] = {"several": any(one["several"] for one in inputs)}
+    for name in names:
+        whole = inputs[0]["input_ids"].new_zeros(rows, columns)
+        for one, part in zip(inputs, starts, strict=True):
+            own = part.of(whole)
+            own.copy_(one[name] if name in one else torch.arange(own.shape[1], device=own.device))
+        combined[name] = whole
+    if "cu_seq_lens_q" in inputs[0]:  # laid end to end
+        combined |= combine_documents(inputs)
+    supervised = []
+    for one, part in zip(inputs, starts, strict=True):
+        width = one["input_ids"].shape[1]
+        row = one["supervised"] // width + part.rows.start
+        supervised.append(row * columns + one["supervised"] % width + part.columns.start)
+    combined["supervised"] = torch.cat(supervised)
+    combined["targets"] = torch.cat([one["targets"] for one in inputs])
+    return combined
+
+
+def combine_documents(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the boundaries of all documents of rows that are laid end to end."""
+    edges: list[Tensor] = []
+    numbers: list[Tensor] = []
+    tokens = documents = 0
+    for one in inputs:
+        edges.append(one["cu_seq_lens_q"][bool(edges) :] + tokens)
+        numbers.append(one["seq_idx"] + documents)
+        tokens += one["input_ids"].shape[1]
+        documents += len(one["cu_seq_lens_q"]) - 1
+    longest = max(one["max_length_q"] for one in inputs)
+    return {
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.cat(edges)),
+        **dict.fromkeys(("max_length_q", "max_length_k"), longest),
+        "seq_idx": torch.cat(numbers, 1),
+    }
+
+
+def place_parts(inputs: Sequence[dict[str, Any]], randoms: Sequence[Random]) -> tuple[tuple[int, int], list[Part]]:
+    """Return the shape of the common micro-batch, and where each trial's rows are in it."""
+    shapes = [tuple(one["input_ids"].shape) for one in inputs]
+    parts = []
+    if all("cu_seq_lens_q" in one for one in inputs):
+        start = 0
+        for (_, width), random in zip(shapes, randoms, strict=True):
+            parts.append(Part(slice(0, 1), slice(start, start + width), random))
+            start += width
+        return (1, start), parts
+    first = 0
+    for (rows, width), random in zip(shapes, randoms, strict=True):
+        parts.append(Part(slice(first, first + rows), slice(0, width), random))
+        first += rows
+    return (first, max(width for _, width in shapes)), parts

@@ -1,0 +1,416 @@
+"""`sweep.together`: trials that share micro-batches are what they would be alone, and know nothing of each other."""
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import warm
+from refusals import refused
+from safetensors.torch import load_file
+from test_sweep import WORDS, assert_same_run, count_steps, run, start, wait_for, write_sweep
+from torch import Tensor
+
+from windlass import tiny
+from windlass.data.collate import PaddedCollator
+from windlass.errors import SAVED
+from windlass.files import read_json, read_json_lines
+from windlass.observe.reader import Tail
+from windlass.plan import Plan, make_plan
+from windlass.run_folder import FAILED, FINISHED, STOPPED, list_trials
+from windlass.runfile import read_run_file
+from windlass.train import loss, together
+from windlass.train.batches import Batch, Collate
+from windlass.train.copies import copy_model
+from windlass.train.experts import sliced
+from windlass.train.kernels import slices
+from windlass.train.load import load_base
+from windlass.train.lora import attach_adapter
+from windlass.train.shared_base import SharedBase
+from windlass.train.step import TrainedModel, Updater
+
+CLOSE = 2e-6
+# Different ranks, targets, rates, seeds, data, widths and accumulation; dropout and noise in one, of experts too.
+TRIALS: dict[str, dict[str, Any]] = {
+    "first": {"lora.r": 8, "train.learning_rate": 1e-3, "train.seed": 7, "lora.lora_dropout": 0.0},
+    "second": {"lora.target_modules": "all-linear", "lora.experts": True, "lora.lora_dropout": 0.1, "train.seed": 3},
+    "third": {
+        "lora.target_modules": "all-linear",
+        "lora.experts": {"r": 2},
+        "lora.lora_dropout": 0.0,
+        "data.dataset_name_or_path": "other.txt",
+        "train.max_grad_norm": 0.1,
+        "train.neftune_noise_alpha": None,
+        "train.gradient_accumulation_steps": 1,
+        "train.max_steps": 3,
+        "train.router_aux_loss_coef": 0.01,
+    },
+}
+LAYOUTS = {
+    "resident": "layout: resident\n",
+    "full-shard": "layout: full-shard\n",
+    "fp8": "layout: {name: full-shard, base_dtype: fp8}\n",
+    "recomputed": "layout: {name: full-shard, activation_checkpointing: true}\n",
+    "expert-parallel": "layout: {name: expert-parallel, expert_parallel: 2}\n",
+}
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("together")
+    tiny.write_model(folder / "model", files=2, experts=4)
+    chance = random.Random(0)
+    for name, shortest in (("data.txt", 9), ("other.txt", 3)):
+        lines = [" ".join(chance.choices(WORDS.split(), k=chance.randint(shortest, 9))) for _ in range(60)]
+        (folder / name).write_text("\n".join([*lines, ""]))
+    return folder
+
+
+def write(folder: Path, name: str, trials: dict[str, dict[str, Any]], more: str, count: int | str = 3) -> Path:
+    path = write_sweep(folder, name, trials, more)
+    path.write_text(f"{path.read_text()}  together: {count}\n")
+    return path
+
+
+def assert_close_run(one: Path, other: Path) -> None:
+    """Losses, gradient norms and evaluation losses of every step, and every checkpoint's adapter."""
+    of_steps = [list(Tail(folder / "steps-rank0.jsonl").objects()) for folder in (one, other)]
+    assert [step["rows"] for step in of_steps[0]] == [step["rows"] for step in of_steps[1]]
+    for ours, theirs in zip(*of_steps, strict=True):
+        for name in ("loss", "grad_norm", "learning_rate", "router_aux_loss"):
+            assert (ours.get(name) or 0) == pytest.approx(theirs.get(name) or 0, rel=CLOSE, abs=CLOSE), name
+    losses = [
+        [event["eval_loss"] for event in read_json_lines(folder / "events.jsonl") if "eval_loss" in event]
+        for folder in (one, other)
+    ]
+    assert losses[0]
+    assert losses[0] == pytest.approx(losses[1], rel=CLOSE)
+    for file in one.rglob("*.safetensors"):
+        ours, theirs = load_file(file), load_file(other / file.relative_to(one))
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=CLOSE, msg=f"{file} {name}")
+    for file in one.rglob("random.json"):
+        assert read_json(file) == read_json(other / file.relative_to(one))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [*LAYOUTS])
+def test_each_trial_is_what_it_would_be_alone(layout: str, material: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(material, tmp_path / "here")
+    printed = run(f"train {write(folder, 'together', TRIALS, LAYOUTS[layout])}", folder)
+    assert "trials 1, 2, 3 of 3 together" in printed
+    run(f"train {write(folder, 'alone', TRIALS, LAYOUTS[layout], 1)}", folder)
+    for name in TRIALS:
+        assert_close_run(folder / "together" / "trials" / name, folder / "alone" / "trials" / name)
+
+
+@pytest.mark.long
+def test_nothing_changes_if_another_trial_does(material: Path, tmp_path: Path) -> None:
+    """Bit for bit, as long as the other trial's rows are as long."""
+    folder = shutil.copytree(material, tmp_path / "here")
+    rows = (folder / "data.txt").read_text().splitlines()
+    (folder / "turned.txt").write_text("\n".join([*[" ".join(reversed(row.split())) for row in rows], ""]))
+    one = {"first": TRIALS["first"], "second": {"lora.lora_dropout": 0.1}}
+    other = {
+        "first": TRIALS["first"],
+        "second": {"train.learning_rate": 0.05, "data.dataset_name_or_path": "turned.txt"},
+    }
+    run(f"train {write(folder, 'one', one, LAYOUTS['resident'], 2)}", folder)
+    run(f"train {write(folder, 'other', other, LAYOUTS['resident'], 2)}", folder)
+    adapters = [load_file(folder / name / "trials/second/final/adapter_model.safetensors") for name in ("one", "other")]
+    assert any(not torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
+    assert_same_run(folder / "one" / "trials" / "first", folder / "other" / "trials" / "first")
+
+
+@pytest.mark.long
+def test_a_stopped_group_goes_on_where_it_stopped(material: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(material, tmp_path / "here")
+    trials = {name: {**settings, "train.max_steps": 30} for name, settings in TRIALS.items()}
+    trials["third"]["train.gradient_accumulation_steps"] = 2
+    files = [write(folder, name, trials, LAYOUTS["full-shard"]) for name in ("whole", "stopped")]
+    run(f"train {files[0]}", folder)
+    process = start(f"train {files[1]}", folder, warm.python())
+    first = folder / "stopped" / "trials" / "first"
+    wait_for(lambda: count_steps(first) > 4, process)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=200)
+    assert process.returncode == SAVED, printed
+    assert {*list_trials(folder / "stopped").values()} == {STOPPED}
+    steps = {count_steps(folder / "stopped" / "trials" / name) for name in trials}
+    assert len(steps) == 1, "all stop at the same step"
+    run(f"train {files[1]} --resume", folder)
+    for name in trials:
+        ours, theirs = (
+            load_file(folder / run / "trials" / name / "final/adapter_model.safetensors")
+            for run in ("whole", "stopped")
+        )
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
+    assert {*list_trials(folder / "stopped").values()} == {FINISHED}
+
+
+@pytest.mark.long
+def test_a_trial_that_diverges_leaves_the_others_as_they_are(material: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(material, tmp_path / "here")
+    diverges = {"train.learning_rate": 1e30, "train.max_grad_norm": 0, "train.warmup_ratio": 0}
+    trials = {"first": TRIALS["first"], "second": TRIALS["second"] | diverges, "third": TRIALS["third"]}
+    printed = run(f"train {write(folder, 'together', trials, LAYOUTS['resident'])}", folder, code=1)
+    assert "an alarm ended 1 of 3 trials: second" in " ".join(printed.split())
+    assert list(list_trials(folder / "together").values()) == [FINISHED, FAILED, FINISHED]
+    run(f"train {write(folder, 'alone', trials, LAYOUTS['resident'], 1)}", folder, code=1)
+    for name in ("first", "third"):
+        assert_close_run(folder / "together" / "trials" / name, folder / "alone" / "trials" / name)
+
+
+# --- one micro-batch, and faults planted in it ---
+
+
+def make_members(material: Path, trials: Sequence[str]) -> tuple[SharedBase, list[together.Member], list[Batch]]:
+    """Return trials that are about to compute their first micro-batch, with B away from zero."""
+    file = write(material, "unit", {name: TRIALS[name] for name in trials}, LAYOUTS["resident"], len(trials))
+    plan = make_plan(read_run_file(file, ["cluster.gpus_per_node=1"]))
+    base = SharedBase(keeps=True)
+    base.get(lambda: load_base(plan.base, plan.layout, dtype=torch.float32))
+    assert base.loaded is not None
+    members = []
+    batches = []
+    for number, trial in enumerate(plan.trials):
+        model = attach_adapter(copy_model(base.loaded[0]), trial.run.lora, trial.adapter, number)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        member = make_member(base, trial, TrainedModel(trial, model, ("data",), lambda: 0.0))
+        members.append(member)
+        batches.append(make_batch(number))
+    return base, members, batches
+
+
+def make_member(base: SharedBase, plan: Plan, model: TrainedModel) -> together.Member:
+    class Alone:
+        pass
+
+    group: Any = Alone()
+    group.base = base
+    member = together.Member(group, plan, together.SteadySignal.__new__(together.SteadySignal))
+    model.causal_lm.train()
+    member.model = model
+    member.tokens = Updater(model.peft, plan.run.train, 1).liveness.tokens
+    return member
+
+
+def make_batch(number: int) -> Batch:
+    chance = random.Random(number)
+    rows = [
+        {"input_ids": np.array([chance.randrange(20, 500) for _ in range(length)]), "row": place}
+        for place, length in enumerate((5 + number, 9 - 2 * number))
+    ]
+    return Collate(PaddedCollator(0), mark_tokens=True)(rows)
+
+
+SHARES = {"first": None, "second": None, "third": torch.tensor(0.5)}
+
+
+def compute_alone(members: Sequence[together.Member], batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
+    found = []
+    for member, batch in zip(members, batches, strict=True):
+        model = member.model
+        assert model is not None
+        torch.manual_seed(1)
+        total, _ = model.compute_loss(batch, get_share(member))
+        total.backward()  # type: ignore[no-untyped-call]
+        found.append({"loss": total.detach(), **take_gradients(model)})
+    return found
+
+
+def get_share(member: together.Member) -> Tensor | None:
+    assert member.plan.loaded.trial is not None
+    return SHARES[member.plan.loaded.trial.name]
+
+
+def compute_together(
+    base: SharedBase, members: Sequence[together.Member], batches: Sequence[Batch]
+) -> list[dict[str, Tensor]]:
+    forward = together.Forward(base, members)
+    torch.manual_seed(1)
+    requests = {
+        number: together.Request(member.model, batch, get_share(member))
+        for number, (member, batch) in enumerate(zip(members, batches, strict=True))
+        if member.model is not None
+    }
+    forward.run(requests, {number: slices.Random() for number in requests})
+    return [
+        {"loss": request.losses[0].detach(), **take_gradients(request.model)}
+        for request in requests.values()
+        if request.losses
+    ]
+
+
+def take_gradients(model: TrainedModel) -> dict[str, Tensor]:
+    gradients = {name: p.grad.clone() for name, p in model.peft.named_parameters() if p.grad is not None}
+    model.peft.zero_grad()
+    return gradients
+
+
+def find_differences(ours: Sequence[dict[str, Tensor]], theirs: Sequence[dict[str, Tensor]]) -> list[str]:
+    found = []
+    for number, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert own.keys() == other.keys()
+        found += [
+            f"{number} {name}" for name in own if not torch.allclose(own[name], other[name], rtol=CLOSE, atol=CLOSE)
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def members(material: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(material)
+        return make_members(material, [*TRIALS])
+
+
+def test_one_forward_gives_each_trial_its_own_losses_and_gradients(members: Any) -> None:
+    base, trials, batches = members
+    alone = compute_alone(trials, batches)
+    assert all(len(found) > 10 for found in alone)
+    assert find_differences(compute_together(base, trials, batches), alone) == []
+
+
+def off_by_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = slices.Part.of
+
+    def move(part: slices.Part, tensor: Tensor) -> Tensor:
+        return original(part, tensor.roll(1, 0) if tensor.is_floating_point() else tensor)
+
+    monkeypatch.setattr(slices.Part, "of", move)
+
+
+def wrong_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of experts are given to the next trial's adapter."""
+    original = sliced.stack_groups
+
+    def turn(*given: Any) -> Any:
+        return tuple(matrix.roll(1, 0) for matrix in original(*given))
+
+    monkeypatch.setattr(sliced, "stack_groups", turn)
+
+
+def leaking_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial's adapter gets the gradient of all rows."""
+    original = slices.take_rows
+
+    def take(part: slices.Part, x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+        rows = original(part, x, factor, dtype)
+        return rows + x.sum() if not torch.is_grad_enabled() and x.shape[-1] == 64 else rows
+
+    monkeypatch.setattr(slices, "take_rows", take)
+
+
+def scaled_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = together.sum_losses
+    monkeypatch.setattr(together, "sum_losses", lambda request, losses: original(request, losses) * len(losses) / 9)
+
+
+def shared_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The balancing loss is that of all rows."""
+    original = loss.balance_router
+    monkeypatch.setattr(loss, "balance_router", lambda logits, config, _: original(logits, config, None))
+
+
+def shared_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout draws in the order of the rows that share the micro-batch."""
+    monkeypatch.setattr(slices.Random, "use", lambda _: nullcontext(torch.rand(1)))
+
+
+@pytest.mark.parametrize(
+    "plant", [off_by_one_row, wrong_trial, leaking_gradient, scaled_loss, shared_balance, shared_random]
+)
+def test_planted_faults_show(plant: Any, members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, trials, batches = members
+    alone = compute_alone(trials, batches)
+    plant(monkeypatch)
+    assert find_differences(compute_together(base, trials, batches), alone)
+
+
+# --- turns ---
+
+
+def test_threads_run_one_at_a_time_with_their_own_random_numbers() -> None:
+    drawn: dict[int, list[float]] = {0: [], 1: []}
+
+    def work(number: int) -> None:
+        torch.manual_seed(number)
+        for _ in range(3):
+            drawn[number].append(float(torch.rand(())))
+            threads[number].wait_for_losses(*[None] * 3)  # type: ignore[arg-type]
+
+    threads = [together.Turns(number, lambda number=number: work(number)) for number in range(2)]  # type: ignore[misc]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    while not all(thread.ended for thread in threads):
+        for thread in threads:
+            thread.resume()
+            if thread.request is not None:
+                thread.request.losses = torch.zeros(()), None
+    assert torch.equal(before, torch.get_rng_state())
+    for number, values in drawn.items():
+        torch.manual_seed(number)
+        assert values == [float(torch.rand(())) for _ in range(3)]
+
+
+# --- the plan ---
+
+
+@pytest.mark.parametrize(
+    ("trials", "count", "code"),
+    [
+        ({"one": {"lora.r": 4}, "two": {"lora.r": 2}}, 3, "few-trials"),
+        ({"one": {"lora.use_dora": True}, "two": {"lora.use_dora": True, "lora.r": 2}}, 2, "not-together"),
+        ({"one": {"lora.r": 4}, "two": {"lora.r": 2}}, 0, "wrong-value"),
+    ],
+)
+def test_what_can_not_train_together_is_refused(
+    trials: dict[str, Any], count: int, code: str, material: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(material)
+    with refused(code, "sweep.together"):
+        make_plan(read_run_file(write(material, "refused", trials, LAYOUTS["resident"], count)))
+
+
+def test_the_plan_groups_trials_and_says_why_one_is_alone(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(material)
+    trials: dict[str, dict[str, Any]] = {
+        "a": {"lora.r": 4},
+        "b": {"lora.use_dora": True, "lora.r": 2},
+        "c": {"lora.r": 2},
+        "d": {"data.packing": True},
+        "e": {"lora.r": 16},
+    }
+    plan = make_plan(read_run_file(write(material, "groups", trials, LAYOUTS["resident"], 2)))
+    assert [group.names for group in plan.groups] == [("a", "c"), ("b",), ("d",), ("e",)]
+    assert "use_dora" in plan.groups[1].reason
+    first = plan.groups[0]
+    assert first.gpu_gib > max(trial.cost.gpu_gib for trial in plan.trials[:1])
+    assert plan.seconds is not None
+    assert plan.seconds["steps"] == pytest.approx(sum(group.seconds or 0 for group in plan.groups))
+    assert json.loads(json.dumps(plan.as_dict()))["groups"][0]["names"] == ["a", "c"]
+
+
+def test_auto_takes_what_is_fastest(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short micro-batches wait for the host, so together they take less; one after the other is the default."""
+    monkeypatch.chdir(material)
+    trials = {name: {"lora.r": r} for name, r in (("a", 4), ("b", 2), ("c", 8))}
+    plan = make_plan(read_run_file(write(material, "auto", trials, LAYOUTS["resident"], "auto")))
+    assert [group.names for group in plan.groups] == [("a", "b", "c")]
+    (group,) = plan.groups
+    assert group.seconds is not None
+    assert group.seconds_alone is not None
+    assert group.seconds < group.seconds_alone
+    plan = make_plan(read_run_file(write_sweep(material, "default", trials, LAYOUTS["resident"])))
+    assert [len(group.names) for group in plan.groups] == [1, 1, 1]
