@@ -192,9 +192,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.fault(
+    "weights of several compressed-tensors schemes", "`windlass plan`", "weights of several schemes: group_0 is nvfp4"
+)
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.fault(
-    "a compressed-tensors scheme that windlass doesn't read, or several of them",
+    "a compressed-tensors scheme that windlass doesn't read",
     "`windlass plan`",
     "unsupported scheme: mxfp6-pack-quantized, float of 4 bits by tensor_group",
 )
@@ -211,6 +214,11 @@ def test_schemes_that_are_the_same_in_several_groups_are_read(root: Path, tmp_pa
     assert published_dtype(read_base(changed(root, tmp_path, "nvfp4", config=two))) == "nvfp4"
 
 
+@pytest.mark.fault(
+    "a weight that compressed-tensors stored lacks its scale",
+    "`windlass plan`",
+    "quantized weights without a scale (1): model.layers.0.self_attn.k_proj.weight",
+)
 @pytest.mark.parametrize(
     ("scheme", "end"),
     [("fp8-channel", "_scale"), ("nvfp4", "_global_scale"), ("int4", "_scale"), ("uint4", "_zero_point")],
@@ -220,7 +228,8 @@ def test_a_missing_scale_is_named(root: Path, tmp_path: Path, scheme: str, end: 
     with refused("no-scale") as problems:
         read_base(folder)
     assert len(problems) == 1
-    assert f"(1): {K_PROJ}" in problems[0].problem
+    expected = "quantized weights without a scale (1): model.layers.0.self_attn.k_proj.weight"
+    assert expected in problems[0].problem
 
 
 def test_what_servers_quantize_besides_is_said_and_left_aside(root: Path, tmp_path: Path) -> None:

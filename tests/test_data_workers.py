@@ -142,6 +142,7 @@ def test_any_number_of_processes_makes_the_same_bytes(
     assert not any(name.endswith(".part") for name in made[0])
 
 
+@pytest.mark.fault("a bad row among those of another process", "`windlass data`", "a.jsonl: row 302")
 def test_the_first_bad_row_of_the_file_is_named_whichever_process_finds_it(
     with_processes: Callable[[int], None], tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -178,6 +179,9 @@ def test_rows_before_a_damage_of_the_file_come_first(
         prepare_data(run, tokenizer, say=print)
 
 
+@pytest.mark.fault(
+    "a process that tokenizes is killed", "`windlass data`", "a process that tokenizes was killed by SIGKILL"
+)
 @pytest.mark.parametrize(
     "before", ["", "workers.pickle.load = lambda *_, load=workers.pickle.load: (load(*_), die())\n"]
 )
@@ -194,7 +198,8 @@ def test_a_killed_process_is_an_error_that_says_so(
     data = {"dataset_name_or_path": str(write_lines(tmp_path / "a.jsonl", CHATS))}
     with refused("lost-process", error=RunError) as problems:
         prepare_data(run_file(tmp_path / "out", data), tokenizer, say=print)
-    assert "SIGKILL" in problems[0].problem
+    assert "a process that tokenizes was killed by SIGKILL" in problems[0].problem
+    assert "if memory ran out, give the job more of it" in problems[0].hint
     assert not list_workers(os.getpid())
 
 
@@ -204,8 +209,7 @@ import sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 from transformers import AutoTokenizer
-from windlass.data import sources, tokenize, words, workers
-from windlass.data.formats import choose_format
+from windlass.data import sources, workers
 from windlass.data.prepare import prepare_data
 from windlass.runfile import Data, RunFile
 workers.count_usable_cpus = lambda: 3

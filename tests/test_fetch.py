@@ -4,6 +4,7 @@ network."""
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,10 +18,12 @@ from urllib.parse import urlsplit
 
 import pytest
 import warm
+from refusals import refused
+from test_compressed import write_native
 
 from windlass import tiny
 from windlass.errors import UserError
-from windlass.model.base import find_fetched_folder, read_base
+from windlass.model.base import find_base, find_fetched_folder, read_base
 from windlass.model.files import HEADERS, read_headers
 from windlass.weights.same_base import digest_files
 
@@ -272,6 +275,46 @@ def test_headers_alone_are_enough_for_the_plan(hub: Hub, tmp_path: Path, monkeyp
     assert "no weights in" not in out
     (published,) = (tmp_path / "hf").rglob("windlass-published.json")
     assert json.loads(published.read_text())["digest of all weights"] == digest_files(read_base(source))
+
+
+@pytest.mark.long
+def test_weights_in_mistrals_own_layout_are_fetched_if_there_are_no_others(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized = tiny.make_compressed_config("nvfp4") | {"quant_method": "compressed_tensors"}
+    source = write_native(tmp_path / "theirs", tmp_path / "native", quantized)
+    files = {file.name: file.read_bytes() for file in source.iterdir()}
+    monkeypatch.setitem(FILES, "org/native", files)
+    (tmp_path / "run.yaml").write_text("model: {model_name_or_path: org/native}\n")
+    weights = "consolidated-00001-of-00001.safetensors"
+
+    def fetch_model(*arguments: str) -> Path:
+        command = [warm.python(), "-m", "windlass", "fetch", "run.yaml", *arguments]
+        environ = environment(hub, tmp_path)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = re.search(r"model: (/.+)", done.stdout + done.stderr)
+        assert found
+        return Path(found[1])
+
+    expected = read_base(source)
+    folder = fetch_model("--headers-only")
+    assert not (folder / weights).exists()
+    assert 0 < hub.sent[weights] <= 100_001
+    base = read_base(folder)
+    assert base.path is None
+    assert "config.json and the headers of its files" in base.notes[0]
+    assert [one.shape for one in base.stored()] == [one.shape for one in expected.stored()]
+    (tmp_path / "rows.txt").write_text("a\n")
+    folder = fetch_model("--override", f"data.dataset_name_or_path={tmp_path / 'rows.txt'}")
+    assert (folder / weights).read_bytes() == files[weights]
+    assert read_base(folder).path == folder
+    (folder / "config.json").unlink()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    with refused("no-config"):  # which says where to take it from
+        find_base("org/native", "model")
 
 
 def test_a_model_whose_name_begins_alike_is_not_taken_from_the_cache(

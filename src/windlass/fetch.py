@@ -14,7 +14,8 @@ from windlass.model.files import DIGEST, PUBLISHED
 from windlass.runfile import RunFile
 
 # What transformers loads: safetensors, configs, tokenizer. Mistral's repositories hold every weight a second time as
-# consolidated*.safetensors, others as .bin or original/: fetched, they would double the traffic and the disk.
+# consolidated*.safetensors, others as .bin or original/: fetched, they would double the traffic and the disk. If a
+# repository has no others, as Mistral's of NVFP4, they are fetched.
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 DUPLICATES = ("consolidated*", "original/*", "*.bin", "*.gguf", "*.onnx*")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +89,25 @@ def download(
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils._paths import filter_repo_objects
 
-    wanted: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": list(ignored) or None}
+    wanted: dict[str, Any] = {"allow_patterns": list(patterns)}
     with explain_hub_errors(name, kind, place):
         info: Any = HfApi().repo_info(name, repo_type=kind, files_metadata=True, timeout=REACH_SECONDS)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        wanted["ignore_patterns"] = choose_ignored([*sizes], ignored) or None
         needed = sum(sizes[file] for file in filter_repo_objects(list(sizes), **wanted))
         require_room(needed, cache, name, place)
         folder = Path(snapshot_download(name, repo_type=kind, revision=info.sha, **wanted))
     published = {file.rfilename: file.lfs.sha256 for file in info.siblings or [] if file.lfs}
     require_published(folder, {file: published[file] for file in published if (folder / file).exists()}, say)
     return str(folder)
+
+
+def choose_ignored(files: Sequence[str], ignored: Sequence[str]) -> list[str]:
+    """Return the patterns of files that aren't fetched: none that would leave a repository without its weights."""
+    weights = [file for file in files if file.endswith(".safetensors")]
+    if any(not any(fnmatch(file, pattern) for pattern in ignored) for file in weights):
+        return [*ignored]
+    return [pattern for pattern in ignored if not any(fnmatch(file, pattern) for file in weights)]
 
 
 def require_published(folder: Path, published: Mapping[str, str], say: Say) -> None:
@@ -129,7 +139,8 @@ def fetch_headers(name: str, folder: Path, ignored: Sequence[str], place: str, s
         api = HfApi()
         info: Any = api.repo_info(name, revision=folder.name, files_metadata=True, timeout=REACH_SECONDS)
         sizes = {file.rfilename: file.size for file in info.siblings or []}
-        files = list(filter_repo_objects(list(sizes), allow_patterns="*.safetensors", ignore_patterns=list(ignored)))
+        ignored = choose_ignored([*sizes], ignored)
+        files = list(filter_repo_objects([*sizes], allow_patterns="*.safetensors", ignore_patterns=[*ignored]))
         say(f"reading the headers of {format_plural(len(files), 'file')}")
         headers: dict[str, Any] = {}
         for file in files:

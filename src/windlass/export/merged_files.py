@@ -206,7 +206,7 @@ def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str, names: 
         problem = f"{base.name} is not quantized, and --dtype fp8 re-applies the base's own quantization"
         hint = "leave --dtype out, and quantize it afterwards with a server's own tool"
         yield Problem(problem, "--dtype", hint, "base-not-quantized")
-    hint = "leave --merge out: servers apply the adapter"
+    hint = "`windlass export RUN --to FOLDER` writes the adapter alone, which servers apply to the base as it is"
     if names == HUGGING_FACE and any(stored.file.name.startswith("consolidated") for stored in sources):
         problem = f"{base.name} has its weights in Mistral's own layout alone, merged beside transformers' only"
         yield Problem(problem, "--merge", hint, "base-in-mistral-layout")

@@ -8,6 +8,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import cache
 from math import ceil, prod
 from pathlib import Path
@@ -115,7 +116,7 @@ def find_fetched_folder(name: str) -> Path | None:
         folders.append(main.parents[1] / "snapshots" / main.read_text().strip())
     # The pattern also matches marks of longer names: org/model-chat for org/model.
     own = (folder for folder in folders if folder.parents[1:2] and folder.parents[1].name == f"models--{flat}")
-    return next((folder for folder in own if (folder / CONFIG).is_file()), None)
+    return next((folder for folder in own if any((folder / name).is_file() for name in (CONFIG, PARAMS))), None)
 
 
 @cache
@@ -153,11 +154,9 @@ def read_base(path: Path) -> Base:
             return base
     base = describe(config, str(path / CONFIG), name, path)
     if not any(Path(name).suffix in WEIGHTS for name in names):
-        known = "config.json and the headers of its files" if HEADERS in names else "its config.json"
         if HEADERS in names:
             base = assign_stored(base, config, read_headers(path), str(path))
-        note = f"no weights in {str(path)[:200]}: planned from {known}; check and train will refuse it"
-        return replace(base, notes=(note, *base.notes))
+        return replace(base, notes=(note_no_weights(path), *base.notes))
     return replace(assign_stored(base, config, read_tensors(path, names), str(path)), path=path)
 
 
@@ -167,12 +166,19 @@ def _read_mistral_layout(path: Path, config: Mapping[str, Any], name: str) -> Ba
     from windlass.model.mistral_layout import read_mistral_layout  # which assigns stored tensors, too
 
     quantized = read_table(path / PARAMS).get("quantization")
-    if not isinstance(quantized, dict) or not is_compressed(quantized):
+    files = {file.name for file in path.iterdir()} | read_json(path / HEADERS).keys()
+    there = any(fnmatch(file, "consolidated*.safetensors") for file in files)
+    if not there or not isinstance(quantized, dict) or not is_compressed(quantized):
         return None
     described = describe({**config, "quantization_config": quantized}, str(path / PARAMS), name, path)
     base = read_mistral_layout(path, described)
-    note = f"the weights are in Mistral's own layout ({PARAMS}, consolidated*.safetensors)"
-    return replace(base, notes=(note, *described.notes, *base.notes))
+    notes = [f"the weights are in Mistral's own layout ({PARAMS}, consolidated*.safetensors)", *described.notes]
+    return replace(base, notes=(*(() if base.path else (note_no_weights(path),)), *notes, *base.notes))
+
+
+def note_no_weights(path: Path) -> str:
+    known = "config.json and the headers of its files" if (path / HEADERS).is_file() else "its config.json"
+    return f"no weights in {str(path)[:200]}: planned from {known}; check and train will refuse it"
 
 
 def assign_stored(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored], where: str) -> Base:

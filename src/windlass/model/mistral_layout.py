@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from windlass.errors import UserError
 from windlass.model.base import assign_stored
-from windlass.model.files import PARAMS, read_header
+from windlass.model.files import PARAMS, read_header, read_headers
 from windlass.model.parameters import Base, Parameter, Spelling, Stored
 
 CONSOLIDATED: Final = "consolidated.safetensors"
@@ -74,16 +74,17 @@ def has_separate_experts(base: Base) -> bool:
 
 def read_mistral_layout(folder: Path, base: Base) -> Base:
     """Read the same model from Mistral's layout. Scales have transformers' names, as in every `Base`."""
+    files = sorted(folder.glob("consolidated*.safetensors"))
     stored: dict[str, Stored] = {}
-    for file in sorted(folder.glob("consolidated*.safetensors")):
-        for key, tensor in read_header(file).items():
+    for headers in map(read_header, files) if files else [read_headers(folder)]:
+        for key, tensor in headers.items():
             known = _rename_suffix(key, {own: name for name, own in SUFFIXES.items()})
             stored[known] = replace(tensor, key=known)
     parameters = tuple(
         replace(parameter, pieces=(), spellings=(tuple(list_spellings(parameter)),)) for parameter in base.parameters
     )
     wrapper = base.wrapper and replace(base.wrapper, skipped=SKIPPED)
-    bare = replace(base, parameters=parameters, wrapper=wrapper, unread={}, notes=(), path=folder)
+    bare = replace(base, parameters=parameters, wrapper=wrapper, unread={}, notes=(), path=folder if files else None)
     return assign_stored(bare, {}, stored, str(folder / PARAMS))
 
 
