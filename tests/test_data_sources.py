@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, ReadInstruction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.data import sources
+from windlass.data import progress, sources
 from windlass.data.sources import Part, Source, count_rows, parse_split, resolve_source
 from windlass.errors import UserError
 from windlass.runfile import Data
@@ -215,3 +215,14 @@ def test_wikitext_is_resolved_without_its_files() -> None:
     assert (held_out.count, held_out.blank, held_out.blank_how) == (3_760, 1_299, "")
     with pytest.raises(UserError, match="no split 'dev2'"):
         count_rows(section, "dev2")
+
+
+def test_counting_many_lines_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lines(tmp_path / "a.jsonl", ['{"text": "a"}', ""] * 4000)
+    assert count_rows(data(path), "train").count == 4000
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
+    assert count_rows(data(path), "train").count == 4000
+    assert "counting a.jsonl: " in capsys.readouterr().err

@@ -256,6 +256,30 @@ def test_init_plan_and_training_count_the_same_steps(
     assert "counted in the tokens" not in other.schedule.rows_reason
 
 
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_plan_and_training_count_the_same_steps_of_a_mix(packing: str, tmp_path: Path, model: Path) -> None:
+    text, parquet = (write_rows(tmp_path, kind, 300) for kind in ("jsonl", "parquet"))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{model_name_or_path: {model}}}\n"
+        f"data: {{mix: [{{path: {text}, epochs: 2}}, {{path: {parquet}, rows: 100}}], val_fraction: 0.1,"
+        f" max_length: 256, packing: {packing}}}\n"
+        f"train: {{global_batch_size: 4, num_train_epochs: 1, output_dir: {tmp_path / 'out'}}}\n"
+        "cluster: {gpu: cpu, gpus_per_node: 2}\n"
+    )
+    loaded = read_run_file(tmp_path / "run.yaml")
+    plan = planning.make_plan(loaded)
+    assert plan.schedule.steps is not None
+    assert plan.schedule.tolerance is not None
+    tokenizer, _ = open_model_tokenizer(loaded)
+    data = prepare_data(plan.run, tokenizer, where=loaded.where, say=print)
+    order = partial(data.order, seed=0, global_batch=4)
+    batches = Batches(data.train, None, 2, order=lambda epoch: order(epoch=epoch), round_rows=4)  # type: ignore[arg-type]
+    trained = RunLength.of(plan.run.train, batches, plan.batch.accumulation).total
+    assert abs(plan.schedule.steps - trained) <= max(2, plan.schedule.tolerance * trained)
+    if packing == "false":
+        assert plan.schedule.steps == trained
+
+
 def test_steps_without_a_tokenizer_are_said_to_be_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = draft.draft_run("Mistral-7B-v0.1", write_rows(tmp_path, "jsonl"), "1xh100", print)
     assert "# about " in made.text

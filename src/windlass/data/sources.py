@@ -22,6 +22,7 @@ from typing import IO, Any
 import yaml
 
 from windlass.data.messages import unfill_arguments
+from windlass.data.progress import show_progress
 from windlass.errors import UserError, Where
 from windlass.files import read_json, refuse_duplicate_keys
 from windlass.observe.format import format_plural
@@ -76,8 +77,7 @@ def _restore_chunk(path: Path, kind: str, first: int, items: Any) -> Chunk:
 
 
 def read_file(path: Path, kind: str) -> Iterator[Row]:
-    for chunk in read_file_chunks(path, kind):
-        yield from chunk.rows()
+    return chain.from_iterable(chunk.rows() for chunk in read_file_chunks(path, kind))
 
 
 def read_file_chunks(path: Path, kind: str) -> Iterator[Chunk]:
@@ -115,10 +115,11 @@ def count_file(path: Path, kind: str) -> tuple[int, int]:
     if kind not in ("text", "jsonl"):
         return sum(1 for _ in read_file(path, kind)), 0
     lines = blank = 0
-    with open_file(path) as file:
-        for line in file:
-            lines += 1
+    with open_file(path) as file, show_progress(f"counting {path.name}", lambda: None) as progress:
+        for lines, line in enumerate(file, 1):
             blank += line.isspace()
+            if not lines % BATCH:
+                progress(lines)
     return (lines, blank) if kind == "text" else (lines - blank, 0)
 
 
@@ -370,8 +371,7 @@ def parse_split_name(name: str) -> str | None:
 
 def read_rows(parts: Iterable[Part]) -> Iterator[Row]:
     """Yield every row of the parts, in the order of the files."""
-    for chunk in read_chunks(parts):
-        yield from chunk.rows()
+    return chain.from_iterable(chunk.rows() for chunk in read_chunks(parts))
 
 
 def locate_row(parts: Iterable[Part], *numbers: int) -> str:
