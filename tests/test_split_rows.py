@@ -51,7 +51,6 @@ REFUSED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "dpo": ("not-with-split-rows", "train.objective", ("train.objective=dpo", "data.packing=false")),
     "orpo": ("not-with-split-rows", "train.objective", ("train.objective=orpo", "data.packing=false")),
     "compile": ("not-with-split-rows", "train.compile", ("train.compile=true",)),
-    "noise": ("not-with-split-rows", "train.neftune_noise_alpha", ("train.neftune_noise_alpha=5",)),
     "sweep": ("not-with-split-rows", KEY, ("sweep={lora.r: [4, 8]}",)),
 }
 
@@ -63,13 +62,6 @@ def test_settings_that_split_rows_do_not_work_with_are_refused(case: str, tmp_pa
     with refused(code) as problems:
         planned(tmp_path, *number, *overrides)
     assert [problem for problem in problems if problem.code == code and place in problem.where and problem.hint]
-
-
-def test_continued_prompts_are_refused(tmp_path: Path) -> None:
-    sampled = ("train.sample={prompts: [Once]}", "train.eval_strategy=steps", "data.val_fraction=0.1")
-    with refused("not-with-split-rows") as problems:
-        planned(tmp_path, f"{KEY}=2", *sampled)
-    assert "train.sample" in problems[0].where
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:

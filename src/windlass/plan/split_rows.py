@@ -15,7 +15,7 @@ from windlass.runfile import Loaded
 KEY = "layout.context_parallel"
 PIECES = 2  # of each row on every rank of its group: an early and a late one
 # model_type of families proven equal to one rank. Add a family once tests/test_long_rows.py proves it.
-FAMILIES = ("llama", "qwen3", "gemma3_text", "mistral", "mixtral", "mistral4")
+FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "mistral", "mixtral", "mistral4")
 # Kinds of rotary positions that depend on the longest position in a batch, of which a rank sees its own pieces only.
 ROPE_OF_BATCH = ("dynamic", "longrope")
 
@@ -100,9 +100,5 @@ def _list_unsupported(loaded: Loaded, base: Base) -> Iterator[tuple[str, str, st
         yield "train.objective", f"objective {train.objective}", "leave layout.context_parallel out"
     if train.compile:
         yield "train.compile", "compiled layers", "set train.compile: false"
-    if train.sample is not None:
-        yield "train.sample", "continuing prompts", "leave it out: `windlass generate` continues prompts after the run"
-    if train.neftune_noise_alpha:
-        yield "train.neftune_noise_alpha", "noise scaled by a row's length", "leave it out"
     if loaded.trial:
         yield KEY, "a sweep", "start separate runs, or leave layout.context_parallel out"

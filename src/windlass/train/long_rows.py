@@ -36,7 +36,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from windlass.data.collate import Array
 
 NAME: Final = "windlass-long-rows"
-QUERIES: Final = 256  # computed at once under an explicit mask, whose size this bounds
+QUERIES: Final = 256  # computed at once under an explicit mask, of a window or of all heads that share keys
 ALIGNED: Final = 16  # torch's kernels copy masks of other widths
 
 
@@ -238,12 +238,13 @@ class Mask:
         keys = -(-keys // ALIGNED) * ALIGNED
         known = (folds, span.window, like.dtype)
         if known not in self.known:
-            query = torch.arange(keys - QUERIES, keys, device=like.device)[:, None]
+            queries = QUERIES if span.window else max(1, QUERIES // folds)
+            query = torch.arange(keys - queries, keys, device=like.device)[:, None]
             key = torch.arange(keys, device=like.device)
             hidden = key > query
             if span.window:
                 hidden |= key <= query - span.window
-            corner = torch.zeros(folds, QUERIES, keys, dtype=like.dtype, device=like.device)
+            corner = torch.zeros(folds, queries, keys, dtype=like.dtype, device=like.device)
             self.known[known] = corner.masked_fill_(hidden, -torch.inf)
         corner = self.known[known][:, -span.queries :, -(span.stop - span.first_key) :]
         scores: Tensor = corner.reshape(-1, span.stop - span.first_key)
@@ -278,7 +279,7 @@ def attend(
     folds = query.shape[1] // key.shape[1]
     # Kernels that need no mask, as those of torch have it: of full heads, or of grouped ones in 16 bits.
     unmasked = query.is_cuda and s_aux is None and (folds == 1 or query.element_size() == 2)
-    rows = attention_mask.by_rows(None if unmasked else QUERIES)
+    rows = attention_mask.by_rows(None if unmasked else max(1, QUERIES // folds))
     spans = [(which, span.first_key, span.stop) for which, of_row in rows for span in of_row]
     gathered = GatherKeys.apply(key, value, attention_mask.group, spans)  # type: ignore[no-untyped-call]
     parts = iter(gathered)
