@@ -21,6 +21,7 @@ test-long: $(STAMP) browser  ## what takes longer and CI runs as well
 # The long proofs in parts of at most an hour on two cores; `make prove-hosts` runs one. Those that measure time run alone.
 PROVE_training := test_train test_train_batches test_train_loop test_checkpoint_kills test_checkpoint_resume test_samples
 PROVE_rows := test_long_rows
+PROVE_sweeps := test_sweep_proof
 PROVE_pairs := test_pairs test_preference_ranks
 PROVE_families := test_families test_cost_against_torch test_collectives test_load
 PROVE_hosts := test_launch_hosts test_launch_slurm test_launch_skypilot test_check_nodes test_self_test test_script_run test_watch_run
@@ -28,7 +29,7 @@ PROVE_order := test_layout_order
 PROVE_inputs := test_fuzz test_runfile_errors test_faults test_data_examples
 PROVE_rehearsals := test_rehearse test_retinanet
 PROVE_pages := test_docs test_tutorials test_report test_report_page test_support
-PROOFS := training rows pairs families hosts order inputs rehearsals pages
+PROOFS := training rows sweeps pairs families hosts order inputs rehearsals pages
 ALONE := hosts order
 .PHONY: $(PROOFS:%=prove-%)
 

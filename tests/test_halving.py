@@ -79,7 +79,7 @@ def test_who_goes_on_is_the_run_alone_and_who_is_dropped_continues_by_hand(mater
     assert reported["effects_at_step"] == 2
     rates = {row["value"]: row["mean_eval_loss"] for row in reported["effects"] if row["key"] == "train.learning_rate"}
     assert rates == {str(TRIALS[name]["train.learning_rate"]): alone[name][2] for name in TRIALS}
-    assert "4 of 4 trials ended" in run("watch sweep --once", folder)
+    assert f"trial {last}, 4 of 4 trials ended" in run("watch sweep --once", folder)
     assert "finished sweep" in run(f"train {file} --resume", folder, code=2)
     for name in dropped:
         run(f"train {trials / name / 'run.yaml'} --resume", folder)

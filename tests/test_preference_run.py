@@ -132,4 +132,7 @@ def test_trials_with_another_beta_equal_runs_alone(folder: Path) -> None:
         assert all(torch.equal(alone[key], trial[key]) for key in alone)
     printed = windlass(folder, "report", "betas")
     assert "dpo.beta: another value is another loss" in printed
-    assert "beta0.5/step-4" in windlass(folder, "best", "betas", "--by", "accuracy").replace("\n", "")
+    ranked = windlass(folder, "best", "betas", "--by", "accuracy")
+    assert "beta0.5/step-4" in ranked.replace("\n", "")
+    assert "another loss" not in ranked
+    assert "dpo.beta: another value is another loss" in windlass(folder, "best", "betas")

@@ -67,9 +67,17 @@ def has_ended(state: str) -> bool:
 def find_current_trial(folder: Path) -> Path:
     """Return the folder of a sweep's trial that runs, or ran last; the folder itself if it is a run's or none began."""
     trials = list_trials(folder)
-    begun = [trial for trial, state in trials.items() if state != WAITING]
+    begun = sorted((trial for trial, state in trials.items() if state != WAITING), key=_find_last_write)
     running = [trial for trial in begun if trials[trial] == RUNNING]
     return [folder, *begun, *running][-1]
+
+
+def _find_last_write(folder: Path) -> float:
+    """Return when a run's first rank wrote its last step; 0 without any."""
+    try:
+        return (folder / STEPS.format(rank=0)).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def describe_progress(folder: Path) -> str:

@@ -1,10 +1,13 @@
 """Objectives: what follows from each one, and the sections of those on pairs of a chosen and a rejected answer."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from windlass.errors import make_pasteable
 from windlass.runfile.values import Positive, Section
 
 ObjectiveName = Literal["sft", "dpo", "orpo"]
@@ -87,3 +90,12 @@ class Orpo(Section):
 
     beta: Positive = 0.1
     """Weight of the penalty: minus the log-sigmoid of the log odds ratio of chosen and rejected answer."""
+
+
+def explain_other_losses(keys: Iterable[str], folder: Path) -> str:
+    """Return why losses of trials that differ in these keys can't be compared; empty if they can."""
+    named = " and ".join(dict.fromkeys(key for key in keys if key.partition(".")[0] in ("dpo", "orpo")))
+    if not named:
+        return ""
+    compare = "`windlass best RUN_DIR --by accuracy` compares by what is preferred"
+    return make_pasteable(f"{named}: another value is another loss; {compare}", RUN_DIR=str(folder))

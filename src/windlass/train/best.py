@@ -25,7 +25,7 @@ from windlass.ranks import collectives
 from windlass.ranks.rank import Rank
 from windlass.run_folder import BASES, CHECKPOINTS, read_manifest
 from windlass.runfile import RunFile
-from windlass.runfile.objectives import ACCURACY, LOSS
+from windlass.runfile.objectives import ACCURACY, LOSS, explain_other_losses
 from windlass.train.batches import Batch, Batches
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.checkpoint.snapshot import load_adapter
@@ -140,7 +140,9 @@ def rank_checkpoints(
     if here.rank == 0:
         if len(on_bases) > 1:
             write_json(run_folder / BASES, {"adapter": lowest.name, "rows": len(batches.rows), "losses": on_bases})
-        show(rank_candidates(losses, {saved.name: fault for saved, fault in faults.items() if fault}, by))
+        ranking = rank_candidates(losses, {saved.name: fault for saved, fault in faults.items() if fault}, by)
+        keys = find_other_losses([of.plan.run for of in runs]) if by == LOSS else []
+        show(replace(ranking, caution=explain_other_losses(keys, run_folder)))
     return 0
 
 
@@ -174,6 +176,14 @@ def list_runs(plan: Plan, run_folder: Path) -> list[SavedRun]:
 
     trials = [open_run(trial, trial.file.parent, trial.file.parent.name) for trial in plan.trials]
     return trials or [open_run(plan, run_folder, "")]
+
+
+def find_other_losses(runs: Sequence[RunFile]) -> list[str]:
+    """Return the objective's keys in which runs differ."""
+    name = runs[0].train.objective
+    sections = [getattr(run, name, None) for run in runs]
+    fields = type(sections[0]).model_fields if sections[0] is not None else ()
+    return [f"{name}.{key}" for key in fields if len({getattr(section, key) for section in sections}) > 1]
 
 
 def find_first_adapter(run_folder: Path) -> Path | None:

@@ -26,6 +26,7 @@ class Ranking:
     tokens: int  # of pairs: their number
     skipped: dict[str, str]
     by: str = "loss"
+    caution: str = ""  # why the losses can't be compared
 
     def as_dict(self) -> dict[str, Any]:
         ranked = [asdict(candidate) for candidate in self.candidates]
@@ -35,6 +36,7 @@ class Ranking:
             "tokens": self.tokens,
             "passed_over": self.skipped,
             "by": self.by,
+            **({"caution": self.caution} if self.caution else {}),
         }
 
 
@@ -61,3 +63,5 @@ def print_ranking(ranking: Ranking) -> None:
     console.print(table)
     for name, why in ranking.skipped.items():
         console.print(f"skipped {name}: {why}", markup=False)
+    if ranking.caution:
+        console.print(ranking.caution, style="yellow", markup=False)

@@ -8,10 +8,10 @@ from statistics import fmean
 from typing import Any, Final
 
 from windlass import run_folder
-from windlass.errors import make_pasteable
 from windlass.observe.format import NONE, format_duration, format_figure
 from windlass.observe.reader import as_dict, get_path
 from windlass.observe.report.facts import Facts
+from windlass.runfile.objectives import explain_other_losses
 
 OTHER_ROWS: Final = "evaluated on other rows than most"
 # Of an evaluated set: what is equal only for the same rows.
@@ -54,24 +54,19 @@ class SweepResult:
     @property
     def caution(self) -> str:
         """Why the losses can't be compared: keys of the objective change what they measure. Empty if they can."""
-        keys = [key for key, *_ in self.effects if key.partition(".")[0] in ("dpo", "orpo")]
-        named = " and ".join(dict.fromkeys(keys))
-        if not named:
-            return ""
-        compare = "`windlass best RUN_DIR --by accuracy` compares by what is preferred"
-        return make_pasteable(f"{named}: another value is another loss; {compare}", RUN_DIR=str(self.folder))
+        return explain_other_losses((key for key, *_ in self.effects), self.folder)
 
     def trial_rows(self, *, wide: bool) -> list[list[str]]:
         """Return the table of trials as text; its first row is its head. wide: with a column for each key, instead of
         lines below the trial's name."""
-        rows = [["trial", *(self.keys if wide else []), "evaluation loss", "final loss", "steps", "time", "state"]]
+        rows = [["trial", "evaluation loss", "final loss", "steps", "time", "state", *(self.keys if wide else [])]]
         for trial in self.trials:
             values = [show_value(trial.settings[key]) if key in trial.settings else NONE for key in self.keys if wide]
             losses = [format_figure(loss, digits=5) for loss in (trial.eval_loss, trial.final_loss)]
             state = f"{trial.state}; {trial.note}" if trial.note else trial.state
             cells = [*losses, format_figure(trial.steps), format_duration(trial.seconds), state]
             below = [] if wide else [f"  {key} {show_value(value)}" for key, value in trial.settings.items()]
-            rows.append(["\n".join([trial.name, *below]), *values, *cells])
+            rows.append(["\n".join([trial.name, *below]), *cells, *values])
         return rows
 
     def effect_rows(self) -> list[list[str]]:
