@@ -164,7 +164,7 @@ def test_each_trial_has_its_own_tensorboard_log(material: Path, tmp_path: Path) 
         assert read_json(trial / "manifest.json")["run"]["train"]["run_name"] == trial.name
         logged: dict[int, float] = {}
         for path in sorted(trial.glob("runs/*")):
-            scalars = events.EventAccumulator(str(path)).Reload().Scalars("step/loss")
+            scalars = events.EventAccumulator(str(path)).Reload().Scalars("train/step/loss")
             logged |= {event.step: event.value for event in scalars}
         assert logged == {
             line["step"]: pytest.approx(line["loss"], rel=1e-6) for line in read_steps(trial / "steps-rank0.jsonl")
