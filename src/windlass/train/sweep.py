@@ -81,6 +81,9 @@ def train_trials(plan: Plan, session: Session, train_run: Work, check_data: Chec
         problem = f"an alarm ended {len(failed)} of {len(states)} trials: {', '.join(failed)}"
         hint = "see their alarms.jsonl and reports; the others have finished"
         raise RunError(problem, str(folder), hint, "trials-failed")
+    if not finished:
+        problem = "no trial was left: none had a finite evaluation loss"
+        raise RunError(problem, str(folder), "look at their reports; lower train.learning_rate", "trials-failed")
     return 0
 
 
