@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from windlass import tiny
 from windlass.data.collate import PaddedCollator
-from windlass.errors import SAVED
+from windlass.errors import SAVED, RunError
 from windlass.files import read_json, read_json_lines
 from windlass.observe.reader import Tail
 from windlass.plan import Plan, make_plan
@@ -59,6 +60,7 @@ LAYOUTS = {
     "fp8": "layout: {name: full-shard, base_dtype: fp8}\n",
     "recomputed": "layout: {name: full-shard, activation_checkpointing: true}\n",
     "expert-parallel": "layout: {name: expert-parallel, expert_parallel: 2}\n",
+    "packed": "layout: resident\n",
 }
 
 
@@ -73,9 +75,18 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write(folder: Path, name: str, trials: dict[str, dict[str, Any]], more: str, count: int | str = 3) -> Path:
+def write(
+    folder: Path,
+    name: str,
+    trials: dict[str, dict[str, Any]],
+    more: str,
+    count: int | str = 3,
+    *,
+    packing: bool = False,
+) -> Path:
     path = write_sweep(folder, name, trials, more)
-    path.write_text(f"{path.read_text()}  together: {count}\n")
+    text = path.read_text().replace("packing: false", f"packing: {str(packing).lower()}")
+    path.write_text(f"{text}  together: {count}\n")
     return path
 
 
@@ -105,9 +116,10 @@ def assert_close_run(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("layout", [*LAYOUTS])
 def test_each_trial_is_what_it_would_be_alone(layout: str, material: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(material, tmp_path / "here")
-    printed = run(f"train {write(folder, 'together', TRIALS, LAYOUTS[layout])}", folder)
+    packing = layout == "packed"
+    printed = run(f"train {write(folder, 'together', TRIALS, LAYOUTS[layout], packing=packing)}", folder)
     assert "trials 1, 2, 3 of 3 together" in printed
-    run(f"train {write(folder, 'alone', TRIALS, LAYOUTS[layout], 1)}", folder)
+    run(f"train {write(folder, 'alone', TRIALS, LAYOUTS[layout], 1, packing=packing)}", folder)
     for name in TRIALS:
         assert_close_run(folder / "together" / "trials" / name, folder / "alone" / "trials" / name)
 
@@ -154,6 +166,22 @@ def test_a_stopped_group_goes_on_where_it_stopped(material: Path, tmp_path: Path
         )
         assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
     assert {*list_trials(folder / "stopped").values()} == {FINISHED}
+
+
+@pytest.mark.long
+def test_trials_are_halved_together(material: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(material, tmp_path / "here")
+    trials = {name: {**settings, "train.max_steps": 4} for name, settings in TRIALS.items()}
+    for name, count in (("together", 3), ("alone", 1)):
+        file = write(folder, name, trials, LAYOUTS["resident"], count)
+        file.write_text(f"{file.read_text()}  keep: 2\n  at: [2]\n")
+        run(f"train {file}", folder)
+    states = [[*list_trials(folder / name).values()] for name in ("together", "alone")]
+    assert states[0] == states[1]
+    assert states[0].count(FINISHED) == 2
+    for name in trials:
+        if list_trials(folder / "alone")[folder / "alone" / "trials" / name] == FINISHED:
+            assert_close_run(folder / "together" / "trials" / name, folder / "alone" / "trials" / name)
 
 
 @pytest.mark.long
@@ -364,23 +392,53 @@ def test_threads_run_one_at_a_time_with_their_own_random_numbers() -> None:
         assert values == [float(torch.rand(())) for _ in range(3)]
 
 
+def test_an_error_of_one_trial_ends_the_others_too() -> None:
+    signal_ = SimpleNamespace(received=False, training=False)
+    session: Any = SimpleNamespace(stop_signal=signal_, base=SharedBase())
+    plans: Any = [None, None]
+    group = together.Group(plans, ["one", "two"], session)
+    ended: list[str] = []
+
+    def wait() -> None:
+        try:
+            group.members[0].turns.wait_for_losses(*[None] * 3)  # type: ignore[union-attr, arg-type]
+        except RunError as error:
+            ended.append(error.problems[0].problem)
+            raise
+
+    def fail() -> None:
+        raise RunError("no space left", "here", "make room", "disk-full")
+
+    with refused("disk-full", "here", RunError):
+        group.train([wait, fail])
+    assert ended == ["trial two, with which it trained together, failed"]
+
+
 # --- the plan ---
 
 
+@pytest.mark.fault("more trials together than there are", "`windlass plan`", "is 3, and there are 2 trials")
+@pytest.mark.fault("trials that can't train together", "`windlass plan`", "no two trials can train together")
 @pytest.mark.parametrize(
-    ("trials", "count", "code"),
+    ("trials", "count", "code", "says"),
     [
-        ({"one": {"lora.r": 4}, "two": {"lora.r": 2}}, 3, "few-trials"),
-        ({"one": {"lora.use_dora": True}, "two": {"lora.use_dora": True, "lora.r": 2}}, 2, "not-together"),
-        ({"one": {"lora.r": 4}, "two": {"lora.r": 2}}, 0, "wrong-value"),
+        ({"one": {"lora.r": 4}, "two": {"lora.r": 2}}, 3, "few-trials", "is 3, and there are 2 trials"),
+        (
+            {"one": {"lora.use_dora": True}, "two": {"lora.use_dora": True, "lora.r": 2}},
+            2,
+            "not-together",
+            "no two trials can train together",
+        ),
+        ({"one": {"lora.r": 4}, "two": {"lora.r": 2}}, 0, "wrong-value", ""),
     ],
 )
 def test_what_can_not_train_together_is_refused(
-    trials: dict[str, Any], count: int, code: str, material: Path, monkeypatch: pytest.MonkeyPatch
+    trials: dict[str, Any], count: int, code: str, says: str, material: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(material)
-    with refused(code, "sweep.together"):
+    with refused(code, "sweep.together") as problems:
         make_plan(read_run_file(write(material, "refused", trials, LAYOUTS["resident"], count)))
+    assert says in problems[0].problem
 
 
 def test_the_plan_groups_trials_and_says_why_one_is_alone(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,12 +81,13 @@ def _find_last_write(folder: Path) -> float:
 
 
 def describe_progress(folder: Path) -> str:
-    """Return which trial of a sweep runs, or ran last, and how many have ended; empty for a run."""
-    states = [*list_trials(folder).values()]
-    ended = sum(map(has_ended, states))
+    """Return which trials of a sweep run, or which ran last, and how many have ended; empty for a run."""
+    trials = list_trials(folder)
+    ended = sum(map(has_ended, trials.values()))
     current = find_current_trial(folder)
-    name = f"trial {current.name}, " if current != folder else ""
-    return f"{name}{ended} of {len(states)} trials ended" if states else ""
+    names = [trial.name for trial, state in trials.items() if state == RUNNING] or [current.name]
+    which = f"trial{'s' if len(names) > 1 else ''} {', '.join(names)}, " if current != folder else ""
+    return f"{which}{ended} of {len(trials)} trials ended" if trials else ""
 
 
 def find_step_files(folder: Path) -> dict[int, Path]:
