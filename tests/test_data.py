@@ -346,7 +346,7 @@ def test_tokenizing_that_takes_long_says_how_long(
     prepared([{"text": f"other {i}"} for i in range(2500)])
     lines = [line.split(",")[:3] for line in capsys.readouterr().err.splitlines()]
     assert lines[0][0].startswith("counting a.jsonl: ")
-    assert lines[1] == ["tokenizing train: 2", "500 of 2", "500 rows"]
+    assert ["tokenizing train: 2", "500 of 2", "500 rows"] in lines
     assert ["writing train: 2", "500 of 2", "500 rows"] in lines
 
 
