@@ -1,5 +1,5 @@
 """Predicted against measured peaks of real ranks, for what fake tensors can't express: expert parallelism, adapters of
-experts and a base as published: in FP8, NVFP4 or integers of 4 bits.
+experts, rows split over ranks, and a base as published: in FP8, NVFP4 or integers of 4 bits.
 
     python benchmarks/memory_on_ranks.py [--json] [--only WORDS]
 
@@ -38,10 +38,12 @@ from windlass.plan.layout import Layout
 from windlass.runfile import ExpertLora, Lora
 from windlass.train import parallel
 from windlass.train.load import load_base
+from windlass.train.long_rows import RowGroup
 from windlass.train.lora import attach_adapter
 from windlass.train.patches import Patches
 
 RANKS, MICRO, LENGTH = 2, 2, 512
+SPLIT_LENGTH, LONG = 2048, 4096  # of rows split over the ranks; attention needs most in a single long one
 SIZES = {"hidden": 1024, "layers": 2, "heads": 8, "experts": 32, "top_k": 4, "moe_intermediate": 512, "vocab": 8192}
 LATENT = {"q_lora_rank": 256, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 128}
 TARGETS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -66,6 +68,11 @@ CASES = (
     "expert-parallel, NVFP4, expert adapters, checkpointing",
     "full-shard, UINT4, checkpointing",
     "expert-parallel, UINT4",
+    "full-shard, split rows",
+    "resident, split rows, long, checkpointing",
+    "expert-parallel, split rows, checkpointing",
+    "resident, split rows",
+    "resident, split rows, packed, checkpointing",
 )
 # How the model of a case is stored, by a word of it.
 STORED = {"": "tensor", "NVFP4": "nvfp4", "UINT4": "uint4"}
@@ -81,6 +88,7 @@ def layout_of(name: str) -> Layout:
         shard=1 if kind == "resident" else RANKS,
         replicate=RANKS if kind == "resident" else 1,
         expert_parallel=RANKS if kind == "expert-parallel" else 1,
+        context_parallel=RANKS if "split rows" in words else 1,
         reshard_after_forward=kind not in ("no-reshard", "resident") and "gathered once" not in words,
         activation_checkpointing="checkpointing" in words,
         base_dtype=next((word.lower() for word in ("NVFP4", "UINT4", "FP8") if word in words), "bf16"),
@@ -97,15 +105,30 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     processor = Machine(
         find_gpu("cpu"), find_fabric("loopback"), find_fabric("loopback"), find_fabric("memory"), 1, None
     )
-    work = Workload(read_shape(found, adapter), layout, Batch(MICRO, 2, LENGTH), processor, "adamw_torch", 2)
+    is_long = "long" in name
+    micro = 1 if is_long else MICRO
+    length = LONG if is_long else SPLIT_LENGTH if layout.context_parallel > 1 else LENGTH
+    document = length // 4 if "packed" in name else None
+    work = Workload(
+        read_shape(found, adapter),
+        layout,
+        Batch(micro, 2, length),
+        processor,
+        "adamw_torch",
+        2,
+        masked=document is not None,
+        document=document,
+    )
     model, _ = load_base(found, layout, dtype=torch.bfloat16)
     peft = attach_adapter(model, lora, adapter, 0)
-    Patches().patch_forward(model)
+    group = RowGroup.create(layout.context_parallel, 300)
+    Patches().patch_forward(model, group=group)
     if layout.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     peft.train()
     once = layout.shard > 1 and not layout.reshard_after_forward
-    measured = _peak(peft, model, torch.randint(0, 8000, (MICRO, LENGTH)), once=once)
+    inputs = _make_inputs(micro, length, document or length, group)
+    measured = _peak(peft, model, inputs, once=once)
     memory.IMBALANCE = 1.0
     answer = estimate_cost(work)
     rows = {
@@ -122,24 +145,42 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _peak(peft: Any, model: Any, ids: torch.Tensor, *, once: bool) -> float:
+def _make_inputs(micro: int, length: int, document: int, group: RowGroup | None) -> dict[str, Any]:
+    """Return a micro-batch, or this rank's part of it."""
+    ids = torch.randint(0, 8000, (micro, length))
+    places = (torch.arange(micro)[:, None] * length + torch.arange(length - 1)).flatten()
+    inputs = {"input_ids": ids, "supervised": places, "targets": ids[:, 1:].flatten()}
+    if group is None:
+        return inputs
+    inputs["position_ids"] = (torch.arange(length) % document).repeat(micro, 1)
+    return group.cut(inputs, [length] * micro).inputs
+
+
+def _pass(peft: Any, inputs: dict[str, Any]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = peft.get_base_model()(**inputs)
+    loss.backward()
+
+
+def _peak(peft: Any, model: Any, inputs: dict[str, Any], *, once: bool) -> float:
     """Return the second step's peak. `once`: its first micro-batch's gathered weights are kept for the second, as in
     training."""
     trained = [p for p in peft.parameters() if p.requires_grad]
+    tensors = tuple(value for value in inputs.values() if isinstance(value, torch.Tensor))
     for parameter in trained:
         if parameter.device.type == "meta":
             raise RuntimeError("an adapter without storage")
     optimizer = torch.optim.AdamW(trained, lr=1e-3, foreach=True)
     with model_of.as_on_cuda():
-        model_of._pass(peft, ids)
+        _pass(peft, inputs)
         optimizer.step()
         optimizer.zero_grad()
-        model_of._pass(peft, ids)
+        _pass(peft, inputs)
         gc.collect()
         tracker: Any
         if parallel.list_fsdp_modules(model):
             tracker = FSDPMemTracker(model, optimizer)
-            tracker.track_inputs((ids,))
+            tracker.track_inputs(tensors)
             for parameter in trained:
                 for tensor in (parameter, parameter.grad):
                     tracker._update_and_maybe_create_winfos(tensor, _FSDPRefType.SHARDED_PARAM)
@@ -147,16 +188,16 @@ def _peak(peft: Any, model: Any, ids: torch.Tensor, *, once: bool) -> float:
                 tracker.memory_tracking[module] = _FSDPModMemStats("")
         else:  # resident: plain tensors
             tracker = MemTracker()
-            tracker.track_external(model, optimizer, ids)
+            tracker.track_external(model, optimizer, *tensors)
             track = tracker._track_module_params_and_buffers
             # It would also hook the gradients of frozen parameters, which have none.
             tracker._track_module_params_and_buffers = lambda module, **_: track(module, install_grad_hooks=False)
         with tracker:
             if once:
                 parallel.keep_gathered(parallel.list_fsdp_modules(model), keep=True)
-                model_of._pass(peft, ids)
+                _pass(peft, inputs)
                 parallel.keep_gathered(parallel.list_fsdp_modules(model), keep=False)
-            model_of._pass(peft, ids)
+            _pass(peft, inputs)
             optimizer.step()
     return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 

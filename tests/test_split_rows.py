@@ -2,12 +2,15 @@
 
 import re
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 from refusals import refused
 
+from windlass.launch.check.bandwidth import BandwidthResult, check_groups
+from windlass.launch.check.results import PASS, WARN
 from windlass.model import find_published_base
 from windlass.model.quantization import published_dtype
 from windlass.plan import Plan, make_plan
@@ -18,6 +21,7 @@ from windlass.plan.search import drop_dominated, is_same_layout, list_overrides
 from windlass.plan.show import print_plan
 from windlass.plan.split_rows import check_split_rows, pad_to_pieces, why_not_split
 from windlass.runfile import read_run_file
+from windlass.runfile.importers import import_file
 
 KEY = "layout.context_parallel"
 ONE_ROW = ("train.per_device_train_batch_size=1", "train.gradient_accumulation_steps=2")
@@ -256,3 +260,33 @@ def test_an_accelerate_file_sets_it_and_a_disagreement_is_named(tmp_path: Path) 
         planned(tmp_path, accelerate=sizes.format(3))
     with refused("disagreement", "parallelism_config.parallelism_config_cp_size"):
         planned(tmp_path, f"{KEY}=2", accelerate=sizes.format(4))
+
+
+# --- checked, imported, explained ------------------
+
+
+@pytest.mark.fault("a slow link within a group that splits rows", "`windlass check`", "is slowest")
+def test_check_measures_the_links_of_a_group(tmp_path: Path) -> None:
+    def check(*overrides: str, slow: tuple[int, int] = (0, 1)) -> list[tuple[str, str]]:
+        made = planned(tmp_path, "layout.name=full-shard", "cluster.nodes=4", "cluster.gpus_per_node=2", *overrides)
+        pairs: dict[tuple[int, int], float | None] = dict.fromkeys(combinations(range(4), 2), 45.0)
+        measured = BandwidthResult("nccl", {**pairs, slow: 1.0}, 45.0)
+        return [(result.verdict, result.seen) for result in check_groups(made, measured, ["a", "b", "c", "d"])]
+
+    assert check() == []
+    ((verdict, seen),) = check(f"{KEY}=2")
+    assert (verdict, "on one node" in seen) == (PASS, True)
+    ((verdict, seen),) = check(f"{KEY}=4")
+    assert (verdict, "a with b is slowest, 1.00 GB/s" in seen) == (WARN, True)
+    ((verdict, seen),) = check(f"{KEY}=4", slow=(1, 2))  # between two groups, which send each other no keys
+    assert (verdict, "45.00 GB/s" in seen) == (PASS, True)
+
+
+@pytest.mark.parametrize("key", ["context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size"])
+def test_other_tools_files_become_the_key(key: str, tmp_path: Path) -> None:
+    theirs = "base_model: m\nadapter: lora\ndatasets: [{path: rows.jsonl, type: chat_template}]\n"
+    for ranks, expected in ((4, 4), (1, None)):
+        (tmp_path / "theirs.yaml").write_text(f"{theirs}{key}: {ranks}\n")
+        made = import_file(tmp_path / "theirs.yaml")
+        assert made.settings.get(KEY) == expected
+        assert key not in made.no_effect

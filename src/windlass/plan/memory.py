@@ -504,6 +504,10 @@ def backward_bytes(layer: Layer, hidden: int, t: Tokens, dequantized: float = 0.
         # of keys and values: those of each part of a piece, their sum over full rows for one of the two, and what is
         # sent; of queries and results
         per_token = (t.keys + 1.5 * t.split) * layer.gathered + layer.query + 2 * layer.attended
+        # By then what the feed-forward kept is freed.
+        per_token -= 3 * layer.mlp
+        if layer.expert:
+            per_token -= t.rows * (3 * layer.expert + layer.hidden)
         options.append(t.count * per_token * t.width)
     if layer.expert:
         # gradient of the weighted rows, its product with the weights, and with the rows (for the router); by then the

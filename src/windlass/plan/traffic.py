@@ -7,6 +7,8 @@ from windlass.hardware import Fabric
 from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes
 from windlass.plan.workload import Workload
 
+KEYS = ("keys all-gather forward", "keys reduce-scatter")  # of split rows
+
 
 @dataclass(frozen=True, slots=True)
 class Flow:
@@ -141,11 +143,8 @@ def _list_keys(work: Workload) -> Iterator[Flow]:
     layers = len(work.shape.layers)
     formula = f"({split} - 1) x {work.tokens} tokens x {gathered} values of {layers} layers x {work.width} bytes"
     forwards = 1 + layout.activation_checkpointing
-    for kind, collective, times in (
-        ("keys all-gather forward", "all-gather", forwards),
-        ("keys reduce-scatter", "all-gather", 1),
-    ):
-        fabric, _, seconds = _ring_seconds(work, collective, size, split, calls=layers)
+    for kind, times in zip(KEYS, (forwards, 1), strict=True):
+        fabric, _, seconds = _ring_seconds(work, "all-gather", size, split, calls=layers)
         yield Flow(kind, fabric.name, size, times * work.batch.accumulation, seconds, formula)
 
 

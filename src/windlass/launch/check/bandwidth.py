@@ -15,7 +15,10 @@ from pathlib import Path
 from windlass.hardware import Fabric
 from windlass.launch.check.machine import RDMA
 from windlass.launch.check.results import Result, failed, passed, skipped, warned
+from windlass.plan import Plan
 from windlass.plan.script import AnyPlan
+from windlass.plan.split_rows import KEY
+from windlass.plan.traffic import KEYS
 from windlass.ranks.rendezvous import Rendezvous
 
 GROUP_SECONDS = 30.0  # timeout of a collective
@@ -211,6 +214,33 @@ def _compare_pairs(measured: BandwidthResult, names: Sequence[str], fabric: Fabr
         hint = "check the cards and cables of these two; a step is as slow as its slowest pair"
         return warned(title, f"{slowest}, the median is {median:.2f}{suspect}. {seen}", hint)
     return passed(title, seen)
+
+
+def check_groups(plan: AnyPlan, measured: BandwidthResult, names: Sequence[str]) -> list[Result]:
+    """Check the links between the ranks that split rows: every layer waits for keys and values."""
+    if not isinstance(plan, Plan) or plan.layout.context_parallel == 1 or measured.error:
+        return []
+    title = "split rows"
+    split = plan.layout.context_parallel
+    starts = range(0, plan.layout.ranks, split)
+    groups = [{rank // plan.layout.gpus_per_node for rank in range(first, first + split)} for first in starts]
+    crossed = [pair for pair in measured.pairs if any(set(pair) <= nodes for nodes in groups)]
+    if not crossed:
+        return [passed(title, f"each group of {split} ranks is on one node: keys and values cross no network")]
+    speeds = {pair: speed for pair in crossed if (speed := measured.pairs[pair])}
+    if len(speeds) < len(crossed):
+        return []  # the pairs' own result names them
+    (a, b), least = min(speeds.items(), key=lambda item: item[1])
+    sent = sum(flow.bytes * flow.per_step for flow in plan.cost.flows if flow.kind in KEYS) / 1e9
+    seen = (
+        f"groups of {split} ranks cross nodes; {names[a]} with {names[b]} is slowest, {least:.2f} GB/s: {sent:,.1f} GB"
+    )
+    seen += f" of keys and values of a step take about {sent / least:,.1f} s"
+    if least >= WARN_SHARE * plan.machine.network.gb_per_second:
+        return [passed(title, seen)]
+    inside = plan.layout.gpus_per_node
+    hint = f"set layout.context_parallel: {inside} or less, so that a group is on one node" if inside > 1 else ""
+    return [warned(title, seen, hint or "fix the fabric, or use nodes with several GPUs", plan.where(KEY))]
 
 
 def check_transport(plan: AnyPlan, log: str) -> Result:

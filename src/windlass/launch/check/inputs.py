@@ -81,11 +81,14 @@ def check_plan(
     gpu = plan.machine.gpu
     targets = sum(len(target.modules) for target in plan.adapter.targets)
     seen = f"{cost.gpu_gib:.1f} of {gpu.memory_gib:.1f} GiB on each {gpu.name}, {cost.host_gib:.1f} GiB of host memory"
+    spread = f"{layout.name} over {format_plural(layout.ranks, 'rank')}"
+    if plan.layout.context_parallel > 1:
+        spread += f", each row over {plan.layout.context_parallel} of them"
     where = loaded.where("cluster.gpu")
     return plan, [
         passed("model", f"{plan.base.name}: {plan.base.family.causal_lm}, {plan.total:,} parameters"),
         passed("adapter", f"{targets:,} modules, {plan.adapter.trainable:,} trainable parameters"),
-        passed("layout", f"{layout.name} over {format_plural(layout.ranks, 'rank')}, by {plan.base.family.layer}"),
+        passed("layout", f"{spread}, by {plan.base.family.layer}"),
         passed("batch", f"{format_plural(plan.schedule.global_sequences, plan.run.train.unit)} per step"),
         passed("memory", seen) if cost.fits else failed("memory", f"does not fit: {seen}", cost.remedy, where),
     ]

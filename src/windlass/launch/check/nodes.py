@@ -327,4 +327,5 @@ def measure_speed(rendezvous: Rendezvous, c: Context, hanging: Sequence[str], na
     # If a node has left, the measurements show only that.
     if gone := [names[rank] for rank, row in enumerate(transports) if row is None]:
         return [failed(NODES, f"{', '.join(gone)} left while speed was measured", "see its log and events")]
-    return [gpus, *bandwidth.check_speed(c.plan, measured, names), *merge_results(transports, names)]
+    speeds = [*bandwidth.check_speed(c.plan, measured, names), *bandwidth.check_groups(c.plan, measured, names)]
+    return [gpus, *speeds, *merge_results(transports, names)]
