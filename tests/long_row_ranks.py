@@ -83,8 +83,8 @@ def keep_first_gradients(loop: Loop, kept: dict[str, Tensor]) -> None:
         replicas = loop.updater.replicas
         if not kept and not replicas.split:
             for name, parameter in zip(replicas.names, replicas.parameters, strict=True):
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.double()
-                gradient = gradient.double()
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradient = gradient.double().clone()
                 if dist.get_world_size() > 1:
                     dist.all_reduce(gradient)
                 kept[name] = gradient

@@ -355,7 +355,7 @@ def test_families_equal_one_rank(material: Path, ranks: int, split: int) -> None
 def test_the_first_gradient_differs_by_rounding_only(material: Path) -> None:
     """In float64, what is left comes from the softmax of the loss, which is computed in float32."""
     settings = {**PACKED, **RESIDENT, "train__max_steps": 1, "train__eval_strategy": "no"}
-    cases = {"gemma3_text": settings, "mistral4": settings}
+    cases = {"gemma3_text": settings}  # torch's products of experts have no float64
     alone = Runs(material, 1, {name: case(name, 1, 1, "double", **of) for name, of in cases.items()})
     for ranks in (2, 4):
         found = Runs(material, ranks, {name: case(name, ranks, ranks, "double", **of) for name, of in cases.items()})
