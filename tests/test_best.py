@@ -13,6 +13,7 @@ from windlass.plan.finished import load_finished_run
 from windlass.runfile.rules import resolve_accumulation
 from windlass.train.batches import ROW, Collate
 from windlass.train.best import BASE, rank_candidates, row_losses
+from windlass.train.ranking import Candidate, Ranking, print_ranking
 
 
 def test_paired_interval_separates_a_difference_from_noise() -> None:
@@ -70,6 +71,23 @@ def test_each_row_has_its_own_loss_where_rows_are_laid_end_to_end() -> None:
         losses = torch.arange(len(batch.inputs["targets"]), dtype=torch.float32)
         figures = row_losses(lambda losses=losses, **_: losses[None], batch)
         assert figures.tolist() == [[0 + 1, 2], [2 + 3 + 4 + 5, 4], [6, 1]]
+
+
+def test_the_ranking_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """No interval or verdict is broken into lines."""
+    monkeypatch.setenv("COLUMNS", "80")
+    ranked = (
+        Candidate("step-1060", 10.4298, 0.0, 0.0, 0.0, False, 1.0),
+        Candidate("step-1054", 10.4306, 0.0001, -0.0001, 0.0002, False, 1.0),
+        Candidate("as it began", 10.6931, 1.0, 1.0, 1.0, True, 0.0),
+    )
+    print_ranking(Ranking(ranked, 86, 86, {}, "accuracy"))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    verdicts = [line.split()[-1] for line in lines if line.lstrip().startswith(("step-", "as it"))]
+    assert verdicts == ["best", "unclear", "worse"]
+    assert any("-0.0001 to +0.0002" in line for line in lines)
+    assert lines[-1].startswith("unclear: ")
 
 
 def test_the_interval_covers_the_true_difference() -> None:

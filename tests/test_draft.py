@@ -60,6 +60,7 @@ def test_few_rows_are_repeated_and_warned_about(tmp_path: Path, model: Path) -> 
     made = draft.draft_run(str(model), rows(tmp_path / "few.jsonl", [20] * 20), "1xcpu", print)
     assert made.settings["train.num_train_epochs"][0] == MOST_EPOCHS
     assert "20 rows for only" in made.warnings[0]
+    assert made.settings["train.eval_steps"][0] > 1  # not at every one of a few steps
 
 
 def unset(made: draft.Draft, *, recompute: bool | None = None) -> planning.Plan:

@@ -500,6 +500,7 @@ def test_plan_prints_the_verdict_first_in_fifteen_lines(
     print_plan(made)
     lines = capsys.readouterr().out.splitlines()
     cut = [line for line in lines if line.startswith("warning") and line.endswith(" …")]
+    assert "x 1 micro-batches" not in " ".join(lines)
     assert len(lines) <= 15 + len(cut)
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("fits " if made.cost.fits else "does not fit ")
@@ -523,6 +524,8 @@ def test_in_tables_no_digit_is_cut(
     monkeypatch.setenv("COLUMNS", str(columns))
     print_plan(made, details=True, compare=True)
     shown = capsys.readouterr().out
+    assert "Memory at the peak\n" in re.sub(r" +$", "", shown, flags=re.MULTILINE)  # a title on one line
+    assert "more     --explain: every row" in shown
     assert max(map(len, shown.splitlines())) <= columns
     rates = []
     for row in drop_dominated(made.contenders, made.layout):

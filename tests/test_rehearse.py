@@ -36,6 +36,7 @@ from windlass.rehearse.record import Failed, print_record
 from windlass.rehearse.scale import STEPS, Material, Sharding, scale_config, scale_ranks, scale_run
 from windlass.rehearse.stages import Rehearsal
 from windlass.runfile import RunFile, read_run_file
+from windlass.runfile.rules import find_contradictions
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
@@ -390,6 +391,17 @@ def test_rehearsal_lists_every_changed_key() -> None:
     assert keys <= listed.keys()
     assert all(change.why for change in changes)
     assert listed["lora.target_modules"].yours == ["31.self_attn.q_proj", "o_proj"]
+
+
+def test_a_run_without_validation_rows_is_rehearsed_without_evaluation() -> None:
+    """As `windlass train` trains it, after a warning."""
+    run = RunFile.model_validate({"train": {"sample": {"from_eval": 4}}})
+    for rows, strategy in ((some_material(), "auto"), (some_material(validation=False), "no")):
+        text, _ = scale_run(run, PLAN, Sharding(1, 1, 1), rows, Path("out"), packs=False)
+        small = RunFile.model_validate(yaml.safe_load(text))
+        assert small.train.eval_strategy == strategy
+        assert (small.train.sample is None) == (strategy == "no")
+        assert not [*find_contradictions(small, lambda key: key, lambda _: True)]
 
 
 def test_as_many_ranks_and_nodes_as_fit_share_the_model_as_the_run_does() -> None:

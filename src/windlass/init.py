@@ -29,6 +29,7 @@ from windlass.serve.servers import judge_adapter
 
 LONGEST: Final = 16_384  # largest data.max_length
 MANY_STEPS: Final = 150  # with more steps than this, an optimizer step takes more rows
+SOONEST: Final = 5  # steps between evaluations, if there are few
 UNKNOWN: Final = 2048  # data.max_length for rows of unknown lengths
 NETWORK: Final = "infiniband-400"  # between nodes, if none is named
 USUAL_BATCH: Final = 64  # sequences of an optimizer step, if there are no rows to go by
@@ -313,7 +314,7 @@ def _set_rhythm(made: Draft, plan: Plan, sample: DataSample) -> None:
     tokens = plan.schedule.global_sequences * plan.batch.sides * plan.counts.lengths.usual
     made.set("train.num_train_epochs", epochs, f"{about}{steps:,} optimizer steps of about {tokens:,} tokens")
     for key in ("train.eval_steps", "train.save_steps"):
-        made.set(key, max(1, steps // 10))
+        made.set(key, max(min(steps, SOONEST), steps // 10))
     if steps < FEW_STEPS:
         rows = format_plural(sum(split.rows.count or 0 for split in sample.train), "row")
         few = format_plural(steps, "optimizer step")

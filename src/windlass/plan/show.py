@@ -41,7 +41,7 @@ def print_plan(plan: AnyPlan, *, details: bool = False, formulas: bool = False, 
             console.print(line)
         return
     details = details or formulas
-    for line in _summary(plan, console.width, LINES):
+    for line in _summary(plan, console.width, LINES, detailed=details):
         console.print(line)
     if compare or details or plan.trials:
         console.print()
@@ -65,8 +65,11 @@ def print_plan(plan: AnyPlan, *, details: bool = False, formulas: bool = False, 
 # --- fifteen lines ------------------
 
 
-def _summary(plan: Plan, width: int, most: int) -> list[Text]:
-    """Return the summary, verdict first. Warnings include their override, in full if the others keep a line each."""
+def _summary(plan: Plan, width: int, most: int, *, detailed: bool) -> list[Text]:
+    """Return the summary, verdict first. Warnings include their override, in full if the others keep a line each.
+
+    detailed: tables follow.
+    """
     lines = [*_paragraphs([_verdict(plan), *_lines(plan)], width)]
     paragraphs = [("warning", _describe_caution(caution)) for caution in plan.warnings]
     if plan.advice:
@@ -79,7 +82,8 @@ def _summary(plan: Plan, width: int, most: int) -> list[Text]:
         elif name == "warning":
             lines += _paragraphs([(name, textwrap.shorten(text, width - LABEL, placeholder=" …"))], width)
             details = f"warnings in full, {format_plural(len(plan.notes), 'note')}, tables"
-    return [*lines, *_paragraphs([("more", f"--details: {details}; --compare: other layouts")], width)]
+    further = "--explain: every row, with its formula" if detailed else f"--details: {details}"
+    return [*lines, *_paragraphs([("more", f"{further}; --compare: other layouts")], width)]
 
 
 def _describe_caution(caution: Caution) -> str:
@@ -154,7 +158,8 @@ def _lines(plan: Plan) -> Iterator[Named]:
         group = f"{layout.context_parallel} {_gpu_or_rank(plan)}s that split rows"
         gpus = group if layout.readers == 1 else f"{layout.readers} groups of {group}"
     length = f"{batch.sides} x {batch.length:,}" if batch.sides > 1 else f"{batch.length:,}"
-    text = f"{rows} a step of up to {length} tokens: {batch.micro} x {batch.accumulation} micro-batches x {gpus}"
+    micro = "micro-batch" if batch.accumulation == 1 else "micro-batches"
+    text = f"{rows} a step of up to {length} tokens: {batch.micro} x {batch.accumulation} {micro} x {gpus}"
     yield "batch", f"{text}; {_explain_batch(plan)}" if plan.tried else text
     if plan.chosen:  # each begins with its key and value
         settings = [" ".join(choice.split()[:2]).strip(",:").partition(".")[2] for choice in plan.chosen]
@@ -406,7 +411,7 @@ def _tables(plan: Plan, formulas: bool) -> Iterator[Table]:
             for cost in plan.tried
         ]
         yield make_table("Micro-batches, by memory and time", ">batch fits >GiB/GPU >GB/step >s/step >tok/s", tried)
-    title = "Memory" if formulas else "Memory at the peak (--explain for the rest)"
+    title = "Memory" if formulas else "Memory at the peak"
     yield make_table(title, "phase where what >GiB formula", _memory(plan, formulas), hide)
     yield make_table("Time (estimate)", "what >value formula", _time(plan), hide)
     if plan.cost.flows:

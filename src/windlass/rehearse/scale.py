@@ -208,6 +208,8 @@ def _scale_keys(
     rows = "the first rows, written out"
     sooner = "in the run's own order, sooner"
     untracked = "a rehearsal is not tracked"
+    unvalidated = "there are no validation rows"
+    validated = material.validation or data.val_fraction is not None or bool(data.eval)
     micro, accumulation = limit_batch(plan["batch"])
     # A share of validation rows is held out of few rows, unless the set has a validation split.
     fraction = None if material.validation else data.val_fraction
@@ -254,6 +256,7 @@ def _scale_keys(
         ("train.per_device_eval_batch_size", min(MOST_ROWS, train.per_device_eval_batch_size), less),
         ("train.global_batch_size", batch, less),
         ("train.gradient_accumulation_steps", "auto" if follows else accumulation, less),
+        *(() if validated else (("train.eval_strategy", "no", unvalidated), ("train.sample", None, unvalidated))),
         ("train.eval_steps", half_steps if train.save_steps > train.eval_steps else EVERY, sooner),
         ("train.save_steps", half_steps if train.eval_steps > train.save_steps else EVERY, sooner),
         ("train.logging_steps", 1, "every step is checked"),

@@ -86,7 +86,7 @@ def _check_training(run: RunFile) -> Iterator[Clash]:
         yield _unknown("train.optim", "optimizer", train.optim, list(names.OPTIMIZERS))
     elif names.OPTIMIZERS[train.optim] == "bitsandbytes" and run.ranks > 1:
         what = f"{train.optim} is from bitsandbytes, which doesn't support weights sharded over {run.ranks} ranks"
-        yield "train.optim", what, "use adamw_torch: an adapter's optimizer is small anyway"
+        yield "train.optim", what, "--override train.optim=adamw_torch: an adapter's optimizer is small anyway"
     schedule = train.lr_scheduler_type
     needs = names.SCHEDULES.get(schedule, ())
     if schedule not in names.SCHEDULES:

@@ -1,7 +1,9 @@
 """The ranking of a run's saved adapters, and its table. No torch."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
+
+UNCLEAR: Final = "unclear"  # the interval of a difference includes 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +44,29 @@ class Ranking:
 
 def print_ranking(ranking: Ranking) -> None:
     """Print the ranking as a table on stdout."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     best = ranking.candidates[0]
     of_pairs = best.accuracy is not None
     counted = f"{ranking.rows} pairs" if of_pairs else f"{ranking.rows} rows, {ranking.tokens} supervised tokens"
-    table = Table(title=f"{counted}, ranked by {ranking.by}" if of_pairs else counted, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("adapter", "loss", *["accuracy"] * of_pairs, "worse by", "95% interval", ""):
         is_number = name in ("loss", "accuracy", "worse by")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=name == "adapter")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=name != "")
     for candidate in ranking.candidates:
         cells = [candidate.name, f"{candidate.loss:.4f}"]
         cells += [] if candidate.accuracy is None else [f"{candidate.accuracy:.1%}"]
-        verdict = "worse" if candidate.apart else "no clear difference from the best"
+        verdict = "worse" if candidate.apart else UNCLEAR
         interval = f"{candidate.low:+.4f} to {candidate.high:+.4f}"
         cells += ["", "", "best"] if candidate is best else [f"{candidate.difference:.4f}", interval, verdict]
         table.add_row(*cells)
     console = Console()
+    console.print(f"{counted}, ranked by {ranking.by}" if of_pairs else counted, highlight=False)
     console.print(table)
+    if any(not candidate.apart for candidate in ranking.candidates[1:]):
+        console.print(f"{UNCLEAR}: the interval has 0 in it: no clear difference from the best", highlight=False)
     for name, why in ranking.skipped.items():
         console.print(f"skipped {name}: {why}", markup=False)
     if ranking.caution:

@@ -179,7 +179,11 @@ def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
         return skipped("data", f"{error.name} is not installed")
     if problems := check_selection(run, selections, loaded.where):
         return problems_to_results("data", problems)[0]
-    validation = f", validation {run.data.validation_split}" if selections[0].validation else ", no validation rows"
+    validation = ", no validation rows"
+    if selections[0].validation:
+        validation = f", validation {run.data.validation_split}"
+    elif run.data.val_fraction:
+        validation = f", {run.data.val_fraction:.1%} of them held out to validate"
     seen = f"{selections[0].source.how}: {forms[0].description}; train {run.data.train_split}{validation}"
     if len(sets) > 1:
         named = zip(selections, forms, strict=True)

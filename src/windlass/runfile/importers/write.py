@@ -51,5 +51,5 @@ def validate(imported: ImportedRun) -> None:
                 theirs = imported.remarks.get(key, "")
                 line = f":{imported.lines[theirs]}" if theirs in imported.lines else ""
                 where = f"{imported.file}{line}: {theirs or key}"
-                what = f"as {key}, it {problem.problem}"
+                what = f"as {key}: {problem.problem}"
                 imported.problems.append(Problem(what, where, problem.hint, problem.code))
