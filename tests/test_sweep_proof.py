@@ -140,11 +140,14 @@ def test_a_sweep_that_is_killed_ten_times_ends_as_it_would(options: str, materia
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(3000)  # the C++ compiler takes minutes on a loaded machine
 def test_compiled_trials_equal_the_compiled_runs_alone(material: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(material, tmp_path / "here")
     on = "--override cluster.gpus_per_node=1 --override train.compile=true"
     trials = {name: SIX[name] for name in ("lr0.001-r4", "lr0.01-r8", "dropout")}
-    printed = run(f"train {write(folder, 'sweep', trials)} {on}", folder)
+    process = start(f"train {write(folder, 'sweep', trials)} {on}", folder, warm.python())
+    printed, _ = process.communicate(timeout=2000)
+    assert process.returncode == 0, printed
     assert printed.count("proven equal to eager") == len(trials), printed
     for name in trials:
         trial = folder / "sweep" / "trials" / name
