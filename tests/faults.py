@@ -359,6 +359,10 @@ OVERRIDDEN: dict[str, dict[str, tuple[str, str]]] = {
             "train.load_best_model_at_end=true",
             "the best checkpoint is wanted, but evaluation is off",
         ),
+        "sets that should not get worse, and no evaluation": (
+            "data.keep={old: {path: data/train.jsonl}}",
+            "kept sets are measured at evaluations, and train.eval_strategy is no",
+        ),
         "a target that nothing has": (
             "lora.target_modules=[q_proj,wq]",
             "'wq' matches no module of Mistral4ForCausalLM … known: q_a_proj",

@@ -4,24 +4,34 @@ import importlib
 import json
 import random
 import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_faults import windlass
 from torch.nn.functional import cross_entropy
 
 from windlass import runfile, tiny
 from windlass.data.packing import open_rows
-from windlass.errors import SAVED
+from windlass.data.prepare import audit_data, prepare_data
+from windlass.errors import SAVED, UserError
 from windlass.files import read_json, read_json_lines, write_json
+from windlass.observe.steps import IGNORED, KEPT
 from windlass.plan import make_plan
 from windlass.plan.layout import Layout
-from windlass.run_folder import BASE_FIGURES, DATA, list_trials
-from windlass.train import run
+from windlass.run_folder import ADAPTER, BASE_FIGURES, DATA, list_trials
+from windlass.train import batches, loss, run
+from windlass.train.base_alone import BaseAlone
+from windlass.train.checkpoint.snapshot import load_adapter
+from windlass.train.kept import list_worse, measure_kept_sets
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
+from windlass.train.lora import attach_adapter
+from windlass.train.patches import Patches
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -29,6 +39,7 @@ train: Any = importlib.import_module("test_train")
 case = train.case
 EXPERTS, SPLIT, IN_FULL = train.EXPERTS, train.SPLIT, train.IN_FULL
 TOLERANCE = 1e-6  # in float32
+KEY = "data.keep"
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
 RUN = """
 model: {{model_name_or_path: {folder}/model, torch_dtype: float32}}
@@ -39,6 +50,7 @@ data:
   max_length: 48
   packing: false
   eval: {{sea: {{path: {folder}/sea.jsonl}}, land: {{path: {folder}/land.jsonl}}}}
+  keep: {{old: {{path: {folder}/old.jsonl}}, tasks: {{path: {folder}/tasks.jsonl, split: "train[:5]"}}}}
 train:
   output_dir: {folder}/out
   max_steps: 4
@@ -73,12 +85,17 @@ CASES: dict[int, dict[str, Any]] = {
         "experts split": case(2, **SPLIT, **EXPERTS, **AS_STORED),
     },
 }
+FOUR: dict[str, Any] = {
+    "full-shard": case(4, **AS_STORED),
+    "resident": case(4, layout="resident", **AS_STORED),
+    "hybrid, experts split": case(4, **SPLIT, layout__shard=2, layout__replicate=2, **EXPERTS, **AS_STORED),
+}
 EVERY = [(world, name) for world, cases in CASES.items() for name in cases]
 PAIRS = {"file": "{folder}/pairs.yaml", **AS_STORED}
 OTHERS = {
     "dpo": case(1, **PAIRS),
     "orpo": case(1, train__objective="orpo", **PAIRS),
-    "bf16": case(1, train__bf16=True, **AS_STORED),
+    "none kept": case(1, data__keep={}, **AS_STORED),
     "stopped": case(1, train__output_dir="{out}/resumed", faults=["stop 3"], **AS_STORED),
 }
 RESUMED = {"resumed": case(1, train__output_dir="{folder}/others of 1/resumed", resume=True, **AS_STORED)}
@@ -91,7 +108,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     tiny.write_family(folder / "biased", "qwen2", config=sizes, layers=2, tokenizer=True)
     chance = random.Random(0)
-    for name, count in (("train", 60), ("sea", 11), ("land", 7)):
+    for name, count in (("train", 60), ("sea", 11), ("land", 7), ("old", 8)):
         rows = [{"text": " ".join(chance.choices(WORDS.split(), k=chance.randint(3, 20)))} for _ in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.yaml").write_text(RUN.format(folder=folder))
@@ -99,6 +116,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def words() -> str:
         return " ".join(chance.choices(WORDS.split(), k=chance.randint(2, 9)))
 
+    tasks = [{"prompt": f"{words()}:", "completion": f" {words()}"} for _ in range(9)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
     pairs = [{"prompt": f"{words()}:", "chosen": f" {words()}", "rejected": f" {words()}"} for _ in range(30)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     of_pairs = [line for line in RUN.splitlines() if "eval:" not in line and "noise" not in line]
@@ -138,12 +157,43 @@ def open_plain(material: Path, overrides: list[str]) -> Any:
     return model.eval()
 
 
+def read_rows(folder: Path, split: str) -> list[dict[str, Any]]:
+    (path,) = (folder / "tokens").glob(f"*/{split}.arrow")
+    rows: list[dict[str, Any]] = open_rows(path).to_pylist()
+    return rows
+
+
+@torch.no_grad()
+def predict(model: Any, rows: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """Return the log-probabilities at every supervised position of each row, one row at a time."""
+    logits = [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1] for row in rows]
+    places = [torch.tensor(row.get("labels", row["input_ids"])[1:]) != IGNORED for row in rows]
+    return [each.double().log_softmax(-1)[place] for each, place in zip(logits, places, strict=True)]
+
+
+def judge_kept(base: list[torch.Tensor], adapted: list[torch.Tensor], rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return what an evaluation says of the kept sets, from full predictions in float64."""
+    figures: dict[str, float] = {}
+    for number, name in enumerate(("old", "tasks")):
+        of_set = [i for i, row in enumerate(rows) if row["source"] == [number]]
+        q, p = (torch.cat([each[i] for i in of_set]) for each in (base, adapted))
+        labels = torch.tensor([id_ for i in of_set for id_ in rows[i].get("labels", rows[i]["input_ids"])[1:]])
+        targets = labels[labels != IGNORED, None]
+        loss, of_base = (-float(each.gather(1, targets).mean()) for each in (p, q))
+        divergence = float((p.exp() * (p - q)).sum(1).mean())
+        figures |= {f"{name}/loss": loss, f"{name}/worse": loss - of_base, f"{name}/kl": divergence}
+    return figures
+
+
+def read_kept_figures(event: dict[str, Any]) -> dict[str, float]:
+    return {name.removeprefix(KEPT): value for name, value in event.items() if name.startswith(KEPT)}
+
+
 @torch.no_grad()
 def judge(model: Any, folder: Path, split: str = "validation") -> dict[int, float]:
     """Return the mean loss of each set's rows, one row at a time, in plain operations."""
     sums: dict[int, list[float]] = {}
-    (path,) = (folder / "tokens").glob(f"*/{split}.arrow")
-    for row in open_rows(path).to_pylist():
+    for row in read_rows(folder, split):
         ids = torch.tensor([row["input_ids"]])
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
         losses = cross_entropy(logits, ids[0, 1:], reduction="none")
@@ -155,29 +205,50 @@ def judge(model: Any, folder: Path, split: str = "validation") -> dict[int, floa
     }
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("name", FOUR)
+def test_figures_are_the_same_on_four_ranks(material: Path, name: str) -> None:
+    outcome = train.launched(material, 4, {name: FOUR[name]}, f"{name} ")
+    check_figures(material, find_run({4: outcome}, 4, name), FOUR[name]["overrides"])
+
+
 @pytest.mark.parametrize(("world", "name"), EVERY, ids=[f"{name} on {world}" for world, name in EVERY])
 def test_the_base_is_measured_as_if_no_adapter_had_been_attached(
     material: Path, outcomes: dict[int, Any], world: int, name: str
 ) -> None:
-    folder = find_run(outcomes, world, name)
-    model = open_plain(material, CASES[world][name]["overrides"])
+    check_figures(material, find_run(outcomes, world, name), CASES[world][name]["overrides"])
+
+
+def check_figures(material: Path, folder: Path, overrides: list[str]) -> None:
+    model = open_plain(material, overrides)
     base = judge(model, folder)
     first, *_, last = list_evaluations(folder)
     assert first["eval_base"] == last["eval_base"] == pytest.approx(base[-1], abs=TOLERANCE)
     assert first["eval_gain"] == pytest.approx(0, abs=TOLERANCE)
     (stored,) = read_json(folder / BASE_FIGURES).values()
     assert [stored[f"eval_{each}_loss"] for each in ("sea", "land")] == pytest.approx([base[0], base[1]], abs=TOLERANCE)
-    adapted = judge(open_adapter(model, folder / "final"), folder)
+    rows = read_rows(folder, "keep")
+    predicted = predict(model, rows)
+    adapter = open_adapter(model, folder / "final")
+    adapted = judge(adapter, folder)
+    kept = judge_kept(predicted, predict(adapter, rows), rows)
+    assert read_kept_figures(last) == pytest.approx(kept, abs=2 * TOLERANCE)
+    assert kept["old/kl"] > 1e-3
+    for key, value in read_kept_figures(first).items():
+        if not key.endswith("/loss"):  # a new adapter is no difference
+            assert value == pytest.approx(0, abs=1e-7 if folder.name != "pissa" else TOLERANCE)
     assert last["eval_loss"] == pytest.approx(adapted[-1], abs=TOLERANCE)
     for number, key in ((-1, "eval_gain"), (0, "eval_gain/sea"), (1, "eval_gain/land")):
         assert last[key] == pytest.approx(base[number] - adapted[number], abs=2 * TOLERANCE)
     assert abs(last["eval_gain"]) > 1e-3  # a difference that the tolerance does not hide
-    assert read_json(folder / DATA)["row_hashes"].keys() == {"train", "validation"}
+    assert read_json(folder / DATA)["row_hashes"].keys() == {"train", "validation", "keep"}
 
 
 def test_a_loss_against_the_model_before_step_1_has_no_gain(others: Any) -> None:
     dpo, orpo = (list_evaluations(find_run({1: others}, 1, name)) for name in ("dpo", "orpo"))
     assert not [key for event in dpo for key in event if "gain" in key or "base" in key]
+    assert all(event["eval_keep/tasks/kl"] > 1e-4 for event in (dpo[-1], orpo[-1]))  # rows of text beside pairs
+    assert [event["eval_keep/tasks/worse"] for event in (dpo[0], orpo[0])] == [0, 0]
     assert not (others.folder / "dpo" / BASE_FIGURES).exists()
     assert orpo[0]["eval_gain"] == pytest.approx(0, abs=TOLERANCE)
     assert orpo[-1]["eval_gain"] == pytest.approx(orpo[0]["eval_loss"] - orpo[-1]["eval_loss"], abs=2 * TOLERANCE)
@@ -224,3 +295,148 @@ def test_the_gain_is_in_log_watch_status_and_report(material: Path, outcomes: di
     assert facts["headline"]["gain"] == pytest.approx(max(event["eval_gain"] for event in list_evaluations(folder)))
     (loss,) = [chart for chart in facts["charts"] if chart["id"] == "loss"]
     assert {"evaluation", "evaluation sea", "base model, evaluated"} < {curve["label"] for curve in loss["series"]}
+
+
+def test_kept_sets_change_nothing_of_the_training(outcomes: dict[int, Any], others: Any) -> None:
+    with_kept = find_run(outcomes, 1, "plain")
+    without = find_run({1: others}, 1, "none kept")
+    assert not [key for event in list_evaluations(without) for key in event if key.startswith(KEPT)]
+    for at in ("checkpoints/step-2", "final"):
+        one, other = (load_file(folder / at / ADAPTER) for folder in (with_kept, without))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    losses = [[event["eval_loss"] for event in list_evaluations(folder)] for folder in (with_kept, without)]
+    assert losses[0] == losses[1]
+
+
+@pytest.fixture
+def parts(material: Path, outcomes: dict[int, Any]) -> dict[str, Any]:
+    """Return what `measure_kept_sets` takes, of a trained adapter on a base, and what is right."""
+    folder = find_run(outcomes, 1, "plain")
+    plan = make_plan(
+        runfile.read_run_file(material / "run.yaml", ["layout.base_dtype=bf16", f"train.output_dir={folder}"])
+    )
+    model = open_plain(material, ["layout.base_dtype=bf16"])
+    rows = read_rows(folder, "keep")
+    predicted = predict(model, rows)
+    base = BaseAlone(model, ())
+    adapted = attach_adapter(model, plan.run.lora, plan.adapter, plan.run.train.seed).eval()
+    load_adapter(adapted, folder / "checkpoints" / "step-4")
+    right = judge_kept(predicted, predict(adapted, rows), rows)
+    Patches().patch_forward(adapted.get_base_model())
+    tokenizer = run.open_base_tokenizer(plan)
+    data = prepare_data(plan.run, tokenizer, say=print)
+    batches = run.make_kept_batches(plan, data, tokenizer.pad_token_id)
+    assert batches is not None
+    batches.round_rows = 8  # filled up with rows that are none
+    return {"batches": batches, "model": adapted.get_base_model(), "base": base, "right": right, "rows": rows}
+
+
+def measure(parts: dict[str, Any]) -> dict[str, float] | None:
+    return measure_kept_sets(parts["batches"], parts["model"], parts["base"], autocast=nullcontext())
+
+
+def test_figures_of_kept_sets_are_those_of_full_predictions(parts: dict[str, Any]) -> None:
+    for _ in range(2):  # the adapter is back on afterwards
+        assert measure(parts) == pytest.approx(parts["right"], abs=TOLERANCE)
+
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def stay_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BaseAlone, "active", lambda _: nullcontext())
+
+
+def stay_off(patch: pytest.MonkeyPatch) -> None:
+    original = BaseAlone.active
+    entered = []
+
+    @contextmanager
+    def off(self: BaseAlone) -> Iterator[None]:
+        entered.append(original(self))
+        entered[-1].__enter__()
+        yield
+
+    patch.setattr(BaseAlone, "active", off)
+
+
+def swap_directions(patch: pytest.MonkeyPatch) -> None:
+    original = loss.compare_figures
+
+    def swapped(adapted: Any, hidden: Any, weight: Any, shaping: Any, targets: Any) -> Any:
+        right = original(adapted, hidden, weight, shaping, targets)
+        others = loss.States(hidden, None, None, adapted.shaping)
+        return torch.cat([right[:2], original(others, adapted.hidden, weight, shaping, targets)[2:]])
+
+    patch.setattr(loss, "compare_figures", swapped)
+
+
+def count_padding(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(batches.FILL_ROW, "labels", [0, 0])
+
+
+@pytest.mark.parametrize("plant", [stay_on, stay_off, swap_directions, count_padding])
+def test_a_wrong_figure_of_a_kept_set_is_seen(
+    parts: dict[str, Any], plant: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert measure(parts) != pytest.approx(parts["right"], abs=TOLERANCE)
+
+
+def test_best_ranks_adapters_whose_kept_sets_did_not_get_worse(material: Path, outcomes: dict[int, Any]) -> None:
+    folder = find_run(outcomes, 2, "experts split")
+    evaluations = {event["step"]: read_kept_figures(event) for event in list_evaluations(folder)}
+    worst = {step: max(list_worse(figures).values()) for step, figures in evaluations.items() if step}
+    bound = sum(worst.values()) / 2
+    code, printed = windlass(f"best {shlex.quote(str(folder))} --ranks 1 --keep {bound} --json", material)
+    assert code == 0, printed
+    ranking = json.loads(printed[printed.index("{\n") : printed.rindex("}") + 1])
+    within = {f"step-{step}" for step, worse in worst.items() if worse <= bound}
+    assert {each["name"] for each in ranking["best"]} == within | {"base model"}
+    assert ranking["passed_over"].keys() == {f"step-{step}" for step in worst} - within
+    for each in ranking["best"]:
+        if each["name"] in within:
+            step = int(each["name"].removeprefix("step-"))
+            assert each["kept_worse"] == pytest.approx(worst[step], abs=2 * TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "where"),
+    [
+        (["data.keep={a: {path: empty.jsonl}}"], "empty-file", "empty.jsonl"),
+        (["data.keep={a: {path: blank.jsonl}}"], "nothing-supervised", KEY),
+        (["data.keep={a: {path: old.jsonl, split: 'train[:0]'}}"], "no-rows", KEY),
+        (["data.keep={a: {path: absent.jsonl}}"], "no-such-file", KEY),
+        (["data.eval={}", "data.val_split=auto"], "no-validation-rows", "train.eval_steps"),
+    ],
+)
+def test_kept_sets_that_cannot_be_measured_are_refused(
+    material: Path, change: list[str], code: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(material)
+    (material / "empty.jsonl").write_text("")
+    (material / "blank.jsonl").write_text('{"text": ""}\n')
+    loaded = runfile.read_run_file(material / "run.yaml", [*change, "train.output_dir=refused"])
+    with pytest.raises(UserError) as caught:
+        audit_data(loaded, say=print, audited=lambda _: None)
+    found = [(problem.code, problem.where) for problem in caught.value.problems]
+    assert [each for each in found if each[0] == code and where in each[1]], found
+    assert all(problem.hint for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("train.eval_strategy=no", "kept sets are measured at evaluations"),
+        ("data.keep={sea: {path: old.jsonl}}", "has the name 'sea'"),
+        ("data.keep={validation: {path: old.jsonl}}", "has the name 'validation'"),
+        ("sweep={data.keep: [{}, {a: {path: old.jsonl}}]}", "trials are compared on the same rows"),
+    ],
+)
+def test_run_files_whose_kept_sets_make_no_sense(material: Path, change: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        runfile.read_run_file(material / "run.yaml", [change])
+    (problem,) = [problem for problem in caught.value.problems if said in problem.problem]
+    assert "data.keep" in problem.where or change in problem.where
+    assert problem.hint

@@ -622,7 +622,7 @@ def test_a_rope_type_that_depends_on_the_micro_batch_is_said(tmp_path: Path) -> 
 
 
 def count(rows: int | None) -> Counts:
-    return Counts(rows, None, RowLengths(128), None, "counted" if rows else "a stream", 0.0)
+    return Counts(rows, None, 0, RowLengths(128), None, "counted" if rows else "a stream", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -352,6 +352,19 @@ def test_a_loss_at_the_level_of_the_frequencies(tmp_path: Path, rises: bool) -> 
     assert any("frequencies of the tokens alone" in message for message in messages) == rises
 
 
+def test_a_kept_set_that_gets_worse(tmp_path: Path) -> None:
+    write(tmp_path)
+    for step, worse in ((100, 0.02), (200, 0.03)):
+        figures = {"eval_keep/old/worse": worse, "eval_keep/old/kl": 0.5, "eval_keep/new/worse": -1.0}
+        line = {"time": 0, "step": step, "kind": "eval", "eval_loss": 1.0, **figures}
+        append_json_line(tmp_path / run_folder.EVENTS, line)
+    (alarm,) = found(tmp_path, keep_tolerance=0.02)
+    assert (alarm.kind, alarm.step) == ("kept_worse", 200)
+    assert "old by 0.0300" in alarm.message
+    assert "new" not in alarm.message
+    assert found(tmp_path) == []  # only reported
+
+
 def test_a_rising_evaluation_loss(tmp_path: Path) -> None:
     write(tmp_path)
     write_evaluations(tmp_path, [3.0, 2.5, 2.4, 2.45, 2.5, 2.6])

@@ -34,7 +34,7 @@ def fetch_run(run: RunFile, where: Where, say: Callable[[str], None], *, headers
         place = where("model.model_name_or_path")
         folders["model"] = fetch(name, "model", files, place, say, DUPLICATES, headers=headers_only)
         record_digest(folders["model"], say)
-    several = bool(run.data.mix or run.data.eval)
+    several = bool(run.data.mix or run.data.eval or run.data.keep)
     for part in () if headers_only else list_all_sets(run.data, where):
         name = part.data.dataset_name_or_path
         if resolve_source(part.data, part.where).format == "hub":

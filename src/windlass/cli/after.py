@@ -44,6 +44,7 @@ def report(
     "best run --eval-data held-out.jsonl --ranks 1",
     "best run --base-dtype bf16,nf4",
     "best run --by accuracy",
+    "best run --keep 0.02",
 )
 def best(
     folder: RunDir,
@@ -53,6 +54,10 @@ def best(
     by: Annotated[
         str, opt("--by", "loss|accuracy", "Rank pairs by how often the chosen answer is preferred.")
     ] = "loss",
+    keep: Annotated[
+        float | None,
+        opt("--keep", "LOSS", "Most that the loss of a kept set may be above the base's."),
+    ] = None,
     allow_other_base: OtherBase = False,
     as_json: Json = False,
 ) -> None:
@@ -77,6 +82,7 @@ def best(
         *option_words("--ranks", ranks),
         *option_words("--base-dtype", base_dtype),
         *option_words("--by", by),
+        *option_words("--keep", keep),
         *option_words("--json", as_json),
         *option_words("--allow-other-base", allow_other_base),
     ]
@@ -87,6 +93,7 @@ def best(
         base_dtypes=dtypes,
         allow_other_base=allow_other_base,
         by=by,
+        keep=keep,
         show=show,
     )
     raise typer.Exit(code)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -298,16 +298,25 @@ def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase, s
     return samples
 
 
+KEPT: Final = "data.keep"
+
+
 def find_problems(
     audit: Mapping[str, Any], *, vocabulary: int | None, least_fraction: float, where: Where
 ) -> list[Problem]:
     """Return what makes these data unfit for training, each with the next step."""
     found = []
     sets = [
-        (split, each, f"data.{'train' if split == 'train' else 'val'}_split") for split, each in audit["splits"].items()
+        (split, each, f"data.{'train' if split == 'train' else 'val'}_split")
+        for split, each in audit["splits"].items()
+        if split != "keep"  # each of its sets is judged
     ]
-    for key, section in (("sources", "data.mix"), ("evaluated", "data.eval")):
-        sets += [(name, each, section) for name, each in audit.get(key, {}).items() if not each["documents"]]
+    for key, section in (("sources", "data.mix"), ("evaluated", "data.eval"), ("kept", KEPT)):
+        sets += [
+            (name, each, section)
+            for name, each in audit.get(key, {}).items()
+            if section == KEPT or not each["documents"]
+        ]
     for split, figures, key in sets:
         place = where(key)
         if not figures["documents"]:
@@ -387,9 +396,15 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
             "learn to write more, not better",
         ),
     )
+    shared_kept = [
+        f"of the kept set {name} {format_are(overlap['documents'] + overlap['near'], 'row')} in the training set as "
+        "well, word for word or nearly: it does not show what becomes of other rows"
+        for name, figures in audit.get("kept", {}).items()
+        if (overlap := figures["overlap"])["documents"] + overlap["near"]
+    ]
     remarks = [describe_remark(remark, train, WARNINGS) for remark in train["remarks"] if remark["kind"] in WARNINGS]
     left_out = itertools.chain(*(figures["left_out"] for figures in audit["splits"].values()))
-    return [*dict.fromkeys(left_out), *remarks, *(text for holds, text in warnings if holds)]
+    return [*dict.fromkeys(left_out), *remarks, *(text for holds, text in warnings if holds), *shared_kept]
 
 
 def list_facts(audit: Mapping[str, Any]) -> list[str]:

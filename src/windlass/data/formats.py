@@ -166,6 +166,7 @@ CHANGES_NO_ROW = {
     "val_fraction": "whether and how much is held out is compared",
     "mix": "each of its sets is compared; shares are taken of the rows afterwards",
     "eval": "each of its sets is compared",
+    "keep": "each of its sets is compared",
     "truncation": "it cuts pairs only, of which it is compared",
 }
 

@@ -36,8 +36,14 @@ def list_evaluation_sets(data: Data, where: Where) -> list[RowSet]:
     return [RowSet(name, data.of(part), locate_key(where, f"data.eval.{name}")) for name, part in data.eval.items()]
 
 
+def list_kept_sets(data: Data, where: Where) -> list[RowSet]:
+    """Return the sets that should not get worse."""
+    kept = data.keep.items()
+    return [RowSet(name, data.of_kept(part), locate_key(where, f"data.keep.{name}")) for name, part in kept]
+
+
 def list_all_sets(data: Data, where: Where) -> list[RowSet]:
-    return [*list_training_sets(data, where), *list_evaluation_sets(data, where)]
+    return [*list_training_sets(data, where), *list_evaluation_sets(data, where), *list_kept_sets(data, where)]
 
 
 def locate_key(where: Where, prefix: str) -> Where:

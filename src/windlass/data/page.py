@@ -17,7 +17,7 @@ SAMPLED_ROWS = 12  # of every set
 def write_rows_page(path: Path, audit: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """Write the audit's figures and notes, and the rows."""
     figures = [
-        (name, [format(split[key], spec) for split in audit["splits"].values()])
+        (name, [format(split[key], spec) if key in split else "" for split in audit["splits"].values()])
         for key, (name, spec) in FIGURES.items()
         if any(split.get(key) for split in audit["splits"].values())
     ]

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from windlass.model import Base
     from windlass.runfile import Data, Loaded, Model, RunFile
 
-CACHE_VERSION = 14  # raise it when what is written into the cached folder changes
+CACHE_VERSION = 15  # raise it when what is written into the cached folder changes
 # Larger files are identified by a sample of their content and by their modification time.
 HASHED_BYTES = 1 << 30
 STREAM_AUDIT_ROWS = 10_000  # rows of a stream that are audited before training
@@ -92,6 +92,10 @@ class PreparedData:
     """The sets of a mix, as rows of `train` number them."""
     evaluated: tuple[str, ...] = ()
     """The evaluation sets, as rows of `validation` number them."""
+    keep: pa.Table | None = None
+    """Rows that should not get worse."""
+    kept: tuple[str, ...] = ()
+    """The kept sets, as rows of `keep` number them."""
     shares: tuple[tuple[int, int], ...] = ()
     """Of every set of a mix its rows, and how many of them are in an epoch."""
     template: Mapping[str, str] = field(default_factory=dict)
@@ -101,15 +105,15 @@ class PreparedData:
     pairs: bool = False
     """Whether a row is a chosen sequence and the rejected one, end to end."""
 
-    def collator(self, pad_token_id: int, *, on_cpu: bool = False) -> Collator:
-        """Return the collator for rows of `train` or `validation`.
+    def collator(self, pad_token_id: int, *, on_cpu: bool = False, pairs: bool | None = None) -> Collator:
+        """Return the collator for rows of `train` or `validation`, or for rows that are `pairs` or not.
 
         On a CPU it pads to few lengths: oneDNN prepares every product for each new length, and caches a thousand.
         """
         from windlass.data import collate  # imports torch
 
         if self.batching == LENGTH_GROUPED:
-            padded = collate.PairCollator if self.pairs else collate.PaddedCollator
+            padded = collate.PairCollator if (self.pairs if pairs is None else pairs) else collate.PaddedCollator
             return padded(pad_token_id, 16 if on_cpu else 1)
         if self.batching == PACKED and self.masked:
             return collate.PaddedPackingCollator(pad_token_id)
@@ -210,6 +214,8 @@ def prepare_data(
         run.masked,
         sources=tuple(rows.of.name for rows in trained) if data.mix else (),
         evaluated=tuple(audit["evaluated"]),
+        keep=open_rows(folder / "keep.arrow") if "keep" in audit["splits"] else None,
+        kept=tuple(audit["kept"]),
         shares=shares,
         template=template,
         validation_file=folder / "validation.arrow" if validation is not None else None,
@@ -254,9 +260,10 @@ def complete_audit(
         how = format_plural(len(names), "set")
         audit["source"] = {"name": f"a mix of {', '.join(names)}", "config": None, "how": how}
     for (rows, format_), source in zip(chosen, sources, strict=True):
-        for key in ("evaluated",) if rows.evaluated else ("sources", "evaluated"):
-            if rows.of.name in audit[key]:  # there are several sets
-                audit[key][rows.of.name] |= {"source": source, "description": format_.description}
+        for key in ("kept",) if rows.kept else ("evaluated",) if rows.evaluated else ("sources", "evaluated"):
+            name = rows.of.held_out_name if key == "evaluated" and not rows.evaluated else rows.of.name
+            if name in audit[key]:  # there are several sets
+                audit[key][name] |= {"source": source, "description": format_.description}
     return audit
 
 
@@ -264,7 +271,7 @@ def count_rows_made(folder: Path, audit: Mapping[str, Any], shares: Sequence[tup
     """Return the rows of an epoch and of an evaluation, from which `plan` counts steps."""
     made = {split: len(np.load(folder / f"{split}.rows.npy", mmap_mode="r")) for split in audit["splits"]}
     epoch = sum(used for _, used in shares) if shares else made["train"]
-    return {"train": epoch, "validation": made.get("validation", 0)}
+    return {"train": epoch, "validation": made.get("validation", 0), "keep": made.get("keep", 0)}
 
 
 def note_held_out(audit: Mapping[str, Any]) -> Iterator[str]:
@@ -298,6 +305,7 @@ def write_tokens(
     in their order, the tokens are in `file`."""
     train: dict[str, Documents] = {}
     validation: dict[str, Documents] = {}
+    keep: dict[str, Documents] = {}
 
     def read(selection: Selection, kind: Format, parts: tuple[Part, ...], name: str, most: int | None) -> Documents:
         of = selection.of
@@ -320,15 +328,18 @@ def write_tokens(
         elif selection.fraction:
             place = selection.of.where("data.val_fraction")
             documents, validation[name] = hold_out(documents, selection.fraction, place)
-        into_sets = validation if selection.evaluated else train
+        into_sets = keep if selection.kept else validation if selection.evaluated else train
         into_sets[selection.of.name] = documents
-    audit: dict[str, Any] = {"splits": {}, "sources": {}, "evaluated": {}}
+    audit: dict[str, Any] = {"splits": {}, "sources": {}, "evaluated": {}, "kept": {}}
     together = {"train": Documents.concatenate([*train.values()])}
     audit["samples"] = sample_documents(together["train"], tokenizer, "train")
     if validation:
         together["validation"] = Documents.concatenate([*validation.values()])
         audit["overlap"] = count_overlap(together["train"], together["validation"])
-    for split, sets, key in (("train", train, "sources"), ("validation", validation, "evaluated")):
+    if keep:
+        together["keep"] = Documents.concatenate([*keep.values()])
+    splits = (("train", train, "sources"), ("validation", validation, "evaluated"), ("keep", keep, "kept"))
+    for split, sets, key in splits:
         if sets:
             capacity = data.length if data.packs else None
             with show_progress(f"writing {split}", partial(len, together[split].lengths)) as progress:
@@ -336,10 +347,11 @@ def write_tokens(
             np.save(into / f"{split}.rows.npy", np.concatenate(rows))
             np.save(into / f"{split}.lengths.npy", together[split].sides)
             audit["splits"][split] = audit_split(together[split], tokenizer)
-        named = data.mix if key == "sources" else data.eval  # the only set of a run needs no figures of its own
+        # The only set of a run needs no figures of its own.
+        named = {"sources": data.mix, "evaluated": data.eval, "kept": data.keep}[key]
         for name, lengths in zip(sets, rows, strict=True) if named or len(sets) > 1 else ():
             audit[key][name] = {**audit_split(sets[name], tokenizer), "sequences": len(lengths)}
-            if key == "evaluated":
+            if key != "sources":
                 audit[key][name]["overlap"] = count_overlap(together["train"], sets[name])
     audit["packs"] = count_packs(together["train"].sides, data.length)
     mistral_file = find_mistral_file(Path(tokenizer.name_or_path))
@@ -408,11 +420,12 @@ def describe_inputs(data: Data, chosen: Sequence[tuple[Selection, Format]], toke
                 "validation": describe(rows.validation),
                 "held_out": rows.fraction,
                 "evaluated": rows.evaluated,
+                "kept": rows.kept,
                 "format": format_.identity,
             }
             for rows, format_ in chosen
         ],
-        "listed": [bool(data.mix), bool(data.eval)],
+        "listed": [bool(data.mix), bool(data.eval), bool(data.keep)],
         "tokenizer": [encoder, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)],
     }
 

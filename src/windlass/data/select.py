@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from windlass.data.cache import Say
-from windlass.data.mix import RowSet, list_evaluation_sets, list_training_sets
+from windlass.data.mix import RowSet, list_evaluation_sets, list_kept_sets, list_training_sets
 from windlass.data.sources import Part, Source, parse_split, read_rows, resolve_source
 from windlass.errors import Problem, UserError, Where
 from windlass.runfile import Data, RunFile
@@ -25,7 +25,9 @@ class Selection:
     fraction: float | None
     columns: tuple[str, ...]
     evaluated: bool = False
-    """The rows are an evaluation set, and not trained on."""
+    """The rows are an evaluation set or a kept one, and not trained on."""
+    kept: bool = False
+    """The rows should not get worse."""
 
     @property
     def source(self) -> Source:
@@ -33,14 +35,15 @@ class Selection:
 
     @property
     def validated(self) -> bool:
-        return bool(self.validation or self.fraction or self.evaluated)
+        return not self.kept and bool(self.validation or self.fraction or self.evaluated)
 
 
 def select_all(data: Data, where: Where, say: Say) -> list[Selection]:
-    """Return the training sets, then the named evaluation sets."""
+    """Return the training sets, then the named evaluation sets, then the kept ones."""
     train = [select_rows(rows, say) for rows in list_training_sets(data, where)]
     evaluation = [replace(select_rows(rows, say), evaluated=True) for rows in list_evaluation_sets(data, where)]
-    return [*train, *evaluation]
+    kept = [replace(select_rows(rows, say), evaluated=True, kept=True) for rows in list_kept_sets(data, where)]
+    return [*train, *evaluation, *kept]
 
 
 def select_rows(of: RowSet, say: Say) -> Selection:
@@ -90,6 +93,7 @@ def check_selection(run: RunFile, selections: Sequence[Selection], where: Where)
     if train.lr_scheduler_type in EVALUATED_SCHEDULES:
         evaluating.append("train.lr_scheduler_type")
     has_validation = any(selection.validated for selection in selections)
+    evaluating += ["data.keep"] if run.data.keep else []
     if evaluating and train.eval_strategy != "no" and not has_validation:
         splits = ", ".join(selections[0].source.splits)
         problem = f"{evaluating[0]} wants evaluation, and the data have no validation rows; their splits: {splits}"

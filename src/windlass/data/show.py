@@ -45,13 +45,18 @@ def print_audit(audit: Mapping[str, Any], console: Console | None = None) -> Non
     train = splits["train"]
     figures = {key: each for key, each in FIGURES.items() if key in train and (key != "split" or train["split"])}
     of_pairs = "chosen_longer" in train
-    rows = [(name, *(format(s[key], spec) for s in splits.values())) for key, (name, spec) in figures.items()]
+    rows = [
+        (name, *(format(s[key], spec) if key in s else "" for s in splits.values()))
+        for key, (name, spec) in figures.items()
+    ]
     if overlap := audit.get("overlap"):
         rows.append(("also in train", "", f"{overlap['documents']:,}"))
         rows.append(("nearly the same in train", "", f"{overlap['near']:,}"))
     parts.append(_table({"": "left", **dict.fromkeys(splits, "right")}, rows))
-    for key, heading, last in (("sources", "set", "in an epoch"), ("evaluated", "evaluation set", "also in train")):
-        if sets := audit[key]:
+    headings = {"sources": "set", "evaluated": "evaluation set", "kept": "kept set"}
+    for key, heading in headings.items():
+        last = "in an epoch" if key == "sources" else "also in train"
+        if sets := audit.get(key):
             columns = {heading: "left", **dict.fromkeys((*SET_COLUMNS, last), "right")}
             parts.append(_table(columns, [_set_row(*each) for each in sets.items()]))
             parts += [f"  {name}: {figures['description']}" for name, figures in sets.items()]

@@ -282,6 +282,7 @@ def list_inputs(job: Job) -> dict[str, str]:
             paths["data.dataset_name_or_path"] = run.data.dataset_name_or_path
         paths |= {f"data.mix[{i}].path": part.path for i, part in enumerate(run.data.mix)}
         paths |= {f"data.eval.{name}.path": part.path for name, part in run.data.eval.items()}
+        paths |= {f"data.keep.{name}.path": part.path for name, part in run.data.keep.items()}
         paths["data.chat_template"] = run.data.chat_template
     return {key: path for key, path in paths.items() if path}
 

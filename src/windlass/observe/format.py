@@ -1,8 +1,9 @@
 """Format numbers for display, with a dash for anything unknown."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
-from windlass.observe.reader import as_number
+from windlass.observe.reader import NAN, as_number, read_kept
 
 NONE: Final = "–"
 SPACE: Final = "\N{NO-BREAK SPACE}"
@@ -24,6 +25,15 @@ def format_figure(value: Any, unit: str = "", digits: int = 3) -> str:
     else:
         shown = f"{value:.1e}"
     return f"{shown}{SPACE}{unit}" if unit else shown
+
+
+def describe_kept(evaluation: Mapping[str, Any]) -> str:
+    """Say which kept set got worse most in an evaluation, and how far its predictions are from the base's."""
+    worse = read_kept(evaluation, "worse")
+    if not worse:
+        return ""
+    name = max(worse, key=lambda name: worse[name])
+    return f"kept {name} {worse[name]:+.4f}, KL {read_kept(evaluation, 'kl').get(name, NAN):.4f}"
 
 
 def describe_gain(gain: Any) -> str:

@@ -5,7 +5,7 @@ import json
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
@@ -216,6 +216,16 @@ def as_number(value: Any) -> float:
     except OverflowError:
         return NAN
     return value if math.isfinite(value) else NAN
+
+
+def read_kept(evaluation: Mapping[str, Any], figure: str) -> dict[str, float]:
+    """Return what an evaluation says of each kept set: its `loss`, how much `worse` than the base's, or `kl`."""
+    ending = f"/{figure}"
+    return {
+        name.removeprefix(steps.KEPT).removesuffix(ending): as_number(value)
+        for name, value in evaluation.items()
+        if name.startswith(steps.KEPT) and name.endswith(ending)
+    }
 
 
 def drop_nan(values: Iterable[float]) -> list[float]:

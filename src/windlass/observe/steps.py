@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+KEPT: Final = "eval_keep/"  # before what an evaluation says of a kept set: NAME/loss, NAME/worse and NAME/kl
 IGNORED: Final = -100  # label of a token on which no loss is computed
 TOKENS: Final = "tokens"  # the counted unit of a language model's steps
 RATE: Final = "_per_second"  # the suffix of its rate

@@ -255,6 +255,11 @@ def _list_evaluation_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     loss, words = loss_bytes(shape, t)
     words = f"an evaluation's; {words}; hidden states, and the final norm's in float32"
     states = t.count * shape.hidden * (FLOAT + t.width)
+    if work.keeps:  # the adapted model's hidden states and logits, beside the base's
+        words = f"{words}; of kept sets both, with the adapter and without it"
+        kept = t.count * shape.hidden * t.width
+        forward = [*forward, MemoryRow("adapted hidden states", kept, f"{t.count} x {shape.hidden} x {t.width}")]
+        loss += loss + kept
     return {
         "evaluation": [*g["always"], *g["layers"], *forward],
         "evaluation's gather": [*g["always"], *g["last"], hidden],

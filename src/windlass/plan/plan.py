@@ -50,6 +50,7 @@ class Plan:
     impossible: Mapping[str, str]  # impossible layouts, and why
     counts: Counts
     evaluated: int | None  # sequences of an evaluation; None: unknown
+    kept: int | None  # those of kept sets
     tried: tuple[Cost, ...]  # the cost of each micro-batch, if the plan chooses one
     advice: tuple[Advice, ...]  # changes that would make the run faster
     warnings: tuple[Caution, ...]  # settings that are probably not intended
@@ -137,6 +138,9 @@ class Plan:
         if schedule.steps is None:
             return None
         evaluated = math.ceil((self.evaluated or 0) / readers)
+        # Kept sets with the adapter and without it; of the others the base alone once.
+        rows = (schedule.evaluations or 0) * (evaluated + 2 * math.ceil((self.kept or 0) / readers))
+        rows += evaluated if schedule.evaluations and not self.run.objective.has_reference else 0
         trained = math.ceil((schedule.rows or 0) / readers)
         saving = schedule.checkpoint_bytes / self.machine.rates.storage_gb_per_second / 1e9
         return {
@@ -144,7 +148,7 @@ class Plan:
             "reference": (trained + evaluated) * cost.forward_seconds if self.run.objective.has_reference else 0.0,
             "first_step": cost.first_step_seconds,
             "steps": schedule.steps * cost.step_seconds,
-            "evaluations": (schedule.evaluations or 0) * evaluated * cost.evaluation_seconds,
+            "evaluations": rows * cost.evaluation_seconds,
             "checkpoints": (schedule.checkpoints or 0) * saving,
         }
 
@@ -239,6 +243,7 @@ def make_plan(
         four_bits=not dtypes.why_not_four_bits,
         splits=list_splits(request, loaded, base),
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
+        keeps=bool(run.data.keep),
     )
 
     # 5. The layout and its micro-batch: as set, or the best.
@@ -269,6 +274,7 @@ def make_plan(
         impossible=choice.impossible,
         counts=counts,
         evaluated=counts.evaluated if work.evaluated else 0,
+        kept=counts.kept if work.evaluated else 0,
         tried=() if batch_is_set else choice.best.tried,
         advice=advise_faster_layout(
             work, lengths, choice.contenders, run, batch_is_set=batch_is_set, layout_is_set=layout_is_set

@@ -88,6 +88,7 @@ class Counts:
 
     sequences: int | None  # of an epoch
     evaluated: int | None  # of one evaluation
+    kept: int | None  # of the kept sets, in one evaluation
     lengths: RowLengths  # of the sequences
     document: int | None  # tokens of a usual document before it is cut; None: unknown
     reason: str  # how the rows were counted, or why they could not be
@@ -102,10 +103,11 @@ class DataSample:
     train: Sequence[SplitSample]
     evaluated: Sequence[SplitSample]
     tokenizer: Path | None  # its folder
+    kept: Sequence[SplitSample] = ()
 
     @property
     def problems(self) -> list[Problem]:
-        return [split.problem for split in (*self.train, *self.evaluated) if split.problem]
+        return [split.problem for split in (*self.train, *self.evaluated, *self.kept) if split.problem]
 
     @property
     def tokenized(self) -> bool:
@@ -135,12 +137,14 @@ class DataSample:
         if not recorded or recorded["inputs"] != fingerprint_inputs(data, self.tokenizer, self.train[0].of.where):
             return counts
         numbers = {"sequences": recorded["train"], "evaluated": recorded["validation"], "tolerance": 0.0}
+        numbers["kept"] = recorded.get("keep", 0)
         return replace(counts, **numbers, reason=f"counted in the tokens of {folder}")
 
     def estimate(self, data: Data) -> Counts:
         limit = data.length
         made = [split.count(limit, packing=data.packs) for split in self.train]
         evaluations = [split.count(limit, packing=data.packs) for split in self.evaluated]
+        keep = [split.count(limit, packing=data.packs) for split in self.kept]
         sets = [split.of for split in self.train]
         sequences: int | None = None
         tolerance: float | None = None
@@ -165,6 +169,7 @@ class DataSample:
         return Counts(
             sequences=sequences,
             evaluated=evaluated,
+            kept=None if None in keep else math.ceil(math.fsum(each[0] for each in keep if each)),
             lengths=RowLengths(limit) if data.packs else RowLengths(usual, tuple(sorted(lengths)), sequences),
             document=math.ceil(fmean(uncut)) if uncut else None,
             reason=reason,
@@ -214,7 +219,12 @@ def sample_data(data: Data, tokenizer: Path | None, where: Where) -> DataSample:
     for of in mix.list_evaluation_sets(data, where):
         split = _sample_split(of, of.data.train_split, "data.train_split", wanted // 4, opened)
         evaluated += [split] if split else []
-    return DataSample(train, evaluated, tokenizer)
+    kept = [
+        split
+        for of in mix.list_kept_sets(data, where)
+        if (split := _sample_split(of, of.data.train_split, "data.train_split", wanted // 4, opened))
+    ]
+    return DataSample(train, evaluated, tokenizer, kept)
 
 
 def _open_tokenizer(folder: Path | None) -> Any:

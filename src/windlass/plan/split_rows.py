@@ -100,5 +100,7 @@ def _list_unsupported(loaded: Loaded, base: Base) -> Iterator[tuple[str, str, st
         yield "train.objective", f"objective {train.objective}", "leave layout.context_parallel out"
     if train.compile:
         yield "train.compile", "compiled layers", "set train.compile: false"
+    if run.data.keep:
+        yield "data.keep", "kept sets", "leave data.keep out"
     if loaded.trial:
         yield KEY, "a sweep", "start separate runs, or leave layout.context_parallel out"

@@ -56,6 +56,7 @@ class Workload:
     keeps_products: bool = False  # recomputed layers keep routed experts' products and the tokens sent to them
     splits: tuple[int, ...] = ()  # numbers of GPUs that rows could be split over
     evaluated: int = 0  # sequences per GPU in one evaluation batch; 0: no evaluation
+    keeps: bool = False  # evaluations measure kept sets: with the adapter and without it
 
     @property
     def on_cpu(self) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 from windlass import tiny
 from windlass.data.audit import audit_split, find_ended_parts, find_problems
 from windlass.data.formats import choose_format, parse_template
-from windlass.data.mix import RowSet, list_evaluation_sets, list_training_sets
+from windlass.data.mix import RowSet, list_evaluation_sets, list_kept_sets, list_training_sets
 from windlass.data.select import check_selection, select_rows
 from windlass.data.sources import Row, locate_row, read_rows, resolve_source
 from windlass.data.tokenize import Documents, tokenize
@@ -102,7 +102,8 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
     places: list[dict[str, Any]] = []  # places of the rows, likewise
     columns = list[tuple[str, ...]]()
     selections = []
-    for of in (*trained, *list_evaluation_sets(data, where)):
+    kept = list_kept_sets(data, where)
+    for of in (*trained, *list_evaluation_sets(data, where), *kept):
         sets.append(of)
         places.append({})
         if reason := find_unreachable_reason(of.data, of.where):
@@ -113,7 +114,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
             continue
         selection = select_rows(of, lambda _: None)
         rows = dict[str, list[Row]]()
-        selections.append(replace(selection, evaluated=len(sets) > len(trained)))
+        selections.append(replace(selection, evaluated=len(sets) > len(trained), kept=of in kept))
         columns.append(selection.columns)
         for name, parts in (("train", selection.train), ("validation", selection.validation)):
             if parts:

@@ -215,8 +215,8 @@ def _scale_keys(
     fraction = None if material.validation else data.val_fraction
     if fraction is not None:
         fraction = max(fraction, round(min(0.5, 8 / material.rows), 3))
-    written = iter(str(material.data / str(i)) for i in range(len(data.mix) + len(data.eval) + 1))
-    several = bool(data.mix or data.eval)
+    written = iter(str(material.data / str(i)) for i in range(len(data.mix) + len(data.eval) + len(data.keep) + 1))
+    several = bool(data.mix or data.eval or data.keep)
 
     def elsewhere(part: MixedSet | EvalSet) -> dict[str, Any]:
         complete = data.of(part)
@@ -229,6 +229,7 @@ def _scale_keys(
     path = data.dataset_name_or_path if data.mix else next(written) if several else str(material.data)
     mixed = [{**elsewhere(part), "name": part.title} for part in data.mix]
     evaluated = {name: elsewhere(part) for name, part in data.eval.items()}
+    kept = {name: elsewhere(part) for name, part in data.keep.items()}
     config = "auto" if data.dataset_config_name == "auto" else None
     targets = _scale_targets(lora.target_modules, plan["adapter"]["targets"], layers)
     kernels = "flash" in attention or "/" in attention
@@ -245,6 +246,7 @@ def _scale_keys(
         ("data.dataset_name_or_path", path, rows),
         ("data.mix", mixed, rows),
         ("data.eval", evaluated, rows),
+        ("data.keep", kept, rows),
         ("data.dataset_config_name", config, rows),
         ("data.train_split", "train", rows),
         ("data.val_split", "validation" if material.validation else None, rows),

@@ -445,6 +445,8 @@ class Watch(Section):
     """NCCL uses sockets although `cluster.network` is InfiniBand."""
     eval_loss: Action = "warn"
     """`eval_patience` evaluations in a row are worse than the best one and don't improve."""
+    kept_worse: Action = "warn"
+    """The loss of a set of `data.keep` is above that of the base by more than `keep_tolerance`."""
     dead_experts: Action = "warn"
     """In three samples in a row, a layer has experts that no token was routed to on any rank."""
     deviations: Annotated[Number, Field(gt=0)] = 8
@@ -461,6 +463,8 @@ class Watch(Section):
     """Share of the median speed that is too slow."""
     eval_patience: Annotated[Count, Field(ge=2)] = 3
     """Evaluations in a row that must be worse than the best."""
+    keep_tolerance: Annotated[Number, Field(ge=0)] | None = None
+    """By how much per token the loss of a kept set may exceed the base's; null: any, it is only reported."""
     stall_seconds: Annotated[Number, Field(gt=0)] | None = None
     """Seconds without progress that are a stall; null: half of train.ddp_timeout, which is also the most it can be."""
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None

@@ -15,7 +15,7 @@ def record_run(run: RunFile) -> dict[str, Any]:
     sections = run.model_dump(mode="json")
     data = sections["data"]
     data["val_split"] = run.data.validation_split
-    for rows in (data, *data["mix"], *data["eval"].values()):
+    for rows in (data, *data["mix"], *data["eval"].values(), *data["keep"].values()):
         for key, recorded in RECORDED.items():
             if rows[key] == RowFormat.model_fields[key].default:
                 rows[key] = recorded
@@ -26,7 +26,7 @@ def record_run(run: RunFile) -> dict[str, Any]:
 def read_recorded_data(recorded: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest's `data` without defaults, which were not requested."""
     data: dict[str, Any] = copy.deepcopy(recorded)
-    for rows in (data, *data.get("mix", ()), *data.get("eval", {}).values()):
+    for rows in (data, *data.get("mix", ()), *data.get("eval", {}).values(), *data.get("keep", {}).values()):
         for key, default in {**RECORDED, "val_split": "validation"}.items():
             if rows.get(key) == default:
                 del rows[key]

@@ -155,7 +155,7 @@ def _find_example(path: str, field: FieldInfo) -> str:
     """Return an example of a key on a command line, or in an entry of the list that the key is in."""
     examples: dict[str, str] = tomllib.loads(Path(__file__).with_name("examples.toml").read_text(encoding="utf-8"))
     top, _, name = path.rpartition(".")
-    set_of_data = top in ("data.mix", "data.eval")  # such a set has keys of `data`
+    set_of_data = top in ("data.mix", "data.eval", "data.keep")  # such a set has keys of `data`
     example = examples.get(path) or (examples.get(f"data.{name}") if set_of_data else "")
     above = examples.get(f"{top}.*")
     if above and not example:

@@ -122,6 +122,10 @@ class Data(RowFormat):
     eval: dict[Text, EvalSet] = Field(default={})
     """Evaluation sets by name, each with its own curve, besides val_split or val_fraction: {math: {path: m.jsonl}}."""
 
+    keep: dict[Text, EvalSet] = Field(default={})
+    """Sets that should not get worse, by name. Each evaluation also measures their loss, that of the base without its
+    adapter, and how far the predictions are from the base's: {general: {path: general.jsonl, split: "train[:200]"}}."""
+
     @property
     def length(self) -> int:
         """max_length, once chosen."""
@@ -161,6 +165,12 @@ class Data(RowFormat):
         changes = {key: value for key, value in named.items() if key in type(self).model_fields}
         if isinstance(part, EvalSet):
             changes |= {"val_split": None, "val_fraction": None}
-        complete = self.model_copy(update={**changes, "mix": [], "eval": {}})
+        complete = self.model_copy(update={**changes, "mix": [], "eval": {}, "keep": {}})
         complete._inherited = frozenset(type(self).model_fields) - changes.keys()
+        return complete
+
+    def of_kept(self, part: EvalSet) -> Data:
+        """This section as it holds for a kept set, whose rows are no pairs whatever the objective."""
+        complete = self.of(part)
+        complete._pairs = False
         return complete

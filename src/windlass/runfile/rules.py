@@ -150,6 +150,9 @@ def _check_evaluation(run: RunFile) -> Iterator[Clash]:
     if train.eval_strategy != "no" and data.validation_split is None and data.val_fraction is None and not data.eval:
         hint = "set data.val_split, or data.val_fraction: 0.05, or train.eval_strategy: no"
         yield "train.eval_strategy data.val_split", "evaluation is on, but there is nothing to evaluate on", hint
+    if data.keep and train.eval_strategy == "no":
+        what = "kept sets are measured at evaluations, and train.eval_strategy is no"
+        yield "data.keep train.eval_strategy", what, "set train.eval_strategy: steps, or leave data.keep out"
     if data.val_split not in (None, "auto") and data.val_fraction is not None:
         what = "both a validation split and a held-out share are set"
         yield "data.val_fraction data.val_split", what, "keep one, and set the other to null"
@@ -178,6 +181,11 @@ def _check_evaluation(run: RunFile) -> Iterator[Clash]:
 def _check_mix(data: Data) -> Iterator[Clash]:
     parts = [(f"data.mix[{i}]", part) for i, part in enumerate(data.mix)]
     taken = dict.fromkeys(data.eval, "data.eval")
+    for name in data.keep:
+        of_run = () if parts else ("train", "validation")
+        if name in taken or name in of_run:
+            yield f"data.keep.{name}", f"has the name {name!r}, as another set has", "choose another name"
+        taken[name] = "data.keep"
     if parts and "dataset_name_or_path" in data.model_fields_set:
         hint = "remove it, or make it one of the mix"
         yield "data.dataset_name_or_path data.mix", "is not trained on when there is a mix", hint
@@ -324,6 +332,7 @@ def list_remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
         "train.save_steps": (train.save_strategy != "steps", unused.format("save")),
         "train.lr_scheduler_type": (constant, "constant has no warm-up; constant_with_warmup has one"),
         "watch.falling_likelihood": (not run.objective.has_reference, "no effect unless train.objective is dpo"),
+        "watch.keep_tolerance": (not run.data.keep, "no effect without data.keep"),
         "layout.activation_checkpointing": (twice, "same as train.gradient_checkpointing, which is set too"),
     }
     notes += [f"{where(key)}: {text}" for key, (applies, text) in table.items() if applies and is_written(where, key)]

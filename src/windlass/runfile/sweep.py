@@ -29,6 +29,7 @@ SHARED: Final[dict[str, str]] = {
     "data.val_split": "trials are compared on the same rows",
     "data.val_fraction": "trials are compared on the same rows",
     "data.eval": "trials are compared on the same rows",
+    "data.keep": "trials are compared on the same rows",
     "train.objective": "losses of different objectives can't be compared",
     "train.bf16": "it decides in which dtype a sharded base is gathered",
     "train.fp16": "it must be false",

@@ -26,11 +26,13 @@ from windlass.ranks.rank import Rank
 from windlass.run_folder import BASES, CHECKPOINTS, read_manifest
 from windlass.runfile import RunFile
 from windlass.runfile.objectives import ACCURACY, LOSS, explain_other_losses
+from windlass.train.base_alone import BaseAlone
 from windlass.train.batches import Batch, Batches
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.connect import create_process_group, require_device
 from windlass.train.console import make_console
+from windlass.train.kept import list_worse, measure_kept_sets
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import SourceLosses
@@ -39,7 +41,7 @@ from windlass.train.patches import Patches
 from windlass.train.preference import Answers, Preference, measure_answers
 from windlass.train.ranking import Candidate, Ranking
 from windlass.train.reference import require_first_adapter
-from windlass.train.run import describe_precision, make_validation_batches, open_base_tokenizer
+from windlass.train.run import describe_precision, make_kept_batches, make_validation_batches, open_base_tokenizer
 from windlass.train.shared_base import SharedBase
 from windlass.weights.same_base import read_recorded_base, require_same_base
 
@@ -59,9 +61,14 @@ def rank_checkpoints(
     base_dtypes: Sequence[str] = (),
     allow_other_base: bool = False,
     by: str = LOSS,
+    keep: float | None = None,
 ) -> int:
-    """Do one rank's part; rank 0 shows the ranking. `base_dtypes`: further dtypes of the base to compare."""
+    """Do one rank's part; rank 0 shows the ranking. `base_dtypes`: further dtypes of the base to compare; `keep`: by
+    how much the loss of the run's kept sets may exceed the base's."""
     run = plan.run
+    if keep is not None and not run.data.keep:
+        hint = "leave it out; a run with data.keep: {general: {path: general.jsonl}} has some"
+        raise UserError("the run has no kept sets", "--keep", hint, "no-kept-sets")
     if by not in run.objective.measures:
         problem = f"adapters of this run aren't ranked by {by}"
         raise UserError(problem, "--by", f"known: {', '.join(run.objective.measures)}", "no-such-measure")
@@ -92,6 +99,8 @@ def rank_checkpoints(
             "there are no rows to compare on", str(run_folder), "name some with --eval-data FILE", "no-rows"
         )
     batches = make_validation_batches(plan, data, tokenizer.pad_token_id)
+    kept_batches = make_kept_batches(plan, data, tokenizer.pad_token_id) if keep is not None else None
+    kept: dict[str, dict[str, float]] = {}
 
     def evaluate(base_dtype: str, chosen: Sequence[Saved], suffix: str = "") -> dict[str, Rows]:
         """Return the losses of the base, stored in this dtype, and of these adapters on it."""
@@ -112,6 +121,7 @@ def rank_checkpoints(
         losses: dict[str, Rows] = {}
         for of in dict.fromkeys(saved.of for saved in chosen):
             lora = of.plan.run.lora
+            base_alone = BaseAlone(model, (*of.plan.adapter.in_full, *of.plan.adapter.biases))
             adapted = attach_adapter(model, lora, of.plan.adapter, of.plan.run.train.seed).eval()
             patches = Patches()
             base.undo.enter_context(patches)
@@ -124,13 +134,19 @@ def rank_checkpoints(
                 here.phase(f"evaluating {saved.name}{suffix}")
                 load_adapter(adapted, saved.folder)
                 losses[saved.name + suffix] = compare()
+                if kept_batches is not None and not suffix:
+                    autocast = torch.autocast(get_device().type, torch.bfloat16, enabled=run.train.in_bf16)
+                    causal_lm = adapted.get_base_model()
+                    kept[saved.name] = measure_kept_sets(kept_batches, causal_lm, base_alone, autocast=autocast) or {}
                 console.print(f"{saved.name}{suffix}  evaluated")
             if len(runs) > 1:
                 base.restore(str(of.folder))
         return losses
 
     losses = evaluate(plan.layout.base_dtype, intact)
-    lowest = min(intact, key=lambda saved: mean_loss(losses[saved.name]))
+    too_much = find_worse(kept, keep) if keep is not None else {}
+    within = [saved for saved in intact if saved.name not in too_much] or intact
+    lowest = min(within, key=lambda saved: mean_loss(losses[saved.name]))
     on_bases = {plan.layout.base_dtype: [mean_loss(losses[untrained]), mean_loss(losses[lowest.name])]}
     for base_dtype in dict.fromkeys(base_dtypes):
         if base_dtype not in on_bases:
@@ -140,10 +156,37 @@ def rank_checkpoints(
     if here.rank == 0:
         if len(on_bases) > 1:
             write_json(run_folder / BASES, {"adapter": lowest.name, "rows": len(batches.rows), "losses": on_bases})
-        ranking = rank_candidates(losses, {saved.name: fault for saved, fault in faults.items() if fault}, by)
+        skipped = {saved.name: fault for saved, fault in faults.items() if fault}
+        ranked = {name: rows for name, rows in losses.items() if name not in too_much}
+        ranking = add_kept(rank_candidates(ranked, {**skipped, **too_much}, by), kept)
         keys = find_other_losses([of.plan.run for of in runs]) if by == LOSS else []
         show(replace(ranking, caution=explain_other_losses(keys, run_folder)))
     return 0
+
+
+def find_worse(kept: Mapping[str, Mapping[str, float]], bound: float) -> dict[str, str]:
+    """Return the adapters with a kept set that got worse by more than `bound`, and which."""
+    found = {}
+    for adapter, figures in kept.items():
+        worse = list_worse(figures)
+        listed = [f"{name} got worse by {value:.4f}" for name, value in worse.items() if not value <= bound]
+        if listed:
+            found[adapter] = f"{', '.join(listed)}: more than --keep {bound:g}"
+    return found
+
+
+def add_kept(ranking: Ranking, kept: Mapping[str, Mapping[str, float]]) -> Ranking:
+    """Add to each adapter its kept set that got worse most."""
+
+    def add(candidate: Candidate) -> Candidate:
+        figures = kept.get(candidate.name, {})
+        worse = list_worse(figures)
+        if not worse:
+            return candidate
+        worst = max(worse, key=lambda name: worse[name])
+        return replace(candidate, kept_worse=worse[worst], kept_kl=figures[f"{worst}/kl"])
+
+    return replace(ranking, candidates=tuple(map(add, ranking.candidates)))
 
 
 @dataclass(frozen=True, eq=False)

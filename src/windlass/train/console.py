@@ -20,7 +20,7 @@ from rich.text import Text
 
 from windlass.model.targets import Adapter
 from windlass.observe.counters import describe_machine
-from windlass.observe.format import describe_gain, format_plural
+from windlass.observe.format import describe_gain, describe_kept, format_plural
 from windlass.observe.steps import format_clock
 from windlass.plan import Plan
 from windlass.ranks.rank import Rank
@@ -168,7 +168,8 @@ class Progress:
         accuracy = metrics.get("eval_rewards/accuracies")
         if accuracy is not None:
             line += f"  margin {metrics['eval_rewards/margins']:.3f}  accuracy {accuracy:.0%}"
-        self.console.print(line)
+        kept = describe_kept(metrics)
+        self.console.print(f"{line}  {kept}" if kept else line)
 
     def close(self) -> None:
         if self.live is not None:

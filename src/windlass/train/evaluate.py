@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from windlass.observe import steps
 from windlass.observe.recorder import Recorder
 from windlass.ranks import collectives
 from windlass.ranks.rank import StopSignal
@@ -18,6 +19,7 @@ from windlass.runfile import RunFile
 from windlass.train.base_alone import BaseAlone, BaseFigures
 from windlass.train.batches import Batch, Batches
 from windlass.train.console import Progress
+from windlass.train.kept import measure_kept_sets
 from windlass.train.loss import SourceLosses
 from windlass.train.preference import Preference
 from windlass.train.samples import Samples
@@ -50,6 +52,7 @@ class Evaluator:
     progress: Progress
     base: BaseAlone
     base_figures: BaseFigures | None = None  # None: a loss that says nothing of the base
+    kept: Batches | None = None  # rows that should not get worse
     samples: Samples | None = None  # prompts continued after an evaluation
 
     def evaluate(self, step: int, tokens: int) -> dict[str, float] | None:
@@ -61,12 +64,14 @@ class Evaluator:
         self.model.causal_lm.eval()
         of_base = self._evaluate_base(step)
         figures = None if of_base is None else self._measure(step)
+        kept = None if figures is None else self._measure_kept(step)
         self.model.causal_lm.train()
-        if of_base is None or figures is None:
+        if of_base is None or figures is None or kept is None:
             return None
         return {
             **figures,
             **compare_with_base(figures, of_base, self.batches.names),
+            **{f"{steps.KEPT}{name}": value for name, value in kept.items()},
             "eval_num_tokens": tokens,
             "eval_runtime": time.monotonic() - began,
         }
@@ -84,6 +89,22 @@ class Evaluator:
             if known is not None:
                 self.base_figures.write(known)
         return known
+
+    def _measure_kept(self, step: int) -> dict[str, float] | None:
+        """Return what became of the kept sets; None if a stop signal interrupted it."""
+        if self.kept is None:
+            return {}
+
+        def begin_batch() -> bool:
+            self.recorder.mark("pause")
+            self.progress.start_evaluation(step)
+            return self.stop_signal.received
+
+        model = self.model
+        with model.adapters.unchanged(), model.eager():  # both without compiling, which rounds otherwise
+            return measure_kept_sets(
+                self.kept, model.causal_lm, self.base, autocast=model.autocast, begin_batch=begin_batch
+            )
 
     def _measure(self, step: int) -> dict[str, float] | None:
         """Return the means over the validation rows; None if a stop signal interrupted it."""

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -89,6 +90,8 @@ def make_forward(
         per_token: bool = False,
         summed: bool = True,
         choose: bool = False,
+        states: bool = False,
+        against: "States | None" = None,
         several: bool | None = None,
         row: Row | None = None,
         parts: Sequence[tuple[Tensor, Tensor | None]] = (),
@@ -99,9 +102,10 @@ def make_forward(
         supervised: positions in the flattened batch whose next token counts; targets: those tokens. tokens: for the
         balancing loss, 1 for each token that is not padding; no layer needs it, because padding follows a row's tokens
         and attention is causal. sources: data set of each target, for `by_source`. summed: false for the loss of each
-        target instead of their sum. several: whether a row has more than one document; None: transformers finds out.
-        row: how the rows are cut that `group` shares; None: they aren't. parts: positions in the flattened batch, each
-        with its `tokens`, that get a balancing loss of their own.
+        target instead of their sum. states: return what the logits are made of; against: compare with these states of
+        the adapted model (`compare_figures`). several: whether a row has more than one document; None: transformers
+        finds out. row: how the rows are cut that `group` shares; None: they aren't. parts: positions in the flattened
+        batch, each with its `tokens`, that get a balancing loss of their own.
         """
         if balances or parts:
             inputs["output_router_logits"] = True
@@ -123,6 +127,10 @@ def make_forward(
             return torch.cat([logits.argmax(1) for logits in chunks])
         if per_token:
             return token_figures(hidden, weight, targets, shaping)
+        if states:
+            return States(hidden, *copy_trained(head, weight, bias), shaping)  # type: ignore[return-value]
+        if against is not None:
+            return compare_figures(against, hidden, weight, shaping, targets)
         loss: Tensor
         if summed:
             loss = ChunkedCrossEntropy.apply(hidden, weight, targets, shaping, sources, by_source)  # type: ignore[no-untyped-call]
@@ -318,6 +326,52 @@ def token_figures(hidden: Tensor, weight: Tensor, targets: Tensor, shaping: Logi
     return figures
 
 
+@dataclass(frozen=True)  # not a tuple: FSDP2 casts the tensors of arguments that it knows how to open
+class States:
+    """What the logits of a batch's supervised positions are made of."""
+
+    hidden: Tensor
+    weight: Tensor | None  # of the head, and its bias; None if they are not trained
+    bias: Tensor | None
+    shaping: LogitShaping
+
+
+def copy_trained(head: nn.Module, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return copies of a head's weight and bias if they are trained: the base's are written into them."""
+    if not any(parameter.requires_grad for parameter in head.parameters(recurse=False)):
+        return None, bias
+    return weight.detach().clone(), None if bias is None else bias.clone()
+
+
+@torch.no_grad()
+def compare_figures(adapted: States, hidden: Tensor, weight: Tensor, shaping: LogitShaping, targets: Tensor) -> Tensor:
+    """Return per supervised token: the adapted model's loss, the base's, and KL(adapted || base). Shape [3, tokens].
+
+    hidden, weight, shaping: the base's. The divergence is that of the adapted model's prediction p from the base's q,
+    the sum of p (log p - log q) over the vocabulary. q - p, whose sum is 0, takes out how their sums are rounded.
+    """
+    figures = torch.empty(3, len(targets), dtype=torch.float32, device=hidden.device)
+    shaping_of_adapted = adapted.shaping._replace(bias=adapted.bias)
+    for rows, of_base, blocks in _iter_chunks(hidden, weight):
+        if adapted.weight is not None:
+            blocks = _split_weight(adapted.weight, of_base.dtype)
+        of_adapted = _compute_logits(adapted.hidden[rows], blocks, of_base.dtype)
+        shaping.apply(of_base)
+        shaping_of_adapted.apply(of_adapted)
+        figures_of_chunk = figures[:, rows]
+        for part in _slices(of_base):
+            log_p = torch.log_softmax(of_adapted[part], -1, dtype=torch.float32)
+            log_q = torch.log_softmax(of_base[part], -1, dtype=torch.float32)
+            target = targets[rows][part].unsqueeze(1)
+            figures_of_chunk[0, part] = -log_p.gather(1, target).squeeze(1)
+            figures_of_chunk[1, part] = -log_q.gather(1, target).squeeze(1)
+            p = log_p.exp()
+            figures_of_chunk[2, part] = (p * (log_p - log_q) + (log_q.exp() - p)).sum(1)
+            del log_p, log_q, p
+        del of_base, of_adapted
+    return figures
+
+
 def tokens_per_chunk(count: int, vocabulary: int) -> int:
     """Return how many tokens' logits fit in the memory planned for them; a quarter of it is for float32 copies."""
     return max(LEAST_TOKENS, min(count, TILE_TOKENS) * TILE_VOCABULARY * 3 // (4 * vocabulary))
@@ -328,16 +382,24 @@ def _iter_chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor
     the logits before asking for the next ones: else the logits of two chunks exist at once."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    blocks = (weight,) if weight.dtype == dtype else torch.split(weight, TILE_VOCABULARY)
+    blocks = _split_weight(weight, dtype)
     tokens = tokens_per_chunk(len(hidden), len(weight))
     with torch.autocast(device, enabled=False):
         for start in range(0, len(hidden), tokens):
             rows = slice(start, min(start + tokens, len(hidden)))
-            logits = [hidden[rows].to(dtype) @ block.to(dtype).t() for block in blocks]
-            of_chunk = logits[0] if len(logits) == 1 else torch.cat(logits, 1)
-            del logits
+            of_chunk = _compute_logits(hidden[rows], blocks, dtype)
             yield rows, of_chunk, blocks
             del of_chunk
+
+
+def _split_weight(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return the weight's blocks that are cast one at a time; one block if no cast is needed."""
+    return (weight,) if weight.dtype == dtype else torch.split(weight, TILE_VOCABULARY)
+
+
+def _compute_logits(hidden: Tensor, blocks: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    logits = [hidden.to(dtype) @ block.to(dtype).t() for block in blocks]
+    return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
 
 def _pick_targets(logits: Tensor, targets: Tensor, *, differentiate: bool) -> Iterator[tuple[slice, Tensor]]:

@@ -17,6 +17,8 @@ class Candidate:
     high: float
     apart: bool  # the interval excludes 0
     accuracy: float | None = None  # share of pairs whose chosen answer is preferred
+    kept_worse: float | None = None  # how much worse than the base's the worst kept set's loss is
+    kept_kl: float | None = None  # that set's divergence from the base
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,17 @@ def print_ranking(ranking: Ranking) -> None:
     of_pairs = best.accuracy is not None
     counted = f"{ranking.rows} pairs" if of_pairs else f"{ranking.rows} rows, {ranking.tokens} supervised tokens"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("adapter", "loss", *["accuracy"] * of_pairs, "worse by", "95% interval", ""):
-        is_number = name in ("loss", "accuracy", "worse by")
+    has_kept = any(candidate.kept_worse is not None for candidate in ranking.candidates)
+    kept_columns = ["kept sets", "KL"] * has_kept
+    for name in ("adapter", "loss", *["accuracy"] * of_pairs, *kept_columns, "worse by", "95% interval", ""):
+        is_number = name in ("loss", "accuracy", *kept_columns, "worse by")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=name != "")
     for candidate in ranking.candidates:
         cells = [candidate.name, f"{candidate.loss:.4f}"]
         cells += [] if candidate.accuracy is None else [f"{candidate.accuracy:.1%}"]
+        if has_kept:
+            known = candidate.kept_worse is not None
+            cells += [f"{candidate.kept_worse:+.4f}", f"{candidate.kept_kl:.4f}"] if known else ["", ""]
         verdict = "worse" if candidate.apart else UNCLEAR
         interval = f"{candidate.low:+.4f} to {candidate.high:+.4f}"
         cells += ["", "", "best"] if candidate is best else [f"{candidate.difference:.4f}", interval, verdict]

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -377,6 +378,7 @@ def make_loop(
             progress,
             base_alone,
             find_base_figures(plan, session, data, facts, recorder.unwritten),
+            make_kept_batches(plan, data, tokenizer.pad_token_id),
         )
         if train.sample is not None:
             evaluator.samples = Samples(
@@ -492,17 +494,37 @@ def make_batches(
 
 def make_validation_batches(plan: Plan, data: PreparedData, pad_token_id: int, cut: Cut | None = None) -> Batches:
     """Return the batches to evaluate on: every validation row, in its order. cut: of rows that ranks share."""
-    assert data.validation is not None
+    return make_batches_in_order(plan, data, data.validation, data.evaluated, pad_token_id, pairs=data.pairs, cut=cut)
+
+
+def make_kept_batches(plan: Plan, data: PreparedData, pad_token_id: int) -> Batches | None:
+    """Return the batches of the kept sets, if there are any."""
+    if data.keep is None:
+        return None
+    return make_batches_in_order(plan, data, data.keep, data.kept, pad_token_id, pairs=False)
+
+
+def make_batches_in_order(
+    plan: Plan,
+    data: PreparedData,
+    table: Any,
+    names: Sequence[str],
+    pad_token_id: int,
+    *,
+    pairs: bool,
+    cut: Cut | None = None,
+) -> Batches:
+    assert table is not None
     train = plan.run.train
     micro = train.per_device_eval_batch_size
-    rows = np.arange(len(data.validation))
+    rows = np.arange(len(table))
     return Batches(
-        data.validation,
-        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu"), pairs=data.pairs, cut=cut),
+        table,
+        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu", pairs=pairs), pairs=pairs, cut=cut),
         micro,
         order=lambda _: rows,
         round_rows=micro * collectives.get_world_size() // (cut.ranks if cut else 1),
         workers=train.dataloader_num_workers,
         pin=train.dataloader_pin_memory,
-        names=data.evaluated,
+        names=names,
     )

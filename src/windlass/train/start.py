@@ -106,6 +106,7 @@ def best(
     base_dtypes: Sequence[str] = (),
     allow_other_base: bool = False,
     by: str = "loss",
+    keep: float | None = None,
     show: Callable[[Ranking], None],
 ) -> int:
     """Evaluate every saved adapter of a run, in as many ranks as its layout has. Returns the exit code."""
@@ -115,7 +116,7 @@ def best(
 
         assert isinstance(plan, Plan)
         return rank_checkpoints(
-            plan, here, run_folder, show, base_dtypes=base_dtypes, allow_other_base=allow_other_base, by=by
+            plan, here, run_folder, show, base_dtypes=base_dtypes, allow_other_base=allow_other_base, by=by, keep=keep
         )
 
     return run_in_ranks(make_plan, work, command)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from windlass import run_folder
 from windlass.observe import steps
 from windlass.observe.format import NONE, format_duration, format_figure, format_percent
-from windlass.observe.reader import NAN, as_dict, as_list, as_number, get_path
+from windlass.observe.reader import NAN, as_dict, as_list, as_number, get_path, read_kept
 from windlass.observe.report.facts import Facts, highest_peak_gib
 from windlass.observe.report.read import Run, Series, finite_numbers, round_value, thin_curve
 
@@ -17,7 +17,8 @@ POINTS: Final = 480  # of one curve: every second pixel of a wide chart; a band 
 BUDGET: Final = 60_000  # points of all curves on a page, to keep it under a megabyte
 CURVES: Final = 33  # approximate number per run, with bands
 PHASES: Final = {phase: "waiting for ranks" if phase == "communication" else phase for phase in steps.PHASES}
-COMPARED: Final = ("loss", "margin", "accuracy", "grad_norm", "rate", "slowest", "memory", "learning_rate")
+OF_RUN: Final = ("grad_norm", "rate", "slowest", "memory", "learning_rate")
+COMPARED: Final = ("loss", "kept_worse", "kept_kl", "margin", "accuracy", *OF_RUN)
 
 ANSWERS: Final = ("chosen", "rejected")
 BASE: Final = "base model, evaluated"  # without its adapter
@@ -76,6 +77,8 @@ def make_charts(run: Run) -> list[Chart]:
             "",
             [drawn for name in _sources(run) for drawn in curve(name, _pick(run, "source_loss", name))],
         ),
+        ("kept_worse", "Kept sets: loss above the base's", "", _kept(run, x, "worse")),
+        ("kept_kl", "Kept sets: KL divergence from the base, per token", "nats", _kept(run, x, "kl")),
         *((name, title, unit, of_pairs(fields, scale)) for name, title, unit, scale, fields in PREFERENCE),
         ("grad_norm", "Gradient norm", "", curve("gradient norm", first["grad_norm"])),
         ("learning_rate", "Learning rate", "", curve("learning rate", first["learning_rate"])),
@@ -143,6 +146,11 @@ def _name_losses(run: Run) -> dict[str, str]:
     losses = [name for name in names if name.startswith("eval_") and name.endswith("_loss")]
     labels = {name: f"evaluation {name[5:-5]}".strip() for name in losses}
     return {**labels, "eval_base": BASE} if "eval_base" in names else labels
+
+
+def _kept(run: Run, x: list[int], figure: str) -> list[Curve]:
+    names = dict.fromkeys(name for event in run.events for name in read_kept(event, figure))
+    return _evaluations(run, x, {f"{steps.KEPT}{name}/{figure}": name for name in names})
 
 
 def _evaluations(run: Run, x: list[int], labels: Mapping[str, str], scale: float = 1) -> list[Curve]:

@@ -24,6 +24,7 @@ from windlass.observe.reader import (
     is_as_in_the_data,
     mean,
     median,
+    read_kept,
 )
 from windlass.observe.report.read import Run, finite_numbers
 from windlass.observe.symptoms import find_symptoms
@@ -209,10 +210,20 @@ def summarize_run(run: Run, began: float, evaluations: list[float]) -> Facts:
 
 
 def summarize_gains(evaluations: list[dict[str, Any]]) -> Facts:
-    """Return the largest gain over the base without its adapter, and the base's evaluation loss."""
+    """Return the largest gain over the base without its adapter, the base's evaluation loss, and of the last evaluation
+    the kept set that got worse most."""
     gains = finite_numbers(event.get("eval_gain") for event in evaluations)
     bases = finite_numbers(event.get("eval_base") for event in evaluations)
-    return {"gain": max(gains, default=NAN), "base_eval_loss": bases[-1] if bases else NAN}
+    last: Facts = next((event for event in reversed(evaluations) if read_kept(event, "worse")), {})
+    worse = read_kept(last, "worse")
+    worst = max(worse, key=lambda name: worse[name], default=None)
+    return {
+        "gain": max(gains, default=NAN),
+        "base_eval_loss": bases[-1] if bases else NAN,
+        "kept_worst": worst,
+        "kept_worse": worse.get(worst or "", NAN),
+        "kept_kl": read_kept(last, "kl").get(worst or "", NAN),
+    }
 
 
 def count_waits(events: Sequence[Facts]) -> float:

@@ -112,6 +112,7 @@ class History:
     lowest_loss: tuple[float, float] | None = None  # the lowest median, with its deviation
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     evaluations: list[tuple[int, float]] = field(default_factory=list)
+    kept: dict[str, float] = field(default_factory=dict)  # how much worse kept sets were in the last evaluation
     seen: int = 0
 
     def add(self, step: int, records: Records) -> None:
@@ -397,6 +398,14 @@ def eval_loss(history: History) -> Findings:
         yield f"{message}; the best was {best:.4g} at step {best_step}", None
 
 
+def kept_worse(history: History) -> Findings:
+    bound = history.limits.keep_tolerance
+    worse = {name: value for name, value in history.kept.items() if bound is not None and value > bound}
+    if worse:
+        listed = ", ".join(f"{name} by {value:.4f}" for name, value in worse.items())
+        yield f"got worse than watch.keep_tolerance {bound:g} allows: {listed}", None
+
+
 # --- the list ---
 
 # What a detector reads.
@@ -445,6 +454,12 @@ DETECTORS: Final = (
     Detector("dead_experts", "lower train.learning_rate; adapters on these experts are not trained", dead_experts),
     Detector(
         "eval_loss", "the adapter overfits: take the best checkpoint: `windlass best RUN_DIR`", eval_loss, EVALUATIONS
+    ),
+    Detector(
+        "kept_worse",
+        "take a checkpoint from before: `windlass best RUN_DIR --keep 0.02`; or lower train.learning_rate or lora.r",
+        kept_worse,
+        EVALUATIONS,
     ),
     Detector("sockets", "see `windlass check RUN --in-pod`, NCCL_IB_HCA and the pod's RDMA resource", None, NCCL_LOG),
     Detector("stall", "the stacks of all ranks are in the run folder", None, RUN, True),

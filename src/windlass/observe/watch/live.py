@@ -16,7 +16,7 @@ from windlass import run_folder
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe import steps
-from windlass.observe.format import describe_gain, format_plural
+from windlass.observe.format import describe_gain, describe_kept, format_plural
 from windlass.observe.reader import (
     NAN,
     JoinedSteps,
@@ -74,6 +74,7 @@ class View:
         self.alarm_count = 0
         self.evaluation = ""
         self.preferred = ""
+        self.kept = ""  # what became of the kept sets
         self.total = NAN  # steps, as the run counted them
         self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
         self.seconds: deque[float] = deque(maxlen=20)
@@ -129,6 +130,8 @@ class View:
                 gain = describe_gain(event.get("eval_gain"))
                 self.evaluation = f"evaluation {event['eval_loss']:.4f}{f', {gain},' if gain else ''}"
                 self.evaluation += f" at step {get_number(event, 'step'):.0f}"
+                kept = describe_kept(event)
+                self.kept = f"{'kept':10} {kept.removeprefix('kept ')}" if kept else ""
                 share = as_number(event.get("eval_rewards/accuracies"))
                 if drop_nan([share]):
                     self.preferred = f"{'evaluated':10} {share:>10.0%}  chosen answers preferred"
@@ -180,6 +183,8 @@ class View:
             yield Text(f"{'rate':10} {first['learning_rate']:>10.3g}  {total:,.0f} {unit}/s  {self.evaluation}")
         if self.preferred:
             yield Text(self.preferred)
+        if self.kept:
+            yield Text(self.kept)
 
     def _draw_ranks(self, now: float) -> Table:
         """Return a table with the slowest ranks."""

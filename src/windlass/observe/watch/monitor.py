@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 from windlass import run_folder
 from windlass.files import append_json_line, read_json
-from windlass.observe.reader import JoinedSteps, Tail
+from windlass.observe.reader import JoinedSteps, Tail, read_kept
 from windlass.observe.watch.detectors import BY_KIND, DETECTORS, EVALUATIONS, STEPS, Alarm, History, Memory, make_hint
 from windlass.observe.watch.prometheus import MetricsServer, format_prometheus
 from windlass.runfile import RunFile, ScriptRun, Watch
@@ -116,6 +116,7 @@ class Monitor:
         if not isinstance(step, int) or not isinstance(loss, int | float):
             return
         self.history.evaluations.append((step, float(loss)))
+        self.history.kept = read_kept(event, "worse")
         if step > self.from_step:
             self._run_detectors(EVALUATIONS, step)
 

@@ -1,0 +1,66 @@
+"""Kept sets, which should not get worse: their loss, the base's, and how far predictions are from the base's."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from windlass.ranks import collectives
+from windlass.train.base_alone import BaseAlone
+from windlass.train.batches import Batches
+from windlass.train.parallel import get_device
+
+FIGURES: Final = 4  # of a set: tokens, and summed over them its loss, the base's, and the divergence
+
+
+def measure_kept_sets(
+    batches: Batches,
+    causal_lm: Any,
+    base: BaseAlone,
+    *,
+    autocast: AbstractContextManager[Any],
+    begin_batch: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Return each set's loss per supervised token, how much worse than the base's it is, and the divergence KL(adapted
+    || base) in nats; None if `begin_batch` says on any rank that a stop signal came. A collective.
+
+    Both are measured in the same batch, with the adapter and without it.
+    """
+    count = len(batches.names)
+    device = get_device()
+    sums = torch.zeros(count * FIGURES + 1, dtype=torch.float64, device=device)
+    requested = None  # a stop signal up to the previous batch: reading it then lets the device run ahead
+    for host_batch in batches.epoch(0):
+        stop = begin_batch()
+        batch = host_batch.to(device)
+        with torch.no_grad():
+            with autocast:
+                adapted = causal_lm(**batch.inputs, states=True)
+            with base.active(), autocast:  # its own: autocast remembers weights
+                of_tokens = causal_lm(**batch.inputs, against=adapted)
+            figures = torch.cat([torch.ones_like(of_tokens[:1]), of_tokens]).double()
+            sources = batch.inputs.get("sources", torch.zeros_like(batch.inputs["targets"]))
+            of_sets = sums.new_zeros(count, FIGURES).index_add_(0, sources, figures.t())
+            vector = torch.cat([of_sets.flatten(), sums.new_tensor([float(stop)])])
+        if collectives.get_world_size() > 1:
+            dist.all_reduce(vector)
+        sums += vector
+        if requested is not None and bool(requested):
+            break
+        requested = vector[-1]
+    *values, stopped = sums.tolist()
+    if stopped:
+        return None
+    means: dict[str, float] = {}
+    for number, name in enumerate(batches.names):
+        tokens, *summed = values[number * FIGURES : (number + 1) * FIGURES]
+        loss, of_base, divergence = (value / max(tokens, 1) for value in summed)
+        means |= {f"{name}/loss": loss, f"{name}/worse": loss - of_base, f"{name}/kl": divergence}
+    return means
+
+
+def list_worse(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much each kept set got worse."""
+    return {name.removesuffix("/worse"): value for name, value in figures.items() if name.endswith("/worse")}
