@@ -247,7 +247,7 @@ def test_the_plan_shows_groups_and_the_longest_row(tmp_path: Path, capsys: pytes
     assert "2 groups of 4 GPUs that split rows" in said
     assert "longest row that fits" in said
     print_plan(planned(tmp_path, f"{KEY}=8"))
-    assert "micro-batches x 8 GPUs that split rows" in " ".join(capsys.readouterr().out.split())
+    assert "1 micro-batch x 8 GPUs that split rows" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_accelerate_file_sets_it_and_a_disagreement_is_named(tmp_path: Path) -> None:

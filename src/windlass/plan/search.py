@@ -74,7 +74,8 @@ class Choice:
 
 def choose_fitting(search: Search, request: LayoutRequest, place: str) -> Choice:
     """Choose the layout that is requested, or the best. What no key sets is tried only if nothing fits otherwise:
-    activations recomputed, then also rows split over GPUs. `place`: where the run file sets the layout, for errors."""
+    activations recomputed, then also rows split over GPUs, if a micro-batch of one row is too large. `place`: where the
+    run file sets the layout, for errors."""
     choice = choose(search, request, place)
     recomputed = replace(request, activation_checkpointing=True)
     if not choice.best.cost.fits and request.activation_checkpointing is None:
@@ -82,7 +83,8 @@ def choose_fitting(search: Search, request: LayoutRequest, place: str) -> Choice
         if again.best.cost.fits:
             reason = f"{again.best.layout.reason}; activations are recomputed, it doesn't fit without"
             return again.with_reason(reason)
-    if choice.best.cost.fits or request.context_parallel or not search.work.splits:
+    one_row = choice.best.cost.batch.micro == 1
+    if choice.best.cost.fits or not one_row or request.context_parallel or not search.work.splits:
         return choice
     if request.activation_checkpointing is None:
         request = recomputed

@@ -176,12 +176,12 @@ class _LowRank(torch.autograd.Function):
 
         def add() -> Tensor:
             down, up = stack_by_expert(a, b, len(edges) - 1, scaling, base.dtype)
-            narrow = new_aligned(len(x), down.shape[1], up)
+            narrow = []
             for part in split_by_expert(base, edges):
-                rows = x[part.rows].to(up.dtype)
-                narrow[part.rows] = grouped_mm(rows, down[part.experts].transpose(1, 2), offs=part.ends)
-                base[part.rows].add_(grouped_mm(narrow[part.rows], up[part.experts], offs=part.ends))
-            return narrow
+                rows = part.take(x).to(up.dtype)
+                narrow.append(grouped_mm(rows, part.of(down).transpose(1, 2), offs=part.ends))
+                part.take(base).add_(grouped_mm(narrow[-1], part.of(up), offs=part.ends))
+            return join_aligned(narrow)
 
         narrow = kept.keep_expert_product(add)  # if this is kept, so is `base` including what was added to it
         ctx.mark_dirty(base)
@@ -203,12 +203,12 @@ class _LowRank(torch.autograd.Function):
         grads_a: list[Tensor] = []
         grads_b: list[Tensor] = []
         for part in split_by_expert(gradient, edges):
-            grad_rows = gradient[part.rows].to(narrow.dtype).contiguous()
-            grad_narrow = grouped_mm(grad_rows, up[part.experts].transpose(1, 2), offs=part.ends)
+            grad_rows = part.take(gradient).to(narrow.dtype).contiguous()
+            grad_narrow = grouped_mm(grad_rows, part.of(up).transpose(1, 2), offs=part.ends)
             if ctx.needs_input_grad[1]:
-                grads_x.append(grouped_mm(grad_narrow, down[part.experts], offs=part.ends).to(ctx.dtype))
-            grads_b.append(grouped_mm(narrow[part.rows].t(), grad_rows, offs=part.ends))
-            grads_a.append(grouped_mm(grad_narrow.t(), x[part.rows].to(narrow.dtype), offs=part.ends))
+                grads_x.append(grouped_mm(grad_narrow, part.of(down), offs=part.ends).to(ctx.dtype))
+            grads_b.append(grouped_mm(part.take(narrow).t(), grad_rows, offs=part.ends))
+            grads_a.append(grouped_mm(grad_narrow.t(), part.take(x).to(narrow.dtype), offs=part.ends))
         grad_x = join(grads_x) if grads_x else None
         grad_a = join(grads_a)
         grad_b = join(grads_b)
@@ -223,27 +223,38 @@ class _LowRank(torch.autograd.Function):
 
 
 class Part(NamedTuple):
-    """Some of the rows sorted by expert, and their experts."""
+    """Some of the rows sorted by expert, and their experts. None: all of them."""
 
-    rows: slice
-    experts: slice
+    rows: slice | None
+    experts: slice | None
     ends: Tensor  # where each expert's rows end, within the part
+
+    def take(self, rows: Tensor) -> Tensor:
+        return rows if self.rows is None else rows[self.rows]
+
+    def of(self, matrices: Tensor) -> Tensor:
+        return matrices if self.experts is None else matrices[self.experts]
 
 
 def split_by_expert(rows: Tensor, edges: Tensor) -> list[Part]:
     """Split sorted rows into the parts that are multiplied at once: 16-bit rows on a CPU; else all are one part."""
     if on_cpu.rounds_rows(rows):
         return [Part(*part) for part in on_cpu.split_by_expert(edges, rows.shape[1])]
-    return [Part(slice(None), slice(None), edges[1:])]
-
-
-def new_aligned(rows: int, columns: int, like: Tensor) -> Tensor:
-    """Return memory for a matrix whose rows begin where grouped kernels want them."""
-    return like.new_empty(rows, columns + -columns % (16 // like.element_size()))[:, :columns]
+    return [Part(None, None, edges[1:])]
 
 
 def join(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def join_aligned(parts: list[Tensor]) -> Tensor:
+    """Join rows so that each begins where grouped kernels want it, as their results do."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = parts[0].shape[1]
+    aligned = columns + -columns % (16 // parts[0].element_size())
+    joined = parts[0].new_empty(sum(map(len, parts)), aligned)[:, :columns]
+    return torch.cat(parts, out=joined)
 
 
 def stack_by_expert(a: Tensor, b: Tensor, experts: int, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
