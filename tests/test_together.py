@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import warm
+import yaml
 from refusals import refused
 from safetensors.torch import load_file
 from test_sweep import WORDS, assert_same_run, count_steps, run, start, wait_for, write_sweep
@@ -473,3 +474,29 @@ def test_auto_takes_what_is_fastest(material: Path, monkeypatch: pytest.MonkeyPa
     assert group.seconds < group.seconds_alone
     plan = make_plan(read_run_file(write_sweep(material, "default", trials, LAYOUTS["resident"])))
     assert [len(group.names) for group in plan.groups] == [1, 1, 1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+def test_trials_on_pairs_are_what_they_would_be_alone(objective: str, material: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(material, tmp_path / "here")
+    lines = (folder / "data.txt").read_text().splitlines()
+    pairs = [
+        {"prompt": line, "chosen": f" {other}", "rejected": f" {' '.join(reversed(other.split()))} {line}"}
+        for line, other in zip(lines, [*lines[1:], lines[0]], strict=True)
+        if len({*other.split()}) > 1
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    trials: dict[str, dict[str, Any]] = {
+        "first": {"lora.lora_dropout": 0.0, f"{objective}.beta": 0.3},
+        "second": {"lora.r": 8, "train.learning_rate": 1e-3, "lora.target_modules": "all-linear"},
+    }
+    for name, count in (("together", 2), ("alone", 1)):
+        path = write(folder, name, trials, LAYOUTS["resident"], count)
+        document = yaml.safe_load(path.read_text())
+        document["data"] = {"dataset_name_or_path": "pairs.jsonl", "max_length": 128, "val_fraction": 0.1}
+        document["train"] |= {"objective": objective, "neftune_noise_alpha": None}
+        path.write_text(json.dumps(document))
+        run(f"train {path}", folder)
+    for name in trials:
+        assert_close_run(folder / "together" / "trials" / name, folder / "alone" / "trials" / name)

@@ -64,7 +64,7 @@ FUSED_INPUTS: Final = (
 BY_DOCUMENT_ELEMENTS: Final = 2**16
 # Documents are padded to multiples of this many tokens: torch keeps about 4 MiB of code for each length it has seen.
 DOCUMENT_TOKENS: Final = 64
-# Queries of split rows that are computed at once under an explicit mask.
+# Queries of split rows that are computed at once under an explicit mask, of a window or of all heads that share keys.
 SPLIT_QUERIES: Final = 256
 
 # Global batches that are sorted by length together: more of them pad less, fewer shuffle better. Transformers' own

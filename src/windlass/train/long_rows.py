@@ -34,9 +34,9 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from windlass.data.collate import Array
+from windlass.settings import SPLIT_QUERIES
 
 NAME: Final = "windlass-long-rows"
-QUERIES: Final = 256  # computed at once under an explicit mask, of a window or of all heads that share keys
 ALIGNED: Final = 16  # torch's kernels copy masks of other widths
 
 
@@ -212,7 +212,7 @@ class Mask:
                 window = document.window or self.window
                 if window and document.stop - document.start <= window:
                     window = None
-                size = QUERIES if window else at_once or max(1, stop - start)
+                size = SPLIT_QUERIES if window else at_once or max(1, stop - start)
                 for first in range(start, stop, size):
                     end = min(first + size, stop)
                     key = document.start
@@ -234,11 +234,11 @@ class Mask:
     def scores(self, span: Span, folds: int, like: Tensor) -> Tensor:
         """Return what is added to the scores: 0, or -inf of a key that a query doesn't see, for `folds` heads below
         each other. Keys end at the last query, so all masks of a window are lower right corners of one."""
-        keys = span.window + QUERIES + ALIGNED if span.window else max(piece.stop for piece in self.row.pieces)
+        keys = span.window + SPLIT_QUERIES + ALIGNED if span.window else max(piece.stop for piece in self.row.pieces)
         keys = -(-keys // ALIGNED) * ALIGNED
         known = (folds, span.window, like.dtype)
         if known not in self.known:
-            queries = QUERIES if span.window else max(1, QUERIES // folds)
+            queries = SPLIT_QUERIES if span.window else max(1, SPLIT_QUERIES // folds)
             query = torch.arange(keys - queries, keys, device=like.device)[:, None]
             key = torch.arange(keys, device=like.device)
             hidden = key > query
@@ -279,7 +279,7 @@ def attend(
     folds = query.shape[1] // key.shape[1]
     # Kernels that need no mask, as those of torch have it: of full heads, or of grouped ones in 16 bits.
     unmasked = query.is_cuda and s_aux is None and (folds == 1 or query.element_size() == 2)
-    rows = attention_mask.by_rows(None if unmasked else max(1, QUERIES // folds))
+    rows = attention_mask.by_rows(None if unmasked else max(1, SPLIT_QUERIES // folds))
     spans = [(which, span.first_key, span.stop) for which, of_row in rows for span in of_row]
     gathered = GatherKeys.apply(key, value, attention_mask.group, spans)  # type: ignore[no-untyped-call]
     parts = iter(gathered)
