@@ -73,6 +73,7 @@ class View:
         self.alarms: deque[dict[str, Any]] = deque(maxlen=MAX_ALARMS)
         self.alarm_count = 0
         self.evaluation = ""
+        self.gain = ""  # over the base without an adapter
         self.preferred = ""
         self.kept = ""  # what became of the kept sets
         self.total = NAN  # steps, as the run counted them
@@ -127,9 +128,9 @@ class View:
             self.total = counted
         for event in events:
             if event.get("kind") == "eval" and drop_nan([as_number(event.get("eval_loss"))]):
+                self.evaluation = f"evaluation {event['eval_loss']:.4f} at step {get_number(event, 'step'):.0f}"
                 gain = describe_gain(event.get("eval_gain"))
-                self.evaluation = f"evaluation {event['eval_loss']:.4f}{f', {gain},' if gain else ''}"
-                self.evaluation += f" at step {get_number(event, 'step'):.0f}"
+                self.gain = f"{'evaluated':10} {gain}" if gain else ""
                 kept = describe_kept(event)
                 self.kept = f"{'kept':10} {kept.removeprefix('kept ')}" if kept else ""
                 share = as_number(event.get("eval_rewards/accuracies"))
@@ -181,6 +182,8 @@ class View:
             unit, rate = steps.unit_fields(steps.read_unit(first))
             total = sum(get_number(record, rate) for record in self.joined.latest.values())
             yield Text(f"{'rate':10} {first['learning_rate']:>10.3g}  {total:,.0f} {unit}/s  {self.evaluation}")
+        if self.gain:
+            yield Text(self.gain)
         if self.preferred:
             yield Text(self.preferred)
         if self.kept:
