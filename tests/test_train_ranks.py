@@ -15,6 +15,7 @@ import warm
 from refusals import refused
 
 from windlass.errors import SAVED, Problem, RunError, UserError
+from windlass.ranks import collectives
 from windlass.ranks import supervisor as ranks
 from windlass.ranks.place import Node, read_node, translate_launcher
 from windlass.ranks.rank import Rank, read_rank
@@ -283,10 +284,10 @@ from windlass.ranks import collectives
 from windlass.train.connect import create_process_group
 
 def work():
-    create_process_group(here, 60)
-    if here.rank == 1:
-        os._exit(0)
     try:
+        create_process_group(here, 60)
+        if here.rank == 1:
+            os._exit(0)  # rank 0 may still be connecting
         collectives.barrier()
         dist.all_reduce(torch.ones(1))
     except Exception as error:
@@ -295,6 +296,16 @@ def work():
     with refused("lost-rank", "windlass train", RunError) as problems:
         crew(tmp_path, body)
     assert "/gloo/" not in problems[0].problem
+
+
+def test_a_rank_lost_while_the_others_connect_is_explained_too() -> None:
+    said = (
+        "Gloo connectFullMesh failed with [/__w/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+        "[127.0.0.1]:46263. This is typically caused by a remote worker crashing."
+    )
+    explained = collectives.explain_lost_rank(RuntimeError(said))
+    assert explained is not None
+    assert explained.problems[0].problem.startswith("rank 0 lost another rank: Connection closed by peer [127.0.0.1]:")
 
 
 @pytest.mark.fault("a rank that is killed", "`windlass train`", "rank 1 was killed by SIGKILL while training step 12")

@@ -87,7 +87,7 @@ def explain_lost_rank(error: BaseException) -> RunError | None:
     text = str(error).partition("\n")[0]
     if not (isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text)):
         return None
-    why = re.sub(r"^\[.*?\] *", "", text)[:200]  # gloo's source file and line
+    why = re.sub(r"^[^\[]*\[[^\]]*/gloo/[^\]]*\] *", "", text)[:200]  # gloo's source file and line
     hint = "its own output has the cause, or an alarm before this names it; go on with --resume"
     return RunError(f"rank {get_rank()} lost another rank: {why}", "windlass train", hint, LOST_RANK)
 
