@@ -176,12 +176,7 @@ class _LowRank(torch.autograd.Function):
 
         def add() -> Tensor:
             down, up = stack_by_expert(a, b, len(edges) - 1, scaling, base.dtype)
-            narrow = []
-            for part in split_by_expert(base, edges):
-                rows = part.take(x).to(up.dtype)
-                narrow.append(grouped_mm(rows, part.of(down).transpose(1, 2), offs=part.ends))
-                part.take(base).add_(grouped_mm(narrow[-1], part.of(up), offs=part.ends))
-            return join_aligned(narrow)
+            return add_low_rank(base, x, down, up, edges)
 
         narrow = kept.keep_expert_product(add)  # if this is kept, so is `base` including what was added to it
         ctx.mark_dirty(base)
@@ -195,31 +190,47 @@ class _LowRank(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         source, edges, a, b, narrow = ctx.saved_tensors
-        ends = edges[1:]
         experts = len(edges) - 1
         down, up = stack_by_expert(a, b, experts, ctx.scaling, narrow.dtype)
-        x = ctx.rows_of(source)
-        grads_x: list[Tensor] = []
-        grads_a: list[Tensor] = []
-        grads_b: list[Tensor] = []
-        for part in split_by_expert(gradient, edges):
-            grad_rows = part.take(gradient).to(narrow.dtype).contiguous()
-            grad_narrow = grouped_mm(grad_rows, part.of(up).transpose(1, 2), offs=part.ends)
-            if ctx.needs_input_grad[1]:
-                grads_x.append(grouped_mm(grad_narrow, part.of(down), offs=part.ends).to(ctx.dtype))
-            grads_b.append(grouped_mm(part.take(narrow).t(), grad_rows, offs=part.ends))
-            grads_a.append(grouped_mm(grad_narrow.t(), part.take(x).to(narrow.dtype), offs=part.ends))
-        grad_x = join(grads_x) if grads_x else None
-        grad_a = join(grads_a)
-        grad_b = join(grads_b)
-        # For an expert without tokens a kernel may write nothing (pytorch#172439) and leave uninitialized memory.
-        without = (ends == edges[:-1])[:, None, None]
-        grad_a.masked_fill_(without, 0)
-        grad_b.masked_fill_(without, 0)
+        grad_x, grad_a, grad_b = low_rank_gradients(
+            gradient, ctx.rows_of(source), narrow, down, up, edges, ctx.dtype if ctx.needs_input_grad[1] else None
+        )
         r = b.shape[1] // experts
         grad_a = pack_experts(".lora_A.", grad_a[:, :r]).to(a.dtype)
         grad_b = pack_grad_b(grad_b[:, :r], b, ctx.scaling)
         return gradient, grad_x, None, None, None, grad_a, grad_b, None
+
+
+def add_low_rank(base: Tensor, x: Tensor, down: Tensor, up: Tensor, edges: Tensor) -> Tensor:
+    """Add (x A) B of each expert's rows to `base`, in its memory. Returns x A."""
+    narrow = []
+    for part in split_by_expert(base, edges):
+        rows = part.take(x).to(up.dtype)
+        narrow.append(grouped_mm(rows, part.of(down).transpose(1, 2), offs=part.ends))
+        part.take(base).add_(grouped_mm(narrow[-1], part.of(up), offs=part.ends))
+    return join_aligned(narrow)
+
+
+def low_rank_gradients(
+    gradient: Tensor, x: Tensor, narrow: Tensor, down: Tensor, up: Tensor, edges: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the gradients of x (in this dtype; None: it needs none), and of each expert's A and B."""
+    grads_x: list[Tensor] = []
+    grads_a: list[Tensor] = []
+    grads_b: list[Tensor] = []
+    for part in split_by_expert(gradient, edges):
+        grad_rows = part.take(gradient).to(narrow.dtype).contiguous()
+        grad_narrow = grouped_mm(grad_rows, part.of(up).transpose(1, 2), offs=part.ends)
+        if dtype:
+            grads_x.append(grouped_mm(grad_narrow, part.of(down), offs=part.ends).to(dtype))
+        grads_b.append(grouped_mm(part.take(narrow).t(), grad_rows, offs=part.ends))
+        grads_a.append(grouped_mm(grad_narrow.t(), part.take(x).to(narrow.dtype), offs=part.ends))
+    grad_x = join(grads_x) if grads_x else None
+    grad_a = join(grads_a)
+    grad_b = join(grads_b)
+    # For an expert without tokens a kernel may write nothing (pytorch#172439) and leave uninitialized memory.
+    without = (edges[1:] == edges[:-1])[:, None, None]
+    return grad_x, grad_a.masked_fill_(without, 0), grad_b.masked_fill_(without, 0)
 
 
 class Part(NamedTuple):

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import grouped_mm
 
-from windlass.train.experts.experts import pack_grad_b, stack_by_expert
+from windlass.train.experts.experts import add_low_rank, low_rank_gradients, pack_grad_b, stack_by_expert
 from windlass.train.kernels import kept
 from windlass.train.kernels.products import grouped_linear
 from windlass.train.kernels.slices import Slices, draw_factors
@@ -103,9 +102,7 @@ class AddLowRank(torch.autograd.Function):
     ) -> Tensor:
         def add() -> Tensor:
             down, up = stack_groups(weights, slots, len(edges) - 1, groups, base.dtype)
-            narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=edges[1:])
-            base.add_(grouped_mm(narrow, up, offs=edges[1:]))
-            return narrow
+            return add_low_rank(base, x, down, up, edges)
 
         narrow = kept.keep_expert_product(add)
         ctx.mark_dirty(base)
@@ -120,15 +117,10 @@ class AddLowRank(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         source, edges, narrow, *weights = ctx.saved_tensors
-        ends = edges[1:]
-        down, up = stack_groups(weights, ctx.slots, len(ends), ctx.groups, narrow.dtype)
-        gradient_rows = gradient.to(narrow.dtype).contiguous()
-        grad_narrow = grouped_mm(gradient_rows, up.transpose(1, 2), offs=ends)
-        grad_x = grouped_mm(grad_narrow, down, offs=ends).to(ctx.dtype) if ctx.needs_input_grad[1] else None
-        without = (ends == edges[:-1])[:, None, None]  # a kernel may write nothing there
-        grad_b = grouped_mm(narrow.t(), gradient_rows, offs=ends).masked_fill_(without, 0)
-        rows = ctx.rows_of(source).to(narrow.dtype)
-        grad_a = grouped_mm(grad_narrow.t(), rows, offs=ends).masked_fill_(without, 0)
+        down, up = stack_groups(weights, ctx.slots, len(edges) - 1, ctx.groups, narrow.dtype)
+        grad_x, grad_a, grad_b = low_rank_gradients(
+            gradient, ctx.rows_of(source), narrow, down, up, edges, ctx.dtype if ctx.needs_input_grad[1] else None
+        )
         grads: list[Tensor] = []
         for slot, a, b in zip(ctx.slots, weights[::2], weights[1::2], strict=True):
             own_a = grad_a[slot.number :: ctx.groups, : slot.r]
