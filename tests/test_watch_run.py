@@ -8,6 +8,7 @@ import random
 import sqlite3
 import struct
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from windlass import run_folder, tiny
 from windlass.files import read_json, read_json_lines
 from windlass.observe.watch.monitor import Monitor
 from windlass.runfile import Watch
+from windlass.train import trackers
 
 pytestmark = pytest.mark.long
 
@@ -307,6 +309,29 @@ def of_trackio(folder: Path) -> Logged:
 
 
 STORES = {"tensorboard": of_tensorboard, "wandb": of_wandb, "mlflow": of_mlflow, "trackio": of_trackio}
+
+
+@pytest.mark.filterwarnings("default")
+def test_two_runs_of_one_process_are_two_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As trials that train together."""
+    pytest.importorskip("wandb", reason="wandb is not installed (pip install wandb)")
+    for variable, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.chdir(tmp_path)
+    opened = [trackers.open_wandb(tmp_path, f"trial-{number}", {"number": number}) for number in range(2)]
+    for step in (1, 2):
+        for number, (log, _) in enumerate(opened):
+            log({"loss": float(10 * number + step)}, step)
+    for _, close in opened:
+        close()
+    expected = [{1: 1, 2: 2}, {1: 11, 2: 12}]
+    losses: list[Any] = []
+    until = time.monotonic() + 60  # its own process may write the end a little later
+    while losses != expected and time.monotonic() < until:
+        time.sleep(0.1)
+        folders = (tmp_path / "wandb").glob("offline-run-*")
+        losses = sorted((of_wandb(folder).get("train/loss") for folder in folders), key=str)
+    assert losses == expected
 
 
 @pytest.mark.parametrize("name", TRACKERS)

@@ -12,8 +12,8 @@ from windlass.errors import Problem, raise_all
 from windlass.export.card import describe_evaluation, write_card
 from windlass.export.deltas import Deltas, read_deltas
 from windlass.export.folder import MERGED, claim_folder
-from windlass.export.merged_files import COPIED, OWN, MergePlan, plan_merge, write_merge
-from windlass.export.mistral_files import HF, LAYOUTS, choose_layout, plan_beside, plan_conversion, read_beside
+from windlass.export.merged_files import COPIED, HUGGING_FACE, MISTRAL, OWN, MergePlan, plan_merge, write_merge
+from windlass.export.mistral_files import BOTH, HF, LAYOUTS, choose_layout, plan_beside, plan_conversion, read_beside
 from windlass.export.proof import Proof, compare_logits, prove_files
 from windlass.export.screen import Say, ShowProgress
 from windlass.export.served import report_missing_files
@@ -22,6 +22,7 @@ from windlass.files import read_json
 from windlass.hardware import GIB
 from windlass.model import Base, read_base
 from windlass.model.base import UNTIE, find_untied_heads
+from windlass.model.mistral_layout import has_mistral_layout_alone
 from windlass.model.quantization import published_dtype
 from windlass.observe.format import format_are, format_plural
 from windlass.run_folder import BASES
@@ -57,7 +58,8 @@ def merge_adapter(
     base = require_local_base(source, base_folder)
     deltas = read_deltas(source, base)
     raise_all([Problem(problem, str(base.path), UNTIE, "untied-head") for problem in find_untied_heads(base)])
-    plan = plan_merge(base, deltas, to, dtype or OWN)
+    is_mistrals = has_mistral_layout_alone(base)
+    plan = plan_merge(base, deltas, to, dtype or OWN, MISTRAL if is_mistrals else HUGGING_FACE)
     has_mistrals = choose_layout(base, layout)
     beside = read_beside(base) if has_mistrals else None
     beside_plan = plan_beside(base, beside, deltas, to, dtype or OWN) if beside else None
@@ -83,8 +85,8 @@ def merge_adapter(
     if has_mistrals:
         size += beside_plan.size if beside_plan else plan.size
     claim_folder(source, base.path, to, MERGED, size)
-    _report_left_out(base, plan, has_mistrals, say)
-    report_missing_files(base, base_name, to, has_mistrals, say)
+    _report_left_out(base, plan, has_mistrals or is_mistrals, say)
+    report_missing_files(base, base_name, to, has_mistrals or is_mistrals, say)
 
     def write(which: Base, plan: MergePlan, deltas: Deltas) -> Proof:
         _report_plan(plan, say)
@@ -103,7 +105,7 @@ def merge_adapter(
         merged = read_base(to)
         proof.deviations += write(merged, plan_conversion(merged, to), Deltas({})).deviations
     row = find_row("vllm", base.family.model_type, "merged")
-    is_served = row.result == "applied" or (row.form == "mistral" and has_mistrals)
+    is_served = row.result == "applied" or (row.form == "mistral" and (has_mistrals or is_mistrals))
     written_dtype = None if plan.dtype == OWN else plan.dtype
     write_template(to, recorded.get(CHAT_TEMPLATE, {}))
     write_card(
@@ -127,7 +129,7 @@ def merge_adapter(
     _report_logits(proof.logits, say)
     return {
         "dtype": plan.dtype,
-        "layouts": list(LAYOUTS) if has_mistrals else [HF],
+        "layouts": list(LAYOUTS) if has_mistrals else [BOTH if is_mistrals else HF],
         "base_digest": digest or None,
         "other_base": other_base,
         "base_quantisation": quantization or None,

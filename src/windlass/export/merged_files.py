@@ -7,7 +7,7 @@ import itertools
 import json
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
@@ -81,7 +81,7 @@ class MergedEntry:
     source: Stored  # its tensor in the base
     how: str  # COPIED, MERGED, CONVERTED, RESCALED or ROTATED
     parameter: str = ""
-    piece: Piece | None = None
+    pieces: tuple[Piece, ...] = ()  # what it is computed from; several if they become one tensor
     heads: int = 0  # of an attention whose rows are reordered
 
 
@@ -97,6 +97,7 @@ class MergePlan:
     config: bytes
     index: bytes | None
     others: tuple[Path, ...]  # files that are copied unchanged
+    more: Mapping[str, bytes]  # files that are written besides, by name
     left_out: tuple[str, ...]
     read: Callable[[Path], Base] = read_base  # opens the result
 
@@ -109,10 +110,12 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str, names: LayoutFi
     """Plan what is written, or raise if the base can't be written in that dtype. Files keep their names."""
     assert base.path is not None
     sources = sorted({s.key: s for s in base.stored()}.values(), key=lambda s: (s.file.name, s.start, s.key))
-    raise_all(list(_find_unsupported(base, sources, dtype, names)))
+    raise_all(list(_find_unsupported(base, sources, dtype)))
 
     # 1. Each tensor: copied, merged, converted, rescaled or dropped.
     entries, dropped = _plan_tensors(base, sources, deltas, dtype)
+    if names == HUGGING_FACE and dtype == BF16 and has_separate_experts(base):
+        entries = fuse_experts(base, entries)
 
     # 2. The files: headers, config.json and index are byte-equal to the base's, unless a tensor's dtype changes.
     headers = {to / file.name: _read_header(file) for file in {entry.source.file: None for entry in entries}}
@@ -121,17 +124,19 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str, names: LayoutFi
     index = None
     if not (base.path / names.single).is_file() and (base.path / names.index).is_file():
         index = (base.path / names.index).read_bytes()
+    more: dict[str, bytes] = {}
+    if names == MISTRAL:  # whose folder has transformers' config.json as well
+        more[CONFIG] = (base.path / CONFIG).read_bytes()
     if dropped or any(entry.out.dtype != entry.source.dtype for entry in entries):
         headers, entries = lay_out(entries, names)
-        settings = json.loads(config)
-        names.drop_quantization(settings)
-        config = (json.dumps(settings, indent=2) + "\n").encode()
+        config = _rewrite(config, names.drop_quantization)
+        more = {name: _rewrite(text, _drop_quantization) for name, text in more.items()}
         if index is not None:
             index = make_index(entries, names)
 
     # 3. The rest of the base's folder.
     others = [path for path in sorted(base.path.iterdir()) if path.name not in (CONFIG, SINGLE, INDEX)]
-    others = [path for path in others if path.is_file() and names == HUGGING_FACE]
+    others = [path for path in others if path.is_file()]
     left_out = [path for path in others if any(path.match(pattern) for pattern in LEFT_OUT)]
     return MergePlan(
         dtype=OWN if dtype == FP8 else dtype,
@@ -142,8 +147,15 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str, names: LayoutFi
         config=config,
         index=index,
         others=tuple(path for path in others if path not in left_out),
+        more=more,
         left_out=tuple(p.name for p in left_out if not p.match("model*.safetensors") and p.name[0] != "."),
     )
+
+
+def _rewrite(text: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    settings = json.loads(text)
+    change(settings)
+    return (json.dumps(settings, indent=2) + "\n").encode()
 
 
 def _plan_tensors(
@@ -169,14 +181,37 @@ def _plan_tensors(
             how = COPIED if out.dtype == stored.dtype else CONVERTED
             if name in deltas.by_name:
                 how = MERGED
-            entries.append(MergedEntry(out, stored, how, name, piece))
+            entries.append(MergedEntry(out, stored, how, name, (piece,)))
         elif dtype == BF16 and (key in scales or (scales and base.unread.get(stored) in (ACTIVATIONS, CACHE, SHAPES))):
             dropped.append(key)
         elif key in scales and scales[key][0] in deltas.by_name:
-            entries.append(MergedEntry(stored, stored, RESCALED, *scales[key]))
+            name, piece = scales[key]
+            entries.append(MergedEntry(stored, stored, RESCALED, name, (piece,)))
         else:
             entries.append(MergedEntry(stored, stored, COPIED))
     return entries, dropped
+
+
+def fuse_experts(base: Base, entries: Sequence[MergedEntry]) -> list[MergedEntry]:
+    """Return the entries with one tensor for all of a layer's experts, as transformers opens Mistral 4 in 16 bits.
+
+    The matrices of experts follow each other in it, whole, so its bytes are theirs, one after the other.
+    """
+    separate = {p.name: p for p in base.parameters if p.part == "experts" and len(p.pieces) > 1}
+    fused: list[MergedEntry] = []
+    done: set[str] = set()
+    for entry in entries:
+        parameter = separate.get(entry.parameter)
+        if parameter is None:
+            fused.append(entry)
+        elif parameter.name not in done:
+            done.add(parameter.name)
+            module = entry.out.key.partition(".experts.")[0]
+            key = f"{module}.experts.{parameter.name.rpartition('.')[2]}"
+            pieces = sorted(parameter.pieces, key=lambda piece: piece.offset)
+            out = replace(entry.out, key=key, shape=parameter.shape)
+            fused.append(replace(entry, out=out, pieces=tuple(pieces)))
+    return fused
 
 
 def _read_header(file: Path) -> bytes:
@@ -194,7 +229,7 @@ def make_index(entries: Sequence[MergedEntry], names: LayoutFiles) -> bytes:
     return (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str, names: LayoutFiles) -> Iterator[Problem]:
+def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iterator[Problem]:
     if dtype not in (OWN, BF16, FP8):
         yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", "bf16, or fp8", "no-such-dtype")
     packed = next((piece for p in base.parameters for piece in p.pieces if piece.packed), None)
@@ -206,13 +241,6 @@ def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str, names: 
         problem = f"{base.name} is not quantized, and --dtype fp8 re-applies the base's own quantization"
         hint = "leave --dtype out, and quantize it afterwards with a server's own tool"
         yield Problem(problem, "--dtype", hint, "base-not-quantized")
-    hint = "`windlass export RUN --to FOLDER` writes the adapter alone, which servers apply to the base as it is"
-    if names == HUGGING_FACE and any(stored.file.name.startswith("consolidated") for stored in sources):
-        problem = f"{base.name} has its weights in Mistral's own layout alone, merged beside transformers' only"
-        yield Problem(problem, "--merge", hint, "base-in-mistral-layout")
-    elif names == HUGGING_FACE and dtype == BF16 and has_separate_experts(base):
-        problem = f"{base.name} has its experts one by one, and in 16 bits transformers opens Mistral 4 with fused ones"
-        yield Problem(problem, "--merge", hint, "separate-experts")
     vision = [stored.key for stored in base.unread if stored.dtype in NEEDS_SCALE]
     if dtype == BF16 and vision:
         problem = f"quantized tensors outside of the language model ({len(vision)}): {vision[0]}"
@@ -282,6 +310,8 @@ def write_merge(
             stop.set()  # after an error or a signal the others end at their next block
     for path in plan.others:
         shutil.copyfile(path, to / path.name)
+    for name, text in plan.more.items():
+        write_atomic(to / name, text)
     if plan.index is not None:
         write_atomic(to / plan.names.index, plan.index)
     flush_to_disk(to)
@@ -303,12 +333,18 @@ def _iter_bytes(
     if entry.how == ROTATED:
         yield _view_bytes(rotate_rows(read_tensor(entry.source, files), entry.heads))
         return
-    assert entry.piece is not None
+    for piece in entry.pieces:
+        yield from _iter_merged(entry, piece, base, deltas, files, scales)
+
+
+def _iter_merged(
+    entry: MergedEntry, piece: Piece, base: Base, deltas: Deltas, files: Files, scales: dict[str, Tensor]
+) -> Iterator[memoryview]:
     factors = None if entry.how == CONVERTED else deltas.factors(entry.parameter)
-    tensor = MergedTensor(entry.piece, factors, files, base.block)
+    tensor = MergedTensor(piece, factors, files, base.block)
     scale: Tensor | None = None
     if entry.how == RESCALED or entry.out.dtype in NEEDS_SCALE:
-        key = entry.piece.stored.key
+        key = piece.stored.key
         if key not in scales:
             scales[key] = tensor.new_scale()
         scale = scales[key]

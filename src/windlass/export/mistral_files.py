@@ -31,6 +31,7 @@ from windlass.model.mistral_layout import (
     MODEL_TYPE,
     ROTATED_ROWS,
     has_mistral_layout,
+    has_mistral_layout_alone,
     list_spellings,
     make_params,
     read_mistral_layout,
@@ -48,12 +49,17 @@ NEAR_ZERO: Final = 1e-4  # of the largest value: there codes are as far apart as
 
 
 def choose_layout(base: Base, layout: str | None) -> bool:
-    """Return whether Mistral's layout is to be written: by default if the base has it."""
+    """Return whether Mistral's layout is to be written beside transformers': by default if the base has both."""
     if layout not in (None, *LAYOUTS):
         raise UserError(f"there is no layout {layout!r}", "--layout", f"one of {', '.join(LAYOUTS)}", "no-such-layout")
     if layout == BOTH and base.family.model_type != MODEL_TYPE:
         problem = f"{base.name} is not published in Mistral's layout that servers read: only Mistral 4 is"
         raise UserError(problem, "--layout", "leave it out", "no-such-layout")
+    if has_mistral_layout_alone(base):  # and is merged in it
+        if layout == HF:
+            problem = f"{base.name} has its weights in Mistral's own layout alone, and is merged in that"
+            raise UserError(problem, "--layout", "leave it out", "base-in-mistral-layout")
+        return False
     return layout == BOTH or (layout is None and has_mistral_layout(base))
 
 
@@ -85,7 +91,7 @@ def read_beside(base: Base) -> Base | None:
 def plan_beside(base: Base, beside: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
     """Plan the merge of Mistral's own files."""
     plan = plan_merge(beside, deltas, to, dtype, MISTRAL)
-    return replace(plan, read=lambda folder: read_mistral_layout(folder, base))
+    return replace(plan, others=(), more={}, left_out=(), read=lambda folder: read_mistral_layout(folder, base))
 
 
 def plan_conversion(base: Base, to: Path) -> MergePlan:
@@ -103,6 +109,7 @@ def plan_conversion(base: Base, to: Path) -> MergePlan:
         config=(json.dumps(params, indent=2) + "\n").encode(),
         index=make_index(entries, MISTRAL) if len(headers) > 1 else None,
         others=(),
+        more={},
         left_out=(),
         read=lambda folder: read_mistral_layout(folder, base),
     )

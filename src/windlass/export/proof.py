@@ -196,10 +196,12 @@ def _sum_samples(parameter: Parameter, after: Parameter, expected: Expected, dis
     sums = Sums()
     for sample in sample_boxes(parameter.shape, parameter.name):
         row = (*sample[:-1], (0, parameter.shape[-1])) if sample else sample  # full rows: DoRA needs their length
-        for piece, merged_piece in zip(parameter.pieces, after.pieces, strict=True):
+        for piece in parameter.pieces:
             box = intersect(row, locate_piece(piece))
             if box is None:
                 continue
+            # Experts that are stored one by one may become one tensor, never more than they were.
+            merged_piece = next(other for other in after.pieces if intersect(box, locate_piece(other)) == box)
             shape = [stop - start for start, stop in box]
             before = disk.values(piece, box)[0].double().reshape(shape)
             merged = disk_after.values(merged_piece, box)[0].double().reshape(shape)

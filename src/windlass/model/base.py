@@ -161,16 +161,19 @@ def read_base(path: Path) -> Base:
 
 
 def _read_mistral_layout(path: Path, config: Mapping[str, Any], name: str) -> Base | None:
-    """Read weights that compressed-tensors stored in Mistral's own layout, beside a config.json of the same model; None
-    if they are stored otherwise."""
-    from windlass.model.mistral_layout import read_mistral_layout  # which assigns stored tensors, too
+    """Read weights that are in Mistral's own layout alone, in 16 bits or by compressed-tensors, beside a config.json of
+    the same model; None if they are stored otherwise."""
+    from windlass.model.mistral_layout import MODEL_TYPE, read_mistral_layout  # which assigns stored tensors, too
 
     quantized = read_table(path / PARAMS).get("quantization")
     files = {file.name for file in path.iterdir()} | read_json(path / HEADERS).keys()
     there = any(fnmatch(file, "consolidated*.safetensors") for file in files)
-    if not there or not isinstance(quantized, dict) or not is_compressed(quantized):
+    if not there or not (quantized is None or (isinstance(quantized, dict) and is_compressed(quantized))):
         return None
-    described = describe({**config, "quantization_config": quantized}, str(path / PARAMS), name, path)
+    own = {**config, "quantization_config": quantized}  # config.json's may be of the model in another layout
+    described = describe(own, str(path / PARAMS), name, path)
+    if described.family.model_type != MODEL_TYPE:
+        return None
     base = read_mistral_layout(path, described)
     notes = [f"the weights are in Mistral's own layout ({PARAMS}, consolidated*.safetensors)", *described.notes]
     return replace(base, notes=(*(() if base.path else (note_no_weights(path),)), *notes, *base.notes))

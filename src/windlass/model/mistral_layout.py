@@ -65,6 +65,11 @@ def has_mistral_layout(base: Base) -> bool:
     )
 
 
+def has_mistral_layout_alone(base: Base) -> bool:
+    """Return whether the weights were read from Mistral's layout, because no other is there."""
+    return any(tensor.file.name.startswith("consolidated") for tensor in base.stored())
+
+
 def has_separate_experts(base: Base) -> bool:
     """Return whether a Mistral 4's experts are stored one by one, as compressed-tensors' are: transformers opens fused
     ones alone."""

@@ -20,8 +20,6 @@ from typing import Any
 from windlass.errors import SAVED, USER_INPUT, Problem
 from windlass.files import read_json, read_json_lines, write_json
 from windlass.hardware import read_this_machine
-from windlass.model import read_base
-from windlass.model.mistral_layout import has_separate_experts
 from windlass.observe.format import format_are, format_plural
 from windlass.plan import fill_in_choices
 from windlass.rehearse.process import ERROR, Command, node_variables
@@ -372,11 +370,6 @@ def export(r: Rehearsal) -> Iterator[str]:
 
 def merge(r: Rehearsal) -> Iterator[str]:
     """Merge in 16 bits if the base is quantized: plain transformers can't open fused experts in FP8."""
-    if has_separate_experts(read_base(r.folder / "model")):
-        why = "Mistral 4's experts are stored one by one, which can't be merged in 16 bits"
-        r.record.not_proved.append({"what": "merge", "why": why})
-        yield f"nothing: {why}"
-        return
     dtype = ("--dtype", "bf16") if r.record.replica.get("quantization") else ()
     made = r.windlass("merge", "export", str(r.run_folder), "--to", str(r.folder / "merged"), "--merge", *dtype)
     logits = made["logits"]

@@ -45,7 +45,9 @@ def open_tensorboard(folder: Path, _name: str | None, config: dict[str, Any]) ->
 def open_wandb(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
     import wandb
 
-    run = wandb.run or wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), name=name)
+    # Trials that train together are several runs of one process.
+    project = os.environ.get("WANDB_PROJECT", "huggingface")
+    run = wandb.run or wandb.init(project=project, name=name, reinit="create_new")
     run.config.update(config, allow_val_change=True)
     run.define_metric("train/global_step")
     run.define_metric("*", step_metric="train/global_step", step_sync=True)
@@ -58,16 +60,17 @@ def open_mlflow(_folder: Path, name: str | None, config: dict[str, Any]) -> tupl
     started = mlflow.active_run() is None
     if started:  # the address and the experiment come from MLflow's own variables
         mlflow.start_run(run_name=name)
+    run_id = mlflow.active_run().info.run_id
     sections = ((section, keys) for section, keys in config.items() if isinstance(keys, dict))
     params = [(f"{section}.{key}", value) for section, keys in sections for key, value in keys.items()]
     params = [(key, value) for key, value in params if len(str(value)) <= 250]  # MLflow's limit per value
     for start in range(0, len(params), 100):  # and per call
-        mlflow.log_params(dict(params[start : start + 100]), synchronous=False)
+        mlflow.log_params(dict(params[start : start + 100]), synchronous=False, run_id=run_id)
 
     def log(values: Values, step: int) -> None:
         # Fields of the step file get the prefix train/ here too; other names stay as they are.
         named = {f"train/{n}" if n.startswith("step/") else n: value for n, value in values.items()}
-        mlflow.log_metrics(metrics=named, step=step, synchronous=False)
+        mlflow.log_metrics(metrics=named, step=step, synchronous=False, run_id=run_id)
 
     return log, mlflow.end_run if started else lambda: None
 
@@ -75,8 +78,8 @@ def open_mlflow(_folder: Path, name: str | None, config: dict[str, Any]) -> tupl
 def open_trackio(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
     import trackio
 
-    trackio.init(project="huggingface", name=name, resume="allow", config=config)
-    return lambda values, step: trackio.log({**add_prefixes(values), "train/global_step": step}), trackio.finish
+    run = trackio.init(project="huggingface", name=name, resume="allow", config=config)
+    return lambda values, step: run.log({**add_prefixes(values), "train/global_step": step}), run.finish
 
 
 OPEN = {"tensorboard": open_tensorboard, "wandb": open_wandb, "mlflow": open_mlflow, "trackio": open_trackio}
