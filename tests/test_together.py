@@ -31,8 +31,9 @@ from windlass.runfile import read_run_file
 from windlass.train import loss, together
 from windlass.train.batches import Batch, Collate
 from windlass.train.copies import copy_model
+from windlass.train.experts import experts as experts_of
 from windlass.train.experts import sliced
-from windlass.train.kernels import slices
+from windlass.train.kernels import on_cpu, slices
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
 from windlass.train.shared_base import SharedBase
@@ -323,12 +324,13 @@ def off_by_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wrong_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of experts are given to the next trial's adapter."""
-    original = sliced.stack_groups
+    original = sliced.SlicedExperts.split
 
-    def turn(*given: Any) -> Any:
-        return tuple(matrix.roll(1, 0) for matrix in original(*given))
+    def turn(*given: Any, **options: Any) -> Any:
+        parts = original(*given, **options)
+        return [parts[0], parts[2], parts[1], *parts[3:]]
 
-    monkeypatch.setattr(sliced, "stack_groups", turn)
+    monkeypatch.setattr(sliced.SlicedExperts, "split", turn)
 
 
 def leaking_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +368,48 @@ def test_planted_faults_show(plant: Any, members: Any, monkeypatch: pytest.Monke
     alone = compute_alone(trials, batches)
     plant(monkeypatch)
     assert find_differences(compute_together(base, trials, batches), alone)
+
+
+@pytest.mark.parametrize("part", [2**20, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_of_experts_have_the_products_of_each_trial_alone(
+    dtype: torch.dtype, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, values and gradients; a trial of which a rank has no rows has gradients of zero."""
+    monkeypatch.setattr(on_cpu, "PART_NUMBERS", part)
+    torch.manual_seed(0)
+    experts, trials, rows, r = 4, 3, 50, (2, 8, 3)
+    chosen = experts_of.sort_rows(
+        torch.randint(0, experts, (rows,)) * 4 + torch.tensor([0, 1, 3]).repeat(17)[:rows], 16
+    )
+    of_trials = sliced.SlicedExperts({}, slices.Slices(trials)).split(chosen.edges, rows, waits=True)
+    assert [len(places) for places, _ in of_trials] == [17, 17, 0, 16], "the last are padding"
+    base, x, gradient = (torch.randn(rows, width).to(dtype) for width in (24, 16, 24))
+    weights = [
+        torch.randn(shape, requires_grad=True) for own in r for shape in ((own * experts, 16), (24, own * experts))
+    ]
+
+    def compute(product: Any, places: Tensor, *given: Any) -> list[Tensor]:
+        rows, whole = x[places].requires_grad_(), base[places]
+        added = product.apply(whole, rows, rows.detach(), Tensor.detach, *given)
+        grads = torch.autograd.grad(
+            added, [rows, *(one for one in given if getattr(one, "requires_grad", False))], gradient[places]
+        )
+        return [added.detach(), *grads]
+
+    slots = [sliced.Slot(*one, 2.0) for one in of_trials[:trials]]
+    together_ = compute(sliced.AddLowRank, torch.arange(rows), slots, *weights)
+    for number, (places, edges, _) in enumerate(slots):
+        own = weights[2 * number : 2 * number + 2]
+        ours = [*(one[places] for one in together_[:2]), *together_[2 + 2 * number : 4 + 2 * number]]
+        if not len(places):
+            assert not any(gradient.any() for gradient in ours[2:])
+            continue
+        alone = compute(experts_of._LowRank, places, edges, *own, 2.0)
+        assert all(torch.equal(one, other) for one, other in zip(ours, alone, strict=True))
+    padding = of_trials[trials][0]
+    assert torch.equal(together_[0][padding], base[padding])
+    assert not together_[1][padding].any()
 
 
 # --- turns ---

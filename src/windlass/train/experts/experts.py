@@ -195,10 +195,7 @@ class _LowRank(torch.autograd.Function):
         grad_x, grad_a, grad_b = low_rank_gradients(
             gradient, ctx.rows_of(source), narrow, down, up, edges, ctx.dtype if ctx.needs_input_grad[1] else None
         )
-        r = b.shape[1] // experts
-        grad_a = pack_experts(".lora_A.", grad_a[:, :r]).to(a.dtype)
-        grad_b = pack_grad_b(grad_b[:, :r], b, ctx.scaling)
-        return gradient, grad_x, None, None, None, grad_a, grad_b, None
+        return gradient, grad_x, None, None, None, *pack_gradients(grad_a, grad_b, a, b, ctx.scaling), None
 
 
 def add_low_rank(base: Tensor, x: Tensor, down: Tensor, up: Tensor, edges: Tensor) -> Tensor:
@@ -281,6 +278,12 @@ def stack_by_expert(a: Tensor, b: Tensor, experts: int, scaling: float, dtype: t
         down = nn.functional.pad(down, (0, 0, 0, missing))
         up[:, r:] = 0
     return down, up
+
+
+def pack_gradients(grad_a: Tensor, grad_b: Tensor, a: Tensor, b: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return the gradients of A and s B [experts, r, …], packed like a and b, without the padding of r."""
+    r = b.shape[1] // len(grad_b)
+    return pack_experts(".lora_A.", grad_a[:, :r]).to(a.dtype), pack_grad_b(grad_b[:, :r], b, scaling)
 
 
 def pack_grad_b(grad_b: Tensor, b: Tensor, scaling: float) -> Tensor:

@@ -1,26 +1,26 @@
 """Routed experts for the rows of several trials: sorted by expert and trial, one product with the base for all, and
-each trial's adapter on its own rows."""
+each trial's adapter on its own rows, with the products that it has alone."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from windlass.train.experts.experts import add_low_rank, low_rank_gradients, pack_grad_b, stack_by_expert
+from windlass.train.experts.experts import add_low_rank, low_rank_gradients, pack_gradients, stack_by_expert
 from windlass.train.kernels import kept
 from windlass.train.kernels.products import grouped_linear
 from windlass.train.kernels.slices import Slices, draw_factors
-from windlass.weights.expert_shards import pack_experts
 
 
 class Slot(NamedTuple):
-    """One trial's adapter of a stack of experts."""
+    """One trial's adapter of a stack of experts, and its rows."""
 
-    number: int  # of its rows among those of an expert
+    places: Tensor  # of its rows among all
+    edges: Tensor  # 0, then where each expert's rows end among its own
     scaling: float
-    r: int
 
 
 class SlicedExperts:
@@ -52,41 +52,48 @@ class SlicedExperts:
         ]
         if not found:
             return base
+        split = self.split(edges, len(rows), waits=hasattr(experts, "exchange"))
         slots = []
         weights = []
+        factors = None  # what dropout multiplies rows by
         for number, wrapper in found:
             (adapter,) = wrapper.active_adapters
-            a = wrapper.lora_A[adapter].weight
-            weights += [a, wrapper.lora_B[adapter].weight]
-            slots.append(Slot(number, wrapper.scaling[adapter], len(a) * self.groups // (len(edges) - 1)))
-        factors = self.draw_factors(dict(found), rows, edges)
+            slots.append(Slot(*split[number], wrapper.scaling[adapter]))
+            weights += [wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight]
+            dropout = wrapper.lora_dropout[adapter]
+            part = self.slices.parts[number]
+            if part is not None and isinstance(dropout, nn.Dropout) and dropout.p:
+                factors = torch.ones_like(rows) if factors is None else factors
+                places = slots[-1].places
+                factors[places] = draw_factors(dropout, factors[places], part.random)
         dropped = rows
         if factors is not None:
             dropped = rows * factors
             source = dropped
             rows_of = Tensor.detach  # these are the rows themselves
-        added: Tensor = AddLowRank.apply(  # type: ignore[no-untyped-call]
-            base, dropped, source.detach(), rows_of, edges, self.groups, slots, *weights
-        )
+        added: Tensor = AddLowRank.apply(base, dropped, source.detach(), rows_of, slots, *weights)  # type: ignore[no-untyped-call]
         return added
 
-    def draw_factors(self, wrappers: Mapping[int, Any], rows: Tensor, edges: Tensor) -> Tensor | None:
-        """Return what dropout multiplies rows by: in each trial's, the numbers that it would draw for them alone."""
-        group = torch.repeat_interleave(torch.diff(edges), output_size=len(rows)) % self.groups
-        factors = None
-        for number, wrapper in wrappers.items():
-            (adapter,) = wrapper.active_adapters
-            part = self.slices.parts[number]
-            dropout = wrapper.lora_dropout[adapter]
-            if part is not None and isinstance(dropout, nn.Dropout) and dropout.p:
-                own = (group == number).nonzero().squeeze(1)
-                factors = torch.ones_like(rows) if factors is None else factors
-                factors[own] = draw_factors(dropout, factors[own], part.random)
-        return factors
+    def split(self, edges: Tensor, rows: int, *, waits: bool) -> list[tuple[Tensor, Tensor]]:
+        """Return the places of each trial's rows, and their edges by expert.
+
+        waits: the host reads from the device how many rows each trial has, because other ranks have sent them.
+        """
+        sizes = torch.diff(edges)
+        group = torch.repeat_interleave(sizes, output_size=rows) % self.groups
+        of_groups = sizes.view(-1, self.groups)
+        if waits:
+            counts = of_groups.sum(0).tolist()
+        else:
+            tokens = self.slices.count_tokens()
+            counts = [count * rows // sum(tokens) for count in tokens]
+        places = torch.split(torch.sort(group, stable=True).indices, counts)
+        ends = nn.functional.pad(of_groups.cumsum(0), (0, 0, 1, 0)).int().t().contiguous()
+        return list(zip(places, ends, strict=True))
 
 
 class AddLowRank(torch.autograd.Function):
-    """base + s (x A) B, with the A and B of each group's expert and trial, written into base's memory."""
+    """base + s (x A) B, with each trial's A and B on its own rows, written into base's memory."""
 
     @staticmethod
     def forward(
@@ -95,20 +102,23 @@ class AddLowRank(torch.autograd.Function):
         x: Tensor,
         source: Tensor,
         rows_of: Callable[[Tensor], Tensor],
-        edges: Tensor,
-        groups: int,
         slots: Sequence[Slot],
         *weights: Tensor,
     ) -> Tensor:
-        def add() -> Tensor:
-            down, up = stack_groups(weights, slots, len(edges) - 1, groups, base.dtype)
-            return add_low_rank(base, x, down, up, edges)
+        def add(slot: Slot, a: Tensor, b: Tensor) -> Tensor:
+            if not len(slot.places):
+                return base.new_empty(0)
+            down, up = stack_by_expert(a, b, len(slot.edges) - 1, slot.scaling, base.dtype)
+            own = base[slot.places]
+            narrow = add_low_rank(own, x[slot.places], down, up, slot.edges)
+            base[slot.places] = own
+            return narrow
 
-        narrow = kept.keep_expert_product(add)
+        trials = zip(slots, weights[::2], weights[1::2], strict=True)
+        narrow = [kept.keep_expert_product(partial(add, *trial)) for trial in trials]
         ctx.mark_dirty(base)
-        ctx.save_for_backward(source, edges, narrow, *weights)
+        ctx.save_for_backward(source, *narrow, *weights)
         ctx.rows_of = rows_of
-        ctx.groups = groups
         ctx.slots = slots
         ctx.dtype = x.dtype
         return base
@@ -116,33 +126,22 @@ class AddLowRank(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        source, edges, narrow, *weights = ctx.saved_tensors
-        down, up = stack_groups(weights, ctx.slots, len(edges) - 1, ctx.groups, narrow.dtype)
-        grad_x, grad_a, grad_b = low_rank_gradients(
-            gradient, ctx.rows_of(source), narrow, down, up, edges, ctx.dtype if ctx.needs_input_grad[1] else None
-        )
+        source, *saved = ctx.saved_tensors
+        count = len(ctx.slots)
+        weights = saved[count:]
+        x = ctx.rows_of(source)
+        grad_x = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
         grads: list[Tensor] = []
-        for slot, a, b in zip(ctx.slots, weights[::2], weights[1::2], strict=True):
-            own_a = grad_a[slot.number :: ctx.groups, : slot.r]
-            own_b = grad_b[slot.number :: ctx.groups, : slot.r]
-            grads += [pack_experts(".lora_A.", own_a).to(a.dtype), pack_grad_b(own_b, b, slot.scaling)]
-        return gradient, grad_x, None, None, None, None, None, *grads
-
-
-def stack_groups(
-    weights: Sequence[Tensor], slots: Sequence[Slot], count: int, groups: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return A as [groups of all experts, r, in] and s B as [groups of all experts, r, out], zeros where a trial has
-    no adapter or a smaller r."""
-    pairs = [
-        stack_by_expert(a, b, count // groups, slot.scaling, dtype)
-        for slot, a, b in zip(slots, weights[::2], weights[1::2], strict=True)
-    ]
-    stacked = []
-    for matrices in zip(*pairs, strict=True):
-        r = max(matrix.shape[1] for matrix in matrices)
-        whole = matrices[0].new_zeros(count // groups, groups, r, matrices[0].shape[2])
-        for slot, matrix in zip(slots, matrices, strict=True):
-            whole[:, slot.number, : matrix.shape[1]] = matrix
-        stacked.append(whole.flatten(0, 1))
-    return stacked[0], stacked[1]
+        for slot, narrow, a, b in zip(ctx.slots, saved[:count], weights[::2], weights[1::2], strict=True):
+            if not len(slot.places):  # other ranks have its rows
+                grads += [torch.zeros_like(a), torch.zeros_like(b)]
+                continue
+            experts = len(slot.edges) - 1
+            down, up = stack_by_expert(a, b, experts, slot.scaling, narrow.dtype)
+            dtype = None if grad_x is None else ctx.dtype
+            rows = gradient[slot.places], x[slot.places], narrow
+            grad_rows, grad_a, grad_b = low_rank_gradients(*rows, down, up, slot.edges, dtype)
+            if grad_x is not None and grad_rows is not None:
+                grad_x[slot.places] = grad_rows
+            grads += pack_gradients(grad_a, grad_b, a, b, slot.scaling)
+        return gradient, grad_x, None, None, None, *grads

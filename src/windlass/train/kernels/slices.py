@@ -73,6 +73,12 @@ class Slices:
         self.parts = list(parts)
         self.numbers: Tensor | None = None
 
+    def count_tokens(self) -> list[int]:
+        """Return how many tokens each trial has, then how many are padding to another trial's width."""
+        places = range(self.shape[0]), range(self.shape[1])
+        sizes = [0 if part is None else len(places[0][part.rows]) * len(places[1][part.columns]) for part in self.parts]
+        return [*sizes, self.shape[0] * self.shape[1] - sum(sizes)]
+
     def number_tokens(self, device: torch.device) -> Tensor:
         """Return the trial of each token; padding to another trial's width has the number after the last."""
         if self.numbers is None:
