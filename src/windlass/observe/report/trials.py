@@ -27,6 +27,8 @@ class TrialResult:
     settings: Mapping[str, Any]
     eval_loss: float | None  # the lowest
     final_loss: float | None  # of training
+    gain: float | None  # the largest over the base without an adapter
+    kept_worse: float | None  # loss above the base's of the kept set that got worse most, at the last evaluation
     steps: int | None
     seconds: float | None
     note: str
@@ -52,6 +54,16 @@ class SweepResult:
         return list(dict.fromkeys(key for trial in self.trials for key in trial.settings))
 
     @property
+    def measured(self) -> dict[str, str]:
+        """Return what else was measured of at least one trial: the column's name, and the field."""
+        fields = {"gain over the base": "gain", "kept sets: worse by": "kept_worse"}
+        return {
+            name: field
+            for name, field in fields.items()
+            if any(getattr(trial, field) is not None for trial in self.trials)
+        }
+
+    @property
     def caution(self) -> str:
         """Why the losses can't be compared: keys of the objective change what they measure. Empty if they can."""
         return explain_other_losses((key for key, *_ in self.effects), self.folder)
@@ -59,14 +71,21 @@ class SweepResult:
     def trial_rows(self, *, wide: bool) -> list[list[str]]:
         """Return the table of trials as text; its first row is its head. wide: with a column for each key, instead of
         lines below the trial's name."""
-        rows = [["trial", "evaluation loss", "final loss", "steps", "time", "state", *(self.keys if wide else [])]]
+        measured = self.measured
+        head = ["trial", "evaluation loss", "final loss", "steps", "time", "state"]
+        rows = [[*head, *measured, *self.keys] if wide else head]
         for trial in self.trials:
-            values = [show_value(trial.settings[key]) if key in trial.settings else NONE for key in self.keys if wide]
+            figures = [format_figure(getattr(trial, field), digits=4) for field in measured.values()]
+            values = [show_value(trial.settings[key]) if key in trial.settings else NONE for key in self.keys]
             losses = [format_figure(loss, digits=5) for loss in (trial.eval_loss, trial.final_loss)]
             state = f"{trial.state}; {trial.note}" if trial.note else trial.state
             cells = [*losses, format_figure(trial.steps), format_duration(trial.seconds), state]
-            below = [] if wide else [f"  {key} {show_value(value)}" for key, value in trial.settings.items()]
-            rows.append(["\n".join([trial.name, *below]), *cells, *values])
+            if wide:
+                rows.append([trial.name, *cells, *figures, *values])
+                continue
+            below = [f"  {key} {show_value(value)}" for key, value in trial.settings.items()]
+            below += [f"  {name} {figure}" for name, figure in zip(measured, figures, strict=True)]
+            rows.append(["\n".join([trial.name, *below]), *cells])
         return rows
 
     def effect_rows(self) -> list[list[str]]:
@@ -99,6 +118,8 @@ def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
                 settings=settings.get(path.name) or {},
                 eval_loss=head.get("least_eval_loss"),
                 final_loss=head.get("final_loss"),
+                gain=finite_or_none(head.get("gain")),
+                kept_worse=finite_or_none(head.get("kept_worse")),
                 steps=head.get("steps"),
                 seconds=head.get("seconds"),
                 note=OTHER_ROWS if differs else "",
@@ -108,6 +129,10 @@ def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
     losses = {trial.name: trial.eval_loss for trial in trials if not trial.note} if halved is None else halved["losses"]
     at = None if halved is None else halved["step"]
     return SweepResult(folder, tuple(trials), tuple(list_effects(trials, losses)), at)
+
+
+def finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def identify_rows(facts: Facts) -> tuple[Any, ...] | None:
