@@ -89,7 +89,7 @@ def find_base(model_name_or_path: str, where: str) -> Base:
         close = [names[key] for key in difflib.get_close_matches(path.name.lower()[:120], names, 3, 0.4)]
         alike = difflib.get_close_matches(path.name, [folder.name for folder in path.parent.glob("*/")], 3)
         known = f"{'nearest ' if close else ''}known: {', '.join(close or names.values())}"
-        hint = f"name its folder, or a model that windlass can plan without weights; {known}"
+        hint = f"name its folder (for a plan, one with its config.json alone), or a model that windlass knows; {known}"
         if alike:
             hint = f"{path.parent} has {', '.join(alike)}"
         elif re.fullmatch(r"\w[\w.-]*/[\w.-]+", model_name_or_path):
