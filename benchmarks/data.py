@@ -50,6 +50,7 @@ MAX_LENGTH = 1024
 EVERY = {"3 turns": 4, "40 turns": 24}  # one of so many rows is written: they are longer
 ROUNDS = 6
 LARGE_ROUNDS = 3
+OURS = "windlass, all of it"
 
 
 FORMATS: dict[str, Callable[[str, str], dict[str, Any]]] = {
@@ -214,7 +215,7 @@ WAYS: dict[str, Callable[[Path, Any, Path], tuple[float, Any]]] = {
 
 
 LARGE: dict[str, Callable[[Path, Any, Path], tuple[float, Any]]] = {
-    "windlass, all of it": partial(windlass_way, packing=True, val_fraction=0.02),
+    OURS: partial(windlass_way, packing=True, val_fraction=0.02),
     "datasets.map(num_proc=2), ids": map_large_way,
     "datasets.map(num_proc=2), ids and masks": partial(map_large_way, masks=True),
 }
@@ -311,15 +312,15 @@ def watch_memory(pid: int, ended: threading.Event, peak: list[float]) -> None:
         peak[0] = max(peak[0], total / 1024)
 
 
-def run_large(folder: Path, tokenizer: Path, megabytes: float, rounds: int) -> None:
+def run_large(folder: Path, tokenizer: Path, megabytes: float, rounds: int, ways: list[str]) -> None:
     rows = folder / "chats.jsonl"
     write_chats(rows, megabytes)
     with rows.open("rb") as file:
         count = sum(1 for _ in file)
-    taken: dict[str, list[dict[str, Any]]] = {way: [] for way in LARGE}
-    peaks = {way: [0.0] for way in LARGE}
+    taken: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    peaks = {way: [0.0] for way in ways}
     for number in range(rounds):
-        for way in [*LARGE][:: -1 if number % 2 else 1]:
+        for way in ways[:: -1 if number % 2 else 1]:
             print(f"round {number + 1} of {rounds}: {way}", file=sys.stderr, flush=True)
             served = Served(way, tokenizer)
             ended = threading.Event()
@@ -329,7 +330,7 @@ def run_large(folder: Path, tokenizer: Path, megabytes: float, rounds: int) -> N
             ended.set()
             watch.join()
             served.process.communicate()
-    ours = taken["windlass, all of it"]
+    ours = taken[OURS]
     print(f"{count:,} chats, {megabytes:g} MB\n")
     print("| way | s | CPU s | rows/s | memory, MiB | windlass's time / its | windlass's CPU time / its |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -351,6 +352,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help=f"{ROUNDS}, or {LARGE_ROUNDS} with --large")
     parser.add_argument("--large", action="store_true", help="prepare made-up chats as a run does")
     parser.add_argument("--megabytes", type=float, default=200, help="of chats, with --large")
+    parser.add_argument("--alone", action="store_true", help="windlass alone, with --large: for its memory")
     parser.add_argument("--kind", nargs="*", choices=FORMATS, default=[*FORMATS], help="formats to measure")
     parser.add_argument("--serve", choices=(*WAYS, *LARGE), help=argparse.SUPPRESS)
     parser.add_argument("--tokenizer", type=Path, help=argparse.SUPPRESS)
@@ -365,7 +367,8 @@ def main() -> None:
     if options.large:
         with tempfile.TemporaryDirectory() as name:
             tokenizer = tiny.write_tokenizer(Path(name) / "tokenizer", vocab=4096)
-            run_large(Path(name), tokenizer, options.megabytes, options.rounds or LARGE_ROUNDS)
+            ways = [OURS] if options.alone else [*LARGE]
+            run_large(Path(name), tokenizer, options.megabytes, options.rounds or LARGE_ROUNDS, ways)
         return
     options.rounds = options.rounds or ROUNDS
     print(
