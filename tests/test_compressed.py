@@ -314,7 +314,7 @@ def test_nvfp4_in_mistrals_own_layout_is_read(tmp_path: Path) -> None:
 
 # PEFT still uses names of transformers that its next major version drops.
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-@pytest.mark.parametrize("layout", ["theirs", "both", "native"])
+@pytest.mark.parametrize("layout", ["theirs", "both", "native", "ignored"])
 def test_a_mistral_4_in_nvfp4_is_merged_into_16_bits(
     tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,7 +326,11 @@ def test_a_mistral_4_in_nvfp4_is_merged_into_16_bits(
         shutil.copytree(tmp_path / "theirs", base)
         for file in ("params.json", "consolidated-00001-of-00001.safetensors"):
             shutil.copy(tmp_path / "native" / file, base)
-    targets = {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    targets: dict[str, Any] = {"target_modules": ["o_proj"]}
+    if layout == "ignored":  # experts of a layer in 16 bits, and no adapter on them
+        ignore_experts(tmp_path / "theirs", base)
+    else:
+        targets["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
     model = get_peft_model(opened(base), LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **targets))
     model.peft_config["default"].base_model_name_or_path = str(base)
     torch.manual_seed(1)
@@ -346,7 +350,7 @@ def test_a_mistral_4_in_nvfp4_is_merged_into_16_bits(
     assert not {name for name in names if re.search("packed|scale", name)}
     fused = {name for name in names if name.endswith("mlp.experts.gate_up_proj")}
     single = {name for name in names if re.search(r"^layers.*experts\.0\.w1\.weight$", name)}
-    assert (bool(fused), bool(single)) == (layout != "native", layout != "theirs")
+    assert (bool(fused), bool(single)) == (layout != "native", layout in ("both", "native"))
     assert "quantization" not in json.loads((to / "config.json").read_text())
     assert "quantization_config" not in json.loads((to / "config.json").read_text())
 
@@ -363,6 +367,21 @@ def test_a_mistral_4_in_nvfp4_is_merged_into_16_bits(
     else:
         with refused("base-in-mistral-layout", "--layout"):
             export(tmp_path / "adapter", tmp_path / "other", merge=True, dtype="bf16", layout="hf", say=print)
+
+
+def ignore_experts(folder: Path, to: Path) -> None:
+    """Write a tiny Mistral 4 in NVFP4 whose second layer has its experts in 16 bits, one by one."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    config["quantization_config"]["ignore"].append("re:.*layers.1.mlp.experts.*")
+    (to / "config.json").write_text(json.dumps(config))
+    stored = load_file(to / "model.safetensors")
+    for key in [key for key in stored if "layers.1.mlp.experts" in key]:
+        packed = stored.pop(key)
+        if key.endswith("_packed"):
+            rows, columns = packed.shape
+            stored[key.removesuffix("_packed")] = torch.randn(rows, 2 * columns, dtype=torch.bfloat16) / 10
+    save_file(stored, to / "model.safetensors", metadata={"format": "pt"})
 
 
 def opened(folder: Path) -> torch.nn.Module:

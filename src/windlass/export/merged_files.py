@@ -210,7 +210,8 @@ def fuse_experts(base: Base, entries: Sequence[MergedEntry]) -> list[MergedEntry
             key = f"{module}.experts.{parameter.name.rpartition('.')[2]}"
             pieces = sorted(parameter.pieces, key=lambda piece: piece.offset)
             out = replace(entry.out, key=key, shape=parameter.shape)
-            fused.append(replace(entry, out=out, pieces=tuple(pieces)))
+            how = CONVERTED if entry.how == COPIED else entry.how  # of several tensors, some in 16 bits already
+            fused.append(replace(entry, out=out, how=how, pieces=tuple(pieces)))
     return fused
 
 
