@@ -20,6 +20,7 @@ from windlass.ranks.rank import read_rank
 from windlass.train import connect, run
 from windlass.train.long_rows import Cut
 from windlass.train.loop import Loop
+from windlass.train.recompute import LayerInputs
 
 
 def lose_a_label(inputs: dict[str, Any]) -> None:
@@ -47,6 +48,12 @@ CUT_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
+INPUT_FAULTS: dict[str, Callable[[Tensor], Tensor]] = {  # of layers, in place of what was sent to host memory
+    "another token's input": lambda tensor: tensor.roll(1, 1),
+    "input rounded": lambda tensor: tensor.bfloat16().to(tensor.dtype),
+}
+
+
 def plant(fault: str, loop: Loop) -> None:
     if fault in CUT_FAULTS:
         original = Cut.__call__
@@ -57,6 +64,9 @@ def plant(fault: str, loop: Loop) -> None:
             return part
 
         Cut.__call__ = faulty  # type: ignore[method-assign, assignment]
+    elif fault in INPUT_FAULTS:
+        bring_back = LayerInputs.bring_back
+        LayerInputs.bring_back = lambda self, copy: INPUT_FAULTS[fault](bring_back(self, copy))  # type: ignore
     elif fault == "gradient twice":
         update = loop.updater.scale_and_clip
         loop.updater.scale_and_clip = lambda supervised: update(supervised / 2)  # type: ignore[method-assign]
@@ -97,7 +107,7 @@ def train(case: dict[str, Any], file: Path, gradients: Path) -> dict[str, Any]:
     here = read_rank(os.environ)
     assert here is not None
     kept: dict[str, Tensor] = {}
-    make_loop, cut = run.make_loop, Cut.__call__
+    make_loop, cut, bring_back = run.make_loop, Cut.__call__, LayerInputs.bring_back
 
     def loop_of(*arguments: Any, **others: Any) -> Loop:
         loop = make_loop(*arguments, **others)
@@ -116,6 +126,7 @@ def train(case: dict[str, Any], file: Path, gradients: Path) -> dict[str, Any]:
     finally:
         run.make_loop = make_loop
         Cut.__call__ = cut  # type: ignore[method-assign]
+        LayerInputs.bring_back = bring_back  # type: ignore[method-assign]
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if here.rank == 0:
         torch.save(kept, gradients)

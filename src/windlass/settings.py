@@ -57,6 +57,12 @@ FUSED_INPUTS: Final = (
     ("gate_proj", "up_proj"),
 )
 
+# --- recomputed layers ---
+
+# Layer inputs on a GPU at once while all others are in host memory: the one that a layer computes with, and the one on
+# its way.
+INPUTS_ON_DEVICE: Final = 2
+
 # --- attention on a CPU ---
 
 # Elements in a packed row's query from which a CPU computes attention by document: for fewer, the full square takes no

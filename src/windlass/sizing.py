@@ -343,12 +343,14 @@ def print_longest(rows: Sequence[LongestRow], subject: Subject, gpus: str | None
     console = Console(highlight=False, emoji=False, markup=False)
     title = "The longest row that fits, in tokens (estimate)"
     table = make_table(
-        title, "layout >kept >recomputed >split >tok/s", [(cells, False) for cells in list_columns([*rows])]
+        title, "layout >kept >recomputed >offloaded >split >tok/s", [(cells, False) for cells in list_columns([*rows])]
     )
     console.print(table)
     console.print("1 row per micro-batch, 5 % of the GPU left free; –: none fits")
     console.print("kept: with every activation kept; recomputed: with train.gradient_checkpointing")
-    if any(row.split for row in rows):
+    if any(row.offloaded_tokens for row in rows):
+        console.print("offloaded: recomputed, and layer inputs in host memory with train.offload_activations")
+    if any(row.split_tokens for row in rows):
         console.print("split: recomputed, and each row over as many GPUs with layout.context_parallel; tok/s: without")
     if subject.base.positions is None:
         console.print("the positions that the model was made for are not known here: they may be fewer")

@@ -161,8 +161,8 @@ class Recorder:
         if counts is not None:
             ids = batch["input_ids"]
             self._counts.append(counts)
-            self._sequences += ids.shape[0] if ids.dim() > 1 else 1
-            self._longest = max(self._longest, ids.shape[-1])
+            self._sequences += batch.get("sequences", ids.shape[0] if ids.dim() > 1 else 1)
+            self._longest = max(self._longest, batch.get("longest", ids.shape[-1]))
         self._cost += time.perf_counter() - began
         return counts
 

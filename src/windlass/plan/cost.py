@@ -18,8 +18,9 @@ MOST_NODES = 64  # where the search for enough nodes ends
 # Fraction of a GPU's memory that a micro-batch or layout chosen by the plan leaves free: the memory model agreed with
 # torch's tracker to within this fraction.
 HEADROOM = 0.05
+OFFLOADING = "train.offload_activations"
 # Changes with one of these are mentioned only if they make the run fit.
-IF_IT_HELPS = ("nf4", "context_parallel")
+IF_IT_HELPS = ("nf4", "context_parallel", OFFLOADING)
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ def _list_changes(work: Workload) -> Iterator[tuple[list[str], Workload]]:
         work = replace(work, batch=smaller, evaluated=min(work.evaluated, 1))
         keys.append("train.per_device_train_batch_size: 1")
         yield [*keys], work
+    if work.may_offload and not layout.offload_activations:
+        yield [*keys, f"{OFFLOADING}: true"], replace(work, layout=replace(recompute, offload_activations=True))
     full = replace(recompute, name="full-shard", shard=ranks, replicate=1, expert_parallel=1)
     full = replace(full, reshard_after_forward=True)
     layouts = {}

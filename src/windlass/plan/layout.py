@@ -41,6 +41,7 @@ class Layout:
     reshard_after_forward: bool = True
     offload: bool = False  # the frozen base is stored in host memory; the adapter and its states stay on the GPU
     activation_checkpointing: bool = False
+    offload_activations: bool = False  # inputs of recomputed layers are stored in host memory
     precision: str = "bf16"  # bf16 or no: the dtype that compute runs in
     base_dtype: str = "bf16"  # fp8, mxfp4: as published; nf4: as published or made at load
 
@@ -69,6 +70,7 @@ class LayoutRequest:
     reshard_after_forward: bool | None = None
     offload: bool | None = None  # False: no layout may offload
     activation_checkpointing: bool | None = None
+    offload_activations: bool | None = None
     precision: str = "bf16"
     base_dtype: str | None = None  # bf16, fp8, nf4 or mxfp4
     barred: Mapping[str, str] = field(default_factory=dict)  # layouts that the rest of the run rules out, and why
@@ -138,6 +140,7 @@ def resolve_layout(request: LayoutRequest, experts: int) -> Layout:
         reshard_after_forward=reshard,
         offload=bool(request.offload),
         activation_checkpointing=bool(request.activation_checkpointing),
+        offload_activations=bool(request.offload_activations),
         precision=request.precision,
         base_dtype=request.base_dtype or "bf16",
     )

@@ -20,8 +20,10 @@ class LongestRow:
     layout: str
     tokens: int  # with every activation kept
     recomputed_tokens: int  # with activations recomputed
+    offloaded_tokens: int  # recomputed, with layer inputs in host memory; 0: no longer, or not possible
     split_tokens: int  # recomputed, with rows split over more GPUs as well; 0: no longer, or not possible
     context_parallel: int  # the fewest GPUs that take that length; 1: none
+    split_offloaded_tokens: int  # so split, with layer inputs in host memory as well
     tokens_per_second: float | None  # of the longer of the first two
     overrides: tuple[str, ...]  # with which `plan` takes it
 
@@ -30,10 +32,14 @@ class LongestRow:
         return max(self.tokens, self.recomputed_tokens)
 
     @property
-    def split(self) -> str:
-        """Return what splitting rows gains, in words; empty if nothing."""
-        how = f"with layout.context_parallel: {self.context_parallel}"
-        return f"{self.split_tokens:,} {how}" if self.split_tokens else ""
+    def longer(self) -> Iterator[str]:
+        """Yield what else makes longer rows fit, each in words."""
+        if self.offloaded_tokens:
+            yield f"{self.offloaded_tokens:,} with train.offload_activations: true"
+        if self.split_tokens:
+            yield f"{self.split_tokens:,} with layout.context_parallel: {self.context_parallel}"
+        if self.split_offloaded_tokens:
+            yield f"{self.split_offloaded_tokens:,} with both"
 
 
 def find_longest_rows(plan: Plan) -> list[LongestRow]:
@@ -54,20 +60,35 @@ def find_planned_longest_row(plan: Plan) -> LongestRow:
 
 
 def _find_longest_row(plan: Plan, name: str, layout: Layout) -> LongestRow:
-    tokens, recomputed = (_bisect(plan, replace(layout, activation_checkpointing=value)) for value in (False, True))
+    layout = replace(layout, activation_checkpointing=True)
+    tokens = _bisect(plan, replace(layout, activation_checkpointing=False, offload_activations=False))
+    recomputed = _bisect(plan, layout)
     recompute = recomputed > tokens
     longest = max(tokens, recomputed)
     split_tokens = 0
     context_parallel = 1
     for split in plan.search.work.splits:
         if split > layout.context_parallel:
-            found = _bisect(plan, replace(layout, activation_checkpointing=True, context_parallel=split))
+            found = _bisect(plan, replace(layout, context_parallel=split))
             if found > max(longest, split_tokens):
                 split_tokens = found
                 context_parallel = split
+    offloaded = both = 0
+    if plan.search.work.may_offload and not layout.offload_activations:
+        offloaded = _bisect(plan, replace(layout, offload_activations=True))
+        if split_tokens:
+            both = _bisect(plan, replace(layout, offload_activations=True, context_parallel=context_parallel))
+    more = (
+        offloaded if offloaded > longest else 0,
+        split_tokens,
+        context_parallel,
+        both if both > max(offloaded, split_tokens) else 0,
+    )
     if not longest:
-        return LongestRow(name, 0, 0, split_tokens, context_parallel, None, ())
-    chosen = replace(layout, activation_checkpointing=recompute)
+        return LongestRow(name, 0, 0, *more, None, ())
+    chosen = layout
+    if not recompute:
+        chosen = replace(layout, activation_checkpointing=False, offload_activations=False)
     cost = _estimate(plan, chosen, longest)
     candidate = Candidate(name, chosen, cost, (), here=True)
     overrides = list_overrides(candidate, plan.loaded, published_dtype(plan.base))
@@ -76,7 +97,7 @@ def _find_longest_row(plan: Plan, name: str, layout: Layout) -> LongestRow:
         key = "train.gradient_checkpointing" if written == AUTO else "layout.activation_checkpointing"
         overrides.append(f"{key}=true")
     speed = cost.tokens_per_second
-    return LongestRow(name, tokens, recomputed, split_tokens, context_parallel, speed, tuple(overrides))
+    return LongestRow(name, tokens, recomputed, *more, speed, tuple(overrides))
 
 
 def _bisect(plan: Plan, layout: Layout) -> int:
@@ -104,7 +125,8 @@ def list_columns(rows: list[LongestRow]) -> Iterator[list[str]]:
     for row in rows:
         speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
         split = f"{row.split_tokens:,} over {row.context_parallel}" if row.split_tokens else "–"
-        yield [row.layout, _format_tokens(row.tokens), _format_tokens(row.recomputed_tokens), split, speed]
+        counts = (row.tokens, row.recomputed_tokens, row.offloaded_tokens)
+        yield [row.layout, *map(_format_tokens, counts), split, speed]
 
 
 def _format_tokens(tokens: int) -> str:

@@ -203,6 +203,10 @@ def list_training_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     saved = MemoryRow("activations", kept, words)
     early = MemoryRow("activations", kept * (layers - 1) / layers, words)
     first = MemoryRow("activations", kept / layers, words)
+    if inputs_on_host(work):  # as many are on the GPU at any time
+        inputs = min(layers, settings.INPUTS_ON_DEVICE) * input_bytes(work)
+        early = saved
+        first = replace(first, bytes=inputs + (kept - inputs) / layers)
     loss, loss_words = loss_bytes(shape, t)
     states = t.count * shape.hidden * (FLOAT + t.width)
     gradient = f"{loss_words}; gradient of {t.count} x {shape.hidden} in float32 and {t.width}"
@@ -273,6 +277,8 @@ def _kept_bytes(work: Workload, t: Tokens) -> tuple[float, str]:
     count = len(shape.layers)
     final = t.count * shape.hidden * (FLOAT + t.width)  # final norm's float32 input, and its result
     final += t.count * t.masked  # one mask for all layers, a byte per pair, from which each layer makes its own
+    if inputs_on_host(work):
+        count = min(count, settings.INPUTS_ON_DEVICE)
     stream = float(count * t.count * shape.hidden * t.width)
     if work.layout.activation_checkpointing:
         words = f"{count} layer inputs of {t.count} tokens x {shape.hidden} x {t.width}, and the final norm's"
@@ -290,6 +296,16 @@ def _kept_bytes(work: Workload, t: Tokens) -> tuple[float, str]:
     if any(layer.traced for layer, _ in shape.kinds):
         words += "; measured by tracing, where no formula is known"
     return stream + layers + final, words
+
+
+def inputs_on_host(work: Workload) -> bool:
+    """Return whether inputs of recomputed layers leave the device. On a CPU they are copied within its memory."""
+    return work.layout.offload_activations and not work.on_cpu
+
+
+def input_bytes(work: Workload) -> int:
+    """Return the bytes of one layer's input on one rank."""
+    return work.tokens * work.shape.hidden * work.width
 
 
 def _gathered_rows(work: Workload) -> dict[str, list[MemoryRow]]:
@@ -580,11 +596,21 @@ def _host_rows(work: Workload, on_rank: Mapping[str, float]) -> list[MemoryRow]:
         words = f"{ranks} x {base_bytes(work)[1]}, pinned: each parameter's part takes a power of two"
         pinned = ranks * _pinned_bytes(work)
         rows += [MemoryRow("offloaded base weights", pinned, words, phase, "host") for phase in on_rank]
+    if inputs_on_host(work):
+        layers = len(work.shape.layers)
+        size = input_bytes(work)
+        words = f"{ranks} x {layers} of {size} bytes, pinned: each takes a power of two"
+        rows.append(MemoryRow("layer inputs", ranks * layers * _pin(size), words, "step", "host"))
     return rows
 
 
+def _pin(size: int) -> int:
+    """Return the bytes that a request takes of torch's pinned-memory allocator: it rounds up to a power of two."""
+    return 1 << (size - 1).bit_length()
+
+
 def _pinned_bytes(work: Workload) -> float:
-    """Return the bytes that one rank pins: torch's pinned-memory allocator rounds each request up to a power of two."""
+    """Return the bytes of the base that one rank pins."""
     shard = work.layout.shard
     split = work.layout.expert_parallel
 
@@ -592,7 +618,7 @@ def _pinned_bytes(work: Workload) -> float:
         rows, *rest = parameter.shape or (1,)
         for ways in [split, shard // split] if parameter.part == "experts" else [shard]:
             rows = ceil(rows / ways)
-        return 1 << (rows * prod(rest) * work.base_bytes - 1).bit_length()
+        return _pin(rows * prod(rest) * work.base_bytes)
 
     layers = sum(times * sum(map(pinned, layer.parameters)) for layer, times in work.shape.kinds)
     return float(layers + sum(map(pinned, work.shape.outside)))

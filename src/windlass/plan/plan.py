@@ -241,6 +241,7 @@ def make_plan(
         scores=(run.model.attn_implementation or base.family.usual_attention) == "eager",
         document=counts.document and min(counts.document, run.data.length) if run.data.packs else None,
         four_bits=not dtypes.why_not_four_bits,
+        may_offload=not on_cpu and not run.train.compile,
         splits=list_splits(request, loaded, base),
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
         keeps=bool(run.data.keep),
@@ -297,6 +298,8 @@ def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
     yield from (f"not set, chosen: {choice}" for choice in plan.chosen)
     if plan.run.train.compile:
         yield "layers compiled (train.compile): time and memory are estimated for layers that are not"
+    if plan.layout.offload_activations and plan.machine.gpu.name == "cpu":
+        yield "train.offload_activations: on a CPU it only copies, because layers compute in host memory"
     yield from plan.loaded.notes
     yield from accelerate.notes if accelerate else ()
     yield from base.notes

@@ -32,6 +32,7 @@ KEYS = (
     "layout.base_dtype",
     "layout.wrap",
     *CHECKPOINTING,
+    "train.offload_activations",
     "train.bf16",
     "train.fp16",
 )
@@ -64,6 +65,13 @@ def read_request(
     recompute = _agree(
         "activation checkpointing", [*checkpointing, in_accelerate.get("activation_checkpointing")], problems
     )
+    offload_activations = _agree(
+        "offloading of activations",
+        [written.get("train.offload_activations"), in_accelerate.get("offload_activations")],
+        problems,
+    )
+    if offload_activations and recompute is None:  # what is offloaded are the inputs of recomputed layers
+        recompute = True
     precision = _agree("precision", [*_read_precision(written), in_accelerate.get("precision")], problems)
     sizes = {
         key: _agree(key, [written.get(f"layout.{key}"), in_accelerate.get(key)], problems)
@@ -76,6 +84,7 @@ def read_request(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         activation_checkpointing=recompute,
+        offload_activations=offload_activations,
         precision=precision or "bf16",
         barred=rule_out_layouts(run, experts_adapted, base_trained) if nodes * gpus_per_node > 1 else {},
         **sizes,

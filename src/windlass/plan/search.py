@@ -74,25 +74,42 @@ class Choice:
 
 def choose_fitting(search: Search, request: LayoutRequest, place: str) -> Choice:
     """Choose the layout that is requested, or the best. What no key sets is tried only if nothing fits otherwise:
-    activations recomputed, then also rows split over GPUs, if a micro-batch of one row is too large. `place`: where the
-    run file sets the layout, for errors."""
-    choice = choose(search, request, place)
-    recomputed = replace(request, activation_checkpointing=True)
-    if not choice.best.cost.fits and request.activation_checkpointing is None:
-        again = choose(search, recomputed, place)
-        if again.best.cost.fits:
-            reason = f"{again.best.layout.reason}; activations are recomputed, it doesn't fit without"
-            return again.with_reason(reason)
-    one_row = choice.best.cost.batch.micro == 1
-    if choice.best.cost.fits or not one_row or request.context_parallel or not search.work.splits:
-        return choice
+    activations recomputed, then also layer inputs in host memory, then also rows split over GPUs, if a micro-batch of
+    one row is too large. `place`: where the run file sets the layout, for errors."""
+    ways = [request]
     if request.activation_checkpointing is None:
-        request = recomputed
-    split = choose(search, request, place, search.work.splits)
-    if split.best.cost.fits:
-        parts = f"rows are split over {split.best.layout.context_parallel} GPUs, it doesn't fit without"
-        return split.with_reason(f"{split.best.layout.reason}; {parts}")
-    return replace(choice, contenders=split.contenders)
+        ways.append(replace(request, activation_checkpointing=True))
+    if request.offload_activations is None and ways[-1].activation_checkpointing and search.work.may_offload:
+        ways.append(replace(ways[-1], offload_activations=True))
+    for way in ways:
+        choice = choose(search, way, place)
+        if choice.best.cost.fits:
+            return _explain_way(choice, request, way)
+    first = choose(search, request, place)
+    one_row = first.best.cost.batch.micro == 1
+    if not one_row or request.context_parallel or not search.work.splits:
+        return first
+    contenders = first.contenders
+    for way in ways:
+        if way.activation_checkpointing == ways[-1].activation_checkpointing:
+            split = choose(search, way, place, search.work.splits)
+            if split.best.cost.fits:
+                parts = f"rows are split over {split.best.layout.context_parallel} GPUs"
+                return _explain_way(split, request, way, parts)
+            contenders = split.contenders
+    return replace(first, contenders=contenders)
+
+
+def _explain_way(choice: Choice, request: LayoutRequest, way: LayoutRequest, split: str = "") -> Choice:
+    """Add to the layout's reason what the request leaves open and the run needs in order to fit."""
+    words = [split] if split else []
+    if way.activation_checkpointing and not request.activation_checkpointing and not split:
+        words.append("activations are recomputed")
+    if way.offload_activations and not request.offload_activations:
+        words.append("layer inputs are in host memory")
+    if not words:
+        return choice
+    return choice.with_reason(f"{choice.best.layout.reason}; {' and '.join(words)}, it doesn't fit without")
 
 
 def choose(search: Search, request: LayoutRequest, place: str, splits: Sequence[int] = ()) -> Choice:
@@ -402,6 +419,8 @@ def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
         overrides.append("layout.offload=true")
     if layout.context_parallel > 1:
         overrides.append(f"layout.context_parallel={layout.context_parallel}")
+    if layout.offload_activations and train.offload_activations is not True:
+        overrides.append("train.offload_activations=true")
     if loaded.run.layout.activation_checkpointing is True:
         overrides.append("layout.activation_checkpointing=true")
     nodes, gpus_per_node = loaded.run.cluster.size

@@ -169,7 +169,7 @@ def _lines(plan: Plan) -> Iterator[Named]:
 def _describe_longest(plan: Plan) -> str:
     row = find_planned_longest_row(plan)
     texts = [f"{row.longest:,} tokens{' recomputed' if row.recomputed_tokens > row.tokens else ''}"]
-    return "; ".join([*texts, *([row.split] if row.split else [])])
+    return "; ".join([*texts, *row.longer])
 
 
 LIMITS = {
@@ -177,7 +177,7 @@ LIMITS = {
     "memory": "memory: elementwise operators, decoding and copying weights",
     "wire": "wire: what the ranks send each other",
     "host": "host: Python and the operators that it dispatches",
-    "host link": "host link: weights that come from host memory",
+    "host link": "host link: what comes from host memory and goes there",
 }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from windlass.hardware import get_product_rate, interpolate
 from windlass.plan.memory import adapter_share, base_bytes, gathered_bytes
 from windlass.plan.operators import OF_LINEAR, VIEW, count_dispatch, linear_features, load_operators
-from windlass.plan.traffic import Flow, estimate_traffic
+from windlass.plan.traffic import INPUTS, Flow, estimate_traffic
 from windlass.plan.workload import Layer, Lora, ModelShape, Workload
 
 SKEW = 1.03  # ranks wait for the slowest one, and collectives use some of the GPU's own units and memory
@@ -85,7 +85,8 @@ def estimate_time(work: Workload) -> StepTime:
     ranks = work.layout.ranks
     traffic = estimate_traffic(work)
     flops, recomputed = count_flops(work)
-    passes = _estimate_pass(work, "forward") + _estimate_pass(work, "backward") + _estimate_outside_layers(work)
+    forward = _estimate_pass(work, "forward")
+    passes = forward + _estimate_pass(work, "backward") + _estimate_outside_layers(work)
     if work.layout.activation_checkpointing:
         passes += _estimate_pass(work, "forward", products=not work.keeps_products)
     memory = passes.memory + _weights_seconds(work)
@@ -99,6 +100,9 @@ def estimate_time(work: Workload) -> StepTime:
     # The expert exchange sits between two dependent products and overlaps only with shared experts, and attention waits
     # for keys; weights are sent while earlier layers compute, except the first layer's.
     gpu = passes.compute + memory + exchanged - overlapped + keys
+    # Layer inputs leave during the forward; the backward, in which they come back, takes at least twice as long.
+    leaving = sum(flow.seconds for flow in traffic.transfers if flow.kind == INPUTS[0])
+    gpu += max(0.0, leaving - forward.compute - forward.memory)
     serial = gpu + overlapped + gathered + transferred + passes.host + waits
     if work.on_cpu:  # gloo's collectives, copies and dispatch all run on the processor that computes
         longest = serial

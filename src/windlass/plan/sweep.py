@@ -108,9 +108,18 @@ def _set_layout(trial: Loaded, layout: Layout) -> Loaded:
         keys["activation_checkpointing"] = layout.activation_checkpointing
     section = trial.run.layout
     left_open = {key: value for key, value in keys.items() if getattr(section, key) in (None, "auto")}
-    run = trial.run.model_copy(update={"layout": section.model_copy(update=left_open)})
+    train = {"offload_activations": layout.offload_activations}
+    if trial.run.train.offload_activations != "auto":
+        train = {}
+    run = trial.run.model_copy(
+        update={
+            "layout": section.model_copy(update=left_open),
+            "train": trial.run.train.model_copy(update=train),
+        }
+    )
     assert trial.trial is not None
     written = trial.trial.tree.get("layout", {})
     written = {"name": written} if isinstance(written, str) else written
     tree = {**trial.trial.tree, "layout": {**written, **left_open}}
+    tree["train"] = {**tree.get("train", {}), **train}
     return replace(trial, run=run, trial=replace(trial.trial, tree=tree))

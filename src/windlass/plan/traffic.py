@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from windlass.hardware import Fabric
-from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes
+from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes, input_bytes, inputs_on_host
 from windlass.plan.workload import Workload
 
+INPUTS = ("layer inputs to host", "layer inputs from host")
 KEYS = ("keys all-gather forward", "keys reduce-scatter")  # of split rows
 
 
@@ -30,7 +31,7 @@ class Traffic:
     dispatches: tuple[Flow, ...]  # tokens to their experts' ranks and back
     keys: tuple[Flow, ...]  # keys and values of split rows, and their gradients
     reductions: tuple[Flow, ...]  # gradients of the adapter
-    transfers: tuple[Flow, ...]  # offloaded weights, between host and GPU
+    transfers: tuple[Flow, ...]  # offloaded weights and layer inputs, between host and GPU
 
     @property
     def sent(self) -> tuple[Flow, ...]:
@@ -174,12 +175,19 @@ def _list_reductions(work: Workload) -> Iterator[Flow]:
 
 
 def _list_transfers(work: Workload) -> Iterator[Flow]:
-    """Yield the host transfers of offloading: each gather first copies the rank's shard from the host."""
+    """Yield the host transfers of offloading: each gather first copies the rank's shard from the host; inputs of
+    recomputed layers go there in the forward, and come back in the backward."""
     layout = work.layout
+    rate = work.machine.rates.host_link_gb_per_second
+    if inputs_on_host(work):
+        size = float(len(work.shape.layers) * input_bytes(work))
+        words = f"inputs of {len(work.shape.layers)} layers: {work.tokens} x {work.shape.hidden} x {work.width}"
+        for kind in INPUTS:
+            yield Flow(kind, work.machine.host_link.name, size, work.batch.accumulation, size / (rate * 1e9), words)
     if not layout.offload:
         return
     base, formula = base_bytes(work)
     times = 2 if layout.reshard_after_forward else 1
     runs = work.batch.accumulation if layout.reshard_after_forward else 1
-    seconds = times * base / (work.machine.rates.host_link_gb_per_second * 1e9)
+    seconds = times * base / (rate * 1e9)
     yield Flow("host transfer", work.machine.host_link.name, times * base, runs, seconds, f"{times} x {formula}")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from windlass.data.select import find_no_rows
-from windlass.errors import Problem, Where
+from windlass.errors import Problem, Where, is_written
 from windlass.model import Base
 from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.plan.accelerate import AccelerateFile
@@ -109,6 +109,16 @@ def check_request(
         text = "offload on a CPU: the base is stored in host memory already, and nothing would be moved"
         place = offload.where if offload else where("layout.offload")
         yield Problem(text, place, "leave it out, or write false", "offload-on-cpu")
+    if request.offload_activations:
+        setting = settings.get("offload_activations")
+        key = "train.offload_activations"
+        place = where(key) if is_written(where, key) or not setting else setting.where
+        if request.activation_checkpointing is False:
+            text = "offload_activations without activation checkpointing: it moves the inputs of recomputed layers"
+            yield Problem(text, place, "set train.gradient_checkpointing: true", "nothing-to-offload")
+        elif run.train.compile:
+            text = "offload_activations with compiled layers: not supported yet"
+            yield Problem(text, place, "set train.compile: false", "not-with-compiled")
     if run.lora.starts_from_weights and run.train.optim not in ELEMENTWISE:
         text = f"{run.train.optim} looks at a full tensor, and half of it is fixed with lora.init_lora_weights: "
         hint = "use adamw_torch, or set lora.init_lora_weights: true"

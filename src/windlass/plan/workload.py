@@ -54,6 +54,7 @@ class Workload:
     document: int | None = None  # usual tokens of a document in packed rows
     four_bits: bool = False  # the base could be stored in 4 bits: see settings.FOUR_BITS
     keeps_products: bool = False  # recomputed layers keep routed experts' products and the tokens sent to them
+    may_offload: bool = False  # inputs of recomputed layers could be stored in host memory
     splits: tuple[int, ...] = ()  # numbers of GPUs that rows could be split over
     evaluated: int = 0  # sequences per GPU in one evaluation batch; 0: no evaluation
     keeps: bool = False  # evaluations measure kept sets: with the adapter and without it

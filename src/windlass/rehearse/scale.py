@@ -252,6 +252,7 @@ def _scale_keys(
         ("data.val_split", "validation" if material.validation else None, rows),
         ("data.val_fraction", fraction, "of few rows" if fraction else "the validation split is there"),
         ("data.max_length", material.length, "shorter sequences take less time"),
+        *((("train.offload_activations", True, "as planned"),) if plan["layout"]["offload_activations"] else ()),
         ("train.output_dir", str(folder), "the rehearsal's own run folder"),
         ("train.max_steps", STEPS, "enough to evaluate, save, stop and resume"),
         ("train.per_device_train_batch_size", micro, less),

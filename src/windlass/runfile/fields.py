@@ -247,6 +247,9 @@ class Train(Section):
     """Recompute activations in backward instead of storing them: far less memory, about a third more compute.
     selective: keep the products of routed experts and the tokens sent to them. auto: only if the run doesn't fit
     otherwise."""
+    offload_activations: bool | Auto = "auto"
+    """Keep the inputs of recomputed layers in host memory until their backward: longer rows fit, a GPU then has two of
+    them. auto: only if the run doesn't fit otherwise."""
     compile: bool = False
     """Compile the layers with torch.compile: fewer, larger kernels after minutes of compiling. Checked on the first
     micro-batch: layers that fail the check run eagerly, and the reason is printed. The plan doesn't estimate the

@@ -34,7 +34,10 @@ UPSTREAM = {
     "lora": ("PEFT's LoraConfig", {"adapter", "dtype", "experts"}),
     "train": (
         "transformers' TrainingArguments",
-        {"compile", "global_batch_size", "objective", "resume", "router_aux_loss_coef", "sample", "warmup_ratio"},
+        {
+            *("compile", "global_batch_size", "objective", "offload_activations", "resume", "router_aux_loss_coef"),
+            *("sample", "warmup_ratio"),
+        },
     ),
 }
 

@@ -23,6 +23,7 @@ FREE: Final[dict[str, str]] = {
     "train.global_batch_size": "the sequences of a step are compared",
     "train.per_device_eval_batch_size": "an evaluation is a mean over tokens",
     "train.gradient_checkpointing": "what is computed again is the same",
+    "train.offload_activations": "what comes back is the same",
     "train.compile": "compiled layers are proven equal to eager ones",
     "train.sample": "continuing prompts changes no step",
     "train.logging_steps": "it changes no step",

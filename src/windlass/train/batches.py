@@ -110,6 +110,8 @@ class Collate:
             assert pairs is None, "pairs are not cut"
             inputs, tokens_of_rows, here = self.cut(inputs, lengths)
             which = which[here.numpy()]
+            collated["longest"] = labels.shape[1]
+            collated["sequences"] = 0 if self.cut.rank else len(rows)  # counted once for the ranks that share them
             collated["input_ids"] = inputs["input_ids"]
         else:
             tokens_of_rows = torch.tensor([len(row["input_ids"]) for row in rows])

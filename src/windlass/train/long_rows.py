@@ -19,7 +19,7 @@ probes) uses the implementation that the model had before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +35,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from windlass.data.collate import Array
 from windlass.settings import SPLIT_QUERIES
+from windlass.train.sync import WaitTimer
 
 NAME: Final = "windlass-long-rows"
 ALIGNED: Final = 16  # torch's kernels copy masks of other widths
@@ -145,6 +146,7 @@ class RowGroup:
     ranks: int
     group: dist.ProcessGroup
     usual: str | None = None  # the attention of rows that are not cut
+    waits: WaitTimer | None = None
 
     @classmethod
     def create(cls, ranks: int, timeout_seconds: float) -> RowGroup | None:
@@ -333,7 +335,8 @@ class GatherKeys(torch.autograd.Function):
         ctx.shapes = key.shape, value.shape
         sent = torch.cat([key.flatten(), value.flatten()])
         received = sent.new_empty(group.ranks, len(sent))
-        dist.all_gather_into_tensor(received.view(-1), sent, group=group.group)
+        with group.waits.measure() if group.waits else nullcontext():
+            dist.all_gather_into_tensor(received.view(-1), sent, group=group.group)
         wholes = []
         for shape, part in zip(ctx.shapes, torch.split(received, [key.numel(), value.numel()], 1), strict=True):
             whole = sent.new_empty(*shape[:2], group.ranks * shape[2], shape[3])

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,7 +13,6 @@ from windlass.plan import Plan
 from windlass.runfile import Train
 from windlass.train.batches import Batch
 from windlass.train.initial import FixedHalves
-from windlass.train.kernels import kept
 from windlass.train.kernels.compiled import Compiled
 from windlass.train.kernels.lora_linear import FusedAdapters
 from windlass.train.liveness import Liveness
@@ -24,6 +22,7 @@ from windlass.train.optimizer import create_optimizer, create_scheduler, is_metr
 from windlass.train.parallel import get_device, is_sharded, list_fsdp_modules
 from windlass.train.patches import ModelPatches
 from windlass.train.preference import Preference
+from windlass.train.recompute import recompute_layers
 from windlass.train.sync import ReplicaGroups, WaitTimer
 
 
@@ -103,6 +102,8 @@ class TrainedModel:
         gather_once = is_sharded(layout) and not layout.reshard_after_forward
         self.kept_gathered = list_fsdp_modules(model) if gather_once else []
         self.waits = WaitTimer(model, now, split_experts=layout.expert_parallel > 1)
+        if group:
+            group.waits = self.waits
         self.sources = SourceLosses(sources, self.device)  # per data set of a mix
         self.preference = Preference(plan.run, self.sources) if plan.run.objective.of_pairs else None
         self.shared: SharedForward | None = None  # computes the losses of trials that train together
@@ -114,9 +115,7 @@ class TrainedModel:
             noise_alpha=train.neftune_noise_alpha,
             group=group,
         )
-        if layout.activation_checkpointing:
-            keeps = {} if self.compiled else {"context_fn": partial(kept.checkpoint_contexts, train.keeps_products)}
-            self.causal_lm.activation_checkpointing_enable({"use_reentrant": False, **keeps})
+        recompute_layers(self.causal_lm, plan, compiled=bool(self.compiled))
 
     @property
     def compiled(self) -> Compiled | None:

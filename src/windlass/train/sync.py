@@ -1,6 +1,7 @@
 """Replicas of the adapter: one bucketed all-reduce per optimizer step, and proof that they stay equal."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -118,8 +119,9 @@ class ReplicaGroups:
 class WaitTimer:
     """Measures how long this rank's forward waits for others: otherwise a slow rank looks like those waiting for it.
 
-    Ranks wait where FSDP2 gathers weights, in its hook before a module's forward, and in the experts' forward if
-    experts are split, which exchanges tokens and is measured in full. Measured while `on`.
+    Ranks wait where FSDP2 gathers weights, in its hook before a module's forward, in the experts' forward if experts
+    are split, which exchanges tokens and is measured in full, and where keys of split rows are gathered. Measured while
+    `on`.
     """
 
     def __init__(self, model: nn.Module, now: Callable[[], Any], *, split_experts: bool) -> None:
@@ -134,6 +136,13 @@ class WaitTimer:
             if split_experts and name.endswith(".experts"):
                 module.register_forward_pre_hook(self._begin, prepend=True)
                 module.register_forward_hook(self._end)
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure what runs within this."""
+        self._begin()
+        yield
+        self._end()
 
     def _begin(self, *_: Any) -> None:
         self.depth += self.on

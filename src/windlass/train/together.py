@@ -28,13 +28,14 @@ from windlass.train.batches import Batch
 from windlass.train.copies import copy_model
 from windlass.train.experts.experts import UnmergedExpertLora
 from windlass.train.experts.sliced import SlicedExperts
-from windlass.train.kernels import family_layers, kept, slices
+from windlass.train.kernels import family_layers, slices
 from windlass.train.kernels.slices import Part, Random, SlicedLinear, Slices, set_state
 from windlass.train.liveness import ExpertTokens
 from windlass.train.loss import SourceLosses
 from windlass.train.noise import add_noise
 from windlass.train.parallel import get_device
 from windlass.train.patches import ModelPatches
+from windlass.train.recompute import recompute_layers
 from windlass.train.session import Session
 from windlass.train.shared_base import Loaded, SharedBase
 from windlass.train.step import TrainedModel, Updater
@@ -253,9 +254,7 @@ class Forward:
             for owner, name, value in list(family_layers.find_replacements(self.model, first.device)):
                 patches.patches.replace(owner, name, value)
         self.waits = WaitTimer(self.model, first.waits.now, split_experts=plan.layout.expert_parallel > 1)
-        if plan.layout.activation_checkpointing:
-            keeps = {"context_fn": partial(kept.checkpoint_contexts, plan.run.train.keeps_products)}
-            self.model.activation_checkpointing_enable({"use_reentrant": False, **keeps})
+        recompute_layers(self.model, plan)
         self.model.get_input_embeddings().register_forward_hook(self.add_noise)
         self.model.train()
 

@@ -7,6 +7,9 @@ from windlass.runfile.importers.imported import ImportedRun
 
 # Ranks that a row is split over: Axolotl's key, its older one, ms-swift's.
 SPLIT_ROWS: Final = ("context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size")
+# Inputs of recomputed layers in host memory: TRL's key and Axolotl's, ms-swift's; Axolotl's checkpointing, by value.
+OFFLOADED_INPUTS: Final = ("activation_offloading", "activation_offload")
+OFFLOADING: Final = ("offload", "offload_disk", "unsloth")
 IN_FOUR_BITS: Final = {"load_in_4bit": True, "quantization_bit": 4, "quant_bits": 4}
 
 
@@ -33,6 +36,11 @@ def translate_common(imported: ImportedRun) -> None:
     for key in SPLIT_ROWS:
         if (ranks := imported.take(key)) not in (None, 1):
             imported.set("layout.context_parallel", ranks, key)
+    offloads = [key for key in OFFLOADED_INPUTS if imported.take(key)]
+    if imported.theirs.get("gradient_checkpointing") in OFFLOADING:
+        offloads.append("gradient_checkpointing")
+    if offloads:
+        imported.set("train.offload_activations", True, offloads[0])
     for key in ("metric_for_best_model", "greater_is_better"):
         if imported.take(key) not in (None, False, "loss", "eval_loss"):
             imported.refuse(key, "the best checkpoint is the one with the lowest evaluation loss", "remove it")
@@ -95,6 +103,12 @@ def resolve_conflicts(imported: ImportedRun) -> None:
         imported.drop("train.gradient_accumulation_steps", "the whole batch is set as well")
     else:
         settings.pop("train.global_batch_size", None)
+    if settings.get("train.offload_activations"):
+        if settings.get("train.compile"):
+            imported.drop("train.offload_activations", "layers are compiled")
+        elif settings.get("train.gradient_checkpointing") is False:
+            settings["train.gradient_checkpointing"] = True
+            imported.remarks["train.gradient_checkpointing"] = "what is offloaded are the inputs of recomputed layers"
     if settings.get("train.warmup_steps") is not None:
         imported.drop("train.warmup_ratio", "warmup_steps is set as well")
     if "data.val_fraction" in settings:
