@@ -154,21 +154,31 @@ def test_each_command_prints_one_whole_message(
 
 
 @pytest.mark.parametrize(
-    ("words", "problem", "command"),
+    ("words", "problem", "command", "such"),
     [
-        ("plan run.yaml --detals", "no such option: --detals (Possible options: --data, --details)", "windlass plan"),
-        ("plan", "missing argument 'RUN'", "windlass plan"),
-        ("xyz run.yaml", "no such command 'xyz'", "windlass"),
+        ("plan run.yaml --detals", "no such option: --detals (Possible options: --data, --details)", "plan", ""),
+        ("plan", "missing argument 'RUN'", "plan", "run.yaml"),
+        ("verify URL", "missing argument 'EXPORT'", "verify", "http://127.0.0.1:8000 my-adapter --model NAME"),
+        ("export run", "missing option '--to'", "export", "run --to my-adapter"),
+        ("submit run.yaml --to", "option '--to' requires an argument", "submit", ""),
+        ("xyz run.yaml", "no such command 'xyz'", "", ""),
     ],
 )
 def test_wrong_words_of_a_command_are_one_message(
-    words: str, problem: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str,
+    problem: str,
+    command: str,
+    such: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.argv", ["windlass"])
     with pytest.raises(SystemExit) as ended:
         cli.main(words.split())
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"error: {command}: {problem}\n\nhint: see `{command} -h`\n"
+    command = f"windlass {command}".strip()
+    such = such and f"such as `{command} {such}`; "
+    assert capsys.readouterr().err == f"error: {command}: {problem}\n\nhint: {such}see `{command} -h`\n"
 
 
 def test_every_preset_plans(windlass: Windlass, tmp_path: Path) -> None:

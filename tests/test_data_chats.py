@@ -412,6 +412,7 @@ def test_what_a_user_should_know_of_rows_is_counted_and_said(prepared: Prepare) 
     )
     (fact,) = done.audit["facts"]
     assert fact.startswith("1 chat became 3 rows: the chat template writes turns differently once later ones follow")
+    assert "(at '<|end|>\\n<|assistant|>\\n<think>" in fact  # tokens are quoted whole
     assert done.validation is not None
     assert sorted([len(done.train), len(done.validation)]) == [1, 3]  # the rows of a chat stay together
     for template, messages, warned in (

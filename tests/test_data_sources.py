@@ -118,7 +118,7 @@ def test_missing_paths_and_hub_names_are_reported(tmp_path: Path) -> None:
     lines(tmp_path / "wikitext" / "train.jsonl", ["{}"])
     (tmp_path / "empty").mkdir()
     for named, words in (
-        (str(tmp_path / "wikitex"), "wikitex does not exist\n\nhint: .* has wikitext"),
+        (str(tmp_path / "wikitex"), "wikitex does not exist\n\nhint: did you mean .*/wikitext\\?"),
         ("/no-such-volume/data/set", "volume mounted"),
         (str(tmp_path / "empty"), "no data file"),
         (f"{tmp_path}/wikitext/*", "mixes formats: jsonl, text"),

@@ -165,7 +165,7 @@ class ChatTemplate:
                 rows = self.render_found(turns, tools, wanted)
             except UserError as error:
                 raise self.add_remedy(error, messages, first, given) from None
-        remarks = {"split": why_split(rows)} if len(rows) > 1 and self.turns == "auto" else {}
+        remarks = {"split": why_split(rows, self.special)} if len(rows) > 1 and self.turns == "auto" else {}
         return self.note_remarks(turns, rows, remarks)
 
     def add_remedy(self, error: UserError, messages: Sequence[Any], first: int, tools: Any) -> UserError:
@@ -335,7 +335,7 @@ class ChatTemplate:
     def require_split_allowed(self, rows: Sequence[Rendering]) -> None:
         if self.turns == "all" and len(rows) > 1:
             raise UserError(
-                f"{why_split(rows)}, so one row can't have all answers",
+                f"{why_split(rows, self.special)}, so one row can't have all answers",
                 "data.turns",
                 "set data.turns: auto, which gives such answers rows of their own",
                 "turns-rewritten",
@@ -648,11 +648,14 @@ def find_template(asked: str, own: Any, place: str) -> tuple[str, str]:
         ) from None
 
 
-def why_split(rows: Sequence[Rendering]) -> str:
+def why_split(rows: Sequence[Rendering], special: re.Pattern[str] | None) -> str:
     """Return where the rows of a chat differ first."""
     at, text = min((common_prefix_length(row.text, rows[-1].text), row.text) for row in rows[:-1])
-    near = text[max(0, at - 20) : at + 30]
-    return f"the chat template writes turns differently once later ones follow (at {near!r})"
+    start, stop = max(0, at - 20), at + 30
+    for token in special.finditer(text, max(0, start - 40), stop + 40) if special else ():  # quoted whole
+        start = token.start() if token.start() < start < token.end() else start
+        stop = token.end() if token.start() < stop < token.end() else stop
+    return f"the chat template writes turns differently once later ones follow (at {text[start:stop]!r})"
 
 
 def parse_template(template: str) -> nodes.Template:

@@ -502,10 +502,11 @@ def resolve_source(data: Data, where: Where = str) -> Source:
     parent = next((p for p in path.parents if p.is_dir()), Path())
     missing = path.relative_to(parent).parts[0]
     close = difflib.get_close_matches(missing, sorted(file.name for file in parent.glob("*")), n=3)
-    there = "this folder" if parent == Path() else str(parent)
-    hint = f"{there} has no {missing}: is the volume mounted?"
+    hint = f"{parent} has no {missing}: is the volume mounted?"
+    if parent == Path():
+        hint = "give its path from this folder, or from /"
     if close:
-        hint = f"did you mean {parent / close[0]}? {there} has {', '.join(close)}"
+        hint = f"did you mean {', '.join(str(parent / file) for file in close)}?"
     raise UserError(f"{name} does not exist", place, hint, "no-such-file")
 
 
