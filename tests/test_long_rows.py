@@ -215,9 +215,10 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny.write_family(folder / family, family, config=config, tokenizer=True)
         (folder / f"{family}.yaml").write_text(RUN.format(folder=folder, family=family))
     chance = random.Random(0)
-    (folder / "data").mkdir()
-    rows = [" ".join(chance.choices(WORDS.split(), k=chance.randint(3, 30))) for _ in range(120)]
-    (folder / "data" / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    for name in ("data", "more"):
+        (folder / name).mkdir()
+        rows = [" ".join(chance.choices(WORDS.split(), k=chance.randint(3, 30))) for _ in range(120)]
+        (folder / name / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     return folder
 
 
@@ -348,6 +349,39 @@ def test_a_resumed_run_is_bit_equal(material: Path) -> None:
     whole = load_file(runs.folder / "whole" / "final" / ADAPTER)
     resumed = load_file(material / "in two" / "final" / ADAPTER)
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.long
+def test_bf16_mixes_and_streams_equal_one_rank(material: Path) -> None:
+    """In bfloat16 within its rounding, which a planted fault exceeds by far. Both ranks of a group read the same
+    rows, so a step's line counts their rows once."""
+    mix = [{"path": str(material / "data"), "weight": 2}, {"path": str(material / "more"), "weight": 1}]
+    mixed = {"mix": mix, "text_field": "text", "dataset_config_name": None, "val_split": None, "max_length": 150}
+    free: dict[str, Any] = {"train__eval_strategy": "no"}
+    settings = {
+        "llama bf16": {**PACKED, **CHECKPOINTING, "train__bf16": True, "model__torch_dtype": "bfloat16"},
+        "llama mix": {**free, "data": {**mixed, "packing": False}},
+        "llama stream": {**free, **PACKED, "data__streaming": True, "data__val_fraction": None, **MICRO},
+        "llama mixed stream": {**free, "data": {**mixed, "streaming": True, "packing": False}},
+    }
+    alone = Runs(material, 1, on_one_rank(settings))
+    faulty = case("llama", 2, 2, "documents mixed", **settings["llama bf16"])
+    found = Runs(material, 2, {**on_ranks(2, 2, settings), "llama bf16 documents mixed": faulty})
+    for name in settings:
+        expected = alone.lines(name)
+        assert len(expected) == 10
+        for step, other in zip(found.lines(name), expected, strict=True):
+            near = 2e-3 if "bf16" in name else 1e-6
+            assert step["loss"] == pytest.approx(other["loss"], rel=near), (name, step, other)
+            assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * near), (name, step, other)
+            assert step.get("source_loss", {}) == pytest.approx(other.get("source_loss", {}), rel=10 * near)
+            assert step["job_tokens"] == other["job_tokens"]
+            assert step["sequences"] == other["sequences"] > 0
+    assert all(line["sequences"] == 0 for line in read_json_lines(found.folder / "llama mix" / "steps-rank1.jsonl"))
+    assert any("source_loss" in step for step in found.lines("llama mix"))
+    assert any("source_loss" in step for step in found.lines("llama mixed stream"))
+    rounding = difference(found, alone, "llama bf16", "llama bf16")
+    assert 10 * rounding < difference(found, alone, "llama bf16 documents mixed", "llama bf16"), rounding
 
 
 @pytest.mark.long
