@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from refusals import refused
 from safetensors.torch import load_file
 from test_sweep import WORDS, assert_same_run, count_steps, run, start, wait_for, write_sweep
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass import tiny
 from windlass.data.collate import PaddedCollator
@@ -311,6 +313,65 @@ def test_one_forward_gives_each_trial_its_own_losses_and_gradients(members: Any)
     alone = compute_alone(trials, batches)
     assert all(len(found) > 10 for found in alone)
     assert find_differences(compute_together(base, trials, batches), alone) == []
+
+
+@pytest.fixture(scope="module")
+def alike(material: Path) -> Any:
+    """Trials without dropout, of different r."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(material)
+        return make_members(material, ["first", "third"])
+
+
+def test_equal_parts_are_added_to_at_once(alike: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all trials have adapters, also of different r, on rows of different length; values as alone."""
+    base, trials, batches = alike
+    alone = compute_alone(trials, batches)
+    chosen = []
+    original = slices.are_equal_parts
+
+    def watch(*given: Any) -> bool:
+        chosen.append(original(*given))
+        return chosen[-1]
+
+    monkeypatch.setattr(slices, "are_equal_parts", watch)
+    assert find_differences(compute_together(base, trials, batches), alone) == []
+    assert {True, False} == {*chosen}
+    stack = slices.stack
+    monkeypatch.setattr(slices, "stack", lambda *given: stack(*given).roll(1, 0))
+    assert find_differences(compute_together(base, trials, batches), alone)
+    monkeypatch.setattr(slices, "stack", stack)
+    monkeypatch.setattr(slices, "are_equal_parts", lambda *_: True)
+    assert find_differences(compute_together(base, trials, batches), alone), "parts that are not equal"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_parts_need_no_more_kernels_for_more_trials(dtype: torch.dtype) -> None:
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            outcome = function(*args, **(kwargs or {}))
+            if function.overloadpacket.__name__ not in ("slice", "split", "unbind", "detach", "select", "alias"):
+                self.names[function.overloadpacket.__name__] += 1
+            return outcome
+
+    def count(trials: int) -> Counter[str]:
+        x = torch.randn(trials, 5, 8, dtype=dtype, requires_grad=True)
+        weights = [torch.randn(shape, requires_grad=True) for shape in ((4, 8), (6, 4)) for _ in range(trials)]
+        adapters = [
+            slices.Adapter(slices.Part(slice(i, i + 1), slice(0, 5), slices.Random()), 2.0, torch.nn.Identity(), a, b)
+            for i, (a, b) in enumerate(zip(weights[:trials], weights[trials:], strict=True))
+        ]
+        assert slices.are_equal_parts(adapters, (trials, 5))
+        with Count() as counted:
+            added = slices.AddToEqualParts.apply(x.new_zeros(trials, 5, 6), x, (trials, 5), adapters, dtype, *weights)  # type: ignore[no-untyped-call]
+            torch.autograd.grad(added.sum(), weights)
+        return counted.names
+
+    assert count(2) == count(6)
 
 
 def off_by_one_row(monkeypatch: pytest.MonkeyPatch) -> None:

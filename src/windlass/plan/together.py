@@ -13,7 +13,7 @@ from windlass.plan.workload import Workload
 from windlass.runfile import RunFile
 
 KEY: Final = "sweep.together"
-OPERATORS: Final = 14  # of one trial's adapter on one linear layer, forward and backward
+OPERATORS: Final = 14  # of trials' adapters on one linear layer, forward and backward
 WORTH: Final = 0.95  # of the time one after the other: together trials must take less
 OF_TRIAL: Final = ("adapter", "adapter gradients", "optimizer")  # rows of the memory table that each trial has
 
@@ -135,7 +135,7 @@ def count_seconds(members: Sequence[Member]) -> float | None:
         cost = estimate_together(live)
         per_micro_batch = cost.step_seconds / cost.batch.accumulation
         rates = live[0].work.machine.rates
-        more = sum(count_linears(member) for member in live[1:]) * OPERATORS * rates.operator_seconds
+        more = count_linears(live) * OPERATORS * rates.operator_seconds
         host = cost.host_seconds + more
         per_micro_batch = per_micro_batch + more if live[0].work.on_cpu else max(per_micro_batch, host)
         seconds += (count - done) * per_micro_batch
@@ -143,8 +143,14 @@ def count_seconds(members: Sequence[Member]) -> float | None:
     return seconds
 
 
-def count_linears(member: Member) -> int:
-    return sum(len(target.modules) for target in member.work.shape.adapter.targets)
+def count_linears(members: Sequence[Member]) -> int:
+    """Return how many adapted linear layers are computed beside those of a trial alone. Equal parts of a micro-batch
+    have theirs computed at once (train/kernels/slices.py)."""
+    of_trials = [sum(len(target.modules) for target in member.work.shape.adapter.targets) for member in members]
+    batches = {member.cost.batch.micro for member in members}
+    dropout = any(member.run.lora.lora_dropout for member in members)
+    at_once = len({*of_trials}) == len(batches) == 1 and not dropout
+    return of_trials[0] if at_once and len(members) > 1 else sum(of_trials[1:])
 
 
 def estimate_together(members: Sequence[Member]) -> Cost:

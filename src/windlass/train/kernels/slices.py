@@ -116,15 +116,10 @@ class SlicedLinear(nn.Module):
             return product
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else adapters[0].a.dtype
-        added: Tensor = AddLowRank.apply(  # type: ignore[no-untyped-call]
-            product,
-            x,
-            self.slices.shape,
-            adapters,
-            dtype,
-            *(adapter.a for adapter in adapters),
-            *(adapter.b for adapter in adapters),
-        )
+        shape = self.slices.shape
+        weights = [adapter.a for adapter in adapters] + [adapter.b for adapter in adapters]
+        function = AddToEqualParts if are_equal_parts(adapters, shape) else AddLowRank
+        added: Tensor = function.apply(product, x, shape, adapters, dtype, *weights)  # type: ignore[no-untyped-call]
         return added
 
     def list_adapters(self) -> Iterator[Adapter]:
@@ -194,6 +189,75 @@ class AddLowRank(torch.autograd.Function):
                 own.copy_(grad_own if factor is None else grad_own * factor)
         grad_x = None if grad_x is None else grad_x.view(x.shape)
         return grad_y, grad_x, None, None, None, *grads_a, *grads_b
+
+
+def are_equal_parts(adapters: Sequence[Adapter], shape: tuple[int, int]) -> bool:
+    """Return whether the micro-batch is as many equal parts, one after the other, none of them with dropout.
+
+    Parts of different width have as many rows: padding to another trial's width has a gradient of zero.
+    """
+    rows, columns = shape
+    starts = [(adapter.part.rows.start, adapter.part.columns.start) for adapter in adapters]
+    each, left = divmod(rows * columns, len(adapters))
+    equal = all(row * columns + column == number * each for number, (row, column) in enumerate(starts))
+    alike = len({adapter.a.dtype for adapter in adapters}) == 1 and not any(map(has_dropout, adapters))
+    return equal and not left and alike
+
+
+class AddToEqualParts(torch.autograd.Function):
+    """What `AddLowRank` computes, for equal parts: as many kernels for all trials as for one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        _: tuple[int, int],
+        adapters: Sequence[Adapter],
+        dtype: torch.dtype,
+        *weights: Tensor,
+    ) -> Tensor:
+        count = len(adapters)
+        down = stack(weights[:count], dtype)
+        up = stack(weights[count:], dtype)
+        rows = x.reshape(count, -1, x.shape[-1]).to(dtype)
+        narrow = torch.bmm(rows, down.transpose(1, 2))
+        torch._foreach_mul_(list(narrow), [adapter.scaling for adapter in adapters])
+        outputs = y.view(count, -1, y.shape[-1])
+        if y.dtype == dtype:
+            outputs.baddbmm_(narrow, up.transpose(1, 2))
+        else:
+            outputs.add_(torch.bmm(narrow, up.transpose(1, 2)))
+        ctx.mark_dirty(y)
+        ctx.adapters = adapters
+        ctx.save_for_backward(x, narrow, down, up)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        x, narrow, down, up = ctx.saved_tensors
+        count = len(down)
+        rows = x.reshape(count, -1, x.shape[-1]).to(down.dtype)
+        grad_rows = grad_y.reshape(count, -1, grad_y.shape[-1]).to(down.dtype)
+        grad_narrow = torch.bmm(grad_rows, up)
+        torch._foreach_mul_(list(grad_narrow), [adapter.scaling for adapter in ctx.adapters])
+        grad_x = torch.bmm(grad_narrow, down).to(x.dtype).view(x.shape) if ctx.needs_input_grad[1] else None
+        dtype = ctx.adapters[0].a.dtype
+        grads_a = torch.bmm(grad_narrow.transpose(1, 2), rows).to(dtype)
+        grads_b = torch.bmm(grad_rows.transpose(1, 2), narrow).to(dtype)
+        own_a = [grad[: len(one.a)] for grad, one in zip(grads_a, ctx.adapters, strict=True)]
+        own_b = [grad[:, : len(one.a)] for grad, one in zip(grads_b, ctx.adapters, strict=True)]
+        return grad_y, grad_x, None, None, None, *own_a, *own_b
+
+
+def stack(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return matrices as one tensor of this dtype, with zeros where one has a smaller r."""
+    rows, columns = (max(matrix.shape[i] for matrix in matrices) for i in range(2))
+    stacked = matrices[0].new_zeros(len(matrices), rows, columns, dtype=dtype)
+    places = [own[: len(one), : one.shape[1]] for own, one in zip(stacked, matrices, strict=True)]
+    torch._foreach_copy_(places, list(matrices))
+    return stacked
 
 
 def has_dropout(adapter: Adapter) -> bool:
