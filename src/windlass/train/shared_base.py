@@ -104,5 +104,9 @@ def add_up(tensor: Tensor, odd: Tensor) -> int:
     size = next(size for size in width if raw.numel() % size == 0 and raw.storage_offset() % size == 0)
     total = torch.zeros((), dtype=torch.int64, device=odd.device)
     for number, chunk in enumerate(raw.view(width[size]).split(CHUNK)):  # type: ignore[no-untyped-call]
-        total = total * 31 + (chunk.to(odd.device, torch.int64) * odd[: len(chunk)]).sum() + number
+        numbers = chunk.to(odd.device, torch.int64)
+        weights = odd[: len(chunk)]
+        # CUDA has no dot product of whole numbers; on a CPU it takes a tenth of the time.
+        added = (numbers * weights).sum() if odd.is_cuda else torch.dot(numbers, weights)
+        total = total * 31 + added + number
     return int(total)
