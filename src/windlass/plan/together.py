@@ -148,8 +148,7 @@ def count_linears(members: Sequence[Member]) -> int:
     have theirs computed at once (train/kernels/slices.py)."""
     of_trials = [sum(len(target.modules) for target in member.work.shape.adapter.targets) for member in members]
     batches = {member.cost.batch.micro for member in members}
-    dropout = any(member.run.lora.lora_dropout for member in members)
-    at_once = len({*of_trials}) == len(batches) == 1 and not dropout
+    at_once = len({*of_trials}) == len(batches) == 1
     return of_trials[0] if at_once and len(members) > 1 else sum(of_trials[1:])
 
 

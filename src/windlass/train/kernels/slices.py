@@ -192,7 +192,7 @@ class AddLowRank(torch.autograd.Function):
 
 
 def are_equal_parts(adapters: Sequence[Adapter], shape: tuple[int, int]) -> bool:
-    """Return whether the micro-batch is as many equal parts, one after the other, none of them with dropout.
+    """Return whether the micro-batch is as many equal parts, one after the other.
 
     Parts of different width have as many rows: padding to another trial's width has a gradient of zero.
     """
@@ -200,8 +200,7 @@ def are_equal_parts(adapters: Sequence[Adapter], shape: tuple[int, int]) -> bool
     starts = [(adapter.part.rows.start, adapter.part.columns.start) for adapter in adapters]
     each, left = divmod(rows * columns, len(adapters))
     equal = all(row * columns + column == number * each for number, (row, column) in enumerate(starts))
-    alike = len({adapter.a.dtype for adapter in adapters}) == 1 and not any(map(has_dropout, adapters))
-    return equal and not left and alike
+    return equal and not left and len({adapter.a.dtype for adapter in adapters}) == 1
 
 
 class AddToEqualParts(torch.autograd.Function):
@@ -212,7 +211,7 @@ class AddToEqualParts(torch.autograd.Function):
         ctx: Any,
         y: Tensor,
         x: Tensor,
-        _: tuple[int, int],
+        shape: tuple[int, int],
         adapters: Sequence[Adapter],
         dtype: torch.dtype,
         *weights: Tensor,
@@ -220,7 +219,9 @@ class AddToEqualParts(torch.autograd.Function):
         count = len(adapters)
         down = stack(weights[:count], dtype)
         up = stack(weights[count:], dtype)
-        rows = x.reshape(count, -1, x.shape[-1]).to(dtype)
+        factors = draw_for_all(adapters, x.reshape(*shape, -1))
+        dropped = x if factors is None else x * factors.view(x.shape)
+        rows = dropped.reshape(count, -1, x.shape[-1]).to(dtype)
         narrow = torch.bmm(rows, down.transpose(1, 2))
         torch._foreach_mul_(list(narrow), [adapter.scaling for adapter in adapters])
         outputs = y.view(count, -1, y.shape[-1])
@@ -230,19 +231,22 @@ class AddToEqualParts(torch.autograd.Function):
             outputs.add_(torch.bmm(narrow, up.transpose(1, 2)))
         ctx.mark_dirty(y)
         ctx.adapters = adapters
-        ctx.save_for_backward(x, narrow, down, up)
+        ctx.save_for_backward(x, factors, narrow, down, up)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        x, narrow, down, up = ctx.saved_tensors
+        x, factors, narrow, down, up = ctx.saved_tensors
         count = len(down)
-        rows = x.reshape(count, -1, x.shape[-1]).to(down.dtype)
+        dropped = x if factors is None else x * factors.view(x.shape)
+        rows = dropped.reshape(count, -1, x.shape[-1]).to(down.dtype)
         grad_rows = grad_y.reshape(count, -1, grad_y.shape[-1]).to(down.dtype)
         grad_narrow = torch.bmm(grad_rows, up)
         torch._foreach_mul_(list(grad_narrow), [adapter.scaling for adapter in ctx.adapters])
         grad_x = torch.bmm(grad_narrow, down).to(x.dtype).view(x.shape) if ctx.needs_input_grad[1] else None
+        if grad_x is not None and factors is not None:
+            grad_x *= factors.view(x.shape)
         dtype = ctx.adapters[0].a.dtype
         grads_a = torch.bmm(grad_narrow.transpose(1, 2), rows).to(dtype)
         grads_b = torch.bmm(grad_rows.transpose(1, 2), narrow).to(dtype)
@@ -270,6 +274,17 @@ def draw_for(adapter: Adapter, x: Tensor) -> Tensor | None:
         return None
     ones = torch.ones_like(adapter.part.of(x), memory_format=torch.contiguous_format)
     return draw_factors(adapter.dropout, ones, adapter.part.random)
+
+
+def draw_for_all(adapters: Sequence[Adapter], x: Tensor) -> Tensor | None:
+    """Return what dropout multiplies all trials' rows by: 1 where a trial has none."""
+    factors = None
+    for adapter in adapters:
+        own = draw_for(adapter, x)
+        if own is not None:
+            factors = torch.ones_like(x) if factors is None else factors
+            adapter.part.of(factors).copy_(own)
+    return factors
 
 
 def draw_factors(dropout: nn.Module, ones: Tensor, random: Random) -> Tensor:
