@@ -103,6 +103,15 @@ def test_the_live_line_shows_the_highest_peak_and_not_the_last(monkeypatch: pyte
     assert [*shown, progress.peak_gib()] == [5, 5, 7, 9]
 
 
+def test_trials_that_train_together_all_see_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    monkeypatch.setattr(Counters, "_find_gpu", lambda _: None)
+    trials = [Counters(torch.device("cuda")) for _ in range(3)]
+    for peak in (5, 3):
+        device.peak = peak * 2**30  # of the micro-batch that all share; the first to read it resets it
+        assert [trial.sample()["gpu_peak_gib"] for trial in trials] == [peak] * 3
+
+
 def test_a_collective_that_hangs_raises_and_the_users_settings_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "TRACE")
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)

@@ -271,6 +271,18 @@ def test_grace_uses_the_plan_then_measured_saves(here: Path) -> None:
     assert (job.grace_seconds, job.grace_reason) == (300, "set by cluster.grace_seconds")
 
 
+def test_grace_of_a_sweep_is_for_all_trials_that_train_together(here: Path) -> None:
+    overrides = (*volume(here), "sweep.lora.r=[8,16]")
+    for together in (1, 2):
+        plan = plan_of(EXAMPLES / "train.yaml", (*overrides, f"sweep.together={together}"))
+        for trial, seconds in zip(plan.trials, (95.0, 402.5), strict=True):
+            trial.folder.mkdir(parents=True, exist_ok=True)
+            run_folder.log_event(trial.folder, "save", 10, seconds=seconds, ok=True)
+        job = build_job(plan)
+        assert "the slowest save in this run folder, 402.5 s" in job.grace_reason
+        assert job.grace_seconds > together * 2 * 402.5
+
+
 # --- a cluster that answers as it is told -----------------------------------------------------------------------------
 
 

@@ -292,6 +292,20 @@ def test_report_verdict_reflects_failures(tmp_path: Path) -> None:
     assert "the evaluation loss has risen from 1.008 to 2.000: overfitting" in made["verdict"]["against"]
 
 
+def test_a_trial_that_trained_with_others_is_not_compared_with_its_plan_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", ranks=1, count=30)
+    (folder / "alarms.jsonl").unlink()
+    lines = [{**line, "step_seconds": 4.7} for line in read_json_lines(folder / "steps-rank0.jsonl")]
+    (folder / "steps-rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert only(folder)["verdict"]["level"] == "warn"
+    plan = json.loads((folder / "plan.json").read_text())
+    for names, level in (["one"], "warn"), (["one", "other"], "good"):
+        (folder / "plan.json").write_text(json.dumps(plan | {"groups": [{"names": names}]}))
+        made = only(folder)
+        assert made["verdict"]["level"] == level
+        assert bool(made["planned"]) == (level == "warn")
+
+
 def test_killed_run_is_not_shown_as_running(tmp_path: Path) -> None:
     """Its manifest still says running; its heartbeats have stopped."""
     folder = write(tmp_path / "run", ranks=1, count=30)

@@ -7,6 +7,8 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,16 +19,18 @@ from unittest import mock
 import pytest
 import torch
 import warm
+from ports import free_port
 from refusals import refused
 from safetensors.torch import load_file
 from test_faults import windlass
 
 from windlass import tiny
-from windlass.errors import SAVED, RunError, UserError
+from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 from windlass.files import read_json, read_json_lines
 from windlass.observe.reader import Tail
 from windlass.plan import make_plan
-from windlass.run_folder import ADAPTER, FAILED, FINISHED, STOPPED, list_trials
+from windlass.run_folder import ADAPTER, FAILED, FINISHED, RUNNING, STOPPED, begin_manifest, list_trials
+from windlass.run_folder import TRIALS as TRIALS_KEY
 from windlass.runfile import list_keys, read_run_file
 from windlass.runfile.sweep import CHANGE_STEPS, SHARED, format_number, why_shared
 from windlass.train.load import load_base
@@ -35,6 +39,7 @@ from windlass.train.loss import SourceLosses
 from windlass.train.parallel import get_device
 from windlass.train.patches import ModelPatches
 from windlass.train.shared_base import SharedBase
+from windlass.train.trackers import open_tensorboard
 
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
 RUN = """\
@@ -482,6 +487,38 @@ def test_the_plan_has_all_trials_on_one_layout(material: Path, monkeypatch: pyte
     assert plan.seconds["load"] == seconds[0]["load"]  # type: ignore[index]
     described = plan.as_dict()["trials"]
     assert [trial["settings"] for trial in described] == list(TRIALS.values())
+
+
+def test_trials_write_no_common_tensorboard_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the environment names one folder for all."""
+    opened = mock.Mock()  # TensorBoard's writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", mock.Mock(SummaryWriter=opened))
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", f"{tmp_path}/logs")
+    begin_manifest(tmp_path, {TRIALS_KEY: {"one": RUNNING, "two": RUNNING}})
+    for folder in (*list_trials(tmp_path), tmp_path):
+        open_tensorboard(folder, None, {})
+    folders = [call.kwargs["log_dir"] for call in opened.call_args_list]
+    assert folders == [f"{tmp_path}/logs/one", f"{tmp_path}/logs/two", f"{tmp_path}/logs"]
+
+
+@pytest.mark.long
+@pytest.mark.fault("ranks that would train other trials together", "`windlass train`", "sweep.together is [")
+def test_ranks_that_would_train_other_trials_together_are_refused(material: Path, tmp_path: Path) -> None:
+    """Their collectives would be other trials', or hang."""
+    folder = shutil.copytree(material, tmp_path / "here")
+    file = write_sweep(folder, "unlike", {"small": {"lora.r": 2}, "wide": {"lora.r": 8}})
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = []
+    for rank in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}.items():
+                patch.setenv(name, value)
+            ranks.append(start(f"train {file} --override sweep.together={rank + 1}", folder, warm.python()))
+    printed = "".join(process.communicate(timeout=200)[0] for process in ranks)
+    assert [process.returncode for process in ranks] == [RANK_USER_INPUT] * 2, printed
+    assert "sweep.together is [['small', 'wide']] on rank 1, [['small'], ['wide']] on rank 0" in printed
+    assert not (folder / "unlike").exists()
 
 
 def test_trials_that_would_choose_other_layouts_get_one(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:

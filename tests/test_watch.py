@@ -9,12 +9,15 @@ import subprocess
 import sys
 import textwrap
 import time
+import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ports import free_port
 from rich.console import Console
 
 from windlass import run_folder, runfile, tiny
@@ -27,7 +30,7 @@ from windlass.observe.watch import live
 from windlass.observe.watch.detectors import BY_KIND, SAMPLES, Alarm, make_hint
 from windlass.observe.watch.heartbeat import find_absent_ranks
 from windlass.observe.watch.monitor import Monitor, ScriptWatch, make_environment, report_alarm
-from windlass.observe.watch.prometheus import format_prometheus
+from windlass.observe.watch.prometheus import format_prometheus, serve_metrics
 from windlass.plan import make_plan
 from windlass.runfile import Watch, names
 from windlass.train import start
@@ -380,6 +383,16 @@ node:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM
 """
 
 
+def test_sockets_are_found_in_the_log_of_a_sweep(tmp_path: Path) -> None:
+    run_folder.begin_manifest(tmp_path, {run_folder.TRIALS: {"one": run_folder.RUNNING}})
+    trial = tmp_path / run_folder.TRIALS / "one"
+    trial.mkdir(parents=True)
+    write(trial, count=30)
+    (tmp_path / "nccl-node-17.log").write_text(NCCL_LOG.format(net="Socket"))
+    (alarm,) = found(trial)
+    assert alarm.kind == "sockets"
+
+
 def test_sockets_are_found_in_nccls_log_also_in_submitted_jobs(tmp_path: Path) -> None:
     write(tmp_path, count=30)
     log = tmp_path / "nccl-node-17.log"
@@ -497,6 +510,24 @@ def test_the_page_for_prometheus() -> None:
     assert not any("throttle" in line or "logps" in line for line in lines)
     types = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(types) == len(set(types))
+
+
+def test_trials_that_train_together_share_the_page_for_prometheus() -> None:
+    port = free_port()
+    runs = [serve_metrics("127.0.0.1", port, partial(format_prometheus, name, {0: {"step": 3}}, {})) for name in "ab"]
+
+    def scrape() -> list[str]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as page:
+            return page.read().decode().splitlines()  # type: ignore[no-any-return]
+
+    lines = scrape()
+    place = lines.index("# TYPE windlass_step gauge")
+    assert lines[place + 1 : place + 3] == ['windlass_step{run="a"} 3.0', 'windlass_step{run="b"} 3.0']
+    assert len([line for line in lines if line.startswith("# TYPE windlass_step ")]) == 1
+    runs[0]()
+    assert not [line for line in scrape() if '"a"' in line]
+    runs[1]()
+    serve_metrics("127.0.0.1", port, str)()  # the port is free again
 
 
 def draw(view: live.View) -> str:

@@ -59,6 +59,12 @@ def list_trials(folder: Path) -> dict[Path, str]:
     return {folder / TRIALS / name: str(state) for name, state in (read_manifest(folder).get(TRIALS) or {}).items()}
 
 
+def find_sweep(folder: Path) -> Path | None:
+    """Return the folder of the sweep that this folder is a trial of; None if it is a run's."""
+    sweep = folder.parent.parent
+    return sweep if folder in list_trials(sweep) else None
+
+
 def has_ended(state: str) -> bool:
     """Return whether the sweep is done with a trial."""
     return state in (FINISHED, FAILED) or state.startswith(DROPPED.format(""))

@@ -139,15 +139,17 @@ def estimate_grace(plan: AnyPlan) -> tuple[int, str]:
         return run.cluster.grace_seconds, "set by cluster.grace_seconds"
     if isinstance(plan, ScriptPlan):
         return GRACE_SECONDS, "what a script needs is not known: cluster.grace_seconds sets it"
-    events = Path(run.folder) / run_folder.EVENTS
-    saves = [event for event in read_json_lines(events) if event.get("kind") == "save"] if events.is_file() else []
+    folders = [trial.folder for trial in plan.trials] or [plan.folder]
+    logs = [path for path in (folder / run_folder.EVENTS for folder in folders) if path.is_file()]
+    saves = [event for path in logs for event in read_json_lines(path) if event.get("kind") == "save"]
+    together = max((len(group.names) for group in plan.groups), default=1)  # trials that save one after the other
     if measured := [float(save["seconds"]) for save in saves if save.get("ok", True) and "seconds" in save]:
         saving = max(measured) * 2  # the speed of storage varies from day to day
         reason = f"by the plan's step and the slowest save in this run folder, {max(measured):.1f} s"
     else:
         saving = plan.adapter.trainable * 4 * 3 / DISK_BYTES_PER_SECOND  # float32 weights and AdamW's two moments
         reason = "estimated from the plan's step and the adapter's size"
-    seconds = plan.cost.step_seconds_serial * 1.5 + saving + 60
+    seconds = together * (plan.cost.step_seconds_serial * 1.5 + saving) + 60
     return max(GRACE_SECONDS, math.ceil(seconds / 30) * 30), reason
 
 

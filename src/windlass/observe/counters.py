@@ -1,11 +1,14 @@
 """Counters of the GPU, the process and the network, sampled together; and the facts about this machine."""
 
+from __future__ import annotations
+
 import os
 import platform
 import resource
 import time
+import weakref
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -21,10 +24,14 @@ PCIE_SECONDS: Final = 10.0  # between two PCIe readings, which block the host fo
 class Counters:
     """One rank's counters. Totals become differences between two samples. `unmeasured`: missing counters, and why."""
 
+    of_process: ClassVar[weakref.WeakSet[Counters]] = weakref.WeakSet()  # of all trials that train together
+
     def __init__(self, device: torch.device, infiniband: Path = INFINIBAND) -> None:
         self.device = device
         self.unmeasured: dict[str, str] = {}
         self.peak_gib = 0.0  # highest GPU peak of all samples
+        self.unsampled_gib = 0.0  # peak since the last sample, as far as other samples have read it
+        self.of_process.add(self)
         self.ports = list_infiniband_ports(infiniband)
         if not self.ports:
             self.unmeasured["infiniband_*"] = "no active InfiniBand port in /sys/class/infiniband"
@@ -52,6 +59,10 @@ class Counters:
             torch.cuda.reset_peak_memory_stats(self.device)  # so that the next sample has the peak since this one
             names = ("allocated_bytes.all.current", "reserved_bytes.all.current", "allocated_bytes.all.peak")
             allocated, reserved, peak = (stats.get(name, 0) / GIB for name in names)
+            for each in self.of_process:
+                each.unsampled_gib = max(each.unsampled_gib, peak)
+            peak = self.unsampled_gib
+            self.unsampled_gib = 0.0
             self.peak_gib = max(self.peak_gib, peak)
             fields |= {"gpu_allocated_gib": allocated, "gpu_reserved_gib": reserved, "gpu_peak_gib": peak}
             fields["gpu_fragmentation"] = 1 - allocated / reserved if reserved else 0.0

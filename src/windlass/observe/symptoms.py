@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-from windlass.observe.reader import NAN, as_number, get_path, median
+from windlass.observe.reader import NAN, as_list, as_number, get_path, median
 
 MIN_STEPS: Final = 20  # before clipping and step times are checked
 CLIPPED_SHARE: Final = 0.9  # of the steps
@@ -25,6 +25,7 @@ def find_symptoms(
     """Return one sentence per symptom. What is unknown is NaN; a run without a GPU has no `gpu_peak_gib`.
 
     busiest: for each sampled step, of each layer, the busiest expert's share x experts. plan: that of plan.json."""
+    plan = None if has_shared_steps(plan) else plan
     symptoms = []
     if steps >= MIN_STEPS and clipped_share >= CLIPPED_SHARE:
         symptoms.append(f"{clipped_share:.0%} of the gradients were clipped to max_grad_norm {max_grad_norm:g}")
@@ -41,6 +42,11 @@ def find_symptoms(
     if 0 < planned_gib * MORE_MEMORY < gpu_peak_gib:
         symptoms.append(f"the peak memory is {gpu_peak_gib:.1f} GiB, the plan has {planned_gib:.1f} GiB")
     return symptoms
+
+
+def has_shared_steps(plan: Any) -> bool:
+    """Return whether a trial was to train together with others: its plan has the time and memory of it alone."""
+    return any(len(as_list(get_path(group, "names"))) > 1 for group in as_list(get_path(plan, "groups")))
 
 
 def _find_expert_drift(busiest: Sequence[Sequence[float]]) -> tuple[int, float, float]:

@@ -129,9 +129,11 @@ def require_same_plan(plan: Plan, identity: str) -> None:
         **{f"layout.{name}": value for name, value in asdict(replace(plan.layout, reason="")).items()},
         "train.per_device_train_batch_size": plan.batch.micro,
         "train.gradient_accumulation_steps": plan.batch.accumulation,
+        "sweep.together": [list(group.names) for group in plan.groups],
     }
     sections = ("model", "lora", "data", "train", "dpo", "orpo", "watch")
     keys = {f"{name}.{key}": value for name in sections for key, value in run[name].items()}
+    keys |= {"the sweep's trials": [trial.folder.name for trial in plan.trials], "its halvings": list(plan.halvings)}
     versions = read_versions(LIBRARIES)
     libraries = {f"{name}'s version": version for name, version in versions.items() if name != "python"}
     config = {f"config.json's {key}": value for key, value in read_forward_config(plan.base).items()}
@@ -143,7 +145,8 @@ def require_same_plan(plan: Plan, identity: str) -> None:
     if differing.keys() <= libraries.keys():
         hint = "use one image, or one environment, on all nodes"
     elif differing.keys() <= choices.keys():
-        hint = "the nodes differ: set the layout and the batch in the run file, so that the plan has nothing to choose"
+        hint = "the nodes differ: set the layout, the batch and sweep.together in the run file, so that the plan has "
+        hint += "nothing to choose"
     differences = "; ".join(f"{name} is {values}" for name, values in differing.items())
     raise UserError(f"the ranks plan different runs: {differences}", plan.where("cluster.gpu"), hint, "plans-differ")
 

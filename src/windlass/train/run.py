@@ -98,7 +98,7 @@ def train_rank(
     collectives.check_links(get_device())
     collectives.set_timeout(max(LOADING_SECONDS, job.train.ddp_timeout))
     identity = fingerprint_base(plan.base)
-    for each in plan.trials or (plan,):
+    for each in (plan, *plan.trials):
         require_same_plan(each, identity)
     options = Options(resume or job.train.resume == "auto", debug_freq, allow_other_base)
     session = Session(

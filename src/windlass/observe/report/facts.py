@@ -27,7 +27,7 @@ from windlass.observe.reader import (
     read_kept,
 )
 from windlass.observe.report.read import Run, finite_numbers
-from windlass.observe.symptoms import find_symptoms
+from windlass.observe.symptoms import find_symptoms, has_shared_steps
 from windlass.run_folder import DATA, DATA_PAGE, FAILED, LOAD, MANIFEST, PLAN, RUNNING
 
 Facts = dict[str, Any]
@@ -339,7 +339,9 @@ def describe_ranks(run: Run) -> list[Facts]:
 
 
 def compare_with_plan(run: Run, facts: Facts) -> list[Facts]:
-    """Return each figure of the plan that was also measured."""
+    """Return each figure of the plan that was also measured; none of a trial whose steps are also others'."""
+    if has_shared_steps(run.files.get(PLAN)):
+        return []
     head = facts["headline"]
 
     def estimate(name: str) -> float:

@@ -12,7 +12,7 @@ from windlass import run_folder
 from windlass.files import append_json_line, read_json
 from windlass.observe.reader import JoinedSteps, Tail, read_kept
 from windlass.observe.watch.detectors import BY_KIND, DETECTORS, EVALUATIONS, STEPS, Alarm, History, Memory, make_hint
-from windlass.observe.watch.prometheus import MetricsServer, format_prometheus
+from windlass.observe.watch.prometheus import format_prometheus, serve_metrics
 from windlass.runfile import RunFile, ScriptRun, Watch
 
 EVERY_SECONDS: Final = 1.0  # between two readings of the files
@@ -56,6 +56,7 @@ class Monitor:
         self.history = History(limits)
         self.joined = JoinedSteps(folder, ranks)
         self.events = Tail(folder / run_folder.EVENTS)
+        self.log_folders = [folder, *filter(None, [run_folder.find_sweep(folder)])]  # NCCL writes one for all trials
         self.nccl_logs: dict[Path, Tail] = {}
         self.channels: Counter[str] = Counter()  # between nodes, by transport: IB, Socket, or a plugin's name
         self.last: dict[tuple[str, int | None], int] = {}  # the step at which an alarm was raised
@@ -64,7 +65,7 @@ class Monitor:
         self.lock = threading.Lock()
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="windlass watch", daemon=True)
-        self.page: MetricsServer | None = None
+        self.close_page: Callable[[], None] | None = None
 
     def serve(self, name: str) -> None:
         """Serve the page for Prometheus if one is configured."""
@@ -74,7 +75,7 @@ class Monitor:
                 return format_prometheus(name, self.joined.latest, self.counts)
 
         if self.limits.prometheus_port is not None:
-            self.page = MetricsServer(self.limits.prometheus_address, self.limits.prometheus_port, metrics)
+            self.close_page = serve_metrics(self.limits.prometheus_address, self.limits.prometheus_port, metrics)
 
     def start(self) -> None:
         self.thread.start()
@@ -89,9 +90,9 @@ class Monitor:
         if self.thread.is_alive():
             self.thread.join(10)
         self.check_new_records()
-        if self.page is not None:
-            self.page.close()
-            self.page = None
+        if self.close_page is not None:
+            self.close_page()
+            self.close_page = None
 
     def check_new_records(self) -> None:
         with self.lock:
@@ -139,7 +140,7 @@ class Monitor:
                     self.raise_alarm(Alarm(detector.kind, step, message, rank))
 
     def _read_nccl_logs(self) -> None:
-        for path in self.folder.glob("nccl-*.log"):
+        for path in (path for folder in self.log_folders for path in folder.glob("nccl-*.log")):
             for lines in self.nccl_logs.setdefault(path, Tail(path)).lines():
                 matches = map(CHANNEL.search, lines)
                 self.channels.update(match[1].decode() for match in matches if match)

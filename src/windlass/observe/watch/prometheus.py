@@ -1,7 +1,7 @@
 """The page for Prometheus: the latest steps and the number of alarms."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from windlass.runfile.objectives import PAIR_FIGURES
 # Fields of the whole job: all ranks have the first rank's value.
 OF_THE_JOB: Final = ("step", "epoch", "loss", "grad_norm", "learning_rate", "job_tokens", *PAIR_FIGURES)
 ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+HELP: Final = "# HELP "  # begins the lines of a metric
 
 
 def format_prometheus(run: str, latest: Mapping[int, Mapping[str, Any]], alarms: Mapping[str, int]) -> str:
@@ -28,28 +29,57 @@ def format_prometheus(run: str, latest: Mapping[int, Mapping[str, Any]], alarms:
         by_rank = {rank: record[field] for rank, record in latest.items() if type(record.get(field)) in (int, float)}
         if not by_rank:
             continue
-        lines.append(f"# HELP windlass_{name} {meaning} ({unit})" if unit else f"# HELP windlass_{name} {meaning}")
+        lines.append(f"{HELP}windlass_{name} {meaning} ({unit})" if unit else f"{HELP}windlass_{name} {meaning}")
         lines.append(f"# TYPE windlass_{name} gauge")
         if field in OF_THE_JOB:
             lines.append(f"windlass_{name}{{{run_label}}} {float(next(iter(by_rank.values())))!r}")
         else:
             for rank, value in by_rank.items():
                 lines.append(f'windlass_{name}{{{run_label},rank="{rank}"}} {float(value)!r}')
-    lines.append("# HELP windlass_alarms_total alarms of the watch since this run was started or resumed")
+    lines.append(f"{HELP}windlass_alarms_total alarms of the watch since this run was started or resumed")
     lines.append("# TYPE windlass_alarms_total counter")
     lines += [f'windlass_alarms_total{{{run_label},kind="{kind}"}} {count}' for kind, count in sorted(alarms.items())]
     return "".join(f"{line}\n" for line in lines)
 
 
+def merge_pages(pages: Iterable[str]) -> str:
+    """Return one page with the lines of several runs: a metric's lines have to be together, below one description."""
+    metrics: dict[str, list[str]] = {}
+    for page in pages:
+        for metric in f"\n{page}".split(f"\n{HELP}")[1:]:
+            about, kind, *values = metric.splitlines()
+            metrics.setdefault(f"{HELP}{about}\n{kind}", []).extend(values)
+    return "".join("\n".join([about, *values, ""]) for about, values in metrics.items())
+
+
+def serve_metrics(address: str, port: int, text: Callable[[], str]) -> Callable[[], None]:
+    """Serve a run's metrics, on one page with those of other runs in this process: trials that train together. Returns
+    a function that ends it."""
+    server = SERVERS.get((address, port)) or MetricsServer(address, port)
+    SERVERS[address, port] = server
+    server.texts.append(text)
+
+    def close() -> None:
+        server.texts.remove(text)
+        if not server.texts:
+            del SERVERS[address, port]
+            server.close()
+
+    return close
+
+
 class MetricsServer:
     """Serves `/metrics` from its own thread."""
 
-    def __init__(self, address: str, port: int, text: Callable[[], str]) -> None:
+    def __init__(self, address: str, port: int) -> None:
+        self.texts: list[Callable[[], str]] = []
+        texts = self.texts
+
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 if self.path.split("?")[0] == "/metrics":
                     status = 200
-                    body = text().encode()
+                    body = merge_pages([text() for text in [*texts]]).encode()
                 else:
                     status = 404
                     body = b"see /metrics\n"
@@ -74,3 +104,6 @@ class MetricsServer:
         self.server.shutdown()
         self.server.server_close()
         self.thread.join(5)
+
+
+SERVERS: Final[dict[tuple[str, int], MetricsServer]] = {}

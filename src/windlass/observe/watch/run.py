@@ -52,7 +52,10 @@ class RunWatch:
         self.ranks = recorder.ranks
         self.limits = run.watch
         self.recorder = recorder
-        self.name = run.name or self.folder.resolve().name
+        name = run.name or ""
+        if name and run_folder.find_sweep(self.folder):  # else all trials of a sweep have one name
+            name += f"-{self.folder.name}"
+        self.name = name or self.folder.resolve().name
         self.say = say
         self.report = report
         self.on_stall = on_stall
