@@ -21,6 +21,7 @@ from windlass.plan.longest import find_planned_longest_row
 from windlass.plan.memory import list_training_moments
 from windlass.plan.show import print_plan
 from windlass.plan.step_time import estimate_time
+from windlass.plan.sweep import _set_layout
 from windlass.plan.traffic import INPUTS
 from windlass.runfile import read_run_file
 from windlass.runfile.importers import import_file
@@ -163,6 +164,18 @@ def test_a_cpu_only_copies_and_the_plan_says_so(tmp_path: Path) -> None:
     assert on.cost.gpu_gib == off.cost.gpu_gib
     assert any(KEY in note for note in on.notes)
     assert not any(KEY in note for note in off.notes)
+
+
+@pytest.mark.parametrize("written", ["auto", "false"])
+def test_all_trials_of_a_sweep_do_alike(written: str, tmp_path: Path) -> None:
+    layout = planned(tmp_path, f"{KEY}=true").layout
+    trials = read_run_file(tmp_path / "run.yaml", ["sweep={lora.r: [4, 8]}", f"{KEY}={written}"]).trials
+    for trial in trials:
+        same = _set_layout(trial, layout)
+        assert same.trial
+        assert same.run.train.offload_activations is (written == "auto")
+        assert same.trial.tree["train"]["offload_activations"] is (written == "auto")
+        assert same.trial.tree["train"]["max_steps"] == 10
 
 
 # --- what is refused ------------------

@@ -358,7 +358,7 @@ def test_stand_ins_have_the_requested_columns(section: dict[str, str], columns: 
 PLAN: dict[str, Any] = {
     "layout": {
         "name": "full-shard", "shard": 3, "replicate": 1, "expert_parallel": 1, "reshard_after_forward": True,
-        "base_dtype": "bf16", "offload": False, "activation_checkpointing": False,
+        "base_dtype": "bf16", "offload": False, "activation_checkpointing": False, "offload_activations": False,
     },
     "adapter": {"targets": []},
     "batch": {"micro": 1, "accumulation": 16},
@@ -378,7 +378,8 @@ def test_rehearsal_lists_every_changed_key() -> None:
             "cluster": {"nodes": 3, "image": "x", "env": env},
         }
     )
-    plan = {**PLAN, "adapter": {"targets": targets}}
+    layout = {**PLAN["layout"], "activation_checkpointing": True, "offload_activations": True}
+    plan = {**PLAN, "layout": layout, "adapter": {"targets": targets}}
     text, changes = scale_run(run, plan, Sharding(3, 1, 1), some_material(), Path("out"), packs=False)
     small = RunFile.model_validate(yaml.safe_load(text))
     assert (small.model.torch_dtype, small.model.attn_implementation, small.train.fp16) == ("float32", "sdpa", False)
@@ -386,6 +387,7 @@ def test_rehearsal_lists_every_changed_key() -> None:
     assert (small.train.report_to, small.train.warmup_steps) == ("none", STEPS // 4)
     assert small.train.save_steps == 2 * small.train.eval_steps
     assert small.cluster.env == {"A": "b"}
+    assert (small.layout.activation_checkpointing, small.train.offload_activations) == (True, True)
     listed = {change.key: change for change in changes}
     keys = {"model.torch_dtype", "train.fp16", "train.report_to", "cluster.image", "cluster.env", "lora.target_modules"}
     assert keys <= listed.keys()
