@@ -233,11 +233,14 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+NUMBERS = itertools.count()  # of folders
+
+
 class Runs:
     """Outcomes of cases on one number of ranks."""
 
     def __init__(self, material: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> None:
-        self.folder = material / f"{ranks}-{abs(hash(tuple(cases)))}"
+        self.folder = material / f"{ranks} ranks, {next(NUMBERS)}"
         self.folder.mkdir()
         for name, of in cases.items():
             if not any("output_dir" in override for override in of["overrides"]):
@@ -258,7 +261,7 @@ class Runs:
             )
             for rank in range(ranks)
         ]
-        printed = [process.communicate(timeout=800)[0] for process in processes]
+        printed = [process.communicate(timeout=1700)[0] for process in processes]
         assert not any(process.returncode for process in processes), "\n".join(printed)
         self.outcomes: dict[str, Any] = json.loads((self.folder / "rank0.json").read_text())
         for name, outcome in self.outcomes.items():
@@ -293,7 +296,7 @@ def assert_equal(found: Runs, expected: Runs, name: str, reference: str, steps: 
     evaluations = [line["eval_loss"] for line in found.lines(name, "eval_loss")]
     others = [line["eval_loss"] for line in expected.lines(reference, "eval_loss")]
     assert len(others) >= steps // 5 + (steps < 5)
-    assert evaluations == pytest.approx(others, rel=1e-6)
+    assert evaluations == pytest.approx(others, rel=1e-6), name
 
 
 @pytest.fixture(scope="session")
@@ -304,6 +307,11 @@ def one(material: Path) -> Runs:
 @pytest.fixture(scope="session")
 def two(material: Path) -> Runs:
     return Runs(material, 2, on_ranks(2, 2, SHORT))
+
+
+@pytest.fixture(scope="session")
+def families_alone(material: Path) -> Runs:
+    return Runs(material, 1, on_one_rank(MORE))
 
 
 @pytest.mark.long
@@ -428,8 +436,8 @@ def test_layer_inputs_in_host_memory_change_no_bit(material: Path, ranks: int) -
 @pytest.mark.prove
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("ranks", "split"), [(2, 2), (4, 4), (4, 2)])
-def test_families_equal_one_rank(material: Path, ranks: int, split: int) -> None:
-    alone = Runs(material, 1, on_one_rank(MORE))
+def test_families_equal_one_rank(material: Path, families_alone: Runs, ranks: int, split: int) -> None:
+    alone = families_alone
     found = Runs(material, ranks, on_ranks(ranks, split, MORE))
     for name in MORE:
         assert_equal(found, alone, name, name)
