@@ -81,23 +81,21 @@ def choose_fitting(search: Search, request: LayoutRequest, place: str) -> Choice
         ways.append(replace(request, activation_checkpointing=True))
     if request.offload_activations is None and ways[-1].activation_checkpointing and search.work.may_offload:
         ways.append(replace(ways[-1], offload_activations=True))
+    choices = []
     for way in ways:
-        choice = choose(search, way, place)
-        if choice.best.cost.fits:
-            return _explain_way(choice, request, way)
-    first = choose(search, request, place)
+        choices.append(choose(search, way, place))
+        if choices[-1].best.cost.fits:
+            return _explain_way(choices[-1], request, way)
+    first = choices[0]
     one_row = first.best.cost.batch.micro == 1
     if not one_row or request.context_parallel or not search.work.splits:
         return first
-    contenders = first.contenders
-    for way in ways:
-        if way.activation_checkpointing == ways[-1].activation_checkpointing:
-            split = choose(search, way, place, search.work.splits)
-            if split.best.cost.fits:
-                parts = f"rows are split over {split.best.layout.context_parallel} GPUs"
-                return _explain_way(split, request, way, parts)
-            contenders = split.contenders
-    return replace(first, contenders=contenders)
+    for way in [way for way in ways if way.activation_checkpointing == ways[-1].activation_checkpointing]:
+        split = choose(search, way, place, search.work.splits)
+        if split.best.cost.fits:
+            parts = f"rows are split over {split.best.layout.context_parallel} GPUs"
+            return _explain_way(split, request, way, parts)
+    return replace(first, contenders=split.contenders)
 
 
 def _explain_way(choice: Choice, request: LayoutRequest, way: LayoutRequest, split: str = "") -> Choice:
