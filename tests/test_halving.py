@@ -88,6 +88,20 @@ def test_who_goes_on_is_the_run_alone_and_who_is_dropped_continues_by_hand(mater
 
 
 @pytest.mark.long
+def test_what_is_logged_is_the_mean_of_as_many_steps_as_alone(material: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(material, tmp_path / "here")
+    trials = {name: TRIALS[name] for name in [*TRIALS][:2]}
+    options = "--override cluster.gpus_per_node=1 --override train.logging_steps=3"
+    run(f"train {write(folder, 'sweep', trials, 'keep: 1, at: [2]')} {options}", folder)
+    (last,) = (path for path, state in list_trials(folder / "sweep").items() if state == FINISHED)
+    run(f"train {last / 'run.yaml'} --override train.output_dir=alone", folder)
+    logs = [read_json(path / "checkpoints/step-6/trainer_state.json") for path in (last, folder / "alone")]
+    losses = [[line["loss"] for line in log["log_history"] if "loss" in line] for log in logs]
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.long
 @pytest.mark.fault("a halved sweep whose trial diverges", "`windlass train`", "an alarm ended 1 of 4 trials: wide")
 def test_a_trial_that_diverges_is_the_worst_and_equals_go_on_in_order(material: Path, tmp_path: Path) -> None:
     """Such a decay changes no bit, so three trials are equal."""

@@ -315,6 +315,7 @@ class Loop:
             log_history=tuple(self.log_history),
             eval_loss=self.eval_loss,
             evaluation_due=self.evaluation_due,
+            unlogged=tuple(self.unlogged),
         )
         self.saver.save(state, self.updater, wait=wait or self.stopped or self.paused)
         self.recorder.mark("pause")
@@ -330,6 +331,7 @@ class Loop:
         self.step = restored.step
         self.tokens = restored.tokens
         self.log_history = list(restored.log_history)
+        self.unlogged = list(restored.unlogged)
         self.evaluation_due = restored.evaluation_due and self.evaluator is not None
 
     def _log_step(self, step: Step) -> None:

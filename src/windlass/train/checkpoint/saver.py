@@ -59,14 +59,14 @@ class Saver:
                 "adapters-differ",
             )
         began = time.monotonic()
-        evaluation = {"eval_loss": state.eval_loss, "evaluation_due": state.evaluation_due}
+        more = {"eval_loss": state.eval_loss, "evaluation_due": state.evaluation_due, "unlogged": state.unlogged}
         snapshot = take_snapshot(
             state.step,
             model=updater.model,
             optimizer=updater.optimizer,
             scheduler=updater.scheduler,
             state=state.as_dict(),
-            manifest={**self.facts, "epoch": state.epoch, **evaluation},
+            manifest={**self.facts, "epoch": state.epoch, **more},
         )
         if snapshot is not None:
             self.start_writing(snapshot, time.monotonic() - began)

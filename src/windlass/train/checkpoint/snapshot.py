@@ -82,6 +82,7 @@ class TrainerState:
     log_history: tuple[dict[str, Any], ...]
     eval_loss: float | None  # at this step
     evaluation_due: bool  # it was skipped to stop in time
+    unlogged: tuple[float, ...] = ()  # losses of the steps since the last log
 
     def as_dict(self) -> dict[str, Any]:
         """Return trainer_state.json, with the names that other tools look for."""
@@ -139,6 +140,7 @@ def restore_checkpoint(
         tuple(state["log_history"]),
         manifest.get("eval_loss"),
         manifest["evaluation_due"],
+        tuple(manifest.get("unlogged", ())),
     )
 
 
