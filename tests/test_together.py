@@ -27,6 +27,7 @@ from windlass.data.collate import PaddedCollator
 from windlass.errors import SAVED, RunError
 from windlass.files import read_json, read_json_lines
 from windlass.observe.reader import Tail
+from windlass.observe.recorder import Recorder
 from windlass.plan import Plan, make_plan
 from windlass.run_folder import FAILED, FINISHED, STOPPED, list_trials
 from windlass.runfile import read_run_file
@@ -98,6 +99,7 @@ def assert_close_run(one: Path, other: Path) -> None:
     """Losses, gradient norms and evaluation losses of every step, and every checkpoint's adapter."""
     of_steps = [list(Tail(folder / "steps-rank0.jsonl").objects()) for folder in (one, other)]
     assert [step["rows"] for step in of_steps[0]] == [step["rows"] for step in of_steps[1]]
+    assert all(ours.get("experts") == theirs.get("experts") for ours, theirs in zip(*of_steps, strict=True))
     for ours, theirs in zip(*of_steps, strict=True):
         for name in ("loss", "grad_norm", "learning_rate", "router_aux_loss"):
             assert (ours.get(name) or 0) == pytest.approx(theirs.get(name) or 0, rel=CLOSE, abs=CLOSE), name
@@ -200,6 +202,19 @@ def test_a_trial_that_diverges_leaves_the_others_as_they_are(material: Path, tmp
     run(f"train {write(folder, 'alone', trials, LAYOUTS['resident'], 1)}", folder, code=1)
     for name in ("first", "third"):
         assert_close_run(folder / "together" / "trials" / name, folder / "alone" / "trials" / name)
+
+
+def test_a_trial_that_prepares_is_no_stall_of_the_others() -> None:
+    group = together.Group.__new__(together.Group)
+    watch: Any = SimpleNamespace(recorder=Recorder.__new__(Recorder))
+    vars(watch.recorder).update(_file=None, _marks=[], step=0, progress=7)
+    group.members = [SimpleNamespace(watch=watch), SimpleNamespace(watch=None)]  # type: ignore[list-item]
+    for running, moves in ((None, False), (0, True), (1, True)):  # nobody; before its first step; before it is watched
+        group.running = running
+        assert (group.list_positions() != group.list_positions()) == moves
+    group.running = 0
+    watch.recorder._file = object()
+    assert group.list_positions() == group.list_positions() == [7]
 
 
 # --- one micro-batch, and faults planted in it ---

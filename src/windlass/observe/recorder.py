@@ -4,9 +4,10 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -98,7 +99,7 @@ class Recorder:
         self._longest = 0
         self._cost = 0.0  # seconds that recording the step took
         self._sampling_cost = 0.0  # seconds that sampling took since the start
-        self._balance = ExpertBalance(model) if model is not None else None
+        self.balance = ExpertBalance(model) if model is not None else None
         self._rates = rates
         self._fields = (*steps.FIELDS, unit)
         self._table = Table(steps.derived_fields(unit))
@@ -239,11 +240,16 @@ class Recorder:
         try:
             self._write_arrived(wait=True)
         finally:
-            if self._balance is not None:
-                self._balance.stop()
+            if self.balance is not None:
+                self.balance.stop()
             with suppress(OSError):  # a full disk, which the write has reported
                 self._file.close()
             self._file = None
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether a loop is being measured: it has started and not ended."""
+        return self._file is not None
 
     # --- inside ---
 
@@ -258,8 +264,8 @@ class Recorder:
 
     def _sample_next(self, sampled: bool) -> None:
         self.sampled = sampled
-        if sampled and self._balance is not None:
-            self._balance.start()
+        if sampled and self.balance is not None:
+            self.balance.start()
 
     def _sample(self) -> dict[str, Any]:
         """Sample counters: always in a sampled step, otherwise as often as the budget allows."""
@@ -267,7 +273,7 @@ class Recorder:
         if not self.sampled and self._sampling_cost > BUDGET * (began - self._began):
             return {}
         fields = self.counters.sample()
-        balance = self._balance.stop() if self.sampled and self._balance is not None else None
+        balance = self.balance.stop() if self.sampled and self.balance is not None else None
         if balance:
             fields["experts"] = balance
         self._sampling_cost += time.perf_counter() - began
@@ -324,19 +330,22 @@ class ExpertBalance:
 
     def start(self) -> None:
         self.stop()
-        for layer, (router, experts) in enumerate(self.routers):
-
-            def count(_module: Any, _inputs: Any, output: Any, layer: int = layer, experts: int = experts) -> None:
-                chosen = output[-1] if isinstance(output, tuple) else output
-                # No gradients: an evaluation between two steps.
-                if torch.is_grad_enabled() and isinstance(chosen, Tensor) and not chosen.is_floating_point():
-                    flat = chosen.detach().reshape(-1).long()
-                    # scatter_add and not bincount, which reads the largest value and so waits for the GPU.
-                    total = self.counts.setdefault(layer, torch.zeros(experts, device=flat.device))
-                    total.scatter_add_(0, flat.clamp(0, experts - 1), torch.ones(flat.shape, device=flat.device))
-
+        for layer, (router, _) in enumerate(self.routers):
             # Before all other hooks: expert parallelism appends one that renumbers the experts for its own rank.
-            self.hooks.append(router.register_forward_hook(count, prepend=True))
+            self.hooks.append(router.register_forward_hook(partial(self.count, layer), prepend=True))
+
+    def count(
+        self, layer: int, _module: Any, _inputs: Any, output: Any, take: Callable[[Tensor], Tensor] = Tensor.detach
+    ) -> None:
+        """Add what a router chose. take: returns the own part, if the tokens are not all this run's."""
+        chosen = output[-1] if isinstance(output, tuple) else output
+        # No gradients: an evaluation between two steps.
+        if torch.is_grad_enabled() and isinstance(chosen, Tensor) and not chosen.is_floating_point():
+            flat = take(chosen.detach()).reshape(-1).long()
+            # scatter_add and not bincount, which reads the largest value and so waits for the GPU.
+            experts = self.routers[layer][1]
+            total = self.counts.setdefault(layer, torch.zeros(experts, device=flat.device))
+            total.scatter_add_(0, flat.clamp(0, experts - 1), torch.ones(flat.shape, device=flat.device))
 
     def stop(self) -> dict[str, Any] | None:
         """Return the balance, or None if no router ran. 1.0 is an even share; `busiest` 2.0 is twice an even share."""

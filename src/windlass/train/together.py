@@ -8,6 +8,7 @@ of them. Losses are sums over different rows and adapters, so each adapter gets 
 
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from windlass.errors import RunError, UserError
+from windlass.observe.flops import find_routers
 from windlass.observe.watch.run import RunWatch
 from windlass.plan import Plan
 from windlass.ranks.rank import StopSignal
@@ -188,10 +190,17 @@ class Group:
         self.signals = [SteadySignal(session.stop_signal) for _ in plans]
         self.members = [Member(self, plan, signal) for plan, signal in zip(plans, self.signals, strict=True)]
         self.computes: Forward | None = None
+        self.running: int | None = None  # the trial whose turn it is
 
     def list_positions(self) -> list[Any]:
-        watches = [member.watch for member in self.members if member.watch is not None]
-        return [watch.recorder.position().progress for watch in watches]
+        positions: list[Any] = [
+            member.watch.recorder.position().progress for member in self.members if member.watch is not None
+        ]
+        # A trial that prepares (the reference of pairs may take hours) or writes its adapter is not watched alone.
+        running = None if self.running is None else self.members[self.running]
+        if running and not (running.watch and running.watch.recorder.is_running):
+            positions.append(time.monotonic())
+        return positions
 
     def make_session(self, number: int) -> Session:
         """Return what a trial has for itself: its copy of the model, and a console that names it."""
@@ -206,7 +215,9 @@ class Group:
         live = threads
         while live:
             for thread in live:
+                self.running = thread.number
                 thread.resume()
+                self.running = None
                 if thread.error is not None:
                     self.cancel(threads, thread)
                     raise thread.error
@@ -253,6 +264,8 @@ class Forward:
         if first.device.type == "cuda":
             for owner, name, value in list(family_layers.find_replacements(self.model, first.device)):
                 patches.patches.replace(owner, name, value)
+        for layer, (router, _) in enumerate(find_routers(self.model)):
+            router.register_forward_hook(partial(self.count_choices, layer), prepend=True)
         self.waits = WaitTimer(self.model, first.waits.now, split_experts=plan.layout.expert_parallel > 1)
         recompute_layers(self.model, plan)
         self.model.get_input_embeddings().register_forward_hook(self.add_noise)
@@ -268,6 +281,13 @@ class Forward:
                 output = output.clone()
                 part.of(output).copy_(noisy)
         return output
+
+    def count_choices(self, layer: int, module: Any, inputs: Any, output: Any) -> None:
+        """Count how often each trial's tokens choose each expert, in its sampled steps."""
+        for member, part in zip(self.members, self.slices.parts, strict=True):
+            balance = member.watch.recorder.balance if member.watch is not None else None
+            if part is not None and balance is not None and balance.hooks:
+                balance.count(layer, module, inputs, output, partial(take_part, part, self.slices.shape))
 
     def count_tokens(self, name: str, _: Any, args: Any, kwargs: Mapping[str, Tensor], output: Tensor) -> None:
         """Count the tokens that each trial sends to experts, as long as it proves that its adapter trains."""
@@ -309,6 +329,10 @@ class Forward:
             total = total + loss
         self.waits.marks = []
         total.backward()  # type: ignore[no-untyped-call]
+
+
+def take_part(part: Part, shape: tuple[int, int], of_tokens: Tensor) -> Tensor:
+    return part.of(of_tokens.view(*shape, -1))
 
 
 def count_part(
