@@ -393,6 +393,19 @@ def test_equal_parts_need_no_more_kernels_for_more_trials(dtype: torch.dtype) ->
     assert count(2) == count(6)
 
 
+@pytest.mark.parametrize("trials", [["wide", "narrow"], ["wide", "narrow", "wide", "narrow"]])
+def test_a_layer_that_not_all_trials_adapt(trials: list[str], material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a trial without an adapter there get nobody's."""
+    monkeypatch.chdir(material)
+    targets = {"wide": ["q_proj", "o_proj"], "narrow": ["q_proj"]}
+    named = {f"{name}-{number}": name for number, name in enumerate(trials)}
+    settings = {one: {"lora.target_modules": targets[of], "train.seed": n} for n, (one, of) in enumerate(named.items())}
+    monkeypatch.setattr(f"{__name__}.TRIALS", settings)
+    monkeypatch.setattr(f"{__name__}.SHARES", dict.fromkeys(named))
+    base, members, batches = make_members(material, [*named])
+    assert find_differences(compute_together(base, members, batches), compute_alone(members, batches)) == []
+
+
 def off_by_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     original = slices.Part.of
 

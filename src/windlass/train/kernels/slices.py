@@ -192,14 +192,17 @@ class AddLowRank(torch.autograd.Function):
 
 
 def are_equal_parts(adapters: Sequence[Adapter], shape: tuple[int, int]) -> bool:
-    """Return whether the micro-batch is as many equal parts, one after the other.
+    """Return whether the micro-batch is as many equal parts, one after the other; not if it has others' parts, too.
 
     Parts of different width have as many rows: padding to another trial's width has a gradient of zero.
     """
     rows, columns = shape
-    starts = [(adapter.part.rows.start, adapter.part.columns.start) for adapter in adapters]
+    parts = [adapter.part for adapter in adapters]
+    starts = [part.rows.start * columns + part.columns.start for part in parts]
+    ends = [part.columns.stop if rows == 1 else part.rows.stop * columns for part in parts]
     each, left = divmod(rows * columns, len(adapters))
-    equal = all(row * columns + column == number * each for number, (row, column) in enumerate(starts))
+    places = enumerate(zip(starts, ends, strict=True))
+    equal = all(place == (number * each, (number + 1) * each) for number, place in places)
     return equal and not left and len({adapter.a.dtype for adapter in adapters}) == 1
 
 
