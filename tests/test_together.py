@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -404,6 +405,17 @@ def test_a_layer_that_not_all_trials_adapt(trials: list[str], material: Path, mo
     monkeypatch.setattr(f"{__name__}.SHARES", dict.fromkeys(named))
     base, members, batches = make_members(material, [*named])
     assert find_differences(compute_together(base, members, batches), compute_alone(members, batches)) == []
+
+
+def test_adapters_of_other_dtypes_compute_in_their_own(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(material)
+    trials = {"narrow": {"lora.dtype": "bfloat16"}, "wide": {"lora.dtype": "float32"}}
+    monkeypatch.setattr(f"{__name__}.TRIALS", trials)
+    monkeypatch.setattr(f"{__name__}.SHARES", dict.fromkeys(trials))
+    base, members, batches = make_members(material, [*trials])
+    both, alone = (compute(members, batches) for compute in (partial(compute_together, base), compute_alone))
+    assert find_differences(both[1:], alone[1:]) == []
+    assert float(both[0]["loss"]) == pytest.approx(float(alone[0]["loss"]), rel=1e-4)
 
 
 def off_by_one_row(monkeypatch: pytest.MonkeyPatch) -> None:

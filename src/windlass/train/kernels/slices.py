@@ -115,7 +115,7 @@ class SlicedLinear(nn.Module):
         if not adapters:
             return product
         device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else adapters[0].a.dtype
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None  # None: each its own
         shape = self.slices.shape
         weights = [adapter.a for adapter in adapters] + [adapter.b for adapter in adapters]
         function = AddToEqualParts if are_equal_parts(adapters, shape) else AddLowRank
@@ -144,7 +144,7 @@ class AddLowRank(torch.autograd.Function):
         x: Tensor,
         shape: tuple[int, int],
         adapters: Sequence[Adapter],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         *weights: Tensor,
     ) -> Tensor:
         inputs = x.reshape(*shape, -1)
@@ -152,15 +152,15 @@ class AddLowRank(torch.autograd.Function):
         factors = [draw_for(adapter, inputs) for adapter in adapters]
         narrow = []
         for adapter, factor in zip(adapters, factors, strict=True):
-            rows = take_rows(adapter.part, inputs, factor, dtype)
-            narrow.append(rows @ adapter.a.t().to(dtype))
-            wide = narrow[-1] @ adapter.b.t().to(dtype)
+            own_dtype = dtype or adapter.a.dtype
+            rows = take_rows(adapter.part, inputs, factor, own_dtype)
+            narrow.append(rows @ adapter.a.t().to(own_dtype))
+            wide = narrow[-1] @ adapter.b.t().to(own_dtype)
             own = adapter.part.of(outputs)
             own.add_(wide.view(own.shape), alpha=adapter.scaling)
         ctx.mark_dirty(y)
         ctx.shape = shape
         ctx.adapters = adapters
-        ctx.dtype = dtype
         ctx.save_for_backward(x, *weights, *narrow, *(factor for factor in factors if factor is not None))
         return y
 
@@ -178,14 +178,14 @@ class AddLowRank(torch.autograd.Function):
         grads_b = []
         for adapter, a, b, narrow in zip(ctx.adapters, a_of, b_of, narrow_of, strict=True):
             factor = next(drawn) if has_dropout(adapter) else None
-            rows = take_rows(adapter.part, inputs, factor, ctx.dtype)
-            grad_rows = take_rows(adapter.part, gradients, None, ctx.dtype) * adapter.scaling
-            grad_narrow = grad_rows @ b.to(ctx.dtype)
+            rows = take_rows(adapter.part, inputs, factor, narrow.dtype)
+            grad_rows = take_rows(adapter.part, gradients, None, narrow.dtype) * adapter.scaling
+            grad_narrow = grad_rows @ b.to(narrow.dtype)
             grads_b.append((grad_rows.t() @ narrow).to(b.dtype))
             grads_a.append((grad_narrow.t() @ rows).to(a.dtype))
             if grad_x is not None:
                 own = adapter.part.of(grad_x)
-                grad_own = (grad_narrow @ a.to(ctx.dtype)).view(own.shape)
+                grad_own = (grad_narrow @ a.to(narrow.dtype)).view(own.shape)
                 own.copy_(grad_own if factor is None else grad_own * factor)
         grad_x = None if grad_x is None else grad_x.view(x.shape)
         return grad_y, grad_x, None, None, None, *grads_a, *grads_b
@@ -216,9 +216,10 @@ class AddToEqualParts(torch.autograd.Function):
         x: Tensor,
         shape: tuple[int, int],
         adapters: Sequence[Adapter],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         *weights: Tensor,
     ) -> Tensor:
+        dtype = dtype or weights[0].dtype
         count = len(adapters)
         down = stack(weights[:count], dtype)
         up = stack(weights[count:], dtype)
