@@ -28,7 +28,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
-from windlass.data import sources, tokenize, words, workers
+from windlass.data import reading, tokenize, words, workers
 from windlass.data.formats import choose_format
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.errors import RunError
@@ -70,8 +70,8 @@ def with_processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def use(count: int) -> None:
         monkeypatch.setattr(workers, "count_usable_cpus", lambda: count)
         monkeypatch.setattr(workers, "WORKER_BYTES", 1)
-        monkeypatch.setattr(sources, "CHUNK_BYTES", 1 << 14)
-        monkeypatch.setattr(sources, "BATCH", 50)
+        monkeypatch.setattr(reading, "CHUNK_BYTES", 1 << 14)
+        monkeypatch.setattr(reading, "BATCH", 50)
 
     return use
 
@@ -209,12 +209,12 @@ import sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 from transformers import AutoTokenizer
-from windlass.data import sources, workers
+from windlass.data import reading, workers
 from windlass.data.prepare import prepare_data
 from windlass.runfile import Data, RunFile
 workers.count_usable_cpus = lambda: 3
 workers.WORKER_BYTES = 1
-sources.CHUNK_BYTES = 1 << 14
+reading.CHUNK_BYTES = 1 << 14
 run = RunFile.model_validate({"model": {"model_name_or_path": "unused"}, "data": {"dataset_name_or_path": sys.argv[1],
     "max_length": 256, "packing": False}, "train": {"output_dir": sys.argv[2], "max_steps": 1}})
 prepare_data(run, AutoTokenizer.from_pretrained(sys.argv[3]), say=print)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from windlass.data.answers import Span
 from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.messages import FLAGS, arguments_as_text
-from windlass.data.sources import JSON_KINDS, Row
+from windlass.data.reading import JSON_KINDS, Row
 from windlass.errors import UserError, Where
 from windlass.observe.steps import IGNORED
 from windlass.runfile.reference import format_yaml

@@ -21,7 +21,7 @@ from windlass.data.formats import (
     render_chat,
 )
 from windlass.data.messages import FLAGS, arguments_as_text
-from windlass.data.sources import Row
+from windlass.data.reading import Row
 from windlass.errors import UserError, Where
 from windlass.runfile import Data
 from windlass.runfile.reference import format_yaml

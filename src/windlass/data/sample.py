@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from windlass.data.formats import choose_format
 from windlass.data.packing import pack_rows
-from windlass.data.sources import Row
+from windlass.data.reading import Row
 from windlass.data.tokenize import tokenize
 from windlass.errors import Where
 from windlass.runfile import Data

@@ -1,283 +1,37 @@
-"""Find a data set's files, format, splits and number of rows, and read its rows. Imports no torch."""
+"""Find a data set's files, splits and number of rows, and read its rows. Imports no torch."""
 
 from __future__ import annotations
 
-import codecs
 import csv
 import difflib
 import glob
-import gzip
-import io
 import json
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
-from windlass.data.messages import unfill_arguments
-from windlass.data.progress import show_progress
+from windlass.data.reading import (
+    FILE_FORMATS,
+    SUFFIXES,
+    Chunk,
+    Row,
+    count_file,
+    detect_format,
+    list_rows,
+    open_file,
+    read_file,
+    read_file_chunks,
+)
 from windlass.errors import UserError, Where
-from windlass.files import read_json, refuse_duplicate_keys
+from windlass.files import read_json
 from windlass.observe.format import format_plural
 from windlass.runfile import Data
 from windlass.runfile.rows import RECIPE_CONFIG
-
-Row = dict[str, Any]
-JSON_KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number"}
-JSON_KINDS |= {bool: "true or false", type(None): "null"}
-BATCH = 1000
-CHUNK_BYTES = 1 << 20  # of lines
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Rows of a file that are not parsed yet, so that any process can do it."""
-
-    path: Path
-    kind: str
-    first: int
-    """Number of its first row in the file, from 1."""
-    items: Sequence[Any]
-    """One for each row: a line, with its number if it is JSON, or a row; or a record batch."""
-
-    def rows(self) -> Iterator[Row]:
-        with explain_damage(self.path, self.kind):
-            yield from PARSERS[self.kind](self.path, self.items)
-
-    def cut(self, start: int, stop: int) -> Chunk:
-        start = max(0, start)
-        return replace(self, first=self.first + start, items=self.items[start : max(start, stop)])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a record batch alone, without the table that it is a slice of."""
-        items = self.items
-        if PARSERS[self.kind] is parse_batch:
-            import pyarrow as pa
-
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, items.schema) as stream:  # type: ignore[attr-defined]
-                stream.write_batch(items)
-            items = sink.getvalue().to_pybytes()
-        return _restore_chunk, (self.path, self.kind, self.first, items)
-
-
-def _restore_chunk(path: Path, kind: str, first: int, items: Any) -> Chunk:
-    if isinstance(items, bytes):
-        import pyarrow as pa
-
-        items = pa.ipc.open_stream(items).read_next_batch()
-    return Chunk(path, kind, first, items)
-
-
-def read_file(path: Path, kind: str) -> Iterator[Row]:
-    return chain.from_iterable(chunk.rows() for chunk in read_file_chunks(path, kind))
-
-
-def read_file_chunks(path: Path, kind: str) -> Iterator[Chunk]:
-    first = 1
-    with explain_damage(path, kind):
-        for items in FILE_FORMATS[kind][1](path):
-            yield Chunk(path, kind, first, items)
-            first += len(items)
-
-
-@contextmanager
-def explain_damage(path: Path, kind: str) -> Iterator[None]:
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        what, encoding = f"not UTF-8: {error}", "latin1"
-        with open_file(path) as file:
-            if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                what, encoding = "is UTF-16, not UTF-8", "utf-16"
-        raise UserError(what, str(path), f"convert it: iconv -f {encoding} -t utf-8", "not-utf8") from None
-    except (OSError, EOFError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors
-        pointer = path.is_file() and path.stat().st_size < 1000 and b"git-lfs" in path.read_bytes()
-        hint = "it is a git-lfs pointer: fetch the file itself" if pointer else "check the file, or copy it again"
-        raise UserError(f"can't be read as {kind}: {error}", str(path), hint, "unreadable") from None
-
-
-def count_file(path: Path, kind: str) -> tuple[int, int]:
-    """Return the number of rows, and how many of them are blank lines of text."""
-    if kind == "parquet":
-        import pyarrow.parquet as pq
-
-        return pq.read_metadata(path).num_rows, 0
-    if kind == "arrow":
-        return sum(batch.num_rows for batch in arrow_batches(path)), 0
-    if kind not in ("text", "jsonl"):
-        return sum(1 for _ in read_file(path, kind)), 0
-    lines = blank = 0
-    with open_file(path) as file, show_progress(f"counting {path.name}", lambda: None) as progress:
-        for lines, line in enumerate(file, 1):
-            blank += line.isspace()
-            if not lines % BATCH:
-                progress(lines)
-    return (lines, blank) if kind == "text" else (lines - blank, 0)
-
-
-def split_into_batches(items: Iterator[Row], size: int = BATCH) -> Iterator[list[Row]]:
-    while batch := list(islice(items, size)):
-        yield batch
-
-
-def open_file(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
-
-
-def read_lines(path: Path) -> Iterator[list[bytes]]:
-    """Yield lines as `datasets` reads text: only a newline ends one, not U+2028 and the like."""
-    with open_file(path) as file:
-        while lines := file.readlines(CHUNK_BYTES):
-            yield lines
-
-
-def parse_text(_: Path, lines: Sequence[bytes]) -> Iterator[Row]:
-    for line in lines:
-        yield {"text": line.decode().rstrip("\r\n")}
-
-
-def read_json_lines(path: Path) -> Iterator[list[tuple[int, bytes]]]:
-    number = 1
-    for lines in read_lines(path):
-        filled = [numbered for numbered in enumerate(lines, number) if numbered[1].strip()]
-        number += len(lines)
-        if filled:
-            yield filled
-
-
-def parse_json_lines(path: Path, lines: Sequence[tuple[int, bytes]]) -> Iterator[Row]:
-    for number, text in lines:
-        value = parse_json(text, path, number)
-        if not isinstance(value, dict):
-            hint = 'write {"text": …} for every row'
-            raise UserError(f"{JSON_KINDS[type(value)]}, not an object", f"{path}:{number}", hint, "not-an-object")
-        yield value
-
-
-def parse_json(text: bytes, path: Path, line: int | None) -> Any:
-    """Parse a line of a file, or all of it."""
-    try:
-        return json.loads(text, object_pairs_hook=refuse_duplicate_keys)
-    except json.JSONDecodeError as error:
-        hint = "every line must be one JSON object, or the .json file one list of them"
-        if "control character" in error.msg:
-            hint = r"within a text a line break is written \n, and a tab \t"
-        what = f"not JSON: {error.msg.removesuffix(' at')}, column {error.colno}"
-        raise UserError(what, f"{path}:{line or error.lineno}", hint, "not-json") from None
-    except UnicodeDecodeError:
-        raise
-    except ValueError as error:
-        place = f"{path}:{line}" if line else str(path)
-        raise UserError(str(error), place, "keep one: only the last would be read", "key-twice") from None
-
-
-def read_json_rows(path: Path) -> Iterator[Row]:
-    """Yield the object on every line or, as often in files named .json, of a single list."""
-    with open_file(path) as file:
-        if file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":
-            for lines in read_json_lines(path):
-                yield from parse_json_lines(path, lines)
-            return
-        file.seek(0)
-        for element, row in enumerate(parse_json(file.read(), path, None)):
-            if not isinstance(row, dict):
-                hint = 'write {"text": …} for every row'
-                place = f"{path}: element {element}"
-                raise UserError(f"{JSON_KINDS[type(row)]}, not an object", place, hint, "not-an-object")
-            yield row
-
-
-def read_table(path: Path, delimiter: str) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)
-    with open_file(path) as raw:
-        reader = csv.DictReader(io.TextIOWrapper(raw, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
-        for row in reader:
-            if None in row:
-                raise UserError(
-                    "more fields than the header names", f"{path}:{reader.line_num}", "quote the field", "extra-fields"
-                )
-            yield {name: value for name, value in row.items() if value is not None}  # missing values of a short row
-
-
-def read_batches(path: Path) -> Iterator[Any]:
-    for batch in arrow_batches(path):
-        yield from (batch.slice(start, BATCH) for start in range(0, len(batch), BATCH))
-
-
-def parse_batch(_: Path, batch: Any) -> Iterator[Row]:
-    yield from list_rows(batch)
-
-
-def list_rows(batch: Any) -> list[Row]:
-    rows: list[Row] = batch.to_pylist()
-    structs = any("arguments: struct<" in str(kind) for kind in batch.schema.types)
-    return [unfill_arguments(row) for row in rows] if structs else rows
-
-
-def arrow_batches(path: Path) -> Iterator[Any]:
-    """Yield record batches of a Parquet file, or of an Arrow file cached or saved by `datasets`."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if path.suffix == ".parquet":
-        with pq.ParquetFile(path) as file:
-            yield from file.iter_batches(BATCH)
-    else:
-        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
-            yield from stream
-
-
-def read_parsed(read: Callable[[Path], Iterator[Row]], path: Path) -> Iterator[list[Row]]:
-    """Yield rows some at a time, those before an error first."""
-    rows = read(path)
-    error: Exception | None = None
-    while error is None:
-        batch: list[Row] = []
-        try:
-            batch.extend(islice(rows, BATCH))
-        except Exception as damage:
-            error = damage
-        if batch:
-            yield batch
-        elif error is None:
-            return
-    raise error
-
-
-# Suffixes of each format, and what yields a chunk's items. If a folder has the same rows in several formats, the first
-# is read.
-FILE_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], Iterator[Any]]]] = {
-    "parquet": ((".parquet",), read_batches),
-    "arrow": ((".arrow",), read_batches),
-    "jsonl": ((".jsonl", ".ndjson"), read_json_lines),
-    "json": ((".json",), partial(read_parsed, read_json_rows)),
-    "csv": ((".csv",), partial(read_parsed, partial(read_table, delimiter=","))),
-    "tsv": ((".tsv",), partial(read_parsed, partial(read_table, delimiter="\t"))),
-    "text": ((".txt", ".text", ".raw", ".tokens"), read_lines),
-}
-# What makes rows of a chunk's items.
-PARSERS: dict[str, Callable[[Path, Any], Iterator[Row]]] = {
-    **dict.fromkeys(("parquet", "arrow"), parse_batch),
-    **dict.fromkeys(("json", "csv", "tsv"), lambda _, rows: iter(rows)),
-    "jsonl": parse_json_lines,
-    "text": parse_text,
-}
-SUFFIXES = {suffix: kind for kind, (suffixes, _) in FILE_FORMATS.items() for suffix in suffixes}
-
-
-def detect_format(path: Path) -> str | None:
-    packed = path.suffix == ".gz"
-    kind = SUFFIXES.get(Path(path.stem if packed else path.name).suffix.lower())
-    return None if packed and kind in ("parquet", "arrow") else kind
-
 
 SIDE_FILES = {"dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json", "requirements.txt"}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.formats import Format
 from windlass.data.packing import group_documents, list_row_columns, shuffle
+from windlass.data.reading import split_into_batches
 from windlass.data.select import Selection
-from windlass.data.sources import locate_row, read_rows, split_into_batches
+from windlass.data.sources import locate_row, read_rows
 from windlass.data.tokenize import tokenize
 from windlass.errors import UserError
 

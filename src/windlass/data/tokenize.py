@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.data.formats import Format, RenderedRow
-from windlass.data.sources import Row, split_into_batches
+from windlass.data.reading import Row, split_into_batches
 from windlass.data.words import Ids, encode_texts
 from windlass.errors import Problem, UserError, Where, raise_all
 from windlass.observe.format import format_plural

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.formats import choose_format
-from windlass.data.sources import Chunk, Part
+from windlass.data.reading import Chunk
+from windlass.data.sources import Part
 from windlass.data.tokenize import Tokenized, tokenize_rows
 from windlass.errors import RunError, UserError
 from windlass.hardware import count_usable_cpus

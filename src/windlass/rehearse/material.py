@@ -24,8 +24,9 @@ from windlass import tiny
 from windlass.data.audit import audit_split, find_ended_parts, find_problems
 from windlass.data.formats import choose_format, parse_template
 from windlass.data.mix import RowSet, list_evaluation_sets, list_kept_sets, list_training_sets
+from windlass.data.reading import Row
 from windlass.data.select import check_selection, select_rows
-from windlass.data.sources import Row, locate_row, read_rows, resolve_source
+from windlass.data.sources import locate_row, read_rows, resolve_source
 from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import UserError, Where, raise_all
 from windlass.files import read_json

@@ -9,8 +9,9 @@ import pyarrow as pa
 
 from windlass.data.formats import Format, choose_format
 from windlass.data.packing import iter_documents
+from windlass.data.reading import Row, split_into_batches
 from windlass.data.select import select_all
-from windlass.data.sources import Row, read_rows, split_into_batches
+from windlass.data.sources import read_rows
 from windlass.data.tokenize import encode_batch
 from windlass.errors import UserError, Where
 from windlass.runfile import RunFile
