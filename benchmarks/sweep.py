@@ -1,16 +1,16 @@
 """Six trials in one sweep, in turns and together, against six runs: wall time of the commands, loading included.
 
-    python benchmarks/sweep.py [--rounds 6] [--quick] [--steps 40] [--ranks 1]
+    python benchmarks/sweep.py [--only recipe "recipe, experts adapted"] [--rounds 3] [--text wiki.txt] [--quick]
 
-The models are the demo's, a mixture of experts, and a dense one of its size; micro-batches have 1 and 8 rows. The ways
-take turns, in one order and then in the other, and ratios are taken within a round: of six, smallest to largest is a
-97 % interval of their median. --quick: one round, and few steps.
+"demo" is the demo's model, a mixture of experts, and "dense" one of its size; micro-batches have 1 and 8 rows.
+"recipe" is the mixture of 207 M parameters of recipe.py, with 1 row. "of the steps" leaves out starting, loading and
+saving: it is the time of all steps of the six, as they record it. The ways take turns, in one order and then in the
+other, and ratios are taken within a round. --quick: one round, and few steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -18,17 +18,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import recipe
+
 from windlass import tiny
+from windlass.observe.reader import Tail
 from windlass.runfile import read_run_file
 
 SWEEP = {"train.learning_rate": [1e-4, 5e-4, 2e-3], "lora.r": [4, 16]}
 RUN = """\
 model: {{model_name_or_path: {model}, torch_dtype: float32}}
-lora: {{r: 8, lora_alpha: 16, target_modules: all-linear}}
-data: {{dataset_name_or_path: {data}, max_length: 128, packing: false}}
+lora: {{r: 8, lora_alpha: 16, {lora}}}
+data: {{dataset_name_or_path: {data}, packing: false, {rows_of}}}
 train:
   output_dir: {folder}
   max_steps: {steps}
@@ -41,6 +45,24 @@ layout: resident
 cluster: {{nodes: 1, gpus_per_node: {ranks}, gpu: cpu}}
 """
 
+DEMO = {"lora": "target_modules: all-linear", "rows_of": "max_length: 128"}
+RECIPE = {"lora": f"target_modules: {recipe.TARGETS}", "rows_of": f"max_length: {recipe.LENGTH}, text_field: text"}
+
+
+@dataclass(frozen=True)
+class Case:
+    folder: str
+    rows: int  # of a micro-batch
+    steps: int
+    settings: dict[str, str]
+
+
+CASES = {
+    "demo": [Case("demo", 1, 40, DEMO), Case("demo", 8, 40, DEMO)],
+    "dense": [Case("dense", 1, 40, DEMO), Case("dense", 8, 40, DEMO)],
+    "recipe": [Case("recipe", 1, 8, RECIPE)],
+    "recipe, experts adapted": [Case("recipe", 1, 8, RECIPE | {"lora": f"{RECIPE['lora']}, experts: true"})],
+}
 WAYS = ("sweep", "together", "six runs")  # the last is what the others are compared with
 
 
@@ -53,23 +75,26 @@ def windlass(*words: str, cwd: Path) -> None:
         sys.exit(f"{' '.join(words)}: {done.stdout}{done.stderr}")
 
 
-def make(folder: Path) -> dict[str, tuple[Path, Path]]:
-    """Write both models; return each with its rows."""
+def make(folder: Path, text: Path | None) -> dict[str, tuple[Path, Path]]:
+    """Write the models; return each with its rows."""
+    (folder / "recipe").mkdir()
+    recipe.make(folder / "recipe", recipe.Sizes(experts=128, rows=96, held_out=32), text)
     windlass("demo", "--make-only", "--dir", "demo", cwd=folder)
     demo = read_run_file(folder / "demo" / "run.yaml").run
     model, data = (folder / path for path in (demo.model.model_name_or_path, demo.data.dataset_name_or_path))
-    text = json.loads((model / "config.json").read_text())
-    text = text.get("text_config", text)
-    sizes = {key: text[key] for key in ("hidden_size", "intermediate_size") if key in text}
-    layers, vocab = text["num_hidden_layers"], text["vocab_size"]
+    config = json.loads((model / "config.json").read_text())
+    config = config.get("text_config", config)
+    sizes = {key: config[key] for key in ("hidden_size", "intermediate_size") if key in config}
+    layers, vocab = config["num_hidden_layers"], config["vocab_size"]
     dense = tiny.write_family(folder / "dense", "llama", config=sizes, layers=layers, vocab=vocab)
     for path in model.glob("token*"):
         shutil.copy(path, dense)
-    return {"experts": (model, data), "dense": (dense, data)}
+    of_recipe = folder / "recipe" / "model", folder / "recipe" / "data"
+    return {"demo": (model, data), "dense": (dense, data), "recipe": of_recipe}
 
 
-def measure(way: str, text: str, folder: Path) -> float:
-    """Return the seconds of one way, into a new folder."""
+def measure(way: str, text: str, folder: Path) -> tuple[float, float]:
+    """Return the seconds of one way, into a new folder, and those of its steps."""
     file = folder / "sweep.yaml"
     sweep = {**SWEEP, "together": 6} if way == "together" else SWEEP
     file.write_text(f"{text}sweep: {json.dumps(sweep)}\n")
@@ -84,36 +109,42 @@ def measure(way: str, text: str, folder: Path) -> float:
     began = time.monotonic()
     for words in commands:
         windlass(*words, cwd=folder)
-    return time.monotonic() - began
+    seconds = time.monotonic() - began
+    steps = [sum(step["step_seconds"] for step in Tail(file).objects()) for file in folder.rglob("steps-rank0.jsonl")]
+    return seconds, max(steps) if way == "together" else sum(steps)  # together, a step of one is one of all
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=40, help="of each trial")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES])
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="one round of 10 steps")
+    parser.add_argument("--text", type=Path, help="real text for the recipe's rows, a row a line")
+    parser.add_argument("--quick", action="store_true", help="one round of a quarter of the steps")
     options = parser.parse_args()
-    rounds, steps = (1, 10) if options.quick else (options.rounds, options.steps)
+    rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as scratch:
-        models = make(Path(scratch))
-        print("| model | rows | " + " | ".join([*(f"{way}, s" for way in WAYS), *WAYS[:-1]]) + " |", flush=True)
-        print("|---" * (2 * len(WAYS) + 1) + "|", flush=True)
-        for (name, (model, data)), rows in itertools.product(models.items(), (1, 8)):
-            taken: dict[str, list[float]] = {way: [] for way in WAYS}
+        models = make(Path(scratch), options.text)
+        heads = [*(f"{way}, s" for way in WAYS), *WAYS[:-1], "together, of the steps"]
+        print("| model | rows | " + " | ".join(heads) + " |", flush=True)
+        print("|---" * (len(heads) + 2) + "|", flush=True)
+        for name, case in [(model, case) for model in options.only for case in CASES[model]]:
+            model, data = models[case.folder]
+            steps = case.steps // 4 if options.quick else case.steps
+            taken: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
             for number in range(rounds):
                 for way in WAYS if number % 2 else WAYS[::-1]:
                     folder = Path(tempfile.mkdtemp(dir=scratch))
-                    text = RUN.format(
-                        model=model, data=data, folder=folder / "run", steps=steps, rows=rows, ranks=options.ranks
-                    )
+                    places = {"model": model, "data": data, "folder": folder / "run"}
+                    text = RUN.format(steps=steps, rows=case.rows, ranks=options.ranks, **places, **case.settings)
                     taken[way].append(measure(way, text, folder))
                     shutil.rmtree(folder)
-            shown = [f"{median(taken[way]):.1f}" for way in WAYS]
-            for way in WAYS[:-1]:
-                ratios = [one / other for one, other in zip(taken[way], taken[WAYS[-1]], strict=True)]
+            shown = [f"{median(seconds for seconds, _ in taken[way]):.1f}" for way in WAYS]
+            for way, of_steps in (*((way, False) for way in WAYS[:-1]), ("together", True)):
+                pairs = zip(taken[way], taken[WAYS[-1]], strict=True)
+                ratios = [one[of_steps] / other[of_steps] for one, other in pairs]
                 shown.append(f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-            print(f"| {name} | {rows} | {' | '.join(shown)} |", flush=True)
+            print(f"| {name} | {case.rows} | {' | '.join(shown)} |", flush=True)
 
 
 if __name__ == "__main__":
