@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from windlass.errors import Problem, UserError
+from windlass.plan import make_plan
 from windlass.plan.accelerate import (
     ANY,
     HONOURED,
@@ -28,6 +29,7 @@ from windlass.plan.accelerate import (
     load_key_table,
     read_accelerate,
 )
+from windlass.runfile import read_run_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
 FSDP = "distributed_type: FSDP\n"
@@ -288,3 +290,30 @@ def test_key_table_covers_accelerate_and_its_launcher(tmp_path: Path) -> None:
         assert known
         assert {name for name in known if find_key(section, name) is None} == set()
     assert set(found["types"]) <= set(load_key_table().spelled[""]["distributed_type"].verdicts)
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    """As what `plan --compare` suggests must be taken beside the file."""
+    run = tmp_path / "run.yaml"
+    run.write_text("model: {model_name_or_path: Qwen3-8B}\ncluster: {gpu: h200, network: roce-400}\n")
+    layout = "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true, fsdp_offload_params: true}\n"
+    file = read(
+        tmp_path, f"distributed_type: FSDP\nnum_machines: 3\nnum_processes: 24\nmixed_precision: bf16\n{layout}"
+    )
+    plain = make_plan(read_run_file(run), file, compare=False).layout
+    assert (plain.name, plain.nodes, plain.gpus_per_node, plain.offload) == ("full-shard", 3, 8, True)
+    for overrides, expected in (
+        (["cluster.nodes=2"], ("full-shard", 2, 8, True)),
+        (["cluster.gpus_per_node=4"], ("full-shard", 3, 4, True)),
+        (["layout=full-shard"], ("full-shard", 3, 8, True)),
+        (["layout.offload=false"], ("full-shard", 3, 8, False)),
+        (["layout=resident", "layout.base_dtype=bf16"], ("resident", 3, 8, False)),
+    ):
+        plan = make_plan(read_run_file(run, overrides), file, compare=False)
+        one = plan.layout
+        assert (one.name, one.nodes, one.gpus_per_node, one.offload) == expected
+        notes = [note for note in plan.notes if "is overridden by --override" in note]
+        assert bool(notes) == (expected != ("full-shard", 3, 8, True)), notes
+    with refused("disagreement"):  # the run file is a file too
+        run.write_text(run.read_text() + "layout: resident\n")
+        make_plan(read_run_file(run), file, compare=False)

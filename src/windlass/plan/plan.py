@@ -20,7 +20,7 @@ from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import AUTO, Layout, LayoutRequest
 from windlass.plan.machine import find_machine
 from windlass.plan.padding import RowLengths
-from windlass.plan.request import read_request
+from windlass.plan.request import apply_overrides, read_request
 from windlass.plan.resolve import resolve_auto
 from windlass.plan.rows import Counts, DataSample, sample_data
 from windlass.plan.schedule import Schedule, make_schedule
@@ -198,6 +198,7 @@ def make_plan(
     adapter = resolve_adapter(run.lora, base, where)
 
     # 2. The layout that the files request, and the settings that they leave open.
+    accelerate = apply_overrides(accelerate, loaded) if accelerate else None
     request = read_request(
         loaded,
         base.family,

@@ -1,6 +1,7 @@
 """Combine the layout settings of the run file and of an Accelerate file into one request."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from windlass.errors import Problem, UserError, raise_all
@@ -37,8 +38,35 @@ KEYS = (
     "train.fp16",
 )
 SETTINGS = ("reshard_after_forward", "offload", "base_dtype")
+OVERRIDE = "--override "  # begins the place of a key on the command line
+# What of an Accelerate file such a key replaces; others: what has their name.
+REPLACED = {
+    "cluster.gpus_per_node": ("ranks",),
+    "layout.name": ("name", "sharded", "reshard_after_forward", "shard", "replicate", "offload"),
+    "train.gradient_checkpointing": ("activation_checkpointing",),
+    "train.bf16": ("precision",),
+    "train.fp16": ("precision",),
+}
 
 Settings = Mapping[str, Setting]
+
+
+def apply_overrides(accelerate: AccelerateFile, loaded: Loaded) -> AccelerateFile:
+    """Return the Accelerate file without what the command line sets otherwise, and with a note on it."""
+    settings = {**accelerate.settings}
+    notes = [*accelerate.notes]
+    overrides = {key: one for key, one in _read_written(loaded).items() if one.where.startswith(OVERRIDE)}
+    nodes, ranks = settings.get("nodes"), settings.get("ranks")
+    if "cluster.nodes" in overrides and nodes and ranks and nodes.value > 0 and ranks.value % nodes.value == 0:
+        settings["ranks"] = replace(ranks, value=ranks.value // nodes.value * overrides["cluster.nodes"].value)
+    for key, override in overrides.items():
+        if key == "layout.name" and _name_layout({}, settings, []).value == override.value:
+            continue
+        for name in REPLACED.get(key, (key.partition(".")[2],)):
+            setting = settings.pop(name, None)
+            if setting and setting.value != override.value:
+                notes.append(f"{setting.where}: {setting.value} is overridden by {override.where}")
+    return replace(accelerate, settings=settings, notes=tuple(notes))
 
 
 def read_request(

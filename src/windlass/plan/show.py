@@ -461,14 +461,17 @@ def _parameters(plan: Plan) -> Iterator[Row]:
 
 
 def make_table(title: str, columns: str, rows: Iterable[Row], hide: Container[str] = ()) -> Table:
-    """Build a table. Columns whose names begin with `>` are right-aligned and never wrapped: no digit is lost."""
+    """Build a table. Columns whose names begin with `>` are right-aligned and never wrapped, nor are GPUs: no digit is
+    lost, and no name is split."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     table.padding = (0, 1, 0, 0)
     names = columns.split()
     for column in names:
         if column not in hide:
             side: Literal["right", "left"] = "right" if column.startswith(">") else "left"
-            table.add_column(column.lstrip(">"), justify=side, no_wrap=side == "right", overflow="fold")
+            table.add_column(
+                column.lstrip(">"), justify=side, no_wrap=side == "right" or column == "GPUs", overflow="fold"
+            )
     for cells, is_bold in rows:
         shown = [cell for name, cell in zip(names, cells, strict=True) if name not in hide]
         table.add_row(*shown, style="bold" if is_bold else "")

@@ -335,7 +335,11 @@ def _put(tree: dict[str, Any], places: dict[str, str], steps: tuple[str, ...], v
     for step in steps[:-1]:
         inner = current.get(step)
         if not isinstance(inner, dict):
-            inner = {"name": inner} if step == "layout" and isinstance(inner, str) else {}
+            if step == "layout" and isinstance(inner, str):
+                places["layout.name"] = places["layout"]
+                inner = {"name": inner}
+            else:
+                inner = {}
         current[step] = current = inner
     current[steps[-1]] = value
     path = join_steps(steps)
