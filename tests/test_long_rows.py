@@ -296,8 +296,9 @@ def assert_equal(found: Runs, expected: Runs, name: str, reference: str, steps: 
     evaluations = [line["eval_loss"] for line in found.lines(name, "eval_loss")]
     others = [line["eval_loss"] for line in expected.lines(reference, "eval_loss")]
     assert len(others) >= steps // 5 + (steps < 5)
-    # A token of a mixture whose experts are equal within rounding may go to another one: seen once in 20 evaluations.
-    near = 1e-5 if name.startswith("mixtral") else 1e-6
+    # At step 5 a token of a validation row has a second and a third expert whose weights are equal to the last bit: on
+    # four ranks it goes to the other one.
+    near = 1e-5 if name == "mixtral packed" else 1e-6
     assert evaluations == pytest.approx(others, rel=near), name
 
 

@@ -319,7 +319,9 @@ def test_runs_and_sweeps_share_no_folder_and_all_commands_take_them(material: Pa
     found = [trial["eval_loss"] for trial in report["sweep"]["trials"]]
     assert found == sorted(found)
     assert {trial["name"] for trial in report["sweep"]["trials"]} == {"first", "second"}
-    assert "Trials, the lowest evaluation loss first" in (folder / "sweep" / "report.html").read_text()
+    page = (folder / "sweep" / "report.html").read_text()
+    assert "Trials, the lowest evaluation loss first" in page
+    assert "gain over the base" in page
 
 
 # --- the base ---

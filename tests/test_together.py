@@ -29,6 +29,7 @@ from windlass.errors import SAVED, RunError
 from windlass.files import read_json, read_json_lines
 from windlass.observe.reader import Tail
 from windlass.observe.recorder import Recorder
+from windlass.observe.steps import KEPT
 from windlass.plan import Plan, make_plan
 from windlass.run_folder import FAILED, FINISHED, STOPPED, list_trials
 from windlass.runfile import read_run_file
@@ -173,6 +174,52 @@ def test_a_stopped_group_goes_on_where_it_stopped(material: Path, tmp_path: Path
         )
         assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
     assert {*list_trials(folder / "stopped").values()} == {FINISHED}
+
+
+@pytest.mark.long
+def test_a_killed_group_ends_as_it_would(material: Path, tmp_path: Path) -> None:
+    """Each trial goes on from its own last checkpoint; other rows beside its own are rounding only."""
+    folder = shutil.copytree(material, tmp_path / "here")
+    trials = {name: {**settings, "train.max_steps": 12} for name, settings in TRIALS.items()}
+    files = [write(folder, name, trials, LAYOUTS["resident"]) for name in ("whole", "killed")]
+    one = "--override cluster.gpus_per_node=1"
+    run(f"train {files[0]} {one}", folder)
+    sweep = folder / "killed"
+    for steps in (1, 3, 7):
+        process = start(f"train {files[1]} --resume {one}", folder, warm.python())
+        wait_for(lambda steps=steps: count_steps(sweep / "trials" / "first") >= steps, process)  # type: ignore[misc]
+        process.kill()
+        printed, _ = process.communicate(timeout=200)
+        assert process.returncode == -signal.SIGKILL, printed
+    run(f"train {files[1]} --resume {one}", folder)
+    assert {*list_trials(sweep).values()} == {FINISHED}
+    for name in trials:
+        assert_close_run(folder / "whole" / "trials" / name, sweep / "trials" / name)
+
+
+@pytest.mark.long
+def test_sets_that_should_not_get_worse_are_measured_as_alone(material: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(material, tmp_path / "here")
+    for name, count in (("together", 3), ("alone", 1)):
+        path = write(folder, name, TRIALS, LAYOUTS["resident"], count)
+        document = yaml.safe_load(path.read_text())
+        document["data"]["keep"] = {"old": {"path": "other.txt"}}
+        path.write_text(json.dumps(document))
+        run(f"train {path} --override cluster.gpus_per_node=1", folder)
+    for name in TRIALS:
+        found = [
+            [
+                (event["step"], event[f"{KEPT}old/{figure}"])
+                for event in read_json_lines(folder / way / "trials" / name / "events.jsonl")
+                for figure in ("loss", "worse", "kl")
+                if f"{KEPT}old/{figure}" in event
+            ]
+            for way in ("together", "alone")
+        ]
+        assert found[0]
+        for ours, theirs in zip(*found, strict=True):
+            assert ours == (theirs[0], pytest.approx(theirs[1], rel=CLOSE, abs=CLOSE))
+        assert any(figure for _, figure in found[0])
 
 
 @pytest.mark.long
