@@ -98,8 +98,8 @@ MESSAGES = {
         "--override lora.rank=8: the run file has no lora.rank",
         "write lora.r",
     ),
-    "plan run.yaml --accelerate fsdp.yaml --override train.bf16=true": (
-        "fsdp.yaml:2: mixed_precision: precision is no here, but bf16 at --override train.bf16=true",
+    "plan bf16.yaml --accelerate fsdp.yaml": (
+        "fsdp.yaml:2: mixed_precision: precision is no here, but bf16 at bf16.yaml:3: train.bf16",
         "make the two agree, or keep one of them",
     ),
     "check run.yaml --override train.optim=adamw_troch": (
@@ -148,6 +148,7 @@ def test_each_command_prints_one_whole_message(
     monkeypatch.setenv("COLUMNS", "80")
     lines = "model: {model_name_or_path: Llama-3.1-8B}\ndata: {packing: false}\ntrain: {output_dir: run}\n"
     Path("run.yaml").write_text(lines + "cluster: {nodes: 1, gpus_per_node: 1, gpu: h200}\n")
+    Path("bf16.yaml").write_text(Path("run.yaml").read_text().replace("train: {", "train: {bf16: true, "))
     Path("fsdp.yaml").write_text("distributed_type: FSDP\nmixed_precision: 'no'\n")
     for command, (problem, hint) in MESSAGES.items():
         assert windlass(*command.split(), code=2) == f"error: {problem}\n\nhint: {hint}\n", command

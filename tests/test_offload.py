@@ -197,8 +197,12 @@ def test_settings_without_inputs_to_offload_are_refused(code: str, overrides: tu
 
 
 def test_two_files_that_disagree_are_named(tmp_path: Path) -> None:
+    accelerate = "fsdp_activation_checkpointing_offload: true"
+    assert not planned(tmp_path, f"{KEY}=false", accelerate=accelerate).layout.offload_activations  # an override wins
+    file = tmp_path / "own.yaml"
+    file.write_text(FILE.replace("train: {", "train: {offload_activations: false, "))
     with refused("disagreement", "fsdp_activation_checkpointing_offload"):
-        planned(tmp_path, f"{KEY}=false", accelerate="fsdp_activation_checkpointing_offload: true")
+        make_plan(read_run_file(file), read_accelerate(tmp_path / "fsdp.yaml"), compare=False)
 
 
 # --- other tools' files ------------------

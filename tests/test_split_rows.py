@@ -250,7 +250,7 @@ def test_the_plan_shows_groups_and_the_longest_row(tmp_path: Path, capsys: pytes
     assert "1 micro-batch x 8 GPUs that split rows" in " ".join(capsys.readouterr().out.split())
 
 
-def test_an_accelerate_file_sets_it_and_a_disagreement_is_named(tmp_path: Path) -> None:
+def test_an_accelerate_file_sets_it_and_an_override_wins(tmp_path: Path) -> None:
     sizes = "num_machines: 1\nnum_processes: 8\nparallelism_config:\n  parallelism_config_cp_size: {}\n"
     made = planned(tmp_path, accelerate=sizes.format(4))
     assert (made.layout.context_parallel, made.layout.shard) == (4, 8)
@@ -258,8 +258,9 @@ def test_an_accelerate_file_sets_it_and_a_disagreement_is_named(tmp_path: Path) 
     assert planned(tmp_path, accelerate=both).layout.shard == 8  # Accelerate shards over both
     with refused("ranks-not-divisible", "parallelism_config.parallelism_config_cp_size"):
         planned(tmp_path, accelerate=sizes.format(3))
-    with refused("disagreement", "parallelism_config.parallelism_config_cp_size"):
-        planned(tmp_path, f"{KEY}=2", accelerate=sizes.format(4))
+    made = planned(tmp_path, f"{KEY}=2", accelerate=sizes.format(4))
+    assert made.layout.context_parallel == 2
+    assert any("parallelism_config_cp_size: 4 is overridden by --override" in note for note in made.notes)
 
 
 # --- checked, imported, explained ------------------
