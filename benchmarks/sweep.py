@@ -3,8 +3,7 @@
     python benchmarks/sweep.py [--only recipe "recipe, experts adapted"] [--rounds 3] [--text wiki.txt] [--quick]
 
 "demo" is the demo's model, a mixture of experts, and "dense" one of its size; micro-batches have 1 and 8 rows.
-"recipe" is the mixture of 207 M parameters of recipe.py, with 1 row. "of the steps" leaves out starting, loading and
-saving: it is the time of all steps of the six, as they record it. The ways take turns, in one order and then in the
+"recipe" is the mixture of 207 M parameters of recipe.py, with 1 row. The ways take turns, in one order and then in the
 other, and ratios are taken within a round. --quick: one round, and few steps.
 """
 
@@ -25,7 +24,6 @@ from statistics import median
 import recipe
 
 from windlass import tiny
-from windlass.observe.reader import Tail
 from windlass.runfile import read_run_file
 
 SWEEP = {"train.learning_rate": [1e-4, 5e-4, 2e-3], "lora.r": [4, 16]}
@@ -93,8 +91,8 @@ def make(folder: Path, text: Path | None) -> dict[str, tuple[Path, Path]]:
     return {"demo": (model, data), "dense": (dense, data), "recipe": of_recipe}
 
 
-def measure(way: str, text: str, folder: Path) -> tuple[float, float]:
-    """Return the seconds of one way, into a new folder, and those of its steps."""
+def measure(way: str, text: str, folder: Path) -> float:
+    """Return the seconds of one way, into a new folder."""
     file = folder / "sweep.yaml"
     sweep = {**SWEEP, "together": 6} if way == "together" else SWEEP
     file.write_text(f"{text}sweep: {json.dumps(sweep)}\n")
@@ -109,9 +107,7 @@ def measure(way: str, text: str, folder: Path) -> tuple[float, float]:
     began = time.monotonic()
     for words in commands:
         windlass(*words, cwd=folder)
-    seconds = time.monotonic() - began
-    steps = [sum(step["step_seconds"] for step in Tail(file).objects()) for file in folder.rglob("steps-rank0.jsonl")]
-    return seconds, max(steps) if way == "together" else sum(steps)  # together, a step of one is one of all
+    return time.monotonic() - began
 
 
 def main() -> None:
@@ -125,13 +121,13 @@ def main() -> None:
     rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as scratch:
         models = make(Path(scratch), options.text)
-        heads = [*(f"{way}, s" for way in WAYS), *WAYS[:-1], "together, of the steps"]
+        heads = [*(f"{way}, s" for way in WAYS), *WAYS[:-1]]
         print("| model | rows | " + " | ".join(heads) + " |", flush=True)
         print("|---" * (len(heads) + 2) + "|", flush=True)
         for name, case in [(model, case) for model in options.only for case in CASES[model]]:
             model, data = models[case.folder]
             steps = case.steps // 4 if options.quick else case.steps
-            taken: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+            taken: dict[str, list[float]] = {way: [] for way in WAYS}
             for number in range(rounds):
                 for way in WAYS if number % 2 else WAYS[::-1]:
                     folder = Path(tempfile.mkdtemp(dir=scratch))
@@ -139,10 +135,9 @@ def main() -> None:
                     text = RUN.format(steps=steps, rows=case.rows, ranks=options.ranks, **places, **case.settings)
                     taken[way].append(measure(way, text, folder))
                     shutil.rmtree(folder)
-            shown = [f"{median(seconds for seconds, _ in taken[way]):.1f}" for way in WAYS]
-            for way, of_steps in (*((way, False) for way in WAYS[:-1]), ("together", True)):
-                pairs = zip(taken[way], taken[WAYS[-1]], strict=True)
-                ratios = [one[of_steps] / other[of_steps] for one, other in pairs]
+            shown = [f"{median(taken[way]):.1f}" for way in WAYS]
+            for way in WAYS[:-1]:
+                ratios = [one / other for one, other in zip(taken[way], taken[WAYS[-1]], strict=True)]
                 shown.append(f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
             print(f"| {name} | {case.rows} | {' | '.join(shown)} |", flush=True)
 
