@@ -500,7 +500,7 @@ def steps(
         found += [float(loss), float(norm)]
     assert liveness.is_done
     assert replicas.find_differing() == []
-    assert bool(replicas.sharded) == (bias != "none" and parallel.is_sharded(layout))
+    assert bool(replicas.sharded) == (bias != "none" and layout.is_sharded)
     return found
 
 

@@ -183,7 +183,7 @@ def test_weight_initialised_adapters_equal_pefts(how: str, keys: dict[str, Any],
     one, other = (json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("ours", "theirs"))
     assert all(one[key] == pytest.approx(other[key]) for key in ("r", "lora_alpha", "init_lora_weights"))
     opened = PeftModel.from_pretrained(base(), str(tmp_path / "ours")).eval()
-    assert torch.equal(opened(**batch()).logits, ours.eval()(**batch()).logits)
+    assert apart(opened(**batch()).logits, ours.eval()(**batch()).logits) < 1e-6  # summed in another order
     # The search for the largest values finds nearly as much; a rank that a weight doesn't have is refused.
     full, found = (started(init_lora_weights=each) for each in ("pissa", "pissa_niter_16"))
     for a, b in zip(FixedHalves(full).parts[::2], FixedHalves(found).parts[::2], strict=True):

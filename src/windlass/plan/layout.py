@@ -50,6 +50,11 @@ class Layout:
         return self.nodes * self.gpus_per_node
 
     @property
+    def is_sharded(self) -> bool:
+        """Return whether ranks store parts. With a resident base or a single rank, all tensors are plain."""
+        return self.name != "resident" and self.ranks > 1
+
+    @property
     def readers(self) -> int:
         """Return the ranks, or groups of ranks that split rows, that read rows of their own."""
         return self.ranks // self.context_parallel

@@ -57,6 +57,7 @@ class Workload:
     may_offload: bool = False  # inputs of recomputed layers could be stored in host memory
     splits: tuple[int, ...] = ()  # numbers of GPUs that rows could be split over
     evaluated: int = 0  # sequences per GPU in one evaluation batch; 0: no evaluation
+    widens: bool = False  # evaluations compute in float32, if no weights are gathered for them
     keeps: bool = False  # evaluations measure kept sets: with the adapter and without it
 
     @property

@@ -6,7 +6,7 @@ out, so the interval of a difference is far narrower than the spread of the loss
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from windlass.train.lora import attach_adapter
 from windlass.train.loss import SourceLosses
 from windlass.train.parallel import get_device
 from windlass.train.patches import Patches
+from windlass.train.precision import compare_precisely
 from windlass.train.preference import Answers, Preference, measure_answers
 from windlass.train.ranking import Candidate, Ranking
 from windlass.train.reference import require_first_adapter
@@ -238,13 +239,14 @@ def find_first_adapter(run_folder: Path) -> Path | None:
 def make_comparison(model: PeftModel, batches: Batches, run: RunFile, began_with: Path | None) -> Callable[[], Rows]:
     """Return a function that measures all rows. The reference of pairs is measured here; its adapter stays loaded."""
     causal_lm = model.get_base_model()
+    autocast = torch.autocast(get_device().type, torch.bfloat16, enabled=run.train.in_bf16)
     if not run.objective.of_pairs:
-        return lambda: measure_rows(batches, 2, partial(row_losses, causal_lm), bf16=run.train.in_bf16)
+        return lambda: measure_rows(batches, 2, partial(row_losses, causal_lm), autocast)
     preference = Preference(run, SourceLosses((), get_device()))
 
     def measure(reference: Rows | None = None) -> Rows:
         compare = partial(pair_figures, causal_lm, preference, reference)
-        return measure_rows(batches, 5, compare, bf16=run.train.in_bf16)
+        return measure_rows(batches, 5, compare, compare_precisely(causal_lm, autocast))
 
     reference: Rows | None = None
     if began_with is not None:
@@ -257,14 +259,16 @@ def make_comparison(model: PeftModel, batches: Batches, run: RunFile, began_with
 
 
 @torch.no_grad()
-def measure_rows(batches: Batches, columns: int, measure: Callable[[Batch], Tensor], *, bf16: bool) -> Rows:
+def measure_rows(
+    batches: Batches, columns: int, measure: Callable[[Batch], Tensor], precision: AbstractContextManager[Any]
+) -> Rows:
     """Return figures of every row, on every rank. `measure` returns those of a micro-batch's rows, then of fillers."""
     device = get_device()
     figures = np.zeros((len(batches.rows), columns))
-    for batch in batches.epoch(0):
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+    with precision:
+        for batch in batches.epoch(0):
             measured = measure(batch.to(device))
-        figures[batch.rows] = measured[: len(batch.rows)].double().cpu()
+            figures[batch.rows] = measured[: len(batch.rows)].double().cpu()
     total: Rows = sum(collectives.all_gather(figures))  # each row is nonzero on one rank only
     return total
 

@@ -122,7 +122,7 @@ class Evaluator:
                 self.recorder.mark("pause")
                 self.progress.start_evaluation(step)
                 batch = host_batch.to(model.device)
-                with torch.no_grad(), model.autocast:
+                with torch.no_grad(), model.evaluating():
                     figures = sum_batch(batch)
                 counts = figures.new_tensor([host_batch.supervised, self.stop_signal.received])
                 vector = torch.cat([counts, figures])

@@ -94,7 +94,7 @@ def load_base(
             unlike.append(f"{name} is {list(targets[name].shape)} in the model, {list(parameter.shape)} on disk")
     raise_together(unlike, where, ANOTHER, "unlike-checkpoint")
     raise_together(find_untied_heads(base, get_rank(), get_world_size()), where, UNTIE, "untied-head")
-    if parallel.is_sharded(layout) and layout.shard > layout.gpus_per_node:  # else each node reads everything
+    if layout.is_sharded and layout.shard > layout.gpus_per_node:  # else each node reads everything
         raise_together(find_other_copies(base), where, UNEQUAL, "copies-differ")
     errors: dict[str, list[float]] = {}
     blanks = Blanks()

@@ -9,6 +9,7 @@ from torch import Tensor
 from windlass.data.packing import open_rows
 from windlass.model.family import WRAPPERS
 from windlass.train.lora import ignore_peft_warnings, read_inner_config
+from windlass.train.patches import Patches
 
 
 def open_adapter(model: Any, folder: Path) -> Any:
@@ -19,7 +20,9 @@ def open_adapter(model: Any, folder: Path) -> Any:
     if type(model).__name__ in {wrapper.architecture for wrapper in WRAPPERS.values()}:
         config = mapping = None
     with ignore_peft_warnings():
-        return PeftModel.from_pretrained(model, str(folder), config=config, key_mapping=mapping).eval()
+        adapted = PeftModel.from_pretrained(model, str(folder), config=config, key_mapping=mapping).eval()
+    Patches().patch_adapted_linears(adapted)
+    return adapted
 
 
 @torch.no_grad()

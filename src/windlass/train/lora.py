@@ -72,6 +72,7 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
             )
     if lora.starts_from_weights and not lora.adapter:
         init_from_weights(peft_model, str(lora.init_lora_weights))
+    Patches().patch_adapted_linears(peft_model)
     if adapter.target_parameters:
         Patches().patch_experts(peft_model)
         # PEFT refuses dropout with experts: the saved configuration says 0, so that PEFT opens it.

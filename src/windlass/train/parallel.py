@@ -30,11 +30,6 @@ from windlass.train.kernels import products
 FIRST_LAYER: Final = re.compile(r"\blayers\.0(\.|$)")
 
 
-def is_sharded(layout: Layout) -> bool:
-    """Return whether ranks store parts. With a resident base or a single rank, all tensors are plain."""
-    return layout.name != "resident" and layout.ranks > 1
-
-
 def get_device() -> torch.device:
     """Return the device on which parameters compute."""
     if torch.cuda.is_available():
@@ -63,7 +58,7 @@ def build_model(
             "other-ranks",
         )
     # Tried: 2.12 briefly gives every sharded parameter a gradient, which bytes can't have; 2.13 does not.
-    if is_sharded(layout) and layout.base_dtype != "bf16" and torch.__version__ < "2.13":
+    if layout.is_sharded and layout.base_dtype != "bf16" and torch.__version__ < "2.13":
         problem = (
             f"torch {torch.__version__} can't shard a base that is stored in {layout.base_dtype.upper()}: 2.13 can"
         )
@@ -81,7 +76,7 @@ def build_model(
         # Gather FP32 parameters in BF16 only if compute is in BF16: upstream fixes the policy's dtype.
         fsdp_mixed_precision=layout.precision == "bf16" and dtype == torch.float32,
     )
-    distributed, _, mesh = model_class.prepare_distribute_model(distributed if is_sharded(layout) else None)
+    distributed, _, mesh = model_class.prepare_distribute_model(distributed if layout.is_sharded else None)
     if layout.expert_parallel > 1:
         create_expert_communicator(mesh)
     model = build_on_meta(model_class, config, dtype)
@@ -190,7 +185,7 @@ def allocate(model: transformers.PreTrainedModel, layout: Layout) -> None:
 
     Parameters then hold uninitialized memory: the caller fills every one of them.
     """
-    offloaded = is_sharded(layout) and layout.offload
+    offloaded = layout.is_sharded and layout.offload
     computed = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     model.to_empty(device=torch.device("cpu") if offloaded else get_device())
     model.tie_weights(recompute_mapping=False)
@@ -229,7 +224,7 @@ def keep_gathered(modules: Iterable[FSDPModule], keep: bool) -> None:
 
 def assert_sharded(model: torch.nn.Module, layout: Layout) -> None:
     """Stop unless every parameter is sharded as planned. Call before the first forward, which leaves some gathered."""
-    if not is_sharded(layout):
+    if not layout.is_sharded:
         return
     wrong = []
     for name, tensor in model.named_parameters():

@@ -16,27 +16,30 @@ Then, on the adapted model, by methods of `Patches`:
 3.  the class of each `ParamWrapper`: `experts.UnmergedExpertLora`
     why    PEFT merges every expert's adapter into its weight, with a full gradient and without dropout
     until  PEFT computes adapters of experts unmerged
+4.  the class of each adapted linear layer: `lora_linear.LoraLinear`
+    why    PEFT rounds the base's output to 16 bits and then adds the adapter's, most of which that swallows
+    until  PEFT rounds once
 
 On the model that trains, by `ModelPatches`:
 
-4.  attention with torch's SDPA on a CPU: `on_cpu.attend`
+5.  attention with torch's SDPA on a CPU: `on_cpu.attend`
     why    the CPU's kernel computes the full square of packed rows
     until  it skips what a mask of documents excludes
-5.  `masking_utils.find_packed_sequence_indices` of transformers: `loss.DocumentSearch`
+6.  `masking_utils.find_packed_sequence_indices` of transformers: `loss.DocumentSearch`
     why    the host waits for the GPU in every forward, for what the batch knows
     until  transformers takes the answer as an argument
-6.  the model's forward: `loss.make_forward`
+7.  the model's forward: `loss.make_forward`
     why    the logits of a batch would exist at once, and the loss be a mean
     until  transformers has a summed loss in chunks
-7.  the embedding's output, by a hook: `noise.add_noise`
+8.  the embedding's output, by a hook: `noise.add_noise`
     why    NEFTune; transformers has it in its Trainer only
-8.  either the forwards of layers' parts: `compiled.Part`
+9.  either the forwards of layers' parts: `compiled.Part`
     why    train.compile, with a way back to eager layers on all ranks together
     or norms, routers, `expand_kv` of modules, and the functions for rotations and scales in the family's module: see
     kernels/family_layers.py; and the forwards of adapted linear layers: see kernels/lora_linear.py
     why    on a GPU with a small micro-batch the host can't launch as many small kernels as fast
     until  the families' code and PEFT need as few kernels
-9.  the forwards of shared experts: `exchange.SharedExperts`
+10. the forwards of shared experts: `exchange.SharedExperts`
     why    under expert parallelism they run while tokens are exchanged
     until  transformers overlaps them
 
@@ -54,7 +57,7 @@ from typing import Any, Final
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
@@ -63,7 +66,7 @@ from windlass.train.experts import experts
 from windlass.train.experts.exchange import SharedExperts, find_shared_experts
 from windlass.train.kernels import family_layers, on_cpu
 from windlass.train.kernels.compiled import Compiled
-from windlass.train.kernels.lora_linear import FusedAdapters, check_lora_linears
+from windlass.train.kernels.lora_linear import FusedAdapters, LoraLinear, check_lora_linears
 from windlass.train.long_rows import RowGroup
 from windlass.train.loss import DocumentSearch, SourceLosses, make_forward
 from windlass.train.noise import add_noise
@@ -99,6 +102,11 @@ class Patches(ExitStack):
             layer.config._experts_implementation = experts.NAME
             adapters = {**getattr(layer, "adapters", {}), wrapper.parameter_name: wrapper}
             self.replace(layer, "adapters", adapters)
+
+    def patch_adapted_linears(self, model: PeftModel) -> None:
+        """Make adapted linear layers round their output once."""
+        for layer in [module for module in model.modules() if type(module) is Linear]:
+            self.replace(layer, "__class__", LoraLinear)
 
     def patch_attention(self, model: PreTrainedModel) -> None:
         """Use attention by document in a model that uses torch's SDPA."""

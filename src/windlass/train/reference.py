@@ -34,6 +34,7 @@ from windlass.train.preference import Answers, measure_answers
 from windlass.train.step import TrainedModel
 
 Say = Callable[[str], None]
+TRAIN: Final = "train"  # the rows whose reference is computed as steps are
 SAY_SECONDS: Final = 10.0  # between two lines of progress
 # How far the first loss may be from that of no difference at all, in units of it: other kernels round otherwise.
 EXACT: Final = 1e-5
@@ -79,7 +80,7 @@ def attach_reference(
         require_finite(tables[name], name, path)
         each.collate = replace(each.collate, reference=tables[name])
     if resumed is None:
-        require_start(plan, model, batches["train"], path)
+        require_start(plan, model, batches[TRAIN], path)
     return True
 
 
@@ -101,7 +102,12 @@ def find_adapter_files(folder: Path) -> list[Path]:
 
 def describe_reference(plan: Plan, facts: dict[str, Any]) -> dict[str, str]:
     """Return what the log-probabilities depend on; without the adapter if it is gone, which a resumed run needs not."""
-    identity = {"base": facts["base_digest"], "rows": facts["data"]}
+    run = plan.run
+    products = "bf16" if run.train.in_bf16 else run.model.torch_dtype
+    precision = f"{plan.layout.base_dtype} {run.model.torch_dtype} {products}"
+    if not plan.layout.is_sharded:
+        precision += ", evaluated in float32"  # train/precision.py
+    identity = {"base": facts["base_digest"], "rows": facts["data"], "precision": precision}
     if not plan.run.lora.adapter:
         return identity | {"adapter": "new"}
     files = find_adapter_files(Path(plan.run.lora.adapter))
@@ -133,7 +139,12 @@ def read_reference(
     other = [name for name, value in identity.items() if found.get(name) != value]
     if not other:
         return tables
-    names = {"base": "another base", "adapter": "another adapter to begin with", "rows": "other rows"}
+    names = {
+        "base": "another base",
+        "adapter": "another adapter to begin with",
+        "rows": "other rows",
+        "precision": "other dtypes",
+    }
     what = " and ".join(names[name] for name in other)
     if resumed and not (other == ["base"] and allow_other_base):
         hint = "put the run's own file back, or train into another folder"
@@ -163,9 +174,10 @@ def compute_reference(
     began = told = time.monotonic()
     done = 0
     stop = None  # a signal up to the previous micro-batch: reading it then lets the device run ahead
+    precision = model.autocast if name == TRAIN else model.evaluating()  # as the policy is computed
     was_training = model.causal_lm.training
     model.causal_lm.eval()
-    with torch.no_grad(), model.adapters.unchanged():
+    with torch.no_grad(), model.adapters.unchanged(), precision:
         for host_batch in batches.in_order(order):
             if stop is not None and bool(stop):
                 break
@@ -200,8 +212,7 @@ def require_finite(table: Tensor, name: str, path: Path) -> None:
 def compute_answers(model: TrainedModel, batch: Batch) -> Answers:
     """Return the log-probabilities of a micro-batch's answers."""
     assert batch.pairs is not None
-    with model.autocast:
-        losses = model.causal_lm(**batch.inputs, summed=False)
+    losses = model.causal_lm(**batch.inputs, summed=False)
     return measure_answers(losses, batch.pairs)
 
 
@@ -211,7 +222,7 @@ def require_start(plan: Plan, model: TrainedModel, batches: Batches, path: Path)
     assert preference is not None
     batch = next(iter(batches.epoch(0))).to(model.device)
     model.causal_lm.eval()
-    with torch.no_grad(), model.adapters.unchanged():
+    with torch.no_grad(), model.adapters.unchanged(), model.autocast:
         answers = compute_answers(model, batch)
         found = preference.compare(answers).losses
         expected = preference.compare(answers._replace(reference=answers.logps)).losses

@@ -66,7 +66,7 @@ from windlass.train.long_rows import Cut, RowGroup
 from windlass.train.loop import Loop
 from windlass.train.lora import DTYPES, attach_adapter
 from windlass.train.loss import router_loss_weight
-from windlass.train.parallel import assert_sharded, get_device, is_sharded
+from windlass.train.parallel import assert_sharded, get_device
 from windlass.train.probe import write_probe
 from windlass.train.reference import attach_reference
 from windlass.train.samples import Samples, read_prompts
@@ -219,7 +219,7 @@ def train_run(plan: Plan, session: Session) -> int:
         console.print(f"adapter written to {folder / FINAL}")
 
         # 9. What a server's answers are compared with, if a machine that exports may not hold the model.
-        if is_sharded(plan.layout):
+        if plan.layout.is_sharded:
             here.phase("computing the probe")
             write_probe(plan, loop.model, data, tokenizer, console.print)
         return 0
@@ -431,7 +431,8 @@ def find_base_figures(
         return None
     settings = run.orpo.model_dump() if run.objective.of_pairs else {}
     four_bits = plan.layout.base_dtype if plan.layout.base_dtype in FOUR_BITS else ""
-    stored = facts.get("base_digest"), four_bits, run.model.torch_dtype, run.train.in_bf16
+    computed = "float32" if run.objective.of_pairs and not plan.layout.is_sharded else run.train.in_bf16
+    stored = facts.get("base_digest"), four_bits, run.model.torch_dtype, computed
     rows = data.audit["row_hashes"]["validation"]
     identity = hash_text([stored, run.train.objective, settings, rows, data.evaluated])
     folder = session.tokens.parent if session.tokens else plan.folder  # of the sweep, or of the run

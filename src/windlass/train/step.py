@@ -1,7 +1,7 @@
 """What an optimizer step works with: the model as it is trained, its updates, and the sums over the ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -19,8 +19,9 @@ from windlass.train.liveness import Liveness
 from windlass.train.long_rows import RowGroup
 from windlass.train.loss import SourceLosses, router_loss_weight
 from windlass.train.optimizer import create_optimizer, create_scheduler, is_metric_scheduler
-from windlass.train.parallel import get_device, is_sharded, list_fsdp_modules
+from windlass.train.parallel import get_device, list_fsdp_modules
 from windlass.train.patches import ModelPatches
+from windlass.train.precision import compare_precisely
 from windlass.train.preference import Preference
 from windlass.train.recompute import recompute_layers
 from windlass.train.sync import ReplicaGroups, WaitTimer
@@ -99,7 +100,7 @@ class TrainedModel:
         self.router_weight = router_loss_weight(self.causal_lm, train.router_aux_loss_coef)
         # Weights can stay gathered through a step's micro-batches. Collected once: walking all modules takes
         # milliseconds.
-        gather_once = is_sharded(layout) and not layout.reshard_after_forward
+        gather_once = layout.is_sharded and not layout.reshard_after_forward
         self.kept_gathered = list_fsdp_modules(model) if gather_once else []
         self.waits = WaitTimer(model, now, split_experts=layout.expert_parallel > 1)
         if group:
@@ -133,6 +134,10 @@ class TrainedModel:
         finally:
             if compiled:
                 compiled.on = True
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """Return a context for evaluations: of pairs in float32, if that can be."""
+        return self.autocast if self.preference is None else compare_precisely(self.causal_lm, self.autocast)
 
     @property
     def adapters(self) -> FusedAdapters:

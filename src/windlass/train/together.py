@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 import transformers
-from peft.tuners.lora import Linear, LoraLayer
+from peft.tuners.lora import LoraLayer
 from rich.console import Console
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from windlass.train.copies import copy_model
 from windlass.train.experts.experts import UnmergedExpertLora
 from windlass.train.experts.sliced import SlicedExperts
 from windlass.train.kernels import family_layers, slices
+from windlass.train.kernels.lora_linear import LoraLinear
 from windlass.train.kernels.slices import Part, Random, SlicedLinear, Slices, set_state
 from windlass.train.liveness import ExpertTokens
 from windlass.train.loss import SourceLosses
@@ -366,7 +367,7 @@ def replace_layers(
             if type(module) is UnmergedExpertLora:
                 of_stack = stacks.setdefault(name.partition(".base_layer")[0], {})
                 of_stack.setdefault(module.parameter_name, [None] * len(trained))[number] = module
-            elif type(module) is Linear and not module.lora_variant and not module.fan_in_fan_out:
+            elif type(module) is LoraLinear and not module.lora_variant and not module.fan_in_fan_out:
                 linears.setdefault(name, [None] * len(trained))[number] = module
             elif isinstance(module, LoraLayer):
                 problem = f"{name} has an adapter of a kind that trials can't train together"

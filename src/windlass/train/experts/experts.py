@@ -1,4 +1,4 @@
-"""Routed experts with unmerged adapters: y = x W + s (drop(x) A) B for each expert, on its own tokens.
+"""Routed experts with unmerged adapters: y = s (drop(x) A) B + x W for each expert, on its own tokens.
 
 PEFT merges each expert's adapter into its weight: W + s B A of all experts, with a full gradient and without dropout.
 Here W stays as it is. An adapter costs two narrow products and keeps one narrow activation for the backward. PEFT's
@@ -141,10 +141,9 @@ def expert_product(
         of_all: Tensor = sliced.product(experts, name, source, rows_of, edges)
         return of_all
     rows = rows_of(source)
-    base = grouped_linear(rows, experts, name, edges[1:])
     lora = getattr(experts, "adapters", {}).get(name)
     if lora is None or lora.disable_adapters or lora.merged:
-        return base
+        return grouped_linear(rows, experts, name, edges[1:])
     (adapter,) = lora.active_adapters
     a = lora.lora_A[adapter].weight
     b = lora.lora_B[adapter].weight
@@ -153,18 +152,17 @@ def expert_product(
         source = dropped
         rows_of = Tensor.detach  # these are the rows themselves
     added: Tensor = _LowRank.apply(  # type: ignore[no-untyped-call]
-        base, dropped, source.detach(), rows_of, edges, a, b, lora.scaling[adapter]
+        dropped, source.detach(), rows_of, edges, a, b, lora.scaling[adapter]
     )
-    return added
+    return grouped_linear(rows, experts, name, edges[1:], added)
 
 
 class _LowRank(torch.autograd.Function):
-    """base + s (x A) B, written into base's memory. The backward keeps s x A in addition to what is kept anyway."""
+    """s (x A) B. The backward keeps s x A in addition to what is kept anyway."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        base: Tensor,
         x: Tensor,
         source: Tensor,
         rows_of: Callable[[Tensor], Tensor],
@@ -173,18 +171,18 @@ class _LowRank(torch.autograd.Function):
         b: Tensor,
         scaling: float,
     ) -> Tensor:
+        product = x.new_empty(len(x), b.shape[0])
 
-        def add() -> Tensor:
-            down, up = stack_by_expert(a, b, len(edges) - 1, scaling, base.dtype)
-            return add_low_rank(base, x, down, up, edges)
+        def multiply() -> Tensor:
+            down, up = stack_by_expert(a, b, len(edges) - 1, scaling, x.dtype)
+            return low_rank(product, x, down, up, edges)
 
-        narrow = kept.keep_expert_product(add)  # if this is kept, so is `base` including what was added to it
-        ctx.mark_dirty(base)
+        narrow = kept.keep_expert_product(multiply)  # if this is kept, so is what the product is added to
         ctx.save_for_backward(source, edges, a, b, narrow)
         ctx.rows_of = rows_of
         ctx.scaling = scaling
         ctx.dtype = x.dtype
-        return base
+        return product
 
     @staticmethod
     @once_differentiable
@@ -193,18 +191,18 @@ class _LowRank(torch.autograd.Function):
         experts = len(edges) - 1
         down, up = stack_by_expert(a, b, experts, ctx.scaling, narrow.dtype)
         grad_x, grad_a, grad_b = low_rank_gradients(
-            gradient, ctx.rows_of(source), narrow, down, up, edges, ctx.dtype if ctx.needs_input_grad[1] else None
+            gradient, ctx.rows_of(source), narrow, down, up, edges, ctx.dtype if ctx.needs_input_grad[0] else None
         )
-        return gradient, grad_x, None, None, None, *pack_gradients(grad_a, grad_b, a, b, ctx.scaling), None
+        return grad_x, None, None, None, *pack_gradients(grad_a, grad_b, a, b, ctx.scaling), None
 
 
-def add_low_rank(base: Tensor, x: Tensor, down: Tensor, up: Tensor, edges: Tensor) -> Tensor:
-    """Add (x A) B of each expert's rows to `base`, in its memory. Returns x A."""
+def low_rank(product: Tensor, x: Tensor, down: Tensor, up: Tensor, edges: Tensor) -> Tensor:
+    """Write (x A) B of each expert's rows into `product`. Returns x A."""
     narrow = []
-    for part in split_by_expert(base, edges):
+    for part in split_by_expert(product, edges):
         rows = part.take(x).to(up.dtype)
         narrow.append(grouped_mm(rows, part.of(down).transpose(1, 2), offs=part.ends))
-        part.take(base).add_(grouped_mm(narrow[-1], part.of(up), offs=part.ends))
+        part.take(product).copy_(grouped_mm(narrow[-1], part.of(up), offs=part.ends))
     return join_aligned(narrow)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from windlass.train.experts.experts import add_low_rank, low_rank_gradients, pack_gradients, stack_by_expert
+from windlass.train.experts.experts import low_rank, low_rank_gradients, pack_gradients, stack_by_expert
 from windlass.train.kernels import kept
 from windlass.train.kernels.products import grouped_linear
 from windlass.train.kernels.slices import Slices, draw_factors
@@ -44,14 +44,14 @@ class SlicedExperts:
     ) -> Tensor:
         """Return what `expert_product` returns, for all trials."""
         rows = rows_of(source)
-        base = grouped_linear(rows, experts, name, edges[self.groups :: self.groups])
+        ends = edges[self.groups :: self.groups]
         found = [
             (number, wrapper)
             for number, wrapper in enumerate(self.adapters.get(name, ()))
             if wrapper is not None and self.slices.parts[number] is not None
         ]
         if not found:
-            return base
+            return grouped_linear(rows, experts, name, ends)
         split = self.split(edges, len(rows), waits=hasattr(experts, "exchange"))
         slots = []
         weights = []
@@ -71,8 +71,8 @@ class SlicedExperts:
             dropped = rows * factors
             source = dropped
             rows_of = Tensor.detach  # these are the rows themselves
-        added: Tensor = AddLowRank.apply(base, dropped, source.detach(), rows_of, slots, *weights)  # type: ignore[no-untyped-call]
-        return added
+        added: Tensor = LowRank.apply(dropped, source.detach(), rows_of, slots, *weights)  # type: ignore[no-untyped-call]
+        return grouped_linear(rows, experts, name, ends, added)
 
     def split(self, edges: Tensor, rows: int, *, waits: bool) -> list[tuple[Tensor, Tensor]]:
         """Return the places of each trial's rows, and their edges by expert.
@@ -92,36 +92,36 @@ class SlicedExperts:
         return list(zip(places, ends, strict=True))
 
 
-class AddLowRank(torch.autograd.Function):
-    """base + s (x A) B, with each trial's A and B on its own rows, written into base's memory."""
+class LowRank(torch.autograd.Function):
+    """s (x A) B, with each trial's A and B on its own rows."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        base: Tensor,
         x: Tensor,
         source: Tensor,
         rows_of: Callable[[Tensor], Tensor],
         slots: Sequence[Slot],
         *weights: Tensor,
     ) -> Tensor:
-        def add(slot: Slot, a: Tensor, b: Tensor) -> Tensor:
+        product = x.new_zeros(len(x), weights[1].shape[0])
+
+        def multiply(slot: Slot, a: Tensor, b: Tensor) -> Tensor:
             if not len(slot.places):
-                return base.new_empty(0)
-            down, up = stack_by_expert(a, b, len(slot.edges) - 1, slot.scaling, base.dtype)
-            own = base[slot.places]
-            narrow = add_low_rank(own, x[slot.places], down, up, slot.edges)
-            base[slot.places] = own
+                return x.new_empty(0)
+            down, up = stack_by_expert(a, b, len(slot.edges) - 1, slot.scaling, x.dtype)
+            own = x.new_empty(len(slot.places), b.shape[0])
+            narrow = low_rank(own, x[slot.places], down, up, slot.edges)
+            product[slot.places] = own
             return narrow
 
         trials = zip(slots, weights[::2], weights[1::2], strict=True)
-        narrow = [kept.keep_expert_product(partial(add, *trial)) for trial in trials]
-        ctx.mark_dirty(base)
+        narrow = [kept.keep_expert_product(partial(multiply, *trial)) for trial in trials]
         ctx.save_for_backward(source, *narrow, *weights)
         ctx.rows_of = rows_of
         ctx.slots = slots
         ctx.dtype = x.dtype
-        return base
+        return product
 
     @staticmethod
     @once_differentiable
@@ -130,7 +130,7 @@ class AddLowRank(torch.autograd.Function):
         count = len(ctx.slots)
         weights = saved[count:]
         x = ctx.rows_of(source)
-        grad_x = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
+        grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
         grads: list[Tensor] = []
         for slot, narrow, a, b in zip(ctx.slots, saved[:count], weights[::2], weights[1::2], strict=True):
             if not len(slot.places):  # other ranks have its rows
@@ -144,4 +144,4 @@ class AddLowRank(torch.autograd.Function):
             if grad_x is not None and grad_rows is not None:
                 grad_x[slot.places] = grad_rows
             grads += pack_gradients(grad_a, grad_b, a, b, slot.scaling)
-        return gradient, grad_x, None, None, None, *grads
+        return grad_x, None, None, None, *grads

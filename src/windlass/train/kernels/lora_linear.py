@@ -5,12 +5,14 @@ With a small micro-batch a GPU waits for the host, which needs about as long to 
 The `forward` of single module instances is replaced after PEFT has built the adapter (train/patches.py); no class is
 changed, and files, hooks and names stay as they are. On the device that trains, the replacement is first compared with
 plain operations, forward and backward.
+
+Everywhere else `LoraLinear` computes an adapted layer. Both round an output once: see kernels/products.py.
 """
 
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from peft.tuners.lora import Linear
@@ -19,7 +21,32 @@ from torch.autograd.function import once_differentiable
 
 from windlass.settings import FUSED_INPUTS
 from windlass.train.kernels.compare import are_equal, make_numbers
-from windlass.train.kernels.products import QuantizedLinear
+from windlass.train.kernels.products import QuantizedLinear, choose_dtype, linear_with_added
+
+BASES: Final = (nn.Linear, QuantizedLinear)
+
+
+class LoraLinear(Linear):  # type: ignore[misc]
+    """PEFT's adapted linear layer, whose output is rounded once: base and adapter are summed in float32.
+
+    The rest is PEFT's: what it stores, saves and switches, and the forward of DoRA.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if args or kwargs or self.disable_adapters or self.merged or len(names) != 1:
+            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+        (name,) = names
+        base = self.get_base_layer()
+        up = self.lora_B[name]
+        if name in self.lora_variant or up.bias is not None or type(base) not in BASES or self.fan_in_fan_out:
+            return super().forward(x)  # type: ignore[no-any-return]
+        rows = x.to(choose_dtype(x))
+        down = self.lora_A[name]
+        is_cast = torch.is_autocast_enabled(x.device.type)
+        source = rows if is_cast else self._cast_input_dtype(rows, down.weight.dtype)
+        narrow = down(self.lora_dropout[name](source)) * self.scaling[name]
+        return linear_with_added(base, rows, narrow, up.weight)
 
 
 class FusedAdapters:
@@ -58,7 +85,7 @@ class FusedAdapters:
 
 def is_fusible(module: Any) -> bool:
     """Return whether this is a linear layer with one plain LoRA: no DoRA or other variant, no bias in B."""
-    if type(module) is not Linear or type(module.get_base_layer()) not in (nn.Linear, QuantizedLinear):
+    if not isinstance(module, Linear) or type(module.get_base_layer()) not in BASES:
         return False
     if len(module.lora_A) != 1 or module.lora_variant or module.fan_in_fan_out:
         return False
@@ -198,9 +225,16 @@ class LoraLinears(torch.autograd.Function):
         outputs = []
         for base, bias, scaling, b, xa_part in zip(bases, biases, scalings, b_of, xa_of, strict=True):
             weight = dense_weight(base, x.dtype)
-            product = nn.functional.linear(rows, weight, None if bias is None else bias.to(x.dtype))
+            output = x.new_empty(len(rows), len(b))
+            if bias is None:
+                torch.addmm(output, xa_part, b.t(), beta=0, alpha=scaling, out=output)
+                output.addmm_(rows, weight.t())
+            else:
+                wide = torch.cat([weight, b * scaling], 1)
+                torch.addmm(bias.to(x.dtype), torch.cat([rows, xa_part], 1), wide.t(), out=output)
+                del wide
             del weight  # or the next layer's would be decoded beside it
-            outputs.append(product.addmm_(xa_part, b.t(), alpha=scaling).view(*x.shape[:-1], len(b)))
+            outputs.append(output.view(*x.shape[:-1], len(b)))
         ctx.save_for_backward(source, xa, a, *b_of)
         ctx.bases = bases
         ctx.scalings = scalings

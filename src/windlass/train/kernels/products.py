@@ -2,6 +2,9 @@
 
 Quantized weights are dequantized just before each product and freed right after it. Only codes are kept for the
 backward.
+
+What an adapter adds goes into the product, which adds it to its float32 sums (`added`): the output is rounded once. In
+16 bits a product that is rounded first swallows what is smaller than half a step of it, and always towards the base.
 """
 
 import math
@@ -112,18 +115,75 @@ class QuantizedLinear(nn.Linear):
         coding = self.formats["weight"]
         return dequantize(*coding.parts(self.weight, self.weight_scale), coding, dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
-        kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+    def forward(self, input: Tensor, added: Tensor | None = None) -> Tensor:
+        dtype = choose_dtype(input)
         bias = None if self.bias is None else self.bias.to(dtype)
         product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            input.to(dtype), self.weight, self.weight_scale, bias, None, self.formats["weight"]
+            input.to(dtype), self.weight, self.weight_scale, bias, None, self.formats["weight"], added
         )
         return product
 
 
+def choose_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that a linear layer computes in: autocast's, or its input's."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def linear_with_added(base: nn.Linear, x: Tensor, narrow: Tensor, up: Tensor) -> Tensor:
+    """Return x W^T + b + narrow up^T of a frozen linear layer, rounded once."""
+    x = x.to(choose_dtype(x))
+    if base.bias is not None:  # a sum of three: two would be rounded before the third
+        codes, scale, coding = base.weight, None, None
+        if isinstance(base, QuantizedLinear):
+            scale = base.weight_scale
+            coding = base.formats["weight"]
+        wide: Tensor = _WideProduct.apply(x, narrow.to(x.dtype), codes, scale, coding, up, base.bias)  # type: ignore[no-untyped-call]
+        return wide
+    return add_linear(base, x, nn.functional.linear(narrow, up.to(narrow.dtype)).to(x.dtype))
+
+
+def add_linear(base: nn.Linear, x: Tensor, added: Tensor) -> Tensor:
+    """Return x W^T + added of a frozen linear layer without a bias, rounded once."""
+    if isinstance(base, QuantizedLinear):
+        return base.forward(x, added)
+    weight = base.weight.to(x.dtype).t()
+    return torch.addmm(added.flatten(0, -2), x.flatten(0, -2), weight).view(added.shape)
+
+
+class _WideProduct(torch.autograd.Function):
+    """[x, narrow] [W, up]^T + b, where only W is frozen: the bias is added to the same float32 sums."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, narrow: Tensor, codes: Tensor, scale: Tensor | None, coding: Format | None, *own: Tensor
+    ) -> Tensor:
+        up, bias = own
+        ctx.save_for_backward(narrow, codes, scale, up)
+        ctx.coding = coding
+        ctx.bias_dtype = bias.dtype
+        weight = torch.cat([_decode(codes, scale, coding, x.dtype), up.to(x.dtype)], 1)
+        return nn.functional.linear(torch.cat([x, narrow], -1), weight, bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        narrow, codes, scale, up = ctx.saved_tensors
+        dx = dy @ _decode(codes, scale, ctx.coding, dy.dtype) if ctx.needs_input_grad[0] else None
+        rows = dy.flatten(0, -2)
+        d_up = (rows.t() @ narrow.flatten(0, -2)).to(up.dtype)
+        db = rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[6] else None
+        return dx, dy @ up.to(dy.dtype), None, None, None, d_up, db
+
+
+def _decode(codes: Tensor, scale: Tensor | None, coding: Format | None, dtype: torch.dtype) -> Tensor:
+    if coding is None or scale is None:
+        return codes.to(dtype)
+    return dequantize(*coding.parts(codes, scale), coding, dtype)
+
+
 class _Product(torch.autograd.Function):
-    """x W^T + b and dy W for one matrix or (with `offsets`) each expert's own, dequantized for each product."""
+    """x W^T + b and dy W for one matrix or (with `offsets`) each expert's own, dequantized for each product; into
+    `added`, if there is something to add to."""
 
     @staticmethod
     def forward(
@@ -134,13 +194,25 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         offsets: Tensor | None,
         coding: Format,
+        added: Tensor | None = None,
     ) -> Tensor:
         ctx.save_for_backward(weight, scale, offsets)
         ctx.coding = coding
         codes, scale = coding.parts(weight, scale)
         if offsets is not None:
-            return kept.keep_expert_product(lambda: expert_products(x, codes, scale, offsets, coding, transposed=True))
-        return nn.functional.linear(x, dequantize(codes, scale, coding, x.dtype), bias)
+            product = kept.keep_expert_product(
+                lambda: expert_products(x, codes, scale, offsets, coding, added, transposed=True)
+            )
+            if product is added:
+                ctx.mark_dirty(added)
+            return product
+        dense = dequantize(codes, scale, coding, x.dtype)
+        if added is None:
+            return nn.functional.linear(x, dense, bias)
+        assert bias is None
+        added.flatten(0, -2).addmm_(x.flatten(0, -2), dense.t())
+        ctx.mark_dirty(added)
+        return added
 
     @staticmethod
     @once_differentiable
@@ -153,14 +225,15 @@ class _Product(torch.autograd.Function):
         elif ctx.needs_input_grad[0]:
             dx = dy @ dequantize(codes, scale, ctx.coding, dy.dtype)
         db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
-        return dx, None, None, db, None, None
+        return dx, None, None, db, None, None, dy if ctx.needs_input_grad[6] else None
 
 
 # --- products of all experts ---
 
 
-def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) -> Tensor:
-    """Multiply each expert's rows of x [tokens, in] (sorted by expert, `offsets` are their ends) by its own matrix.
+def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor, added: Tensor | None = None) -> Tensor:
+    """Multiply each expert's rows of x [tokens, in] (sorted by expert, `offsets` are their ends) by its own matrix, and
+    add the products to `added`, in its memory if possible.
 
     `name` is the parameter [experts, out, in]: gate_up_proj or down_proj. Rows after the last offset belong to no
     expert; their results are undefined.
@@ -171,7 +244,7 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
     if coding is None:
         transposed = not getattr(experts, "is_transposed", False)
         if x.dtype == weight.dtype and not weight.requires_grad:
-            product = _FrozenProduct.apply(x, weight, offsets, transposed)  # type: ignore[no-untyped-call]
+            product = _FrozenProduct.apply(x, weight, offsets, transposed, added)  # type: ignore[no-untyped-call]
             return product
         if kept.keeps_products():
             problem = (
@@ -180,16 +253,24 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
             hint = "set model.torch_dtype: bfloat16, or train.gradient_checkpointing: true"
             raise UserError(problem.replace("torch.", ""), "train.gradient_checkpointing", hint, "kept-products")
         product = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
-        return product
+        return product if added is None else product + added
     # As in transformers: products have the weight's dtype, or the input's under mixed precision.
     dtype = x.dtype if x.element_size() < coding.dtype.itemsize else coding.dtype
     scale = getattr(experts, f"{name}_scale")
-    product = _Product.apply(x.to(dtype), weight, scale, None, offsets, coding)  # type: ignore[no-untyped-call]
+    added = None if added is None else added.to(dtype)
+    product = _Product.apply(x.to(dtype), weight, scale, None, offsets, coding, added)  # type: ignore[no-untyped-call]
     return product
 
 
 def expert_products(
-    x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    offsets: Tensor,
+    coding: Format,
+    added: Tensor | None = None,
+    *,
+    transposed: bool,
 ) -> Tensor:
     """Return x_e W_e^T (transposed) or x_e W_e for all experts.
 
@@ -200,44 +281,58 @@ def expert_products(
     few_rows = x.shape[0] < codes.shape[0]
     has_grouped_kernels = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     if has_grouped_kernels and not few_rows:
-        return multiply_all(x, codes, scale, offsets, coding, transposed=transposed)
-    return multiply_one_by_one(x, codes, scale, offsets, coding, transposed=transposed)
+        return multiply_all(x, codes, scale, offsets, coding, added, transposed=transposed)
+    return multiply_one_by_one(x, codes, scale, offsets, coding, added, transposed=transposed)
 
 
 class _FrozenProduct(torch.autograd.Function):
     """Each expert's product with its own frozen matrix."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool, added: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight, offsets)
         ctx.transposed = transposed
-        return kept.keep_expert_product(lambda: multiply_frozen(x, weight, offsets, transposed=transposed))
+        product = kept.keep_expert_product(lambda: multiply_frozen(x, weight, offsets, added, transposed=transposed))
+        if product is added:
+            ctx.mark_dirty(added)
+        return product
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, offsets = ctx.saved_tensors
-        return multiply_frozen(dy.contiguous(), weight, offsets, transposed=not ctx.transposed), None, None, None
+        dx = multiply_frozen(dy.contiguous(), weight, offsets, transposed=not ctx.transposed)
+        return dx, None, None, None, dy if ctx.needs_input_grad[4] else None
 
 
-def multiply_frozen(x: Tensor, weight: Tensor, offsets: Tensor, *, transposed: bool) -> Tensor:
+def multiply_frozen(
+    x: Tensor, weight: Tensor, offsets: Tensor, added: Tensor | None = None, *, transposed: bool
+) -> Tensor:
     """Return x_e W_e^T (transposed) or x_e W_e for all experts."""
     if on_cpu.rounds_rows(x):
-        return multiply_one_by_one(x, weight, None, offsets, None, transposed=transposed)
+        return multiply_one_by_one(x, weight, None, offsets, None, added, transposed=transposed)
     product: Tensor = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
-    return product
+    return product if added is None else added.add_(product)
 
 
 def multiply_one_by_one(
-    x: Tensor, codes: Tensor, scale: Tensor | None, offsets: Tensor, coding: Format | None, *, transposed: bool
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor | None,
+    offsets: Tensor,
+    coding: Format | None,
+    added: Tensor | None = None,
+    *,
+    transposed: bool,
 ) -> Tensor:
     """Multiply one expert at a time, skipping those without tokens. Needs the offsets on the host.
 
     Where rows are rounded (`on_cpu.rounds_rows`), a product includes some rows of the next experts; those rows are
-    overwritten by their own expert's product.
+    overwritten by their own expert's product, or keep what theirs is added to.
     """
     columns = codes.shape[1] if transposed else codes.shape[2] * (coding.per_byte if coding else 1)
-    product = x.new_zeros(x.shape[0], columns)
+    product = x.new_zeros(x.shape[0], columns) if added is None else added
+    beta = 0 if added is None else 1
     align = on_cpu.ROWS if on_cpu.rounds_rows(x) else 1
     start = 0
     for expert, stop in enumerate(offsets.tolist()):
@@ -248,17 +343,27 @@ def multiply_one_by_one(
             weight = weight.T if transposed else weight
             rounded = start + math.ceil((stop - start) / align) * align
             if rounded <= len(x):
-                torch.mm(x[start:rounded], weight, out=product[start:rounded])
+                of_next = product[stop:rounded].clone()
+                product[start:rounded].addmm_(x[start:rounded], weight, beta=beta)
+                product[stop:rounded] = of_next
             else:  # at the end, include preceding rows instead
                 first = max(stop - (rounded - start), 0)
-                product[start:stop] = (x[first:stop] @ weight)[start - first :]
+                of_all = torch.addmm(product[first:stop], x[first:stop], weight, beta=beta)
+                product[start:stop] = of_all[start - first :]
             del weight  # or it would live on while the next one is made
         start = stop
     return product
 
 
 def multiply_all(
-    x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    offsets: Tensor,
+    coding: Format,
+    added: Tensor | None = None,
+    *,
+    transposed: bool,
 ) -> Tensor:
     """Multiply all experts together, some columns of the product at a time.
 
@@ -280,4 +385,4 @@ def multiply_all(
         weight = dequantize(part, scale, coding, x.dtype, (first, 0) if transposed else (0, first))
         product[:, first : first + step] = _grouped_mm(x, weight.transpose(-2, -1) if transposed else weight, offsets)
         del weight  # or it would live on while the next one is made
-    return product
+    return product if added is None else added.add_(product)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from windlass.train.kernels import kept
+from windlass.train.kernels.products import add_linear, choose_dtype, linear_with_added
 
 
 class Random:
@@ -103,24 +104,41 @@ class Adapter(NamedTuple):
 class SlicedLinear(nn.Module):
     """A frozen linear layer with the adapters that trials have put on it; None for one that has not."""
 
-    def __init__(self, base: nn.Module, layers: Sequence[Linear | None], slices: Slices) -> None:
+    def __init__(self, base: nn.Linear, layers: Sequence[Linear | None], slices: Slices) -> None:
         super().__init__()
         self.base = base
         self.layers = list(layers)  # a list hides them: they belong to the trials' own models
         self.slices = slices
 
     def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = self.base(x)
         adapters = list(self.list_adapters())
         if not adapters:
+            product: Tensor = self.base(x)
             return product
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None  # None: each its own
+        x = x.to(choose_dtype(x))
+        if self.base.bias is not None:
+            return self.compute_one_by_one(x, adapters, dtype)
         shape = self.slices.shape
         weights = [adapter.a for adapter in adapters] + [adapter.b for adapter in adapters]
-        function = AddToEqualParts if are_equal_parts(adapters, shape) else AddLowRank
-        added: Tensor = function.apply(product, x, shape, adapters, dtype, *weights)  # type: ignore[no-untyped-call]
-        return added
+        function = LowRankOfEqualParts if are_equal_parts(adapters, shape) else LowRank
+        added: Tensor = function.apply(x, shape, adapters, dtype, *weights)
+        return add_linear(self.base, x, added)
+
+    def compute_one_by_one(self, x: Tensor, adapters: Sequence[Adapter], dtype: torch.dtype | None) -> Tensor:
+        """Compute each trial's rows in a product of its own, as it does alone: a bias is part of that sum."""
+        output = self.base(x).clone()
+        outputs = output.view(*self.slices.shape, -1)
+        inputs = x.reshape(*self.slices.shape, -1)
+        for adapter in adapters:
+            own = adapter.part.of(inputs)
+            own_dtype = dtype or adapter.a.dtype
+            with adapter.part.random.use():
+                dropped = adapter.dropout(own)
+            narrow = nn.functional.linear(dropped.to(own_dtype), adapter.a.to(own_dtype)) * adapter.scaling
+            adapter.part.of(outputs).copy_(linear_with_added(self.base, own, narrow, adapter.b))
+        return output  # type: ignore[no-any-return]
 
     def list_adapters(self) -> Iterator[Adapter]:
         for part, layer in zip(self.slices.parts, self.layers, strict=True):
@@ -131,8 +149,8 @@ class SlicedLinear(nn.Module):
                 yield Adapter(part, layer.scaling[name], layer.lora_dropout[name], a, b)
 
 
-class AddLowRank(torch.autograd.Function):
-    """y + s (drop(x) A^T) B^T, in each trial's part with its own s, A, B and random numbers, written into y's memory.
+class LowRank(torch.autograd.Function):
+    """s (drop(x) A^T) B^T, in each trial's part with its own s, A, B and random numbers; zero in others' parts.
 
     The backward keeps x, which all adapters of this input share, x A^T, and dropout's factors.
     """
@@ -140,7 +158,6 @@ class AddLowRank(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        y: Tensor,
         x: Tensor,
         shape: tuple[int, int],
         adapters: Sequence[Adapter],
@@ -148,6 +165,7 @@ class AddLowRank(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         inputs = x.reshape(*shape, -1)
+        y = x.new_zeros(*x.shape[:-1], len(adapters[0].b))
         outputs = y.view(*shape, -1)
         factors = [draw_for(adapter, inputs) for adapter in adapters]
         narrow = []
@@ -155,10 +173,9 @@ class AddLowRank(torch.autograd.Function):
             own_dtype = dtype or adapter.a.dtype
             rows = take_rows(adapter.part, inputs, factor, own_dtype)
             narrow.append(rows @ adapter.a.t().to(own_dtype))
-            wide = narrow[-1] @ adapter.b.t().to(own_dtype)
+            wide = (narrow[-1] * adapter.scaling) @ adapter.b.t().to(own_dtype)
             own = adapter.part.of(outputs)
-            own.add_(wide.view(own.shape), alpha=adapter.scaling)
-        ctx.mark_dirty(y)
+            own.copy_(wide.view(own.shape))
         ctx.shape = shape
         ctx.adapters = adapters
         ctx.save_for_backward(x, *weights, *narrow, *(factor for factor in factors if factor is not None))
@@ -173,7 +190,7 @@ class AddLowRank(torch.autograd.Function):
         drawn = iter(saved[3 * count :])
         inputs = x.reshape(*ctx.shape, -1)
         gradients = grad_y.reshape(*ctx.shape, -1)
-        grad_x = torch.zeros_like(inputs) if ctx.needs_input_grad[1] else None
+        grad_x = torch.zeros_like(inputs) if ctx.needs_input_grad[0] else None
         grads_a = []
         grads_b = []
         for adapter, a, b, narrow in zip(ctx.adapters, a_of, b_of, narrow_of, strict=True):
@@ -188,7 +205,7 @@ class AddLowRank(torch.autograd.Function):
                 grad_own = (grad_narrow @ a.to(narrow.dtype)).view(own.shape)
                 own.copy_(grad_own if factor is None else grad_own * factor)
         grad_x = None if grad_x is None else grad_x.view(x.shape)
-        return grad_y, grad_x, None, None, None, *grads_a, *grads_b
+        return grad_x, None, None, None, *grads_a, *grads_b
 
 
 def are_equal_parts(adapters: Sequence[Adapter], shape: tuple[int, int]) -> bool:
@@ -206,13 +223,12 @@ def are_equal_parts(adapters: Sequence[Adapter], shape: tuple[int, int]) -> bool
     return equal and not left and len({adapter.a.dtype for adapter in adapters}) == 1
 
 
-class AddToEqualParts(torch.autograd.Function):
-    """What `AddLowRank` computes, for equal parts: as many kernels for all trials as for one."""
+class LowRankOfEqualParts(torch.autograd.Function):
+    """What `LowRank` computes, for equal parts: as many kernels for all trials as for one."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        y: Tensor,
         x: Tensor,
         shape: tuple[int, int],
         adapters: Sequence[Adapter],
@@ -228,14 +244,10 @@ class AddToEqualParts(torch.autograd.Function):
         rows = dropped.reshape(count, -1, x.shape[-1]).to(dtype)
         narrow = torch.bmm(rows, down.transpose(1, 2))
         torch._foreach_mul_(list(narrow), [adapter.scaling for adapter in adapters])
-        outputs = y.view(count, -1, y.shape[-1])
-        if y.dtype == dtype:
-            outputs.baddbmm_(narrow, up.transpose(1, 2))
-        else:
-            outputs.add_(torch.bmm(narrow, up.transpose(1, 2)))
-        ctx.mark_dirty(y)
         ctx.adapters = adapters
         ctx.save_for_backward(x, factors, narrow, down, up)
+        y = x.new_empty(*x.shape[:-1], up.shape[1])
+        y.view(count, -1, y.shape[-1]).copy_(torch.bmm(narrow, up.transpose(1, 2)))
         return y
 
     @staticmethod
@@ -248,7 +260,7 @@ class AddToEqualParts(torch.autograd.Function):
         grad_rows = grad_y.reshape(count, -1, grad_y.shape[-1]).to(down.dtype)
         grad_narrow = torch.bmm(grad_rows, up)
         torch._foreach_mul_(list(grad_narrow), [adapter.scaling for adapter in ctx.adapters])
-        grad_x = torch.bmm(grad_narrow, down).to(x.dtype).view(x.shape) if ctx.needs_input_grad[1] else None
+        grad_x = torch.bmm(grad_narrow, down).to(x.dtype).view(x.shape) if ctx.needs_input_grad[0] else None
         if grad_x is not None and factors is not None:
             grad_x *= factors.view(x.shape)
         dtype = ctx.adapters[0].a.dtype
@@ -256,7 +268,7 @@ class AddToEqualParts(torch.autograd.Function):
         grads_b = torch.bmm(grad_rows.transpose(1, 2), narrow).to(dtype)
         own_a = [grad[: len(one.a)] for grad, one in zip(grads_a, ctx.adapters, strict=True)]
         own_b = [grad[:, : len(one.a)] for grad, one in zip(grads_b, ctx.adapters, strict=True)]
-        return grad_y, grad_x, None, None, None, *own_a, *own_b
+        return grad_x, None, None, None, *own_a, *own_b
 
 
 def stack(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,189 @@
+"""What an adapter adds in bfloat16 reaches the output: layers round the sum of base and adapter once."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear
+from torch import Tensor, nn
+
+from windlass.train.kernels import slices
+from windlass.train.kernels.lora_linear import FusedAdapters, LoraLinear
+from windlass.train.kernels.products import QuantizedLinear, multiply_one_by_one
+from windlass.train.patches import Patches
+from windlass.train.precision import in_float32
+from windlass.weights import four_bits
+from windlass.weights.quantized import Format
+
+ROWS, INPUTS, OUTPUTS, R = 256, 64, 96, 4
+SMALL = 2.0**-12  # standard deviation of B: an output that rounding swallows a third of, or more
+Way = Callable[[Any], Callable[[Tensor], Tensor]]
+
+
+def make_layer(*, bias: bool = False, dtype: torch.dtype = torch.bfloat16, nf4: bool = False) -> Any:
+    """Return an adapted layer whose adapter is smaller than half a step of bfloat16."""
+    torch.manual_seed(1)
+    base: Any = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=bias)).to(dtype)
+    if nf4:
+        weight = base[0].weight.detach().float()
+        base[0] = QuantizedLinear(base[0], Format(torch.uint8, (1, 64), torch.bfloat16, "nf4", INPUTS))
+        four_bits.quantize(weight, "nf4", base[0].weight.data)
+    model: Any = get_peft_model(base, LoraConfig(r=R, lora_alpha=2 * R, target_modules=["0"]))
+    nn.init.normal_(model.base_model.model[0].lora_B.default.weight, std=SMALL)
+    model.base_model.model[0].lora_A.default.weight.data.mul_(0.5)
+    return model
+
+
+def find_lora(layer: Any) -> Any:
+    return layer.base_model.model[0]
+
+
+@torch.no_grad()
+def share_kept(output: Tensor, layer: Any, x: Tensor) -> float:
+    """Return how much of the adapter's exact change is in the output, by least squares."""
+    lora = find_lora(layer)
+    base = lora.get_base_layer()
+    weight = base.dense(torch.float64) if isinstance(base, QuantizedLinear) else base.weight.double()
+    exact = x.double() @ weight.t()
+    if base.bias is not None:
+        exact += base.bias.double()
+    change = x.double() @ lora.lora_A.default.weight.double().t() @ lora.lora_B.default.weight.double().t() * 2
+    return float(((output.detach().double() - exact) * change).sum() / change.square().sum())
+
+
+def in_place(layer: Any) -> Callable[[Tensor], Tensor]:
+    Patches().patch_adapted_linears(layer)
+    assert type(find_lora(layer)) is LoraLinear
+    return layer  # type: ignore[no-any-return]
+
+
+def fused(layer: Any) -> Callable[[Tensor], Tensor]:
+    in_place(layer)
+    Patches().patch_adapters(FusedAdapters(layer.modules(), torch.bfloat16))
+    return layer  # type: ignore[no-any-return]
+
+
+def compiled(layer: Any) -> Callable[[Tensor], Tensor]:
+    in_place(layer)
+    traced: Callable[[Tensor], Tensor] = torch.compile(find_lora(layer).forward, backend="aot_eager", fullgraph=True)
+    return traced
+
+
+def together(layer: Any) -> Callable[[Tensor], Tensor]:
+    in_place(layer)
+    lora = find_lora(layer)
+    shared = slices.Slices(2)
+    half = ROWS // 2
+    parts = [slices.Part(slice(0, 1), slice(start, start + half), slices.Random()) for start in (0, half)]
+    shared.set((1, ROWS), parts)
+    return slices.SlicedLinear(lora.get_base_layer(), [lora, lora], shared)
+
+
+def make_rows() -> Tensor:
+    return torch.randn(1, ROWS, INPUTS, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's, of its own tracing
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bf16"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("way", [in_place, fused, together, compiled])
+def test_a_small_adapter_reaches_the_output(way: Way, bias: bool, autocast: bool) -> None:
+    x = make_rows()
+    layer = make_layer(bias=bias, dtype=torch.float32 if autocast else torch.bfloat16)
+    if autocast:  # exact values have what autocast rounds
+        find_lora(layer).base_layer.bfloat16().float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        by_peft = layer(x)
+        output = way(layer)(x)
+    assert output.dtype == torch.bfloat16
+    assert share_kept(output, layer, x) == pytest.approx(1, abs=0.1)
+    assert share_kept(by_peft, layer, x) < 0.8, "two roundings swallow none of it: the adapter is too large"
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("way", [in_place, fused, together])
+def test_on_weights_in_4_bits(way: Way, bias: bool) -> None:
+    x = make_rows()
+    layer = make_layer(nf4=True, bias=bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert share_kept(layer(x), layer, x) < 0.8
+        assert share_kept(way(layer)(x), layer, x) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_are_pefts(bias: bool, nf4: bool) -> None:
+    """In float32, where both round alike: of x, A and B, and of a trained bias."""
+    x = torch.randn(2, 7, INPUTS, generator=torch.Generator().manual_seed(2))
+    layer = make_layer(bias=bias, dtype=torch.float32, nf4=nf4)
+    if bias:
+        find_lora(layer).base_layer.bias.requires_grad_(True)
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+
+    def compute() -> list[Tensor]:
+        given = x.clone().requires_grad_()
+        output = layer(given)
+        return [output.detach(), *torch.autograd.grad(output.square().sum(), [given, *trained])]
+
+    theirs = compute()
+    in_place(layer)
+    with mock.patch.object(Linear, "forward", side_effect=AssertionError("PEFT's forward")):
+        ours = compute()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [[5, 0, 17, 3], [16, 16, 0, 0], [0, 0, 0, 1], [1, 30, 2, 33]])
+def test_experts_add_to_what_their_adapters_gave(rows: list[int]) -> None:
+    """One by one, with rounded numbers of rows: nothing is added twice, and the sum is rounded once."""
+    torch.manual_seed(0)
+    edges = torch.tensor(rows).cumsum(0).int()
+    x = torch.randn(sum(rows), INPUTS).bfloat16()
+    weight = torch.randn(4, OUTPUTS, INPUTS).bfloat16()
+    added = (torch.randn(sum(rows), OUTPUTS) * 2.0**-6).bfloat16()
+    exact = torch.cat([part.double() @ w.double().t() for part, w in zip(torch.split(x, rows), weight, strict=True)])
+    plain = multiply_one_by_one(x, weight, None, edges, None, transposed=True).double()
+    total = multiply_one_by_one(x, weight, None, edges, None, added.clone(), transposed=True).double()
+    change = added.double()
+    assert bool(((total - exact - change).abs() <= exact.abs() * 2.0**-8 + 2.0**-8).all())
+
+    def share(output: Tensor) -> float:
+        return float(((output - exact) * change).sum() / change.square().sum())
+
+    if len(x) > 1:
+        assert share(total) == pytest.approx(1, abs=0.1)
+        assert share(plain + change) == pytest.approx(1, abs=0.1)
+        assert share((plain + change).bfloat16().double()) < share(total) - 0.05, "rounded twice"
+
+
+def test_float32_for_the_comparison_of_pairs() -> None:
+    """Weights in bfloat16 compute as in float32, and are as they were afterwards."""
+
+    class Layered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, INPUTS)
+            self.layers = nn.ModuleList([nn.Linear(INPUTS, INPUTS) for _ in range(2)])
+            self.head = nn.Linear(INPUTS, 11)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            hidden = self.embed(ids)
+            for layer in self.layers:
+                hidden = layer(hidden).tanh()
+            output: Tensor = self.head(hidden)
+            return output
+
+    torch.manual_seed(0)
+    model = Layered().bfloat16()
+    ids = torch.randint(11, (2, 9))
+    stored = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), in_float32(model):
+        output = model(ids)
+        with pytest.raises(IndexError):
+            model(ids + 11)
+    assert all(parameter.data_ptr() == stored[name] for name, parameter in model.named_parameters())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(output, model.float()(ids))
