@@ -29,7 +29,7 @@ from windlass.export.deltas import read_deltas
 from windlass.export.generate import generate, load_model
 from windlass.export.merged_files import plan_merge, write_merge
 from windlass.export.proof import prove_files
-from windlass.export.rounding import FORMATS, encode_fp8, make_dither
+from windlass.export.rounding import FORMATS, round_to
 from windlass.export.source import choose_adapter, require_local_base
 from windlass.model import Stored, read_base
 from windlass.model.files import read_header
@@ -155,8 +155,9 @@ def test_merge_in_16_bits_equals_pefts(name: str, cases: dict[str, Case]) -> Non
     state = plain_model(folder).state_dict()
     assert state.keys() == case.truth.keys()
     for key, true in case.truth.items():
-        # Rounded once; sums in another order may move a value across the middle between two neighbours.
-        off = (state[key] - true).abs() > true.abs() * 2.0**-8 * 1.001 + 1e-7
+        # Rounded once: to a neighbour if the adapter changes it, else to the nearer one.
+        error = 2.0**-7 if not torch.equal(true, case.plain[key]) else 2.0**-8
+        off = (state[key] - true).abs() > true.abs() * error * 1.001 + 1e-7
         assert not off.any(), f"{key}: {int(off.sum())} of {off.numel()}"
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     base = read_base(folder)
@@ -226,7 +227,7 @@ def test_4_bit_base_is_merged_into_16_bits(kind: str, tmp_path: Path) -> None:
     assert merged.keys() == truth.keys()
     for key, true in truth.items():
         if "o_proj" in key or "down_proj" in key:
-            assert torch.allclose(merged[key], true, rtol=2.0**-8 * 1.001, atol=1e-7), key
+            assert torch.allclose(merged[key], true, rtol=2.0**-7 * 1.001, atol=1e-7), key
         else:
             assert torch.equal(merged[key], true.bfloat16().float()), key
 
@@ -263,34 +264,46 @@ def test_the_same_merge_is_the_same_bytes_whatever_the_workers(cases: dict[str, 
 @settings(max_examples=60, deadline=None)
 @given(
     dtype=st.sampled_from(sorted(FORMATS, key=str)),
-    size=st.floats(1e-4, 400),
+    size=st.sampled_from([1e-41, 1e-30, 1e-6, 1e-4, 0.02, 1.0, 400.0]),
     seed=st.integers(0, 2**20),
 )
-def test_rounding_picks_adjacent_codes_and_keeps_exact_ones(dtype: torch.dtype, size: float, seed: int) -> None:
+def test_rounding_picks_adjacent_values_and_keeps_exact_ones(dtype: torch.dtype, size: float, seed: int) -> None:
     dice = torch.Generator().manual_seed(seed)
     values = (torch.randn(64, 64, generator=dice) * size).clamp(-440, 440)
     place = ((0, 64), (0, 64))
-    codes = values.to(dtype)
-    assert torch.equal(
-        encode_fp8(codes.float(), dtype, make_dither("x", place)).view(torch.uint8) | 128, codes.view(torch.uint8) | 128
-    )
-    got = encode_fp8(values, dtype, make_dither("x", place)).float()
-    mantissa, least, _ = FORMATS[dtype]
-    step = torch.exp2((torch.frexp(values).exponent - 1).clamp(min=least).float() - mantissa)
-    assert ((got - values).abs() < step * 1.0001).all()
-    assert torch.equal(got.to(dtype).float(), got)
+    mantissa, least, largest = FORMATS[dtype]
+    exact = torch.cat([values.to(dtype).float(), torch.tensor([0.0, -0.0, largest, -largest] * 16).view(1, 64)])
+    kept = round_to(exact, dtype, "x", ((0, 65), (0, 64)))
+    assert torch.equal(kept.view(torch.uint8), exact.to(dtype).view(torch.uint8))  # signs of zeros too
+    rounded = round_to(values, dtype, "x", place).double()
+    exponent = (torch.frexp(values.double()).exponent - 1).clamp(min=least)
+    assert ((rounded - values).abs() < torch.exp2(exponent.double() - mantissa) * 1.0001).all()
+    assert torch.equal(round_to(values, dtype, "x", place).double(), rounded)
 
 
-def test_dithering_preserves_small_changes_on_average() -> None:
-    """One weight in fifty moves by a full code: the sum is right. Rounding to nearest would lose the change."""
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rounding_never_reaches_infinity(dtype: torch.dtype) -> None:
+    *_, largest = FORMATS[dtype]
+    values = torch.tensor([largest, -largest]).repeat(64, 32) * (1 + 2.0**-20)
+    assert torch.equal(round_to(values, dtype, "x", ((0, 64), (0, 64))).float().abs(), torch.full((64, 64), largest))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("weight", [1.0, -1.0, "subnormal"])
+def test_dithering_preserves_small_changes_on_average(dtype: torch.dtype, weight: float | str) -> None:
+    """One weight in fifty moves by a full step: the sum is right. Rounding to nearest would lose the change."""
     place = ((0, 256), (0, 256))
-    grown = torch.full((256, 256), 16.0) + 2 / 50  # neighbours: 16 and 18
-    assert (grown.to(torch.float8_e4m3fn).float() == 16).all()
-    codes = encode_fp8(grown, torch.float8_e4m3fn, make_dither("any", place)).float()
-    assert set(codes.flatten().tolist()) == {16.0, 18.0}
-    assert math.isclose(float(codes.mean() - 16), 2 / 50, rel_tol=0.02)
-    rows = codes.mean(1) - 16  # evenly over rows and columns too
-    assert float((rows - 2 / 50).abs().max()) < 2 / 50
+    mantissa, least, _ = FORMATS[dtype]
+    step = 2.0**-mantissa
+    if isinstance(weight, str):
+        step = 2.0 ** (least - mantissa)
+        weight = step
+    grown = torch.full((256, 256), weight + math.copysign(step / 50, weight))
+    assert (grown.to(dtype).float() == weight).all()
+    change = (round_to(grown, dtype, "any", place).double() - weight) / math.copysign(step, weight)
+    assert set(change.flatten().tolist()) == {0.0, 1.0}
+    assert math.isclose(float(change.mean()), 1 / 50, rel_tol=0.02)
+    assert float((change.mean(1) - 1 / 50).abs().max()) < 1 / 50  # evenly over rows too
 
 
 def test_export_of_the_adapter_only(cases: dict[str, Case], tmp_path: Path) -> None:

@@ -354,9 +354,13 @@ def _iter_merged(
         yield _view_bytes(scale.reshape(entry.out.shape))
         return
     unit = None if scale is None else scale.float()
+    dtype = DTYPES[entry.out.dtype]
     for box in tensor.blocks():
         values = tensor.values(box, unit)
-        yield _view_bytes(round_to(values, DTYPES[entry.out.dtype], entry.parameter, tensor.place(box)))
+        if factors is None:  # nothing is added that rounding to the nearest value could lose
+            yield _view_bytes(values.to(dtype))
+        else:
+            yield _view_bytes(round_to(values, dtype, entry.parameter, tensor.place(box)))
 
 
 def rotate_rows(values: Tensor, heads: int) -> Tensor:

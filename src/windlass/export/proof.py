@@ -3,7 +3,7 @@
 1. Every tensor exists with the planned shape, dtype and place; untouched ones are byte-equal.
 
 2. For touched tensors, sampled rows, read with safetensors' own reader, are compared with W + s BA recomputed in
-float64 and in PEFT's terms; for FP8 weights also the share of the adapter that they contain.
+float64 and in PEFT's terms; also the share of the adapter that they contain, wherever rounding is dithered.
 
 3. Logits of base + adapter (PEFT's own forward) against the merged model, if it fits into memory in float32.
 
@@ -206,7 +206,9 @@ def _sum_samples(parameter: Parameter, after: Parameter, expected: Expected, dis
             before = disk.values(piece, box)[0].double().reshape(shape)
             merged = disk_after.values(merged_piece, box)[0].double().reshape(shape)
             exact, size = expected.values(before, box)
-            step = allowed_rounding_error(exact, merged_piece.stored.dtype, disk_after, merged_piece, box)
+            kind = DTYPES[merged_piece.stored.dtype]
+            is_dithered = expected.delta is not None and kind in FORMATS
+            step = measure_step(exact, kind, disk_after, merged_piece, box) if is_dithered else nearest_error(exact, kind)
             error = (exact - merged).abs()
             allowed = step + SLACK * size
             over = (error > allowed) | ~merged.isfinite()
@@ -218,13 +220,14 @@ def _sum_samples(parameter: Parameter, after: Parameter, expected: Expected, dis
             change = exact - before
             sums.change += float((change * change).sum())
             sums.kept += float(((merged - before) * change).sum())
-            if DTYPES[merged_piece.stored.dtype] in FORMATS:
-                sums.noise += float((change * step).square().sum()) / 4
+            if is_dithered:
+                position = (exact / torch.where(step == 0, 1.0, step)).frac().abs()
+                sums.noise += float(((change * step).square() * position * (1 - position)).sum())
     return sums
 
 
 def _prove_kept(proof: Proof, name: str, sums: Sums) -> None:
-    """Check that a parameter holds its adapter. FP8 steps are larger than an adapter's changes: only sums over many
+    """Check that a parameter holds its adapter. Steps may be larger than an adapter's changes: only sums over many
     values show whether it is there."""
     kept = sums.kept / sums.change
     if proof.least_kept is None or kept < proof.least_kept[1]:
@@ -276,14 +279,18 @@ class Expected:
         return value, size
 
 
-def allowed_rounding_error(exact: Tensor, dtype: str, disk: Disk, piece: Piece, box: Box) -> Tensor:
-    """Return the allowed rounding error: half a step for floats, a full step between FP8 codes."""
-    kind = DTYPES[dtype]
-    if kind not in FORMATS:
-        return exact.abs() * NEAREST[kind] + torch.finfo(kind).tiny
+def nearest_error(exact: Tensor, kind: torch.dtype) -> Tensor:
+    """Return the largest error of rounding to the nearest value: half a step."""
+    return exact.abs() * NEAREST[kind] + torch.finfo(kind).tiny
+
+
+def measure_step(exact: Tensor, kind: torch.dtype, disk: Disk, piece: Piece, box: Box) -> Tensor:
+    """Return the distances between the neighbours of values, which dithered rounding chooses from."""
     mantissa, least, _ = FORMATS[kind]
-    scale = disk.scale(piece, [torch.arange(*span) for span in to_stored_box(piece, box)])
-    scale = scale.reshape(()) if scale.numel() == 1 else scale.reshape(exact.shape)
+    scale = torch.ones(())
+    if piece.scale is not None:
+        scale = disk.scale(piece, [torch.arange(*span) for span in to_stored_box(piece, box)])
+        scale = scale.reshape(()) if scale.numel() == 1 else scale.reshape(exact.shape)
     exponent = torch.frexp(exact / torch.where(scale == 0, 1.0, scale)).exponent - 1
     return torch.ldexp(torch.ones_like(exact), exponent.clamp(min=least) - mantissa) * scale
 
