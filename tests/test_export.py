@@ -306,6 +306,53 @@ def test_dithering_preserves_small_changes_on_average(dtype: torch.dtype, weight
     assert float((change.mean(1) - 1 / 50).abs().max()) < 1 / 50  # evenly over rows too
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_small_adapter_survives_a_merge_in_16_bits(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault, rounding to the nearest value, loses most of it, and the proof refuses the result."""
+    tiny.write_model(tmp_path / "base", "llama", dtype=dtype, hidden=256)
+    model = peft_model(tmp_path / "base", {"target_modules": ["q_proj", "down_proj"]})
+    for key, parameter in model.named_parameters():
+        if "lora_B" in key:
+            parameter.data.mul_(1e-4 if dtype == "float16" else 1e-3)
+            parameter.data[: len(parameter) // 2] = 0
+    model.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
+    record = merge(tmp_path, tmp_path / "merged")
+    assert record["deviations"] == []
+    assert record["kept"] > 0.9  # of sampled rows
+    merge(tmp_path, tmp_path / "again")
+    truth = PeftModel.from_pretrained(plain_model(tmp_path / "base"), str(tmp_path / "adapter"))
+    expected = dict(truth.merge_and_unload().state_dict())
+    before, after = tensors_of(tmp_path / "base"), tensors_of(tmp_path / "merged")
+    changed = kept = nearest = 0.0
+    for key, value in tensors_of(tmp_path / "again").items():
+        assert torch.equal(after[key].view(torch.int16), value.view(torch.int16))
+        alone = len(value) // 2 if "q_proj" in key or "down_proj" in key else len(value)  # rows without an adapter
+        assert torch.equal(value[:alone].view(torch.int16), before[key][:alone].view(torch.int16))
+        old = before[key].float()
+        change = expected[key] - old
+        changed += float((change * change).sum())
+        kept += float(((value.float() - old) * change).sum())
+        nearest += float(((expected[key].to(value.dtype).float() - old) * change).sum())
+    assert abs(kept / changed - 1) < 0.05
+    assert nearest / changed < 0.5
+    module = "windlass.export.merged_files"
+    monkeypatch.setattr(f"{module}.round_to", lambda values, dtype, *_: values.to(dtype))  # the fault
+    with refused("not-base-plus-adapter", error=RunError) as problems:
+        merge(tmp_path, tmp_path / "nearest")
+    assert "of its adapter, and rounding explains" in problems[0].problem
+
+
+def test_a_merge_into_float32(cases: dict[str, Case]) -> None:
+    for name in ("tied", "published"):
+        folder = cases[name].merged("float32")
+        assert cases[name].records["float32"]["logits"]["dtype"] == "F32"
+        state = plain_model(folder).state_dict()
+        for key, true in cases[name].truth.items():
+            assert torch.allclose(state[key], true, rtol=1e-5, atol=1e-7), key
+
+
 def test_export_of_the_adapter_only(cases: dict[str, Case], tmp_path: Path) -> None:
     case = cases["published"]
     options: dict[str, Any] = {"called": "org/published", "model_class": "Mistral4ForCausalLM", "say": silent}
@@ -778,6 +825,16 @@ def test_adapters_that_cannot_be_merged_are_refused(
     with pytest.raises(UserError, match=message):
         export(adapter, tmp_path / "out", merge=True, say=silent)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_a_trained_copy_of_a_tied_embedding_is_not_merged(cases: dict[str, Case], tmp_path: Path) -> None:
+    model = peft_model(cases["tied"].base, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]})
+    model.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
+    with refused("tied-embedding"):
+        export(tmp_path / "adapter", tmp_path / "out", merge=True, say=silent)
+    assert not (tmp_path / "out").exists()
+    assert export(tmp_path / "adapter", tmp_path / "alone", say=silent)["deviations"] == []
 
 
 def test_impossible_dtypes_and_folders_are_refused(made: Path, tmp_path: Path) -> None:

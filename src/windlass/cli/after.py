@@ -109,7 +109,7 @@ def export(
     source: Annotated[Path, arg("RUN_DIR|CHECKPOINT", "A run folder, or a folder with an adapter.")],
     to: Annotated[Path, opt("--to", "DIR", "Folder to write to.")],
     merge: Annotated[bool, flag("--merge/--adapter", "Merge the adapter into its base model.")] = False,
-    dtype: Annotated[str | None, opt("--dtype", "DTYPE", "bf16; a merged model also fp8. Default: unchanged.")] = None,
+    dtype: Annotated[str | None, opt("--dtype", "DTYPE", "bf16, float32; merged also fp8. Default: unchanged.")] = None,
     base: Base = None,
     base_name: Annotated[str | None, opt("--base-name", "NAME", "Name of the base model in the model card.")] = None,
     reader: Annotated[

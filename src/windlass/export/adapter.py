@@ -35,7 +35,10 @@ from windlass.serve.servers import PEFT, SERVERS, Verdict, list_commands
 from windlass.train.checkpoint.snapshot import save_tensors
 from windlass.weights.same_base import CHAT_TEMPLATE, describe_files, describe_quantization, read_recorded_base
 
-OUTPUT_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+OUTPUT_DTYPES: Final = {
+    **{"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},
+    **{"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32},
+}
 # The adapter's files that are needed to use it. Optimizer, scheduler and random state belong to the run.
 COMPANIONS: Final = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "*.model")
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from windlass.data.trained_template import write_template
-from windlass.errors import Problem, raise_all
+from windlass.errors import Problem, UserError, raise_all
 from windlass.export.card import describe_evaluation, write_card
 from windlass.export.deltas import Deltas, read_deltas
 from windlass.export.folder import MERGED, claim_folder
@@ -21,7 +21,7 @@ from windlass.export.source import CONFIG, AdapterSource, require_local_base
 from windlass.files import read_json
 from windlass.hardware import GIB
 from windlass.model import Base, read_base
-from windlass.model.base import UNTIE, find_untied_heads
+from windlass.model.base import EMBEDDING, UNTIE, find_untied_heads
 from windlass.model.mistral_layout import has_mistral_layout_alone
 from windlass.model.quantization import published_dtype
 from windlass.observe.format import format_are, format_plural
@@ -37,7 +37,6 @@ from windlass.weights.same_base import (
 )
 
 MISTRALS_FILES: Final = ("consolidated", "params.json")  # beginnings of names
-LOST: Final = 0.9  # below this share of the adapter a warning is printed
 
 
 def merge_adapter(
@@ -58,6 +57,10 @@ def merge_adapter(
     base = require_local_base(source, base_folder)
     deltas = read_deltas(source, base)
     raise_all([Problem(problem, str(base.path), UNTIE, "untied-head") for problem in find_untied_heads(base)])
+    if EMBEDDING in deltas.by_name and all(parameter.part != "head" for parameter in base.parameters):
+        problem = "PEFT trained a copy of the embedding and left the head, which is tied to it, as it was"
+        hint = "leave --merge out: one stored tensor can't be both"
+        raise UserError(problem, str(source.weights), hint, "tied-embedding")
     is_mistrals = has_mistral_layout_alone(base)
     plan = plan_merge(base, deltas, to, dtype or OWN, MISTRAL if is_mistrals else HUGGING_FACE)
     has_mistrals = choose_layout(base, layout)
@@ -156,7 +159,7 @@ def _report_plan(plan: MergePlan, say: Say) -> None:
     tensors = ", ".join(f"{count} {how}" for how, count in counts.items())
     say(f"writing   {plan.size / GIB:.2f} GiB in {format_plural(len(plan.headers), 'file')}: {tensors}")
     if plan.dropped:
-        say(f"dropped   {len(plan.dropped)} scales: the weights are 16-bit now, and scales mean nothing")
+        say(f"dropped   {len(plan.dropped)} scales: the weights are not quantized now, and scales mean nothing")
 
 
 def _report_left_out(base: Base, plan: MergePlan, has_mistrals: bool, say: Say) -> None:
@@ -178,8 +181,6 @@ def _report_files(proof: Proof, say: Say) -> None:
         return
     parameter, least = proof.least_kept
     say(f"kept      {proof.kept:.1%} of the adapter is in the rounded weights; least: {least:.1%} in {parameter}")
-    if proof.kept < LOST:
-        say("note      rounding took a part of the adapter: serve it unmerged, or merge with --dtype bf16")
 
 
 def _report_logits(logits: dict[str, Any], say: Say) -> None:

@@ -33,8 +33,8 @@ from windlass.weights.reading import DTYPES, NEEDS_SCALE, DamagedError, Files, r
 
 # Dtypes of a merged model.
 OWN: Final = "own"
-BF16: Final = "bf16"
 FP8: Final = "fp8"
+UNQUANTIZED: Final = {"bf16": "BF16", "bfloat16": "BF16", "fp32": "F32", "float32": "F32"}  # safetensors' names
 # How a tensor of a merged model is made.
 COPIED: Final = "copied"
 MERGED: Final = "merged"
@@ -57,19 +57,19 @@ class LayoutFiles:
     config: str
     single: str
     index: str
-    drop_quantization: Callable[[dict[str, Any]], Any]  # changes its config to that of the model in bfloat16
+    drop_quantization: Callable[[dict[str, Any], str], Any]  # changes its config to that of the model in that dtype
     name_in_file: Callable[[str], str] = str
 
 
-def _drop_quantization(settings: dict[str, Any]) -> None:
+def _drop_quantization(settings: dict[str, Any], dtype: str) -> None:
     for section in (settings, settings.get("text_config") or {}):
         section.pop("quantization_config", None)
-        section.update({name: "bfloat16" for name in ("dtype", "torch_dtype") if name in section})
+        section.update({name: dtype for name in ("dtype", "torch_dtype") if name in section})
 
 
 HUGGING_FACE: Final = LayoutFiles(CONFIG, SINGLE, INDEX, _drop_quantization)
 MISTRAL: Final = LayoutFiles(
-    PARAMS, CONSOLIDATED, CONSOLIDATED_INDEX, lambda params: params.pop("quantization", None), name_in_file
+    PARAMS, CONSOLIDATED, CONSOLIDATED_INDEX, lambda params, _: params.pop("quantization", None), name_in_file
 )
 
 
@@ -114,7 +114,7 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str, names: LayoutFi
 
     # 1. Each tensor: copied, merged, converted, rescaled or dropped.
     entries, dropped = _plan_tensors(base, sources, deltas, dtype)
-    if names == HUGGING_FACE and dtype == BF16 and has_separate_experts(base):
+    if names == HUGGING_FACE and dtype in UNQUANTIZED and has_separate_experts(base):
         entries = fuse_experts(base, entries)
 
     # 2. The files: headers, config.json and index are byte-equal to the base's, unless a tensor's dtype changes.
@@ -129,8 +129,9 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str, names: LayoutFi
         more[CONFIG] = (base.path / CONFIG).read_bytes()
     if dropped or any(entry.out.dtype != entry.source.dtype for entry in entries):
         headers, entries = lay_out(entries, names)
-        config = _rewrite(config, names.drop_quantization)
-        more = {name: _rewrite(text, _drop_quantization) for name, text in more.items()}
+        torch_name = str(DTYPES[UNQUANTIZED[dtype]]).removeprefix("torch.")
+        config = _rewrite(config, names.drop_quantization, torch_name)
+        more = {name: _rewrite(text, _drop_quantization, torch_name) for name, text in more.items()}
         if index is not None:
             index = make_index(entries, names)
 
@@ -152,9 +153,9 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str, names: LayoutFi
     )
 
 
-def _rewrite(text: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
+def _rewrite(text: bytes, change: Callable[[dict[str, Any], str], Any], dtype: str) -> bytes:
     settings = json.loads(text)
-    change(settings)
+    change(settings, dtype)
     return (json.dumps(settings, indent=2) + "\n").encode()
 
 
@@ -175,14 +176,16 @@ def _plan_tensors(
         if key in weights:
             name, piece = weights[key]
             out = stored
-            if dtype == BF16:
+            if dtype in UNQUANTIZED:
                 out_key = key.removesuffix(BLOCKS).removesuffix(PACKED) if piece.packed else key
-                out = replace(stored, key=out_key, dtype="BF16", shape=piece.shape)
+                out = replace(stored, key=out_key, dtype=UNQUANTIZED[dtype], shape=piece.shape)
             how = COPIED if out.dtype == stored.dtype else CONVERTED
             if name in deltas.by_name:
                 how = MERGED
             entries.append(MergedEntry(out, stored, how, name, (piece,)))
-        elif dtype == BF16 and (key in scales or (scales and base.unread.get(stored) in (ACTIVATIONS, CACHE, SHAPES))):
+        elif dtype in UNQUANTIZED and (
+            key in scales or (scales and base.unread.get(stored) in (ACTIVATIONS, CACHE, SHAPES))
+        ):
             dropped.append(key)
         elif key in scales and scales[key][0] in deltas.by_name:
             name, piece = scales[key]
@@ -231,10 +234,11 @@ def make_index(entries: Sequence[MergedEntry], names: LayoutFiles) -> bytes:
 
 
 def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iterator[Problem]:
-    if dtype not in (OWN, BF16, FP8):
-        yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", "bf16, or fp8", "no-such-dtype")
+    if dtype not in (OWN, FP8, *UNQUANTIZED):
+        hint = "bf16, float32 or fp8"
+        yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", hint, "no-such-dtype")
     packed = next((piece for p in base.parameters for piece in p.pieces if piece.packed), None)
-    if packed and dtype != BF16:
+    if packed and dtype not in UNQUANTIZED:
         problem = f"{base.name} is stored in 4 bits ({packed.stored.key}): what an adapter adds would be rounded away"
         hint = "add --dtype bf16: the merged model has 16 bits; or leave --merge out"
         yield Problem(problem, "--merge", hint, "base-in-4-bits")
@@ -243,7 +247,7 @@ def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iter
         hint = "leave --dtype out, and quantize it afterwards with a server's own tool"
         yield Problem(problem, "--dtype", hint, "base-not-quantized")
     vision = [stored.key for stored in base.unread if stored.dtype in NEEDS_SCALE]
-    if dtype == BF16 and vision:
+    if dtype in UNQUANTIZED and vision:
         problem = f"quantized tensors outside of the language model ({len(vision)}): {vision[0]}"
         yield Problem(problem, "--dtype", "leave --dtype out, and they are kept as they are", "quantized-vision")
 

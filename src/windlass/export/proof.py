@@ -35,7 +35,7 @@ from windlass.model import Base, Parameter, Piece, Stored, read_base
 from windlass.plan.layout import Layout
 from windlass.train.logits import compute_both_logits, compute_logits, kl_divergence, open_adapter, sample_rows
 from windlass.weights.certificate import Disk, sample_boxes
-from windlass.weights.reading import DTYPES, Box, Files, intersect, locate_piece, to_stored_box
+from windlass.weights.reading import DTYPES, NEEDS_SCALE, Box, Files, intersect, locate_piece, to_stored_box
 
 COMPARED_BYTES: Final = 2**23  # compared at a time
 SLACK: Final = 1e-5  # relative to the terms: float32 sums in another order
@@ -164,7 +164,7 @@ def _prove_touched(
     merged_parameters = {parameter.name: parameter for parameter in merged.parameters}
     files_before = {stored.key: stored.file for stored in base.stored()}
     files_after = {stored.key: stored.file for stored in merged.stored()}
-    change = kept = 0.0
+    total = Sums()
     for parameter in base.parameters:
         delta = deltas.by_name.get(parameter.name)
         after = merged_parameters[parameter.name]
@@ -181,10 +181,16 @@ def _prove_touched(
             text = f"{parameter.name} is not W + s BA: {sums.over} sampled values, {sums.worst:.3g} x allowed"
             proof.deviations.append(text)
         if sums.change:
-            _prove_kept(proof, parameter.name, sums)
-            change += sums.change
-            kept += sums.kept
-    proof.kept = kept / change if change else None
+            kept = _prove_kept(proof, parameter.name, sums)
+            if proof.least_kept is None or kept < proof.least_kept[1]:
+                proof.least_kept = (parameter.name, kept)
+            total.change += sums.change
+            total.kept += sums.kept
+            total.noise += sums.noise
+    if total.change:
+        proof.kept = total.kept / total.change
+    if total.change and not proof.deviations:  # noise that hides a parameter's share hides the model's less
+        _prove_kept(proof, "the model", total)
 
 
 def _list_dtypes(parameter: Parameter) -> set[str]:
@@ -226,16 +232,15 @@ def _sum_samples(parameter: Parameter, after: Parameter, expected: Expected, dis
     return sums
 
 
-def _prove_kept(proof: Proof, name: str, sums: Sums) -> None:
-    """Check that a parameter holds its adapter. Steps may be larger than an adapter's changes: only sums over many
-    values show whether it is there."""
+def _prove_kept(proof: Proof, name: str, sums: Sums) -> float:
+    """Check that a parameter holds its adapter, and return its share. Steps may be larger than an adapter's changes:
+    only sums over many values show whether it is there."""
     kept = sums.kept / sums.change
-    if proof.least_kept is None or kept < proof.least_kept[1]:
-        proof.least_kept = (name, kept)
     explained = 6 * math.sqrt(sums.noise) / sums.change
     if sums.noise and not abs(kept - 1) <= 0.05 + explained:
         explained_range = f"{1 - explained:.2f} to {1 + explained:.2f}"
         proof.deviations.append(f"{name} holds {kept:.2f} of its adapter, and rounding explains {explained_range}")
+    return kept
 
 
 class Expected:
@@ -376,10 +381,13 @@ def compare_logits(base: Base, source: AdapterSource, to: Path) -> dict[str, Any
             over.append(f"{title} is {record[key]:.3g}, over {bound:.3g}")
     record |= {"judged": judged, "dtype": dtype, "rows": list(rows.shape)}
     if over:
-        record["deviation"] = (
-            f"the logits of base + adapter and merged differ: {', '.join(over)}; "
-            f"if nothing else is wrong, {dtype} is too coarse for it: merge with another --dtype, or serve it unmerged"
-        )
+        record["deviation"] = f"the logits of base + adapter and merged differ: {', '.join(over)}"
+        if DTYPES[dtype] in FORMATS:
+            finer = "bf16" if dtype in NEEDS_SCALE else "float32"
+            record["deviation"] += (
+                f"; if nothing else is wrong, {dtype} is too coarse for it: "
+                f"merge with --dtype {finer}, or serve the adapter unmerged, in float32"
+            )
     return record
 
 
