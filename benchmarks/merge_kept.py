@@ -2,13 +2,10 @@
 
     python benchmarks/merge_kept.py MODEL ADAPTER CHATS [--rows 60] [--scales 1 0.3 0.1 0.03]
 
-CHATS is a JSONL file with `messages`; its last rows are used. A smaller adapter is the same one with its B scaled. The
-adapter's gain is how much lower the loss of the answers' tokens is than the base's; kept is the merged model's share of
-it, KL its distance from base + adapter on the same tokens. Every model computes in float32, so rounding the merged
-weights to bfloat16 is all that differs.
+CHATS is a JSONL file with `messages`, of which the last rows are used. Smaller adapters are the same one with B scaled.
+The gain is by how much the adapter lowers the loss of the answers' tokens; kept is the merged model's share of it, KL
+its distance from base + adapter. All compute in float32, so the rounded weights are all that differs.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -26,14 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 from windlass.export import export
 from windlass.train.logits import kl_divergence
 
-Rows = list[tuple[Tensor, int]]  # tokens of a chat, and where its answer begins
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("adapter", type=Path)
-    parser.add_argument("chats", type=Path)
+    for name in ("model", "adapter", "chats"):
+        parser.add_argument(name, type=Path)
     parser.add_argument("--rows", type=int, default=60)
     parser.add_argument("--scales", type=float, nargs="+", default=[1, 0.3, 0.1, 0.03])
     given = parser.parse_args()
@@ -41,32 +35,30 @@ def main() -> None:
     rows = read_rows(given.chats, given.model, given.rows)
     base, base_loss = predict(load(given.model), rows)
     print("| B x | gain, nats a token | PEFT kept | PEFT KL | windlass kept | windlass KL | adapter's own KL |")
-    print("|---|---|---|---|---|---|---|")
+    print("|---" * 7 + "|")
     for scale in given.scales:
         with tempfile.TemporaryDirectory() as directory:
             adapter, merged = Path(directory, "adapter"), Path(directory, "merged")
             adapter.mkdir()
             shutil.copy(given.adapter / "adapter_config.json", adapter)
-            factors = load_file(given.adapter / "adapter_model.safetensors")
-            factors = {key: value * scale if "lora_B" in key else value for key, value in factors.items()}
-            save_file(factors, adapter / "adapter_model.safetensors")
-            options: dict[str, Any] = {"base": str(given.model), "dtype": "bf16", "allow_other_base": True}
-            export(adapter, merged, merge=True, say=lambda _: None, **options)
+            factors = load_file(given.adapter / "adapter_model.safetensors").items()
+            scaled = {key: value * scale if "lora_B" in key else value for key, value in factors}
+            save_file(scaled, adapter / "adapter_model.safetensors")
+            export(adapter, merged, merge=True, dtype="bf16", base=str(given.model), say=lambda _: None)
             true, loss = predict(PeftModel.from_pretrained(load(given.model), str(adapter)), rows)
             theirs = PeftModel.from_pretrained(load(given.model, torch.bfloat16), str(adapter)).merge_and_unload()
-            cells = []
+            cells = [f"{scale:g}", f"{base_loss - loss:.3f}"]
             for model in (theirs.float(), load(merged)):
                 logits, merged_loss = predict(model, rows)
                 cells += [f"{(base_loss - merged_loss) / (base_loss - loss):.0%}", f"{kl_divergence(true, logits):.1e}"]
-        own = f"{kl_divergence(true, base):.1e}"
-        print(f"| {scale:g} | {base_loss - loss:.3f} | {' | '.join(cells)} | {own} |", flush=True)
+        print("|", " | ".join([*cells, f"{kl_divergence(true, base):.1e}"]), "|", flush=True)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
-def read_rows(chats: Path, model: Path, count: int) -> Rows:
+def read_rows(chats: Path, model: Path, count: int) -> list[tuple[Tensor, int]]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = []
     for line in chats.read_text().splitlines()[-count:]:
@@ -77,7 +69,7 @@ def read_rows(chats: Path, model: Path, count: int) -> Rows:
 
 
 @torch.no_grad()
-def predict(model: Any, rows: Rows) -> tuple[Tensor, float]:
+def predict(model: Any, rows: list[tuple[Tensor, int]]) -> tuple[Tensor, float]:
     """Return the logits of all answers' tokens, and their mean loss."""
     logits = torch.cat([model.eval()(input_ids=row).logits[0, start - 1 : -1] for row, start in rows])
     return logits, float(torch.nn.functional.cross_entropy(logits, torch.cat([row[0, start:] for row, start in rows])))

@@ -35,10 +35,8 @@ from windlass.serve.servers import PEFT, SERVERS, Verdict, list_commands
 from windlass.train.checkpoint.snapshot import save_tensors
 from windlass.weights.same_base import CHAT_TEMPLATE, describe_files, describe_quantization, read_recorded_base
 
-OUTPUT_DTYPES: Final = {
-    **{"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},
-    **{"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32},
-}
+SHORT_NAMES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+OUTPUT_DTYPES: Final = SHORT_NAMES | {str(dtype).removeprefix("torch."): dtype for dtype in SHORT_NAMES.values()}
 # The adapter's files that are needed to use it. Optimizer, scheduler and random state belong to the run.
 COMPANIONS: Final = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "*.model")
 
@@ -73,7 +71,7 @@ def export_adapter(
         if base.path:
             report_missing_files(base, base_name, base.path, has_mistral_layout(base), say)
     if dtype is not None and dtype not in OUTPUT_DTYPES:
-        hint = f"one of {', '.join(OUTPUT_DTYPES)}"
+        hint = f"one of {', '.join(SHORT_NAMES)}"
         raise UserError(f"an adapter can't be written as {dtype!r}", "--dtype", hint, "no-such-dtype")
 
     # 2. Write.

@@ -214,7 +214,10 @@ def _sum_samples(parameter: Parameter, after: Parameter, expected: Expected, dis
             exact, size = expected.values(before, box)
             kind = DTYPES[merged_piece.stored.dtype]
             is_dithered = expected.delta is not None and kind in FORMATS
-            step = measure_step(exact, kind, disk_after, merged_piece, box) if is_dithered else nearest_error(exact, kind)
+            if is_dithered:
+                step = measure_step(exact, kind, disk_after, merged_piece, box)
+            else:
+                step = nearest_error(exact, kind)
             error = (exact - merged).abs()
             allowed = step + SLACK * size
             over = (error > allowed) | ~merged.isfinite()

@@ -179,5 +179,5 @@ def make_dither(key: str, box: Box, bits: int) -> Tensor:
     (top, bottom), (left, right) = ((0, 1), *box)[-2:]
     rows = (torch.arange(top, bottom, dtype=torch.float64) * ROW + start).frac() * 2**bits
     columns = (torch.arange(left, right, dtype=torch.float64) * COLUMN).frac() * 2**bits
-    dither = rows.int().unsqueeze(-1) + columns.int()
-    return dither.bitwise_and_(2**bits - 1).reshape([stop - start for start, stop in box])
+    dither: Tensor = (rows.int().unsqueeze(-1) + columns.int()).bitwise_and_(2**bits - 1)
+    return dither.reshape([stop - start for start, stop in box])
