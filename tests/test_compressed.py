@@ -357,8 +357,12 @@ def test_a_mistral_4_in_nvfp4_is_merged_into_16_bits(
     truth = PeftModel.from_pretrained(opened(base), str(tmp_path / "adapter")).merge_and_unload().state_dict()
     merged = opened(to).state_dict()
     assert merged.keys() == truth.keys()
+    plain = opened(base).state_dict()
     for name, value in truth.items():
-        assert torch.equal(merged[name], value.bfloat16().float()), name
+        if torch.equal(value, plain[name]):
+            assert torch.equal(merged[name], value.bfloat16().float()), name
+        else:  # to one of its two neighbours
+            assert torch.allclose(merged[name], value, rtol=2.0**-7 * 1.001, atol=1e-7), name
     if layout != "native":
         plain = AutoModelForImageTextToText.from_pretrained(to, dtype=torch.bfloat16).state_dict()
         for name, value in merged.items():

@@ -117,7 +117,7 @@ def test_both_layouts_decode_alike(
             continue
         apart = (before_one[name] - before_other[name]).abs()  # the base's own layouts, within half a step
         assert (apart <= before_one[name].abs() * HALF_STEP[quantization] + value.abs().max() * 1e-5).all(), name
-        # Each is rounded once: to the nearest in 16 bits, to a neighbour in FP8.
+        # Each is rounded once, to one of its neighbours: by the same dither, so they are seldom a full step apart.
         rounded = torch.maximum(value.abs(), other[name].abs()) * HALF_STEP["tensor" if in_fp8 else "none"]
         both = (4 if in_fp8 else 2) * rounded
         assert ((other[name] - value).abs() <= both + apart + value.abs().max() * 1e-5).all(), name
