@@ -28,7 +28,7 @@ from windlass.export import export, push_to_hub
 from windlass.export.deltas import read_deltas
 from windlass.export.generate import generate, load_model
 from windlass.export.merged_files import plan_merge, write_merge
-from windlass.export.proof import prove_files
+from windlass.export.proof import BOUNDS, prove_files
 from windlass.export.rounding import FORMATS, round_to
 from windlass.export.source import choose_adapter, require_local_base
 from windlass.model import Stored, read_base
@@ -342,6 +342,16 @@ def test_a_small_adapter_survives_a_merge_in_16_bits(
     with refused("not-base-plus-adapter", error=RunError) as problems:
         merge(tmp_path, tmp_path / "nearest")
     assert "of its adapter, and rounding explains" in problems[0].problem
+
+
+@pytest.mark.parametrize(("dtype", "finer"), [(None, "bf16"), ("bf16", "float32"), ("float32", None)])
+def test_a_dtype_that_is_too_coarse_names_a_finer_one(
+    dtype: str | None, finer: str | None, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windlass.export.proof.BOUNDS", dict.fromkeys(BOUNDS, ((0.0, 0.0), (0.0, 0.0))))
+    with refused("not-base-plus-adapter", error=RunError) as problems:
+        merge(made, tmp_path / "out", dtype)
+    assert re.findall(r"--dtype (\w+)", problems[0].problem) == ([finer] if finer else [])
 
 
 def test_a_merge_into_float32(cases: dict[str, Case]) -> None:

@@ -154,7 +154,10 @@ class Sums:
     worst: float = 0.0  # the largest distance, in units of what is allowed
     change: float = 0.0  # (s BA) squared
     kept: float = 0.0  # (merged - base) x s BA
-    noise: float = 0.0  # the variance that dithered rounding may add to `kept`
+    noise: float = 0.0  # the variance that dithered rounding adds to `kept`
+    noise_limit: float = 0.0  # the largest that it could be, whatever the values
+    largest: float = 0.0  # what one value may add to `kept` by a step
+    lost: float = 0.0  # what float32's own rounding of W + s BA may take from it
 
 
 def _prove_touched(
@@ -184,9 +187,9 @@ def _prove_touched(
             kept = _prove_kept(proof, parameter.name, sums)
             if proof.least_kept is None or kept < proof.least_kept[1]:
                 proof.least_kept = (parameter.name, kept)
-            total.change += sums.change
-            total.kept += sums.kept
-            total.noise += sums.noise
+            for name in ("change", "kept", "noise", "noise_limit", "lost"):
+                setattr(total, name, getattr(total, name) + getattr(sums, name))
+            total.largest = max(total.largest, sums.largest)
     if total.change:
         proof.kept = total.kept / total.change
     if total.change and not proof.deviations:  # noise that hides a parameter's share hides the model's less
@@ -231,7 +234,11 @@ def _sum_samples(parameter: Parameter, after: Parameter, expected: Expected, dis
             sums.kept += float(((merged - before) * change).sum())
             if is_dithered:
                 position = (exact / torch.where(step == 0, 1.0, step)).frac().abs()
-                sums.noise += float(((change * step).square() * position * (1 - position)).sum())
+                moved = (change * step).abs()
+                sums.noise += float((moved.square() * position * (1 - position)).sum())
+                sums.noise_limit += float(moved.square().sum()) / 4
+                sums.largest = max(sums.largest, float(moved.max()))
+                sums.lost += float((change * size).abs().sum()) * NEAREST[torch.float32]
     return sums
 
 
@@ -239,7 +246,9 @@ def _prove_kept(proof: Proof, name: str, sums: Sums) -> float:
     """Check that a parameter holds its adapter, and return its share. Steps may be larger than an adapter's changes:
     only sums over many values show whether it is there."""
     kept = sums.kept / sums.change
-    explained = 6 * math.sqrt(sums.noise) / sums.change
+    # Six standard deviations, by Bernstein's inequality, because few values may move, or Hoeffding's.
+    noise = min(sums.largest + math.sqrt(sums.largest**2 + sums.noise), math.sqrt(sums.noise_limit))
+    explained = (6 * noise + sums.lost) / sums.change
     if sums.noise and not abs(kept - 1) <= 0.05 + explained:
         explained_range = f"{1 - explained:.2f} to {1 + explained:.2f}"
         proof.deviations.append(f"{name} holds {kept:.2f} of its adapter, and rounding explains {explained_range}")
