@@ -1,5 +1,6 @@
 """What an adapter adds in bfloat16 reaches the output: layers round the sum of base and adapter once."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -23,7 +24,9 @@ SMALL = 2.0**-12  # standard deviation of B: an output that rounding swallows a 
 Way = Callable[[Any], Callable[[Tensor], Tensor]]
 
 
-def make_layer(*, bias: bool = False, dtype: torch.dtype = torch.bfloat16, nf4: bool = False) -> Any:
+def make_layer(
+    *, bias: bool = False, dtype: torch.dtype = torch.bfloat16, nf4: bool = False, dora: bool = False
+) -> Any:
     """Return an adapted layer whose adapter is smaller than half a step of bfloat16."""
     torch.manual_seed(1)
     base: Any = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=bias)).to(dtype)
@@ -31,7 +34,7 @@ def make_layer(*, bias: bool = False, dtype: torch.dtype = torch.bfloat16, nf4: 
         weight = base[0].weight.detach().float()
         base[0] = QuantizedLinear(base[0], Format(torch.uint8, (1, 64), torch.bfloat16, "nf4", INPUTS))
         four_bits.quantize(weight, "nf4", base[0].weight.data)
-    model: Any = get_peft_model(base, LoraConfig(r=R, lora_alpha=2 * R, target_modules=["0"]))
+    model: Any = get_peft_model(base, LoraConfig(r=R, lora_alpha=2 * R, target_modules=["0"], use_dora=dora))
     nn.init.normal_(model.base_model.model[0].lora_B.default.weight, std=SMALL)
     model.base_model.model[0].lora_A.default.weight.data.mul_(0.5)
     return model
@@ -111,6 +114,23 @@ def test_on_weights_in_4_bits(way: Way, bias: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert share_kept(layer(x), layer, x) < 0.8
         assert share_kept(way(layer)(x), layer, x) == pytest.approx(1, abs=0.1)
+
+
+def test_an_evaluation_of_dora_rounds_once() -> None:
+    """Also what its magnitudes change, which is as small."""
+    x = make_rows()
+    layer = make_layer(dora=True)
+    lora = find_lora(layer)
+    lora.lora_magnitude_vector.default.weight.data.mul_(1 + 2.0**-11)
+    exact = copy.deepcopy(layer).double()(x.double()).detach()
+    with torch.no_grad():
+        plain = x.double() @ lora.base_layer.weight.double().t()
+        change = exact - plain
+        by_peft = layer(x).double()
+        ours = in_place(layer)(x).double()
+    shares = [float(((output - plain) * change).sum() / change.square().sum()) for output in (by_peft, ours)]
+    assert shares[1] == pytest.approx(1, abs=0.1)
+    assert shares[0] < 0.8
 
 
 @pytest.mark.parametrize("nf4", [False, True])

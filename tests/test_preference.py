@@ -209,7 +209,12 @@ def test_filler_pairs_count_nowhere() -> None:
 
 
 def plan_with(adapter: Path | None) -> Any:
-    return SimpleNamespace(run=SimpleNamespace(lora=SimpleNamespace(adapter=adapter and str(adapter))))
+    run = SimpleNamespace(
+        lora=SimpleNamespace(adapter=adapter and str(adapter)),
+        train=SimpleNamespace(in_bf16=True),
+        model=SimpleNamespace(torch_dtype="bfloat16"),
+    )
+    return SimpleNamespace(run=run, layout=SimpleNamespace(base_dtype="nf4", is_sharded=False))
 
 
 def read(
@@ -234,20 +239,21 @@ def test_a_damaged_reference_is_computed_again_where_it_can_be(tmp_path: Path) -
 
 def test_a_resumed_run_needs_not_the_adapter_that_it_began_with(tmp_path: Path) -> None:
     facts = {"base_digest": "b", "data": "d"}
-    assert describe_reference(plan_with(tmp_path / "moved away"), facts) == {"base": "b", "rows": "d"}
-    assert describe_reference(plan_with(None), facts) == {"base": "b", "rows": "d", "adapter": "new"}
+    same = {"base": "b", "rows": "d", "precision": "nf4 bfloat16 bf16, evaluated in float32"}
+    assert describe_reference(plan_with(tmp_path / "moved away"), facts) == same
+    assert describe_reference(plan_with(None), facts) == {**same, "adapter": "new"}
 
 
 def test_only_the_base_of_a_reference_may_be_another_at_the_resume(tmp_path: Path) -> None:
     path = tmp_path / "reference.safetensors"
-    written = {"base": "b", "rows": "d", "adapter": "new"}
+    written = {"base": "b", "rows": "d", "adapter": "new", "precision": "bf16"}
     save_file({"train": torch.zeros(2, 2)}, path, {"identity": json.dumps(written)})
     said: list[str] = []
     assert read(path, written, None, tmp_path, said).keys() == {"train"}
     assert said == []
     assert read(path, {**written, "base": "c"}, None, tmp_path, said, allow_other_base=True) == {}
     assert "under the adapter that the run began with on this base" in said[0]
-    for other in ({"rows": "e"}, {"adapter": "a"}, {"base": "c", "rows": "e"}):
+    for other in ({"rows": "e"}, {"adapter": "a"}, {"base": "c", "rows": "e"}, {"precision": "nf4"}):
         with refused("other-reference", "reference.safetensors"):
             read(path, {**written, **other}, None, tmp_path, said, allow_other_base=True)
 

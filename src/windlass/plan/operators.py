@@ -17,9 +17,9 @@ from windlass.settings import FUSED_INPUTS
 VIEW = 0.3
 
 # Features that a layer's operator count is linear in; its bytes are linear in all features.
-COUNTED = ("layer", "adapters", "inputs", "expert_adapters")
+COUNTED = ("layer", "adapters", "biased", "inputs", "expert_adapters")
 ADAPTED = ("adapted_in", "adapted_out", "adapted_r")
-OF_ADAPTERS = ("adapters", "inputs", *ADAPTED)
+OF_ADAPTERS = ("adapters", "biased", "inputs", *ADAPTED)
 OF_FUSED = ("inputs", "apart")  # no effect on layers that are not fused
 OF_LINEAR = ("inputs", "outputs", "weight", "square", "rows", "columns")  # the bytes of options are linear in these
 
@@ -38,9 +38,12 @@ def layer_features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
                 shared += len(names) - 1
             elif widths.keys() >= set(names):  # their input gradients are added one by one
                 apart += (len(names) - 1) * widths[names[0]]
+    biases = {(p.part, p.name.split(".")[-2]) for p in layer.parameters if p.name.endswith(".bias")}
+    biased = sum((lora.part, lora.leaf) in biases for lora in plain)  # whose adapter is computed in another way
     return {
         "layer": 1.0,
-        "adapters": float(len(plain)),
+        "adapters": float(len(plain) - biased),
+        "biased": float(biased),
         "inputs": float(len(plain) - shared),
         "expert_adapters": float(len(stacks)),
         "hidden": hidden,

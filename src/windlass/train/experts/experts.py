@@ -171,13 +171,15 @@ class _LowRank(torch.autograd.Function):
         b: Tensor,
         scaling: float,
     ) -> Tensor:
-        product = x.new_empty(len(x), b.shape[0])
+        product = x.new_empty(0)  # if x A is kept, so is the sum with the base's product
 
         def multiply() -> Tensor:
+            nonlocal product
             down, up = stack_by_expert(a, b, len(edges) - 1, scaling, x.dtype)
-            return low_rank(product, x, down, up, edges)
+            product, narrow = low_rank(x, down, up, edges)
+            return narrow
 
-        narrow = kept.keep_expert_product(multiply)  # if this is kept, so is what the product is added to
+        narrow = kept.keep_expert_product(multiply)
         ctx.save_for_backward(source, edges, a, b, narrow)
         ctx.rows_of = rows_of
         ctx.scaling = scaling
@@ -196,14 +198,15 @@ class _LowRank(torch.autograd.Function):
         return grad_x, None, None, None, *pack_gradients(grad_a, grad_b, a, b, ctx.scaling), None
 
 
-def low_rank(product: Tensor, x: Tensor, down: Tensor, up: Tensor, edges: Tensor) -> Tensor:
-    """Write (x A) B of each expert's rows into `product`. Returns x A."""
+def low_rank(x: Tensor, down: Tensor, up: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (x A) B of each expert's rows, and x A."""
+    products = []
     narrow = []
-    for part in split_by_expert(product, edges):
+    for part in split_by_expert(x, up.shape[2], edges):
         rows = part.take(x).to(up.dtype)
         narrow.append(grouped_mm(rows, part.of(down).transpose(1, 2), offs=part.ends))
-        part.take(product).copy_(grouped_mm(narrow[-1], part.of(up), offs=part.ends))
-    return join_aligned(narrow)
+        products.append(grouped_mm(narrow[-1], part.of(up), offs=part.ends).to(x.dtype))
+    return join(products), join_aligned(narrow)
 
 
 def low_rank_gradients(
@@ -213,7 +216,7 @@ def low_rank_gradients(
     grads_x: list[Tensor] = []
     grads_a: list[Tensor] = []
     grads_b: list[Tensor] = []
-    for part in split_by_expert(gradient, edges):
+    for part in split_by_expert(gradient, gradient.shape[1], edges):
         grad_rows = part.take(gradient).to(narrow.dtype).contiguous()
         grad_narrow = grouped_mm(grad_rows, part.of(up).transpose(1, 2), offs=part.ends)
         if dtype:
@@ -242,10 +245,11 @@ class Part(NamedTuple):
         return matrices if self.experts is None else matrices[self.experts]
 
 
-def split_by_expert(rows: Tensor, edges: Tensor) -> list[Part]:
-    """Split sorted rows into the parts that are multiplied at once: 16-bit rows on a CPU; else all are one part."""
+def split_by_expert(rows: Tensor, width: int, edges: Tensor) -> list[Part]:
+    """Split sorted rows into the parts that are multiplied at once, with this width: 16-bit rows on a CPU; else all are
+    one part."""
     if on_cpu.rounds_rows(rows):
-        return [Part(*part) for part in on_cpu.split_by_expert(edges, rows.shape[1])]
+        return [Part(*part) for part in on_cpu.split_by_expert(edges, width)]
     return [Part(None, None, edges[1:])]
 
 

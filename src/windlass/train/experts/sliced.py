@@ -110,9 +110,7 @@ class LowRank(torch.autograd.Function):
             if not len(slot.places):
                 return x.new_empty(0)
             down, up = stack_by_expert(a, b, len(slot.edges) - 1, slot.scaling, x.dtype)
-            own = x.new_empty(len(slot.places), b.shape[0])
-            narrow = low_rank(own, x[slot.places], down, up, slot.edges)
-            product[slot.places] = own
+            product[slot.places], narrow = low_rank(x[slot.places], down, up, slot.edges)
             return narrow
 
         trials = zip(slots, weights[::2], weights[1::2], strict=True)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from windlass.settings import FUSED_INPUTS
 from windlass.train.kernels.compare import are_equal, make_numbers
-from windlass.train.kernels.products import QuantizedLinear, choose_dtype, linear_with_added
+from windlass.train.kernels.products import QuantizedLinear, add_linear, choose_dtype, linear_with_added
 
 BASES: Final = (nn.Linear, QuantizedLinear)
 
@@ -29,7 +29,8 @@ BASES: Final = (nn.Linear, QuantizedLinear)
 class LoraLinear(Linear):  # type: ignore[misc]
     """PEFT's adapted linear layer, whose output is rounded once: base and adapter are summed in float32.
 
-    The rest is PEFT's: what it stores, saves and switches, and the forward of DoRA.
+    The rest is PEFT's: what it stores, saves and switches. DoRA rescales the base's product as well, which takes a
+    second one to round once: in evaluations, where no gradient is needed.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -39,10 +40,18 @@ class LoraLinear(Linear):  # type: ignore[misc]
         (name,) = names
         base = self.get_base_layer()
         up = self.lora_B[name]
-        if name in self.lora_variant or up.bias is not None or type(base) not in BASES or self.fan_in_fan_out:
+        if up.bias is not None or type(base) not in BASES or self.fan_in_fan_out:
             return super().forward(x)  # type: ignore[no-any-return]
         rows = x.to(choose_dtype(x))
         down = self.lora_A[name]
+        if name in self.lora_variant:
+            if torch.is_grad_enabled() or base.bias is not None:
+                return super().forward(x)  # type: ignore[no-any-return]
+            product = base(rows)
+            with torch.autocast(x.device.type, enabled=False):
+                given = {"lora_A": down, "lora_B": up, "scaling": self.scaling[name], "base_layer": base}
+                added = self.lora_magnitude_vector[name](rows.float(), base_result=product.float(), **given)
+            return add_linear(base, rows, added.to(rows.dtype))
         is_cast = torch.is_autocast_enabled(x.device.type)
         source = rows if is_cast else self._cast_input_dtype(rows, down.weight.dtype)
         narrow = down(self.lora_dropout[name](source)) * self.scaling[name]

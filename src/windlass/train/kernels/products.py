@@ -163,7 +163,8 @@ class _WideProduct(torch.autograd.Function):
         ctx.coding = coding
         ctx.bias_dtype = bias.dtype
         weight = torch.cat([_decode(codes, scale, coding, x.dtype), up.to(x.dtype)], 1)
-        return nn.functional.linear(torch.cat([x, narrow], -1), weight, bias.to(x.dtype))
+        rows = torch.cat([x.flatten(0, -2), narrow.flatten(0, -2)], 1)
+        return torch.addmm(bias.to(x.dtype), rows, weight.t()).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -241,8 +242,15 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor, ad
     weight: Tensor = getattr(experts, name)
     coding = get_formats(experts).get(name)
     product: Tensor
+    transposed = coding is not None or not getattr(experts, "is_transposed", False)
+    narrow = weight.dtype if coding is None else coding.dtype
+    if added is not None and x.dtype == narrow and x.element_size() == 2 and not torch.is_grad_enabled():
+        # Grouped kernels can't add to what is there, but an evaluation can wait for the host.
+        scale = getattr(experts, f"{name}_scale", None)
+        if coding is not None and scale is not None:
+            weight, scale = coding.parts(weight, scale)
+        return multiply_one_by_one(x, weight, scale, offsets, coding, added, transposed=transposed)
     if coding is None:
-        transposed = not getattr(experts, "is_transposed", False)
         if x.dtype == weight.dtype and not weight.requires_grad:
             product = _FrozenProduct.apply(x, weight, offsets, transposed, added)  # type: ignore[no-untyped-call]
             return product
