@@ -618,3 +618,16 @@ def test_padding_costs_time_and_no_tokens() -> None:
     assert tokens[0] == pytest.approx(tokens[1], rel=0.01)
     one = replace(given, batch=replace(given.batch, micro=1))
     assert estimate_cost(one, RowLengths(100, (25, 75, 100, 200))) == estimate_cost(one, RowLengths(100))
+
+
+def test_evaluations_of_pairs_in_float32_take_longer() -> None:
+    """By the peaks of products on a GPU; where weights are gathered, they stay in bfloat16."""
+    for given, factor in ((work(1, 1, name="resident"), 16.0), (work(1, 4), 1.0)):
+        alone, widened = (
+            estimate_cost(replace(given, evaluated=2, widens=widens)).evaluation_seconds for widens in (False, True)
+        )
+        gpu = given.machine.gpu
+        if factor > 1:
+            factor = gpu.bf16_tflops / (gpu.fp32_tflops or gpu.bf16_tflops / 16)
+            assert factor > 1
+        assert widened == pytest.approx(factor * alone)
