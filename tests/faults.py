@@ -78,6 +78,11 @@ def pairs(**second: str | None) -> Plant:
     return lambda: Path(DATA).write_text("".join(json.dumps(each) + "\n" for each in (row, {**row, **second}, row)))
 
 
+def pairs_of_equals() -> None:
+    row = json.dumps({"prompt": "2 + 2?", "chosen": " It is 4.", "rejected": " It is 4."})
+    Path(DATA).write_text(f"{row}\n" * 3)
+
+
 def head(file: str, line: str) -> Plant:
     """Put a line before the others."""
     return lambda: Path(file).write_text(f"{line}\n{Path(file).read_text()}")
@@ -580,10 +585,10 @@ OTHERS = (
     Fault("dpo of rows without pairs", nothing, PAIRS, "compares pairs of answers, and the rows have 'text', but no"),
     Fault("a rejected answer that is empty", pairs(rejected=None), PAIRS, "row 2: the rejected answer is empty"),
     Fault(
-        "a chosen answer that equals the rejected one",
-        pairs(rejected=" It is 4."),
+        "pairs whose chosen answers all equal the rejected ones",
+        pairs_of_equals,
         PAIRS,
-        "row 2: 1 of 3 pairs with a chosen answer that equals the rejected one",
+        "3 rows left out (chosen equals rejected)",
     ),
     Fault(
         "answers to different prompts",

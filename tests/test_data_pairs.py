@@ -202,8 +202,6 @@ REFUSED: list[tuple[str, Row, str]] = [
     ("an answer without words", {**CHATS, "chosen": [assistant(" ")]}, "empty-answer"),
     ("an answer that isn't trained on", {**CHATS, "chosen": [assistant("4", weight=0)]}, "empty-answer"),
     ("a chat that ends with the prompt", {**WHOLE, "rejected": WHOLE["chosen"][:3]}, "empty-answer"),
-    ("equal texts", {**TEXTS, "rejected": TEXTS["chosen"]}, "equal-answers"),
-    ("equal chats", {**CHATS, "rejected": CHATS["chosen"]}, "equal-answers"),
     ("another question", {**WHOLE, "rejected": [user("3 + 3?"), assistant("6")]}, "prompt-differs"),
     ("another turn", {**WHOLE, "rejected": [*WHOLE["chosen"][:2], user("So?"), assistant("So.")]}, "prompt-differs"),
     ("one chat in full, one answer", {**CHATS, "rejected": [user("2 + 2?"), assistant("5")]}, "prompt-differs"),
@@ -213,7 +211,6 @@ REFUSED: list[tuple[str, Row, str]] = [
     ("a number", {**TEXTS, "chosen": 4}, "column-not-text"),
     ("a chat without the chosen answer", {**SWIFT, "messages": [user("2 + 2?")]}, "empty-answer"),
     ("a chat without the rejected answer", {**SWIFT, "rejected_response": None}, "empty-answer"),
-    ("a chat whose answer is rejected", {**SWIFT, "rejected_response": "It is 4."}, "equal-answers"),
     ("two other chats", {**SWIFT_CHATS, "rejected_messages": [user("3 + 3?"), assistant("6")]}, "prompt-differs"),
     ("a missing answer", {"prompt": "2 + 2?", "chosen": "4"}, "incomplete-row"),
 ]  # fmt: skip
@@ -230,6 +227,32 @@ def test_wrong_pairs_are_refused_with_their_row(prepared: Prepare, row: Row, cod
     prepared(good, good)
     with refused(code, "a.jsonl: row 2"):
         prepared(good, row, good)
+
+
+@pytest.mark.parametrize(
+    ("good", "equal"),
+    [
+        (TEXTS, {**TEXTS, "rejected": TEXTS["chosen"]}),
+        (HH, {**HH, "rejected": HH["chosen"]}),
+        (CHATS, {**CHATS, "rejected": CHATS["chosen"]}),
+        (WHOLE, {**WHOLE, "rejected": WHOLE["chosen"]}),
+        (SWIFT, {**SWIFT, "rejected_response": "It is 4."}),
+    ],
+    ids=["texts", "texts with their prompt", "chats", "chats in full", "swift"],
+)
+def test_pairs_with_equal_answers_are_left_out_and_counted(prepared: Prepare, good: Row, equal: Row) -> None:
+    """They carry no gradient; published sets have some."""
+    data = prepared(good, equal, good, equal)
+    assert len(data.train) == 2
+    figures = data.audit["splits"]["train"]
+    (line,) = figures["left_out"]
+    assert line.startswith("2 rows left out (chosen equals rejected)")
+    assert "a.jsonl: rows 2, 4" in line
+    assert figures["dropped"] == 2
+    assert data.train.to_pylist() == prepared(good, good).train.to_pylist()
+    with refused("nothing-supervised", "data.train_split") as problems:
+        prepared(equal, equal)
+    assert "chosen equals rejected" in problems[0].problem
 
 
 def test_the_first_token_of_both_sequences_has_no_loss(prepared: Prepare) -> None:

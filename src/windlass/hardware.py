@@ -356,6 +356,16 @@ def parse_gpus(text: str, where: str) -> tuple[int, int, str]:
     return nodes, per_node, find_gpu(match[3], where).name
 
 
+def has_bf16_products() -> bool:
+    """Return whether this machine's processor has instructions for products in bfloat16."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    flags = next((line for line in text.splitlines() if line.lower().startswith(("flags", "features"))), "")
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
+
+
 def read_gpu_name() -> str:
     """Return the name of this machine's first GPU, or `cpu` if there is none."""
     gpus = read_gpus(health=False).gpus

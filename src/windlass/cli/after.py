@@ -184,7 +184,10 @@ def generate(
     tokens: Annotated[int, opt("--tokens", "N", "Maximum number of new tokens. Default: 64.", min=1)] = 64,
     temperature: Annotated[float, opt("--temperature", "T", "Default: 0, always the likeliest token.", min=0)] = 0.0,
     seed: Annotated[int, opt("--seed", "N", "Seed for sampling.")] = 0,
-    chat: Annotated[bool, flag("--chat", "Apply the model's chat template to the prompt.")] = False,
+    chat: Annotated[
+        bool | None,
+        flag("--chat/--raw", "The prompt is a turn of a chat, or a text to continue. Default: as in training."),
+    ] = None,
     base: Base = None,
     allow_other_base: OtherBase = False,
 ) -> None:

@@ -325,6 +325,7 @@ def find_problems(
                 f"{figures['empty']} empty, {figures['unsupervised']} with nothing supervised, "
                 f"{figures['truncated']} cut at data.max_length"
             )
+            problem += "".join(f"; {line}" for line in figures["left_out"])
             hint = "check the column or template; a prompt longer than data.max_length leaves no room for its answer"
             code = "nothing-supervised"
             if not figures["rows"]:

@@ -35,6 +35,8 @@ Encoded = tuple[list[int] | npt.NDArray[np.integer[Any]], Flags | None, bool]
 
 # A process with another id was forked from the one that imported this module, perhaps after threads had started.
 IMPORTED_BY = os.getpid()
+EQUAL = "equal-answers"
+EQUAL_ANSWERS = "chosen equals rejected"
 COUNTS = ("rows", "split", "split_into", "empty", "unsupervised", "truncated", "tokens_cut", "straddling")
 PART_BITS = 12  # of a hash, that number the rows of one chat
 FIRST = 3  # rows named in a message if more are left out
@@ -261,6 +263,11 @@ def tokenize_rows(rows: Iterable[Row], kind: Format, tokenizer: Any, max_length:
         done.documents, unfit, done.longest = join_pairs(
             documents, max_length, tokenizer.bos_token_id, counts, kind.cuts_prompts
         )
+        equal = unfit.pop(EQUAL, [])
+        if equal:  # no gradient comes of them
+            done.documents = done.documents.take(np.setdiff1d(np.arange(len(filled)), equal))
+            counts["unsupervised"] += len(equal)
+            left_out[EQUAL_ANSWERS] = [filled[pair] for pair in equal]
         done.unfit = {code: [filled[pair] for pair in pairs] for code, pairs in unfit.items()}
     done.documents.counts = counts
     return done
@@ -422,7 +429,7 @@ def join_pairs(
     documents = Documents(
         sequences.ids[kept], supervised[kept], lengths.sum(1), hashes, chosen_lengths=lengths[:, 0].copy()
     )
-    unfit = {"empty-answer": empty, "equal-answers": equal, "too-long": long}
+    unfit = {"empty-answer": empty, EQUAL: equal, "too-long": long}
     return documents, {code: pairs for code, pairs in unfit.items() if pairs}, most
 
 
@@ -438,7 +445,6 @@ def describe_unfit_pairs(
         hint = f"set data.max_length: {longest}, or leave out such rows"
     wrong = {
         "empty-answer": ("an answer without a token that loss is computed on", "fix or leave out such rows"),
-        "equal-answers": ("a chosen answer that equals the rejected one", "leave out such rows"),
         "too-long": (too_long, hint),
     }
     count = format_plural(pairs, "pair")

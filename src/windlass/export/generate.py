@@ -37,12 +37,13 @@ def generate(
     tokens: int = 64,
     temperature: float = 0.0,
     seed: int = 0,
-    chat: bool = False,
+    chat: bool | None = None,
     allow_other_base: bool = False,
     say: Say = print,
     write: Callable[[str], None] | None = None,
 ) -> str:
-    """Return the continuation of `prompt`; `write` receives it piece by piece."""
+    """Return the continuation of `prompt`; `write` receives it piece by piece. chat: whether the prompt is a turn of a
+    user; None: if the adapter was trained on chats, or a model alone has a template."""
     source: AdapterSource | None = None
     if (folder / MODEL_CONFIG).is_file() and not (folder / CONFIG).is_file():
         model_base = read_base(folder)
@@ -52,8 +53,11 @@ def generate(
         require_intact(source.folder)
         read_deltas(source, model_base)  # refuses an adapter of another model, by name
     tokenizer = AutoTokenizer.from_pretrained(_find_tokenizer(folder, source, model_base), mistral_format=False)
+    template = read_recorded_base(source.folder).get(CHAT_TEMPLATE, {}) if source else {}
     if source:
-        set_template(tokenizer, read_recorded_base(source.folder).get(CHAT_TEMPLATE, {}))
+        set_template(tokenizer, template)
+    if chat is None:
+        chat = bool(template) if source else bool(tokenizer.chat_template)
     if chat:
         if not tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template", str(folder), "leave --chat out", "no-chat-template")
@@ -91,6 +95,9 @@ def generate(
             pad_token_id=tokenizer.pad_token_id,
         )
     text: str = tokenizer.decode(output[0][encoded["input_ids"].shape[-1] :], skip_special_tokens=True)
+    if not text.strip():
+        other = "--raw continues the text as it is" if chat else "--chat makes the prompt a turn of a chat"
+        say(f"the answer is empty: the model ended it at once; {other}")
     return text
 
 
