@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -24,6 +25,7 @@ from windlass.weights.reading import DTYPES
 
 ROWS = 4
 LENGTH = 64
+DEVIATIONS = 6  # standard deviations of dithered rounding
 EQUAL = 1e-3  # bound for logits in float32: the same arithmetic, perhaps in another order
 UNSHARDED = Layout("resident", "compared", 1, 1, shard=1)
 
@@ -79,15 +81,18 @@ def main(folder: Path) -> list[str]:
         if what.endswith("_keys") and keys:
             seen = f"{len(keys)} {what.replace('_', ' ')}: {keys}"
             raise ReloadMismatch(f"plain transformers opens the merged model with {seen}")
-    # It must equal PEFT's merge, rounded as the files are. Rounding alone may lose much of what few steps have changed.
+    # Each of its weights must be PEFT's merged one, rounded up or down, and open plainly as windlass loads it.
     logits = compute_logits(merged, rows)
-    rounded = compute_logits(merge_with_peft(ours, read_base(folder / "merged")), rows)
+    stored = read_base(folder / "merged")
+    written = load_certified(stored)
+    require_rounded(ours.merge_and_unload(), written, load_certified(read_base(folder / "model")), stored)
+    rounded = compute_logits(written, rows)
     # The median token counts: a last bit sends some tokens to other experts.
     far = float((logits - rounded).abs().amax(-1).median())
     if not far <= EQUAL:
         raise ReloadMismatch(
-            f"the merged model in plain transformers: the median token's logits differ by {far:.3g} from those of base "
-            "+ adapter, merged by PEFT and rounded alike"
+            f"the merged model in plain transformers: the median token's logits differ by {far:.3g} from those of its "
+            "weights, which are PEFT's merge"
         )
     change = (trained - untrained).double()
     kept = float((((logits - untrained) * change).sum(-1) / (change * change).sum(-1)).median())
@@ -99,13 +104,29 @@ def main(folder: Path) -> list[str]:
 
 
 @torch.no_grad()
-def merge_with_peft(adapted: Any, stored: Base) -> Any:
-    """Merge the adapter with PEFT into a model in memory, rounding each weight to its stored dtype."""
-    model = adapted.merge_and_unload()
+def require_rounded(merged_by_peft: Any, written: Any, base: Any, stored: Base) -> None:
+    """Require that each written weight is a neighbour, in its stored dtype, of the one that PEFT has merged, and that
+    all together have changed as much: rounded up and down, not back to the base."""
+    kept = changed = variance = 0.0
     for parameter in stored.parameters:
-        weight = model.get_parameter(parameter.name)
-        weight.copy_(weight.to(DTYPES[parameter.pieces[0].stored.dtype]))
-    return model
+        dtype = torch.finfo(DTYPES[parameter.pieces[0].stored.dtype])
+        exact, value, before = (
+            model.get_parameter(parameter.name).double() for model in (merged_by_peft, written, base)
+        )
+        step = torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=dtype.smallest_normal)))) * dtype.eps
+        wrong = int(((value - exact).abs() > step * (1 + EQUAL)).sum())
+        if wrong:
+            raise ReloadMismatch(
+                f"{wrong:,} of {exact.numel():,} weights of {parameter.name} are not base + adapter, merged by PEFT, "
+                "rounded up or down"
+            )
+        change = exact - before
+        place = (exact / step).frac().abs()
+        kept += float(((value - before) * change).sum())
+        changed += float(change.square().sum())
+        variance += float((change * step).square().mul(place * (1 - place)).sum())
+    if abs(kept - changed) > DEVIATIONS * math.sqrt(variance) + EQUAL * changed:
+        raise ReloadMismatch(f"the merged weights have {kept / changed:.0%} of what the adapter adds to the base")
 
 
 def load_certified(base: Base) -> Any:
