@@ -97,7 +97,7 @@ def plain_model(base: Path) -> nn.Module:
 def peft_model(base: Path, config: dict[str, Any]) -> PeftModel:
     model = get_peft_model(plain_model(base), LoraConfig(r=4, lora_alpha=8, **{"task_type": "CAUSAL_LM", **config}))
     model.peft_config["default"].base_model_name_or_path = str(base)
-    torch.manual_seed(1)
+    torch.manual_seed(0)
     for key, parameter in model.named_parameters():
         if "lora_B" in key:
             nn.init.normal_(parameter, std=0.05)
@@ -311,12 +311,12 @@ def test_a_small_adapter_survives_a_merge_in_16_bits(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted fault, rounding to the nearest value, loses most of it, and the proof refuses the result."""
-    torch.manual_seed(2)
+    torch.manual_seed(0)
     tiny.write_model(tmp_path / "base", "llama", dtype=dtype, hidden=256)
     model = peft_model(tmp_path / "base", {"target_modules": ["q_proj", "down_proj"]})
     for key, parameter in model.named_parameters():
         if "lora_B" in key:
-            parameter.data.mul_(1e-4 if dtype == "float16" else 1e-3)
+            parameter.data.mul_(2e-4 if dtype == "float16" else 2e-3)
             parameter.data[: len(parameter) // 2] = 0
     model.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
     record = merge(tmp_path, tmp_path / "merged")
