@@ -18,8 +18,8 @@ real: $(STAMP)  ## a pretrained model (SmolLM2, 93 MB from PyPI), tuned and expo
 	$(BIN)/windlass plan examples/smollm2/run.yaml
 	$(BIN)/windlass train examples/smollm2/run.yaml
 	$(BIN)/windlass best real-run/run
-	$(BIN)/windlass export real-run/run --to real-run/adapter
-	$(BIN)/windlass export real-run/run --to real-run/merged --merge
+	$(BIN)/windlass export real-run/run --to real-run/adapter --no-probe
+	$(BIN)/windlass export real-run/run --to real-run/merged --merge --no-probe
 	$(BIN)/windlass generate real-run/merged --chat --prompt \
 	  'As JSON with name, date and amount: Ada Byron paid $$1,815.12 on the tenth of December 2015.'
 	$(BIN)/windlass report real-run/run
