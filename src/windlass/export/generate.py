@@ -43,7 +43,7 @@ def generate(
     write: Callable[[str], None] | None = None,
 ) -> str:
     """Return the continuation of `prompt`; `write` receives it piece by piece. chat: whether the prompt is a turn of a
-    user; None: if the adapter was trained on chats, or a model alone has a template."""
+    user; None: if a run trained the adapter on chats, or if another adapter or a model alone has a template."""
     source: AdapterSource | None = None
     if (folder / MODEL_CONFIG).is_file() and not (folder / CONFIG).is_file():
         model_base = read_base(folder)
@@ -53,11 +53,12 @@ def generate(
         require_intact(source.folder)
         read_deltas(source, model_base)  # refuses an adapter of another model, by name
     tokenizer = AutoTokenizer.from_pretrained(_find_tokenizer(folder, source, model_base), mistral_format=False)
-    template = read_recorded_base(source.folder).get(CHAT_TEMPLATE, {}) if source else {}
+    recorded = read_recorded_base(source.folder) if source else {}
+    template = recorded.get(CHAT_TEMPLATE, {})
     if source:
         set_template(tokenizer, template)
     if chat is None:
-        chat = bool(template) if source else bool(tokenizer.chat_template)
+        chat = bool(template) if recorded else bool(tokenizer.chat_template)
     if chat:
         if not tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template", str(folder), "leave --chat out", "no-chat-template")
