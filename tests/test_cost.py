@@ -624,7 +624,8 @@ def test_evaluations_of_pairs_in_float32_take_longer() -> None:
     """By the peaks of products on a GPU; where weights are gathered, they stay in bfloat16."""
     for given, factor in ((work(1, 1, name="resident"), 16.0), (work(1, 4), 1.0)):
         alone, widened = (
-            estimate_cost(replace(given, evaluated=2, widens=widens)).evaluation_seconds for widens in (False, True)
+            estimate_cost(replace(given, evaluated=2, of_narrow_pairs=widens)).evaluation_seconds
+            for widens in (False, True)
         )
         gpu = given.machine.gpu
         if factor > 1:

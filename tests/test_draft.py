@@ -16,9 +16,9 @@ import pytest
 import warm
 from refusals import refused
 
+from windlass import hardware, tiny
 from windlass import init as draft
 from windlass import plan as planning
-from windlass import tiny
 from windlass.data.prepare import open_model_tokenizer, prepare_data
 from windlass.errors import UserError
 from windlass.plan.resolve import FEW_STEPS, MOST_EPOCHS
@@ -35,6 +35,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows(path: Path, lengths: list[int]) -> str:
     path.write_text("".join(json.dumps({"text": "hull " * length}) + "\n" for length in lengths))
     return str(path)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("gpus", [None, "1xcpu"])
+def test_a_cpu_computes_in_what_the_file_says(
+    fast: bool, gpus: str | None, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 if the processor has instructions for it; the file says so, and it is what a run does."""
+    flags = "flags : fpu avx512f avx512_bf16" if fast else "flags : fpu avx512f"
+    read = hardware.read_text
+    monkeypatch.setattr(hardware, "read_text", lambda path: flags if path.name == "cpuinfo" else read(path))
+    made = draft.Draft({"model.model_name_or_path": (str(model), "")})
+    draft.set_machine(made, gpus)
+    assert made.settings["train.bf16"][0] is fast
+    assert made.settings["model.torch_dtype"][0] == "float32"
+    assert made.load().run.train.in_bf16 is fast
 
 
 def test_length_batch_and_epochs_follow_the_data(tmp_path: Path, model: Path) -> None:

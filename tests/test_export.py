@@ -572,6 +572,23 @@ def test_generate_gives_the_same_merged_and_unmerged(cases: dict[str, Case], tmp
         generate(tmp_path, "x", say=silent)
 
 
+def test_generate_asks_as_a_chat_unless_told_and_says_why_an_answer_is_empty(tmp_path: Path) -> None:
+    """The model is made to choose token 0, which ends its answers."""
+    tiny.write_model(tmp_path / "model", "llama")
+    tiny.write_tokenizer(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"].zero_()
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
+    said: list[str] = []
+    for chat, other in ((None, "--raw"), (True, "--raw"), (False, "--chat")):
+        assert generate(tmp_path / "model", "def f", tokens=4, chat=chat, say=said.append).strip() == ""
+        assert "the answer is empty: its first token ended it" in said[-1]
+        assert other in said[-1]
+
+
 @pytest.mark.parametrize("name", ["published", "blocks"])
 def test_generate_gives_the_same_with_the_base_in_fp8(cases: dict[str, Case], name: str) -> None:
     """If 16 bits don't fit. Adapters of experts are not merged into codes then."""

@@ -119,7 +119,7 @@ def test_on_weights_in_4_bits(way: Way, bias: bool) -> None:
 def test_an_evaluation_of_dora_rounds_once() -> None:
     """Also what its magnitudes change, which is as small."""
     x = make_rows()
-    layer = make_layer(dora=True)
+    layer = make_layer(dora=True).eval()
     lora = find_lora(layer)
     lora.lora_magnitude_vector.default.weight.data.mul_(1 + 2.0**-11)
     exact = copy.deepcopy(layer).double()(x.double()).detach()

@@ -358,11 +358,8 @@ def parse_gpus(text: str, where: str) -> tuple[int, int, str]:
 
 def has_bf16_products() -> bool:
     """Return whether this machine's processor has instructions for products in bfloat16."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    flags = next((line for line in text.splitlines() if line.lower().startswith(("flags", "features"))), "")
+    lines = read_text(Path("/proc/cpuinfo")).splitlines()
+    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
 
 

@@ -204,10 +204,12 @@ def set_machine(made: Draft, gpus: str | None) -> None:
         if nodes > 1:
             made.set("cluster.network", NETWORK, "between nodes: put in what you have")
     if gpu == "cpu":
-        made.set("model.torch_dtype", "float32", "weights, and what is between products")
-        fast = hardware.has_bf16_products()
-        why = "this processor has no instructions for bfloat16"
-        made.set("train.bf16", fast, "products: this processor has instructions for it" if fast else why)
+        if hardware.has_bf16_products():
+            made.set("model.torch_dtype", "float32", "what is not a product is computed in it")
+            made.set("train.bf16", True, "products: this processor has instructions for them")
+        else:
+            made.set("model.torch_dtype", "float32", "all is computed in it")
+            made.set("train.bf16", False, "this processor has no instructions for bfloat16")
         if gpus is None:
             made.warnings.append("this machine has no GPU, and the run is made for it: --gpus 8xh100 names another")
 

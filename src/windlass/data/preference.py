@@ -194,7 +194,8 @@ def split_chats(template: ChatTemplate, first: Messages, before: Messages, chats
     turns = [template.read(chat) for chat in chats]
     if all(found and not found[0].is_assistant for found in turns):
         shared = sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(*turns, strict=False)))
-        shared -= turns[0] == turns[1]  # equal answers: the last turn, and the row is left out
+        if turns[0] == turns[1]:  # equal answers: the row will be left out
+            shared -= 1
         common = "\n".join(turn.words for turn in turns[0][:shared])
         if not all(turn.words.strip() in common for turn in template.read(before)):
             raise prompt_error("the prompt is not what chosen and rejected begin with")

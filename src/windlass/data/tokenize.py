@@ -35,8 +35,7 @@ Encoded = tuple[list[int] | npt.NDArray[np.integer[Any]], Flags | None, bool]
 
 # A process with another id was forked from the one that imported this module, perhaps after threads had started.
 IMPORTED_BY = os.getpid()
-EQUAL = "equal-answers"
-EQUAL_ANSWERS = "chosen equals rejected"
+EQUAL = "chosen equals rejected"  # why a pair is left out
 COUNTS = ("rows", "split", "split_into", "empty", "unsupervised", "truncated", "tokens_cut", "straddling")
 PART_BITS = 12  # of a hash, that number the rows of one chat
 FIRST = 3  # rows named in a message if more are left out
@@ -265,9 +264,9 @@ def tokenize_rows(rows: Iterable[Row], kind: Format, tokenizer: Any, max_length:
         )
         equal = unfit.pop(EQUAL, [])
         if equal:  # no gradient comes of them
-            done.documents = done.documents.take(np.setdiff1d(np.arange(len(filled)), equal))
+            done.documents = done.documents.take(np.delete(np.arange(len(filled)), equal))
             counts["unsupervised"] += len(equal)
-            left_out[EQUAL_ANSWERS] = [filled[pair] for pair in equal]
+            left_out[EQUAL] = [filled[pair] for pair in equal]
         done.unfit = {code: [filled[pair] for pair in pairs] for code, pairs in unfit.items()}
     done.documents.counts = counts
     return done

@@ -95,10 +95,12 @@ def generate(
             streamer=_Streamer(tokenizer, write) if write else None,
             pad_token_id=tokenizer.pad_token_id,
         )
-    text: str = tokenizer.decode(output[0][encoded["input_ids"].shape[-1] :], skip_special_tokens=True)
+    answer = output[0][encoded["input_ids"].shape[-1] :]
+    text: str = tokenizer.decode(answer, skip_special_tokens=True)
     if not text.strip():
+        why = "its first token ended it" if len(answer) == 1 else "it is white space and special tokens"
         other = "--raw continues the text as it is" if chat else "--chat makes the prompt a turn of a chat"
-        say(f"the answer is empty: the model ended it at once; {other}")
+        say(f"the answer is empty: {why}; {other}")
     return text
 
 

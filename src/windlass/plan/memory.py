@@ -250,7 +250,17 @@ def _list_evaluation_moments(work: Workload) -> dict[str, list[MemoryRow]]:
         return {}
     shape = work.shape
     g = _gathered_rows(work)
-    t = Tokens.of(replace(work, batch=replace(work.batch, micro=work.evaluated)))
+    evaluated = replace(work, batch=replace(work.batch, micro=work.evaluated))
+    widened = []
+    if work.evaluates_in_float32:
+        evaluated = replace(evaluated, layout=replace(work.layout, precision="no"), base_bytes=FLOAT)
+        in_codes = work.layout.base_dtype != "bf16"  # these stay as they are
+        largest = max(layer.elements.total - layer.elements.narrow * in_codes for layer, _ in shape.kinds)
+        if work.base_bytes < FLOAT:
+            widened = [
+                MemoryRow("a layer in float32", FLOAT * largest, f"{largest} x {FLOAT}: pairs are evaluated in it")
+            ]
+    t = Tokens.of(evaluated)
     worst = max(forward_bytes(layer, shape.hidden, t) for layer, _ in shape.kinds)
     words = f"an evaluation batch of {t.count} tokens, within the widest layer"
     forward = [MemoryRow("forward of a layer", worst, words), *_dequantized_rows(work, t), *dora_norm_rows(work, t)]
@@ -265,7 +275,7 @@ def _list_evaluation_moments(work: Workload) -> dict[str, list[MemoryRow]]:
         forward = [*forward, MemoryRow("adapted hidden states", kept, f"{t.count} x {shape.hidden} x {t.width}")]
         loss += loss + kept
     return {
-        "evaluation": [*g["always"], *g["layers"], *forward],
+        "evaluation": [*g["always"], *g["layers"], *widened, *forward],
         "evaluation's gather": [*g["always"], *g["last"], hidden],
         "evaluation's loss": [*g["always"], *g["loss"], MemoryRow("loss", loss + states, words)],
     }

@@ -245,7 +245,7 @@ def make_plan(
         may_offload=not on_cpu and not run.train.compile,
         splits=list_splits(request, loaded, base),
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
-        widens=run.objective.of_pairs and run.train.in_bf16,
+        of_narrow_pairs=run.objective.of_pairs and run.in_16_bits,
         keeps=bool(run.data.keep),
     )
 

@@ -394,7 +394,7 @@ def _load_seconds(work: Workload) -> float:
 
 def _widening(work: Workload) -> float:
     """Return how much longer an evaluation takes in float32, if it computes in it: by the peaks of products."""
-    if not work.widens or work.layout.is_sharded:
+    if not work.evaluates_in_float32:
         return 1.0
     if work.on_cpu:
         return FLOAT32_ON_CPU

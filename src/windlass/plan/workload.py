@@ -57,7 +57,7 @@ class Workload:
     may_offload: bool = False  # inputs of recomputed layers could be stored in host memory
     splits: tuple[int, ...] = ()  # numbers of GPUs that rows could be split over
     evaluated: int = 0  # sequences per GPU in one evaluation batch; 0: no evaluation
-    widens: bool = False  # evaluations compute in float32, if no weights are gathered for them
+    of_narrow_pairs: bool = False  # rows are pairs, and steps compute in 16 bits
     keeps: bool = False  # evaluations measure kept sets: with the adapter and without it
 
     @property
@@ -69,6 +69,11 @@ class Workload:
         """Return the tokens per GPU and micro-batch: a row's own, or the GPU's pieces of it."""
         split = self.layout.context_parallel
         return self.batch.micro * self.batch.sides * pad_to_pieces(self.batch.length, split) // split
+
+    @property
+    def evaluates_in_float32(self) -> bool:
+        """Return whether evaluations compute in float32: of pairs, if FSDP2 doesn't cast what it gathers."""
+        return self.of_narrow_pairs and not self.layout.is_sharded
 
     @property
     def separate(self) -> bool:

@@ -98,8 +98,9 @@ def main(folder: Path) -> list[str]:
     kept = float((((logits - untrained) * change).sum(-1) / (change * change).sum(-1)).median())
     return [
         *proved,
-        f"the merged model, opened by plain transformers as {kind}, no weight missing or unknown: logits as PEFT's "
-        f"merge, to {far:.2g} at the median token; rounding keeps {kept:.0%} of the adapter's change of logits",
+        f"the merged model, opened by plain transformers as {kind}, no weight missing or unknown: each is PEFT's "
+        f"merged one, rounded up or down; logits as theirs, to {far:.2g} at the median token; rounding keeps "
+        f"{kept:.0%} of the adapter's change of logits",
     ]
 
 

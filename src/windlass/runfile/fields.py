@@ -584,6 +584,11 @@ class RunFile(Run):
         return not self.data.packs and "flash" not in (self.model.attn_implementation or "")
 
     @property
+    def in_16_bits(self) -> bool:
+        """Whether steps compute in 16 bits: by autocast, or because the weights are."""
+        return self.train.in_bf16 or self.model.torch_dtype != "float32"
+
+    @property
     def masked(self) -> bool:
         """Whether a mask separates packed documents; flash and flex attention separate them without one."""
         attention = self.model.attn_implementation or "sdpa"

@@ -45,7 +45,7 @@ class LoraLinear(Linear):  # type: ignore[misc]
         rows = x.to(choose_dtype(x))
         down = self.lora_A[name]
         if name in self.lora_variant:
-            if torch.is_grad_enabled() or base.bias is not None:
+            if self.training or torch.is_grad_enabled() or base.bias is not None:
                 return super().forward(x)  # type: ignore[no-any-return]
             product = base(rows)
             with torch.autocast(x.device.type, enabled=False):

@@ -112,8 +112,7 @@ class QuantizedLinear(nn.Linear):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Dequantize the matrix, for each product anew."""
-        coding = self.formats["weight"]
-        return dequantize(*coding.parts(self.weight, self.weight_scale), coding, dtype)
+        return _decode(self.weight, self.weight_scale, self.formats["weight"], dtype)
 
     def forward(self, input: Tensor, added: Tensor | None = None) -> Tensor:
         dtype = choose_dtype(input)
