@@ -21,6 +21,7 @@ SETTINGS: Final = {
     ),
 }
 LM_EVAL: Final = "0.4.13"  # the version that was tried
+TRAINED: Final = "## How it was trained"
 MOST_CHARACTERS: Final = 200  # of a setting's value
 
 
@@ -82,6 +83,13 @@ def write_card(
         settings={key: _format_cell(key, value) for key, value in settings.items() if value not in (None, [], {})},
     )
     (to / "README.md").write_text(text, encoding="utf-8")
+
+
+def add_note(to: Path, note: str) -> None:
+    """Add a sentence to a card that is written."""
+    card = (to / "README.md").read_text(encoding="utf-8")
+    note = f"{note[0].upper()}{note[1:]}.\n\n"
+    (to / "README.md").write_text(card.replace(TRAINED, note + TRAINED, 1), encoding="utf-8")
 
 
 def describe_evaluation(base: Base | None, arguments: str) -> str:

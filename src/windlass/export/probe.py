@@ -1,6 +1,7 @@
 """Write an export's probe: from the run, if its last evaluation has written one, else computed here."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import AutoTokenizer
 
 from windlass.data.packing import open_rows
 from windlass.errors import UserError
+from windlass.export.card import add_note
 from windlass.export.folder import MERGED
 from windlass.export.generate import choose_base_dtype, load_model
 from windlass.export.proof import FLOAT32_SHARE, read_free_memory
@@ -21,8 +23,9 @@ from windlass.run_folder import PROBE
 from windlass.runfile import RunFile
 from windlass.runfile.recorded import read_recorded_data
 from windlass.serve.hypotheses import compute_probe
-from windlass.serve.probe import ROWS, TOKENS, describe_probe, find_probe, hash_probe
+from windlass.serve.probe import ROUNDED, ROWS, TOKENS, describe_kept, describe_probe, find_probe, hash_probe
 from windlass.serve.rows import add_chats, choose_rows
+from windlass.train.kernels.products import as_served
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
 from windlass.weights.same_base import describe_files, read_recorded_base, require_same_base
@@ -40,6 +43,9 @@ def write_probe(
             probe = _compute(source, to, base_folder, allow_other_base, say)
         served = read_base(to) if kind == MERGED else require_local_base(source, base_folder)
         probe["dtype"] = read_coarsest_dtype(served)
+        if kind == MERGED:  # nothing is added to a rounded product
+            for row in probe["rows"]:
+                row.pop(ROUNDED, None)
     except UserError as error:
         why = error.problems[0].problem
         if not probe:
@@ -47,12 +53,16 @@ def write_probe(
             return {"probe": None, "no_probe": why}
     write_atomic(to / PROBE, json.dumps(probe))
     say(f"probe     {describe_probe(probe)}")
+    kept = describe_kept(probe) if kind != MERGED else ""
+    if kept:
+        say(f"note      {kept}")
+        add_note(to, kept)
     files = {} if kind == MERGED else describe_files(to)
     return {"probe": hash_probe(to / PROBE), **files}
 
 
 def read_coarsest_dtype(base: Base) -> str:
-    """Return the key of `BOUNDS` for a server of this model."""
+    """Return the key of `NOISE` for a server of this model."""
     stored = {piece.stored.dtype for parameter in base.parameters for piece in parameter.pieces}
     return "BF16" if stored <= WIDE else "F8"
 
@@ -93,6 +103,7 @@ def _compute(
         rows_from=rows_from,
         say=say,
         biases=biases,
+        rounding=partial(as_served, next(model.parameters()).device),
     )
 
 

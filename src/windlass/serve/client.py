@@ -81,6 +81,15 @@ class Server:
             hint = "name the address of an OpenAI-compatible server, without /v1/…"
             raise UserError(f"it lists no models: {error}", f"{self.url}/v1/models", hint, "no-models") from None
 
+    def find_base(self) -> str:
+        """Return the name of the base that is served beside this adapter; empty if the server doesn't say."""
+        try:
+            models = {str(model["id"]): model for model in self.request("/v1/models")["data"]}
+            parent = str(models[self.model].get("parent") or "")
+        except (RefusedError, KeyError, TypeError):
+            return ""
+        return parent if parent in models else ""
+
     def complete(self, prompt: Sequence[int], tokens: int = 1, **options: Any) -> dict[str, Any]:
         """Return the first choice of a completion."""
         body = {"model": self.model, "prompt": [*prompt], "max_tokens": tokens, "temperature": 0, **options}

@@ -20,15 +20,26 @@ from torch import Tensor, nn
 
 from windlass.model import Base
 from windlass.ranks import collectives
-from windlass.serve.probe import ADAPTER, BASE, POSITIONS, TEXT, describe_difference, list_logprobs
+from windlass.serve.probe import (
+    ADAPTER,
+    AT_SCALE,
+    BASE,
+    LOGPROBS,
+    POSITIONS,
+    ROUNDED,
+    SCALES,
+    TEXT,
+    describe_difference,
+    list_logprobs,
+)
+from windlass.serve.share import fit_slope, median_size, subtract
 from windlass.weights.same_base import describe_files
 
 DECODED_ROWS: Final = 4
 DECODED_TOKENS: Final = 8
 PASS_TOKENS: Final = 1280  # of a rank in one forward pass, whose logits of the whole vocabulary need memory
 LOG_SECONDS: Final = 20
-SCALES: Final = (0.5, 2.0)
-DIGITS: Final = 5
+DIGITS: Final = {LOGPROBS: 5, ROUNDED: 3}
 Hypothesis = Callable[[], AbstractContextManager[None]]
 Biases = Sequence[tuple[nn.Parameter, Tensor]]  # of the adapter, and their values in the base
 DUMMY: Final = [0, 0]  # input of a rank without a row, which still takes part in every gather
@@ -84,47 +95,67 @@ def compute_probe(
     rows_from: str,
     say: Callable[[str], None],
     biases: Biases = (),
+    rounding: Hypothesis,
 ) -> dict[str, Any]:
-    """Return the probe. rows: of `choose_rows`; more are decoded from them; biases: that were trained. A collective."""
+    """Return the probe. A collective.
+
+    rows: of `choose_rows`; more are decoded from them; biases: that were trained; rounding: a context in which the
+    model computes as a server in bfloat16 does.
+    """
     hypotheses = list_hypotheses(model, biases)
     say(f"probe     {len(rows)} rows under {len(hypotheses)} hypotheses: base, adapter, and parts of the adapter")
     prompts = [row["ids"][: row["start"] or len(row["ids"]) // 2] for row in rows[:DECODED_ROWS]]
     decoded = zip(decode(model, prompts), map(len, prompts), strict=True)
     probed = [dict(row) for row in rows] + [{"ids": ids, "start": start, "decoded": True} for ids, start in decoded]
-    scores = {}
+    passes = [(key, name) for key in DIGITS for name in hypotheses]
+    scores: dict[str, dict[str, list[Any]]] = {key: {} for key in DIGITS}
     said = time.monotonic()
-    for number, (name, changed) in enumerate(hypotheses.items(), 1):
-        with changed():
-            scores[name] = compute_rows(model, [row["ids"] for row in probed], read_scores)
+    for number, (key, name) in enumerate(passes, 1):
+        with rounding() if key == ROUNDED else nullcontext(), hypotheses[name]():
+            scores[key][name] = compute_rows(model, [row["ids"] for row in probed], read_scores)
         if time.monotonic() - said > LOG_SECONDS:
             said = time.monotonic()
-            say(f"probe     {number} of {len(hypotheses)} hypotheses computed")
+            say(f"probe     {number} of {len(passes)} passes, in {computed_in} and as a server in bfloat16 rounds")
+    beginnings: set[tuple[int, ...]] = set()
     for number, row in enumerate(probed):
-        of_row = {name: scores[name][number] for name in hypotheses}
-        row["positions"] = choose_positions(row, of_row)
-        kept = {name: [round(values[i - 1], DIGITS) for i in row["positions"]] for name, values in of_row.items()}
-        row["logprobs"] = kept
-    probe = {
+        of_row = {key: {name: values[number] for name, values in of.items()} for key, of in scores.items()}
+        row["positions"] = choose_positions(row, of_row[LOGPROBS], beginnings)
+        for key, digits in DIGITS.items():
+            row[key] = {
+                n: [round(values[i - 1], digits) for i in row["positions"]] for n, values in of_row[key].items()
+            }
+    probe: dict[str, Any] = {
         "base": base.name,
         "adapter": describe_files(adapter)["files"],
         "computed_in": computed_in,
         "rows_from": rows_from,
-        "mixture": "experts" in base.dims,
         "hypotheses": list(hypotheses),
         "rows": probed,
     }
     if tokenizer is not None:
         probe["tokenizer"] = {"text": TEXT, "ids": tokenizer(TEXT, add_special_tokens=False)["input_ids"]}
-    probe["difference"] = describe_difference(list_logprobs(probe, BASE), list_logprobs(probe, ADAPTER))
+    exact, rounded = ({name: list_logprobs(probe, name, key) for name in (BASE, ADAPTER)} for key in DIGITS)
+    probe["difference"] = describe_difference(exact[BASE], exact[ADAPTER])
+    effect, effect_rounded = (subtract(values[ADAPTER], values[BASE]) for values in (exact, rounded))
+    probe["kept"] = round(fit_slope(effect, effect_rounded)[0], 3)
+    probe["noise"] = round(median_size(subtract(rounded[BASE], exact[BASE])), 4)
     return probe
 
 
-def choose_positions(row: dict[str, Any], scores: dict[str, list[float]]) -> list[int]:
-    """Return the positions on which the hypotheses differ most; of a decoded row all that were decoded."""
+def choose_positions(
+    row: dict[str, Any], scores: dict[str, list[float]], beginnings: set[tuple[int, ...]]
+) -> list[int]:
+    """Return the positions on which the hypotheses differ most; of a decoded row all that were decoded.
+
+    A token after what another row begins with too says nothing more, and would repeat its noise.
+    """
     if row.get("decoded"):
         return list(range(row["start"], len(row["ids"])))
     columns = list(zip(*scores.values(), strict=True))
-    order = sorted(range(len(columns)), key=lambda i: (min(columns[i]) - max(columns[i]), i))
+    ids = [tuple(row["ids"][: i + 2]) for i in range(len(columns))]
+    new = [i for i in range(len(columns)) if ids[i] not in beginnings]
+    beginnings.update(ids)
+    order = sorted(new, key=lambda i: (min(columns[i]) - max(columns[i]), i))
     return sorted(i + 1 for i in order[:POSITIONS])
 
 
@@ -146,7 +177,7 @@ def list_hypotheses(model: PeftModel, biases: Biases = ()) -> dict[str, Hypothes
         hypotheses["without its biases"] = partial(switched_off, (), biases)
     scales = [layer.scaling[name] for layer in layers]
     for factor in SCALES:
-        hypotheses[f"at {factor:g} x its scale"] = partial(scaled, layers, name, [factor * scale for scale in scales])
+        hypotheses[AT_SCALE.format(factor)] = partial(scaled, layers, name, [factor * scale for scale in scales])
     plain = [config.lora_alpha / config.r] * len(layers)
     of_ranks = [config.lora_alpha / layer.r[name] for layer in layers]
     if plain != scales:  # rsLoRA, or patterns, which some servers ignore
@@ -160,7 +191,8 @@ def list_hypotheses(model: PeftModel, biases: Biases = ()) -> dict[str, Hypothes
 
 
 def list_groups(model: PeftModel) -> dict[str, list[Any]]:
-    """Return the adapter's modules by their last name; routed experts together, and each of their parameters."""
+    """Return the adapter's modules by their last name and by what contains them; routed experts together, and each of
+    their parameters."""
     groups: dict[str, list[Any]] = {}
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
@@ -169,10 +201,13 @@ def list_groups(model: PeftModel) -> dict[str, list[Any]]:
             groups.setdefault(f"experts.{module.parameter_name}", []).append(module)
         elif isinstance(module, LoraLayer | AuxiliaryTrainingWrapper):
             groups.setdefault(leaf, []).append(module)
+            parent = name.split(".")[-2]  # self_attn, mlp
+            if not parent.isdigit():
+                groups.setdefault(parent, []).append(module)
     of_experts = [name for name in groups if name.startswith("experts.")]
     if len(of_experts) == 1:
         del groups[of_experts[0]]
-    return groups
+    return {name: of for number, (name, of) in enumerate(groups.items()) if of not in [*groups.values()][:number]}
 
 
 @contextmanager

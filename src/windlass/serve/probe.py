@@ -19,17 +19,16 @@ from windlass.weights.same_base import describe_files
 
 BASE: Final = "base"
 ADAPTER: Final = "adapter"  # other hypotheses continue this word: "without q_proj", "at 0.5 x its scale"
+LOGPROBS: Final = "logprobs"  # a row's, by hypothesis, in float32 where the model fits
+ROUNDED: Final = "rounded"  # the same, as a server in bfloat16 computes them
+AT_SCALE: Final = "at {:g} x its scale"
+SCALES: Final = (0.5, 0.9, 1.1, 2.0)
 ROWS: Final = 12
 TOKENS: Final = 160  # most of a row
 POSITIONS: Final = 24  # most of a row whose log-probabilities are kept
 TEXT: Final = "def half(n: int) -> float:\n\treturn n / 2  # naïve: 12,345.67 → ½ 東京"  # identifies a tokenizer
 FAINT: Final = 0.005  # nats, mean: what rounding to bf16 alone changes
-# Bounds of the judged difference: nats, or a share of what the adapter itself changes, whichever is larger; by the
-# coarsest dtype of the base's weights. Servers compute in bf16, and round inputs of FP8 products to FP8.
-BOUNDS: Final = {
-    "BF16": {"largest": (0.1, 0.1), "median": (0.02, 0.1)},
-    "F8": {"largest": (0.3, 0.25), "median": (0.1, 0.25)},
-}
+KEPT: Final = 0.95  # share of the adapter in bfloat16, below which the user is warned
 
 
 def describe_difference(values: Sequence[float], others: Sequence[float]) -> dict[str, float]:
@@ -40,9 +39,9 @@ def describe_difference(values: Sequence[float], others: Sequence[float]) -> dic
     return {"mean": mean, "median": differences[count // 2], "largest": differences[-1]}
 
 
-def list_logprobs(probe: dict[str, Any], hypothesis: str) -> list[float]:
+def list_logprobs(probe: dict[str, Any], hypothesis: str, key: str = LOGPROBS) -> list[float]:
     """Return the log-probabilities of all rows' kept positions."""
-    return [value for row in probe["rows"] for value in row["logprobs"][hypothesis]]
+    return [value for row in probe["rows"] for value in row[key][hypothesis]]
 
 
 def hash_probe(path: Path) -> str:
@@ -65,6 +64,8 @@ def read_probe(folder: Path, recorded: dict[str, Any]) -> dict[str, Any]:
         probe: dict[str, Any] = json.loads(path.read_bytes())
     except ValueError:
         raise UserError("it is not JSON", str(path), "export again", "damaged-probe") from None
+    if "noise" not in probe:
+        raise UserError("an older windlass wrote this probe", str(path), "export again", "older-probe")
     written = recorded.get("files")
     changed = written and (folder / WEIGHTS).is_file() and describe_files(folder)["files"] != written
     if changed or recorded.get("probe") != hash_probe(path):
@@ -81,3 +82,14 @@ def describe_probe(probe: dict[str, Any]) -> str:
     if apart["mean"] < FAINT:
         line += "; too little for a server in bf16 to be told from the base"
     return line
+
+
+def describe_kept(probe: dict[str, Any]) -> str:
+    """Return a warning if a server in bfloat16 loses a part of the adapter; empty if not."""
+    kept = probe["kept"]
+    if kept >= KEPT:
+        return ""
+    return (
+        f"bfloat16 keeps {100 * max(0.0, kept):.0f} % of this adapter's effect when it is served unmerged: "
+        "serve it merged, or in float32"
+    )

@@ -1,9 +1,13 @@
 """Does a server answer with the exported adapter? Compare its log-probabilities with the probe's."""
 
+import itertools
+import math
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, NoReturn
 
 from windlass.errors import UserError
 from windlass.files import read_json
@@ -11,15 +15,34 @@ from windlass.observe.format import format_plural
 from windlass.serve.client import ECHO, FORCED, PROMPT, RefusedError, Server
 from windlass.serve.probe import (
     ADAPTER,
+    AT_SCALE,
     BASE,
-    BOUNDS,
+    KEPT,
+    LOGPROBS,
+    ROUNDED,
+    SCALES,
     describe_difference,
     read_probe,
 )
+from windlass.serve.share import fit_slope, median_size, subtract
 
 EXPORT: Final = "export.json"
 FORCED_POSITIONS: Final = 6  # of a row, each a request
-CLEARLY: Final = 0.5  # of another hypothesis's error, that the best one's may be
+# What noise explains, by the coarsest dtype of the base's weights: nats (median), and a share of what the adapter
+# changes. Servers of FP8 weights round the inputs of products to FP8, too.
+NOISE: Final = {"BF16": (0.02, 0.015), "F8": (0.1, 0.25)}
+EXACT: Final = 1e-3  # nats, between two programs that compute in float32
+DEVIATIONS: Final = 4  # standard errors of a slope
+NOISES: Final = 2.5  # medians of the noise, that a median error may be
+DECODING: Final = 5  # of the prompts' error, that the decoded tokens' may be
+OTHER_BASE: Final = 5  # times the noise that is expected, from which on it is another base
+CLEARLY: Final = 0.5  # of an effect or an error: less is much nearer
+SMALLEST_SCALE: Final = 0.3  # that is named: an adapter at less is as likely another one
+ONCE, TWICE = 1, 2  # roundings of a sum: the second takes a part of an adapter
+ABOUT: Final = 0.05  # of what it takes, by which servers differ
+PRECISE: Final = 0.3  # of the usual noise in bfloat16: a server with less doesn't compute in it
+FAR_SCALES: Final = (0.5, 2.0)  # a polynomial through near ones would magnify what rounding does to each
+SCALE_STEPS: Final = 50  # into which a scale of 1 is divided
 APPLIED: Final = "applied"
 AS_BASE: Final = "answers as the base"
 IN_PART: Final = "applied otherwise"
@@ -40,10 +63,12 @@ class Verdict:
     model: str
     way: str
     nearest: str = ""
-    bound: float = 0.0
-    judged: str = "largest"
+    share: float = 0.0  # of the adapter's effect
+    share_error: float = 0.0  # standard error
+    noise: float = 0.0  # median, in nats: of the server's base, else expected
     tokens: int = 0
     errors: dict[str, dict[str, float]] = field(default_factory=dict)  # by hypothesis, in nats
+    bound: float = 0.0  # median difference of decoded tokens
     problems: list[str] = field(default_factory=list)  # of decoding and of the chat template
     notes: list[str] = field(default_factory=list)
 
@@ -116,21 +141,25 @@ def describe_tokens(served: Sequence[int], trained: Sequence[int]) -> str:
 def compare_logprobs(server: Server, probe: dict[str, Any], way: str, say: Callable[[str], None]) -> Verdict:
     """Find the hypothesis that fits the server's log-probabilities."""
     measured: list[float] = []
-    expected: dict[str, list[float]] = {name: [] for name in probe["hypotheses"]}
+    served_base: list[float] = []
+    keys = [key for key in (LOGPROBS, ROUNDED) if key in probe["rows"][0]]
+    expected: dict[str, dict[str, list[float]]] = {key: {name: [] for name in probe["hypotheses"]} for key in keys}
+    base = "" if way == FORCED else server.find_base()  # forcing takes a request for each token
     for number, row in enumerate(probe["rows"], 1):
         try:
             values = read_row(server, row, way)
+            of_base = read_row(replace(server, model=base), row, way) if base else {}
         except RefusedError as error:
             raise UserError(f"it refuses row {number} of the probe: {error}", server.url, "", "refused-row") from None
-        for index, value in values.items():
-            measured.append(value)
-            for name in expected:
-                expected[name].append(row["logprobs"][name][index])
-        if way == FORCED:  # a request for each token
+        measured += values.values()
+        served_base += [of_base[index] for index in values] if base else []
+        for key, name in itertools.product(keys, probe["hypotheses"]):
+            expected[key][name] += [row[key][name][index] for index in values]
+        if way == FORCED:
             say(f"row       {number} of {len(probe['rows'])}: {format_plural(len(values), 'token')}")
     if not measured:
         raise UserError("it gives no log-probabilities of these rows", server.url, "ask again", "cut-short")
-    return judge(measured, expected, probe, server.model, way)
+    return judge(measured, served_base, expected, probe, server.model, way)
 
 
 def read_row(server: Server, row: dict[str, Any], way: str) -> dict[int, float]:
@@ -145,51 +174,149 @@ def read_row(server: Server, row: dict[str, Any], way: str) -> dict[int, float]:
     return {place: value for place, value in forced.items() if value is not None}
 
 
+class Fit(NamedTuple):
+    """How well a hypothesis explains what a server answers."""
+
+    name: str
+    rounds: int
+    excess: float  # largest of the slopes of what is left, in multiples of what noise explains; up to 1 it explains
+    score: float  # their root mean square
+    error: float  # median, in nats
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Log-probabilities of the same tokens: a server's, and by hypothesis as exact as the probe's and rounded twice."""
+
+    measured: Sequence[float]
+    exact: dict[str, list[float]]
+    rounded: dict[str, list[float]]  # empty: nothing is added to a rounded product
+    noise: float  # of this server, in nats
+    slack: float  # share of the adapter's effect
+    rounds: Sequence[int]  # of sums, that are likely here
+
+    @cached_property
+    def effect(self) -> list[float]:
+        return subtract(self.exact[ADAPTER], self.exact[BASE])
+
+    def fit(self, name: str) -> Fit:
+        """Fit a hypothesis, whose sums the server rounds once or twice."""
+        exact = self.exact[name]
+        fits = [self.compare(name, ONCE, exact)]
+        if self.rounded:
+            lost = subtract(exact, self.rounded[name])
+            share = fit_slope(lost, subtract(exact, self.measured))[0]
+            fits = []
+            for rounds in (ONCE, TWICE):
+                near = min(max(share, rounds - ONCE - ABOUT), rounds - ONCE + ABOUT)
+                expected = [value - near * part for value, part in zip(exact, lost, strict=True)]
+                fits.append(self.compare(name, rounds, expected))
+        return min(fits, key=lambda fit: (fit.excess > 1, fit.rounds not in self.rounds, fit.excess))
+
+    def compare(self, name: str, rounds: int, expected: Sequence[float]) -> Fit:
+        """Compare what is left with the direction of every other hypothesis: none may explain a part of it."""
+        rest = subtract(self.measured, expected)
+        error = median_size(rest)
+        limit = NOISES * self.noise + self.slack * median_size(self.effect) + EXACT
+        excesses = [error / limit]
+        for values in self.exact.values():
+            direction = subtract(values, self.exact[name])
+            if max(map(abs, direction)) <= EXACT:
+                continue  # it can't be told from this one
+            slope, deviation = fit_slope(direction, rest)
+            bias = self.slack * abs(fit_slope(direction, self.effect)[0])
+            excesses.append(abs(slope) / (DEVIATIONS * deviation + bias))
+        return Fit(name, rounds, max(excesses), math.hypot(*excesses) / math.sqrt(len(excesses)), error)
+
+    def find_scale(self) -> tuple[float, float]:
+        """Return the scale at which the adapter fits best, and its median error in nats: by Lagrange's polynomial."""
+        errors = {}
+        for rounds in self.rounds:
+            values_of, scales = (self.exact, SCALES) if rounds == ONCE else (self.rounded, FAR_SCALES)
+            nodes = {0.0: BASE, 1.0: ADAPTER} | {scale: AT_SCALE.format(scale) for scale in scales}
+            columns = list(zip(*(values_of[name] for name in nodes.values()), strict=True))
+            for scale in (step / SCALE_STEPS for step in range(round(SCALE_STEPS * max(nodes)))):
+                weights = [math.prod((scale - o) / (one - o) for o in nodes if o != one) for one in nodes]
+                values = [sum(map(operator.mul, weights, column)) for column in columns]
+                errors[scale, rounds] = median_size(subtract(self.measured, values))
+        (scale, _), error = min(errors.items(), key=lambda pair: pair[1])
+        return scale, error
+
+
 def judge(
-    measured: Sequence[float], expected: dict[str, list[float]], probe: dict[str, Any], model: str, way: str
+    measured: Sequence[float],
+    served_base: Sequence[float],
+    expected: dict[str, dict[str, list[float]]],
+    probe: dict[str, Any],
+    model: str,
+    way: str,
 ) -> Verdict:
-    """Choose between the hypotheses: one counts only if it clearly fits better than the others."""
-    errors = {name: describe_difference(measured, values) for name, values in expected.items()}
-    nearest = min(errors, key=lambda name: errors[name]["mean"])
-    effect = describe_difference(expected[ADAPTER], expected[BASE])
-    # A token at a tie between two experts goes to the other one by the last bit: with experts the median is judged.
-    judged = "median" if probe["mixture"] else "largest"
-    least, part = BOUNDS[probe["dtype"]][judged]
-    bound = max(least, part * effect[judged])
-    mean = {name: error["mean"] for name, error in errors.items()}
-    beats_adapter = mean[nearest] <= CLEARLY * mean[ADAPTER]
-    is_applied = errors[ADAPTER][judged] <= bound and mean[ADAPTER] <= CLEARLY * mean[BASE] and not beats_adapter
-    if is_applied:
-        nearest = ADAPTER
-    distance = errors[nearest][judged]
-    figures = f"{judged} difference {distance:.3g} nats of {len(measured)} tokens, bound {bound:.3g} ({probe['dtype']})"
-    verdict = Verdict(IN_PART, "", model, way, nearest, bound, judged, len(measured), errors)
-    if is_applied:
-        verdict.verdict = APPLIED
-        verdict.summary = f"applied: {figures}; the base is {effect[judged]:.3g} away"
-        close = [name for name in mean if name not in (ADAPTER, BASE) and mean[ADAPTER] > CLEARLY * mean[name]]
-        if close:
-            faint = ", ".join(f"the adapter {name}" for name in close)
-            verdict.notes.append(f"too faint to be excluded at this precision: {faint}")
-    elif distance <= bound and beats_adapter and nearest == BASE:
-        verdict.verdict = AS_BASE
+    """Choose between the hypotheses. served_base: what the server's base answers, empty if it serves none."""
+    exact = expected[LOGPROBS]
+    floor, slack = NOISE[probe["dtype"]]
+    usual = max(probe["noise"], floor)
+    noise = min([usual, *(median_size(subtract(measured, values)) for values in exact.values())])
+    if served_base:
+        noise = median_size(subtract(served_base, exact[BASE]))
+        if noise > OTHER_BASE * usual:
+            raise_another_model(probe, model, f"its base is {noise:.2g} nats (median) from {probe['base']}")
+    rounds = [ONCE, TWICE]
+    if noise <= PRECISE * usual or ROUNDED not in expected:
+        rounds = [ONCE]
+    elif served_base:  # beside the adapter, which is then added to rounded products
+        rounds = [TWICE]
+    answers = Answers(measured, exact, expected.get(ROUNDED, {}), noise, slack, rounds)
+    fits = {name: answers.fit(name) for name in exact}
+    explaining = sorted((fit for fit in fits.values() if fit.excess <= 1), key=lambda fit: fit.score)
+    fitting = [fit for fit in explaining if fit.rounds in rounds or fit.name == ADAPTER]
+    nearest = (fitting or sorted(fits.values(), key=lambda fit: fit.error))[0]
+    effect = median_size(answers.effect)
+    share, error = fit_slope(answers.effect, subtract(measured, exact[BASE]))
+    figures = f"{100 * share:.1f} ± {200 * error:.1f} % of its effect, {len(measured)} tokens, noise {noise:.2g} nats"
+    errors = {name: describe_difference(measured, values) for name, values in exact.items()}
+    bound = DECODING * fits[ADAPTER].error + slack * effect + EXACT
+    verdict = Verdict(IN_PART, "", model, way, nearest.name, share, error, noise, len(measured), errors, bound)
+    found = {fit.name for fit in fitting}
+    scales = {AT_SCALE.format(scale) for scale in SCALES}
+    scale, scale_error = (0.0, math.inf) if found - scales else answers.find_scale()
+    enough = max(CLEARLY * nearest.error, 0.0 if fitting else NOISES * noise + EXACT)
+    if scale >= SMALLEST_SCALE and scale_error <= enough:
+        verdict.nearest = AT_SCALE.format(scale)
+    name = describe_hypothesis(verdict.nearest)
+    if BASE in found and ADAPTER not in found:
+        verdict.verdict, verdict.nearest = AS_BASE, BASE
         verdict.summary = f"answers as the base, the adapter is not applied: {figures}"
-    elif distance <= bound and beats_adapter:
-        verdict.summary = f"fits the adapter {nearest}, not all of it: {figures}"
-    elif max(errors[ADAPTER][judged], errors[BASE][judged]) <= bound:
+    elif BASE in found:
         verdict.verdict = UNDECIDED
-        verdict.summary = (
-            f"can't be told: base and adapter are {effect['mean']:.2g} nats apart (mean), and the server is "
-            f"{mean[ADAPTER]:.2g} from the adapter and {mean[BASE]:.2g} from the base"
-        )
-    elif mean[nearest] <= CLEARLY * effect["mean"]:
-        name = {BASE: "the base", ADAPTER: "the adapter"}.get(nearest, f"the adapter {nearest}")
+        nats = " and ".join(f"{fits[one].error:.2g} nats from the {one}" for one in (ADAPTER, BASE))
+        smaller = f"the adapter is smaller than this server's noise (it is {nats}, medians)"
+        verdict.summary = f"can't be told: {smaller}: serve it in float32, or merged"
+    elif ADAPTER in found:
+        verdict.verdict, verdict.nearest = APPLIED, ADAPTER
+        verdict.summary = f"applied: {figures}"
+        if share + 2 * error < KEPT:
+            rounding = f"rounding in 16 bits takes {100 - 100 * share:.0f} % of it: serve it merged, or in float32"
+            verdict.summary = f"applied, and {rounding} ({figures})"
+    elif fitting or verdict.nearest != nearest.name:
+        verdict.summary = f"fits {name}, not as exported: {figures}"
+    elif nearest.error <= CLEARLY * effect or served_base:
         verdict.summary = f"fits none: nearest is {name}, and rounding doesn't explain the rest ({figures})"
+        verdict.notes.append("it may be another adapter, or this one in part")
     else:
-        problem = f"the server has another model: neither base nor adapter ({figures}; nearest: {nearest})"
-        hint = f"serve {probe['base']} with this adapter"
-        raise UserError(problem, model, hint, "another-model")
+        raise_another_model(probe, model, f"neither base nor adapter: {figures}; nearest: {nearest.name}")
+    others = [describe_hypothesis(fit.name) for fit in fitting if fit.name != verdict.nearest]
+    if others and verdict.verdict in (APPLIED, IN_PART):
+        verdict.notes.append(f"too faint to be excluded at this precision: {', '.join(others)}")
     return verdict
+
+
+def describe_hypothesis(name: str) -> str:
+    return {BASE: "the base", ADAPTER: "the adapter"}.get(name, f"the adapter {name}")
+
+
+def raise_another_model(probe: dict[str, Any], model: str, why: str) -> NoReturn:
+    hint = f"serve {probe['base']} with this adapter"
+    raise UserError(f"the server has another model: {why}", model, hint, "another-model")
 
 
 # --- decoded tokens, chat template ---
@@ -215,15 +342,15 @@ def check_decoding(server: Server, probe: dict[str, Any], verdict: Verdict) -> N
         tokens += len(pairs)
         same += equal
         # The first other token is compared too: at a tie its log-probability is the expected one's.
-        for value, adapter in list(zip(generated.logprobs or (), row["logprobs"][ADAPTER], strict=False))[: equal + 1]:
-            differences.append(abs(value - adapter))
+        references = [row[key][ADAPTER] for key in (LOGPROBS, ROUNDED) if key in row]
+        for value, *adapters in list(zip(generated.logprobs or (), *references, strict=False))[: equal + 1]:
+            differences.append(min(abs(value - adapter) for adapter in adapters))
     if tokens:
         verdict.notes.append(f"decoded: {same} of {tokens} tokens are the adapter's, up to each row's first other one")
     if differences:
-        values = sorted(differences)
-        judged = values[len(values) // 2] if probe["mixture"] else values[-1]
-        if judged > verdict.bound:
-            text = f"decoding differs from the prompt's answers: {verdict.judged} difference {judged:.3g} nats"
+        difference = median_size(differences)
+        if difference > verdict.bound:
+            text = f"decoding differs from the prompt's answers: median difference {difference:.3g} nats"
             verdict.problems.append(f"{text}, bound {verdict.bound:.3g}")
 
 

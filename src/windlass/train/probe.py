@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from windlass.serve.probe import describe_probe
 from windlass.serve.rows import add_chats, choose_rows
 from windlass.train.checkpoint.folder import find_best, find_damage, list_checkpoints
 from windlass.train.checkpoint.snapshot import load_adapter
+from windlass.train.kernels.products import as_served
 from windlass.train.step import TrainedModel
 
 
@@ -45,6 +47,7 @@ def write_probe(plan: Plan, model: TrainedModel, data: PreparedData, tokenizer: 
             computed_in="bfloat16" if plan.run.train.in_bf16 else plan.run.model.torch_dtype,
             rows_from=f"the run's {name} rows",
             say=say,
+            rounding=partial(as_served, model.device),
         )
     if collectives.get_rank() == 0:
         with suppress(UserError):  # the data set is read again, and may have moved

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from windlass.settings import FUSED_INPUTS
 from windlass.train.kernels.compare import are_equal, make_numbers
-from windlass.train.kernels.products import QuantizedLinear, add_linear, choose_dtype, linear_with_added
+from windlass.train.kernels.products import QuantizedLinear, Rounding, add_linear, choose_dtype, linear_with_added
 
 BASES: Final = (nn.Linear, QuantizedLinear)
 
@@ -35,7 +35,7 @@ class LoraLinear(Linear):  # type: ignore[misc]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         names = [name for name in self.active_adapters if name in self.lora_A]
-        if args or kwargs or self.disable_adapters or self.merged or len(names) != 1:
+        if args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or Rounding.twice:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         (name,) = names
         base = self.get_base_layer()
@@ -159,7 +159,7 @@ class LoraGroup:
         return forward
 
     def is_unmodified(self, layer: Any) -> bool:
-        return not (layer.disable_adapters or layer.merged) and layer.active_adapters == [self.name]
+        return not (layer.disable_adapters or layer.merged or Rounding.twice) and layer.active_adapters == [self.name]
 
     def compute(self, x: Tensor, dropped: Tensor, members: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the outputs of these layers."""

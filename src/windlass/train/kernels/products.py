@@ -8,7 +8,9 @@ What an adapter adds goes into the product, which adds it to its float32 sums (`
 """
 
 import math
-from typing import Any, Final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,23 @@ from windlass.weights.reading import DTYPES, NEEDS_SCALE, scale_block
 
 WHERE: Final = "layout.base_dtype"
 HINT: Final = "set layout.base_dtype: bf16"
+
+
+class Rounding:
+    """How often an adapted output is rounded: once, or as PEFT and servers do, to measure what that takes."""
+
+    twice: ClassVar[bool] = False
+
+
+@contextmanager
+def as_served(device: torch.device) -> Iterator[None]:
+    """Compute as servers in bfloat16 do: a product with the base is rounded before the adapter is added."""
+    Rounding.twice = True
+    try:
+        with torch.autocast(device.type, torch.bfloat16):
+            yield
+    finally:
+        Rounding.twice = False
 
 
 # --- a model whose parameters are quantized ---
@@ -238,6 +257,9 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor, ad
     `name` is the parameter [experts, out, in]: gate_up_proj or down_proj. Rows after the last offset belong to no
     expert; their results are undefined.
     """
+    if added is not None and Rounding.twice:  # weights in float32 have values of bfloat16
+        rounded = grouped_linear(x.bfloat16().to(x.dtype), experts, name, offsets).bfloat16()
+        return (rounded + added.bfloat16()).to(x.dtype)
     weight: Tensor = getattr(experts, name)
     coding = get_formats(experts).get(name)
     product: Tensor
