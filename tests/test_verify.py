@@ -32,8 +32,9 @@ from windlass.plan.layout import Layout
 from windlass.run_folder import PROBE
 from windlass.runfile import read_run_file
 from windlass.runfile.recorded import record_run
+from windlass.serve.probe import find_probe
 from windlass.serve.verify import APPLIED, AS_BASE, IN_PART, UNDECIDED, Verdict, verify
-from windlass.train.kernels.products import as_served
+from windlass.train.kernels.products import as_served, grouped_linear
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
 from windlass.train.patches import Patches
@@ -417,6 +418,33 @@ def test_linear_layers_are_rounded_before_their_adapter_is_added(tmp_path: Path)
         with model.disable_adapter():
             assert torch.equal(layer(x), product)
     assert torch.equal(layer(x), before)
+
+
+def test_experts_products_are_rounded_before_their_adapter_is_added() -> None:
+    """Two experts, whose base is in float32 with values of bfloat16."""
+    experts = torch.nn.Module()
+    experts.up = torch.nn.Parameter(torch.randn(2, 12, 8).bfloat16().float(), requires_grad=False)
+    x = torch.randn(5, 8)
+    added = torch.randn(5, 12) / 100
+    offsets = torch.tensor([3, 5], dtype=torch.int32)
+    with as_served(CPU):
+        served = grouped_linear(x, experts, "up", offsets, added.clone())
+    once = grouped_linear(x, experts, "up", offsets, added.clone())
+    rows = x.bfloat16().float()
+    product = torch.cat([rows[:3] @ experts.up[0].t(), rows[3:] @ experts.up[1].t()])
+    assert torch.equal(served, (product.bfloat16() + added.bfloat16()).float())
+    assert not torch.equal(served, once)
+
+
+def test_a_probe_of_an_older_windlass(mixture: Exported, tmp_path: Path) -> None:
+    folder = shutil.copytree(mixture.folder, tmp_path / "export")
+    probe = read_json(folder / PROBE)
+    del probe["noise"]
+    write_json(folder / PROBE, probe)
+    with refused("older-probe") as problems:
+        verify("http://127.0.0.1:9", folder, None, None, "KEY", print)
+    assert problems[0].hint == "export again"
+    assert find_probe(folder, folder) == {}
 
 
 def test_what_makes_a_comparison_impossible(mixture: Exported, tmp_path: Path) -> None:

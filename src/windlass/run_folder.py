@@ -1,6 +1,7 @@
 """The run folder (`train.output_dir`): names of its files, its manifest and state, its lock."""
 
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import re
@@ -39,6 +40,9 @@ TRIAL_FILE: Final = "run.yaml"  # in a trial's folder: the run file that it is
 BASE_FIGURES: Final = "base-evaluation.json"  # of the base alone: what evaluations are compared with; a sweep has one
 BASES: Final = "bases.json"  # held-out losses with the base in other dtypes, by `windlass best --base-dtype`
 
+# Keys of an adapter's configuration that users may change.
+RENAMED: Final = ("base_model_name_or_path", "inference_mode", "revision", "auto_mapping", "peft_version")
+
 # Libraries whose versions are recorded with a run.
 LIBRARIES: Final = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
 
@@ -52,6 +56,13 @@ WAITING = "waiting"  # a trial that has not begun, or goes on
 PAUSED = "waits at step {}"  # a trial that goes on if it is among the better ones
 DROPPED = "dropped at step {}"  # a trial that was not among them
 HALVED: Final = "halved"  # in the manifest of a sweep that is halved: what was decided at which step
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, str]]:
+    """Return hashes of the adapter's files; of its configuration, only what changes the forward."""
+    config = {key: value for key, value in read_json(folder / ADAPTER_CONFIG).items() if key not in RENAMED}
+    contents = {ADAPTER_CONFIG: json.dumps(config, sort_keys=True).encode(), ADAPTER: (folder / ADAPTER).read_bytes()}
+    return {"files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}}
 
 
 def list_trials(folder: Path) -> dict[Path, str]:

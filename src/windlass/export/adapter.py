@@ -30,10 +30,10 @@ from windlass.files import write_json
 from windlass.model import Base
 from windlass.model.mistral_layout import has_mistral_layout
 from windlass.model.wrapped import Rename, inner_name, outer_name, rename_config, rename_keys
-from windlass.run_folder import BASE_MODEL, FINAL
+from windlass.run_folder import BASE_MODEL, FINAL, describe_files
 from windlass.serve.servers import PEFT, SERVERS, Verdict, list_commands
 from windlass.train.checkpoint.snapshot import save_tensors
-from windlass.weights.same_base import CHAT_TEMPLATE, describe_files, describe_quantization, read_recorded_base
+from windlass.weights.same_base import CHAT_TEMPLATE, describe_quantization, read_recorded_base
 
 SHORT_NAMES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OUTPUT_DTYPES: Final = SHORT_NAMES | {str(dtype).removeprefix("torch."): dtype for dtype in SHORT_NAMES.values()}

@@ -19,18 +19,16 @@ from windlass.export.source import AdapterSource, require_local_base
 from windlass.files import write_atomic
 from windlass.model import Base, read_base
 from windlass.plan.layout import Layout
-from windlass.run_folder import PROBE
+from windlass.run_folder import PROBE, describe_files
 from windlass.runfile import RunFile
 from windlass.runfile.recorded import read_recorded_data
-from windlass.serve.hypotheses import compute_probe
+from windlass.serve.hypotheses import compute_probe, read_coarsest_dtype
 from windlass.serve.probe import ROUNDED, ROWS, TOKENS, describe_kept, describe_probe, find_probe, hash_probe
 from windlass.serve.rows import add_chats, choose_rows
 from windlass.train.kernels.products import as_served
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
-from windlass.weights.same_base import describe_files, read_recorded_base, require_same_base
-
-WIDE = {"BF16", "F16", "F32", "F64"}
+from windlass.weights.same_base import read_recorded_base, require_same_base
 
 
 def write_probe(
@@ -41,16 +39,14 @@ def write_probe(
     try:
         if not probe:
             probe = _compute(source, to, base_folder, allow_other_base, say)
-        served = read_base(to) if kind == MERGED else require_local_base(source, base_folder)
-        probe["dtype"] = read_coarsest_dtype(served)
-        if kind == MERGED:  # nothing is added to a rounded product
-            for row in probe["rows"]:
-                row.pop(ROUNDED, None)
     except UserError as error:
         why = error.problems[0].problem
-        if not probe:
-            say(f"probe     none, so a server can't be compared with this export: {why}")
-            return {"probe": None, "no_probe": why}
+        say(f"probe     none, so a server can't be compared with this export: {why}")
+        return {"probe": None, "no_probe": why}
+    if kind == MERGED:
+        probe["dtype"] = read_coarsest_dtype(read_base(to))
+        for row in probe["rows"]:
+            row.pop(ROUNDED)  # nothing is added to a rounded product
     write_atomic(to / PROBE, json.dumps(probe))
     say(f"probe     {describe_probe(probe)}")
     kept = describe_kept(probe) if kind != MERGED else ""
@@ -59,12 +55,6 @@ def write_probe(
         add_note(to, kept)
     files = {} if kind == MERGED else describe_files(to)
     return {"probe": hash_probe(to / PROBE), **files}
-
-
-def read_coarsest_dtype(base: Base) -> str:
-    """Return the key of `NOISE` for a server of this model."""
-    stored = {piece.stored.dtype for parameter in base.parameters for piece in parameter.pieces}
-    return "BF16" if stored <= WIDE else "F8"
 
 
 def _compute(

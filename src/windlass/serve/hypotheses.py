@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from windlass.model import Base
 from windlass.ranks import collectives
+from windlass.run_folder import describe_files
 from windlass.serve.probe import (
     ADAPTER,
     AT_SCALE,
@@ -33,12 +34,12 @@ from windlass.serve.probe import (
     list_logprobs,
 )
 from windlass.serve.share import fit_slope, median_size, subtract
-from windlass.weights.same_base import describe_files
 
 DECODED_ROWS: Final = 4
 DECODED_TOKENS: Final = 8
 PASS_TOKENS: Final = 1280  # of a rank in one forward pass, whose logits of the whole vocabulary need memory
 LOG_SECONDS: Final = 20
+WIDE: Final = {"BF16", "F16", "F32", "F64"}
 DIGITS: Final = {LOGPROBS: 5, ROUNDED: 3}
 Hypothesis = Callable[[], AbstractContextManager[None]]
 Biases = Sequence[tuple[nn.Parameter, Tensor]]  # of the adapter, and their values in the base
@@ -129,6 +130,7 @@ def compute_probe(
         "adapter": describe_files(adapter)["files"],
         "computed_in": computed_in,
         "rows_from": rows_from,
+        "dtype": read_coarsest_dtype(base),
         "hypotheses": list(hypotheses),
         "rows": probed,
     }
@@ -140,6 +142,12 @@ def compute_probe(
     probe["kept"] = round(fit_slope(effect, effect_rounded)[0], 3)
     probe["noise"] = round(median_size(subtract(rounded[BASE], exact[BASE])), 4)
     return probe
+
+
+def read_coarsest_dtype(base: Base) -> str:
+    """Return what the noise of a server of this model depends on: a key of the table in verify.py."""
+    stored = {piece.stored.dtype for parameter in base.parameters for piece in parameter.pieces}
+    return "BF16" if stored <= WIDE else "F8"
 
 
 def choose_positions(

@@ -14,8 +14,7 @@ from typing import Any, Final
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.run_folder import ADAPTER as WEIGHTS
-from windlass.run_folder import PROBE
-from windlass.weights.same_base import describe_files
+from windlass.run_folder import PROBE, describe_files
 
 BASE: Final = "base"
 ADAPTER: Final = "adapter"  # other hypotheses continue this word: "without q_proj", "at 0.5 x its scale"
@@ -49,9 +48,9 @@ def hash_probe(path: Path) -> str:
 
 
 def find_probe(run_folder: Path | None, adapter: Path) -> dict[str, Any]:
-    """Return the probe that the run has written for this adapter; empty if there is none."""
+    """Return the probe that the run has written for this adapter; empty if there is none, or an older windlass's."""
     probe = read_json(run_folder / PROBE) if run_folder else {}
-    return probe if probe.get("adapter") == describe_files(adapter)["files"] else {}
+    return probe if "noise" in probe and probe["adapter"] == describe_files(adapter)["files"] else {}
 
 
 def read_probe(folder: Path, recorded: dict[str, Any]) -> dict[str, Any]:

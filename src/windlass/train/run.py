@@ -38,6 +38,7 @@ from windlass.run_folder import (
     LOAD,
     MANIFEST,
     STOPPED,
+    describe_files,
     update_manifest,
 )
 from windlass.settings import FOUR_BITS
@@ -75,7 +76,7 @@ from windlass.train.shared_base import SharedBase
 from windlass.train.step import TrainedModel, Updater
 from windlass.train.sweep import train_trials
 from windlass.train.trackers import Trackers
-from windlass.weights.same_base import CHAT_TEMPLATE, describe_base, describe_files, describe_quantization
+from windlass.weights.same_base import CHAT_TEMPLATE, describe_base, describe_quantization
 
 # Nodes differ: one may have the weights in its page cache, another read them from slow storage.
 LOADING_SECONDS = 2 * 3600

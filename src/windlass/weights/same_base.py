@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +17,13 @@ from windlass.files import find_cache_folder, read_json, write_json
 from windlass.model import Base, Stored
 from windlass.model.files import DIGEST, PUBLISHED
 from windlass.ranks.collectives import all_gather, get_rank
-from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, BASE_MODEL, MANIFEST
+from windlass.run_folder import BASE_MODEL, MANIFEST
 from windlass.settings import CONVERTED_VALUES, LOADER_THREADS
 from windlass.weights.digest import MODULUS, digest_box, format_digest
 from windlass.weights.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, read_box, split_box
 
 FETCH_AGAIN: Final = "remove {folder}, then `windlass fetch RUN` again"
 FLAG: Final = "--allow-other-base"
-# Keys of an adapter's configuration that users may change.
-RENAMED: Final = ("base_model_name_or_path", "inference_mode", "revision", "auto_mapping", "peft_version")
 CHAT_TEMPLATE: Final = "chat_template"  # what wrote the rows that an adapter was trained on
 # Keys of config.json that don't affect the forward.
 NO_FORWARD: Final = re.compile(
@@ -201,13 +198,6 @@ def read_recorded_base(adapter: Path) -> dict[str, Any]:
     record = read_json(adapter / BASE_MODEL) or read_json(adapter / MANIFEST)
     keys = ("base_name", "base_digest", "base_config", "other_base", "base_quantisation", CHAT_TEMPLATE)
     return {key: record[key] for key in keys if record.get(key)}
-
-
-def describe_files(folder: Path) -> dict[str, dict[str, str]]:
-    """Return hashes of the adapter's files; of its configuration, only what changes the forward."""
-    config = {key: value for key, value in read_json(folder / ADAPTER_CONFIG).items() if key not in RENAMED}
-    contents = {ADAPTER_CONFIG: json.dumps(config, sort_keys=True).encode(), ADAPTER: (folder / ADAPTER).read_bytes()}
-    return {"files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}}
 
 
 def require_same_base(

@@ -30,12 +30,11 @@ from torch.distributed.tensor import DTensor
 from windlass.errors import RunError, UserError
 from windlass.files import read_json
 from windlass.ranks.collectives import all_gather, get_rank
-from windlass.run_folder import ADAPTER, BASE_MODEL, MANIFEST, read_manifest
+from windlass.run_folder import ADAPTER, BASE_MODEL, MANIFEST, describe_files, read_manifest
 from windlass.train.checkpoint.folder import find_damage, seal_checkpoint
 from windlass.train.experts.experts import find_shard_holders
 from windlass.train.parallel import reshard, shard_like
 from windlass.weights.expert_shards import AdapterShards, ExpertShard, view_by_expert
-from windlass.weights.same_base import describe_files
 
 OPTIMIZER: Final = "optimizer.pt"
 SCHEDULER: Final = "scheduler.json"
