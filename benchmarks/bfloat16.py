@@ -21,6 +21,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from windlass.train.parallel import get_device
 from windlass.train.patches import Patches
 
 Rows = list[tuple[list[int], int]]  # tokens, and where the answer begins
@@ -48,18 +49,18 @@ def sum_answers(model: Any, rows: Rows, *, autocast: bool) -> torch.Tensor:
     """Return the log-probability of each row's answer."""
     sums = []
     for tokens, start in rows:
-        ids = torch.tensor([tokens])
-        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        ids = torch.tensor([tokens], device=model.device)
+        with torch.autocast(model.device.type, torch.bfloat16) if autocast else nullcontext():
             logits = model(ids, use_cache=False).logits
         scores = logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[start - 1 :, 0]
         sums.append(scores.double().sum())
-    return torch.stack(sums)
+    return torch.stack(sums).cpu()
 
 
 def measure(model: str, adapter: str, scale: float, answers: Rows, others: Rows) -> Iterator[tuple[str, Any, Any]]:
     """Yield each way with what the adapter adds to the log-probability of each answer, and of each other answer."""
     for way, (dtype, autocast, once) in WAYS.items():
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(get_device())
         peft_model = PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False).eval()
         for name, parameter in peft_model.named_parameters():
             if "lora_B" in name:
@@ -90,7 +91,7 @@ def main() -> None:
         tokenizer, [[chat[0], other[1]] for chat, other in zip(chats, chats[1:] + chats[:1], strict=True)]
     )
     tokens = sum(len(row) - start for row, start in answers)
-    print(f"{len(answers)} chats, {tokens} answer tokens; torch {torch.__version__}")
+    print(f"{len(answers)} chats, {tokens} answer tokens; torch {torch.__version__} on {get_device().type}")
     print(f"{'B x':>5}  {'':25}  {'gain':>8}  {'kept':>6}  {'margin':>8}  {'accuracy':>8}  {'correlation':>11}")
     for scale in options.scales:
         true = true_margins = None
