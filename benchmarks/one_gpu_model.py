@@ -180,11 +180,17 @@ class Cell:
     tokens: int
     length: int  # of a row
     masked: bool = False  # rows are documents, which a mask keeps apart
+    by_document: bool = False  # the same, attended to by document
     cudnn: bool = False  # the attention that torch would choose first on a Hopper
 
     @property
     def words(self) -> str:
-        return f"{self.tokens // self.length} x {self.length}" + ", masked" * self.masked + ", cuDNN" * self.cudnn
+        return (
+            f"{self.tokens // self.length} x {self.length}"
+            + ", masked" * self.masked
+            + ", by document" * self.by_document
+            + ", cuDNN" * self.cudnn
+        )
 
 
 class Trainee:
@@ -208,9 +214,13 @@ class Trainee:
         rows = torch.randint(self.vocabulary, shape, generator=dice).to(self.device)
         following = nn.functional.pad(rows[:, 1:], (0, 1), value=IGNORED)
         inputs = {"input_ids": rows}
-        if cell.masked:
+        if cell.masked or cell.by_document:
             inputs["position_ids"] = (torch.arange(cell.length, device=self.device) % document).expand(shape)
             following[:, :-1][inputs["position_ids"][:, 1:] == 0] = IGNORED
+        if cell.by_document:
+            edges = (inputs["position_ids"].flatten() == 0).nonzero().flatten()
+            inputs["document_edges"] = nn.functional.pad(edges, (0, 1), value=cell.tokens).to(torch.int32)
+            inputs |= {"longest_document": document, "several": True}
         supervised = (following != IGNORED).flatten().nonzero().squeeze(1)
         return {**inputs, "supervised": supervised, "targets": following.flatten()[supervised]}
 

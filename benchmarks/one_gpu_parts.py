@@ -43,7 +43,7 @@ from windlass.model import Base
 from windlass.model import targets as adapters
 from windlass.plan.cost import Batch, Cost, estimate_cost
 from windlass.train import parallel
-from windlass.train.kernels import products
+from windlass.train.kernels import documents, products
 from windlass.train.lora import attach_adapter
 from windlass.train.patches import PARTS as FUSED
 from windlass.train.patches import Patches
@@ -72,12 +72,16 @@ def cudnn(wanted: bool) -> Iterator[None]:
 def measured(built: Built, trainee: Trainee, sizes: Sizes, cell: Cell, times: int) -> Row:
     """Run a warm-up step, then return the median of some steps, and their peak."""
     free()
-    batch, tokens = trainee.batch(cell, sizes.document), cell.tokens
-    with cudnn(cell.cudnn):
-        first = trainee.step(batch)
+    inputs, tokens = trainee.batch(cell, sizes.document), cell.tokens
+    with cudnn(cell.cudnn), Patches() as patches:
+        if cell.by_document:
+            patches.patch_attention(trainee.model, documents.NAME)
+        first = trainee.step(inputs)
         begin_peak()
-        steps = [trainee.step(batch) for _ in range(times)]
-    work = replace(built.work, batch=Batch(tokens // cell.length, 1, cell.length), masked=cell.masked)
+        steps = [trainee.step(inputs) for _ in range(times)]
+    document = sizes.document if cell.by_document else None
+    batch = Batch(tokens // cell.length, 1, cell.length)
+    work = replace(built.work, batch=batch, masked=cell.masked, document=document)
     planned = estimate_cost(work, advise=False)
     middle = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
     peak_flops = work.machine.gpu.bf16_tflops * 1e12
@@ -149,6 +153,7 @@ def layers(sizes: Sizes, until: float) -> Iterator[Row]:
         if base == "bf16":
             few = sizes.sweep[1]
             others = [Cell(few, sizes.length, cudnn=True), *(Cell(few, each, masked=True) for each in sizes.masked)]
+            others += [Cell(few, each, by_document=True) for each in sizes.masked if GPU]
             cells[2:2] = others
         for cell in cells:
             if time.time() + 2.5 * longest > latest:

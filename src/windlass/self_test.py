@@ -48,7 +48,7 @@ from windlass.settings import FOUR_BITS
 from windlass.train import loss, parallel
 from windlass.train.connect import create_process_group
 from windlass.train.experts import experts
-from windlass.train.kernels import compare, family_layers, products
+from windlass.train.kernels import compare, documents, family_layers, products
 from windlass.train.kernels.lora_linear import check_lora_linears
 from windlass.train.run import train_rank
 from windlass.weights import four_bits, quantized
@@ -224,6 +224,7 @@ def list_tests(device: torch.device) -> dict[str, Callable[[], str]]:
         "attention, flash": partial(check_attention, device, SDPBackend.FLASH_ATTENTION),
         "attention, efficient": partial(check_attention, device, SDPBackend.EFFICIENT_ATTENTION),
         "attention, masked": partial(check_attention, device, None),
+        "attention by document": partial(check_documents, device),
         "norm": partial(check_norm, device),
         "loss": partial(check_head_loss, device),
         "fused layers": partial(check_fused_layers, device),
@@ -276,6 +277,18 @@ def check_attention(device: torch.device, backend: SDPBackend | None) -> str:
             raise
         name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU"
         raise NotApplicable(f"torch has none for {name}") from None
+
+
+def check_documents(device: torch.device) -> str:
+    if device.type == "cpu":
+        raise NotApplicable("our kernel is for GPUs")
+    try:
+        distance = documents.compare_documents(device)
+    except (RuntimeError, NotImplementedError) as error:
+        raise NotApplicable(f"packed rows are masked: {str(error).splitlines()[0]}") from None
+    if not distance < documents.CLOSE:
+        raise ArithmeticError(f"{distance:.2g} away from each document by itself, {documents.CLOSE:g} allowed")
+    return f"within {distance:.1e} of each document by itself"
 
 
 def check_norm(device: torch.device) -> str:

@@ -50,8 +50,14 @@ class PaddedPackingCollator(PaddedCollator):
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
         batch = super().__call__(rows)
         positions = _pad([_positions(row) for row in rows], 0)
-        batch["labels"].numpy()[positions == 0] = IGNORED
-        return {**batch, "position_ids": from_numpy(positions)}
+        starts = positions == 0
+        batch["labels"].numpy()[starts] = IGNORED
+        # Where attention is computed by document, all of a row's padding is one.
+        padding = batch["attention_mask"].numpy() == 0
+        starts[:, 1:] &= ~(padding[:, 1:] & padding[:, :-1])
+        edges = np.append(np.flatnonzero(starts), starts.size).astype(np.int32)
+        documents = {"document_edges": from_numpy(edges), "longest_document": int(np.diff(edges).max())}
+        return {**batch, "position_ids": from_numpy(positions), **documents}
 
 
 class PaddingFreeCollator:

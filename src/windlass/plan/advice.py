@@ -14,6 +14,7 @@ from windlass.plan.cost import Cost, Workload, estimate_cost
 from windlass.plan.padding import RowLengths
 from windlass.plan.resolve import FEW_STEPS
 from windlass.plan.search import Candidate, choose_layout, compare_layouts, list_micro_batches, try_batches
+from windlass.plan.split_rows import needs_mask
 from windlass.plan.workload import ModelShape
 from windlass.runfile import RunFile
 from windlass.serve.servers import judge_adapter, list_ways_on
@@ -63,7 +64,8 @@ def advise_faster_layout(
     filled = lengths
     may_pack = work.shape.base.family.isolates and run.objective.may_pack
     if not run.data.packs and lengths.usual < full and may_pack:
-        masked = run.model_copy(update={"data": run.data.model_copy(update={"packing": True})}).masked
+        as_packed = run.model_copy(update={"data": run.data.model_copy(update={"packing": True})})
+        masked = needs_mask(as_packed, work.shape.base, work.machine.gpu)
         packed = replace(work, masked=masked, document=lengths.usual)
         filled = RowLengths(full)
         remark = f"a sequence then holds {full / lengths.usual:.1f} rows; a step trains on as many times the tokens"

@@ -25,7 +25,7 @@ from windlass.plan.resolve import resolve_auto
 from windlass.plan.rows import Counts, DataSample, sample_data
 from windlass.plan.schedule import Schedule, make_schedule
 from windlass.plan.search import Candidate, Search, choose_fitting, divide_batch
-from windlass.plan.split_rows import check_split_rows, list_splits
+from windlass.plan.split_rows import check_split_rows, list_splits, needs_mask
 from windlass.plan.together import Group
 from windlass.plan.validate import check_expert_settings, check_family, check_request, check_rows, find_base_dtypes
 from windlass.runfile import Loaded, RunFile, resolve_accumulation
@@ -64,6 +64,11 @@ class Plan:
     @property
     def run(self) -> RunFile:
         return self.loaded.run
+
+    @property
+    def by_document(self) -> bool:
+        """Whether attention of packed rows is computed by document on a GPU, without a mask."""
+        return self.run.masked and not needs_mask(self.run, self.base, self.machine.gpu)
 
     @property
     def where(self) -> Where:
@@ -237,7 +242,7 @@ def make_plan(
         base_bytes=BYTES[run.model.torch_dtype],
         dropout=run.lora.lora_dropout,
         dora=run.lora.use_dora,
-        masked=run.masked,
+        masked=needs_mask(run, base, machine.gpu),
         keeps_products=run.train.keeps_products,
         scores=(run.model.attn_implementation or base.family.usual_attention) == "eager",
         document=counts.document and min(counts.document, run.data.length) if run.data.packs else None,

@@ -7,10 +7,11 @@ causal attention is balanced, and keys and values of all pieces are gathered bef
 from collections.abc import Iterator
 
 from windlass.errors import Problem, is_written
+from windlass.hardware import Gpu
 from windlass.model import Base
 from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.layout import LayoutRequest, list_divisors
-from windlass.runfile import Loaded
+from windlass.runfile import Loaded, RunFile
 
 KEY = "layout.context_parallel"
 PIECES = 2  # of each row on every rank of its group: an early and a late one
@@ -71,6 +72,15 @@ def list_splits(request: LayoutRequest, loaded: Loaded, base: Base) -> tuple[int
     gpus = request.gpus_per_node
     divisors = list_divisors(request.ranks)
     return tuple(n for n in divisors if 1 < n <= length // PIECES and 0 in (gpus % n, n % gpus))
+
+
+def needs_mask(run: RunFile, base: Base, gpu: Gpu) -> bool:
+    """Return whether a square mask separates packed documents. Attention by document (train/kernels/documents.py) asks
+    of a model what split rows ask, and of a GPU flash attention in 16 bits: NVIDIA's from Ampere on."""
+    attention = run.model.attn_implementation or base.family.usual_attention
+    proven = attention == "sdpa" and base.family.model_type in FAMILIES and not base.config.get("attention_dropout")
+    capable = gpu.has_bf16 and gpu.name != "cpu" and not gpu.name.startswith("mi")
+    return run.masked and not (proven and capable and run.in_16_bits and not run.train.compile)
 
 
 def why_not_split(base: Base) -> str:

@@ -115,6 +115,8 @@ class Cut:
             "supervised": from_numpy(supervised // width * len(columns) + place)[here],
             "targets": inputs["targets"][here],
         }
+        for name in ("document_edges", "longest_document"):  # of whole rows
+            part.pop(name, None)
         if "sources" in inputs:
             part["sources"] = inputs["sources"][here]
         if "tokens" in inputs:  # all that an uncut row has, but nothing of what fills up the last piece

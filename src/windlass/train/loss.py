@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from windlass.errors import UserError
 from windlass.introspect.describe import read_logit_shaping
 from windlass.settings import TILE_TOKENS, TILE_VOCABULARY
+from windlass.train.kernels.documents import separate
 from windlass.train.long_rows import Row, RowGroup, balance_over
 
 # The head's weight is read once per chunk: with fewer tokens a GPU would wait for memory, not for arithmetic.
@@ -93,6 +94,8 @@ def make_forward(
         states: bool = False,
         against: "States | None" = None,
         several: bool | None = None,
+        document_edges: Tensor | None = None,
+        longest_document: int = 0,
         row: Row | None = None,
         parts: Sequence[tuple[Tensor, Tensor | None]] = (),
         **inputs: Any,
@@ -104,14 +107,16 @@ def make_forward(
         and attention is causal. sources: data set of each target, for `by_source`. summed: false for the loss of each
         target instead of their sum. states: return what the logits are made of; against: compare with these states of
         the adapted model (`compare_figures`). several: whether a row has more than one document; None: transformers
-        finds out. row: how the rows are cut that `group` shares; None: they aren't. parts: positions in the flattened
-        batch, each with its `tokens`, that get a balancing loss of their own.
+        finds out. document_edges, longest_document: of packed rows: see kernels/documents.py. row: how the rows are cut
+        that `group` shares; None: they aren't. parts: positions in the flattened batch, each with its `tokens`, that
+        get a balancing loss of their own.
         """
         if balances or parts:
             inputs["output_router_logits"] = True
         search.several = several
+        documents = separate(document_edges if several else None, longest_document)
         try:
-            with group.attending(self, row) if group else nullcontext():
+            with documents, group.attending(self, row) if group else nullcontext():
                 outputs = self.model(input_ids=input_ids, use_cache=False, **inputs)
         finally:
             search.several = None

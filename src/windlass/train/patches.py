@@ -22,9 +22,9 @@ Then, on the adapted model, by methods of `Patches`:
 
 On the model that trains, by `ModelPatches`:
 
-5.  attention with torch's SDPA on a CPU: `on_cpu.attend`
-    why    the CPU's kernel computes the full square of packed rows
-    until  it skips what a mask of documents excludes
+5.  attention with torch's SDPA: `on_cpu.attend` on a CPU, `documents.attend` on a GPU
+    why    torch's kernels compute the full square of packed rows
+    until  they skip what a mask of documents excludes
 6.  `masking_utils.find_packed_sequence_indices` of transformers: `loss.DocumentSearch`
     why    the host waits for the GPU in every forward, for what the batch knows
     until  transformers takes the answer as an argument
@@ -64,7 +64,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from windlass.train.experts import experts
 from windlass.train.experts.exchange import SharedExperts, find_shared_experts
-from windlass.train.kernels import family_layers, on_cpu
+from windlass.train.kernels import documents, family_layers, on_cpu
 from windlass.train.kernels.compiled import Compiled
 from windlass.train.kernels.lora_linear import FusedAdapters, LoraLinear, check_lora_linears
 from windlass.train.long_rows import RowGroup
@@ -108,11 +108,11 @@ class Patches(ExitStack):
         for layer in [module for module in model.modules() if type(module) is Linear]:
             self.replace(layer, "__class__", LoraLinear)
 
-    def patch_attention(self, model: PreTrainedModel) -> None:
+    def patch_attention(self, model: PreTrainedModel, name: str = on_cpu.NAME) -> None:
         """Use attention by document in a model that uses torch's SDPA."""
         implementation = model.config._attn_implementation
         if implementation == "sdpa":
-            model.set_attn_implementation(on_cpu.NAME)
+            model.set_attn_implementation(name)
             self.callback(model.set_attn_implementation, implementation)
 
     def patch_forward(
@@ -194,16 +194,23 @@ class ModelPatches:
         noise_alpha: float | None = None,
         parts: Collection[str] = PARTS,
         group: RowGroup | None = None,
+        by_document: bool = False,
     ) -> None:
         """`dtype`: what adapters compute in, if not in their own dtype; `parts`: what to fuse on a GPU; `group`: the
-        ranks that share rows."""
+        ranks that share rows; `by_document`: attention of packed rows needs no mask on a GPU."""
         self.model = model
         self.dtype = dtype
         self.parts = parts
         self.patches = Patches()
         self.of_layers = Patches()
-        if get_device().type == "cpu":
+        device = get_device()
+        if device.type == "cpu":
             self.patches.patch_attention(model)
+        elif by_document:
+            if documents.check_documents(device):
+                self.patches.patch_attention(model, documents.NAME)
+            else:
+                warnings.warn("packed rows are masked, which takes longer: no flash attention here", stacklevel=2)
         self.patches.patch_forward(model, by_source, group)
         if noise_alpha:
             self.patches.add_embedding_noise(model.get_input_embeddings(), noise_alpha, group.ranks if group else 1)

@@ -115,6 +115,7 @@ class TrainedModel:
             compiles=train.compile,
             noise_alpha=train.neftune_noise_alpha,
             group=group,
+            by_document=plan.by_document,
         )
         recompute_layers(self.causal_lm, plan, compiled=bool(self.compiled))
 

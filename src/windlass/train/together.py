@@ -260,7 +260,8 @@ class Forward:
             count = partial(self.count_tokens, name)
             self.model.get_submodule(name).register_forward_hook(count, with_kwargs=True)
         narrow = torch.bfloat16 if plan.run.train.in_bf16 else None
-        patches = ModelPatches(self.model, by_source=SourceLosses((), first.device), dtype=narrow)
+        sources = SourceLosses((), first.device)
+        patches = ModelPatches(self.model, by_source=sources, dtype=narrow, by_document=plan.by_document)
         base.undo.callback(patches.undo)
         if first.device.type == "cuda":
             for owner, name, value in list(family_layers.find_replacements(self.model, first.device)):

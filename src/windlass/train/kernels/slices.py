@@ -331,6 +331,8 @@ def combine(inputs: Sequence[dict[str, Any]], starts: Sequence[Part], shape: tup
         combined[name] = whole
     if "cu_seq_lens_q" in inputs[0]:  # laid end to end
         combined |= combine_documents(inputs)
+    elif all("document_edges" in one for one in inputs):
+        combined |= combine_edges(inputs, columns)
     supervised = []
     for one, part in zip(inputs, starts, strict=True):
         width = one["input_ids"].shape[1]
@@ -357,6 +359,25 @@ def combine_documents(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **dict.fromkeys(("max_length_q", "max_length_k"), longest),
         "seq_idx": torch.cat(numbers, 1),
     }
+
+
+def combine_edges(inputs: Sequence[dict[str, Any]], columns: int) -> dict[str, Any]:
+    """Return the boundaries of all documents of rows below each other. What fills up a row is a document too."""
+    edges: list[Tensor] = []
+    above = 0
+    longest = 0
+    for one in inputs:
+        rows, width = one["input_ids"].shape
+        own = one["document_edges"]
+        starts = own[:-1] // width * columns + own[:-1] % width
+        if width < columns:
+            fillers = torch.arange(rows, dtype=own.dtype, device=own.device) * columns + width
+            starts = torch.cat([starts, fillers]).sort().values
+        edges.append(starts + above)
+        above += rows * columns
+        longest = max(longest, one["longest_document"], columns - width)
+    edges.append(edges[0].new_full((1,), above))
+    return {"document_edges": torch.cat(edges), "longest_document": longest}
 
 
 def place_parts(inputs: Sequence[dict[str, Any]], randoms: Sequence[Random]) -> tuple[tuple[int, int], list[Part]]:

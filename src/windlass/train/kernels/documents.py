@@ -1,0 +1,135 @@
+"""Attention of packed rows on a GPU: by document, with torch's flash attention for sequences of any length.
+
+A mask of documents is a square for every row, and a kernel that reads one computes all of it: at 4,096 tokens a layer
+of Mistral Small 4 takes 1.5 times as long. Here the mask that transformers passes to its layers is only where documents
+begin. Registered as an attention implementation of transformers; the plan says where it is used
+(plan/split_rows.py, `needs_mask`). Rows without several documents are left to transformers' own.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME: Final = "windlass_documents"  # of this implementation among transformers' own
+WIDEST: Final = 256  # head that flash attention can compute
+CLOSE: Final = 0.02  # relative, to attention of each document by itself
+# torch 2.11 finds grouped heads by itself; later ones ask to be told.
+GROUPED: Final = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+class Documents(NamedTuple):
+    """Which tokens see each other: what transformers passes to attention as its mask."""
+
+    edges: Tensor  # where each document begins in all rows laid end to end, then where the last one ends
+    longest: int
+    window: int | None = None
+
+
+CURRENT: ContextVar[Documents | None] = ContextVar("documents", default=None)
+
+
+@contextmanager
+def separate(edges: Tensor | None, longest: int) -> Iterator[None]:
+    """Let masks that are made here be these documents. Layers that are recomputed in the backward keep theirs."""
+    token = CURRENT.set(None if edges is None else Documents(edges, longest))
+    try:
+        yield
+    finally:
+        CURRENT.reset(token)
+
+
+def make_mask(*given: Any, local_size: int | None = None, **others: Any) -> Documents | Tensor | None:
+    """Return this forward's documents; `local_size`: the sliding window. For transformers' registry."""
+    current = CURRENT.get()
+    if current is None:
+        mask: Tensor | None = sdpa_mask(*given, local_size=local_size, **others)
+        return mask
+    return current._replace(window=local_size)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Documents | Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return [rows, tokens, heads, width]. For transformers' registry."""
+    if not isinstance(attention_mask, Documents):
+        output: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+        return output
+    unknown = [name for name in ("s_aux", "softcap", "position_bias") if options.get(name) is not None]
+    assert not unknown, f"attention by document has no {unknown}"
+    assert not options.get("dropout"), "attention by document has no dropout"
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
+    rows, _, tokens, width = query.shape
+    own = value.shape[-1]
+    if own < width:  # the kernel wants heads of one width
+        value = nn.functional.pad(value, (0, width - own))
+    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    attended = attend_flat(*flat, attention_mask, scaling)
+    return attended[..., :own].unflatten(0, (rows, tokens)), None
+
+
+def attend_flat(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scaling: float | None) -> Tensor:
+    """Return [tokens, heads, width] of rows laid end to end."""
+    edges, longest, window = documents
+    seen = -1 if window is None or window >= longest else window - 1
+    grouped = GROUPED if query.shape[1] != key.shape[1] else {}
+    attended: Tensor = varlen_attn(
+        query, key, value, edges, edges, longest, longest, scale=scaling, window_size=(seen, 0), **grouped
+    )
+    return attended
+
+
+def check_documents(device: torch.device) -> bool:
+    """Return whether this device computes attention by document: values and gradients, with heads that share keys."""
+    try:
+        return compare_documents(device) < CLOSE
+    except (RuntimeError, NotImplementedError, ValueError):  # a GPU before Ampere, or a torch without the kernel
+        return False
+
+
+@torch.enable_grad()
+def compare_documents(device: torch.device) -> float:
+    """Return how far values and gradients are from those of each document by itself, in float32, relative."""
+    lengths = [5, 1, 130, 56]
+    dice = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), heads, 64) for heads in (4, 2, 2, 4)]
+    *inputs, gradient = (torch.randn(shape, generator=dice).to(device, torch.bfloat16) for shape in shapes)
+    edges = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        each = zip(*(torch.split(tensor.transpose(0, 1), lengths, 1) for tensor in (query, key, value)), strict=True)
+        sdpa = nn.functional.scaled_dot_product_attention
+        return torch.cat([sdpa(*one, is_causal=True, enable_gqa=True) for one in each], 1).transpose(0, 1)
+
+    found = []
+    with torch.autocast(device.type, enabled=False):
+        for way, dtype in (
+            (lambda *qkv: attend_flat(*qkv, Documents(edges, 130), None), torch.bfloat16),
+            (plain, None),
+        ):
+            own = [tensor.detach().to(dtype or torch.float32).requires_grad_() for tensor in inputs]
+            output = way(*own)
+            found.append([output, *torch.autograd.grad(output, own, gradient.to(output.dtype))])
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, make_mask)

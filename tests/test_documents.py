@@ -1,0 +1,139 @@
+"""Attention by document equals attention under a mask of documents, in every family that may use it.
+
+torch's kernel needs a GPU, where `windlass check --self-test` compares it with each document by itself. Here a plain
+one of the same arguments stands in for it: what is tested is everything around it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_long_rows import CONFIGS, FAMILIES
+from torch import Tensor, nn
+
+from windlass import hardware, tiny
+from windlass.data.collate import PaddedPackingCollator
+from windlass.model.family import FAMILIES as KNOWN
+from windlass.plan import split_rows
+from windlass.train.batches import Collate
+from windlass.train.kernels import documents, slices
+from windlass.train.patches import Patches
+
+QUICK = ("llama", "mistral", "mistral4")  # no window, a window, heads of two widths
+USERS = [name for name in split_rows.FAMILIES if name in KNOWN and "sdpa" in KNOWN[name].attention]
+
+
+def attend_plainly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Tensor,
+    _edges: Tensor,
+    longest: int,
+    _longest: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Tensor:
+    assert value.shape == key.shape
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert window_size[1] == 0
+    assert int(edges.diff().max()) == longest
+    outputs = []
+    for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        place = torch.arange(stop - start)
+        seen = place[:, None] >= place
+        if window_size[0] >= 0:
+            seen &= place[:, None] - place <= window_size[0]
+        one = (tensor[start:stop].transpose(0, 1) for tensor in (query, key, value))
+        sdpa = nn.functional.scaled_dot_product_attention
+        outputs.append(sdpa(*one, attn_mask=seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def make_rows(*rows: list[int]) -> list[dict[str, Any]]:
+    dice = np.random.default_rng(0)
+    ids = [dice.integers(1, 200, sum(lengths)) for lengths in rows]
+    return [
+        {"input_ids": row, "labels": row, "row": number, "seq_lengths": lengths}
+        for number, (row, lengths) in enumerate(zip(ids, rows, strict=True))
+    ]
+
+
+ROWS = ([40, 1, 1, 33, 5], [7, 50], [60])
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return Collate(PaddedPackingCollator(0))(rows).inputs
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in USERS]
+)
+def test_equals_attention_under_a_mask(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "varlen_attn", attend_plainly)
+    monkeypatch.setattr(documents, "GROUPED", {"enable_gqa": True})
+    tiny.write_family(tmp_path / "model", family, config={**CONFIGS, **FAMILIES}.get(family, {}))
+    inputs = collate(make_rows(*ROWS))
+    found = []
+    for by_document in (False, True):
+        torch.manual_seed(0)
+        model = getattr(transformers, KNOWN[family].causal_lm).from_pretrained(
+            tmp_path / "model", dtype=torch.float32, attn_implementation="sdpa"
+        )
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        with Patches() as patches:
+            patches.patch_forward(model)
+            if by_document:
+                patches.patch_attention(model, documents.NAME)
+                monkeypatch.setattr(documents, "sdpa_mask", None)  # no mask is made
+            loss = model(**inputs)
+            loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1])
+    for masked, by_its_own in zip(*found, strict=True):
+        torch.testing.assert_close(by_its_own, masked, rtol=2e-4, atol=2e-5)
+
+
+def test_edges_are_those_of_documents_and_padding_is_one() -> None:
+    inputs = collate(make_rows(*ROWS))
+    width = 80
+    assert inputs["document_edges"].tolist() == [
+        0, 40, 41, 42, 75, 80, 87, 137, 160, 220, 240,
+    ]  # fmt: skip
+    assert inputs["longest_document"] == 60
+    assert inputs["input_ids"].shape == (3, width)
+    alone = collate(make_rows([9]))
+    assert alone["several"] is False
+
+
+def test_trials_below_each_other_keep_their_documents() -> None:
+    rows = make_rows(*ROWS)
+    both = [collate(rows[:2]), collate(rows[2:] + make_rows([3, 4]))]
+    parts = slices.place_parts(both, [None, None])  # type: ignore[list-item]
+    combined = slices.combine(both, parts[1], parts[0])
+    together = collate([*rows, *make_rows([3, 4])])
+    more = set(combined["document_edges"].tolist()) - set(together["document_edges"].tolist())
+    assert more == {4 * 80 - 20}  # where the last row ended before it was filled up
+    assert len(combined["document_edges"]) == len(together["document_edges"]) + 1
+    assert combined["document_edges"].dtype == torch.int32
+    assert combined["longest_document"] >= together["longest_document"]
+
+
+def test_an_option_that_the_kernel_lacks_is_refused() -> None:
+    query = torch.zeros(1, 2, 4, 8)
+    mask = documents.Documents(torch.tensor([0, 4], dtype=torch.int32), 4)
+    with pytest.raises(AssertionError, match="s_aux"):
+        documents.attend(nn.Identity(), query, query, query, mask, s_aux=torch.zeros(2))
+    with pytest.raises(AssertionError, match="dropout"):
+        documents.attend(nn.Identity(), query, query, query, mask, dropout=0.1)
+
+
+def test_a_device_without_the_kernel_is_found_out() -> None:
+    assert not documents.check_documents(torch.device("cpu"))
+    assert hardware.find_gpu("t4").has_bf16 is False  # such GPUs are planned with a mask
