@@ -41,6 +41,7 @@ SHARES = {  # of the time, in parts of it; what one leaves is the next one's
     "whole": 0.24,
     "whole-experts": 0.20,
     "layers": 0.20,
+    "dense": 0.14,
     "fused": 0.06,
     "peft": 0.12,
     "profile": 0.08,
@@ -50,6 +51,7 @@ ABOUT = {
     "whole": "all layers resident in FP8, adapters on attention and shared experts",
     "whole-experts": "the same, adapters on the routed experts too",
     "layers": "a few layers at full width, kept in 16 bits and in FP8, by tokens per micro-batch",
+    "dense": "dense models with random weights: a step by windlass, and by transformers + PEFT",
     "fused": "a few layers with few tokens: what each fused part (train/patches.py) saves",
     "peft": "one layer's experts with adapters: PEFT's way and ours, by tokens per expert",
     "profile": "where one step's time goes",
@@ -191,6 +193,12 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {  # part -> (heading, key, for
         ("forward s", "forward", ".3f"), ("backward s", "backward", ".3f"), ("update s", "update", ".3f"),
         ("peak GiB", "peak_gib", ".2f"), ("plan GiB", "plan_gib", ".2f"), ("peak/plan", "peak_to_plan", ".3f"),
         ("reserved GiB", "reserved_gib", ".2f"), ("plan s/step", "plan_seconds", ".3f"), ("loss", "loss", ".3f"),
+    ],
+    "dense": [
+        ("model", "dense", ""), ("rows", "rows", ""), ("by", "way", ""), ("tokens/s", "tokens_per_second", ",.0f"),
+        ("MFU", "mfu", ".1%"), ("s/step", "seconds", ".3f"), ("peak GiB", "peak_gib", ".2f"),
+        ("plan GiB", "plan_gib", ".2f"), ("plan s/step", "plan_seconds", ".3f"), ("from", "plan_low", ".3f"),
+        ("to", "plan_high", ".3f"), ("loss", "loss", ".3f"),
     ],
     "fused": [
         ("fused", "fused", ""), ("tokens", "tokens", ",d"), ("forward s", "forward", ".4f"),

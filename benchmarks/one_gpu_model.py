@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import nn
 
 from windlass import hardware
 from windlass.model import Base, Parameter, config, find_published_base
@@ -140,6 +140,12 @@ def card() -> hardware.Gpu:
     return hardware.find_gpu(torch.cuda.get_device_name().removeprefix("NVIDIA ") if GPU and name == "cpu" else name)
 
 
+def make_machine() -> hardware.Machine:
+    gpu = card()
+    fabrics = (hardware.find_fabric(gpu.link), hardware.find_fabric(gpu.link), hardware.find_fabric(gpu.host_link))
+    return hardware.Machine(gpu, *fabrics, 1, None)
+
+
 @dataclass
 class Built:
     model: PeftModel
@@ -161,11 +167,8 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool) -> Built:
     Patches().patch_forward(causal_lm)
     causal_lm.activation_checkpointing_enable()
     peft.train()
-    gpu = card()
-    fabrics = (hardware.find_fabric(gpu.link), hardware.find_fabric(gpu.link), hardware.find_fabric(gpu.host_link))
-    machine = hardware.Machine(gpu, *fabrics, 1, None)
     batch = Batch(1, 1, sizes.length)
-    work = Workload(read_shape(found, adapter), layout, batch, machine, "adamw_torch", 2)
+    work = Workload(read_shape(found, adapter), layout, batch, make_machine(), "adamw_torch", 2)
     words = f"r={sizes.r} attention, shared" + (f"; r={sizes.expert_r} routed" if routed else "")
     return Built(peft, work, f"{words}: {adapter.trainable / 1e6:.1f} M")
 
@@ -206,14 +209,14 @@ class Trainee:
         self.device = parallel.get_device()
         self.vocabulary = built.work.shape.vocab
 
-    def batch(self, cell: Cell, document: int) -> dict[str, Tensor]:
+    def batch(self, cell: Cell, document: int) -> dict[str, Any]:
         """Return a batch like training's. Documents separated by a mask begin at position 0, and none predicts the
         next."""
         dice = torch.Generator().manual_seed(cell.tokens)
         shape = cell.tokens // cell.length, cell.length
         rows = torch.randint(self.vocabulary, shape, generator=dice).to(self.device)
         following = nn.functional.pad(rows[:, 1:], (0, 1), value=IGNORED)
-        inputs = {"input_ids": rows}
+        inputs: dict[str, Any] = {"input_ids": rows}
         if cell.masked or cell.by_document:
             inputs["position_ids"] = (torch.arange(cell.length, device=self.device) % document).expand(shape)
             following[:, :-1][inputs["position_ids"][:, 1:] == 0] = IGNORED
@@ -224,7 +227,7 @@ class Trainee:
         supervised = (following != IGNORED).flatten().nonzero().squeeze(1)
         return {**inputs, "supervised": supervised, "targets": following.flatten()[supervised]}
 
-    def step(self, batch: dict[str, Tensor]) -> dict[str, float]:
+    def step(self, batch: dict[str, Any]) -> dict[str, float]:
         marks = []
 
         def mark() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from one_gpu_dense import dense
 from one_gpu_model import (
     CODE_SPREAD,
     GIB,
@@ -396,6 +397,7 @@ PARTS: dict[str, Callable[[Sizes, float], Iterator[Row]]] = {
     "whole": partial(whole, False),
     "whole-experts": partial(whole, True),
     "layers": layers,
+    "dense": dense,
     "fused": fused,
     "peft": peft,
     "profile": profile,

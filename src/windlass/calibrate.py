@@ -275,7 +275,7 @@ class Sizes:
     lengths: tuple[int, ...] = (128, 512, 2048, 8192)
     heads: tuple[int, ...] = (64, 128)
     attention_tokens: int = 16384
-    decoded_side: int = 8192
+    decoded_side: int = 16384  # large enough that the host is ahead of the GPU
     elements: int = 1 << 28  # of an elementwise operation, and bytes of a copy
     message_bytes: int = 256 << 20
     storage_bytes: int = STORAGE_BYTES["cuda"]

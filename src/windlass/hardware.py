@@ -178,10 +178,16 @@ GPUS = {name: _read_gpu(name, row) for name, row in _TABLE["gpus"].items()}
 GPUS["cpu"] = Gpu("cpu", 16.0, 0.4, 0.2, 20.0, "loopback", "memory", fp32_tflops=0.4)
 ALIASES["none"] = "cpu"
 
+# Bytes that the memory moves to decode a weight in 8 bits: one read, two written, at three quarters of large additions'
+# rate; measured on an H100 in steps of Mistral Small 4 (benchmarks/gpu).
+DECODED_BYTES = 4
 # Host time: a launch takes about 5 us, and autograd and the dispatcher as much again; a module's call in Python, with
-# hooks and adapters, several times that. Collectives: 20-40 us through PyTorch for small ones (NCCL on NVLink 10-16).
+# hooks and adapters, several times that. Published steps that wait for the host fit these figures; a virtual machine's
+# host took 36 and 64 us (benchmarks/gpu), which the upper end of the range says. Collectives: 20-40 us through PyTorch
+# for small ones (NCCL on NVLink 10-16).
 OPERATOR = 8e-6
 MODULE = 20e-6
+SLOW_HOST = 4.5
 SYNC = 50e-6
 LATENCY = 25e-6
 BACKWARD = 2.5  # attention's backward over its forward, which it computes again
@@ -221,7 +227,7 @@ def derive_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric, nic
         attention=attention,
         attention_backward=tuple((n, width, rate / BACKWARD) for n, width, rate in attention),
         memory_gb_per_second=gpu.memory_gb_per_second,
-        decode_gb_per_second=gpu.memory_gb_per_second / 7,
+        decode_gb_per_second=gpu.memory_gb_per_second / DECODED_BYTES,
         operator_seconds=OPERATOR,
         module_seconds=MODULE,
         sync_seconds=SYNC,

@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Mistral4Config, Mistral4ForCausalLM
 
 from windlass import hardware, tiny
-from windlass.errors import require_writable
+from windlass.errors import UserError, require_writable
 from windlass.files import append_json_line, read_json_lines, write_json
 from windlass.hardware import GIB
 from windlass.launch.check.results import FAIL, STYLES, Report, Result, failed, passed, skipped, warned
@@ -207,6 +207,10 @@ def run_test(name: str, test: Callable[[], str]) -> Result:
         return passed(name, test())
     except NotApplicable as why_not:
         return skipped(name, str(why_not))
+    except UserError as refusal:
+        if any(problem.code != "too-old" for problem in refusal.problems):
+            raise
+        return skipped(name, refusal.problems[0].problem)
     except DiffersFromPlan as difference:
         return warned(name, str(difference), SEND)
     except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from windlass.hardware import get_product_rate, interpolate
+from windlass.hardware import SLOW_HOST, get_product_rate, interpolate
 from windlass.plan.memory import adapter_share, base_bytes, gathered_bytes
 from windlass.plan.operators import OF_LINEAR, VIEW, count_dispatch, linear_features, load_operators
 from windlass.plan.traffic import INPUTS, Flow, estimate_traffic
@@ -18,6 +18,7 @@ from windlass.plan.workload import Layer, Lora, ModelShape, Workload
 SKEW = 1.03  # ranks wait for the slowest one, and collectives use some of the GPU's own units and memory
 LOGIT_BYTES = 26  # per logit in the loss: written, read, in float32, exponentiated, its gradient written and read
 UPDATE_BYTES = 40  # per trained parameter: gradient, two moments and value, read and written, and its norm
+MASKED = 3.7  # times as long under a mask, which flash attention has no kernel for: measured on an H100
 GATHER_OPERATORS = 40  # to gather and free a layer: a few kernels, and FSDP2's Python; assumed
 DECODE_OPERATORS = 13  # per matrix on a CPU, which decodes with torch's own operators
 EXCHANGE_OPERATORS = 12  # per pass, to send tokens to experts and back; counted in a training step
@@ -110,13 +111,16 @@ def estimate_time(work: Workload) -> StepTime:
         parts = {"wire": exchanged + keys + gathered, "host link": transferred, "host": passes.host}
         bound = _find_largest(parts | {"compute": passes.compute, "memory": memory})
     else:
-        longest = max(gpu + gathered / len(work.shape.layers), gathered, transferred)
-        longest = (longest**AHEAD + passes.host**AHEAD) ** (1 / AHEAD) + waits
+        device = max(gpu + gathered / len(work.shape.layers), gathered, transferred)
+        longest = _run_ahead(device, passes.host) + waits
         bound = _find_largest({"gpu": gpu, "wire": gathered, "host link": transferred, "host": passes.host})
         if bound == "gpu":
             bound = _find_largest({"compute": passes.compute, "memory": memory, "wire": exchanged + keys})
     skew = SKEW if ranks > 1 else 1.0
     step = (accumulation * longest + once) * skew
+    high = step * rates.high
+    if not work.on_cpu and work.machine.measured is None:
+        high = max(high, (accumulation * (_run_ahead(device, passes.host * SLOW_HOST) + waits) + once) * skew)
     tokens = work.batch.tokens * accumulation * work.layout.readers
     return StepTime(
         flows=tuple(flow for flow in (*traffic.sent, *traffic.transfers) if flow.bytes > 0),
@@ -131,10 +135,10 @@ def estimate_time(work: Workload) -> StepTime:
         wire_gb_per_step=sum(flow.bytes * flow.per_step for flow in traffic.sent) / 1e9,
         step_seconds=step,
         step_seconds_low=step * rates.low,
-        step_seconds_high=step * rates.high,
+        step_seconds_high=high,
         step_seconds_serial=(accumulation * serial + once) * skew,
         tokens_per_second=tokens / step,
-        tokens_per_second_low=tokens / step / rates.high,
+        tokens_per_second_low=tokens / high,
         tokens_per_second_high=tokens / step / rates.low,
         mfu=flops * tokens / step / (work.machine.gpu.bf16_tflops * 1e12 * ranks),
         bound=bound,
@@ -144,6 +148,11 @@ def estimate_time(work: Workload) -> StepTime:
         evaluation_seconds=_forward_seconds(work, work.evaluated) * _widening(work),
         forward_seconds=_forward_seconds(work, work.batch.micro),
     )
+
+
+def _run_ahead(device: float, host: float) -> float:
+    """Return how long a device and the host that runs ahead of it take together."""
+    return float((device**AHEAD + host**AHEAD) ** (1 / AHEAD))
 
 
 def _sum_seconds(flows: Iterable[Flow]) -> float:
@@ -249,7 +258,8 @@ def _estimate_layer(work: Workload, layer: Layer, phase: str, *, products: bool)
         others = layer.traced.at(f"{phase}_products", length) / length * tokens
         rate = get_product_rate(rates, "bfloat16" if work.width == 2 else "float32", length, (head * length) ** 0.5)
         compute += others / rate / 1e12
-    compute += square / interpolate(rates.attention_backward if back else rates.attention, length, head) / 1e12
+    attended = square / interpolate(rates.attention_backward if back else rates.attention, length, head) / 1e12
+    compute += attended * (MASKED if work.has_mask and not work.on_cpu else 1)
     dispatched = count_dispatch(shape, layer, phase, length, separate=work.separate, dora=work.dora)
     moved = dispatched.bytes * work.width / 2  # counted in 16 bits
     memory = moved * tokens / rates.memory_gb_per_second / 1e9

@@ -19,11 +19,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from windlass.train.kernels.compare import compute_values
+
 NAME: Final = "windlass_documents"  # of this implementation among transformers' own
 WIDEST: Final = 256  # head that flash attention can compute
 CLOSE: Final = 0.02  # relative, to attention of each document by itself
 # torch 2.11 finds grouped heads by itself; later ones ask to be told.
-GROUPED: Final = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED: Final[dict[str, Any]] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 class Documents(NamedTuple):
@@ -81,9 +85,9 @@ def attend(
     own = value.shape[-1]
     if own < width:  # the kernel wants heads of one width
         value = nn.functional.pad(value, (0, width - own))
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    attended = attend_flat(*flat, attention_mask, scaling)
-    return attended[..., :own].unflatten(0, (rows, tokens)), None
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    attended = attend_flat(query, key, value, attention_mask, scaling)
+    return attended[..., :own].reshape(rows, tokens, -1, own), None
 
 
 def attend_flat(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scaling: float | None) -> Tensor:
@@ -91,9 +95,10 @@ def attend_flat(query: Tensor, key: Tensor, value: Tensor, documents: Documents,
     edges, longest, window = documents
     seen = -1 if window is None or window >= longest else window - 1
     grouped = GROUPED if query.shape[1] != key.shape[1] else {}
-    attended: Tensor = varlen_attn(
+    attended = varlen_attn(
         query, key, value, edges, edges, longest, longest, scale=scaling, window_size=(seen, 0), **grouped
     )
+    assert isinstance(attended, Tensor)
     return attended
 
 
@@ -110,25 +115,24 @@ def compare_documents(device: torch.device) -> float:
     """Return how far values and gradients are from those of each document by itself, in float32, relative."""
     lengths = [5, 1, 130, 56]
     dice = torch.Generator().manual_seed(0)
-    shapes = [(sum(lengths), heads, 64) for heads in (4, 2, 2, 4)]
-    *inputs, gradient = (torch.randn(shape, generator=dice).to(device, torch.bfloat16) for shape in shapes)
+    shapes = [(sum(lengths), heads, 64) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape, generator=dice).to(device, torch.bfloat16) for shape in shapes]
     edges = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
-    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        each = zip(*(torch.split(tensor.transpose(0, 1), lengths, 1) for tensor in (query, key, value)), strict=True)
-        sdpa = nn.functional.scaled_dot_product_attention
-        return torch.cat([sdpa(*one, is_causal=True, enable_gqa=True) for one in each], 1).transpose(0, 1)
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend_flat(query, key, value, Documents(edges, max(lengths)), None)
 
-    found = []
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts = (torch.split(tensor.transpose(0, 1), lengths, 1) for tensor in (query, key, value))
+        sdpa = nn.functional.scaled_dot_product_attention
+        each = [sdpa(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in zip(*parts, strict=True)]
+        return torch.cat(each, 1).transpose(0, 1)
+
     with torch.autocast(device.type, enabled=False):
-        for way, dtype in (
-            (lambda *qkv: attend_flat(*qkv, Documents(edges, 130), None), torch.bfloat16),
-            (plain, None),
-        ):
-            own = [tensor.detach().to(dtype or torch.float32).requires_grad_() for tensor in inputs]
-            output = way(*own)
-            found.append([output, *torch.autograd.grad(output, own, gradient.to(output.dtype))])
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
+        found = compute_values(ours, inputs)
+        expected = compute_values(plain, [tensor.float() for tensor in inputs])
+    pairs = [(a.detach(), b.detach()) for a, b in zip(found, expected, strict=True)]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
 AttentionInterface.register(NAME, attend)
