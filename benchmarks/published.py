@@ -612,8 +612,8 @@ PAGE = """\
 # Accuracy
 
 How the plan's estimates compare with runs that others published: `python benchmarks/published.py --write` makes this
-page from [benchmarks/published_runs.csv](../benchmarks/published_runs.csv), whose rows name their sources. **Estimated,
-not measured by us: no GPU has run windlass yet.**
+page from [benchmarks/published_runs.csv](../benchmarks/published_runs.csv), whose rows name their sources. What we
+measured ourselves, on one H100, is in [benchmarks](benchmarks.md#on-one-h100).
 
 ![Planned against published speed](accuracy.svg)
 

@@ -13,17 +13,26 @@ import torch
 import transformers
 from test_long_rows import CONFIGS, FAMILIES
 from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
 
 from windlass import hardware, tiny
 from windlass.data.collate import PaddedPackingCollator
 from windlass.model.family import FAMILIES as KNOWN
-from windlass.plan import split_rows
+from windlass.plan import make_plan, split_rows
+from windlass.runfile import read_run_file
 from windlass.train.batches import Collate
 from windlass.train.kernels import documents, slices
 from windlass.train.patches import Patches
 
 QUICK = ("llama", "mistral", "mistral4")  # no window, a window, heads of two widths
-USERS = [name for name in split_rows.FAMILIES if name in KNOWN and "sdpa" in KNOWN[name].attention]
+# mistral3 wraps ministral3 or mistral4; gpt_oss has no kernel of torch's.
+USERS = [name for name in split_rows.FAMILIES if name not in ("mistral3", "gpt_oss")]
+
+
+def find_class(family: str) -> Any:
+    known = KNOWN.get(family)
+    name = known.causal_lm if known else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    return getattr(transformers, name)
 
 
 def attend_plainly(
@@ -82,9 +91,7 @@ def test_equals_attention_under_a_mask(family: str, tmp_path: Path, monkeypatch:
     found = []
     for by_document in (False, True):
         torch.manual_seed(0)
-        model = getattr(transformers, KNOWN[family].causal_lm).from_pretrained(
-            tmp_path / "model", dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model = find_class(family).from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="sdpa")
         model.activation_checkpointing_enable({"use_reentrant": False})
         model.train()
         with Patches() as patches:
@@ -137,3 +144,44 @@ def test_an_option_that_the_kernel_lacks_is_refused() -> None:
 def test_a_device_without_the_kernel_is_found_out() -> None:
     assert not documents.check_documents(torch.device("cpu"))
     assert hardware.find_gpu("t4").has_bf16 is False  # such GPUs are planned with a mask
+
+
+RUN = """
+model: {{model_name_or_path: {folder}/{family}}}
+lora: {{r: 4, lora_alpha: 8, lora_dropout: 0, target_modules: all-linear}}
+data: {{dataset_name_or_path: {folder}/rows.jsonl, val_split: null, max_length: 64, packing: true}}
+train: {{output_dir: {folder}/run, max_steps: 2, eval_strategy: "no", report_to: none}}
+layout: {{name: resident}}
+cluster: {{gpu: h100, nodes: 1, gpus_per_node: 1}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "by_document"),
+    [
+        ([], True),
+        (["cluster.gpu=t4"], False),  # older than Ampere
+        (["cluster.gpu=mi300x"], False),
+        (["cluster.gpu=cpu"], False),
+        (["data.packing=false"], False),
+        (["model.attn_implementation=eager"], False),
+        (["train.compile=true"], False),
+        (["model.torch_dtype=float32", "train.bf16=false"], False),  # flash attention computes in 16 bits
+    ],
+)
+def test_planned_where_it_is_used(overrides: list[str], by_document: bool, tmp_path: Path) -> None:
+    tiny.write_family(tmp_path / "llama", "llama", tokenizer=True)
+    (tmp_path / "rows.jsonl").write_text('{"text": "anchor bark cable"}\n' * 40)
+    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path, family="llama"))
+    plan = make_plan(read_run_file(tmp_path / "run.yaml", overrides))
+    assert plan.by_document is by_document
+    if plan.run.data.packs:
+        assert plan.search.work.masked is not by_document
+        assert (plan.search.work.attention_length < 64) is by_document  # a document's, not the row's
+
+
+def test_a_family_that_is_not_proven_is_masked(tmp_path: Path) -> None:
+    tiny.write_family(tmp_path / "gemma2", "gemma2", tokenizer=True)  # caps its scores
+    (tmp_path / "rows.jsonl").write_text('{"text": "anchor bark cable"}\n' * 40)
+    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path, family="gemma2"))
+    assert make_plan(read_run_file(tmp_path / "run.yaml", [])).by_document is False
