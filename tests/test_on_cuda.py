@@ -33,7 +33,7 @@ from windlass.observe.background import BackgroundReport
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.train import parallel
 from windlass.train.base_alone import BaseAlone
-from windlass.train.kernels import compare
+from windlass.train.kernels import compare, documents
 from windlass.train.liveness import Liveness
 from windlass.train.lora import attach_adapter
 from windlass.train.run import make_loop, open_base_tokenizer
@@ -125,6 +125,7 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_gather_object", everyones)
     monkeypatch.setattr(Liveness, "_require", lambda *_: None)
     monkeypatch.setattr(compare, "_are_close", lambda one, other: one.shape == other.shape and one.dtype == other.dtype)
+    monkeypatch.setattr(documents, "compare_documents", lambda _: 0.0)
     monkeypatch.setattr(torch.utils, "weakref", SimpleNamespace(getweakrefs=lambda _: []))
     optimizers = importlib.import_module("torch.optim.optimizer")
     monkeypatch.setattr(optimizers, "_foreach_supported_types", [torch.nn.Parameter, FakeTensor])

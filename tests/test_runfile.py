@@ -300,7 +300,7 @@ def test_names_are_the_libraries() -> None:
     assert set(OPTIMIZERS) | set(OPTIMIZERS_REFUSED) == upstream["optimizers"]
     assert set(SCHEDULES) == upstream["schedules"]
     assert TRACKERS.keys() - {"none"} < upstream["trackers"]
-    own = {"windlass", "windlass-long-rows"}  # a warm process has train/attention.py and train/long_rows.py
+    own = {"windlass", "windlass-documents", "windlass-long-rows"}  # a warm process has windlass.train
     assert set(ATTENTION) - {"eager"} == {name for name in upstream["attention"] if "|" not in name} - own
     for section in ("lora", "train"):
         ours = {key.partition(".")[2] for key in list_keys() if key.startswith(f"{section}.") and key.count(".") == 1}

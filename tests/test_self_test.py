@@ -37,6 +37,7 @@ def verdicts(*names: str) -> dict[str, str]:
 def test_each_part_passes_on_a_cpu_or_says_that_it_was_not_tested() -> None:
     found = verdicts()
     assert found.pop("attention, efficient") == SKIPPED
+    assert found.pop("attention by document") == SKIPPED
     assert set(found.values()) == {PASS}
     assert len(found) == 16
 

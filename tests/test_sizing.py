@@ -123,10 +123,10 @@ def test_what_is_saved_is_what_was_planned(plan: Command, tmp_path: Path) -> Non
 
 def test_a_setting_that_the_comparison_suggests_is_taken(plan: Command) -> None:
     out, _ = plan(MODEL, "--gpus", "4xl40s", "--compare")
-    suggested = re.findall(r"^ full-shard\n((?:   .*\n)+)", out, re.MULTILINE)[0]
+    suggested = re.findall(r"^ no-reshard\n((?:   .*\n)+)", out, re.MULTILINE)[0]
     words = suggested.replace("\\", "").split()
     out, _ = plan(MODEL, "--gpus", "4xl40s", *words)
-    assert "layout   full-shard: set by --override layout.name\n" in out
+    assert "layout   no-reshard: set by --override layout.name\n" in out
 
 
 def test_tokens_are_those_of_a_row(plan: Command) -> None:

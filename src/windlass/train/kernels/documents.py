@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from windlass.train.kernels.compare import compute_values
 
-NAME: Final = "windlass_documents"  # of this implementation among transformers' own
+NAME: Final = "windlass-documents"  # of this implementation among transformers' own
 WIDEST: Final = 256  # head that flash attention can compute
 CLOSE: Final = 0.02  # relative, to attention of each document by itself
 # torch 2.11 finds grouped heads by itself; later ones ask to be told.
