@@ -66,6 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=530.0, help="of all parts (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("one_gpu.jsonl"), help="a JSON object a line")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print an earlier run's tables, and measure nothing")
+    parser.add_argument("--replan", action="store_true", help="with --show: layers beside what the plan says now")
     parser.add_argument("--part", choices=list(SHARES), help=argparse.SUPPRESS)  # for a part's own process
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)  # time.time()
     asked = parser.parse_args()
@@ -262,7 +263,12 @@ def measure(asked: argparse.Namespace) -> None:
 def main() -> None:
     asked = parse()
     if asked.show:
-        show(read(asked.show))
+        rows = read(asked.show)
+        if asked.replan:
+            from one_gpu_model import replan
+
+            rows = replan(rows)
+        show(rows)
     elif asked.part:
         measure(asked)
     else:

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from windlass.model import Base, Parameter, config, find_published_base
 from windlass.model import targets as adapters
 from windlass.model.parameters import Piece, Stored
 from windlass.model.quantization import quantizable_names
-from windlass.plan.cost import Batch, Workload, read_shape
+from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel
@@ -144,6 +145,28 @@ def make_machine() -> hardware.Machine:
     gpu = card()
     fabrics = (hardware.find_fabric(gpu.link), hardware.find_fabric(gpu.link), hardware.find_fabric(gpu.host_link))
     return hardware.Machine(gpu, *fabrics, 1, None)
+
+
+def replan(rows: list[Row]) -> list[Row]:
+    """Return rows of layers with the seconds that the plan has for them now."""
+    global card
+    name = rows[0]["gpu"].partition(",")[0].removeprefix("NVIDIA ")
+    card = partial(hardware.find_gpu, name)
+    sizes = Sizes(tiny=False)
+    found, lora = headers(sizes, sizes.some), lora_of(sizes, routed=False)
+    shape = read_shape(found, adapters.resolve_adapter(lora, found, str))
+    planned = []
+    for row in rows:
+        if row["part"] == "layers" and "tokens" in row:
+            words = row["rows"].split(", ")
+            count, length = map(int, words[0].split(" x "))
+            document = sizes.document if "by document" in words else None
+            batch, masked = Batch(count, 1, length), "masked" in words
+            layout = layout_of(row["base"])
+            work = Workload(shape, layout, batch, make_machine(), "adamw_torch", 2, masked=masked, document=document)
+            row = {**row, "plan_seconds": estimate_cost(work, advise=False).step_seconds}
+        planned.append(row)
+    return planned
 
 
 @dataclass

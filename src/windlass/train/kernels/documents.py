@@ -23,6 +23,7 @@ from windlass.train.kernels.compare import compute_values
 
 NAME: Final = "windlass-documents"  # of this implementation among transformers' own
 WIDEST: Final = 256  # head that flash attention can compute
+ALIGNED: Final = 8  # the kernel wants heads of multiples of so many numbers, queries', keys' and values' alike
 CLOSE: Final = 0.02  # relative, to attention of each document by itself
 # torch 2.11 finds grouped heads by itself; later ones ask to be told.
 GROUPED: Final[dict[str, Any]] = (
@@ -83,9 +84,11 @@ def attend(
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
     rows, _, tokens, width = query.shape
     own = value.shape[-1]
-    if own < width:  # the kernel wants heads of one width
-        value = nn.functional.pad(value, (0, width - own))
-    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    wide = -(-max(width, own) // ALIGNED) * ALIGNED
+    assert wide <= WIDEST, f"attention by document computes heads of at most {WIDEST}, not {wide}"
+    scaling = scaling or width**-0.5
+    flat = [nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (query, key, value)]
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in flat)
     attended = attend_flat(query, key, value, attention_mask, scaling)
     return attended[..., :own].reshape(rows, tokens, -1, own), None
 
