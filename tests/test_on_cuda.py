@@ -52,7 +52,7 @@ STEPS = 6  # the first ones prove that the adapter trains, which asks the GPU fo
 RUN = """\
 model: {{model_name_or_path: {folder}/model, torch_dtype: bfloat16}}
 lora: {{r: 4, lora_alpha: 8, lora_dropout: 0, target_modules: all-linear{experts}}}
-data: {{dataset_name_or_path: {folder}/rows.jsonl, dataset_config_name: null, val_split: null, max_length: 64}}
+data: {{dataset_name_or_path: {folder}/rows.jsonl, dataset_config_name: null, val_split: null, max_length: 64{packing}}}
 train: {{output_dir: {folder}/out, max_steps: {steps}, per_device_train_batch_size: 2, bf16: true,
   gradient_accumulation_steps: 2, gradient_checkpointing: {recompute}, save_strategy: "no", eval_strategy: "no",
   report_to: none}}
@@ -72,7 +72,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, routed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.routed, self.waits = routed, Counter[str]()
-        self.wide, self.mixed = Counter[str](), Counter[str]()
+        self.wide, self.mixed, self.called = Counter[str](), Counter[str](), Counter[str]()
 
     def where(self, name: str = "") -> str:
         files = ((frame.filename, frame.name) for frame in reversed(traceback.extract_stack()))
@@ -95,6 +95,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        self.called[name] += 1
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         there = [each for each in tensors if each.is_cuda]
         if name == "nonzero" and there:
@@ -148,6 +149,18 @@ def test_step_makes_no_unexpected_gpu_calls(
     assert not gpu.mixed
 
 
+@pytest.mark.parametrize(("family", "layout"), [("mistral4", "resident"), ("llama", "full-shard")])
+def test_packed_rows_are_attended_to_by_document(
+    family: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = steps_of(family, layout, "bf16", tmp_path, monkeypatch, packing=", packing: true")
+    assert +gpu.waits == WAITS
+    assert not gpu.wide
+    assert not gpu.mixed
+    assert gpu.called["_varlen_attn"] >= STEPS * 2 * 2 * 2  # each layer of each micro-batch, and when recomputed
+    assert not any("scaled_dot_product" in name for name in gpu.called)
+
+
 @pytest.mark.parametrize(
     ("planted", "seen"),
     [
@@ -169,14 +182,16 @@ def test_planted_faults_are_detected(planted: Any, seen: str, tmp_path: Path, mo
     assert any(where.endswith("loop.py train_step") for where in found - Counter(WAITS)), found
 
 
-def steps_of(family: str, layout: str, dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+def steps_of(
+    family: str, layout: str, dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch, packing: str = ""
+) -> Gpu:
     tiny.write_model(
         folder / "model", family, layers=2, wrapper=False, quantization="tensor" if dtype == "fp8" else "none"
     )
     (folder / "rows.jsonl").write_text('{"text": "anchor bark cable deck eddy fathom galley"}\n' * 64)
     nodes = 2 if layout == "hybrid" else 1
     given = {"folder": folder, "layout": layout, "dtype": dtype, "nodes": nodes, "steps": STEPS}
-    given |= {"experts": ", experts: {r: 4}" if "experts" in FAMILIES[family].sizes else ""}
+    given |= {"packing": packing, "experts": ", experts: {r: 4}" if "experts" in FAMILIES[family].sizes else ""}
     (folder / "run.yaml").write_text(RUN.format(**given, recompute=str(layout != "no-reshard").lower()))
     world = 2 * nodes
     plan = planning.make_plan(runfile.read_run_file(folder / "run.yaml"))

@@ -95,7 +95,7 @@ def run(command: str, folder: Path, code: int = 0) -> str:
 def output(command: str, folder: Path) -> Any:
     """Return the JSON on stdout."""
     process = start(command, folder, warm.python(), stderr=subprocess.DEVNULL)
-    printed, _ = process.communicate(timeout=240)
+    printed, _ = process.communicate(timeout=800)
     assert process.returncode == 0
     return json.loads(printed)
 
@@ -231,7 +231,7 @@ def test_a_stopped_sweep_goes_on_with_the_trial_that_was_stopped(whole: Path, ma
     second = folder / "whole" / "trials" / "second"
     wait_for(lambda: count_steps(second) > 2, process)
     process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=200)
+    printed, _ = process.communicate(timeout=800)
     assert process.returncode == SAVED, printed
     states = [read_json(trial / "manifest.json").get("state") for trial in list_trials(folder / "whole")]
     assert states == [FINISHED, STOPPED, None]
@@ -517,7 +517,7 @@ def test_ranks_that_would_train_other_trials_together_are_refused(material: Path
             for name, value in {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}.items():
                 patch.setenv(name, value)
             ranks.append(start(f"train {file} --override sweep.together={rank + 1}", folder, warm.python()))
-    printed = "".join(process.communicate(timeout=200)[0] for process in ranks)
+    printed = "".join(process.communicate(timeout=800)[0] for process in ranks)
     assert [process.returncode for process in ranks] == [RANK_USER_INPUT] * 2, printed
     assert "sweep.together is [['small', 'wide']] on rank 1, [['small'], ['wide']] on rank 0" in printed
     assert not (folder / "unlike").exists()

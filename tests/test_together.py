@@ -161,7 +161,7 @@ def test_a_stopped_group_goes_on_where_it_stopped(material: Path, tmp_path: Path
     first = folder / "stopped" / "trials" / "first"
     wait_for(lambda: count_steps(first) > 4, process)
     process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=200)
+    printed, _ = process.communicate(timeout=800)
     assert process.returncode == SAVED, printed
     assert {*list_trials(folder / "stopped").values()} == {STOPPED}
     steps = {count_steps(folder / "stopped" / "trials" / name) for name in trials}
@@ -189,7 +189,7 @@ def test_a_killed_group_ends_as_it_would(material: Path, tmp_path: Path) -> None
         process = start(f"train {files[1]} --resume {one}", folder, warm.python())
         wait_for(lambda steps=steps: count_steps(sweep / "trials" / "first") >= steps, process)  # type: ignore[misc]
         process.kill()
-        printed, _ = process.communicate(timeout=200)
+        printed, _ = process.communicate(timeout=800)
         assert process.returncode == -signal.SIGKILL, printed
     run(f"train {files[1]} --resume {one}", folder)
     assert {*list_trials(sweep).values()} == {FINISHED}
