@@ -53,7 +53,6 @@ from windlass.train.kernels.compiled import TOLERANCE as TOLERANCES
 from windlass.train.loss import ChunkedCrossEntropy, LogitShaping, router_loss_weight
 from windlass.train.patches import Patches
 
-
 STEPS = 8  # that are compared with TRL in every run of the tests; 20 by `make prove`
 TOLERANCE = 1e-5
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
