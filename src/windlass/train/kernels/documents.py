@@ -25,6 +25,7 @@ NAME: Final = "windlass-documents"  # of this implementation among transformers'
 WIDEST: Final = 256  # head that flash attention can compute
 ALIGNED: Final = 8  # the kernel wants heads of multiples of so many numbers, queries', keys' and values' alike
 CLOSE: Final = 0.02  # relative, to attention of each document by itself
+ABSENT: Final = (RuntimeError, ValueError)  # what torch raises on a GPU before Ampere, or without the kernel
 # torch 2.11 finds grouped heads by itself; later ones ask to be told.
 GROUPED: Final[dict[str, Any]] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -87,9 +88,13 @@ def attend(
     wide = -(-max(width, own) // ALIGNED) * ALIGNED
     assert wide <= WIDEST, f"attention by document computes heads of at most {WIDEST}, not {wide}"
     scaling = scaling or width**-0.5
-    flat = [nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (query, key, value)]
-    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in flat)
-    attended = attend_flat(query, key, value, attention_mask, scaling)
+
+    def lay_flat(heads: Tensor) -> Tensor:
+        narrower = heads.shape[-1] < wide
+        padded = nn.functional.pad(heads, (0, wide - heads.shape[-1])) if narrower else heads
+        return padded.transpose(1, 2).flatten(0, 1)
+
+    attended = attend_flat(lay_flat(query), lay_flat(key), lay_flat(value), attention_mask, scaling)
     return attended[..., :own].reshape(rows, tokens, -1, own), None
 
 
@@ -109,7 +114,7 @@ def check_documents(device: torch.device) -> bool:
     """Return whether this device computes attention by document: values and gradients, with heads that share keys."""
     try:
         return compare_documents(device) < CLOSE
-    except (RuntimeError, NotImplementedError, ValueError):  # a GPU before Ampere, or a torch without the kernel
+    except ABSENT:
         return False
 
 
