@@ -40,6 +40,7 @@ SHARES = {  # of the time, in parts of it; what one leaves is the next one's
     "ground": 0.10,
     "whole": 0.24,
     "whole-experts": 0.20,
+    "whole-nf4": 0.16,
     "layers": 0.20,
     "dense": 0.14,
     "fused": 0.06,
@@ -50,6 +51,7 @@ ABOUT = {
     "ground": "the card's own rates, and our GPU paths against plain ones",
     "whole": "all layers resident in FP8, adapters on attention and shared experts",
     "whole-experts": "the same, adapters on the routed experts too",
+    "whole-nf4": "all layers resident in 4 bits, as on one card of 80 GB, adapters on attention and shared experts",
     "layers": "a few layers at full width, kept in 16 bits and in FP8, by tokens per micro-batch",
     "dense": "dense models with random weights: a step by windlass, and by transformers + PEFT",
     "fused": "a few layers with few tokens: what each fused part (train/patches.py) saves",
@@ -212,7 +214,7 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {  # part -> (heading, key, for
     ],
     "profile": [("operation", "name", ""), ("calls", "calls", ",d"), ("ms", "ms", ".2f"), ("share", "share", ".1%")],
 }  # fmt: skip
-KIND = {"whole": "step", "whole-experts": "step", "layers": "step"}
+KIND = {"whole": "step", "whole-experts": "step", "whole-nf4": "step", "layers": "step"}
 
 
 def show(rows: list[dict[str, Any]]) -> None:

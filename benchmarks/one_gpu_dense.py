@@ -7,13 +7,16 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 from one_gpu_model import GIB, GPU, Row, Sizes, begin_peak, card, free, make_machine, sync
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 from windlass.model import config
 from windlass.model import targets as adapters
@@ -23,7 +26,8 @@ from windlass.runfile import Lora
 from windlass.train import parallel
 from windlass.train.patches import Patches
 
-OURS, PEERS = "windlass", "transformers + PEFT"
+OURS, PEFTS, LIGERS = "windlass", "transformers + PEFT", "transformers + PEFT + Liger"
+WAYS = (OURS, PEFTS, LIGERS) if GPU and find_spec("liger_kernel") else (OURS, PEFTS)
 R = 16
 KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 MODELS = {  # as published, and the head's vocabulary
@@ -40,7 +44,7 @@ def dense(sizes: Sizes, until: float) -> Iterator[Row]:
     for name, numbers in (TOY if sizes.tiny else MODELS).items():
         described = dict(zip((*KEYS, "vocab_size"), numbers, strict=True))
         for rows, length in ((2, 64),) if sizes.tiny else CELLS:
-            for way in (OURS, PEERS):
+            for way in WAYS:
                 if time.time() > until - 8:
                     yield {"skipped": f"{name}, {rows} x {length}, {way}: no time left"}
                     continue
@@ -64,7 +68,11 @@ def measure(way: str, described: dict[str, int], rows: int, length: int) -> Row:
     unchanged: Any = nullcontext
     forward: Any = partial(model, input_ids=ids, labels=ids)
     tokens = 1
-    with Patches() as patches:
+    with Patches() as patches, mock.patch.dict(vars(modeling_llama)):  # where Liger's rotary positions go
+        if way == LIGERS:
+            from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+            apply_liger_kernel_to_llama(model=base)
         if way == OURS:
             patches.patch_forward(base)
             unchanged = patches.fuse_layers(base, torch.bfloat16).unchanged

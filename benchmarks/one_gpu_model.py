@@ -121,13 +121,19 @@ def lora_of(sizes: Sizes, routed: bool) -> Lora:
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
     """Fill with random weights in place, a stack one expert at a time, so that no second stack is needed."""
-    eight = quantized.list_quantized_params(model)
+    quantized_params = quantized.list_quantized_params(model)
     for name, tensor in model.named_parameters():
-        if name in eight:
-            codes = tensor.view(eight[name].format.codes)
+        if name in quantized_params:
+            coding = quantized_params[name].format
+            codes, scale = coding.parts(tensor, quantized_params[name].scale)
+            if coding.kind:
+                codes.random_()
+                scale.fill_(2 * SPREAD)
+                continue
+            codes = codes.view(coding.codes)
             for part in codes if codes.ndim == 3 else [codes]:
                 part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device).mul_(CODE_SPREAD))
-            eight[name].scale.fill_(SPREAD / CODE_SPREAD)
+            scale.fill_(SPREAD / CODE_SPREAD)
         elif tensor.ndim == 1:
             tensor.fill_(1.0)  # norms
         else:

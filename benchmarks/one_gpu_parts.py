@@ -33,6 +33,7 @@ from one_gpu_model import (
     headers,
     layout_of,
     lora_of,
+    make_machine,
     seconds_of,
     sync,
 )
@@ -42,7 +43,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from windlass.model import Base
 from windlass.model import targets as adapters
-from windlass.plan.cost import Batch, Cost, estimate_cost
+from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
 from windlass.train import parallel
 from windlass.train.kernels import documents, products
 from windlass.train.lora import attach_adapter
@@ -125,21 +126,33 @@ def unmeasured() -> Iterator[Row]:
         yield {"note": "no GPU here: skipped memory and MFU; the plan's figures are for this processor"}
 
 
-def whole(routed: bool, sizes: Sizes, until: float) -> Iterator[Row]:
-    """All layers with an FP8 base, optimizer steps; a second size if the first one fits and time is left."""
+def whole(base: str, routed: bool, sizes: Sizes, until: float) -> Iterator[Row]:
+    """All layers with a quantized base, optimizer steps; further sizes if the last one fits and time is left."""
     began = time.time()
-    built = build(sizes, sizes.layers, "fp8", routed)
+    if GPU and (least := weights_gib(sizes, base)) > torch.cuda.mem_get_info()[1] / GIB:
+        yield {"skipped": f"its weights alone take {least:.0f} GiB"}
+        return
+    built = build(sizes, sizes.layers, base, routed)
     sync()
     card = f", {torch.cuda.memory_allocated() / GIB:.1f} GiB" if GPU else ""
     yield {"note": f"built and filled in {time.time() - began:.1f} s{card}; {built.words}"}
     yield from unmeasured()
     trainee = Trainee(built)
-    for tokens in (sizes.whole, (3 if routed else 4) * sizes.whole // 2):  # with routed ones twice does not fit
-        started = time.time()
+    for rows in (1, 2, 4, 6, 8):
+        started, tokens = time.time(), rows * sizes.length
         row = attempt(partial(measured, built, trainee, sizes, Cell(tokens, sizes.length), 2), f"{tokens} tokens")
         yield row
         if "skipped" in row or until - time.time() < 3 * (time.time() - started):
             return
+
+
+def weights_gib(sizes: Sizes, base: str) -> float:
+    """Return what the plan counts for the weights of all layers."""
+    found = headers(sizes, sizes.layers)
+    shape = read_shape(found, adapters.resolve_adapter(lora_of(sizes, routed=False), found, str))
+    batch = Batch(1, 1, sizes.length)
+    planned = estimate_cost(Workload(shape, layout_of(base), batch, make_machine(), "adamw_torch", 2), advise=False)
+    return sum(r.bytes for r in planned.rows if (r.phase, r.place, r.item) == ("step", "gpu", "base weights")) / GIB
 
 
 def layers(sizes: Sizes, until: float) -> Iterator[Row]:
@@ -394,8 +407,9 @@ def profile(sizes: Sizes, until: float) -> Iterator[Row]:
 warnings.filterwarnings("ignore", category=FutureWarning)  # PEFT's of transformers
 PARTS: dict[str, Callable[[Sizes, float], Iterator[Row]]] = {
     "ground": ground,
-    "whole": partial(whole, False),
-    "whole-experts": partial(whole, True),
+    "whole": partial(whole, "fp8", False),
+    "whole-experts": partial(whole, "fp8", True),
+    "whole-nf4": partial(whole, "nf4", False),
     "layers": layers,
     "dense": dense,
     "fused": fused,
