@@ -41,14 +41,16 @@ PROVE_order := test_layout_order
 PROVE_inputs := test_fuzz test_runfile_errors test_faults test_data_examples
 PROVE_rehearsals := test_rehearse test_retinanet
 PROVE_pages := test_docs test_tutorials test_report test_report_page test_support
-PROOFS := training rows sweeps pairs families hosts order inputs rehearsals pages
+PROVE_real := test_real_model test_real_memory
+PROOFS := training rows sweeps pairs families hosts order inputs rehearsals pages real
+SHOWN := real
 ALONE := hosts order
 .PHONY: $(PROOFS:%=prove-%)
 
 prove: test test-long $(PROOFS:%=prove-%)  ## everything, the long proofs too
 
 $(PROOFS:%=prove-%): prove-%: $(STAMP) browser site
-	$(BIN)/pytest -m prove $(if $(filter $*,$(ALONE)),,-n 2 --dist loadfile) $(PROVE_$*:%=tests/%.py)
+	$(BIN)/pytest -m prove $(if $(filter $*,$(SHOWN)),-rP) $(if $(filter $*,$(ALONE)),,-n 2 --dist loadfile) $(PROVE_$*:%=tests/%.py)
 
 CUDA := $(VENV)/cuda
 prove-cuda: $(CUDA)/libcuda.so.1  ## a step on torch's CUDA build (5 GB) and a GPU that is a stub: needs a C compiler

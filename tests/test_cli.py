@@ -1,6 +1,8 @@
 """The commands as a user sees them: output, streams and exit codes."""
 
+import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from text_run import make_text_run
 
 from windlass import cli
 from windlass.ranks.supervisor import default_overrides
@@ -258,3 +261,46 @@ def test_a_machine_without_torch_gets_the_command_to_install(tmp_path: Path) -> 
     for error in ("train: torch", "data: transformers", "demo: torch"):
         assert f"error: windlass {error}" in done.stderr
     assert done.stderr.count("pip install 'windlass[train] @ file:///") == 3
+
+
+def test_what_only_reads_leaves_a_finished_run_as_it_is(windlass: Windlass, tmp_path: Path) -> None:
+    """Of settings that the run did not have, and of its own: `report` believes what is in the folder."""
+    file, folder = make_text_run(tmp_path / "made"), tmp_path / "made" / "run"
+    few = ["cluster.gpus_per_node=1", "layout=resident", "train.max_steps=2", "train.eval_strategy=no"]
+    mine = [word for each in few for word in ("--override", each)]
+    command = [sys.executable, "-m", "windlass", "train", str(file), *mine]
+    subprocess.run(command, check=True, capture_output=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    before = read_folder(folder)
+    assert {"plan.json", "data.json", "manifest.json"} <= before.keys()
+
+    other = ["--override", "lora.r=64", "--override", "data.max_length=64"]
+    windlass("plan", str(file), *other, "--gpus", "8xh100")
+    windlass("plan", str(file), *mine, "--json")
+    assert "a run has begun there: its plan.json stays as it is" in windlass(
+        "plan", str(file), "--out", str(folder), code=2
+    )
+    windlass("data", str(file), *other)
+    windlass("data", str(file), *mine, "--html", str(tmp_path / "page.html"))
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["check", str(file), *other])
+    assert f"{folder} contains a finished run" in " ".join(windlass.capsys.readouterr().out.split())
+    windlass("explain", "lora.r", "--run", str(file))
+    windlass("watch", str(folder), "--once")
+    windlass("report", str(folder), "--out", str(tmp_path / "report"))
+    windlass("bug-report", str(folder), "--out", str(tmp_path / "report.tar.gz"))
+    windlass("generate", str(folder), "--prompt", "import", "--tokens", "1")
+    for name in ("status", "logs", "stop"):
+        with contextlib.suppress(SystemExit):
+            cli.main([name, str(file)])
+    windlass.capsys.readouterr()
+    assert "contains a finished run" in windlass("train", str(file), *mine, code=2)
+    assert windlass("train", str(file), *mine, "--resume") == ""
+    changed = windlass("train", str(file), *mine, "--override", "train.max_steps=4", "--resume", code=2)
+    assert "was 2 when this run began, is 4 now" in changed
+    assert f"lora.adapter: {folder}/final goes on from there" in changed
+    after = read_folder(folder)
+    assert {name: after[name] for name in after if name in before or not name.startswith("tokens/")} == before
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -113,6 +113,11 @@ def find_step_files(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(rank), path) for path, rank in names.items() if re.fullmatch(r"\d+", rank)))
 
 
+def is_free(folder: Path) -> bool:
+    """Return whether the folder exists and no run has begun there: a run's own files are left alone."""
+    return folder.is_dir() and not (folder / MANIFEST).exists()
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     return read_json(folder / MANIFEST)
 
@@ -134,6 +139,13 @@ def update_manifest(folder: Path, **values: Any) -> None:
 
 def is_finished(folder: Path) -> bool:
     return read_manifest(folder).get("state") == FINISHED
+
+
+def require_unfinished(folder: Path, key: str, where: str) -> None:
+    """Refuse a folder, which this key of the run file names, that a run has finished in."""
+    if is_finished(folder):
+        hint = f"name another {key}, or remove the folder to start over"
+        raise UserError(f"{folder} contains a finished run", where, hint, "finished-run")
 
 
 def log_event(folder: Path, kind: str, step: int, **fields: Any) -> None:

@@ -351,8 +351,8 @@ def check(
 ) -> None:
     """Check what would stop the run: files, libraries, GPUs, network.
 
-    Writes check.json into the run folder if it exists. Exits with 1 if a check fails. With --in-pod all nodes agree on
-    one verdict and exit with 13, or with 1 if the only problem is that nodes are missing.
+    Writes check.json into the run folder if it exists and no run has begun there. Exits with 1 if a check fails. With
+    --in-pod all nodes agree on one verdict and exit with 13, or with 1 if the only problem is that nodes are missing.
     """
     from windlass.launch.check import ALONE, HERE, IN_POD, print_report, run_checks, write_error
     from windlass.plan.accelerate import read_accelerate

@@ -41,7 +41,7 @@ class PairCollator(PaddedCollator):
 
 
 class PaddedPackingCollator(PaddedCollator):
-    """Stacks packed rows, padded to the longest: attention masks are then length x length per row.
+    """Stacks packed rows, padded to the longest or further: attention masks are then length x length per row.
 
     End to end, one mask would be a square over all rows, most of it computed in vain. Positions that restart at 0
     separate documents; each padding position is a document of its own without loss.
@@ -49,7 +49,7 @@ class PaddedPackingCollator(PaddedCollator):
 
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
         batch = super().__call__(rows)
-        positions = _pad([_positions(row) for row in rows], 0)
+        positions = _pad([_positions(row) for row in rows], 0, self.multiple)
         starts = positions == 0
         batch["labels"].numpy()[starts] = IGNORED
         # Where attention is computed by document, all of a row's padding is one.

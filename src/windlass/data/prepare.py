@@ -112,11 +112,12 @@ class PreparedData:
         """
         from windlass.data import collate  # imports torch
 
+        multiple = 16 if on_cpu else 1
         if self.batching == LENGTH_GROUPED:
             padded = collate.PairCollator if (self.pairs if pairs is None else pairs) else collate.PaddedCollator
-            return padded(pad_token_id, 16 if on_cpu else 1)
+            return padded(pad_token_id, multiple)
         if self.batching == PACKED and self.masked:
-            return collate.PaddedPackingCollator(pad_token_id)
+            return collate.PaddedPackingCollator(pad_token_id, multiple)
         return collate.PaddingFreeCollator()
 
     def order(self, *, seed: int, epoch: int, global_batch: int) -> Order:
@@ -574,13 +575,13 @@ def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], 
     """Run `windlass data`: prepare the data as training would. `audited` receives the audit even if it is then
     refused."""
     from windlass.files import write_json
-    from windlass.run_folder import DATA
+    from windlass.run_folder import DATA, is_free
 
     run = loaded.run
     tokenizer, vocabulary = open_model_tokenizer(loaded)
 
     def keep(audit: dict[str, Any]) -> None:
-        if Path(run.train.output_dir).is_dir():
+        if is_free(Path(run.train.output_dir)):
             write_json(Path(run.train.output_dir) / DATA, audit)
         audited(audit)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from windlass import hardware
 from windlass.data.inputs import find_absent_data, find_absent_files, is_expected_here
 from windlass.errors import Problem
 from windlass.observe.format import format_plural
@@ -120,6 +121,9 @@ def find_cautions(plan: Plan, problems: Iterable[Problem], shape: ModelShape) ->
     on_cpu = plan.machine.gpu.name == "cpu"
     if on_cpu and not plan.run.cluster.changed and plan.cost.step_seconds > SLOW_STEP_SECONDS:
         yield Caution("no machine is set: planned for this one, which has no GPU", "cluster.gpu=h100")
+    if on_cpu and plan.run.in_16_bits and not hardware.has_bf16_products():
+        text = "this processor has no instructions for bfloat16: steps take many times as long as in float32"
+        yield Caution(text, "train.bf16=false --override model.torch_dtype=float32")
     gpu = plan.machine.gpu
     if not gpu.has_bf16 and (plan.run.train.in_bf16 or plan.run.model.torch_dtype == "bfloat16"):
         text = f"{gpu.name} has no bfloat16 arithmetic: PyTorch computes it in float32, at {gpu.bf16_tflops:g} TFLOP/s"

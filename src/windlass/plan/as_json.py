@@ -11,6 +11,7 @@ from windlass import __version__
 from windlass.errors import UserError
 from windlass.files import write_json
 from windlass.hardware import GIB
+from windlass.run_folder import PLAN, is_free
 
 if TYPE_CHECKING:
     from windlass.plan.plan import Plan
@@ -22,18 +23,21 @@ CANDIDATE_FIGURES = (
 
 
 def write_plan(plan: AnyPlan, out: Path | None) -> Path | None:
-    """Write plan.json into `out`, or into the run folder if that already exists."""
+    """Write plan.json into `out`, or into the run folder if that already exists, unless a run has begun there."""
     folder = out or plan.folder
+    hint = "give another --out DIR"
     try:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-        if not folder.is_dir():
+        if not is_free(folder):
+            if out is not None:
+                raise UserError("a run has begun there: its plan.json stays as it is", str(out), hint, "has-run")
             return None
-        write_json(folder / "plan.json", plan.as_dict())
+        write_json(folder / PLAN, plan.as_dict())
     except OSError as error:
-        text = f"cannot write plan.json: {error.strerror}"
-        raise UserError(text, str(error.filename or folder), "give another --out DIR", "unwritable") from None
-    return folder / "plan.json"
+        text = f"cannot write {PLAN}: {error.strerror}"
+        raise UserError(text, str(error.filename or folder), hint, "unwritable") from None
+    return folder / PLAN
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from windlass import hardware
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.family import Family
 from windlass.observe.format import format_plural
 from windlass.plan.accelerate import AccelerateFile, Setting
 from windlass.plan.layout import AUTO, LayoutRequest, rule_out_layouts
-from windlass.runfile import Loaded
+from windlass.runfile import Loaded, RunFile
 
 CHECKPOINTING = ("train.gradient_checkpointing", "layout.activation_checkpointing")  # two names of one setting
 # Layouts that the run file may name although an FSDP file names another: FSDP files have no keys for experts, and
@@ -113,7 +114,7 @@ def read_request(
         gpus_per_node=gpus_per_node,
         activation_checkpointing=recompute,
         offload_activations=offload_activations,
-        precision=precision or "bf16",
+        precision=precision or ("no" if _computes_in_float32(run) else "bf16"),
         barred=rule_out_layouts(run, experts_adapted, base_trained) if nodes * gpus_per_node > 1 else {},
         **sizes,
     )
@@ -224,6 +225,13 @@ def _check_wrapped_layers(
         text = f"{family.causal_lm} has no layer class {', '.join(map(repr, lacking))}"
         hint = f"write {family.layer}, or leave the key out: windlass knows the layer of each model family"
         problems.append(Problem(f"{text}; it is sharded by {family.layer!r}", wrap.where, hint, "no-such-layer"))
+
+
+def _computes_in_float32(run: RunFile) -> bool:
+    """Return whether a run of float32 weights that leaves train.bf16 open is for a processor that only emulates it."""
+    if run.model.torch_dtype != "float32" or hardware.has_bf16_products():
+        return False
+    return (run.cluster.gpu or hardware.read_gpu_name()) == "cpu"
 
 
 def _read_precision(written: Settings) -> list[Setting]:

@@ -282,8 +282,9 @@ class Train(Section):
     """Weight of the router's balancing loss in a mixture of experts; 0: none. null: from config.json if that sets
     output_router_logits, else none. It evens out the experts' load, a little against the loss."""
     bf16: bool | Auto = "auto"
-    """Compute in bfloat16. auto: as an Accelerate file's mixed_precision says, else true. Half the memory for
-    activations and twice the arithmetic rate of float32, rounded to 3 digits."""
+    """Compute in bfloat16. auto: as an Accelerate file's mixed_precision says, else true, but for float32 weights on a
+    processor without instructions for it. Half the memory for activations and twice the arithmetic rate of float32,
+    rounded to 3 digits."""
     fp16: bool = False
     """Must be false: float16 overflows, and windlass stops a run at a step that isn't finite."""
     neftune_noise_alpha: Positive | None = None

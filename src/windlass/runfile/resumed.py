@@ -1,6 +1,10 @@
 """What a resumed run may change of its run file."""
 
-from typing import Final
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
+
+from windlass.errors import Problem
 
 # What may change when a run is resumed, and why: sections, and keys of others. All other keys must be as they were.
 FREE: Final[dict[str, str]] = {
@@ -42,3 +46,24 @@ FREE: Final[dict[str, str]] = {
     "train.ddp_timeout": "it changes no step",
     "train.resume": "it says whether to resume",
 }
+
+
+def find_changes(
+    then: Mapping[str, Any], now: Mapping[str, Any], where: Callable[[str], str], hint: str, also: Collection[str] = ()
+) -> list[Problem]:
+    """Return a problem for each setting that a run, as recorded, began with and that is another now. `also`: keys of
+    those that may change which may not here."""
+    return [
+        Problem(
+            f"was {json.dumps(then[section][key])} when this run began, is {json.dumps(value)} now",
+            where(f"{section}.{key}"),
+            hint,
+            "changed-setting",
+        )
+        for section, values in now.items()
+        if section not in FREE
+        for key, value in values.items()
+        if (f"{section}.{key}" not in FREE or f"{section}.{key}" in also)
+        and key in then.get(section, {})
+        and then[section][key] != value
+    ]

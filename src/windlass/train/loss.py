@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from windlass.errors import UserError
 from windlass.introspect.describe import read_logit_shaping
 from windlass.settings import TILE_TOKENS, TILE_VOCABULARY
+from windlass.train.kernels import on_cpu
 from windlass.train.kernels.documents import separate
 from windlass.train.long_rows import Row, RowGroup, balance_over
 
@@ -403,7 +404,7 @@ def _split_weight(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _compute_logits(hidden: Tensor, blocks: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    logits = [hidden.to(dtype) @ block.to(dtype).t() for block in blocks]
+    logits = [on_cpu.multiply(hidden.to(dtype), block.to(dtype).t()) for block in blocks]
     return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
 
@@ -429,9 +430,9 @@ def _slices(logits: Tensor) -> list[slice]:
 
 def _times_weight(logits: Tensor, blocks: tuple[Tensor, ...]) -> Tensor:
     if len(blocks) == 1:
-        return logits @ blocks[0].to(logits.dtype)
+        return on_cpu.multiply(logits, blocks[0].to(logits.dtype))
     parts = torch.split(logits, [len(block) for block in blocks], 1)
     total = torch.zeros(len(logits), blocks[0].shape[1], dtype=torch.float32, device=logits.device)
     for part, block in zip(parts, blocks, strict=True):
-        total += part @ block.to(logits.dtype)
+        total += on_cpu.multiply(part, block.to(logits.dtype))
     return total

@@ -120,9 +120,7 @@ def _claim_run_folder(plan: ScriptPlan, *, resume: bool) -> Iterator[None]:
     with run_folder.lock_run(folder, where) or contextlib.nullcontext():
         before = run_folder.read_manifest(folder)
         state = before.get("state")
-        if state == run_folder.FINISHED:
-            hint = "name another script.output_dir, or remove the folder to start over"
-            raise UserError(f"{folder} contains a finished run", where, hint, "finished-run")
+        run_folder.require_unfinished(folder, plan.run.folder_key, where)
         if state and not resume:
             hint = "add --resume to start the script in it again, or name another script.output_dir"
             raise UserError(

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from windlass import __version__
 from windlass.errors import SAVED, Problem, UserError, raise_all
@@ -24,11 +25,15 @@ from windlass.ranks.place import Node, read_node, require_one_process_per_node, 
 from windlass.ranks.rank import Rank, ignore_signals, read_rank, run_rank
 from windlass.ranks.rendezvous import LOST
 from windlass.ranks.supervisor import make_environments, require_all_nodes, reserve_port, run_ranks
+from windlass.run_folder import FINAL, is_finished, read_manifest, require_unfinished
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import find_absent_trackers
+from windlass.runfile.recorded import record_run
+from windlass.runfile.resumed import find_changes
 from windlass.train.ranking import Ranking
 from windlass.train.script import run_script, run_script_rank
 
+LENGTH: Final = ("train.max_steps", "train.num_train_epochs")
 PLAN = "plan"  # in the status directory: the plan that this machine's ranks share
 
 
@@ -57,6 +62,7 @@ def train(
 
     def make_checked_plan() -> AnyPlan:
         plan = make_plan()
+        leave_finished(plan, resume=resume)
         require_inputs(plan)
         return plan
 
@@ -69,6 +75,23 @@ def train(
         return train_rank(plan, here, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
 
     return run_in_ranks(make_checked_plan, work, command, resume=resume)
+
+
+def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
+    """Refuse to train where a run has finished. If it is this one and to be resumed, say so and exit."""
+    if not is_finished(plan.folder):
+        return
+    where = plan.where(plan.run.folder_key)
+    if resume or (isinstance(plan, Plan) and plan.run.train.resume == "auto"):
+        if isinstance(plan, Plan):
+            hint = (
+                f"train into another folder than {plan.folder}; lora.adapter: {plan.folder / FINAL} goes on from there"
+            )
+            then = read_manifest(plan.folder).get("run", {})
+            raise_all(find_changes(then, record_run(plan.run), plan.where, hint, LENGTH))
+        print(f"{plan.folder} contains this run, finished: nothing is left to train", file=sys.stderr, flush=True)
+        sys.exit(0)
+    require_unfinished(plan.folder, plan.run.folder_key, where)
 
 
 def require_inputs(plan: AnyPlan) -> None:

@@ -25,6 +25,7 @@ from windlass.observe.format import format_plural
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.ranks.interfaces import list_choices
+from windlass.run_folder import require_unfinished
 from windlass.variables import find_unread
 
 IPC_LOCK = 14  # the capability's number, capabilities(7)
@@ -387,6 +388,10 @@ def check_run_folder(c: Context) -> Result:
     if wrong := try_folder(folder):
         hint = "mount the volume writable, or name another folder; a read-only file system is so for root too"
         return failed("run folder", f"files can't be written, locked and renamed: {wrong}", hint, where)
+    try:
+        require_unfinished(folder, c.loaded.run.folder_key, where)
+    except UserError as error:
+        return failed("run folder", error.problems[0].problem, error.problems[0].hint, where)
     made = "" if folder.is_dir() else ", where it will be created"
     return passed("run folder", f"written, locked and renamed in {deepest_existing_dir(folder)}{made}")
 

@@ -14,6 +14,7 @@ from windlass import __version__
 from windlass.errors import FAILED, RANK_USER_INPUT, Problem, make_pasteable
 from windlass.files import write_atomic, write_json
 from windlass.plan.script import AnyPlan
+from windlass.run_folder import is_free
 from windlass.runfile import Loaded, LoadedScript
 
 PASS = "pass"
@@ -118,9 +119,10 @@ class Report:
         return {**head, "seconds": seconds, "results": results}
 
     def write(self, folder: Path) -> Path | None:
-        """Write check.json to the run folder if that exists; a check reports a folder that can't be written."""
+        """Write check.json to the run folder, if it exists and no run has begun there or this is the run's own check.
+        A folder that can't be written is a check's result."""
         with suppress(OSError):
-            if folder.is_dir():
+            if is_free(folder) or (self.depth == IN_POD and folder.is_dir()):
                 write_json(folder / "check.json", self.as_dict())
                 return folder / "check.json"
         return None

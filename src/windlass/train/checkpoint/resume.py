@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +29,7 @@ from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.run_folder import ADAPTER, read_manifest
 from windlass.runfile.recorded import record_run
-from windlass.runfile.resumed import FREE
+from windlass.runfile.resumed import find_changes
 from windlass.settings import FOUR_BITS
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints, read_step, remove_partial_checkpoints
 from windlass.train.checkpoint.snapshot import STATE, require_intact
@@ -58,9 +57,7 @@ def claim_run_folder(
     if run_folder.TRIALS in before:
         hint = f"name another train.output_dir; its trials are runs: {folder}/{run_folder.TRIALS}/NAME"
         raise UserError(f"{folder} contains a sweep, and no run", where, hint, "unlike-folder")
-    if state == run_folder.FINISHED:
-        hint = "name another train.output_dir, or remove the folder to start over"
-        raise UserError(f"{folder} contains a finished run", where, hint, "finished-run")
+    run_folder.require_unfinished(folder, plan.run.folder_key, where)
     has_steps = any(path.stat().st_size for path in run_folder.find_step_files(folder).values())
     begun = bool(list_checkpoints(checkpoints)) or (bool(state) and has_steps)
     if begun and not resume:
@@ -129,20 +126,8 @@ def drop_steps_after(folder: Path, step: int) -> None:
 def require_same_run(
     before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan, folder: Path, *, allow_other_base: bool
 ) -> None:
-    then = before.get("run", {})
     back = f"put it back, or train into another folder than {folder}"
-    problems = [
-        Problem(
-            f"was {json.dumps(then[section][key])} when this run began, is {json.dumps(value)} now",
-            plan.where(f"{section}.{key}"),
-            back,
-            "changed-setting",
-        )
-        for section, values in now["run"].items()
-        if section not in FREE
-        for key, value in values.items()
-        if f"{section}.{key}" not in FREE and key in then.get(section, {}) and then[section][key] != value
-    ]
+    problems = find_changes(before.get("run", {}), now["run"], plan.where, back)
     had = before.get("sequences")
     if had and had != now["sequences"]:
         began = format_plural(had, "sequence")

@@ -1,0 +1,161 @@
+"""A real pretrained model, SmolLM2-135M-Instruct, and the same weights as a mixture: layouts, objectives, bases and
+rows that must agree do, on its weights and on chats. `make prove-real` prints the figures and times as well."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import real
+import torch
+from test_train import SAVED, Outcomes, case
+
+pytestmark = [pytest.mark.prove, pytest.mark.timeout(1800)]
+
+PAIRS: dict[str, Any] = {"data__dataset_name_or_path": "{folder}/pairs", "train__learning_rate": 5e-5}
+DPO: dict[str, Any] = {**PAIRS, "train__objective": "dpo"}
+ORPO: dict[str, Any] = {**PAIRS, "train__objective": "orpo"}
+BRIEF: dict[str, Any] = {"train__max_steps": 1, "train__eval_steps": 1}
+FEW: dict[str, Any] = {"data__dataset_name_or_path": "{folder}/few", "train__eval_strategy": "no", **BRIEF}
+SPLIT: dict[str, Any] = {"layout": "expert-parallel", "layout__expert_parallel": 2}
+MIXTURE: dict[str, Any] = {
+    "model__model_name_or_path": "{folder}/mixtral",
+    "lora__experts": {"r": 2, "lora_alpha": 4},
+    "train__max_steps": 2,
+    "train__eval_steps": 2,
+}
+IN_8_BITS: dict[str, Any] = {
+    **MIXTURE,
+    **BRIEF,
+    "model__model_name_or_path": "{folder}/mixtral in 8 bits",
+    "layout__base_dtype": "fp8",
+}
+
+
+def of_four(world: int, **rest: Any) -> dict[str, Any]:
+    """Return a run of 4 rows a step."""
+    return case(world, **{"micro": 4 // world, **rest})
+
+
+ALONE = {
+    "alone": of_four(1),
+    "by TRL": of_four(1, plain=True),
+    "checkpointing": of_four(1, train__gradient_checkpointing=True),
+    "stopped": of_four(1, faults=["stop 3"], train__output_dir="{out}/in two", train__save_strategy="steps"),
+    "resumed": of_four(1, resume=True, train__output_dir="{out}/in two", train__save_strategy="steps"),
+    "bf16": of_four(1, train__bf16=True, model__torch_dtype="bfloat16", **BRIEF),
+    "nf4": of_four(1, layout__base_dtype="nf4", **BRIEF),
+    "packed": case(1, micro=1, data__packing=True, data__max_length=1024, **FEW),
+    "padded": case(1, micro=8, **FEW),
+    "dpo": of_four(1, **DPO),
+    "dpo by TRL": of_four(1, plain=True, **DPO),
+    "orpo": of_four(1, **ORPO),
+    "orpo by TRL": of_four(1, plain=True, **ORPO),
+    "mixture": of_four(1, **MIXTURE),
+    "mixture by TRL": of_four(1, plain=True, **MIXTURE),
+    "mixture in FP8": of_four(1, **IN_8_BITS),
+}
+ON_TWO = {
+    "full-shard": of_four(2),
+    "resident": of_four(2, layout="resident"),
+    "context": of_four(2, layout="resident", layout__context_parallel=2, micro=4),
+    "mixture, expert-parallel": of_four(2, **SPLIT, **MIXTURE),
+    "mixture, full-shard": of_four(2, **MIXTURE),
+}
+ON_FOUR = {"hybrid": of_four(4, layout="hybrid", layout__shard=2, layout__replicate=2)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("real")
+    real.write_rows(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return real.get_model()
+
+
+@pytest.fixture(scope="module")
+def mixture(folder: Path, model: Path) -> Path:
+    made = real.make_mixture(model, folder / "mixtral")
+    real.publish_in_8_bits(made, folder / "mixtral in 8 bits")
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, model: Path, mixture: Path) -> Outcomes:
+    return real.run_cases(folder, model, 1, ALONE)
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, model: Path, mixture: Path) -> Outcomes:
+    return real.run_cases(folder, model, 2, ON_TWO)
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, model: Path) -> Outcomes:
+    return real.run_cases(folder, model, 4, ON_FOUR)
+
+
+def assert_alike(found: Outcomes, name: str, expected: Outcomes, other: str, within: float = 2e-5) -> None:
+    losses = [real.read_losses(of, one) for of, one in ((found, name), (expected, other))]
+    print(f"{name}: {losses[0]}; {other}: {losses[1]}")
+    assert len(losses[0]) == len(losses[1]) > 0
+    assert losses[0] == pytest.approx(losses[1], rel=within)
+
+
+@pytest.mark.parametrize("name", ["full-shard", "resident", "context", "hybrid"])
+def test_ranks_equal_one_process(two: Outcomes, four: Outcomes, alone: Outcomes, name: str) -> None:
+    found = four if name in ON_FOUR else two
+    assert_alike(found, name, alone, "alone")
+    runs = found.folder / name, alone.folder / "alone"
+    evaluated = [real.read_evaluations(run) for run in runs]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
+    difference = real.compare_adapters(*runs)
+    print(f"{name}: B differs by {difference:.1e} of its size, evaluation {evaluated[0]}")
+    assert difference < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("alone", "by TRL"), ("dpo", "dpo by TRL"), ("orpo", "orpo by TRL"), ("mixture", "mixture by TRL")],
+)
+def test_steps_equal_trls(alone: Outcomes, name: str, other: str) -> None:
+    assert_alike(alone, name, alone, other, 1e-4)
+
+
+def test_recomputed_layers_change_nothing(alone: Outcomes) -> None:
+    assert_alike(alone, "checkpointing", alone, "alone", 1e-6)
+
+
+def test_resumed_run_equals_the_uninterrupted_one(alone: Outcomes) -> None:
+    assert (alone["stopped"]["code"], alone["resumed"]["code"]) == (SAVED, 0)
+    whole, parts = (real.read_adapter(alone.folder / name) for name in ("alone", "in two"))
+    assert all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
+def test_packed_rows_equal_padded_ones(alone: Outcomes) -> None:
+    assert_alike(alone, "packed", alone, "padded")
+    assert real.compare_adapters(alone.folder / "packed", alone.folder / "padded") < 2e-3
+
+
+def test_bases_in_fewer_bits_answer_alike(alone: Outcomes) -> None:
+    exact, narrow, four_bits = (real.read_base_loss(alone.folder / name) for name in ("alone", "bf16", "nf4"))
+    print(f"evaluation loss of the base: float32 {exact:.4f}, bfloat16 {narrow:.4f}, NF4 {four_bits:.4f}")
+    assert narrow == pytest.approx(exact, abs=0.02)
+    assert exact + 0.02 < four_bits < exact + 0.5
+
+
+def test_mixture_answers_like_the_dense_model(alone: Outcomes) -> None:
+    names = ("alone", "mixture", "mixture in FP8")
+    dense, mixture, in_8_bits = (real.read_base_loss(alone.folder / name) for name in names)
+    print(f"evaluation loss of the base: dense {dense:.4f}, mixture {mixture:.4f}, in FP8 {in_8_bits:.4f}")
+    assert mixture == pytest.approx(dense, abs=0.02)
+    assert mixture != in_8_bits == pytest.approx(mixture, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["mixture, expert-parallel", "mixture, full-shard"])
+def test_mixture_on_two_ranks_equals_one_process(two: Outcomes, alone: Outcomes, name: str) -> None:
+    assert_alike(two, name, alone, "mixture")
+    assert real.compare_adapters(two.folder / name, alone.folder / "mixture") < 2e-3
