@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import random
 import re
 import signal
@@ -69,7 +70,7 @@ Make = Callable[..., Loop]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Return the loop of a run with these settings of `train`."""
+    """Return the loop of a run with these settings of `train`, or of other sections: section__key."""
     tiny.write_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     chance = random.Random(0)
@@ -80,7 +81,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
     def made(**train: str) -> Loop:
-        plan = make_plan(runfile.read_run_file(tmp_path / "run.yaml", [f"train.{key}={train[key]}" for key in train]))
+        overrides = [f"{key.replace('__', '.') if '__' in key else f'train.{key}'}={train[key]}" for key in train]
+        plan = make_plan(runfile.read_run_file(tmp_path / "run.yaml", overrides))
         job, folder, console = plan.run, tmp_path / "run", Console(quiet=True)
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         tokenizer = run.open_base_tokenizer(plan)
@@ -332,6 +334,16 @@ def test_update_uses_the_clipped_gradient(make: Make, tmp_path: Path, limit: flo
     assert 0.001 < line["grad_norm"] < 1000
     moved = torch.cat([(p.detach() - old).flatten() for p, old in zip(trained, before, strict=True)]).norm().item()
     assert moved == pytest.approx(line["learning_rate"] * min(limit, line["grad_norm"]), rel=1e-4)
+
+
+def test_a_step_that_was_left_out_is_not_in_the_logged_mean(make: Make) -> None:
+    loop = make(logging_steps="2", max_steps="2", eval_strategy="no", save_strategy="no", watch__non_finite="skip")
+    norm = loop.model.causal_lm.model.norm
+    handle = norm.register_forward_hook(lambda _module, _args, output: handle.remove() or output * math.nan)
+    loop.run()
+    first, second = read_json_lines(loop.plan.folder / "steps-rank0.jsonl")
+    assert first["skipped"]
+    assert losses(loop) == [second["loss"]]
 
 
 # --- compiled layers ---

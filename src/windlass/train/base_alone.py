@@ -36,8 +36,8 @@ class BaseAlone:
         # Not by PEFT's `disable_adapter`, which changes what requires a gradient, and keeps trained biases.
         for layer in layers:
             layer._disable_adapters = True
-        self._write(self.originals)
         try:
+            self._write(self.originals)
             yield
         finally:
             self._write(values)

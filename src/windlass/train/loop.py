@@ -338,7 +338,8 @@ class Loop:
         """Send every step to the trackers, and every train.logging_steps the means since the last time."""
         self.unlogged.append(step.loss)
         if self.step % self.train.logging_steps == 0:
-            loss = sum(self.unlogged) / len(self.unlogged)
+            finite = [loss for loss in self.unlogged if not math.isnan(loss)]  # a step that was left out has none
+            loss = sum(finite) / len(finite) if finite else math.nan
             self.unlogged = []
             values = {"loss": loss, "grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
             self._log({**values, "num_tokens": float(self.tokens)})
