@@ -16,9 +16,11 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from windlass.data.collate import PaddingFreeCollator, PairCollator
 from windlass.observe.steps import IGNORED
+from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, REFERENCE, begin_manifest
 from windlass.runfile import RunFile
 from windlass.runfile.objectives import Dpo, Orpo
 from windlass.train.batches import FILL_PAIR, ROW, Collate
+from windlass.train.best import find_first_adapter
 from windlass.train.loss import LogitShaping, SourceLosses, TokenCrossEntropy
 from windlass.train.preference import Answers, Preference, dpo_loss, orpo_loss
 from windlass.train.reference import describe_reference, read_reference, require_finite
@@ -336,6 +338,31 @@ def test_only_the_base_of_a_reference_may_be_another_at_the_resume(tmp_path: Pat
     for other in ({"rows": "e"}, {"adapter": "a"}, {"base": "c", "rows": "e"}, {"attention": "eager"}):
         with refused("other-reference", "reference.safetensors"):
             read(path, {**written, **other}, None, tmp_path, said, allow_other_base=True)
+
+
+@pytest.mark.fault(
+    "an adapter that was trained again since a run on pairs began with it",
+    "`windlass best`",
+    "is not the adapter that … began with",
+)
+def test_the_adapter_that_a_run_began_with_is_known_by_its_hash(tmp_path: Path) -> None:
+    given, run = tmp_path / "first", tmp_path / "second"
+    for folder in (given, run):
+        folder.mkdir()
+    for name in (ADAPTER, ADAPTER_CONFIG):
+        (given / name).write_text("{}")
+    begin_manifest(run, {"run": {"lora": {"adapter": str(given)}}})
+    with refused("other-reference", str(given)) as problems:
+        find_first_adapter(run)
+    assert "nothing says whether" in problems[0].problem
+    identity = describe_reference(plan_with(given), FACTS)
+    save_file({"train": torch.zeros(2, 2)}, run / REFERENCE, {"identity": json.dumps(identity)})
+    assert find_first_adapter(run) == given
+    (given / ADAPTER).write_text("trained again")
+    with refused("other-reference", str(given)) as problems:
+        find_first_adapter(run)
+    assert problems[0].problem.startswith("is not the adapter that ")
+    assert "began with" in problems[0].problem
 
 
 @pytest.mark.fault("a base whose answers have no probability", "`windlass train`", "train pair 2: a log-probability")

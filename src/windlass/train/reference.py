@@ -67,7 +67,7 @@ def attach_reference(
     incomplete = [name for name in batches if bool(tables[name].isnan().any())]
     given = plan.run.lora.adapter if resumed and incomplete else None
     if given:
-        load_adapter(model.peft, collectives.run_on_rank_0(lambda: require_first_adapter(given)))
+        load_adapter(model.peft, collectives.run_on_rank_0(lambda: require_first_adapter(plan.folder, given)))
     for name in incomplete:
         stop_signal.training = True  # until now a signal ended the rank at once: nothing to save
         is_complete = compute_reference(model, batches[name], name, tables[name], stop_signal, say)
@@ -85,13 +85,20 @@ def attach_reference(
     return True
 
 
-def require_first_adapter(given: str) -> Path:
-    """Return the adapter that a run began with, which is its reference; an error if it is gone."""
+def require_first_adapter(run_folder: Path, given: str) -> Path:
+    """Return the adapter that a run began with, which is its reference; an error if it is gone or has changed."""
     folder = Path(given)
-    if not hash_adapter(folder):
+    now = hash_adapter(folder)
+    if not now:
         problem = "the adapter that the run began with, and whose answers are compared with, is not there"
         hint = "put it back, or start from the folder that the run was started in"
         raise UserError(problem, given, hint, "no-reference")
+    then = read_identity(run_folder / REFERENCE).get("adapter")
+    if now != then:
+        problem = f"is not the adapter that {run_folder} began with, and whose answers are compared with"
+        problem = problem if then else f"nothing says whether {run_folder} began with this adapter"
+        hint = f"put back the adapter, and the {REFERENCE} that names it by its hash"
+        raise UserError(problem, given, hint, "other-reference")
     return folder
 
 
