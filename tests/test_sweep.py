@@ -297,10 +297,11 @@ def test_a_trial_that_diverges_ends_alone(material: Path, tmp_path: Path) -> Non
     file.write_text(more)
     rows = (folder / "data.txt").read_text()
     (folder / "data.txt").write_text(rows.replace("mast", "hull"))
-    assert "trial first: the data are not those" in " ".join(run(f"train {file} --resume", folder, code=2).split())
-    (folder / "data.txt").write_text(rows)
-    printed = run(f"train {file} --resume", folder, code=1)
+    printed = " ".join(run(f"train {file} --resume", folder, code=2).split())
     assert "third is no longer in the run file" in printed
+    assert "trial first: the data are not those" in printed
+    (folder / "data.txt").write_text(rows)
+    run(f"train {file} --resume", folder, code=1)
     assert list(list_trials(folder / "sweep").values()) == [FINISHED, FAILED, FINISHED]
     assert (folder / "sweep" / "trials" / "third" / "final").is_dir()
 
