@@ -286,11 +286,11 @@ PLANTED: dict[str, dict[str, tuple[Plant, str]]] = {
         ),
         "a scale below zero": (
             weight("experts.down_proj_scale_inv", -1e-3, 3, 0, 0),
-            "down_proj_scale_inv' is a scale below zero",
+            "down_proj_scale_inv' contains scales below zero",
         ),
         "a scale of zero": (
             weight("experts.down_proj_scale_inv", 0.0, 3, 0, 0),
-            "down_proj' contains FP8 weights that are not zero, and their scale is",
+            "down_proj' contains codes that are not zero, and their scale is",
         ),
     },
     RESUME: {

@@ -140,11 +140,47 @@ def test_published_4_bit_weights_are_read_exactly(root: Path, name: str, kind: s
 
 ODD = "model.layers.0.self_attn.q_proj.weight"
 NV = "language_model.model.layers.0.self_attn.o_proj.weight"
+
+
+def negate(scales: Tensor) -> Tensor:
+    return put(scales, -float(scales[-1, -1]))
+
+
+def erase(scales: Tensor) -> Tensor:
+    return put(scales, 0)
+
+
+def put(scales: Tensor, value: float) -> Tensor:
+    """Put this scale at the end of the last row, which no sample of rows needs to meet."""
+    changed = scales.float()
+    changed[-1, -1] = value
+    return changed.to(scales.dtype)
+
+
 SPOILT_IN_4_BITS: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
     "another block": ("bnb", f"{ODD}.quant_state.bitsandbytes__nf4", lambda old: old.flip(0), "does not describe its"),
     "another table": ("bnb", f"{ODD}.quant_map", lambda old: old * 2, "does not describe its weight"),
     "no number": ("bnb", f"{ODD}.nested_absmax", lambda old: old * math.nan, "scales that are not finite"),
     "infinite": ("oss", f"{STACK}_scales", lambda old: old | 255, "scales that are not finite numbers"),
+    "a scale below zero": ("nv", f"{NV}_scale", negate, f"{NV}_scale' contains scales below zero"),
+    "a factor below zero": ("nv", f"{NV}_global_scale", torch.neg, f"{NV}_global_scale' contains scales below zero"),
+    "an infinite factor": (
+        "nv",
+        f"{NV}_global_scale",
+        lambda old: old / 0,
+        f"{NV}_packed' contains codes that are not",
+    ),
+    "a scale of zero": ("nv", f"{NV}_scale", erase, f"{NV}_packed' contains codes that are not zero"),
+    "a word's scale of zero": ("words", f"{ODD}_scale", erase, f"{ODD}_packed' contains codes that are not zero"),
+    "an infinite scale": ("words", f"{ODD}_scale", lambda old: old / 0, f"{ODD}_scale' contains scales that are not"),
+    "a shifted scale of zero": ("shifted", f"{ODD}_scale", erase, f"{ODD}_packed' contains codes that are not zero"),
+    "a shifted scale below zero": ("shifted", f"{ODD}_scale", negate, f"{ODD}_scale' contains scales below zero"),
+    "a nested scale below zero": (
+        "bnb",
+        f"{ODD}.nested_absmax",
+        torch.neg,
+        f"{ODD}.nested_absmax' contains scales below",
+    ),
     "rows cut": ("oss", f"{STACK}_blocks", lambda old: old[:, 1:].clone(), "weights in 4 bits that do not fit"),
     "a factor of zero": ("nv", f"{NV}_global_scale", lambda old: old * 0, "scales that are not finite numbers"),
     "a factor too many": ("nv", f"{NV}_global_scale", lambda old: old.repeat(2), "weights in 4 bits that do not fit"),
@@ -155,6 +191,8 @@ SPOILT_IN_4_BITS: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = 
 }
 
 
+@pytest.mark.fault("a scale below zero of codes in 4 bits", "`windlass train`", "contains scales below zero")
+@pytest.mark.fault("a scale of zero over codes in 4 bits", "`windlass train`", "contains codes that are not zero")
 @pytest.mark.parametrize("case", SPOILT_IN_4_BITS)
 def test_4_bits_that_are_not_what_was_published_are_refused(root: Path, tmp_path: Path, case: str) -> None:
     name, key, change, why = SPOILT_IN_4_BITS[case]
@@ -164,6 +202,20 @@ def test_4_bits_that_are_not_what_was_published_are_refused(root: Path, tmp_path
 
     with pytest.raises(UserError, match=why):
         load_base(read_base(damaged(root, tmp_path, spoil, name)), ALONE)
+
+
+def test_scales_that_publishers_write_are_read(root: Path, tmp_path: Path) -> None:
+    """AutoRound's int4 has signs in its scales; blocks of zeros have any scale."""
+
+    def turn(stored: dict[str, Tensor]) -> None:
+        stored[f"{ODD}_scale"] = negate(stored[f"{ODD}_scale"])
+
+    def empty(stored: dict[str, Tensor]) -> None:
+        stored[f"{NV}_packed"][-1, -8:] = torch.tensor([0x00, 0x08, 0x80, 0x88, 0, 0, 0, 0])
+        stored[f"{NV}_scale"] = erase(stored[f"{NV}_scale"])
+
+    for name, change in (("words", turn), ("nv", empty)):
+        load_base(read_base(damaged(root, tmp_path, change, name)), ALONE)
 
 
 def odd(key: str, place: tuple[int, ...], value: float) -> Callable[[dict[str, Tensor]], None]:
@@ -182,11 +234,21 @@ def odd(key: str, place: tuple[int, ...], value: float) -> Callable[[dict[str, T
         (odd("embed_tokens.weight", (7, 3), math.nan), "embed_tokens.weight' contains values that are not finite"),
         (odd("norm.weight", (5,), -math.inf), "norm.weight' contains values that are not finite"),
         (odd("layers.0.mlp.experts.down_proj", (3, 5, 1), math.nan), "down_proj' contains values that are not finite"),
-        (odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), -1e-3), "down_proj_scale_inv' is a scale below"),
-        (odd("layers.0.self_attn.o_proj.weight_scale_inv", (), math.nan), "o_proj.weight_scale_inv' is a scale below"),
-        (odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), 0), "down_proj' contains FP8 weights that are not"),
+        (
+            odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), -1e-3),
+            "down_proj_scale_inv' contains scales below",
+        ),
+        (
+            odd("layers.0.self_attn.o_proj.weight_scale_inv", (), math.nan),
+            "o_proj.weight_scale_inv' contains scales that",
+        ),
+        (
+            odd("layers.0.self_attn.o_proj.weight_scale_inv", (), math.inf),
+            "o_proj.weight_scale_inv' contains scales that",
+        ),
+        (odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), 0), "down_proj' contains codes that are not zero"),
     ],
-    ids=["NaN", "infinite", "NaN code", "negative scale", "NaN scale", "zero scale"],
+    ids=["NaN", "infinite", "NaN code", "negative scale", "NaN scale", "infinite scale", "zero scale"],
 )
 def test_weights_that_are_no_finite_numbers_stop_the_run_by_name(
     root: Path, tmp_path: Path, layout: Layout, change: Callable[[dict[str, Tensor]], None], named: str

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,15 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from windlass.data.collate import PaddingFreeCollator, PairCollator
 from windlass.observe.steps import IGNORED
+from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, REFERENCE, begin_manifest
 from windlass.runfile import RunFile
 from windlass.runfile.objectives import Dpo, Orpo
 from windlass.train.batches import FILL_PAIR, ROW, Collate
+from windlass.train.best import find_first_adapter
 from windlass.train.loss import LogitShaping, SourceLosses, TokenCrossEntropy
 from windlass.train.preference import Answers, Preference, dpo_loss, orpo_loss
 from windlass.train.reference import describe_reference, read_reference, require_finite
+from windlass.train.run import find_base_figures
 
 
 def answers(count: int = 5) -> Answers:
@@ -212,9 +216,11 @@ def plan_with(adapter: Path | None) -> Any:
     run = SimpleNamespace(
         lora=SimpleNamespace(adapter=adapter and str(adapter)),
         train=SimpleNamespace(in_bf16=True),
-        model=SimpleNamespace(torch_dtype="bfloat16"),
+        model=SimpleNamespace(torch_dtype="bfloat16", attn_implementation=None),
+        objective=SimpleNamespace(of_pairs=True),
     )
-    return SimpleNamespace(run=run, layout=SimpleNamespace(base_dtype="nf4", is_sharded=False))
+    base = SimpleNamespace(family=SimpleNamespace(usual_attention="sdpa"))
+    return SimpleNamespace(run=run, base=base, layout=SimpleNamespace(base_dtype="nf4", is_sharded=False))
 
 
 def read(
@@ -237,25 +243,126 @@ def test_a_damaged_reference_is_computed_again_where_it_can_be(tmp_path: Path) -
     assert "is damaged" in problems[0].problem
 
 
+FACTS: dict[str, Any] = {"base_digest": "b", "base_config": {"rope_theta": 1e4}, "data": "d"}
+
+
 def test_a_resumed_run_needs_not_the_adapter_that_it_began_with(tmp_path: Path) -> None:
-    facts = {"base_digest": "b", "data": "d"}
-    same = {"base": "b", "rows": "d", "precision": "nf4 bfloat16 bf16, evaluated in float32"}
-    assert describe_reference(plan_with(tmp_path / "moved away"), facts) == same
-    assert describe_reference(plan_with(None), facts) == {**same, "adapter": "new"}
+    without = describe_reference(plan_with(tmp_path / "moved away"), FACTS)
+    assert without["precision"] == "nf4, bfloat16, bf16, evaluated in float32"
+    assert describe_reference(plan_with(None), FACTS) == {**without, "adapter": "new"}
+
+
+def narrow(plan: Any) -> None:
+    plan.layout.base_dtype = "bf16"
+
+
+def widen(plan: Any) -> None:
+    plan.run.model.torch_dtype = "float32"
+
+
+def cast_nothing(plan: Any) -> None:
+    plan.run.train.in_bf16 = False
+
+
+def shard(plan: Any) -> None:
+    plan.layout.is_sharded = True
+
+
+def attend_eagerly(plan: Any) -> None:
+    plan.run.model.attn_implementation = "eager"
+
+
+@pytest.mark.fault(
+    "another attention before the first step of a run on pairs",
+    "`windlass train`",
+    "another attention implementation",
+)
+@pytest.mark.parametrize(
+    ("change", "facts", "says"),
+    [
+        (narrow, {}, "other dtypes"),
+        (widen, {}, "other dtypes"),
+        (cast_nothing, {}, "other dtypes"),
+        (shard, {}, "other dtypes"),
+        (attend_eagerly, {}, "another attention implementation"),
+        (len, {"base_digest": "c"}, "another base"),
+        (len, {"base_config": {"rope_theta": 1e6}}, "another config.json"),
+        (len, {"data": "e"}, "other rows"),
+    ],
+    ids=["base_dtype", "torch_dtype", "autocast", "layout", "attention", "weights", "config.json", "rows"],
+)
+def test_whatever_changes_a_forward_makes_another_reference(
+    change: Any, facts: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    """Of a run that was stopped while its reference was computed: no checkpoint says what it was begun with."""
+    path = tmp_path / "reference.safetensors"
+    plan = plan_with(None)
+    save_file({"train": torch.zeros(2, 2)}, path, {"identity": json.dumps(describe_reference(plan, FACTS))})
+    said: list[str] = []
+    assert read(path, describe_reference(plan, FACTS), None, None, said).keys() == {"train"}
+    if change is not len:
+        change(plan)
+    assert read(path, describe_reference(plan, FACTS | facts), None, None, said) == {}
+    assert said == [f"reference {path} is of {says}: it is computed again"]
+
+
+def test_figures_of_the_base_are_of_the_same_forward() -> None:
+    """They are kept over resumes, too, and a sweep's are those of all its trials."""
+    plans = [plan_with(None) for _ in range(2)]
+    for plan in plans:
+        plan.run.objective = SimpleNamespace(of_pairs=False, has_reference=False)
+        plan.run.train.objective = "sft"
+        plan.folder = Path()
+    attend_eagerly(plans[1])
+    data: Any = SimpleNamespace(audit={"row_hashes": {"validation": "v"}}, evaluated=())
+    figures = [
+        find_base_figures(plan, SimpleNamespace(tokens=None), data, facts, lambda _: nullcontext())  # type: ignore[arg-type]
+        for plan in plans
+        for facts in (FACTS, FACTS | {"base_config": {"rope_theta": 1e6}})
+    ]
+    assert len({each.identity for each in figures if each}) == 4
 
 
 def test_only_the_base_of_a_reference_may_be_another_at_the_resume(tmp_path: Path) -> None:
     path = tmp_path / "reference.safetensors"
-    written = {"base": "b", "rows": "d", "adapter": "new", "precision": "bf16"}
+    written = describe_reference(plan_with(None), FACTS)
     save_file({"train": torch.zeros(2, 2)}, path, {"identity": json.dumps(written)})
     said: list[str] = []
     assert read(path, written, None, tmp_path, said).keys() == {"train"}
     assert said == []
-    assert read(path, {**written, "base": "c"}, None, tmp_path, said, allow_other_base=True) == {}
-    assert "under the adapter that the run began with on this base" in said[0]
-    for other in ({"rows": "e"}, {"adapter": "a"}, {"base": "c", "rows": "e"}, {"precision": "nf4"}):
+    assert read(path, {**written, "precision": "sharded"}, None, tmp_path, said) == {}
+    assert said.pop().startswith(f"reference {path} is of other dtypes: it is computed again")
+    for other in ({"base": "c"}, {"config": "c"}, {"base": "c", "config": "c", "precision": "sharded"}):
+        assert read(path, {**written, **other}, None, tmp_path, said, allow_other_base=True) == {}
+        assert "under the adapter that the run began with on this base" in said.pop()
+    for other in ({"rows": "e"}, {"adapter": "a"}, {"base": "c", "rows": "e"}, {"attention": "eager"}):
         with refused("other-reference", "reference.safetensors"):
             read(path, {**written, **other}, None, tmp_path, said, allow_other_base=True)
+
+
+@pytest.mark.fault(
+    "an adapter that was trained again since a run on pairs began with it",
+    "`windlass best`",
+    "is not the adapter that … began with",
+)
+def test_the_adapter_that_a_run_began_with_is_known_by_its_hash(tmp_path: Path) -> None:
+    given, run = tmp_path / "first", tmp_path / "second"
+    for folder in (given, run):
+        folder.mkdir()
+    for name in (ADAPTER, ADAPTER_CONFIG):
+        (given / name).write_text("{}")
+    begin_manifest(run, {"run": {"lora": {"adapter": str(given)}}})
+    with refused("other-reference", str(given)) as problems:
+        find_first_adapter(run)
+    assert "nothing says whether" in problems[0].problem
+    identity = describe_reference(plan_with(given), FACTS)
+    save_file({"train": torch.zeros(2, 2)}, run / REFERENCE, {"identity": json.dumps(identity)})
+    assert find_first_adapter(run) == given
+    (given / ADAPTER).write_text("trained again")
+    with refused("other-reference", str(given)) as problems:
+        find_first_adapter(run)
+    assert problems[0].problem.startswith("is not the adapter that ")
+    assert "began with" in problems[0].problem
 
 
 @pytest.mark.fault("a base whose answers have no probability", "`windlass train`", "train pair 2: a log-probability")

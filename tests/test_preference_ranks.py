@@ -144,7 +144,10 @@ def two(pairs: Path) -> Any:
         "mix": case(2, layout="resident", accumulation=2, **MIXED),
         "in 4 bits": case(2, **NF4),
         "continued": saved("continued", lora__adapter="{out}/whole/final"),
-        **{f"left {name}": saved(f"left {name}", faults=["terminate 5"]) for name in ("as it was", "without", "other")},
+        **{
+            f"left {name}": saved(f"left {name}", faults=["terminate 5"])
+            for name in ("as it was", "without", "other", "sharded")
+        },
         "left continued": saved("left continued", faults=["terminate 5"], lora__adapter="{out}/whole/final"),
         "stopped early": saved("early", faults=["terminate in the reference"]),
         **{
@@ -235,7 +238,8 @@ def faulty(pairs: Path, two: Any) -> Any:
     put(pairs / "moved", lambda table: table + 0.01 * torch.arange(2))
     put(pairs / "of another base", base="0" * 32)
     put(two.folder / "left other", rows="0" * 32)
-    shutil.copytree(two.folder / "early", pairs / "early")
+    for name in ("early", "early, eager"):
+        shutil.copytree(two.folder / "early", pairs / name)
     for name in ("left without", "left continued"):
         (two.folder / name / REFERENCE).unlink()
     cases = {
@@ -254,7 +258,13 @@ def faulty(pairs: Path, two: Any) -> Any:
             lora__adapter=str(two.folder / "whole" / "final"),
             **SAVING,
         ),
+        "left sharded": case(
+            2, layout="resident", resume=True, train__output_dir=str(two.folder / "left sharded"), **SAVING
+        ),
         "early": case(2, train__output_dir=str(pairs / "early"), **SAVING),
+        "early, eager": case(
+            2, train__output_dir=str(pairs / "early, eager"), model__attn_implementation="eager", **SAVING
+        ),
     }
     other = {"model__model_name_or_path": str(pairs / "other"), **SAVING}
     for name, more in REBASED.items():
@@ -347,6 +357,24 @@ def test_a_stopped_reference_is_continued(faulty: Any, two: Any, pairs: Path) ->
     assert continued.keys() == whole.keys()
     assert all(torch.equal(continued[name], table) for name, table in whole.items())
     assert_bit_equal(pairs / "early", two.folder / "whole")
+
+
+def test_a_stopped_reference_of_another_attention_is_computed_again(faulty: Any, two: Any, pairs: Path) -> None:
+    assert faulty["early, eager"].get("code") == 0, faulty["early, eager"]
+    assert "is of another attention implementation: it is computed again" in faulty.printed
+    found, whole = (read_tables(folder)["train"] for folder in (pairs / "early, eager", two.folder / "whole"))
+    assert not torch.equal(found, whole)
+    torch.testing.assert_close(found, whole)
+
+
+def test_a_run_that_is_resumed_on_another_layout_has_the_reference_of_it(faulty: Any, two: Any) -> None:
+    """Sharded, pairs are evaluated in the dtype of training, and else in float32."""
+    assert faulty["left sharded"].get("code") == 0, faulty["left sharded"]
+    assert "is of other dtypes: it is computed again, under the adapter that the run began with" in faulty.printed
+    for ours, theirs in zip(
+        *(evaluation_figures(two.folder / name) for name in ("left sharded", "whole")), strict=True
+    ):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", REBASED)

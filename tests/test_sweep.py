@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,17 +30,30 @@ from windlass import tiny
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 from windlass.files import read_json, read_json_lines
 from windlass.observe.reader import Tail
+from windlass.observe.report.trials import collect_trials
 from windlass.plan import make_plan
-from windlass.run_folder import ADAPTER, FAILED, FINISHED, RUNNING, STOPPED, begin_manifest, list_trials
+from windlass.run_folder import (
+    ADAPTER,
+    FAILED,
+    FINISHED,
+    RUNNING,
+    STOPPED,
+    WAITING,
+    begin_manifest,
+    list_trials,
+    update_manifest,
+)
 from windlass.run_folder import TRIALS as TRIALS_KEY
 from windlass.runfile import list_keys, read_run_file
 from windlass.runfile.sweep import CHANGE_STEPS, SHARED, format_number, why_shared
+from windlass.train.checkpoint.resume import describe_run
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import SourceLosses
 from windlass.train.parallel import get_device
 from windlass.train.patches import ModelPatches
 from windlass.train.shared_base import SharedBase
+from windlass.train.sweep import claim_sweep
 from windlass.train.trackers import open_tensorboard
 
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
@@ -282,10 +297,48 @@ def test_a_trial_that_diverges_ends_alone(material: Path, tmp_path: Path) -> Non
     file.write_text(more)
     rows = (folder / "data.txt").read_text()
     (folder / "data.txt").write_text(rows.replace("mast", "hull"))
-    assert "trial first: the data are not those" in " ".join(run(f"train {file} --resume", folder, code=2).split())
+    printed = " ".join(run(f"train {file} --resume", folder, code=2).split())
+    assert "third is no longer in the run file" in printed
+    assert "trial first: the data are not those" in printed
     (folder / "data.txt").write_text(rows)
     run(f"train {file} --resume", folder, code=1)
-    assert list(list_trials(folder / "sweep").values()) == [FINISHED, FAILED, FINISHED, FINISHED]
+    assert list(list_trials(folder / "sweep").values()) == [FINISHED, FAILED, FINISHED]
+    assert (folder / "sweep" / "trials" / "third" / "final").is_dir()
+
+
+@pytest.mark.fault(
+    "other settings after trials were taken out of a sweep",
+    "`windlass train --resume`",
+    "no longer in the run file: left out of the sweep's table",
+)
+def test_results_of_other_settings_leave_the_table_with_their_trials(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(material)
+    said: list[str] = []
+    options = SimpleNamespace(resume=True, allow_other_base=False)
+    session: Any = SimpleNamespace(
+        identity="", options=options, console=SimpleNamespace(print=said.append), unwritten=lambda _: nullcontext()
+    )
+    to = f"train.output_dir={tmp_path}"
+
+    def claim(names: list[str], *overrides: str) -> dict[str, str]:
+        path = write_sweep(material, "claimed", {name: TRIALS.get(name, {}) for name in names}, "layout: resident\n")
+        with ExitStack() as held:
+            return claim_sweep(make_plan(read_run_file(path, [ONE_RANK, to, *overrides])), session, held)
+
+    claim(["first", "second"])
+    for trial in list_trials(tmp_path):
+        plan = make_plan(read_run_file(trial / "run.yaml"))
+        begin_manifest(trial, describe_run(plan, ""))
+        update_manifest(trial, state=FINISHED)
+    with refused("changed-setting", "data.max_length=40"):
+        claim(["second", "third"], "data.max_length=40")
+    assert claim(["third", "fourth"], "data.max_length=40") == {"third": WAITING, "fourth": WAITING}
+    assert said == ["first, second are no longer in the run file: left out of the sweep's table"]
+    assert [trial.name for trial in list_trials(tmp_path)] == ["third", "fourth"]
+    assert [trial.name for trial in collect_trials(tmp_path, {}).trials] == ["third", "fourth"]
+    assert {path.name for path in (tmp_path / "trials").iterdir()} == {"first", "second", "third", "fourth"}
 
 
 @pytest.mark.long

@@ -125,9 +125,10 @@ def assert_close_run(one: Path, other: Path) -> None:
 def test_each_trial_is_what_it_would_be_alone(layout: str, material: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(material, tmp_path / "here")
     packing = layout == "packed"
-    printed = run(f"train {write(folder, 'together', TRIALS, LAYOUTS[layout], packing=packing)}", folder)
+    start = "--override train.eval_on_start=true"
+    printed = run(f"train {write(folder, 'together', TRIALS, LAYOUTS[layout], packing=packing)} {start}", folder)
     assert "trials 1, 2, 3 of 3 together" in printed
-    run(f"train {write(folder, 'alone', TRIALS, LAYOUTS[layout], 1, packing=packing)}", folder)
+    run(f"train {write(folder, 'alone', TRIALS, LAYOUTS[layout], 1, packing=packing)} {start}", folder)
     for name in TRIALS:
         assert_close_run(folder / "together" / "trials" / name, folder / "alone" / "trials" / name)
 
@@ -673,8 +674,10 @@ def test_auto_takes_what_is_fastest(material: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("objective", ["dpo", "orpo"])
-def test_trials_on_pairs_are_what_they_would_be_alone(objective: str, material: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("objective", "layout"), [("dpo", "resident"), ("orpo", "resident"), ("dpo", "full-shard")])
+def test_trials_on_pairs_are_what_they_would_be_alone(
+    objective: str, layout: str, material: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(material, tmp_path / "here")
     lines = (folder / "data.txt").read_text().splitlines()
     pairs = [
@@ -688,7 +691,7 @@ def test_trials_on_pairs_are_what_they_would_be_alone(objective: str, material: 
         "second": {"lora.r": 8, "train.learning_rate": 1e-3, "lora.target_modules": "all-linear"},
     }
     for name, count in (("together", 2), ("alone", 1)):
-        path = write(folder, name, trials, LAYOUTS["resident"], count)
+        path = write(folder, name, trials, LAYOUTS[layout], count)
         document = yaml.safe_load(path.read_text())
         document["data"] = {"dataset_name_or_path": "pairs.jsonl", "max_length": 128, "val_fraction": 0.1}
         document["train"] |= {"objective": objective, "neftune_noise_alpha": None}

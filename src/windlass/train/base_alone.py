@@ -1,6 +1,6 @@
 """The base without its adapter: for its loss, which every evaluation is compared with."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from windlass.data.prepare import hash_text
 from windlass.files import WriteGuard, read_json, write_json
+from windlass.plan import Plan
 from windlass.ranks import collectives
+from windlass.settings import FOUR_BITS
 from windlass.train.parallel import reshard
 
 
@@ -55,6 +58,22 @@ def _own_part(parameter: nn.Parameter) -> Tensor:
     """Return this rank's part of a parameter."""
     detached = parameter.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def describe_base_forward(plan: Plan, facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return everything that the base's log-probabilities of given tokens depend on. facts: of `describe_base`."""
+    run = plan.run
+    # bf16 and fp8 hold the same weights.
+    stored = [plan.layout.base_dtype] if plan.layout.base_dtype in FOUR_BITS else []
+    precision = [*stored, run.model.torch_dtype, "bf16" if run.train.in_bf16 else run.model.torch_dtype]
+    if run.objective.of_pairs and not plan.layout.is_sharded:
+        precision.append("evaluated in float32")  # train/precision.py
+    return {
+        "base": facts["base_digest"],
+        "config": hash_text(facts["base_config"]),
+        "precision": ", ".join(precision),
+        "attention": run.model.attn_implementation or plan.base.family.usual_attention,
+    }
 
 
 class BaseFigures:

@@ -233,7 +233,7 @@ def find_other_losses(runs: Sequence[RunFile]) -> list[str]:
 def find_first_adapter(run_folder: Path) -> Path | None:
     """Return the adapter that a run began with, which is its reference; None for a new one."""
     given = (read_manifest(run_folder)["run"].get("lora") or {}).get("adapter")
-    return require_first_adapter(given) if given else None
+    return require_first_adapter(run_folder, given) if given else None
 
 
 def make_comparison(model: PeftModel, batches: Batches, run: RunFile, began_with: Path | None) -> Callable[[], Rows]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from windlass.data.cache import hash_file
@@ -28,6 +28,7 @@ from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.ranks.rank import StopSignal
 from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, REFERENCE
+from windlass.train.base_alone import describe_base_forward
 from windlass.train.batches import Batch, Batches
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.preference import Answers, measure_answers
@@ -66,7 +67,7 @@ def attach_reference(
     incomplete = [name for name in batches if bool(tables[name].isnan().any())]
     given = plan.run.lora.adapter if resumed and incomplete else None
     if given:
-        load_adapter(model.peft, collectives.run_on_rank_0(lambda: require_first_adapter(given)))
+        load_adapter(model.peft, collectives.run_on_rank_0(lambda: require_first_adapter(plan.folder, given)))
     for name in incomplete:
         stop_signal.training = True  # until now a signal ended the rank at once: nothing to save
         is_complete = compute_reference(model, batches[name], name, tables[name], stop_signal, say)
@@ -84,34 +85,45 @@ def attach_reference(
     return True
 
 
-def require_first_adapter(given: str) -> Path:
-    """Return the adapter that a run began with, which is its reference; an error if it is gone."""
+def require_first_adapter(run_folder: Path, given: str) -> Path:
+    """Return the adapter that a run began with, which is its reference; an error if it is gone or has changed."""
     folder = Path(given)
-    if not find_adapter_files(folder):
+    now = hash_adapter(folder)
+    if not now:
         problem = "the adapter that the run began with, and whose answers are compared with, is not there"
         hint = "put it back, or start from the folder that the run was started in"
         raise UserError(problem, given, hint, "no-reference")
+    then = read_identity(run_folder / REFERENCE).get("adapter")
+    if now != then:
+        problem = f"is not the adapter that {run_folder} began with, and whose answers are compared with"
+        problem = problem if then else f"nothing says whether {run_folder} began with this adapter"
+        hint = f"put back the adapter, and the {REFERENCE} that names it by its hash"
+        raise UserError(problem, given, hint, "other-reference")
     return folder
 
 
-def find_adapter_files(folder: Path) -> list[Path]:
-    """Return the files that an adapter consists of; none if one is missing."""
+def hash_adapter(folder: Path) -> str:
+    """Return hashes of an adapter's files; empty if one is missing."""
     files = [folder / name for name in (ADAPTER, ADAPTER_CONFIG)]
-    return files if all(path.is_file() for path in files) else []
+    return " ".join(map(hash_file, files)) if all(path.is_file() for path in files) else ""
 
 
 def describe_reference(plan: Plan, facts: dict[str, Any]) -> dict[str, str]:
     """Return what the log-probabilities depend on; without the adapter if it is gone, which a resumed run needs not."""
-    run = plan.run
-    products = "bf16" if run.train.in_bf16 else run.model.torch_dtype
-    precision = f"{plan.layout.base_dtype} {run.model.torch_dtype} {products}"
-    if not plan.layout.is_sharded:
-        precision += ", evaluated in float32"  # train/precision.py
-    identity = {"base": facts["base_digest"], "rows": facts["data"], "precision": precision}
-    if not plan.run.lora.adapter:
-        return identity | {"adapter": "new"}
-    files = find_adapter_files(Path(plan.run.lora.adapter))
-    return identity | ({"adapter": " ".join(map(hash_file, files))} if files else {})
+    given = plan.run.lora.adapter
+    adapter = hash_adapter(Path(given)) if given else "new"
+    identity = {**describe_base_forward(plan, facts), "rows": facts["data"]}
+    return identity | ({"adapter": adapter} if adapter else {})
+
+
+def read_identity(path: Path) -> dict[str, str]:
+    """Return what a stored reference is of; empty if it can't be read."""
+    try:
+        with safe_open(path, "pt") as file:
+            identity: dict[str, str] = json.loads((file.metadata() or {}).get("identity", "{}"))
+            return identity
+    except (OSError, SafetensorError, ValueError):
+        return {}
 
 
 def read_reference(
@@ -119,16 +131,8 @@ def read_reference(
 ) -> dict[str, Tensor]:
     """Return the tables of the run folder; none if they have to be computed. Pairs that a stopped run had not reached
     are NaN."""
-    found: dict[str, str] = {}
-    tables: dict[str, Tensor] = {}
-    lost = "" if path.is_file() else "is missing"
-    try:
-        if not lost:
-            with safe_open(path, "pt") as file:
-                found = json.loads((file.metadata() or {}).get("identity", "{}"))
-                tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, ValueError):
-        lost = "is damaged"
+    found = read_identity(path)
+    lost = "" if found else "is damaged" if path.is_file() else "is missing"
     if lost and resumed and plan.run.lora.adapter:
         problem = f"the reference of the run's pairs {lost}, and the adapter that it began with has moved on"
         raise UserError(problem, str(path), "put the file back, or train into another folder", "no-reference")
@@ -138,15 +142,19 @@ def read_reference(
         return {}
     other = [name for name, value in identity.items() if found.get(name) != value]
     if not other:
-        return tables
+        return load_file(path)
     names = {
         "base": "another base",
+        "config": "another config.json",
+        "attention": "another attention implementation",
         "adapter": "another adapter to begin with",
         "rows": "other rows",
         "precision": "other dtypes",
     }
     what = " and ".join(names[name] for name in other)
-    if resumed and not (other == ["base"] and allow_other_base):
+    # A resumed run has the same dtypes, but may evaluate in others where its layout shards.
+    accepted = {"precision", "base", "config"} if allow_other_base else {"precision"}
+    if resumed and not accepted.issuperset(other):
         hint = "put the run's own file back, or train into another folder"
         raise UserError(f"is the reference of {what} than this run's", str(path), hint, "other-reference")
     began = ", under the adapter that the run began with on this base" if resumed else ""

@@ -41,8 +41,7 @@ from windlass.run_folder import (
     describe_files,
     update_manifest,
 )
-from windlass.settings import FOUR_BITS
-from windlass.train.base_alone import BaseAlone, BaseFigures
+from windlass.train.base_alone import BaseAlone, BaseFigures, describe_base_forward
 from windlass.train.batches import Batches, Collate, RunLength
 from windlass.train.checkpoint.folder import find_intact_best
 from windlass.train.checkpoint.resume import (
@@ -431,11 +430,8 @@ def find_base_figures(
     if run.objective.has_reference:
         return None
     settings = run.orpo.model_dump() if run.objective.of_pairs else {}
-    four_bits = plan.layout.base_dtype if plan.layout.base_dtype in FOUR_BITS else ""
-    computed = "float32" if run.objective.of_pairs and not plan.layout.is_sharded else run.train.in_bf16
-    stored = facts.get("base_digest"), four_bits, run.model.torch_dtype, computed
     rows = data.audit["row_hashes"]["validation"]
-    identity = hash_text([stored, run.train.objective, settings, rows, data.evaluated])
+    identity = hash_text([describe_base_forward(plan, facts), run.train.objective, settings, rows, data.evaluated])
     folder = session.tokens.parent if session.tokens else plan.folder  # of the sweep, or of the run
     return BaseFigures(folder / BASE_FIGURES, identity, unwritten)
 

@@ -230,14 +230,12 @@ def claim_sweep(plan: Plan, session: Session, held: contextlib.ExitStack) -> dic
         hint = "add --resume to continue it, name another train.output_dir, or remove the folder to start over"
         raise UserError(problem, where, hint, "unfinished-run")
     raise_all(problems)
-    of_trials = {
-        TRIALS: {**before.get(TRIALS, {}), **states},
-        SWEEP_SETTINGS: {
-            **before.get(SWEEP_SETTINGS, {}),
-            **{name_trial(trial): get_settings(trial) for trial in plan.trials},
-        },
-    }
+    of_trials = {TRIALS: states, SWEEP_SETTINGS: {name_trial(trial): get_settings(trial) for trial in plan.trials}}
     require_same_halving(plan, before)
+    removed = [name for name in before.get(TRIALS, {}) if name not in states]
+    if removed:  # nothing compares them with the run file as it is now
+        are = "is" if len(removed) == 1 else "are"
+        session.console.print(f"{', '.join(removed)} {are} no longer in the run file: left out of the sweep's table")
     halved = {HALVED: before[HALVED]} if HALVED in before else {}
     run_folder.begin_manifest(folder, describe_run(plan, session.identity) | of_trials | halved)
     with session.unwritten(folder / run_folder.PLAN):

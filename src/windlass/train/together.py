@@ -36,7 +36,7 @@ from windlass.train.kernels.slices import Part, Random, SlicedLinear, Slices, se
 from windlass.train.liveness import ExpertTokens
 from windlass.train.loss import SourceLosses
 from windlass.train.noise import add_noise
-from windlass.train.parallel import get_device
+from windlass.train.parallel import get_device, reshard
 from windlass.train.patches import ModelPatches
 from windlass.train.recompute import recompute_layers
 from windlass.train.session import Session
@@ -141,6 +141,7 @@ class Member(SharedBase):
 
     def get(self, load: Callable[[], Loaded]) -> Loaded:
         model, certificate = self.group.base.get(load)
+        reshard(model)  # the reference or the first evaluation of a trial before leaves weights gathered
         return copy_model(model), certificate
 
     def join(self, model: TrainedModel, updater: Updater, watch: RunWatch) -> None:

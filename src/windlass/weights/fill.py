@@ -40,6 +40,7 @@ from windlass.weights.reading import (
     read_tensor,
     require_finite,
     require_no_erased,
+    require_scales,
     split_box,
     to_float32,
     to_stored_box,
@@ -213,7 +214,7 @@ def read_into(piece: Piece, box: Box, values: Tensor, zeros: Tensor | None, sour
         source.blanks.add(piece.stored, stored_box, values)
     if zeros is not None:
         scale = expand_scale(zeros, piece.stored.shape, stored_box, source.block)
-        require_no_erased(values, scale, piece.stored.key)
+        require_no_erased(values.view(torch.uint8) & 127 == 0, scale, piece.stored.key)
     return digest_box(piece.stored, stored_box, values, read)
 
 
@@ -266,8 +267,25 @@ def read_packed(
         source.blanks.add(piece.stored, (*there[:-1], (0, piece.stored.shape[-1])), codes)
     if piece.packed.kind != "nf4":  # the lower half of a byte comes first
         codes = codes << 4 | codes >> 4
-    write(box, codes, decode(scales, there))
+    kept = decode(scales, there)
+    require_sound_scales(piece, codes, kept)
+    write(box, codes, kept)
     return digest
+
+
+def require_sound_scales(piece: Piece, codes: Tensor, kept: Tensor) -> None:
+    """Refuse scales of codes, two per byte, that no publisher of their format writes."""
+    assert piece.packed is not None
+    assert piece.scale is not None
+    kind = piece.packed.kind
+    place = (0, 0, codes.shape[-2], 2 * codes.shape[-1])
+    scales, zeros, _ = four_bits.read_scales(kept, kind, piece.packed.block, place)
+    require_scales(scales, piece.scale.key, signed=kind in four_bits.SIGNED)
+    if bool((scales == 0).any()):
+        units = four_bits.code_pair_table(kind, codes.device)[codes.int()].view(*scales.shape, -1)
+        units = units if zeros is None else units - zeros[..., None]
+        empty = units.new_tensor(four_bits.EMPTY.get(kind, (0.0,)))
+        require_no_erased(torch.isin(units, empty), scales[..., None], piece.stored.key)
 
 
 def write_packed(part: LocalPart, piece: Piece, box: Box, codes: Tensor, scales: Tensor) -> None:
@@ -330,27 +348,23 @@ def read_scale_decoder(piece: Piece, files: Files) -> tuple[ScaleDecoder, int]:
     groups = piece.scale.shape[-1]
     if piece.packed.kind == "mxfp4":
         powers = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
-        return lambda scales, _: require_numbers(powers[scales.int()], key), 0
+        return lambda scales, _: powers[scales.int()], 0
     tensors = [read_tensor(stored, files) for stored in piece.packed.more]
     digest = sum(
         digest_tensor(stored, values, files) for stored, values in zip(piece.packed.more, tensors, strict=True)
     )
     if piece.packed.kind == "nvfp4":
         factor = tensors[0].reshape(1)
-
-        def divided(scales: Tensor, _: Box) -> Tensor:
-            require_numbers(scales.float() / factor, key)
-            return four_bits.join_factor(scales, factor)
-
-        return divided, digest
+        require_scales(1 / factor, piece.packed.more[0].key)
+        return lambda scales, _: four_bits.join_factor(scales, factor), digest
     if piece.packed.kind == "int4":
-        return lambda scales, _: require_numbers(scales, key), digest
+        return lambda scales, _: scales, digest
     if piece.packed.kind == "uint4":
         words = tensors[0][:, None] >> torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
         zeros = (words & 15).flatten(0, 1) - 8  # packed down the rows
 
         def shifted(scales: Tensor, box: Box) -> Tensor:
-            return torch.cat([require_numbers(scales, key), zeros[slice(*box[-2])].to(scales.dtype)], -1)
+            return torch.cat([scales, zeros[slice(*box[-2])].to(scales.dtype)], -1)
 
         return shifted, digest
     state, table, *nested = tensors
@@ -364,21 +378,17 @@ def read_scale_decoder(piece: Piece, files: Files) -> tuple[ScaleDecoder, int]:
             raise ValueError(facts)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DamagedError(f"{piece.packed.more[0].key!r} does not describe its weight") from None
+    for largest, stored in zip(nested[:1], piece.packed.more[2:], strict=False):
+        require_scales(largest, stored.key)
 
     def scale(codes: Tensor, box: Box) -> Tensor:
         """Decode as bitsandbytes does: blocks of scales run through all rows, each with its own scale, all with one
         mean."""
         if not nested:
-            return require_numbers(codes, key)
+            return require_scales(codes, key)
         largest, numbers = nested
         first = box[-2][0] * groups
         places = torch.arange(first, first + codes.numel()).view(codes.shape) // block
-        return require_numbers(numbers[codes.int()] * largest[places] + mean, key)
+        return numbers[codes.int()] * largest[places] + mean
 
     return scale, digest
-
-
-def require_numbers(scales: Tensor, key: str) -> Tensor:
-    if not bool(scales.isfinite().all()):
-        raise DamagedError(f"{key!r} contains scales that are not finite numbers")
-    return scales

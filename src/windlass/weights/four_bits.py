@@ -29,6 +29,9 @@ TABLES: Final[dict[str, tuple[float, ...]]] = {
 TABLES["mxfp4"] = tuple(sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 TABLES["nvfp4"] = TABLES["mxfp4"]
 TABLES["int4"] = TABLES["uint4"] = tuple(map(float, range(-8, 8)))
+# AutoRound's int4 has the sign of a block's largest value in its scale; nf4 rounds scales twice, small ones below zero.
+SIGNED: Final = ("int4", "nf4")
+EMPTY: Final = {"nf4": (0.0, -1.0)}  # the numbers of a block of zeros; bitsandbytes writes the lowest on a GPU
 LEAST: Final = 1e-38  # smallest scale: the reciprocal of a smaller one is infinite
 
 

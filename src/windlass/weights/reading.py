@@ -86,18 +86,25 @@ def read_tensor(stored: Stored, files: Files) -> Tensor:
     return values
 
 
-def require_no_erased(codes: Tensor, scale: Tensor, key: str) -> None:
+def require_scales(scale: Tensor, key: str, *, signed: bool = False) -> Tensor:
+    """Refuse scales that are no numbers, or below zero, which invert the weights' signs, unless the format has such."""
+    if not bool(scale.isfinite().all()):
+        raise DamagedError(f"{key!r} contains scales that are not finite numbers")
+    if not signed and bool((scale < 0).any()):
+        raise DamagedError(f"{key!r} contains scales below zero")
+    return scale
+
+
+def require_no_erased(is_zero: Tensor, scale: Tensor, key: str) -> None:
     """Refuse zero scales of blocks that are not all zeros: they would erase weights."""
-    if bool(((scale == 0) & (codes.view(torch.uint8) & 127 != 0)).any()):
-        raise DamagedError(f"{key!r} contains FP8 weights that are not zero, and their scale is")
+    if bool(((scale == 0) & ~is_zero).any()):
+        raise DamagedError(f"{key!r} contains codes that are not zero, and their scale is")
 
 
 def read_scale(stored: Stored, files: Files) -> tuple[Tensor, int]:
     """Read the scale of an FP8 weight in float32, and its digest."""
     scale = read_tensor(stored, files)
-    if not bool((scale.float() >= 0).all()):  # below zero it would invert the weight's sign
-        raise DamagedError(f"{stored.key!r} is a scale below zero, or not a number")
-    return scale.float(), digest_tensor(stored, scale, files)
+    return require_scales(scale.float(), stored.key), digest_tensor(stored, scale, files)
 
 
 def digest_tensor(stored: Stored, values: Tensor, files: Files) -> int:
