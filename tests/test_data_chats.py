@@ -121,7 +121,8 @@ def test_each_answer_is_supervised_once_from_behind_its_header_to_its_end(tokeni
     for _ in range(2):  # the second time by the shape of the first
         assert supervised(template, THREE) == EXPECTED[name]
     assert list(template.shapes.values()) != [[]]
-    assert template.render_known(template.read(THREE), [1, 3, 5])  # rendered once, and found in its shape
+    if name != "marked":
+        assert template.render_known(template.read(THREE), [1, 3, 5])  # rendered once, and found in its shape
     # A header is never supervised: not of a second answer in a row, nor of one that begins the chat.
     for messages in ([*THREE[:2], {"role": "assistant", "content": "More."}], THREE[1:4]):
         spans = list(itertools.chain(*supervised(template, messages)))
@@ -282,6 +283,53 @@ def test_marks_in_a_template_that_rewrites_earlier_answers_give_each_its_own_row
     assert supervised(ChatTemplate(tokenizer, MARKED_REWRITTEN, turns="last"), THREE) == [[EMPTY + ENDED[-1]]]
 
 
+READS = (  # what a template may ask of an answer, of its beginning, and of other messages
+    "m.content != 'No.'",
+    "m.content == 'Yes.'",
+    "m.content | length > 3",
+    "m.content[0] == 'N'",
+    "messages[0].content | length > 3",
+    "loop.index0 == 1 or messages[loop.index0 - 2].content | lower == 'yes.'",
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.sampled_from(["No.", "Yes.", "N", "by hand"]), min_size=2, max_size=6))
+@pytest.mark.parametrize("condition", READS)
+def test_marks_that_depend_on_what_is_said_are_those_of_each_chat(
+    tokenizer: Any, condition: str, texts: list[str]
+) -> None:
+    """If the condition holds, the marks enclose what the template writes before the answer; the text is the same."""
+    answer = "{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
+    source = "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role != 'assistant' %}{{ m.content }}"
+    source += (
+        f"{{% elif {condition} %}}"
+        + answer.replace("{{", "-- {{")
+        + "{% else %}-- "
+        + answer
+        + "{% endif %}\n{% endfor %}"
+        + ASK
+    )
+    template = ChatTemplate(tokenizer, source)
+    template.render(THREE)  # by whose shape none of the others is marked
+    messages = talk(*texts)
+    (row,) = template.render(messages)
+    assert row.text == tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False)
+    expected = []
+    for i, message in enumerate(messages):
+        holds = {
+            0: message["content"] != "No.",
+            1: message["content"] == "Yes.",
+            2: len(message["content"]) > 3,
+            3: message["content"][0] == "N",
+            4: len(messages[0]["content"]) > 3,
+            5: i == 1 or messages[i - 2]["content"].lower() == "yes.",
+        }[READS.index(condition)]
+        marked = f"{'-- ' if holds else ''}{message['content']}<|end|>"
+        expected += [marked] if message["role"] == "assistant" else []
+    assert [row.text[start:end] for start, end in row.spans] == expected
+
+
 def test_the_hint_on_a_missing_bos_token_makes_the_row_pass(prepared: Prepare, tokenizer: Any) -> None:
     source = "{{ bos_token + '' }}" + LOOP + ASK
     bos, tokenizer.bos_token = tokenizer.bos_token, None
@@ -377,6 +425,23 @@ def test_no_content_becomes_empty_where_the_template_measures_it(tokenizer: Any)
     )
     (row,) = ChatTemplate(tokenizer, source).render(CALLED)
     assert "<|assistant|>\n0weather" in row.text
+
+
+def test_only_the_first_chat_of_a_template_is_timed_by_a_thread(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[float] = []
+
+    def run_within(seconds: float, work: Callable[[], Any]) -> Any:
+        timed.append(seconds)
+        return work()
+
+    monkeypatch.setattr(chat, "run_within", run_within)
+    template = ChatTemplate(tokenizer, TEMPLATES["plain"])
+    for _ in range(5):
+        template.render(THOUGHT[:1] + CALLED[1:], tools=WEATHER)
+        template.render(CALLED)
+    assert len(timed) == 2  # with tools and without
 
 
 def test_answers_that_call_tools_have_no_content_where_the_template_asks(tokenizer: Any) -> None:

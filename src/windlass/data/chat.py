@@ -97,6 +97,8 @@ class ChatTemplate:
     """What a message's keys are called in these data, and how they are called here."""
     shapes: dict[Any, list[RowShape]] = field(default_factory=dict, compare=False, repr=False)
     """Rows of the shapes of chats that have been seen."""
+    timed: set[bool] = field(default_factory=set, compare=False, repr=False)
+    """Whether a chat without tools, and one with some, has been rendered in time."""
     is_remedy: bool = False
     """Whether it is tried because another refuses a chat."""
 
@@ -159,7 +161,7 @@ class ChatTemplate:
         tools = self.read_tools(tools)
         wanted = [i for i, turn in enumerate(turns) if turn.is_assistant and i >= first]
         wanted = [i for i in wanted[-1 if self.turns == "last" else 0 :] if turns[i].trained is not False]
-        rows = None if tools else self.render_known(turns, wanted)
+        rows = None if tools or self.has_generation_marks else self.render_known(turns, wanted)
         if rows is None:
             try:
                 rows = self.render_found(turns, tools, wanted)
@@ -183,7 +185,8 @@ class ChatTemplate:
             changes.append(("data.chat_template: chatml", {"template": read_template("chatml"), "kwargs": {}}))
         for setting, change in changes:
             with suppress(UserError):
-                replace(self, **change, shapes={}, is_remedy=True).render(messages, first=first, tools=tools)
+                other = replace(self, **change, shapes={}, timed=set(), is_remedy=True)
+                other.render(messages, first=first, tools=tools)
                 what = "trains without it" if "drop" in setting else "makes it pass"
                 return UserError(problem.problem, problem.where, f"{setting} {what}", problem.code)
         return error
@@ -319,18 +322,20 @@ class ChatTemplate:
         whole = self.render_marked(turns, tools, wanted)
         if self.turns != "each" and (wanted == [len(turns) - 1] or not whole.answers.keys() >= {*wanted}):
             return [whole]
-        rows = [self.render_marked(turns[: i + 1], tools, [i]) for i in wanted]
-        if self.turns == "each":
-            return rows
-        for row, i in zip(rows, wanted, strict=True):
-            start = min((begin for begin, _ in row.spans), default=0)
-            end = max((stop for _, stop in row.spans), default=0)
+
+        def is_exact(i: int) -> bool:
+            start, end = whole.answers[i]
             words = turns[i].words.strip()
-            body = max(start, row.text.rfind(words, start, end) + len(words) if words else start)
-            if self.pieces.find_in(whole.text, Answer(row.text, start, end, body), "") is None:
-                self.require_split_allowed(rows)
-                return rows
-        return [whole]
+            body = max(start, whole.text.rfind(words, start, end) + len(words) if words else start)
+            own = self.apply(turns[: i + 1], tools)[0]
+            answer = Answer(whole.text, start, end, body)
+            return whole.text.startswith(own.rstrip()) or self.pieces.find_in(own, answer, "") is not None
+
+        if self.turns != "each" and all(map(is_exact, wanted)):
+            return [whole]
+        rows = [self.render_marked(turns[: i + 1], tools, [i]) for i in wanted]
+        self.require_split_allowed(rows)
+        return rows
 
     def require_split_allowed(self, rows: Sequence[Rendering]) -> None:
         if self.turns == "all" and len(rows) > 1:
@@ -515,9 +520,10 @@ class ChatTemplate:
         if self.examines_none:
             chat = [{**one, "content": None} if one.get("tool_calls") and not one["content"] else one for one in chat]
         try:
-            if self.shapes:  # it has rendered a chat before
+            if bool(tools) in self.timed:
                 return self.run_template(chat, tools, prompt=prompt, marks=marks)
             text, spans = run_within(SECONDS, lambda: self.run_template(chat, tools, prompt=prompt, marks=marks))
+            self.timed.add(bool(tools))
             return text, spans
         except TimeoutError:
             problem = f"the chat template takes longer than {SECONDS:g} s for one chat"
