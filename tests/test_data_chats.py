@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -425,6 +427,41 @@ def test_no_content_becomes_empty_where_the_template_measures_it(tokenizer: Any)
     )
     (row,) = ChatTemplate(tokenizer, source).render(CALLED)
     assert "<|assistant|>\n0weather" in row.text
+
+
+@pytest.mark.fault(
+    "nulls that Parquet fills into a column of tools",
+    "`windlass data`",
+    "nulls in `tools` were taken for Parquet's filler and left out",
+)
+@pytest.mark.parametrize("kind", ["jsonl", "text in parquet", "parquet"])
+def test_nulls_of_tools_are_kept_but_for_those_that_parquet_fills_in(tokenizer: Any, tmp_path: Path, kind: str) -> None:
+    source = (
+        "{% for t in tools %}{% if t.function.strict is none %}{{ t | tojson }}{% else %}[tool]{% endif %}{% endfor %}"
+    )
+    source += LOOP + ASK
+    days = {"name": "days", "parameters": {"days": {"type": "integer", "default": None}}, "strict": None}
+    city = {"name": "city", "parameters": {"city": {"type": "string"}}, "strict": None}
+    tools = [{"type": "function", "function": inner} for inner in (days, city)]
+    row = {"messages": [{"role": "user", "content": "Rome?"}, THREE[1]], "tools": tools}
+    path = tmp_path / f"a.{kind.split()[-1]}"
+    if kind == "jsonl":
+        path.write_text(json.dumps(row) + "\n")
+    else:
+        written = row if kind == "parquet" else {**row, "tools": json.dumps(tools)}
+        pq.write_table(pa.Table.from_pylist([written]), path)
+    data = {"dataset_name_or_path": str(path), "max_length": 512, "packing": False, "chat_template": source}
+    tree = {"data": data, "train": {"output_dir": str(tmp_path / "out"), "max_steps": 5}}
+    done = prepare_data(RunFile.model_validate(tree), tokenizer, say=print)
+    facts = [
+        fact for fact in done.audit["facts"] if "nulls in `tools` were taken for Parquet's filler and left out" in fact
+    ]
+    assert len(facts) == (kind == "parquet")
+    seen = [{"type": "function", "function": {**inner, "strict": "-"}} for inner in (days, city)] if facts else tools
+    expected = tokenizer.apply_chat_template(
+        row["messages"], tools=seen, chat_template=source, tokenize=True, return_dict=False
+    )
+    assert done.train["input_ids"][0].as_py() == expected
 
 
 def test_only_the_first_chat_of_a_template_is_timed_by_a_thread(

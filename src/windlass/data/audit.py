@@ -51,6 +51,8 @@ FACTS = {
     "date": "the chat template writes today's date into {rows}, so that other days give other rows ({example})",
     "filled": "in {rows} nulls among a call's arguments, as of {example!r}, were taken for Parquet's filler and left "
     "out: write arguments as JSON text to keep them ({where})",
+    "tools": "in {rows} nulls in `tools` were taken for Parquet's filler and left out: write tools as JSON text to "
+    "keep them ({where})",
     "thought": "in {rows} an answer lacks the end of the prompt that generation would start from ({example!r}), "
     "such as a thought that it opens or closes; data.template_kwargs may switch that off ({where})",
 }

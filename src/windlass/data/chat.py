@@ -25,6 +25,7 @@ from windlass.data.messages import (
     REASONING,
     ROLES,
     TEXT_ROLES,
+    Structs,
     Turn,
     Unfilled,
     arguments_as_text,
@@ -168,6 +169,7 @@ class ChatTemplate:
             except UserError as error:
                 raise self.add_remedy(error, messages, first, given) from None
         remarks = {"split": why_split(rows, self.special)} if len(rows) > 1 and self.turns == "auto" else {}
+        remarks |= {"tools": ""} if tools and isinstance(given, Structs) and tools != given else {}
         return self.note_remarks(turns, rows, remarks)
 
     def add_remedy(self, error: UserError, messages: Sequence[Any], first: int, tools: Any) -> UserError:
@@ -488,7 +490,8 @@ class ChatTemplate:
     def read_tools(self, tools: Any) -> Any:
         if self.ignore_tools:
             return None
-        tools = drop_none(read_json_column(tools), "") or None
+        tools = read_json_column(tools) or None
+        tools = drop_none(tools, "") if isinstance(tools, Structs) else tools
         if tools and not re.search(r"\btools\b", self.template):
             problem = f"{self.source or 'the chat template'} doesn't write tools, and a row has some"
             hint = "data.tools: ignore trains on the calls without them"

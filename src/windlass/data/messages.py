@@ -62,6 +62,10 @@ class Unfilled(dict[str, Any]):
     """A call's arguments without the nulls that a column of structs had among them."""
 
 
+class Structs(list[Any]):
+    """A list of structs from a columnar file: each has the keys of all, null where a row had none."""
+
+
 def drop_none(value: Any, kept: str = "arguments") -> Any:
     """Remove None values but under the key `kept`: columnar files fill in what other rows have, and templates test for
     presence."""
