@@ -371,6 +371,43 @@ def test_the_header_of_an_answer_that_follows_is_no_end_of_the_first(tokenizer: 
     assert [row.text[start:end] for start, end in row.spans] == ["Crews.", "By hand."]
 
 
+NEXT_ROLE = "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n{{ m.content }}"
+NEXT_ROLE += "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}</call>"
+NEXT_ROLE += "{% endfor %}{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}" + ASK
+NEXT_MARKED = NEXT_ROLE.replace("|>\n{{ m.content }}{% for", "|>\n{% generation %}{{ m.content }}{% for").replace(
+    "{% else %}", "{% endgeneration %}{% else %}"
+)
+CLOSED = NEXT_ROLE.replace("{% else %}", "{% if not m.tool_calls %}<|end|>{% endif %}{% else %}")
+
+
+@pytest.mark.parametrize(
+    ("source", "stops", "ends"),
+    [
+        # The next role's token is the end: by the model's generation_config.json, or by the end of other answers.
+        (NEXT_ROLE, ["</s>", "<|user|>", "<|tool|>"], ["<|tool|>", "<|user|>"]),
+        (NEXT_ROLE, [], ["<|tool|>", "<|user|>"]),
+        (NEXT_MARKED, ["</s>", "<|user|>", "<|tool|>"], ["<|tool|>", "<|user|>"]),
+        (NEXT_MARKED, [], ["<|tool|>", "<|user|>"]),
+        # Behind a text it is another token than behind a call; what ends already takes no more.
+        (CLOSED, ["<|end|>", "<|tool|>"], ["<|tool|>", "<|end|>"]),
+        (CLOSED, ["<|end|>", "<|tool|>", "<|user|>"], ["<|tool|>", "<|end|>"]),
+        (CLOSED, ["<|end|>"], ["", "<|end|>"]),
+    ],
+)
+def test_the_token_that_generation_ends_at_is_trained_behind_calls_and_texts(
+    tokenizer: Any, tmp_path: Path, source: str, stops: list[str], ends: list[str]
+) -> None:
+    tokenizer.add_tokens(["<call>", "</call>"])
+    folder = tmp_path / "model"
+    tokenizer.save_pretrained(folder)
+    ids = tokenizer.convert_tokens_to_ids(stops)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids} if stops else {}))
+    template = ChatTemplate(AutoTokenizer.from_pretrained(folder), source)
+    (row,) = template.render([*CALLED, *talk("Thanks")])
+    call = '<call>weather{"city": "Rome", "days": 3}</call>'
+    assert [row.text[start:end] for start, end in row.spans] == [call + ends[0], "Warm." + ends[1]]
+
+
 NEVER_AGAIN = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}"
 NEVER_AGAIN += "{% if loop.previtem.role == 'user' %}<|assistant|>{% endif %}{{ m.content }}<|end|>{% endif %}"
 NEVER_AGAIN += "{% endfor %}{% if add_generation_prompt and messages[-1].role == 'user' %}<|assistant|>{% endif %}"

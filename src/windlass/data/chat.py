@@ -38,6 +38,7 @@ from windlass.data.messages import (
 )
 from windlass.data.shapes import RowShape, find_shape, make_placeholders
 from windlass.errors import UserError, Where
+from windlass.files import read_json
 
 if TYPE_CHECKING:
     from jinja2 import nodes
@@ -135,7 +136,16 @@ class ChatTemplate:
 
     @cached_property
     def pieces(self) -> Pieces:
-        return Pieces({*self.tokenizer.get_added_vocab(), *TAG.findall(self.template)})
+        return Pieces({*self.tokenizer.get_added_vocab(), *TAG.findall(self.template)}, self.stops)
+
+    @cached_property
+    def stops(self) -> set[str]:
+        """Return the tokens that generation ends at, and all special ones if the next role's token ends an answer."""
+        last, followed = self.tails
+        special = not last.strip() and self.special is not None and self.special.match(followed.lstrip())
+        ids = list_ends(self.tokenizer)
+        added = self.tokenizer.added_tokens_decoder
+        return {token.content for number, token in added.items() if number in ids or (special and token.special)}
 
     @cached_property
     def header(self) -> str:
@@ -564,6 +574,12 @@ class ChatTemplate:
                 if form is filled:
                     raise
         return str(texts[0]), [(start, end) for start, end in marked[0]] if marks else []
+
+
+def list_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens that generation ends at: those of the model's generation_config.json and the tokenizer's."""
+    ends = read_json(Path(str(tokenizer.name_or_path)) / "generation_config.json").get("eos_token_id")
+    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
 
 
 def run_within(seconds: float, work: Callable[[], Any]) -> Any:
