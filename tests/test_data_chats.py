@@ -408,6 +408,34 @@ def test_the_token_that_generation_ends_at_is_trained_behind_calls_and_texts(
     assert [row.text[start:end] for start, end in row.spans] == [call + ends[0], "Warm." + ends[1]]
 
 
+RESULTS_FIRST = (
+    "{% set ns = namespace(of=false) %}{% for m in messages if m.role != 'tool' %}<|{{ m.role }}|>\n" + CALLS
+)
+RESULTS_FIRST += "{% set ns.of = false %}{% for r in messages %}{% if r == m %}{% set ns.of = true %}"
+RESULTS_FIRST += "{% elif r.role != 'tool' %}{% set ns.of = false %}{% elif ns.of %}({{ r.content }}){% endif %}"
+RESULTS_FIRST += "{% endfor %}{{ m.content }}<|end|>\n{% endfor %}" + ASK
+
+
+def test_results_that_the_template_writes_before_the_words_of_the_call_are_found(tokenizer: Any) -> None:
+    other = {"type": "function", "function": {"name": "wind", "arguments": {"city": "Rome"}}}
+    called = {"role": "assistant", "content": "I look both up.", "tool_calls": [CALL, other]}
+    messages = [CALLED[0], called, RESULT, {"role": "tool", "content": "3 knots"}, CALLED[-1], *THREE[:2]]
+    template = ChatTemplate(tokenizer, RESULTS_FIRST)
+    rows = template.render(messages)
+    call = 'weather{"city": "Rome", "days": 3}wind{"city": "Rome"}'
+    assert [[row.text[start:end] for start, end in row.spans] for row in rows] == [
+        [f"{call}I look both up.<|end|>"],
+        ["Warm.<|end|>", "Crews.<|end|>"],
+    ]
+    assert f"{call}(21 degrees)(3 knots)I look both up.<|end|>" in rows[1].text
+    lost = ChatTemplate(
+        tokenizer, RESULTS_FIRST.replace("({{ r.content }})", "{% if loop.index == 3 %}(21 degrees){% endif %}")
+    )
+    with refused("not-written") as problems:
+        lost.render(messages)
+    assert "'3 knots'" in problems[0].problem
+
+
 NEVER_AGAIN = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}"
 NEVER_AGAIN += "{% if loop.previtem.role == 'user' %}<|assistant|>{% endif %}{{ m.content }}<|end|>{% endif %}"
 NEVER_AGAIN += "{% endfor %}{% if add_generation_prompt and messages[-1].role == 'user' %}<|assistant|>{% endif %}"
