@@ -231,7 +231,7 @@ THOUGHT = [*talk("Who?"), {"role": "assistant", "content": "Crews.", "reasoning_
         (SLOW, {"messages": THREE}, "template-slow", "data.chat_template", None),
         ("{% for m in", {"messages": THREE}, "template-syntax", "data.chat_template", None),
         (USER_MARKED, {"messages": THREE}, "generation-marks", "data.chat_template", None),
-        (ALWAYS, {"messages": THREE}, "opens-always", "data.chat_template", None),
+        (ALWAYS.replace("<|end|>\n", ""), {"messages": THREE}, "opens-always", "data.chat_template", None),
         # What is wrong with messages.
         (LOOP + ASK, {"messages": [*THREE, {"role": "wizard", "content": "a"}]}, "unknown-role", "row 1", None),
         (LOOP + ASK, {"messages": [THREE[0], RESULT, THREE[1]]}, "no-call", "row 1", None),
@@ -349,6 +349,9 @@ def test_the_hint_on_a_missing_bos_token_makes_the_row_pass(prepared: Prepare, t
     [
         # An answer that is opened behind every chat: turns end with the tokenizer's end token.
         (ALWAYS.strip().replace("<|end|>\n", "</s>") + "{{ '\n' }}", [text[:-7] + "</s>" for text in ENDED], set()),
+        # Or with another one, that the template closes all of them with.
+        (ALWAYS.strip() + "{{ '\n' }}", ENDED, set()),
+        (ALWAYS.replace("<|end|>\n", "<|end|>"), [f"\n{text}" for text in ENDED], set()),  # Jinja drops the last "\n"
         (LOOP + ASK.replace("\n{%", "\nHere is how:\n{%"), ENDED, {"thought"}),  # a thought opened in words
         ("{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}" + TURN + "{% endgeneration %}"
          "{% else %}" + TURN + "{% endif %}{% endfor %}" + ASK.replace("\n{%", "\n<think>\n{%"),

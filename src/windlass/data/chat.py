@@ -156,9 +156,13 @@ class ChatTemplate:
             return prompt.rpartition(self.end)[2]
         return prompt[self.pieces.find_change(prompt, plain) :]
 
-    @property
+    @cached_property
     def end(self) -> str:
-        return str(self.tokenizer.eos_token)
+        """Return the token that the template writes behind any answer, else the tokenizer's end token."""
+        last, followed = self.tails
+        closing = self.pieces.token.match(last.lstrip())
+        closes = closing is not None and followed.lstrip().startswith(closing[0])
+        return closing[0] if closing and closes else str(self.tokenizer.eos_token)
 
     def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> list[Rendering]:
         """Return the rows of a chat. Each assistant turn from message `first` on is supervised in one of them.
