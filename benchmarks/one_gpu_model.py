@@ -53,6 +53,7 @@ class Sizes:
         self.masked = (32, 64) if tiny else (1024, 4096)  # rows of documents
         self.document = 12 if tiny else 110  # tokens, as WikiText's
         self.whole = 128 if tiny else 16384
+        self.rows = (1, 2) if tiny else (1, 2, 4, 6, 8)  # of a micro-batch of the whole model
         self.r, self.expert_r = (4, 2) if tiny else (16, 4)
         self.per_expert = (2, 16) if tiny else (8, 32, 128, 512, 2048)
         self.square = 256 if tiny else 8192  # side of the products that the card's rate is taken from

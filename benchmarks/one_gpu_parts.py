@@ -138,7 +138,7 @@ def whole(base: str, routed: bool, sizes: Sizes, until: float) -> Iterator[Row]:
     yield {"note": f"built and filled in {time.time() - began:.1f} s{card}; {built.words}"}
     yield from unmeasured()
     trainee = Trainee(built)
-    for rows in (1, 2, 4, 6, 8):
+    for rows in sizes.rows:
         started, tokens = time.time(), rows * sizes.length
         row = attempt(partial(measured, built, trainee, sizes, Cell(tokens, sizes.length), 2), f"{tokens} tokens")
         yield row

@@ -263,6 +263,16 @@ def test_a_machine_without_torch_gets_the_command_to_install(tmp_path: Path) -> 
     assert done.stderr.count("pip install 'windlass[train] @ file:///") == 3
 
 
+@pytest.mark.fault(
+    "a plan into the folder of a run that has begun",
+    "`windlass plan run.yaml --out RUN`",
+    "a run has begun there: its plan.json stays as it is",
+)
+@pytest.mark.fault(
+    "a finished run made longer",
+    "`windlass train run.yaml --resume`",
+    "train.max_steps: was 2 when this run began, is 4 now",
+)
 def test_what_only_reads_leaves_a_finished_run_as_it_is(windlass: Windlass, tmp_path: Path) -> None:
     """Of settings that the run did not have, and of its own: `report` believes what is in the folder."""
     file, folder = make_text_run(tmp_path / "made"), tmp_path / "made" / "run"

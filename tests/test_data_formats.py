@@ -33,7 +33,7 @@ WEATHER = {
     "function": {
         "name": "get_current_weather",
         "description": "Get the current weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "unit": None}},  # Parquet's None
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "unit": None}},
     },
 }
 CALL = {"id": "1", "type": "function", "function": {"name": "get_current_weather", "arguments": '{"city": "Rome"}'}}
@@ -152,7 +152,7 @@ def test_published_rows_have_loss_on_the_right_tokens(
     else:
         assert parts(done, tokenizer) == expected
     if row in (OPENAI, GLAIVE):
-        assert text.startswith("[get_current_weather: city]")  # without what Parquet fills in
+        assert text.startswith("[get_current_weather: city,unit]")  # JSON has no filler
         assert ("<system>Be brief." in text) == (row is GLAIVE)
     if row is OPENAI:
         assert "<user>Weather in Rome?<end>" in text

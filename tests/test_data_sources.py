@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from windlass.data import progress, sources
 from windlass.data.sources import Part, Source, count_rows, parse_split, resolve_source
 from windlass.errors import UserError
+from windlass.plan.rows import ROWS, sample_data
 from windlass.runfile import Data
 
 SOURCE = Source("", None, "", "", {"train": (), "extra": ()})
@@ -192,6 +193,25 @@ def test_rows_are_counted_without_reading_more_than_needed(tmp_path: Path, monke
     assert (found.count, found.text_bytes) == (None, 5)
     assert "not read to be counted" in found.how
     assert count_rows(data(tmp_path / "h.parquet"), "train").count == 12345  # a footer costs nothing
+
+
+def test_empty_shards_are_passed_over_by_the_sample_that_plan_is_made_from(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    table = pa.table({"text": ["anchor"] * 50})
+    for name, slices in (("a", []), ("b", [0]), ("c", [50]), ("d", [0, 50, 0])):  # by rows of each row group
+        with pq.ParquetWriter(folder / f"{name}.parquet", table.schema) as file:
+            for rows in slices:
+                file.write_table(table.slice(0, rows))
+    for name, count in (("a", 0), ("b", 0), ("c", 50), ("d", 50), ("*", 100)):
+        named = data(folder / f"{name}.parquet")
+        parts = parse_split("train", resolve_source(named), "")
+        assert len([*sources.read_rows(parts)]) == count
+        sampled = [*sources.sample_rows(parts, count, 20)]
+        assert bool(sampled) == bool(count)
+        assert {row["text"] for *_, row in sampled} <= {"anchor"}
+        planned = sample_data(named, None, str)
+        assert planned.train[0].sampled == len([*sources.sample_rows(parts, count, ROWS)])
 
 
 def test_unknown_row_count_has_a_reason(tmp_path: Path) -> None:

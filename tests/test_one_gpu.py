@@ -44,7 +44,9 @@ def test_gpu_code_paths_compute_the_same_values(model: Any) -> None:
     assert max(errors) < 0.03
 
 
-@pytest.mark.parametrize(("name", "layers", "count"), [("whole", 3, 2), ("whole-experts", 3, 2), ("layers", 2, 7)])
+@pytest.mark.parametrize(
+    ("name", "layers", "count"), [("whole", 3, 2), ("whole-experts", 3, 2), ("whole-nf4", 3, 2), ("layers", 2, 7)]
+)
 def test_steps_learn_from_a_model_without_files(model: Any, name: str, layers: int, count: int) -> None:
     found = rows(model, name)
     assert len(found) == count

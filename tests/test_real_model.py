@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import real
 import torch
-from test_train import SAVED, Outcomes, case
+from test_train import Outcomes, case
+
+from windlass.errors import SAVED
 
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(1800)]
 

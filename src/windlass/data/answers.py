@@ -25,8 +25,9 @@ class Answer(NamedTuple):
 class Pieces:
     """Texts as pieces: added tokens of a tokenizer, white space, and what is between them."""
 
-    def __init__(self, tokens: Iterable[str]) -> None:
+    def __init__(self, tokens: Iterable[str], stops: Iterable[str] = ()) -> None:
         self.tokens = tuple(sorted(filter(str.strip, tokens), key=len, reverse=True))
+        self.stops = tuple(stops)
 
     @cached_property
     def token(self) -> re.Pattern[str]:
@@ -122,11 +123,16 @@ class Pieces:
         bare = len(text[:start].rstrip())
         if header and text.endswith(header, 0, bare):
             start = bare  # white space that no prompt has is the model's to write
-        if not close or start >= end or text.endswith(self.tokens, start, start + len(text[start:end].rstrip())):
-            return start, end
+        return start, self.close(text, start, end, self.find_opener(header)) if close and start < end else end
+
+    def close(self, text: str, start: int, end: int, opener: str) -> int:
+        """Return an answer's end with the token that follows it, if that is one to stop at and the answer has none, or
+        if the answer ends in no token at all; the opener of another answer ends none."""
         follows = re.compile(rf"\s*({self.token.pattern})").match(text, end)
-        opener = self.find_opener(header)
-        return start, follows.end() if follows and follows[1] != opener else end
+        if not follows or follows[1] == opener:
+            return end
+        ends = self.stops if follows[1] in self.stops else self.tokens
+        return end if text.endswith(ends, start, start + len(text[start:end].rstrip())) else follows.end()
 
     def find_last(self, text: str, words: str) -> int:
         """Return where the words begin last, before the tokens that the text ends with if they can; -1 without any."""
@@ -150,10 +156,7 @@ class Pieces:
         own, _, end, body, _ = answer
         same = common_prefix_length(text, own)
         if same >= end:
-            follows = None
-            if not own.endswith(self.tokens, body, end):
-                follows = re.compile(rf"\s*({self.token.pattern})").match(text, end)
-            return follows.end() if follows and follows[1] != opener else end
+            return self.close(text, body, end, opener)
         if same < body or not self.closing.fullmatch(own, body, end):
             return None
         closed_at = [token.end() for token in self.token.finditer(own, body, end) if token.end() <= same]

@@ -6,18 +6,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from windlass.data.chat import list_ends
 from windlass.data.packing import group_by_length, pack_rows, shuffle
 from windlass.data.preference import SIDES
 from windlass.data.progress import show_progress
 from windlass.data.tokenize import Documents
 from windlass.errors import Problem, Where
-from windlass.files import read_json
 from windlass.observe.format import format_are, format_plural
 
 if TYPE_CHECKING:
@@ -51,6 +50,8 @@ FACTS = {
     "date": "the chat template writes today's date into {rows}, so that other days give other rows ({example})",
     "filled": "in {rows} nulls among a call's arguments, as of {example!r}, were taken for Parquet's filler and left "
     "out: write arguments as JSON text to keep them ({where})",
+    "tools": "in {rows} nulls in `tools` were taken for Parquet's filler and left out: write tools as JSON text to "
+    "keep them ({where})",
     "thought": "in {rows} an answer lacks the end of the prompt that generation would start from ({example!r}), "
     "such as a thought that it opens or closes; data.template_kwargs may switch that off ({where})",
 }
@@ -132,9 +133,8 @@ def compare_answers(answer_tokens: Sequence[int]) -> Audit:
 
 def list_stops(tokenizer: Any) -> set[int]:
     """Return the tokens that end a turn: those that generation stops at, and special ones."""
-    stops = read_json(Path(str(tokenizer.name_or_path)) / "generation_config.json").get("eos_token_id")
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return {*(stops if isinstance(stops, list) else [stops]), *tokenizer.all_special_ids, *special} - {None}
+    return {*list_ends(tokenizer), *tokenizer.all_special_ids, *special}
 
 
 def find_ended_parts(

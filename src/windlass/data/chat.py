@@ -25,6 +25,7 @@ from windlass.data.messages import (
     REASONING,
     ROLES,
     TEXT_ROLES,
+    Structs,
     Turn,
     Unfilled,
     arguments_as_text,
@@ -37,6 +38,7 @@ from windlass.data.messages import (
 )
 from windlass.data.shapes import RowShape, find_shape, make_placeholders
 from windlass.errors import UserError, Where
+from windlass.files import read_json
 
 if TYPE_CHECKING:
     from jinja2 import nodes
@@ -97,6 +99,8 @@ class ChatTemplate:
     """What a message's keys are called in these data, and how they are called here."""
     shapes: dict[Any, list[RowShape]] = field(default_factory=dict, compare=False, repr=False)
     """Rows of the shapes of chats that have been seen."""
+    timed: set[bool] = field(default_factory=set, compare=False, repr=False)
+    """Whether a chat without tools, and one with some, has been rendered in time."""
     is_remedy: bool = False
     """Whether it is tried because another refuses a chat."""
 
@@ -132,7 +136,16 @@ class ChatTemplate:
 
     @cached_property
     def pieces(self) -> Pieces:
-        return Pieces({*self.tokenizer.get_added_vocab(), *TAG.findall(self.template)})
+        return Pieces({*self.tokenizer.get_added_vocab(), *TAG.findall(self.template)}, self.stops)
+
+    @cached_property
+    def stops(self) -> set[str]:
+        """Return the tokens that generation ends at, and all special ones if the next role's token ends an answer."""
+        last, followed = self.tails
+        special = not last.strip() and self.special is not None and self.special.match(followed.lstrip())
+        ids = list_ends(self.tokenizer)
+        added = self.tokenizer.added_tokens_decoder
+        return {token.content for number, token in added.items() if number in ids or (special and token.special)}
 
     @cached_property
     def header(self) -> str:
@@ -143,9 +156,13 @@ class ChatTemplate:
             return prompt.rpartition(self.end)[2]
         return prompt[self.pieces.find_change(prompt, plain) :]
 
-    @property
+    @cached_property
     def end(self) -> str:
-        return str(self.tokenizer.eos_token)
+        """Return the token that the template writes behind any answer, else the tokenizer's end token."""
+        last, followed = self.tails
+        closing = self.pieces.token.match(last.lstrip())
+        closes = closing is not None and followed.lstrip().startswith(closing[0])
+        return closing[0] if closing and closes else str(self.tokenizer.eos_token)
 
     def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> list[Rendering]:
         """Return the rows of a chat. Each assistant turn from message `first` on is supervised in one of them.
@@ -159,13 +176,14 @@ class ChatTemplate:
         tools = self.read_tools(tools)
         wanted = [i for i, turn in enumerate(turns) if turn.is_assistant and i >= first]
         wanted = [i for i in wanted[-1 if self.turns == "last" else 0 :] if turns[i].trained is not False]
-        rows = None if tools else self.render_known(turns, wanted)
+        rows = None if tools or self.has_generation_marks else self.render_known(turns, wanted)
         if rows is None:
             try:
                 rows = self.render_found(turns, tools, wanted)
             except UserError as error:
                 raise self.add_remedy(error, messages, first, given) from None
         remarks = {"split": why_split(rows, self.special)} if len(rows) > 1 and self.turns == "auto" else {}
+        remarks |= {"tools": ""} if tools and isinstance(given, Structs) and tools != given else {}
         return self.note_remarks(turns, rows, remarks)
 
     def add_remedy(self, error: UserError, messages: Sequence[Any], first: int, tools: Any) -> UserError:
@@ -183,7 +201,8 @@ class ChatTemplate:
             changes.append(("data.chat_template: chatml", {"template": read_template("chatml"), "kwargs": {}}))
         for setting, change in changes:
             with suppress(UserError):
-                replace(self, **change, shapes={}, is_remedy=True).render(messages, first=first, tools=tools)
+                other = replace(self, **change, shapes={}, timed=set(), is_remedy=True)
+                other.render(messages, first=first, tools=tools)
                 what = "trains without it" if "drop" in setting else "makes it pass"
                 return UserError(problem.problem, problem.where, f"{setting} {what}", problem.code)
         return error
@@ -319,18 +338,20 @@ class ChatTemplate:
         whole = self.render_marked(turns, tools, wanted)
         if self.turns != "each" and (wanted == [len(turns) - 1] or not whole.answers.keys() >= {*wanted}):
             return [whole]
-        rows = [self.render_marked(turns[: i + 1], tools, [i]) for i in wanted]
-        if self.turns == "each":
-            return rows
-        for row, i in zip(rows, wanted, strict=True):
-            start = min((begin for begin, _ in row.spans), default=0)
-            end = max((stop for _, stop in row.spans), default=0)
+
+        def is_exact(i: int) -> bool:
+            start, end = whole.answers[i]
             words = turns[i].words.strip()
-            body = max(start, row.text.rfind(words, start, end) + len(words) if words else start)
-            if self.pieces.find_in(whole.text, Answer(row.text, start, end, body), "") is None:
-                self.require_split_allowed(rows)
-                return rows
-        return [whole]
+            body = max(start, whole.text.rfind(words, start, end) + len(words) if words else start)
+            own = self.apply(turns[: i + 1], tools)[0]
+            answer = Answer(whole.text, start, end, body)
+            return whole.text.startswith(own.rstrip()) or self.pieces.find_in(own, answer, "") is not None
+
+        if self.turns != "each" and all(map(is_exact, wanted)):
+            return [whole]
+        rows = [self.render_marked(turns[: i + 1], tools, [i]) for i in wanted]
+        self.require_split_allowed(rows)
+        return rows
 
     def require_split_allowed(self, rows: Sequence[Rendering]) -> None:
         if self.turns == "all" and len(rows) > 1:
@@ -483,7 +504,8 @@ class ChatTemplate:
     def read_tools(self, tools: Any) -> Any:
         if self.ignore_tools:
             return None
-        tools = drop_none(read_json_column(tools), "") or None
+        tools = read_json_column(tools) or None
+        tools = drop_none(tools, "") if isinstance(tools, Structs) else tools
         if tools and not re.search(r"\btools\b", self.template):
             problem = f"{self.source or 'the chat template'} doesn't write tools, and a row has some"
             hint = "data.tools: ignore trains on the calls without them"
@@ -515,9 +537,10 @@ class ChatTemplate:
         if self.examines_none:
             chat = [{**one, "content": None} if one.get("tool_calls") and not one["content"] else one for one in chat]
         try:
-            if self.shapes:  # it has rendered a chat before
+            if bool(tools) in self.timed:
                 return self.run_template(chat, tools, prompt=prompt, marks=marks)
             text, spans = run_within(SECONDS, lambda: self.run_template(chat, tools, prompt=prompt, marks=marks))
+            self.timed.add(bool(tools))
             return text, spans
         except TimeoutError:
             problem = f"the chat template takes longer than {SECONDS:g} s for one chat"
@@ -555,6 +578,12 @@ class ChatTemplate:
                 if form is filled:
                     raise
         return str(texts[0]), [(start, end) for start, end in marked[0]] if marks else []
+
+
+def list_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens that generation ends at: those of the model's generation_config.json and the tokenizer's."""
+    ends = read_json(Path(str(tokenizer.name_or_path)) / "generation_config.json").get("eos_token_id")
+    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
 
 
 def run_within(seconds: float, work: Callable[[], Any]) -> Any:

@@ -62,6 +62,10 @@ class Unfilled(dict[str, Any]):
     """A call's arguments without the nulls that a column of structs had among them."""
 
 
+class Structs(list[Any]):
+    """A list of structs from a columnar file: each has the keys of all, null where a row had none."""
+
+
 def drop_none(value: Any, kept: str = "arguments") -> Any:
     """Remove None values but under the key `kept`: columnar files fill in what other rows have, and templates test for
     presence."""
@@ -222,13 +226,14 @@ def find_lost_part(
 
     Templates may trim, escape and rearrange. Reasoning is needed only in the answers that are trained on.
     """
-    at = 0
+    at = called_at = 0
     leave_out = "leave out such rows, or name a data.chat_template that writes it"
     for number, turn in enumerate(turns):
         role = turn.message["role"]
         words = turn.words
         trained = number in answers
-        start, stop = answers.get(number, (0 if role == "system" else at, len(text)))
+        before = {"system": 0, "tool": called_at}.get(role, at)  # results may precede the words of the answer
+        start, stop = answers.get(number, (before, len(text)))
         end = find_written(words, text, start, stop)
         if end < 0:
             what = "the system message" if role == "system" else f"what a message of {role!r} says"
@@ -240,7 +245,9 @@ def find_lost_part(
         for thought in turn.reasoning if trained else ():
             if find_written(thought, text, start, stop) < 0:
                 return describe_lost_thought(thought)
-        at = stop if trained else at if role == "system" else end
+        if role in ("assistant", "tool"):
+            called_at = stop if trained else start if role == "assistant" else end
+        at = stop if trained else at if role == "system" else max(at, end)
     return None
 
 

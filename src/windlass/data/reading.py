@@ -7,6 +7,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from windlass.data.messages import unfill_arguments
+from windlass.data.messages import Structs, unfill_arguments
 from windlass.data.progress import show_progress
 from windlass.errors import UserError
 from windlass.files import refuse_duplicate_keys
@@ -210,8 +211,13 @@ def parse_batch(_: Path, batch: Any) -> Iterator[Row]:
 
 def list_rows(batch: Any) -> list[Row]:
     rows: list[Row] = batch.to_pylist()
-    structs = any("arguments: struct<" in str(kind) for kind in batch.schema.types)
-    return [unfill_arguments(row) for row in rows] if structs else rows
+    kinds = {field.name: str(field.type) for field in batch.schema}
+    if any("arguments: struct<" in kind for kind in kinds.values()):
+        rows = [unfill_arguments(row) for row in rows]
+    for name in (name for name, kind in kinds.items() if re.match(r"\w*list<\w+: struct<", kind)):
+        for row in rows:
+            row[name] = row[name] and Structs(row[name])
+    return rows
 
 
 def arrow_batches(path: Path) -> Iterator[Any]:

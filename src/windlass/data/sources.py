@@ -212,11 +212,12 @@ def _sample_row_groups(path: Path, stride: int) -> Iterator[tuple[Path, int, Row
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
-        groups = file.metadata.num_row_groups
-        chosen = range(0, groups, max(1, groups // ROW_GROUPS))
-        each = -(-file.metadata.num_rows // stride // len(chosen))
-        starts = [0, *accumulate(file.metadata.row_group(i).num_rows for i in range(groups))]
+        sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+        starts = [0, *accumulate(sizes)]
+        filled = [group for group, size in enumerate(sizes) if size]
+        chosen = filled[:: max(1, len(filled) // ROW_GROUPS)]
         for group in chosen:
+            each = -(-file.metadata.num_rows // stride // len(chosen))
             batch = next(file.iter_batches(each, row_groups=[group]))
             yield from ((path, starts[group] + i, row) for i, row in enumerate(list_rows(batch), 1))
 
