@@ -57,7 +57,8 @@ def test_steps_learn_from_a_model_without_files(model: Any, name: str, layers: i
     if name == "layers":
         odd = [row["rows"] for row in found if "masked" in row["rows"] or "cuDNN" in row["rows"]]
         assert odd == ["2 x 64, cuDNN", "4 x 32, masked", "2 x 64, masked"]
-    assert {row["base"] for row in found} == ({"bf16", "fp8"} if name == "layers" else {"fp8"})
+    bases = {"layers": {"bf16", "fp8"}, "whole-nf4": {"nf4"}}
+    assert {row["base"] for row in found} == bases.get(name, {"fp8"})
 
 
 def test_each_fused_part_has_a_row(model: Any) -> None:
