@@ -420,6 +420,24 @@ def test_linear_layers_are_rounded_before_their_adapter_is_added(tmp_path: Path)
     assert torch.equal(layer(x), before)
 
 
+def test_products_that_a_processor_only_emulates_are_those_of_autocast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for sums in another order, after which few values are rounded the other way."""
+    exported = make_dense(tmp_path)
+    layer = open_adapter(plain_model(exported.base), exported.adapter).base_model.model.model.layers[0].self_attn.q_proj
+    x = torch.randn(50, layer.in_features)
+    exact, found = layer(x), []
+    for has in (True, False):
+        monkeypatch.setattr("windlass.train.kernels.products.has_bf16_products", lambda has=has: has)
+        with torch.no_grad(), as_served(CPU):
+            found.append(layer(x))
+    by_autocast, by_hand = found
+    assert by_hand.dtype == by_autocast.dtype == torch.bfloat16
+    assert (by_hand == by_autocast).float().mean() > 0.95 > (exact == by_autocast).float().mean()
+    assert torch.allclose(by_hand, by_autocast, rtol=2**-7, atol=1e-4)
+
+
 def test_experts_products_are_rounded_before_their_adapter_is_added() -> None:
     """Two experts, whose base is in float32 with values of bfloat16."""
     experts = torch.nn.Module()

@@ -488,8 +488,8 @@ class ChatTemplate:
             )
         body_end = start if begin < start or turns[i].calls else begin + len(body)
         end = self.pieces.find_end(text, start)
-        if self.opens_always:
-            end = text.find(self.end, body_end) + len(self.end)
+        if self.opens_always and (closed := text.find(self.end, body_end)) >= 0:
+            end = closed + len(self.end)
         return Answer(text, start, end, body_end, after_prompt or i == 0)
 
     def require_roles(self, turns: Sequence[Turn]) -> None:

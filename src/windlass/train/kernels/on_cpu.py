@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -28,6 +29,10 @@ NAME: Final = "windlass"  # of this implementation among transformers' own
 PART_NUMBERS: Final = 2**20  # in the rows that are multiplied with experts' adapters at once
 ROWS: Final = 16  # products have multiples of so many rows: see `rounds_rows`
 Lengths = list[int]
+PRODUCTS: Final = {
+    *(nn.functional.linear, nn.functional.scaled_dot_product_attention, torch.mm, torch.bmm, torch.addmm),
+    *(torch.baddbmm, torch.matmul, Tensor.matmul, Tensor.__matmul__),
+}
 
 
 # --- experts ---
@@ -90,6 +95,24 @@ def pack_grad_b(grad_b: Tensor, b: Tensor, scaling: float) -> Tensor:
     rows = b.new_empty(r, experts, b.shape[0])
     torch.mul(grad_b.transpose(0, 1), scaling, out=rows)
     return pack_experts(".lora_B.", rows.transpose(0, 1)).contiguous()
+
+
+# --- bfloat16 that is only emulated ---
+
+
+class RoundedProducts(TorchFunctionMode):
+    """Products as under autocast to bfloat16, computed in float32: kernels for bfloat16 on a processor without
+    instructions for it take many times as long. Without gradients."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        rounded = [each.bfloat16().float() if _is_floating(each) else each for each in args]
+        return func(*rounded, **(kwargs or {})).bfloat16()
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 # --- attention ---

@@ -9,7 +9,7 @@ What an adapter adds goes into the product, which adds it to its float32 sums (`
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Final
 
 import torch
@@ -19,6 +19,7 @@ from transformers.integrations.moe import _grouped_linear, _grouped_mm
 
 from windlass import settings
 from windlass.errors import Problem, UserError, raise_all
+from windlass.hardware import has_bf16_products
 from windlass.model import Base, Parameter
 from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.settings import FOUR_BITS, PUBLISHED
@@ -41,8 +42,10 @@ class Rounding:
 def as_served(device: torch.device) -> Iterator[None]:
     """Compute as servers in bfloat16 do: a product with the base is rounded before the adapter is added."""
     Rounding.twice = True
+    emulated = device.type == "cpu" and not has_bf16_products()
+    products = on_cpu.RoundedProducts() if emulated else nullcontext()
     try:
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=not emulated), products:
             yield
     finally:
         Rounding.twice = False
