@@ -35,7 +35,7 @@ IN_8_BITS: dict[str, Any] = {
 
 def of_four(world: int, **rest: Any) -> dict[str, Any]:
     """Return a run of 4 rows a step."""
-    return case(world, **{"micro": 4 // world, **rest})
+    return case(world, **{"micro": 4 // world, "without_probe": True, **rest})
 
 
 ALONE = {

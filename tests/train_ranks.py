@@ -253,6 +253,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         return loop
 
     original, run.make_loop, libraries = run.make_loop, loop_of, vars(connect)["read_versions"]
+    write_probe = vars(run)["write_probe"]
     folder = Path.cwd()
     try:
         if here.rank == 1 and "folder_of_rank_1" in case:
@@ -274,6 +275,8 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
             bases = case.get("base_dtypes", ())
             seen["code"] = evaluate_all(plan, here, folder_of_run, lambda _: None, base_dtypes=bases, **allowed)
         else:
+            if case.get("without_probe"):
+                vars(run)["write_probe"] = lambda *_: None
             seen["code"] = run.train_rank(plan, here, resume=case.get("resume", False), **allowed)
     except UserError as error:
         seen["error"] = str(error)
@@ -281,7 +284,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         seen["where"] = error.problems[0].where
     finally:
         os.chdir(folder)
-        run.make_loop, vars(connect)["read_versions"] = original, libraries
+        run.make_loop, vars(connect)["read_versions"], vars(run)["write_probe"] = original, libraries, write_probe
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     loop = seen.pop("loop", None)  # it is compiled still if no layer had to run eagerly
     seen |= {
