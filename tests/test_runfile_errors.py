@@ -260,6 +260,8 @@ THREE = "cluster.nodes=3"
 # Overrides, by the code of what is wrong with the first of them.
 CLASHES = {
     "broken-rule": [
+        ["train.output_dir=/data/run", "cluster.volumes=[{claim: a, path: /}, {empty_dir: 1Gi, path: /data}]"],
+        ["train.output_dir=/data/run", "cluster.volumes=[{claim: a, path: /data, read_only: true}]"],
         ["train.fp16=true"],
         ["data.val_split=null"],
         ["data.val_fraction=0.1", "data.val_split=test"],

@@ -1,6 +1,7 @@
 """Settings that contradict each other, and settings without effect."""
 
 from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
 
 from windlass.errors import DEFAULT, Problem, UserError, Where, is_written
 from windlass.runfile import names
@@ -255,6 +256,14 @@ def _check_machines(run: Run) -> Iterator[Clash]:
             yield key, "only an empty_dir has a medium", "remove medium"
         if any(volume.path.rstrip("/") == other.path.rstrip("/") for other in cluster.volumes[:index]):
             yield key, f"two volumes at {volume.path}", "mount one of them elsewhere"
+    folder = PurePosixPath(run.folder)
+    around = [volume for volume in cluster.volumes if folder.is_relative_to(volume.path)]
+    innermost = max(around, key=lambda volume: len(volume.path.rstrip("/")), default=None)
+    if innermost and innermost.empty_dir:
+        what = f"{folder} is in an empty_dir, which is gone with its pod: all that the run writes would be lost"
+        yield run.folder_key, what, "name a folder of a claim"
+    elif innermost and (innermost.read_only or innermost.secret or innermost.config_map):
+        yield run.folder_key, f"{folder} is on a volume that can't be written", "name a folder of a claim"
     yield from _check_pods("cluster.runai", cluster.runai)
     yield from _check_pods("cluster.kubernetes", cluster.kubernetes)
     yield from _check_kubernetes(cluster.kubernetes, run.watch)
