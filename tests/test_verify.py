@@ -65,6 +65,7 @@ class Stub:
     most: int = 512  # tokens of a prompt
     cut: int = 0  # tokens missing from its log-probabilities
     key: str = ""
+    tokens: Any = None  # what /tokenize answers; None: tokens
     decoder: Any = None  # another model, which decodes
 
     @torch.no_grad()
@@ -133,7 +134,7 @@ class Stub:
                     return self.answer(401, {"error": "no"})
                 try:
                     if self.path == "/tokenize":
-                        return self.answer(200, {"tokens": stub.tokenize(body)})
+                        return self.answer(200, {"tokens": stub.tokens or stub.tokenize(body)})
                     if self.path == "/v1/completions" and body["model"] == stub.name:
                         return self.answer(200, {"choices": [stub.complete(body)]})
                 except ValueError as error:
@@ -484,6 +485,13 @@ def test_what_makes_a_comparison_impossible(mixture: Exported, tmp_path: Path) -
     tiny.write_tokenizer(tmp_path / "tokenizer", 400)
     with refused("other-tokenizer"):
         Stub(stub.model, AutoTokenizer.from_pretrained(tmp_path / "tokenizer")).verify(mixture.folder)
+
+
+@pytest.mark.parametrize("tokens", [["a", "b"], [None]])
+def test_a_server_whose_tokens_are_no_numbers(mixture: Exported, tokens: list[Any]) -> None:
+    verdict = mixture.stub(tokens=tokens).verify(mixture.folder)
+    assert verdict.passed
+    assert [note for note in verdict.notes if note.startswith("chat template: not compared")]
 
 
 def test_the_probe_of_another_export(mixture: Exported, tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ class Server:
         try:
             answer = self.request("/tokenize", {"model": self.model, **body})
             return [int(token) for token in answer["tokens"]]
-        except (RefusedError, KeyError, TypeError):
+        except (RefusedError, KeyError, TypeError, ValueError):
             return None
 
 

@@ -369,7 +369,9 @@ def check_template(server: Server, probe: dict[str, Any], verdict: Verdict) -> N
                 f"the server's chat template is another than the one trained with: {describe_tokens(tokens, trained)}"
             )
             return
-    if chats:
+    if chats and not compared:
+        verdict.notes.append("chat template: not compared, since the server has no usable /tokenize")
+    elif chats:
         verdict.notes.append(f"chat template: {compared} of {len(chats)} chats have the tokens trained on")
 
 

@@ -101,14 +101,15 @@ def pack_grad_b(grad_b: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 class RoundedProducts(TorchFunctionMode):
-    """Products as under autocast to bfloat16, computed in float32: kernels for bfloat16 on a processor without
+    """Products under autocast to bfloat16, computed in float32: kernels for bfloat16 on a processor without
     instructions for it take many times as long. Without gradients."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in PRODUCTS:
+        if func not in PRODUCTS or not torch.is_autocast_enabled("cpu"):
             return func(*args, **(kwargs or {}))
         rounded = [each.bfloat16().float() if _is_floating(each) else each for each in args]
-        return func(*rounded, **(kwargs or {})).bfloat16()
+        with torch.autocast("cpu", enabled=False):
+            return func(*rounded, **(kwargs or {})).bfloat16()
 
 
 def _is_floating(value: Any) -> bool:

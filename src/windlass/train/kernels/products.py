@@ -45,7 +45,7 @@ def as_served(device: torch.device) -> Iterator[None]:
     emulated = device.type == "cpu" and not has_bf16_products()
     products = on_cpu.RoundedProducts() if emulated else nullcontext()
     try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=not emulated), products:
+        with torch.autocast(device.type, torch.bfloat16), products:
             yield
     finally:
         Rounding.twice = False
