@@ -1,12 +1,12 @@
 """Settings that contradict each other, and settings without effect."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePosixPath
 
 from windlass.errors import DEFAULT, Problem, UserError, Where, is_written
 from windlass.runfile import names
 from windlass.runfile.fields import Run, RunFile, ScriptRun, Train, Watch
-from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Kubernetes, Pods
+from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Kubernetes, Pods, Volume
 from windlass.runfile.rows import Data
 from windlass.variables import find_unread, is_set_by_launcher
 
@@ -17,7 +17,7 @@ _SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "PR
 
 def find_contradictions(run: RunFile | ScriptRun, where: Where, is_valid: Callable[[str], bool]) -> list[Problem]:
     """Return all contradictions among the valid keys; those of sizes and ranks are the plan's to find."""
-    clashes = list(_check_machines(run))
+    clashes = [*_check_machines(run), *_check_folder(run.folder, run.folder_key, run.cluster.volumes)]
     if isinstance(run, ScriptRun):
         clashes += _check_script(run)
     else:
@@ -256,14 +256,6 @@ def _check_machines(run: Run) -> Iterator[Clash]:
             yield key, "only an empty_dir has a medium", "remove medium"
         if any(volume.path.rstrip("/") == other.path.rstrip("/") for other in cluster.volumes[:index]):
             yield key, f"two volumes at {volume.path}", "mount one of them elsewhere"
-    folder = PurePosixPath(run.folder)
-    around = [volume for volume in cluster.volumes if folder.is_relative_to(volume.path)]
-    innermost = max(around, key=lambda volume: len(volume.path.rstrip("/")), default=None)
-    if innermost and innermost.empty_dir:
-        what = f"{folder} is in an empty_dir, which is gone with its pod: all that the run writes would be lost"
-        yield run.folder_key, what, "name a folder of a claim"
-    elif innermost and (innermost.read_only or innermost.secret or innermost.config_map):
-        yield run.folder_key, f"{folder} is on a volume that can't be written", "name a folder of a claim"
     yield from _check_pods("cluster.runai", cluster.runai)
     yield from _check_pods("cluster.kubernetes", cluster.kubernetes)
     yield from _check_kubernetes(cluster.kubernetes, run.watch)
@@ -273,6 +265,17 @@ def _check_machines(run: Run) -> Iterator[Clash]:
         elif isinstance(value, str) and value and name.upper().endswith(_SECRET):
             hint = f"keep it in a secret: {name}: {{secret: NAME, key: KEY}}"
             yield f"cluster.env.{name}", "looks like a secret, but a run file is copied into the run folder", hint
+
+
+def _check_folder(folder: str, key: str, volumes: Iterable[Volume]) -> Iterator[Clash]:
+    """Yield a clash if the run folder's volume can't be written, or is gone with its pod."""
+    around = [volume for volume in volumes if PurePosixPath(folder).is_relative_to(volume.path)]
+    innermost = max(around, key=lambda volume: len(volume.path.rstrip("/")), default=None)
+    if innermost and innermost.empty_dir:
+        what = f"{folder} is in an empty_dir, which is gone with its pod: all that the run writes would be lost"
+        yield key, what, "name a folder of a claim"
+    elif innermost and (innermost.read_only or innermost.secret or innermost.config_map):
+        yield key, f"{folder} is on a volume that can't be written", "name a folder of a claim"
 
 
 def _check_pods(name: str, pods: Pods) -> Iterator[Clash]:
