@@ -138,8 +138,6 @@ def run_cases(folder: Path, model: Path, world: int, cases: dict[str, dict[str, 
         outcomes = launched(folder, world, cases, name)
     for name in cases:
         assert outcomes[name].get("code", 0) in (0, 75), (name, outcomes[name].get("error"))
-        seconds = [event["seconds"] for event in outcomes.steps(name) if "seconds" in event]
-        print(f"  {name}: {', '.join(f'{each:.1f}' for each in seconds)} s a step")
     return outcomes
 
 

@@ -308,6 +308,9 @@ def test_what_only_reads_leaves_a_finished_run_as_it_is(windlass: Windlass, tmp_
     changed = windlass("train", str(file), *mine, "--override", "train.max_steps=4", "--resume", code=2)
     assert "was 2 when this run began, is 4 now" in changed
     assert f"lora.adapter: {folder}/final goes on from there" in changed
+    other_rows = f"data.dataset_name_or_path={tmp_path / 'made' / 'data' / 'train.jsonl'}"
+    rows = ("--override", other_rows, "--override", "data.val_split=null")
+    assert "was" in windlass("train", str(file), *mine, *rows, "--resume", code=2)
     after = read_folder(folder)
     assert {name: after[name] for name in after if name in before or not name.startswith("tokens/")} == before
 

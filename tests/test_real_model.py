@@ -153,8 +153,8 @@ def test_mixture_answers_like_the_dense_model(alone: Outcomes) -> None:
     names = ("alone", "mixture", "mixture in FP8")
     dense, mixture, in_8_bits = (real.read_base_loss(alone.folder / name) for name in names)
     print(f"evaluation loss of the base: dense {dense:.4f}, mixture {mixture:.4f}, in FP8 {in_8_bits:.4f}")
-    assert mixture == pytest.approx(dense, abs=0.02)
-    assert mixture != in_8_bits == pytest.approx(mixture, abs=0.05)
+    assert mixture == pytest.approx(dense, abs=0.05)  # its experts have 1 % of noise
+    assert mixture + 0.01 < in_8_bits < mixture + 0.2
 
 
 @pytest.mark.parametrize("name", ["mixture, expert-parallel", "mixture, full-shard"])

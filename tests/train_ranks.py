@@ -349,7 +349,9 @@ def split_pairs(table: Any) -> Dataset:
     for row in table.to_pylist():
         middle, _ = row["seq_lengths"]
         sides = [(row["input_ids"][part], row["labels"][part]) for part in (slice(middle), slice(middle, None))]
-        (chosen, marks), (rejected, _) = sides
+        # Behind an answer a template may write what is not trained on.
+        ends = [max(place for place, label in enumerate(marks) if label != -100) + 1 for _, marks in sides]
+        (chosen, marks), (rejected, _) = ((ids[:end], marks) for (ids, marks), end in zip(sides, ends, strict=True))
         prompt = next(place for place, label in enumerate(marks) if label != -100)
         assert chosen[:prompt] == rejected[:prompt]
         rows.append({"prompt_ids": chosen[:prompt], "chosen_ids": chosen[prompt:], "rejected_ids": rejected[prompt:]})

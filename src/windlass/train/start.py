@@ -33,7 +33,11 @@ from windlass.runfile.resumed import find_changes
 from windlass.train.ranking import Ranking
 from windlass.train.script import run_script, run_script_rank
 
-LENGTH: Final = ("train.max_steps", "train.num_train_epochs")
+# What a finished run must have as well to be the one that is asked for; an unfinished one proves it later.
+ASKED: Final = (
+    *("train.max_steps", "train.num_train_epochs", "data.dataset_name_or_path", "model.model_name_or_path"),
+    "lora.adapter",
+)
 PLAN = "plan"  # in the status directory: the plan that this machine's ranks share
 
 
@@ -78,17 +82,16 @@ def train(
 
 
 def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
-    """Refuse to train where a run has finished. If it is this one and to be resumed, say so and exit."""
-    if not is_finished(plan.folder):
+    """Refuse to train where a run has finished. If it is this one and to be resumed, say so and exit. A finished sweep
+    may get more trials."""
+    if getattr(plan, "trials", ()) or not is_finished(plan.folder):
         return
     where = plan.where(plan.run.folder_key)
     if resume or (isinstance(plan, Plan) and plan.run.train.resume == "auto"):
         if isinstance(plan, Plan):
-            hint = (
-                f"train into another folder than {plan.folder}; lora.adapter: {plan.folder / FINAL} goes on from there"
-            )
+            hint = f"name another train.output_dir; lora.adapter: {plan.folder / FINAL} goes on from there"
             then = read_manifest(plan.folder).get("run", {})
-            raise_all(find_changes(then, record_run(plan.run), plan.where, hint, LENGTH))
+            raise_all(find_changes(then, record_run(plan.run), plan.where, hint, ASKED))
         print(f"{plan.folder} contains this run, finished: nothing is left to train", file=sys.stderr, flush=True)
         sys.exit(0)
     require_unfinished(plan.folder, plan.run.folder_key, where)

@@ -389,7 +389,8 @@ def check_run_folder(c: Context) -> Result:
         hint = "mount the volume writable, or name another folder; a read-only file system is so for root too"
         return failed("run folder", f"files can't be written, locked and renamed: {wrong}", hint, where)
     try:
-        require_unfinished(folder, c.loaded.run.folder_key, where)
+        if not getattr(c.loaded, "trials", ()):  # a finished sweep may get more
+            require_unfinished(folder, c.loaded.run.folder_key, where)
     except UserError as error:
         return failed("run folder", error.problems[0].problem, error.problems[0].hint, where)
     made = "" if folder.is_dir() else ", where it will be created"
