@@ -271,7 +271,7 @@ def test_a_machine_without_torch_gets_the_command_to_install(tmp_path: Path) -> 
 @pytest.mark.fault(
     "a finished run made longer",
     "`windlass train run.yaml --resume`",
-    "train.max_steps: was 2 when this run began, is 4 now",
+    "was 2 when this run began, is 4 now",
 )
 def test_what_only_reads_leaves_a_finished_run_as_it_is(windlass: Windlass, tmp_path: Path) -> None:
     """Of settings that the run did not have, and of its own: `report` believes what is in the folder."""

@@ -91,7 +91,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
         model, _ = load_base(plan.base, plan.layout, **run.describe_precision(plan))
         base_alone = BaseAlone(model, ())
         adapted = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
-        return run.make_loop(plan, session, adapted, data, tokenizer, base_alone, facts={})
+        return run.make_loop(
+            plan, session, adapted, data, tokenizer, base_alone, facts={"base_digest": "", "base_config": ""}
+        )
 
     yield made
     for number, handler in handlers.items():

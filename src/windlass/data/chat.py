@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import difflib
 import itertools
 import json
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -37,6 +34,7 @@ from windlass.data.messages import (
     require_calls,
 )
 from windlass.data.shapes import RowShape, find_shape, make_placeholders
+from windlass.data.within import run_within
 from windlass.errors import UserError, Where
 from windlass.files import read_json
 
@@ -584,25 +582,6 @@ def list_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the tokens that generation ends at: those of the model's generation_config.json and the tokenizer's."""
     ends = read_json(Path(str(tokenizer.name_or_path)) / "generation_config.json").get("eos_token_id")
     return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
-
-
-def run_within(seconds: float, work: Callable[[], Any]) -> Any:
-    """Run this in a thread that is ended, with TimeoutError, after so many seconds."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # also the SystemExit that ends it
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        return future.result(seconds)
-    except TimeoutError:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-        raise
 
 
 def choose_template(

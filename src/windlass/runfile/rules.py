@@ -271,10 +271,12 @@ def _check_folder(folder: str, key: str, volumes: Iterable[Volume]) -> Iterator[
     """Yield a clash if the run folder's volume can't be written, or is gone with its pod."""
     around = [volume for volume in volumes if PurePosixPath(folder).is_relative_to(volume.path)]
     innermost = max(around, key=lambda volume: len(volume.path.rstrip("/")), default=None)
-    if innermost and innermost.empty_dir:
+    if innermost is None or len(innermost.sources) != 1:
+        return
+    if innermost.empty_dir:
         what = f"{folder} is in an empty_dir, which is gone with its pod: all that the run writes would be lost"
         yield key, what, "name a folder of a claim"
-    elif innermost and (innermost.read_only or innermost.secret or innermost.config_map):
+    elif innermost.read_only or innermost.secret or innermost.config_map:
         yield key, f"{folder} is on a volume that can't be written", "name a folder of a claim"
 
 
