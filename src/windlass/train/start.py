@@ -92,7 +92,8 @@ def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
             hint = f"name another train.output_dir; lora.adapter: {plan.folder / FINAL} goes on from there"
             then = read_manifest(plan.folder).get("run", {})
             raise_all(find_changes(then, record_run(plan.run), plan.where, hint, ASKED))
-        print(f"{plan.folder} contains this run, finished: nothing is left to train", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{plan.folder} contains this run, finished: nothing is left to train", file=sys.stderr, flush=True)
         sys.exit(0)
     require_unfinished(plan.folder, plan.run.folder_key, where)
 
