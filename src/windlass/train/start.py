@@ -25,7 +25,7 @@ from windlass.ranks.place import Node, read_node, require_one_process_per_node, 
 from windlass.ranks.rank import Rank, ignore_signals, read_rank, run_rank
 from windlass.ranks.rendezvous import LOST
 from windlass.ranks.supervisor import make_environments, require_all_nodes, reserve_port, run_ranks
-from windlass.run_folder import FINAL, is_finished, read_manifest, require_unfinished
+from windlass.run_folder import FINAL, FINISHED, TRIALS, read_manifest, require_unfinished
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import find_absent_trackers
 from windlass.runfile.recorded import record_run
@@ -84,14 +84,14 @@ def train(
 def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
     """Refuse to train where a run has finished. If it is this one and to be resumed, say so and exit. A finished sweep
     may get more trials."""
-    if getattr(plan, "trials", ()) or not is_finished(plan.folder):
+    recorded = read_manifest(plan.folder)
+    if recorded.get("state") != FINISHED or TRIALS in recorded or getattr(plan, "trials", ()):
         return
     where = plan.where(plan.run.folder_key)
     if resume or (isinstance(plan, Plan) and plan.run.train.resume == "auto"):
         if isinstance(plan, Plan):
             hint = f"name another train.output_dir; lora.adapter: {plan.folder / FINAL} goes on from there"
-            then = read_manifest(plan.folder).get("run", {})
-            raise_all(find_changes(then, record_run(plan.run), plan.where, hint, ASKED))
+            raise_all(find_changes(recorded.get("run", {}), record_run(plan.run), plan.where, hint, ASKED))
         if os.environ.get("RANK", "0") == "0":
             print(f"{plan.folder} contains this run, finished: nothing is left to train", file=sys.stderr, flush=True)
         sys.exit(0)
