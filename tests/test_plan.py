@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from refusals import refused
+from text_run import make_text_run
 
 from windlass import hardware
 from windlass.data.mix import RowSet
@@ -686,3 +687,17 @@ if __name__ == "__main__":
         (GOLDEN / f"{name}.json").write_text(write_json(rounded(planned(name).as_dict())) + "\n")
     rows = [f"{json.dumps(name)}: {json.dumps(figures(planned(name).as_dict()))}" for name in CASES]
     (GOLDEN / "figures.json").write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_bfloat16_that_a_processor_only_emulates(has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.hardware.has_bf16_products", lambda: has)
+    file = make_text_run(tmp_path / "made")
+
+    def planned(*overrides: str) -> Any:
+        return make_plan(read_run_file(file, list(overrides)))
+
+    assert planned("model.torch_dtype=float32", "train.bf16=auto").run.train.bf16 is has
+    cautions = planned("train.bf16=true").warnings
+    warned = [each for each in cautions if "no instructions for bfloat16" in each.text]
+    assert len(warned) == (0 if has else 1)

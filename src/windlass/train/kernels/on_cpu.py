@@ -46,7 +46,7 @@ def rounds_rows(x: Tensor) -> bool:
     """Return whether products of these rows have rounded numbers of rows; experts then multiply one after the other.
 
     On a CPU, oneDNN prepares each 16-bit product for its number of rows, which takes half a millisecond, and caches
-    1,024 of them, 0.1 MiB each. They are scattered over the heap, and free memory between them fits no tensor.
+    1,024 of them.
     """
     return x.device.type == "cpu" and x.element_size() == 2
 
