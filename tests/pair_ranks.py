@@ -151,7 +151,7 @@ def train_by_trl(plan: Plan, out: Path) -> dict[str, Any]:
         disable_tqdm=True,
         packing=packed,
         padding_free=packed,
-        pad_to_multiple_of=None if packed else 16,  # as windlass pads on a CPU: noise and dropout depend on it
+        pad_to_multiple_of=16,  # as windlass pads on a CPU: noise and dropout depend on it
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
         router_aux_loss_coef=train.router_aux_loss_coef or 0.0,

@@ -225,8 +225,8 @@ def test_meter_writes_configured_counts(trained: Path) -> None:
     manifest = json.loads((trained / "run/manifest.json").read_text())
     assert (manifest["state"], manifest["kind"], manifest["ranks"]) == ("finished", "script", 2)
     done = windlass("train", trained / "run.yaml", "--resume")
-    assert done.returncode == 2
-    assert "contains a finished run" in done.stderr
+    assert done.returncode == 0
+    assert "contains this run, finished: nothing is left to train" in done.stderr
     assert json.loads((trained / "run/manifest.json").read_text()) == manifest
 
 
