@@ -14,6 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset
@@ -23,6 +24,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from train_ranks import SAME, Plain, Rows, before
 from transformers import AutoModelForCausalLM, set_seed
+from transformers.models.mixtral import modeling_mixtral
 from trl import SFTConfig
 
 from windlass import plan as planning
@@ -118,11 +120,21 @@ def adapt(model: nn.Module, plan: Plan) -> PeftModel:
 class Oracle(Plain):
     """TRL, drawing the random numbers that the run draws."""
 
-    def training_step(self, *arguments: Any, **named: Any) -> Any:
+    def training_step(self, model: Any, inputs: dict[str, Any], *others: Any) -> Any:
         if not getattr(self, "begun", False):
             self.begun = True
             torch.manual_seed(99)
-        return super().training_step(*arguments, **named)
+        if "attention_mask" in inputs:
+            return super().training_step(model, inputs, *others)
+        # Rows end to end have no mask, and padding would be balanced too: it is behind the last token with a position.
+        real = inputs["position_ids"].flip(1).cumsum(1).flip(1) > 0
+        balance = modeling_mixtral.load_balancing_loss_func
+
+        def balance_real(logits: Any, experts: int, top_k: int, _: None = None) -> Any:
+            return balance(logits, experts, top_k, real)
+
+        with patch.object(modeling_mixtral, "load_balancing_loss_func", balance_real):
+            return super().training_step(model, inputs, *others)
 
 
 def train_by_trl(plan: Plan, out: Path) -> dict[str, Any]:
