@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from windlass.model.parameters import Piece, Stored
 from windlass.model.quantization import quantizable_names
 from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
+from windlass.plan.workload import ModelShape
 from windlass.runfile import Lora
 from windlass.train import parallel
 from windlass.train.lora import attach_adapter
@@ -155,22 +156,28 @@ def make_machine() -> hardware.Machine:
 
 
 def replan(rows: list[Row]) -> list[Row]:
-    """Return rows of layers with the seconds that the plan has for them now."""
+    """Return rows of layers and whole models with the seconds that the plan has for them now."""
     global card
     name = rows[0]["gpu"].partition(",")[0].removeprefix("NVIDIA ")
     card = partial(hardware.find_gpu, name)
     sizes = Sizes(tiny=False)
-    found, lora = headers(sizes, sizes.some), lora_of(sizes, routed=False)
-    shape = read_shape(found, adapters.resolve_adapter(lora, found, str))
+
+    @cache
+    def shape(layers: int, routed: bool) -> ModelShape:
+        found = headers(sizes, layers)
+        return read_shape(found, adapters.resolve_adapter(lora_of(sizes, routed), found, str))
+
     planned = []
     for row in rows:
-        if row["part"] == "layers" and "tokens" in row:
+        part = row["part"]
+        if part in ("layers", "whole", "whole-experts", "whole-nf4") and "tokens" in row:
             words = row["rows"].split(", ")
             count, length = map(int, words[0].split(" x "))
             document = sizes.document if "by document" in words else None
+            model = shape(sizes.some if part == "layers" else sizes.layers, part == "whole-experts")
             batch, masked = Batch(count, 1, length), "masked" in words
             layout = layout_of(row["base"])
-            work = Workload(shape, layout, batch, make_machine(), "adamw_torch", 2, masked=masked, document=document)
+            work = Workload(model, layout, batch, make_machine(), "adamw_torch", 2, masked=masked, document=document)
             row = {**row, "plan_seconds": estimate_cost(work, advise=False).step_seconds}
         planned.append(row)
     return planned

@@ -613,7 +613,7 @@ PAGE = """\
 
 How the plan's estimates compare with runs that others published: `python benchmarks/published.py --write` makes this
 page from [benchmarks/published_runs.csv](../benchmarks/published_runs.csv), whose rows name their sources. What we
-measured ourselves, on one H100, is in [benchmarks](benchmarks.md#on-one-h100).
+measured ourselves, on one GPU, is in [benchmarks](benchmarks.md#on-one-h100-and-one-h200).
 
 ![Planned against published speed](accuracy.svg)
 
@@ -640,7 +640,8 @@ slower. Planned / published:
   Rows of other engines, and CPUs, dispatch operator by operator. On a GPU windlass fuses them, to [about half as many
   kernels](benchmarks.md#kernels-of-a-layer): its plans count those, and no published run has tested that count.
 - **Products**: by rows, width and dtype: the operations at the sustained rate, and the matrices' way through memory.
-- **Elementwise operators**: the bytes that they read and write, counted by the same trace, at the memory's rate.
+- **Elementwise operators**: the bytes that they read and write, counted by the same trace, at the memory's rate;
+  those on the rows of routed experts at 1,250 GB/s at most, [measured](benchmarks.md#on-one-h100-and-one-h200).
 - **Attention** by length; recomputation; FP8 decoded; loss, head, optimizer.
 - **Links**: latency and bytes by kind of collective and group. Weights are gathered while others compute; tokens are
   sent to experts between two products that wait for each other.

@@ -20,6 +20,7 @@ VIEW = 0.3
 COUNTED = ("layer", "adapters", "biased", "inputs", "expert_adapters")
 ADAPTED = ("adapted_in", "adapted_out", "adapted_r")
 OF_ADAPTERS = ("adapters", "biased", "inputs", *ADAPTED)
+OF_ROUTED = ("routed_hidden", "routed_width", "routed_in", "routed_out")
 OF_FUSED = ("inputs", "apart")  # no effect on layers that are not fused
 OF_LINEAR = ("inputs", "outputs", "weight", "square", "rows", "columns")  # the bytes of options are linear in these
 
@@ -76,6 +77,7 @@ class DispatchCounts:
     operators: float  # including views, at their fraction of a launch
     modules: float
     bytes: float  # per token, read and written by operators other than matrix products
+    routed: float  # of these, those of routed experts' rows
 
 
 @cache
@@ -97,7 +99,7 @@ def count_dispatch(
         count = {what: layer.traced.at(f"{phase}_{what}", length) for what in ("operators", "views", "bytes")}
         operators = count["operators"] + VIEW * count["views"] + rest.operators - without.operators
         moved = count["bytes"] / length + rest.bytes - without.bytes
-        return DispatchCounts(operators, rest.modules, moved)
+        return DispatchCounts(operators, rest.modules, moved, rest.routed)
     way = "separate" if separate else "fused"
     name = shape.base.family.model_type
     rows = load_operators()[way]
@@ -113,4 +115,4 @@ def count_dispatch(
         every = row[what] | {name: of_adapters[what].get(name, 0.0) for name in OF_ADAPTERS}
         return float(sum(size[name] * value for name, value in every.items() if name in names))
 
-    return DispatchCounts(of("operators") + VIEW * of("views"), of("modules"), of("bytes"))
+    return DispatchCounts(of("operators") + VIEW * of("views"), of("modules"), of("bytes"), of("bytes", OF_ROUTED))

@@ -19,6 +19,9 @@ SKEW = 1.03  # ranks wait for the slowest one, and collectives use some of the G
 LOGIT_BYTES = 26  # per logit in the loss: written, read, in float32, exponentiated, its gradient written and read
 UPDATE_BYTES = 40  # per trained parameter: gradient, two moments and value, read and written, and its norm
 MASKED = 3.7  # times as long under a mask, which flash attention has no kernel for: measured on an H100
+# GB/s of what is done to the rows of routed experts, wherever memory is faster: gathers, and products with weights in
+# float32, that torch's kernels are not fast at. Measured with all of Mistral Small 4 on an H200 and an H100.
+ROUTED_RATE = 1250.0
 GATHER_OPERATORS = 40  # to gather and free a layer: a few kernels, and FSDP2's Python; assumed
 DECODE_OPERATORS = 13  # per matrix on a CPU, which decodes with torch's own operators
 EXCHANGE_OPERATORS = 12  # per pass, to send tokens to experts and back; counted in a training step
@@ -263,6 +266,9 @@ def _estimate_layer(work: Workload, layer: Layer, phase: str, *, products: bool)
     dispatched = count_dispatch(shape, layer, phase, length, separate=work.separate, dora=work.dora)
     moved = dispatched.bytes * work.width / 2  # counted in 16 bits
     memory = moved * tokens / rates.memory_gb_per_second / 1e9
+    if not work.on_cpu and rates.memory_gb_per_second > ROUTED_RATE:
+        slower = 1 / ROUTED_RATE - 1 / rates.memory_gb_per_second
+        memory += dispatched.routed * work.width / 2 * tokens * slower / 1e9
     operators = dispatched.operators
     if work.layout.shard > 1:
         operators += GATHER_OPERATORS
