@@ -123,8 +123,11 @@ def test_a_part_is_named(name: str, bf16: bool) -> None:
 @pytest.mark.parametrize("scale", [0.7, 1.08, 1.3])
 def test_any_scale_is_named_where_the_noise_allows_it(scale: float) -> None:
     world = World()
-    result = world.judge(world.compute(bf16=False, scale=scale))
-    assert (result.verdict, result.nearest) == (IN_PART, AT_SCALE.format(scale))
+    for dtype in ("BF16", "F8"):  # of the base's weights; the server computes in float32
+        world.probe["dtype"] = dtype
+        result = world.judge(world.compute(bf16=False, scale=scale))
+        assert (result.verdict, result.nearest) == (IN_PART, AT_SCALE.format(scale)), dtype
+    world.probe["dtype"] = "BF16"
     assert world.judge(world.compute(bf16=True, scale=1.3)).verdict == IN_PART
 
 

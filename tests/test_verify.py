@@ -8,7 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from windlass.plan.layout import Layout
 from windlass.run_folder import PROBE
 from windlass.runfile import read_run_file
 from windlass.runfile.recorded import record_run
+from windlass.serve import client
 from windlass.serve.probe import find_probe
 from windlass.serve.verify import APPLIED, AS_BASE, IN_PART, UNDECIDED, Verdict, verify
 from windlass.train.kernels.products import as_served, grouped_linear
@@ -67,6 +68,7 @@ class Stub:
     key: str = ""
     tokens: Any = None  # what /tokenize answers; None: tokens
     decoder: Any = None  # another model, which decodes
+    busy: list[int] = field(default_factory=list)  # what it answers first; 0: it hangs up, 1: in the middle
 
     @torch.no_grad()
     def log_probs(self, ids: list[int], model: Any = None) -> Tensor:
@@ -125,11 +127,27 @@ class Stub:
                 self.end_headers()
                 self.wfile.write(content)
 
+            def fail(self, code: int) -> None:
+                if code > 1:
+                    self.send_response(code)
+                    self.send_header("Retry-After", "0")
+                    self.send_header("Content-Length", "4")
+                    self.end_headers()
+                    self.wfile.write(b"full")
+                elif code:
+                    self.send_response(200)
+                    self.send_header("Content-Length", "100")
+                    self.end_headers()
+                    self.wfile.write(b"{")
+                self.close_connection = True
+
             def do_GET(self) -> None:
                 self.answer(200, {"data": [{"id": stub.name}]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if stub.busy:
+                    return self.fail(stub.busy.pop(0))
                 if stub.key and self.headers["Authorization"] != f"Bearer {stub.key}":
                     return self.answer(401, {"error": "no"})
                 try:
@@ -485,6 +503,23 @@ def test_what_makes_a_comparison_impossible(mixture: Exported, tmp_path: Path) -
     tiny.write_tokenizer(tmp_path / "tokenizer", 400)
     with refused("other-tokenizer"):
         Stub(stub.model, AutoTokenizer.from_pretrained(tmp_path / "tokenizer")).verify(mixture.folder)
+
+
+@pytest.mark.fault("a server that is busy for longer than a minute", "`windlass verify`", "no answer: 503: full")
+def test_a_busy_server_is_asked_again(mixture: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PAUSE", 0.01)
+    said: list[str] = []
+    assert mixture.stub(busy=[503, 0, 1, 429]).verify(mixture.folder, say=said.append).passed
+    waits = [line for line in said if line.startswith("waiting")]
+    assert [
+        words in line
+        for words, line in zip(("503: full", "RemoteDisconnected", "IncompleteRead", "429"), waits, strict=True)
+    ]
+    monkeypatch.setattr(client, "PATIENCE", 0.0)
+    with refused("busy") as problems:
+        mixture.stub(busy=[503] * 9).verify(mixture.folder)
+    assert problems[0].problem == "no answer: 503: full"
+    assert "when it is not busy" in problems[0].hint
 
 
 @pytest.mark.parametrize("tokens", [["a", "b"], [None]])

@@ -2,15 +2,19 @@
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from windlass.errors import UserError
 
 SECONDS: Final = 300  # until an answer: the first request may compile
+PATIENCE: Final = 60.0  # seconds that one request is repeated for, if the server is busy or drops it
+PAUSE: Final = 1.0  # seconds before the first repetition; twice as long before each further one
+BUSY: Final = (429, 502, 503, 504)
 FORCING: Final = 100  # added to a token's logit
 SHOWN: Final = 300  # characters of a server's message
 
@@ -21,6 +25,14 @@ FORCED: Final = "forced"  # the tokens of a prompt, each generated
 
 class RefusedError(Exception):
     """The server understood the address, and refuses this request."""
+
+
+class BusyError(Exception):
+    """What may be answered if it is asked again. `pause`: after how many seconds the server says so."""
+
+    def __init__(self, why: str, pause: str | None = None) -> None:
+        super().__init__(why)
+        self.pause = float(pause) if pause and pause.isdecimal() else 0.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,7 @@ class Server:
     model: str = ""
     key: str | None = None
     key_variable: str = "OPENAI_API_KEY"
+    say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/").removesuffix("/v1")
@@ -46,8 +59,23 @@ class Server:
             self.url = f"http://{self.url}"
 
     def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the answer's JSON."""
-        where = self.url + path
+        """Return the answer's JSON. A server that is busy is asked again, for PATIENCE seconds at most."""
+        began, pause = time.monotonic(), PAUSE
+        while True:
+            try:
+                return self._ask(self.url + path, body)
+            except BusyError as busy:
+                wait = busy.pause or pause
+                if time.monotonic() - began + wait > PATIENCE:
+                    hint = (
+                        f"it was asked for {PATIENCE:.0f} s: verify it again when it is not busy, or at its own address"
+                    )
+                    raise UserError(f"no answer: {busy}", self.url + path, hint, "busy") from None
+                self.say(f"waiting   {busy}: asked again in {wait:.0f} s")
+                time.sleep(wait)
+                pause *= 2
+
+    def _ask(self, where: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -64,14 +92,21 @@ class Server:
                     f"put the server's key into the variable {self.key_variable}, or name another: --api-key-env NAME"
                 )
                 raise UserError(f"the server answers {error.code}", where, hint, "no-access") from None
-            raise RefusedError(f"{error.code}: {_read_message(text)}") from None
-        except (http.client.IncompleteRead, json.JSONDecodeError, UnicodeDecodeError):
+            why = f"{error.code}: {_read_message(text)}"
+            if error.code in BUSY:
+                raise BusyError(why, error.headers["Retry-After"]) from None
+            raise RefusedError(why) from None
+        except (http.client.IncompleteRead, ConnectionResetError, http.client.RemoteDisconnected) as error:
+            raise BusyError(f"the connection broke off ({type(error).__name__})") from None
+        except (json.JSONDecodeError, UnicodeDecodeError):
             hint = "name the address of an OpenAI-compatible server; a proxy may cut answers off"
             raise UserError("the answer is no complete JSON", where, hint, "cut-short") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            why = getattr(error, "reason", None) or error
+            reason = getattr(error, "reason", None) or error
+            if isinstance(reason, ConnectionResetError):
+                raise BusyError(f"the connection broke off ({type(reason).__name__})") from None
             hint = "start the server, wait until it has loaded, and name its address: http://HOST:PORT"
-            raise UserError(f"no answer: {why}", where, hint, "no-answer") from None
+            raise UserError(f"no answer: {reason}", where, hint, "no-answer") from None
 
     def list_models(self) -> list[str]:
         try:
