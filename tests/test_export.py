@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -568,6 +568,10 @@ def test_generate_gives_the_same_merged_and_unmerged(cases: dict[str, Case], tmp
     other = generate(cases["wide"].adapter, "def f", tokens=8, say=silent)
     assert one == other
     assert "".join(pieces).strip() == one.strip()
+    exported = tmp_path / "exported"  # finds its base, wherever it is opened from
+    export(cases["wide"].adapter, exported, say=silent, probes=False)
+    assert generate(exported, "def f", tokens=8, say=silent) == one
+    assert AutoPeftModelForCausalLM.from_pretrained(exported).active_adapter == "default"
     with refused("no-adapter"):
         generate(tmp_path, "x", say=silent)
 

@@ -47,13 +47,14 @@ def export_adapter(
     *,
     base_folder: str | None,
     base_name: str,
+    opened_by: str,
     dtype: str | None,
     model_class: str | None,
     server: str,
     environment: Mapping[str, str],
     say: Say,
 ) -> dict[str, Any]:
-    """Write and prove the adapter; return what export.json records."""
+    """Write and prove the adapter; return what export.json records. `opened_by`: what PEFT opens the base by."""
     # 1. If the base is available, the adapter must fit it; and a server must apply all of it.
     base = require_local_base(source, base_folder) if base_folder else find_local_base(source)
     deltas = read_deltas(source, base) if base else None
@@ -76,7 +77,7 @@ def export_adapter(
 
     # 2. Write.
     claim_folder(source, base.path if base else None, to, ADAPTER)
-    config = {**source.config, "base_model_name_or_path": base_name, "inference_mode": True}
+    config = {**source.config, "base_model_name_or_path": opened_by, "inference_mode": True}
     saved = load_file(source.weights)
     tensors = saved
     rename: Rename = str

@@ -13,7 +13,7 @@ from windlass.export.folder import ADAPTER, EXPORT, MERGED
 from windlass.export.merge import merge_adapter
 from windlass.export.probe import write_probe
 from windlass.export.screen import Say, ShowProgress, show_progress
-from windlass.export.source import choose_adapter, public_base_name
+from windlass.export.source import choose_adapter, locate_base, public_base_name
 from windlass.files import write_json
 from windlass.hardware import GIB
 from windlass.serve.servers import PEFT
@@ -87,6 +87,7 @@ def export(
                 to,
                 base_folder=base,
                 base_name=name,
+                opened_by=called or locate_base(source, base, name),
                 dtype=dtype,
                 model_class=model_class,
                 server=server or (PEFT if model_class else named) or PEFT,

@@ -104,9 +104,19 @@ def public_base_name(source: AdapterSource, base: str | None, given: str | None)
     """Return the base model's name for use on other machines: never a local path."""
     if given:
         return given
-    path = Path(base or str(source.config.get("base_model_name_or_path") or "unknown"))
+    path = Path(_get_base(source, base))
     if path.parent.name == "snapshots":  # the hub's cache: models--org--name/snapshots/hash
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")
     if not path.is_absolute() and not path.exists():
         return str(path)  # a hub id
     return path.resolve().name
+
+
+def locate_base(source: AdapterSource, base: str | None, name: str) -> str:
+    """Return what PEFT opens the base model by: its name on the hub, or the absolute path of a folder that has none."""
+    path = Path(_get_base(source, base))
+    return str(path.resolve()) if path.resolve().name == name and path.is_dir() else name
+
+
+def _get_base(source: AdapterSource, base: str | None) -> str:
+    return base or str(source.config.get("base_model_name_or_path") or "unknown")
