@@ -106,6 +106,11 @@ COLD = {"PYTHONUTF8": "1"}  # a warm interpreter has read TZ already
 
 @pytest.mark.long
 @pytest.mark.fault(
+    "a chat template that was edited before the resume",
+    "`windlass train --resume`",
+    "is not the one that this run began with",
+)
+@pytest.mark.fault(
     "a chat template that wrote another date when the run began",
     "`windlass train --resume`",
     "the same files make other tokens than when this run began",
@@ -121,5 +126,11 @@ def test_another_date_at_the_resume_is_refused_unless_the_tokens_are_there(chats
     code, said = windlass(f"{command} --resume", without, TZ="day+12", **COLD)
     assert code == 2, said
     assert "the same files make other tokens than when this run began" in " ".join(said.split())
+    edited = (chats / "own.jinja").read_text().replace("short", "brief")
+    (without / "own.jinja").write_text(edited)
+    code, said = windlass(f"{command} --resume", without, **COLD)
+    assert code == 2, said
+    assert "own.jinja, is not the one that this run began with" in " ".join(said.split())
+    assert "in run/checkpoints/step-1/manifest.json has it" in " ".join(said.split())
     code, said = windlass(f"{command} --resume", chats, TZ="day+12", **COLD)
     assert code == 0, said

@@ -135,7 +135,7 @@ def train_run(plan: Plan, session: Session) -> int:
             for note in data.audit["notes"]:
                 console.print(f"warning: data: {note}", style="yellow")
             fingerprints = {"data": data.fingerprint, "inputs": data.inputs}
-            require_same_data(from_checkpoint, fingerprints, plan)
+            require_same_data(from_checkpoint, fingerprints, plan, data.template)
             set_template(tokenizer, data.template)
 
             # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is

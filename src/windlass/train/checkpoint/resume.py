@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,13 +28,13 @@ from windlass.model.files import PUBLISHED
 from windlass.observe.format import format_plural
 from windlass.plan import Plan
 from windlass.ranks import collectives
-from windlass.run_folder import ADAPTER, read_manifest
+from windlass.run_folder import ADAPTER, MANIFEST, read_manifest
 from windlass.runfile.recorded import record_run
 from windlass.runfile.resumed import find_changes
 from windlass.settings import FOUR_BITS
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints, read_step, remove_partial_checkpoints
 from windlass.train.checkpoint.snapshot import STATE, require_intact
-from windlass.weights.same_base import FETCH_AGAIN, FLAG, require_same_base
+from windlass.weights.same_base import CHAT_TEMPLATE, FETCH_AGAIN, FLAG, require_same_base
 
 
 def claim_run_folder(
@@ -148,9 +149,12 @@ def require_same_run(
     raise_all(problems)
 
 
-def require_same_data(resumed: Path | None, data: Mapping[str, str], plan: Plan) -> None:
-    """Refuse changed data: other rows under the same name would take the same places. `data`: as `facts` record it."""
-    then = read_manifest(resumed) if resumed else data
+def require_same_data(
+    resumed: Path | None, data: Mapping[str, str], plan: Plan, template: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Refuse changed data: other rows under the same name would take the same places. `data`: as `facts` record it;
+    `template`: the chat template that wrote them, if one did."""
+    then: Mapping[str, Any] = read_manifest(resumed) if resumed else data
     if then.get("data") == data["data"]:
         return
     problem = "the data are not those this run began with, though the run file names the same"
@@ -163,6 +167,10 @@ def require_same_data(resumed: Path | None, data: Mapping[str, str], plan: Plan)
             "a chat template that writes the date needs the tokens of then: put the folder `tokens` of the run back, "
         )
         hint += "or train into another folder"
+    elif resumed and template and (began := then.get(CHAT_TEMPLATE)) and began["text"] != template["text"]:
+        code = "other-template"
+        problem = f"the chat template, {template['source']}, is not the one that this run began with"
+        hint = f"put it back (`chat_template` in {resumed / MANIFEST} has it), or train into another folder"
     raise UserError(problem, plan.where("data.dataset_name_or_path"), hint, code)
 
 
