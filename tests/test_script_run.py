@@ -1,5 +1,6 @@
 """Runs of kind: script, from the run file to the report; the ranks are real processes."""
 
+import contextlib
 import json
 import math
 import os
@@ -37,7 +38,7 @@ from windlass.plan.script import ScriptPlan, make_any_plan
 from windlass.ranks import supervisor as ranks
 from windlass.ranks.place import Node
 from windlass.runfile import LoadedScript, read_any, read_preset, read_run_file
-from windlass.train import script
+from windlass.train import script, start
 
 pytestmark = pytest.mark.long
 
@@ -431,6 +432,24 @@ def test_torchrun_starts_a_script_through_windlass(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert {"0", "1"} <= {file.name for file in (tmp_path / "run").iterdir()}
+
+
+def test_a_rank_that_starts_after_a_short_script_ended_runs_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher's rank 0 may be faster; a run that had finished before both is refused."""
+    made = make_any_plan(read_any(run_file(tmp_path, "pass")))
+    manifest = tmp_path / "run" / "manifest.json"
+    manifest.parent.mkdir()
+    manifest.write_text(json.dumps({"state": "finished"}))
+    for rank, refuses in (("1", False), ("0", True)):
+        monkeypatch.setenv("RANK", rank)
+        with refused("finished-run") if refuses else contextlib.nullcontext():
+            start.leave_finished(made, resume=False)
+    os.utime(manifest, (1.0, 1.0))
+    monkeypatch.setenv("RANK", "1")
+    with refused("finished-run"):
+        start.leave_finished(made, resume=False)
 
 
 @pytest.mark.parametrize("engine", ["job", "trainer"])

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from windlass.ranks.place import Node, read_node, require_one_process_per_node, 
 from windlass.ranks.rank import Rank, ignore_signals, read_rank, run_rank
 from windlass.ranks.rendezvous import LOST
 from windlass.ranks.supervisor import make_environments, require_all_nodes, reserve_port, run_ranks
-from windlass.run_folder import FINAL, FINISHED, TRIALS, read_manifest, require_unfinished
+from windlass.run_folder import FINAL, FINISHED, MANIFEST, TRIALS, read_manifest, require_unfinished
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import find_absent_trackers
 from windlass.runfile.recorded import record_run
@@ -87,6 +88,8 @@ def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
     recorded = read_manifest(plan.folder)
     if recorded.get("state") != FINISHED or TRIALS in recorded or getattr(plan, "trials", ()):
         return
+    if isinstance(plan, ScriptPlan) and os.environ.get("RANK", "0") != "0" and _ended_since_start(plan.folder):
+        return  # rank 0 of the same launcher was faster, and its script is short
     where = plan.where(plan.run.folder_key)
     if resume or (isinstance(plan, Plan) and plan.run.train.resume == "auto"):
         if isinstance(plan, Plan):
@@ -96,6 +99,13 @@ def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
             print(f"{plan.folder} contains this run, finished: nothing is left to train", file=sys.stderr, flush=True)
         sys.exit(0)
     require_unfinished(plan.folder, plan.run.folder_key, where)
+
+
+def _ended_since_start(folder: Path) -> bool:
+    """Return whether the folder's run has finished since this process began."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return (folder / MANIFEST).stat().st_mtime > time.time() - age
 
 
 def require_inputs(plan: AnyPlan) -> None:
