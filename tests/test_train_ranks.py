@@ -513,12 +513,16 @@ def test_a_signal_while_loading_ends_at_once_and_says_that_nothing_is_lost(
 
 
 def test_failure_names_the_signalled_rank_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    body = """
+    body = f"""
+    stopped = {str(tmp_path / "stopped")!r}
     def work():
         if here.rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(5)
-        raise ConnectionError("peer is gone") if not time.sleep(0.3) else None
+            open(stopped, "w").close()
+            time.sleep(60)
+        while not os.path.exists(stopped):
+            time.sleep(0.05)
+        raise ConnectionError("peer is gone")
     """
     assert crew(tmp_path, body) == SAVED
     assert "peer is gone" not in capfd.readouterr().err

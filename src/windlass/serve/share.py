@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from operator import mul
 from typing import Final
 
 OUTLIER: Final = 1.5 * 1.48  # medians of absolute residuals from which on they count less (Huber)
@@ -24,17 +25,19 @@ def fit_slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
     Unlikely tokens have log-probabilities with much more noise than others: they must not decide.
     """
-    weights = [1.0] * len(x)
+    weighted: Sequence[float] = x
     slope = error = 0.0
     for _ in range(ITERATIONS):
-        square = sum(w * a * a for w, a in zip(weights, x, strict=True))
+        square = sum(map(mul, weighted, x))
         if square < TINY * TINY:
             return 0.0, math.inf
-        before, slope = slope, sum(w * a * b for w, a, b in zip(weights, x, y, strict=True)) / square
+        before, slope = slope, sum(map(mul, weighted, y)) / square
         if abs(slope - before) < SETTLED * error:
             break
         rest = [b - slope * a for a, b in zip(x, y, strict=True)]
-        error = math.sqrt(sum((w * a * r) ** 2 for w, a, r in zip(weights, x, rest, strict=True))) / square
-        limit = OUTLIER * median_size(rest) + TINY
-        weights = [min(1.0, limit / (abs(r) + TINY)) for r in rest]
+        parts = list(map(mul, weighted, rest))
+        error = math.sqrt(sum(map(mul, parts, parts))) / square
+        sizes = [abs(r) + TINY for r in rest]
+        limit = OUTLIER * statistics.median(sizes)
+        weighted = [a if size <= limit else a * limit / size for a, size in zip(x, sizes, strict=True)]
     return slope, error

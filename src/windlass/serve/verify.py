@@ -42,7 +42,8 @@ ONCE, TWICE = 1, 2  # roundings of a sum: the second takes a part of an adapter
 ABOUT: Final = 0.05  # of what it takes, by which servers differ
 PRECISE: Final = 0.3  # of the usual noise in bfloat16: a server with less doesn't compute in it
 FAR_SCALES: Final = (0.5, 2.0)  # a polynomial through near ones would magnify what rounding does to each
-SCALE_STEPS: Final = 50  # into which a scale of 1 is divided
+SCALE_STEP: Final = 0.01  # by which a slope is measured
+SCALE_ROUNDS: Final = 6
 APPLIED: Final = "applied"
 AS_BASE: Final = "answers as the base"
 IN_PART: Final = "applied otherwise"
@@ -202,23 +203,23 @@ class Answers:
     def fit(self, name: str) -> Fit:
         """Fit a hypothesis, whose sums the server rounds once or twice."""
         exact = self.exact[name]
-        fits = [self.compare(name, ONCE, exact)]
+        expected = {ONCE: exact}
         if self.rounded:
             lost = subtract(exact, self.rounded[name])
             share = fit_slope(lost, subtract(exact, self.measured))[0]
-            fits = []
             for rounds in (ONCE, TWICE):
                 near = min(max(share, rounds - ONCE - ABOUT), rounds - ONCE + ABOUT)
-                expected = [value - near * part for value, part in zip(exact, lost, strict=True)]
-                fits.append(self.compare(name, rounds, expected))
+                expected[rounds] = [value - near * part for value, part in zip(exact, lost, strict=True)]
+        fits = [self.compare(name, rounds, values) for rounds, values in expected.items()]
         return min(fits, key=lambda fit: (fit.excess > 1, fit.rounds not in self.rounds, fit.excess))
 
     def compare(self, name: str, rounds: int, expected: Sequence[float]) -> Fit:
         """Compare what is left with the direction of every other hypothesis: none may explain a part of it."""
         rest = subtract(self.measured, expected)
         error = median_size(rest)
-        limit = NOISES * self.noise + self.slack * median_size(self.effect) + EXACT
-        excesses = [error / limit]
+        excesses = [error / (NOISES * self.noise + self.slack * median_size(self.effect) + EXACT)]
+        if excesses[0] > 1:
+            return Fit(name, rounds, excesses[0], excesses[0], error)
         for values in self.exact.values():
             direction = subtract(values, self.exact[name])
             if max(map(abs, direction)) <= EXACT:
@@ -228,19 +229,30 @@ class Answers:
             excesses.append(abs(slope) / (DEVIATIONS * deviation + bias))
         return Fit(name, rounds, max(excesses), math.hypot(*excesses) / math.sqrt(len(excesses)), error)
 
-    def find_scale(self) -> tuple[float, float]:
-        """Return the scale at which the adapter fits best, and its median error in nats: by Lagrange's polynomial."""
-        errors = {}
-        for rounds in self.rounds:
-            values_of, scales = (self.exact, SCALES) if rounds == ONCE else (self.rounded, FAR_SCALES)
-            nodes = {0.0: BASE, 1.0: ADAPTER} | {scale: AT_SCALE.format(scale) for scale in scales}
-            columns = list(zip(*(values_of[name] for name in nodes.values()), strict=True))
-            for scale in (step / SCALE_STEPS for step in range(round(SCALE_STEPS * max(nodes)))):
-                weights = [math.prod((scale - o) / (one - o) for o in nodes if o != one) for one in nodes]
-                values = [sum(map(operator.mul, weights, column)) for column in columns]
-                errors[scale, rounds] = median_size(subtract(self.measured, values))
-        (scale, _), error = min(errors.items(), key=lambda pair: pair[1])
-        return scale, error
+
+def find_scale(measured: Sequence[float], columns: dict[float, list[float]]) -> tuple[float, float]:
+    """Return the scale of the adapter that fits best, and its median error in nats.
+
+    columns: log-probabilities by scale. Between them: Lagrange's polynomial, whose slope is followed.
+    """
+
+    def compute(scale: float) -> list[float]:
+        weights = [math.prod((scale - o) / (one - o) for o in columns if o != one) for one in columns]
+        return [sum(map(operator.mul, weights, values)) for values in zip(*columns.values(), strict=True)]
+
+    scale, found = 1.0, []
+    for _ in range(SCALE_ROUNDS):
+        values = compute(scale)
+        rest = subtract(measured, values)
+        found.append((median_size(rest), scale))
+        ahead = [(there - here) / SCALE_STEP for there, here in zip(compute(scale + SCALE_STEP), values, strict=True)]
+        scale = min(max(scale + fit_slope(ahead, rest)[0], min(columns)), max(columns))
+    error, scale = min(found)
+    return scale, error
+
+
+def select_scales(values_of: dict[str, list[float]], scales: Sequence[float]) -> dict[float, list[float]]:
+    return {0.0: values_of[BASE], 1.0: values_of[ADAPTER]} | {one: values_of[AT_SCALE.format(one)] for one in scales}
 
 
 def judge(
@@ -255,7 +267,8 @@ def judge(
     exact = expected[LOGPROBS]
     floor, slack = NOISE[probe["dtype"]]
     usual = max(probe["noise"], floor)
-    noise = min([usual, *(median_size(subtract(measured, values)) for values in exact.values())])
+    scaled = [find_scale(measured, select_scales(exact, SCALES))]
+    noise = min([usual, scaled[0][1], *(median_size(subtract(measured, values)) for values in exact.values())])
     if noise <= PRECISE * NOISE["BF16"][0]:  # it rounds no inputs to FP8, however the base is stored
         slack = NOISE["BF16"][1]
     if served_base:
@@ -280,10 +293,12 @@ def judge(
     verdict = Verdict(IN_PART, "", model, way, nearest.name, share, error, noise, len(measured), errors, bound)
     found = {fit.name for fit in fitting}
     scales = {AT_SCALE.format(scale) for scale in SCALES}
-    scale, scale_error = (0.0, math.inf) if found - scales else answers.find_scale()
+    if TWICE in rounds:
+        scaled.append(find_scale(measured, select_scales(expected[ROUNDED], FAR_SCALES)))
+    scale, scale_error = min(scaled[ONCE not in rounds :], key=operator.itemgetter(1))
     enough = max(CLEARLY * nearest.error, 0.0 if fitting else NOISES * noise + EXACT)
-    if scale >= SMALLEST_SCALE and scale_error <= enough:
-        verdict.nearest = AT_SCALE.format(scale)
+    if not found - scales and scale >= SMALLEST_SCALE and scale_error <= enough:
+        verdict.nearest = AT_SCALE.format(round(scale, 2))
     name = describe_hypothesis(verdict.nearest)
     if BASE in found and ADAPTER not in found:
         verdict.verdict, verdict.nearest = AS_BASE, BASE
