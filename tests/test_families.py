@@ -43,6 +43,8 @@ from windlass.train.checkpoint.snapshot import load_adapter, save_adapter
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
 from windlass.train.parallel import make_config
+from windlass.train.patches import Patches
+from windlass.train.samples import iter_choices, keeps_keys
 
 pytestmark = pytest.mark.long
 
@@ -159,6 +161,37 @@ def test_counts_and_targets_equal_transformers_and_pefts(root: Path, name: str) 
             config = transformers.AutoConfig.from_pretrained(written(root, name))
             modules = dict(getattr(transformers, base.wrapper.architecture)(config).named_modules())
         assert {outer_name(each, base.wrapper.place) for each in (*adapter.target_modules, "lm_head")} <= modules.keys()
+
+
+PROMPTS = [5, 9, 11, 3, 40, 41, 7], [8, 7, 6], [12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23]
+KEEPING = {"bamba": {"attn_layer_indices": [1]}, "recurrent_gemma": {}}  # states beside keys; states in its layers
+
+
+@pytest.mark.parametrize("name", [*ALL, *(pytest.param(name, marks=pytest.mark.prove) for name in KEEPING)])
+def test_rows_are_continued_with_what_is_kept_as_without(root: Path, name: str) -> None:
+    folder = tiny.write_family(root / name, name, config=KEEPING[name]) if name in KEEPING else written(root, name)
+    base = read_base(folder)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
+    model = getattr(transformers, base.family.causal_lm)(config).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:  # a tied embedding as large as the rest would repeat the last token
+            torch.nn.init.normal_(weight, std=0.001 if len(weight) == config.vocab_size else 1.0)
+    expected = []
+    with torch.no_grad(), Patches() as patches:
+        for prompt in PROMPTS:
+            row = list(prompt)
+            for _ in range(8):
+                row.append(int(model(input_ids=torch.tensor([row]), use_cache=False).logits[0, -1].argmax()))
+            expected.append(row[len(prompt) :])
+        patches.patch_forward(model)
+        batches = [PROMPTS] if keeps_keys(model) else [[prompt] for prompt in PROMPTS]
+        found: list[tuple[int, ...]] = []
+        for batch in batches:
+            choices = iter_choices(model, batch, 64, model.device)
+            found += zip(*(next(choices) for _ in range(8)), strict=True)
+    assert [list(row) for row in found] == expected
+    assert len({token for row in expected for token in row}) > 3
 
 
 @pytest.mark.parametrize("row", [pytest.param(r, marks=[] if r == "qwen3_moe" else pytest.mark.prove) for r in ROWS])

@@ -100,7 +100,7 @@ def make_forward(
         row: Row | None = None,
         parts: Sequence[tuple[Tensor, Tensor | None]] = (),
         **inputs: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Any:
         """Compute the loss.
 
         supervised: positions in the flattened batch whose next token counts; targets: those tokens. tokens: for the
@@ -118,7 +118,7 @@ def make_forward(
         documents = separate(document_edges if several else None, longest_document)
         try:
             with documents, group.attending(self, row) if group else nullcontext():
-                outputs = self.model(input_ids=input_ids, use_cache=False, **inputs)
+                outputs = self.model(input_ids=input_ids, **{"use_cache": False, **inputs})
         finally:
             search.several = None
         hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, supervised)
@@ -128,13 +128,13 @@ def make_forward(
         if bias is not None:
             bias = _unsharded(bias.detach())
         shaping = LogitShaping(scale, cap, bias)
-        if choose:  # return the likeliest next tokens
+        if choose:  # return the likeliest next tokens, and keys and values for those after them
             chunks = (logits if bias is None else logits + bias for _, logits, _ in _iter_chunks(hidden, weight))
-            return torch.cat([logits.argmax(1) for logits in chunks])
+            return torch.cat([logits.argmax(1) for logits in chunks]), getattr(outputs, "past_key_values", None)
         if per_token:
             return token_figures(hidden, weight, targets, shaping)
         if states:
-            return States(hidden, *copy_trained(head, weight, bias), shaping)  # type: ignore[return-value]
+            return States(hidden, *copy_trained(head, weight, bias), shaping)
         if against is not None:
             return compare_figures(against, hidden, weight, shaping, targets)
         loss: Tensor

@@ -1,19 +1,19 @@
 """Continue fixed prompts at evaluations, with the model as it is trained: sharded, in FP8, with split experts.
 
-Generation is greedy and uses no KV cache: a right-padded batch goes through the same forward as in training, so nothing
-that training depends on changes, and no random numbers are drawn.
+Generation is greedy: a left-padded batch goes through the same forward as in training, then its new tokens one by one,
+with the keys and values of those before. No random numbers are drawn.
 """
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import pyarrow as pa
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.data.inputs import read_prompt_lines
 from windlass.data.packing import iter_documents
@@ -28,6 +28,7 @@ from windlass.runfile.fields import SampleSection
 from windlass.train.console import Progress
 from windlass.train.step import TrainedModel
 
+STATE_INSIDE: Final = ("recurrent_gemma",)  # families that keep what they need of earlier tokens in their layers
 DUMMY: Final = [0, 0]  # input of a rank without a prompt, which still takes part in every gather
 
 
@@ -64,13 +65,14 @@ class Samples:
         world = collectives.get_world_size()
         prompts = self.prompts[rank::world]
         rows = [list(prompt.ids) for prompt in prompts]
-        rounds = -(-len(self.prompts) // (world * self.at_once))  # the same on every rank
+        at_once = self.at_once if keeps_keys(self.model.causal_lm) else 1  # without padding
+        rounds = -(-len(self.prompts) // (world * at_once))  # the same on every rank
         self.model.causal_lm.eval()
         ended: list[bool] = []
         stopped = False
-        for start in range(0, rounds * self.at_once, self.at_once):
+        for start in range(0, rounds * at_once, at_once):
             if not stopped:  # on all ranks or none
-                finished, stopped = self._continue_rows(rows[start : start + self.at_once], until)
+                finished, stopped = self._continue_rows(rows[start : start + at_once], until)
                 ended += finished
         self.model.causal_lm.train()
         texts = [
@@ -107,15 +109,12 @@ class Samples:
         device = model.device
         ends = _find_end_tokens(model.causal_lm, self.tokenizer)
         finished = [False] * len(rows)
+        choices = iter_choices(model.causal_lm, rows or [DUMMY], self.max_length, device)
         for _ in range(self.settings.max_new_tokens):
             self.recorder.mark("pause")
-            batch = rows or [DUMMY]
-            width = max(map(len, batch))
-            ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in batch], device=device)
-            last = torch.tensor([number * width + len(row) - 1 for number, row in enumerate(batch)], device=device)
             with torch.no_grad(), model.autocast:
-                choices = model.causal_lm(input_ids=ids, supervised=last, targets=last, choose=True)
-            for number, (row, choice) in enumerate(zip(rows, choices.tolist(), strict=False)):
+                chosen = next(choices)
+            for number, (row, choice) in enumerate(zip(rows, chosen, strict=False)):
                 if not finished[number] and len(row) < self.max_length:
                     row.append(choice)
                     finished[number] = choice in ends
@@ -128,6 +127,43 @@ class Samples:
             if not any_open or any_stop:
                 break
         return finished, bool(any_stop)
+
+
+def keeps_keys(model: PreTrainedModel) -> bool:
+    """Whether a model's forward returns what it needs of earlier tokens. Of others, whole rows are computed."""
+    return model.config.get_text_config().model_type not in STATE_INSIDE
+
+
+def iter_choices(
+    model: PreTrainedModel, rows: Sequence[list[int]], longest: int, device: torch.device
+) -> Iterator[list[int]]:
+    """Yield the likeliest token after each row, then the one after that, without end. The model has our forward.
+
+    longest: tokens of a row, up to which positions count.
+    """
+    width = max(map(len, rows))
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    keys: dict[str, Any] = {"use_cache": keeps_keys(model)}
+    while True:
+        last = torch.arange(1, len(rows) + 1, device=device) * ids.shape[1] - 1
+        choices, kept = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            supervised=last,
+            targets=last,
+            choose=True,
+            **keys,
+        )
+        yield choices.tolist()
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+        added, place = choices[:, None], (positions[:, -1:] + 1).clamp_max(longest - 1)
+        if kept is None:
+            ids, positions = torch.cat([ids, added], 1), torch.cat([positions, place], 1)
+        else:
+            ids, positions, keys["past_key_values"] = added, place, kept
 
 
 def _find_end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
