@@ -171,8 +171,8 @@ def compare_adapters(one: Path, other: Path) -> float:
 
 
 @torch.no_grad()
-def make_mixture(model: Path, target: Path) -> Path:
-    """Upcycle the dense model into a Mixtral, as transformers saves it, in bfloat16."""
+def make_mixture(model: Path, target: Path, family: str = "mixtral") -> Path:
+    """Upcycle the dense model into a mixture, as transformers saves it, in bfloat16. A shared expert adds nothing."""
     dense = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     table = dense.config.to_dict()
     keys = (
@@ -180,24 +180,33 @@ def make_mixture(model: Path, target: Path) -> Path:
         *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
         *("bos_token_id", "eos_token_id", "pad_token_id"),
     )
-    config = transformers.MixtralConfig(
-        **{key: table[key] for key in keys}, num_experts_per_tok=CHOSEN, num_local_experts=EXPERTS,
-        tie_word_embeddings=True, sliding_window=None,
-    )  # fmt: skip
-    mixture = transformers.MixtralForCausalLM(config)
+    given = {key: table[key] for key in keys} | {"num_experts_per_tok": CHOSEN, "tie_word_embeddings": True}
+    given |= {
+        "mixtral": {"num_local_experts": EXPERTS, "sliding_window": None},
+        "qwen2_moe": {
+            "num_experts": EXPERTS,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "shared_expert_intermediate_size": 64,
+            "moe_intermediate_size": table["intermediate_size"],
+        },
+    }[family]
+    mixture = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **given))
     generator = torch.Generator().manual_seed(0)
     state = dense.state_dict()
     for name, tensor in mixture.state_dict().items():
         if name in state:
             tensor.copy_(state[name])
-        elif name.endswith(("gate_up_proj", "down_proj")):
+        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             stem = name.partition(".experts.")[0]
             parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
             copied = torch.cat([state[f"{stem}.{part}.weight"] for part in parts])
             noise = torch.randn(EXPERTS, *copied.shape, generator=generator)
             tensor.copy_(copied + noise * copied.std() * NOISE)
+        elif name.endswith(".shared_expert.down_proj.weight"):
+            tensor.zero_()
         else:
-            assert name.endswith(".gate.weight"), name
+            assert name.endswith(".gate.weight") or ".shared_expert" in name, name
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
     mixture.to(torch.bfloat16).save_pretrained(target)
     _copy_the_rest(model, target)

@@ -25,6 +25,7 @@ MIXTURE: dict[str, Any] = {
     "train__max_steps": 2,
     "train__eval_steps": 2,
 }
+BY_EXPERT: dict[str, Any] = {**MIXTURE, "model__model_name_or_path": "{folder}/qwen2_moe"}  # published one by one
 IN_8_BITS: dict[str, Any] = {
     **MIXTURE,
     **BRIEF,
@@ -55,6 +56,7 @@ ALONE = {
     "mixture": of_four(1, **MIXTURE),
     "mixture by TRL": of_four(1, plain=True, **MIXTURE),
     "mixture in FP8": of_four(1, **IN_8_BITS),
+    "mixture of Qwen2": of_four(1, **BY_EXPERT),
 }
 ON_TWO = {
     "full-shard": of_four(2),
@@ -62,6 +64,7 @@ ON_TWO = {
     "context": of_four(2, layout="resident", layout__context_parallel=2, micro=4),
     "mixture, expert-parallel": of_four(2, **SPLIT, **MIXTURE),
     "mixture, full-shard": of_four(2, **MIXTURE),
+    "mixture of Qwen2, expert-parallel": of_four(2, **SPLIT, **BY_EXPERT),
 }
 ON_FOUR = {"hybrid": of_four(4, layout="hybrid", layout__shard=2, layout__replicate=2)}
 
@@ -81,6 +84,7 @@ def model() -> Path:
 @pytest.fixture(scope="module")
 def mixture(folder: Path, model: Path) -> Path:
     made = real.make_mixture(model, folder / "mixtral")
+    real.make_mixture(model, folder / "qwen2_moe", "qwen2_moe")
     real.publish_in_8_bits(made, folder / "mixtral in 8 bits")
     return made
 
@@ -150,14 +154,19 @@ def test_bases_in_fewer_bits_answer_alike(alone: Outcomes) -> None:
 
 
 def test_mixture_answers_like_the_dense_model(alone: Outcomes) -> None:
-    names = ("alone", "mixture", "mixture in FP8")
-    dense, mixture, in_8_bits = (real.read_base_loss(alone.folder / name) for name in names)
-    print(f"evaluation loss of the base: dense {dense:.4f}, mixture {mixture:.4f}, in FP8 {in_8_bits:.4f}")
-    assert mixture == pytest.approx(dense, abs=0.05)  # its experts have 1 % of noise
+    names = ("alone", "mixture", "mixture of Qwen2", "mixture in FP8")
+    dense, mixture, of_qwen2, in_8_bits = (real.read_base_loss(alone.folder / name) for name in names)
+    print(
+        f"evaluation loss of the base: dense {dense:.4f}, mixtures {mixture:.4f}, {of_qwen2:.4f}; FP8 {in_8_bits:.4f}"
+    )
+    assert [mixture, of_qwen2] == pytest.approx([dense] * 2, abs=0.05)  # their experts have 1 % of noise
     assert mixture + 0.01 < in_8_bits < mixture + 0.2
 
 
-@pytest.mark.parametrize("name", ["mixture, expert-parallel", "mixture, full-shard"])
+@pytest.mark.parametrize(
+    "name", ["mixture, expert-parallel", "mixture, full-shard", "mixture of Qwen2, expert-parallel"]
+)
 def test_mixture_on_two_ranks_equals_one_process(two: Outcomes, alone: Outcomes, name: str) -> None:
-    assert_alike(two, name, alone, "mixture")
-    assert real.compare_adapters(two.folder / name, alone.folder / "mixture") < 2e-3
+    one = name.partition(",")[0]
+    assert_alike(two, name, alone, one)
+    assert real.compare_adapters(two.folder / name, alone.folder / one) < 2e-3

@@ -44,7 +44,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from windlass import tiny
 from windlass.data.collate import PaddedCollator
-from windlass.errors import SAVED
+from windlass.errors import RANK_USER_INPUT, SAVED
 from windlass.files import read_json, read_json_lines
 from windlass.run_folder import ADAPTER
 from windlass.train.batches import Collate
@@ -988,3 +988,37 @@ def test_full_disk_does_not_stop_training(
     assert find_damage(copied / "checkpoints" / "step-4") == ""
     assert "/final/adapter_model.safetensors can't be written: No space left on device" in done.stderr
     assert "hint: make room, then run again with --resume: it continues from step-4" in done.stderr
+
+
+SMALL_MEMORY = """
+import ctypes, subprocess, sys
+from windlass import cli
+
+own = ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
+if not own or subprocess.run(["mount", "--make-rprivate", "/"]).returncode or subprocess.run(
+    ["mount", "-t", "tmpfs", "-o", "size=64k", "none", "/dev/shm"]
+).returncode:
+    sys.exit(99)
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.fault(
+    "a /dev/shm that is too small for workers", "`windlass train`", "/dev/shm has 64 KiB free, and the batches"
+)
+def test_shared_memory_that_is_too_small_for_workers_is_refused(material: Path, tmp_path: Path) -> None:
+    """torch's workers would lose a batch, and training would wait for it."""
+    words = ["train", str(material / "run.yaml"), "--override", f"train.output_dir={tmp_path / 'run'}"]
+    words += ["--override", "layout.name=resident", "--override", "cluster.gpus_per_node=1"]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environ = {**os.environ, **rank, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for workers, code in (("2", RANK_USER_INPUT), ("0", 0)):
+        command = [warm.python(), "-c", SMALL_MEMORY, *words, "--override", f"train.dataloader_num_workers={workers}"]
+        environ["MASTER_PORT"] = str(free_port())
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+        if done.returncode == 99:
+            pytest.skip(f"no file system can be mounted here: {done.stderr}")
+        assert done.returncode == code, done.stderr
+        refusal = "/dev/shm has 64 KiB free, and the batches of this node's workers take "
+        assert (refusal in done.stderr) == bool(code)

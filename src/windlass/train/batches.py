@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -18,11 +20,15 @@ from windlass.data.collate import Array, Collator
 from windlass.data.packing import to_numpy
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
+from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.runfile import Train
 from windlass.train.long_rows import Cut
 
 FILL: Final = -1  # row number of the filler that completes the last step; it has no supervised tokens
+SHARED: Final = Path("/dev/shm")  # through which workers pass batches
+PREFETCHED: Final = 2  # batches of a worker: torch's default
+TOKEN_BYTES: Final = 32  # of a batch: numbers and labels of 8 bytes, positions, masks
 ROW: Final = "row"
 SOURCE: Final = "source"  # the number of the data set that a row comes from, in mixes and evaluations
 FILL_ROW: Final[dict[str, Any]] = {"input_ids": [0, 0], "labels": [IGNORED] * 2, "seq_lengths": [2], ROW: FILL}
@@ -146,6 +152,19 @@ def begins_behind_prompt(row: dict[str, Any]) -> bool:
     return chosen == rejected > 0 and bool((ids[0][1:chosen] == ids[1][1:rejected]).all())
 
 
+def require_shared_memory(plan: Plan) -> None:
+    """Refuse a /dev/shm that can't hold what workers prefetch: torch would wait forever for a batch."""
+    train = plan.run.train
+    rows = plan.batch.micro + train.per_device_eval_batch_size  # those to train on wait during an evaluation
+    tokens = rows * plan.batch.sides * plan.batch.length
+    needed = plan.layout.gpus_per_node * train.dataloader_num_workers * PREFETCHED * tokens * TOKEN_BYTES
+    free = shutil.disk_usage(SHARED).free if SHARED.is_dir() else needed
+    if free < needed:
+        problem = f"/dev/shm has {free >> 10:,} KiB free, and the batches of this node's workers take {needed >> 10:,}"
+        hint = "write 0: the ranks load their data themselves; or mount a larger one (cluster.large_shm, --shm-size)"
+        raise UserError(problem, plan.where("train.dataloader_num_workers"), hint, "shared-memory")
+
+
 class Batches:
     """This rank's micro-batches. The last step of an epoch is filled up to `round_rows`, the rows of one step over all
     ranks.
@@ -163,6 +182,7 @@ class Batches:
         order: Callable[[int], np.ndarray[Any, Any]] | None,
         round_rows: int,
         workers: int = 0,
+        timeout: float = 0,
         pin: bool = False,
         names: Sequence[str] = (),
     ) -> None:
@@ -182,6 +202,7 @@ class Batches:
             "pin_memory": pin and torch.cuda.is_available(),
             "generator": torch.Generator(),
             "multiprocessing_context": "fork" if workers else None,
+            "timeout": timeout if workers else 0,  # of a worker that stands still, where torch would wait forever
         }
 
     def __len__(self) -> int:

@@ -42,7 +42,7 @@ from windlass.run_folder import (
     update_manifest,
 )
 from windlass.train.base_alone import BaseAlone, BaseFigures, describe_base_forward
-from windlass.train.batches import Batches, Collate, RunLength
+from windlass.train.batches import Batches, Collate, RunLength, require_shared_memory
 from windlass.train.checkpoint.folder import find_intact_best
 from windlass.train.checkpoint.resume import (
     claim_run_folder,
@@ -362,6 +362,7 @@ def make_loop(
     if group:
         cut = group.cut
         group.draw_apart(train.seed)
+    require_shared_memory(plan)
     batches = make_batches(plan, data, tokenizer.pad_token_id, mark_tokens=weighs_router, cut=cut)
     length = RunLength.of(train, batches, plan.batch.accumulation)
     updater = Updater(model, train, length.total)
@@ -386,7 +387,7 @@ def make_loop(
                 train.sample,
                 tokenizer,
                 plan.run.data.length,
-                train.per_device_eval_batch_size,
+                plan.batch.tokens // plan.layout.context_parallel,
                 trained,
                 session.stop_signal,
                 recorder,
@@ -485,6 +486,7 @@ def make_batches(
         order=None if data.lengths is None else order,
         round_rows=sequences,
         workers=train.dataloader_num_workers,
+        timeout=train.ddp_timeout,
         pin=train.dataloader_pin_memory,
         names=data.sources,
     )
@@ -523,6 +525,7 @@ def make_batches_in_order(
         order=lambda _: rows,
         round_rows=micro * collectives.get_world_size() // (cut.ranks if cut else 1),
         workers=train.dataloader_num_workers,
+        timeout=train.ddp_timeout,
         pin=train.dataloader_pin_memory,
         names=names,
     )

@@ -47,7 +47,7 @@ class Samples:
     settings: SampleSection
     tokenizer: PreTrainedTokenizerBase
     max_length: int
-    at_once: int  # sequences in one forward pass
+    tokens: int  # whose keys and values are kept at once: a micro-batch's
     model: TrainedModel
     stop_signal: StopSignal
     recorder: Recorder
@@ -65,7 +65,10 @@ class Samples:
         world = collectives.get_world_size()
         prompts = self.prompts[rank::world]
         rows = [list(prompt.ids) for prompt in prompts]
-        at_once = self.at_once if keeps_keys(self.model.causal_lm) else 1  # without padding
+        at_once = 1  # without padding
+        if keeps_keys(self.model.causal_lm):
+            longest = max(len(prompt.ids) for prompt in self.prompts) + self.settings.max_new_tokens
+            at_once = max(1, self.tokens // longest)
         rounds = -(-len(self.prompts) // (world * at_once))  # the same on every rank
         self.model.causal_lm.eval()
         ended: list[bool] = []
