@@ -604,7 +604,22 @@ def test_what_a_user_should_know_of_rows_is_counted_and_said(prepared: Prepare) 
     assert "data.template_kwargs: {date_string: " in fact
     assert prepared([{"messages": THREE}], dated, template_kwargs={"date_string": "1 May"}).audit["facts"] == []
     done = prepared([{"messages": THREE}], TEMPLATES["a thought opened by the prompt"])
-    assert "a thought that it opens" in done.audit["facts"][0]
+    assert "a thought that it opens or closes: '<|assistant|>\\n<think>' (" in done.audit["facts"][0]
+
+
+@pytest.mark.fault(
+    "answers with thoughts behind a prompt that closes one",
+    "`windlass data`",
+    'data.template_kwargs: {"enable_thinking": true} gives the one before this answer',
+)
+def test_a_prompt_that_inference_does_not_give_is_named_with_its_switch(prepared: Prepare) -> None:
+    thinks = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    closes = ASK.replace("\n{%", "\n<think>\n{% if not enable_thinking %}\n</think>\n\n{% endif %}{%")
+    template = LOOP.replace("{{ m.content }}", thinks) + closes
+    chat = [THREE[0], {**THREE[1], "reasoning_content": "By the tide."}]
+    (fact,) = prepared([{"messages": chat}], template).audit["facts"]
+    assert 'data.template_kwargs: {"enable_thinking": true} gives the one before this answer' in fact
+    assert prepared([{"messages": chat}], template, template_kwargs={"enable_thinking": True}).audit["facts"] == []
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -52,8 +52,8 @@ FACTS = {
     "out: write arguments as JSON text to keep them ({where})",
     "tools": "in {rows} nulls in `tools` were taken for Parquet's filler and left out: write tools as JSON text to "
     "keep them ({where})",
-    "thought": "in {rows} an answer lacks the end of the prompt that generation would start from ({example!r}), "
-    "such as a thought that it opens or closes; data.template_kwargs may switch that off ({where})",
+    "thought": "in {rows} an answer lacks the end of the prompt that generation would start from, such as a thought "
+    "that it opens or closes: {example} ({where})",
 }
 WARNINGS = {
     "prompt": "in {rows} the chat template doesn't write an answer behind the prompt that generation would start from: "

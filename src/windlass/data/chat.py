@@ -34,6 +34,7 @@ from windlass.data.messages import (
     require_calls,
 )
 from windlass.data.shapes import RowShape, find_shape, make_placeholders
+from windlass.data.variables import GENERATION, parse_template, read_variables, require_variables
 from windlass.data.within import run_within
 from windlass.errors import UserError, Where
 from windlass.files import read_json
@@ -45,10 +46,10 @@ if TYPE_CHECKING:
     from windlass.runfile import Data
 
 TEMPLATES = Path(__file__).parent / "templates"
-GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 # A part of transformers' render_jinja_template: calling it directly saves a tenth to a third of the time per chat.
 COMPILED = "_compile_jinja_template"
 CONTROL = re.compile(r"<\|[a-z_]+\|>|\[/?[A-Z_]+\]")  # how templates write control tokens
+THINKING = ("thinking", "enable_thinking")  # variables by which templates switch thoughts
 SECONDS = 30.0  # that a template may take for its first chat
 HINTS = (  # for what templates say when they refuse a chat; the last is for anything else
     (r"length 9", "write ids of nine letters or digits: `id` of a call, and `tool_call_id` of its result"),
@@ -191,8 +192,8 @@ class ChatTemplate:
         if self.is_remedy or problem.code not in ("not-written", "template-refuses"):
             return error
         for name in read_variables(self.template):
-            if name in ("thinking", "enable_thinking", "tools", "functions"):
-                kwargs = {**self.kwargs, name: True if "thinking" in name else list[Any]()}
+            if name in (*THINKING, "tools", "functions"):
+                kwargs = {**self.kwargs, name: True if name in THINKING else list[Any]()}
                 changes.append((f"data.template_kwargs: {json.dumps(kwargs)}", {"kwargs": kwargs}))
         changes.append(("data.reasoning: drop", {"drop_reasoning": True}))
         if "<|im_start|>" in self.tokenizer.get_vocab():
@@ -300,9 +301,23 @@ class ChatTemplate:
         for row in rows if header else ():
             for i, (start, end) in row.answers.items():
                 asked = start < end and i > 0 and (turns[i - 1].message["role"] == "user" or self.opens_always)
-                if asked and not row.text[:start].rstrip().endswith(header):
-                    remarks["thought"] = header
+                written = row.text[:start].rstrip()
+                if asked and not written.endswith(header):
+                    fitting = [self.openers[each] for each in self.openers if written.endswith(each)]
+                    gives = f"; data.template_kwargs: {fitting[0]} gives the one before this answer" if fitting else ""
+                    remarks["thought"] = f"{header!r}{gives}"
         return [row._replace(remarks={} if number else remarks) for number, row in enumerate(rows)]
+
+    @cached_property
+    def openers(self) -> dict[str, str]:
+        """What the template writes before an answer with other switches for thoughts, longest first, and those."""
+        found: dict[str, str] = {}
+        for name, value in itertools.product(read_variables(self.template), (True, False)):
+            if name in THINKING:
+                kwargs = {**self.kwargs, name: value}
+                other = replace(self, kwargs=kwargs, shapes={}, timed=set(), is_remedy=True)
+                found.setdefault(other.header.strip(), json.dumps(kwargs))
+        return dict(sorted(found.items(), key=lambda each: -len(each[0])))
 
     @cached_property
     def special(self) -> re.Pattern[str] | None:
@@ -664,37 +679,3 @@ def why_split(rows: Sequence[Rendering], special: re.Pattern[str] | None) -> str
         start = token.start() if token.start() < start < token.end() else start
         stop = token.end() if token.start() < stop < token.end() else stop
     return f"the chat template writes turns differently once later ones follow (at {text[start:stop]!r})"
-
-
-def parse_template(template: str) -> nodes.Template:
-    from jinja2 import Environment
-
-    return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
-
-
-def read_variables(template: str) -> list[str]:
-    """Return the variables that the template reads and doesn't set itself."""
-    from jinja2 import meta
-
-    return sorted(meta.find_undeclared_variables(parse_template(template)))
-
-
-def require_variables(template: str, kwargs: Mapping[str, Any], where: Where) -> None:
-    """Refuse variables that the template doesn't read: they would silently have no effect."""
-    from jinja2 import TemplateError
-
-    try:
-        known = read_variables(template)
-    except TemplateError as error:
-        hint = "fix its Jinja, or name another data.chat_template"
-        raise UserError(f"not a chat template: {error}", where("data.chat_template"), hint, "template-syntax") from None
-    for name in kwargs:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"remove it; the template uses {', '.join(known)}"
-            raise UserError(
-                f"the chat template doesn't use a variable {name!r}",
-                where("data.template_kwargs"),
-                hint,
-                "unused-variable",
-            )
