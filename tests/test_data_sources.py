@@ -214,6 +214,19 @@ def test_empty_shards_are_passed_over_by_the_sample_that_plan_is_made_from(tmp_p
         assert planned.train[0].sampled == len([*sources.sample_rows(parts, count, ROWS)])
 
 
+@pytest.mark.fault("rows that can't be decompressed", "`windlass plan`", "no rows can be read: ")
+def test_a_sample_that_can_not_be_read_is_named_and_one_that_is_elsewhere_is_not(tmp_path: Path) -> None:
+    spoilt = tmp_path / "spoilt.parquet"
+    pq.write_table(pa.table({"text": [f"anchor {number * number}" for number in range(500)]}), spoilt)
+    contents = bytearray(spoilt.read_bytes())
+    contents[40:1500] = bytes(1460)  # the footer still counts the rows
+    spoilt.write_bytes(contents)
+    (problem,) = sample_data(data(spoilt), None, str).problems
+    assert problem.problem.startswith("no rows can be read: ")
+    assert not sample_data(data("/mnt/none/x.jsonl"), None, str).problems
+    assert not sample_data(data("somebody/something"), None, str).problems
+
+
 def test_unknown_row_count_has_a_reason(tmp_path: Path) -> None:
     (tmp_path / "pointer.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     for name, words in (

@@ -257,8 +257,11 @@ def _sample_split(
     try:
         source = resolve_source(of.data, of.where)
         located = list(sample_rows(parse_split(split, source, of.where(key)), rows.count or wanted, wanted))
-    except (UserError, ImportError, OSError, ValueError):  # reported when the data are prepared
+    except (UserError, ImportError, FileNotFoundError):  # not here: rows are counted otherwise, which is said
         return made
+    except (OSError, ValueError) as error:
+        hint = "fetch or write the file again; the plan takes every row for as long as data.max_length"
+        return replace(made, problem=Problem(f"no rows can be read: {error}", of.where(key), hint, "unreadable"))
     answers = [_find_answers(row, of.data) for *_, row in located]
     made = replace(made, pairs=bool(answers) and all(answers))
     guessed = [estimate_tokens(_drop_shorter(row, pair)) for (*_, row), pair in zip(located, answers, strict=True)]
