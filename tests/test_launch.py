@@ -29,6 +29,7 @@ from windlass.launch.job import build_job
 from windlass.launch.platforms import kubectl, local
 from windlass.launch.submit import open_record, render
 from windlass.plan import Plan
+from windlass.ranks.rank import read_start_time
 from windlass.runfile import machines, read_run_file
 from windlass.runfile.reference import list_keys
 
@@ -810,7 +811,7 @@ def recorded(folder: Path, process: subprocess.Popen[bytes], state: str = "runni
         **local.describe_process(),
         "platform": "local",
         "pid": process.pid,
-        "began": local.read_start_time(process.pid),
+        "began": read_start_time(process.pid),
     }
     (folder / "submitted.json").write_text(json.dumps({**facts, **other}))
     if state:

@@ -144,14 +144,23 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
     return code
 
 
+def read_start_time(pid: int) -> str | None:
+    """Return a process's start time in the kernel's ticks; None if it is gone or the kernel doesn't report it."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *rest = text.rpartition(")")[2].split()  # man proc_pid_stat: the name before it may contain anything
+    return None if state == "Z" else rest[18]
+
+
 def is_first_to_print(here: Rank, text: str) -> bool:
     """Return whether no other rank of this machine from the same launcher has printed this text: once is enough."""
     if here.world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == "1":
         return True
-    start = [os.getuid(), os.getppid(), *map(os.environ.get, ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))]
     # The launcher's start time: a pod's next launcher may have the same PID.
-    with contextlib.suppress(OSError, IndexError):
-        start.append(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+    start = [os.getuid(), os.getppid(), *map(os.environ.get, ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))]
+    start.append(read_start_time(os.getppid()))
     name = hashlib.blake2b(f"{start} {text}".encode(), digest_size=8).hexdigest()
     path = Path(tempfile.gettempdir()) / f"windlass-printed-{name}"
     try:

@@ -23,7 +23,7 @@ from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.ranks.job import USUAL_WAIT_SECONDS, LaunchedJob, log_as_json
 from windlass.ranks.node import end_node, print_log_head, require_gpus, run_node, tell_other_nodes, to_node_code
 from windlass.ranks.place import Node, read_node, require_one_process_per_node, translate_launcher
-from windlass.ranks.rank import Rank, ignore_signals, read_rank, run_rank
+from windlass.ranks.rank import Rank, ignore_signals, read_rank, read_start_time, run_rank
 from windlass.ranks.rendezvous import LOST
 from windlass.ranks.supervisor import make_environments, require_all_nodes, reserve_port, run_ranks
 from windlass.run_folder import FINAL, FINISHED, MANIFEST, TRIALS, read_manifest, require_unfinished
@@ -103,7 +103,7 @@ def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
 
 def _ended_since_start(folder: Path) -> bool:
     """Return whether the folder's run has finished since this process began."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    ticks = int(read_start_time(os.getpid()) or 0)
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return (folder / MANIFEST).stat().st_mtime > time.time() - age
 

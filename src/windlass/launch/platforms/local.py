@@ -20,6 +20,7 @@ from windlass.launch.job import RECORD, Job, Record, keep_record
 from windlass.observe.format import describe_gain
 from windlass.observe.reader import as_dict, as_number, find_total_steps
 from windlass.observe.watch.heartbeat import read_beats
+from windlass.ranks.rank import read_start_time
 
 ALIVE_SECONDS = 30  # a rank writes a heartbeat every 5 s
 
@@ -85,16 +86,6 @@ def is_running(facts: Mapping[str, Any]) -> bool:
     except PermissionError:  # another user's process
         pass
     return bool(read_start_time(facts["pid"]) == facts["began"])
-
-
-def read_start_time(pid: int) -> str | None:
-    """Return a process's start time in the kernel's ticks; None if it is gone or the kernel doesn't report it."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *rest = text.rpartition(")")[2].split()  # man proc_pid_stat: the name before it may contain anything
-    return None if state == "Z" else rest[18]
 
 
 def status(record: Record) -> int:
