@@ -91,6 +91,18 @@ def figures(record: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
+def test_what_bfloat16_means_in_a_layout_is_noted_where_layouts_differ() -> None:
+    wide = ("model.torch_dtype=float32", "train.bf16=true", "model.attn_implementation=sdpa")
+    for name, given, noted in (
+        ("full-shard", wide, True),
+        ("resident", wide, False),
+        ("full-shard", wide[2:], False),
+        ("full-shard", (*wide, "train.bf16=false"), False),
+    ):
+        notes = of_train(f"layout.name={name}", "layout.base_dtype=bf16", "cluster.nodes=4", *given).notes
+        assert any("are gathered in bfloat16, in which the sum between layers is" in note for note in notes) is noted
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_plans_of_the_examples_are_the_golden_ones_and_their_parts_agree(case: str) -> None:
     made = planned(case)
