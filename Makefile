@@ -157,8 +157,9 @@ clean:
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "windlass needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 …")'
+	@echo "environment: $(VENV), 3 GB, some minutes; later calls find it there"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,gpu,test]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[train,gpu,test]'
 	@# For examples/retinanet, out of the others' sight: transformers imports any torchvision that it finds, and beside a
 	@# torch without CUDA that fails unless the example has provided torchvision's operators before.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
