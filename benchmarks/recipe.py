@@ -1,7 +1,7 @@
 """The published recipe, its peers and windlass over two gloo ranks of this machine: same model, rows, seed, targets.
 
-    python benchmarks/recipe.py [--text wiki.txt] [--adapt-experts] [--gbit 1.0] [--only recipe windlass]
-                                [--peer llamafactory=/venv/bin/python] [--rounds 6]
+    python benchmarks/recipe.py [--model FOLDER] [--text wiki.txt] [--adapt-experts] [--gbit 1.0]
+                                [--only recipe windlass] [--peer llamafactory=/venv/bin/python] [--rounds 6]
 
 Every engine trains one epoch over the same rows, and is measured from outside in the same way: the time between the
 ends of the first and last optimizer steps, peak resident memory of the ranks, and bytes that left a rank's network
@@ -9,7 +9,7 @@ interface (in its own network namespace, so nothing else is counted). The held-o
 is computed by plain transformers + PEFT, in one process. With rounds, engines take turns: each is compared with the
 first within its round, and the smallest, median and largest of these ratios are printed (of six rounds, smallest to
 largest is a 97 % interval of the median). Rows are lines of real text: --text FILE, such as WikiText's validation file,
-else Python's own help pages.
+else Python's own help pages. The model is random and of these sizes, or a pretrained one: --model FOLDER.
 """
 
 from __future__ import annotations
@@ -100,10 +100,28 @@ class Setting:
         return self.folder / re.sub(r"\W+", "-", name)
 
 
-def make(folder: Path, sizes: Sizes, text: Path | None) -> int:
+def make(folder: Path, sizes: Sizes, text: Path | None, model: Path | None) -> int:
     """Write the model, rows and held-out rows, equal for all; returns the tokens of all rows."""
     from transformers import AutoTokenizer
 
+    if model:
+        (folder / "model").symlink_to(model.resolve())
+    else:
+        make_model(folder, sizes)
+    lines = text.read_text().splitlines() if text else "\n\n".join(pydoc_data.topics.topics.values()).split("\n\n")
+    lines = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if len(lines) < sizes.rows + sizes.held_out:
+        raise SystemExit(f"the text has {len(lines)} rows; give --rows {len(lines) - sizes.held_out}")
+    random.Random(SEED).shuffle(lines)
+    splits = {"train": lines[: sizes.rows], "validation": lines[sizes.rows : sizes.rows + sizes.held_out]}
+    (folder / "data").mkdir()
+    for split, rows in splits.items():
+        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    return sum(min(len(tokenizer(row)["input_ids"]) + 1, LENGTH) for row in splits["train"])
+
+
+def make_model(folder: Path, sizes: Sizes) -> None:
     from windlass import tiny
 
     experts: dict[str, Any] = {"experts": sizes.experts, "top_k": 4, "moe_intermediate": sizes.hidden // 2}
@@ -121,17 +139,6 @@ def make(folder: Path, sizes: Sizes, text: Path | None) -> int:
         config={"initializer_range": 0.05},
         **(experts if sizes.experts else {}),
     )
-    lines = text.read_text().splitlines() if text else "\n\n".join(pydoc_data.topics.topics.values()).split("\n\n")
-    lines = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
-    if len(lines) < sizes.rows + sizes.held_out:
-        raise SystemExit(f"the text has {len(lines)} rows; give --rows {len(lines) - sizes.held_out}")
-    random.Random(SEED).shuffle(lines)
-    splits = {"train": lines[: sizes.rows], "validation": lines[sizes.rows : sizes.rows + sizes.held_out]}
-    (folder / "data").mkdir()
-    for split, rows in splits.items():
-        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    return sum(min(len(tokenizer(row)["input_ids"]) + 1, LENGTH) for row in splits["train"])
 
 
 def command(name: str, setting: Setting) -> list[str]:
@@ -323,7 +330,7 @@ def main() -> None:
     sizes = Sizes(**{name: getattr(given, name) for name in vars(Sizes())})
     names = given.only or [name for name, engine in ENGINES.items() if engine.kind in {"trl", "windlass", *installed}]
     with tempfile.TemporaryDirectory() as made:
-        tokens = make(Path(made), sizes, given.text)
+        tokens = make(Path(made), sizes, given.text, given.model)
         packed = max(1, round(ROWS_A_STEP / 2 * tokens / sizes.rows / LENGTH))
         setting = Setting(Path(made), given.adapt_experts, packed, installed, given.gbit)
         print_setting(setting, sizes, tokens, given.gbit)
@@ -347,6 +354,7 @@ def arguments() -> argparse.Namespace:
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=1, help="how often each engine runs")
+    parser.add_argument("--model", type=Path, help="a model's folder, in place of a random one")
     parser.add_argument("--text", type=Path, help="real text, a row a line")
     parser.add_argument("--adapt-experts", action="store_true", help="adapters on the routed experts too")
     parser.add_argument("--gbit", type=float, help="throttle the link between the two ranks")
@@ -365,11 +373,14 @@ def print_setting(setting: Setting, sizes: Sizes, tokens: int, gbit: float | Non
     import transformers
     import trl
 
-    count = sum(path.stat().st_size for path in (setting.folder / "model").glob("*.safetensors")) / 4e6
+    model = load_model(setting.folder)
+    what = f"{sizes.layers} layers of {sizes.experts} experts, random"
+    if (setting.folder / "model").is_symlink():
+        what = type(model).__name__
     where = "attention and routed experts" if setting.adapt_experts else "attention"
     print(f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")
-    print(f"{count:,.0f} M parameters in float32, {sizes.layers} layers of {sizes.experts} experts, r={R} on {where}")
+    print(f"{model.num_parameters() / 1e6:,.0f} M parameters in float32, {what}, r={R} on {where}")
     print(
         f"{sizes.rows} rows of {tokens / sizes.rows:.0f} tokens; link {f'{gbit} Gbit/s' if gbit else 'unthrottled'}\n"
     )
