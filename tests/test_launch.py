@@ -330,6 +330,7 @@ case " $* " in
     if [[ -e "$PODS" ]]; then head -n 1 "$PODS"; (($(wc -l <"$PODS") == 1)) || sed -i 1d "$PODS"
     elif [[ -e "$APPLIED" ]]; then echo Running Running Running; fi ;;
   *" delete "*) rm -f "$STATE"; echo deleted ;;
+  *" diff "*) cat >/dev/null; [[ -e same ]] ;;
   *" create --dry-run=server "*)
     cat >>pods-tried; if [[ -n "${REFUSES_POD:-}" ]]; then echo "$REFUSES_POD" >&2; exit 1; fi ;;
   *" --dry-run=server "*) if [[ -n "${REFUSES:-}" ]]; then echo "$REFUSES" >&2; exit 1; fi; cat >"$TRIED" ;;
@@ -508,7 +509,7 @@ def rights(asked: str, others: set[str], workload: str) -> set[tuple[str, str]]:
         found = {(what, plural(kind)) for kind in others}
     elif what == "delete":
         found = {(verb, plural(words[1])) for verb in ("list", "delete")[words[2] != "--selector" :]}
-    elif what == "apply":
+    elif what in ("apply", "diff"):
         found = {(verb, plural(kind)) for verb in ("get", "create", "patch") for kind in (*others, workload)}
     elif what == "create":
         found = {("create", "pods")}
@@ -619,6 +620,18 @@ def test_a_running_job_is_left_alone_and_an_ended_one_replaced(
     tried, kept = ([one["metadata"]["name"] for one in yaml.safe_load_all(text)] for text in texts)
     assert not set(tried) & set(kept), "the server compares with no job that is to go"
     assert kept[1:] == ["run", "run"]
+
+
+def test_a_job_that_finished_this_run_is_left_as_it_is(cluster: Cluster) -> None:
+    for how, same, replaced in (("Complete", True, False), ("Complete", False, True), ("Failed", True, True)):
+        cluster.has(state=ended(how), **({"same": ""} if same else {}))
+        assert cluster.submit() == 0
+        assert (cluster.applied is not None) is replaced
+        assert (cluster.folder / "state").exists() is not replaced
+        said = "run has finished this run (Complete) and is left as it is: nothing is left to train"
+        assert (said in cluster.printed) is not replaced
+        for name in ("same", "applied"):
+            (cluster.folder / name).unlink(missing_ok=True)
 
 
 def test_submit_waits_for_the_previous_jobs_pods(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,8 +166,8 @@ class KubernetesJob:
         return self.run("get", "pods", "--selector", self.selector, "--output", output, **options)
 
     def create(self, job: Job, manifest: str, trial: str, pod: dict[str, Any], say: Callable[[str], None]) -> None:
-        """Check everything, then create the job. An ended job is replaced, a running one is not. `trial`: the manifest
-        under another name; `pod`: the pods' template."""
+        """Check everything, then create the job. An ended job is replaced, a running one is not, nor is one that did
+        what would be created again. `trial`: the manifest under another name; `pod`: the pods' template."""
         problems = []
         for kind, name, key, *where in list_references(job):
             done = self.run("get", kind, name, "--output", "name", *where, check=False)
@@ -185,6 +185,9 @@ class KubernetesJob:
             what = f"{RESOURCES[self.engine]} {self.name} exists and has not ended"
             problems.append(Problem(what, job.where("name"), hint, "already-running"))
         raise_all(problems)
+        if before in SUCCEEDED and self.run("diff", "--filename", "-", feed=manifest, check=False).returncode == 0:
+            say(f"{self.name} has finished this run ({before}) and is left as it is: nothing is left to train")
+            return
         self._try_pod(pod, say)
         words = ("apply", "--validate=strict", "--filename", "-")
         self.run(*words, "--dry-run=server", feed=manifest if before is None else trial)
