@@ -23,6 +23,7 @@ from windlass.errors import UserError
 from windlass.export import export
 from windlass.model import read_base
 from windlass.model.base import find_published_base
+from windlass.model.compressed import is_ignored
 from windlass.model.config import describe
 from windlass.model.mistral_layout import make_params, rename_module, rename_vision
 from windlass.model.quantization import published_dtype, quantizable_names
@@ -183,6 +184,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "float of 8 bits by channel, with zero points",
     ),
     "reordered columns": (group(actorder="group"), "actorder: group, whose columns are in another order"),
+    "columns reordered while served": (
+        group(actorder="dynamic"),
+        "actorder: group, whose columns are in another order",
+    ),
     "mixed schemes": (
         {"config_groups": {"group_0": OF_NVFP4, "group_1": OF_FP8}},
         "weights of several schemes: group_0 is nvfp4-pack-quantized, float of 4 bits by tensor_group; group_1 is",
@@ -246,6 +251,14 @@ def test_what_servers_quantize_besides_is_said_and_left_aside(root: Path, tmp_pa
     assert [note.partition(" quantize this model's ")[2].split()[0] for note in base.notes] == ["activations;", "KV"]
     assert {stored.key.rpartition(".")[2] for stored in base.unread} == {"k_scale", "v_scale", "input_global_scale"}
     load_base(base, ALONE)
+
+
+def test_what_is_left_in_16_bits_is_named_whole_or_begun_by_a_pattern() -> None:
+    named = "model.layers.0.self_attn.q_proj"
+    for ignored in ([named], ["re:.*q_proj"], ["re:model.layers.0"], ["re:model.language_model.layers.0.self_attn"]):
+        assert is_ignored(named, ignored), ignored
+    for ignored in (["model.layers.0"], ["q_proj"], ["re:layers.0"], ["re:model.layers.1"], []):
+        assert not is_ignored(named, ignored), ignored
 
 
 def test_what_is_quantized_is_known_from_config_alone() -> None:

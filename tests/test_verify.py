@@ -1,5 +1,6 @@
 """`windlass verify` against a server over transformers and PEFT, with planted faults: each is named."""
 
+import copy
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from windlass import cli, tiny
 from windlass.data.prepare import prepare_data
@@ -33,6 +34,7 @@ from windlass.run_folder import PROBE
 from windlass.runfile import read_run_file
 from windlass.runfile.recorded import record_run
 from windlass.serve import client
+from windlass.serve.hypotheses import list_hypotheses
 from windlass.serve.probe import find_probe
 from windlass.serve.verify import APPLIED, AS_BASE, IN_PART, UNDECIDED, Verdict, verify
 from windlass.train.kernels.products import as_served, grouped_linear
@@ -471,6 +473,23 @@ def test_experts_products_are_rounded_before_their_adapter_is_added() -> None:
     product = torch.cat([rows[:3] @ experts.up[0].t(), rows[3:] @ experts.up[1].t()])
     assert torch.equal(served, (product.bfloat16() + added.bfloat16()).float())
     assert not torch.equal(served, once)
+
+
+def test_scales_that_servers_take_by_mistake_are_among_the_hypotheses() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes))
+    more: dict[str, Any]
+    for more, named in (
+        ({}, []),
+        ({"use_rslora": True}, ["lora_alpha / r everywhere"]),
+        (
+            {"use_rslora": True, "rank_pattern": {"q_proj": 2}},
+            ["lora_alpha / r everywhere", "lora_alpha / its own rank of each module"],
+        ),
+    ):
+        adapted = get_peft_model(copy.deepcopy(model), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **more))
+        found = [name.removeprefix("at the scale ") for name in list_hypotheses(adapted) if "at the scale" in name]
+        assert found == named
 
 
 def test_a_probe_of_an_older_windlass(mixture: Exported, tmp_path: Path) -> None:
