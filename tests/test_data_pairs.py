@@ -17,6 +17,7 @@ from windlass import tiny
 from windlass.data.audit import LENGTH_GROUPED, PADDING_FREE, compare_batching
 from windlass.data.collate import PaddingFreeCollator, PairCollator
 from windlass.data.packing import PAIRS, iter_documents
+from windlass.data.preference import find_answers
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.data.show import print_audit
 from windlass.rehearse.material import list_requested_columns, make_up_rows
@@ -473,3 +474,16 @@ def test_a_probe_takes_the_chosen_sequences(prepared: Prepare) -> None:
     chosen = [split_sides(row)[0] for row in table.to_pylist()]
     assert [ids.tolist() for ids, _ in iter_documents(table)] == [ids for ids, _ in chosen]
     assert all(row["ids"] in [ids for ids, _ in chosen] for row in choose_rows(table))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "answer"),
+    [
+        ("The sky is blue", "The sky is red", " blue"),  # tokenizers join the space to the word
+        ("The sky is\nblue", "The sky is\nred", "blue"),
+        ("Why?\n\nAssistant: Blue.", "Why?\n\nAssistant: Blue it is.", " Blue."),  # behind the speaker's mark
+        ("The sky is blue", "The sky is blueish", " blue"),
+    ],
+)
+def test_answers_to_a_prompt_in_common_begin_with_their_space(chosen: str, rejected: str, answer: str) -> None:
+    assert chosen[find_answers(chosen, rejected) :] == answer
