@@ -361,12 +361,16 @@ def test_no_run_file_is_saved_without_rows(plan: Command, tmp_path: Path) -> Non
         ("empty", "not-a-file", "config.json"),
         ("rum.yaml", "no-such-file", "did you mean run.yaml"),
         ("other.json", "other-name", "cp other.json other/config.json`, then `windlass plan other --gpus all`"),
+        ("rounded", "gguf", "a folder with its config.json and safetensors"),
+        ("rounded/model.Q4_1.gguf", "gguf", "name the model that it was made of"),
     ],
 )
 def test_what_is_no_model_gets_what_it_could_be(
     name: str, code: str, hint: str, run_file: Path, tmp_path: Path
 ) -> None:
     (run_file.parent / "empty").mkdir()
+    (run_file.parent / "rounded").mkdir()
+    (run_file.parent / "rounded" / "model.Q4_1.gguf").write_bytes(b"GGUF")
     (run_file.parent / "other.json").write_text('{"model_type": "qwen3"}')
     with refused(code, name) as problems:
         sizing.open_subject(name, "1xh100", {}, (), None, print)

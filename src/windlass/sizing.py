@@ -62,6 +62,11 @@ def find_model(name: str) -> str | None:
     if path.is_dir():
         if (path / CONFIG).is_file():
             return name
+        path = next(path.glob("*.gguf"), path)
+    if path.suffix == ".gguf" and path.is_file():
+        hint = "name the model that it was made of: its hub id, or a folder with its config.json and safetensors"
+        raise UserError("is a GGUF file, in llama.cpp's rounding and names: windlass reads none", name, hint, "gguf")
+    if path.is_dir():
         hint = "give a run file, or the folder of a model, which has a config.json"
         raise UserError("is a folder without config.json", name, hint, "not-a-file")
     if path.name == CONFIG and path.is_file():
