@@ -1,4 +1,8 @@
-"""Draw docs/report.png: the top of the report of the run that `make demo` left in demo-run, in headless Chromium."""
+"""Draw the top of a run's report, in headless Chromium.
+
+    python docs/picture.py                                 docs/report.png, of the run that `make demo` left
+    python docs/picture.py real-run/run real-report.png    docs/real-report.png, of the one that `make real` left
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,10 @@ from chromium import Chromium  # noqa: E402
 WIDTH, MOST_HEIGHT = 1000, 1500
 
 
-def main() -> None:
-    report, picture = ROOT / "demo-run" / "run" / "report.html", ROOT / "docs" / "report.png"
+def main(run: str = "demo-run/run", name: str = "report.png") -> None:
+    report, picture = ROOT / run / "report.html", ROOT / "docs" / name
     if not report.is_file():
-        raise SystemExit(f"there is no {report.relative_to(ROOT)}: run `make demo` first")
+        raise SystemExit(f"there is no {report.relative_to(ROOT)}: run `make demo` or `make real` first")
     browser = Chromium()
     try:
         browser.size(WIDTH, MOST_HEIGHT)
@@ -30,4 +34,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import real
 import torch
 from ports import free_port
 from test_export import MLA, peft_model
@@ -247,6 +248,38 @@ def test_a_part_that_vllm_ignores_without_a_word_is_named(tmp_path: Path) -> Non
     assert (code, result["verdict"], result["nearest"]) == (1, "applied otherwise", "without kv_b_proj"), result
     assert (base_code, of_base["verdict"]) == (1, "answers as the base"), of_base
     assert 1e-3 < of_base["errors"]["base"]["mean"] < 0.01
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained model, trained for some steps: exported beside its base, and merged."""
+    folder = tmp_path_factory.mktemp("tuned")
+    model = real.get_model()
+    real.write_rows(folder)
+    (folder / "run.yaml").write_text(real.RUN.format(model=model, folder=folder))
+    overrides = ["train.max_steps=8", "train.eval_strategy=no", "train.global_batch_size=4"]
+    overrides += ["cluster.gpu=cpu", "cluster.gpus_per_node=1"]
+    words = [word for override in overrides for word in ("--override", override)]
+    command = [sys.executable, "-m", "windlass", "train", str(folder / "run.yaml"), *words]
+    subprocess.run(command, check=True, timeout=900)
+    export(folder / "out", folder / "beside", server="vllm", say=print)
+    export(folder / "out", folder / "merged", merge=True, say=print)
+    (folder / "beside" / "base").symlink_to(model)
+    return folder
+
+
+@needs_vllm
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_pretrained_model_beside_its_base_and_merged(dtype: str, tuned: Path) -> None:
+    with vllm(tuned / "beside", "--dtype", dtype, environment={}) as url:
+        beside = verify(url, tuned / "beside", "--model", "beside")
+        of_base = verify(url, tuned / "beside", "--model", "base")
+    with vllm(tuned / "merged", "--dtype", dtype, environment={}) as url:
+        merged = verify(url, tuned / "merged")
+    for name, (code, result) in {"beside its base": beside, "merged": merged}.items():
+        assert (code, result["verdict"]) == (0, "applied"), result
+        print(f"{dtype}, {name}: {result['summary']}")
+    assert (of_base[0], of_base[1]["verdict"]) == (1, "answers as the base"), of_base[1]
 
 
 @needs_vllm
