@@ -524,7 +524,7 @@ def test_failure_names_the_signalled_rank_first(tmp_path: Path, capfd: pytest.Ca
             time.sleep(0.05)
         raise ConnectionError("peer is gone")
     """
-    assert crew(tmp_path, body) == SAVED
+    assert crew(tmp_path, body, patience_seconds=0.2) == SAVED
     assert "peer is gone" not in capfd.readouterr().err
 
 
