@@ -45,7 +45,7 @@ cluster: {{gpu: cpu, gpus_per_node: 2}}
 """
 PROMPTS = ["hull keel", "mast", "the quay by the north sea"]
 STATED = f"  eval_on_start: true\n  sample: {{prompts: {json.dumps(PROMPTS)}, max_new_tokens: 6}}"
-ROWS = "  sample: {from_eval: 6, max_new_tokens: 4, every: 2, max_seconds: 1.0e-6}"  # time for a token each of four
+ROWS = "  sample: {from_eval: 6, max_new_tokens: 24, every: 2, max_seconds: 1.0e-6}"  # time for a token each of four
 
 
 def steps(folder: Path) -> list[tuple[float, float]]:
