@@ -100,7 +100,7 @@ class Setting:
         return self.folder / re.sub(r"\W+", "-", name)
 
 
-def make(folder: Path, sizes: Sizes, text: Path | None, model: Path | None) -> int:
+def make(folder: Path, sizes: Sizes, text: Path | None, model: Path | None = None) -> int:
     """Write the model, rows and held-out rows, equal for all; returns the tokens of all rows."""
     from transformers import AutoTokenizer
 

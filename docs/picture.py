@@ -1,7 +1,7 @@
 """Draw the top of a run's report, in headless Chromium.
 
-    python docs/picture.py                                 docs/report.png, of the run that `make demo` left
-    python docs/picture.py real-run/run real-report.png    docs/real-report.png, of the one that `make real` left
+python docs/picture.py                                 docs/report.png, of the run that `make demo` left
+python docs/picture.py real-run/run real-report.png    docs/real-report.png, of the one that `make real` left
 """
 
 from __future__ import annotations

@@ -628,7 +628,7 @@ def test_a_job_that_finished_this_run_is_left_as_it_is(cluster: Cluster) -> None
         assert cluster.submit() == 0
         assert (cluster.applied is not None) is replaced
         assert (cluster.folder / "state").exists() is not replaced
-        said = "run has finished this run (Complete) and is left as it is; `windlass stop` deletes it"
+        said = "run has finished this run (Complete) and is left as it is; `windlass stop RUN` deletes it"
         assert (said in cluster.printed) is not replaced
         for name in ("same", "applied"):
             (cluster.folder / name).unlink(missing_ok=True)

@@ -186,7 +186,7 @@ class KubernetesJob:
             problems.append(Problem(what, job.where("name"), hint, "already-running"))
         raise_all(problems)
         if before in SUCCEEDED and self.run("diff", "--filename", "-", feed=manifest, check=False).returncode == 0:
-            say(f"{self.name} has finished this run ({before}) and is left as it is; `windlass stop` deletes it")
+            say(f"{self.name} has finished this run ({before}) and is left as it is; `windlass stop RUN` deletes it")
             return
         self._try_pod(pod, say)
         words = ("apply", "--validate=strict", "--filename", "-")
