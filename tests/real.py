@@ -172,7 +172,7 @@ def compare_adapters(one: Path, other: Path) -> float:
 
 @torch.no_grad()
 def make_mixture(model: Path, target: Path, family: str = "mixtral") -> Path:
-    """Upcycle the dense model into a mixture, as transformers saves it, in bfloat16. A shared expert adds nothing."""
+    """Upcycle the dense model into a mixture, as transformers saves it, in bfloat16. A shared expert adds little."""
     dense = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     table = dense.config.to_dict()
     keys = (
@@ -203,8 +203,6 @@ def make_mixture(model: Path, target: Path, family: str = "mixtral") -> Path:
             copied = torch.cat([state[f"{stem}.{part}.weight"] for part in parts])
             noise = torch.randn(EXPERTS, *copied.shape, generator=generator)
             tensor.copy_(copied + noise * copied.std() * NOISE)
-        elif name.endswith(".shared_expert.down_proj.weight"):
-            tensor.zero_()
         else:
             assert name.endswith(".gate.weight") or ".shared_expert" in name, name
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
