@@ -303,9 +303,10 @@ class ChatTemplate:
                 asked = start < end and i > 0 and (turns[i - 1].message["role"] == "user" or self.opens_always)
                 written = row.text[:start].rstrip()
                 if asked and not written.endswith(header):
-                    fitting = [self.openers[each] for each in self.openers if written.endswith(each)]
-                    gives = f"; data.template_kwargs: {fitting[0]} gives the one before this answer" if fitting else ""
-                    remarks["thought"] = f"{header!r}{gives}"
+                    remarks["thought"] = repr(header)
+                    switch = next((self.openers[each] for each in self.openers if written.endswith(each)), "")
+                    if switch:
+                        remarks["thought"] += f"; data.template_kwargs: {switch} gives the one before this answer"
         return [row._replace(remarks={} if number else remarks) for number, row in enumerate(rows)]
 
     @cached_property
@@ -317,6 +318,7 @@ class ChatTemplate:
                 kwargs = {**self.kwargs, name: value}
                 other = replace(self, kwargs=kwargs, shapes={}, timed=set(), is_remedy=True)
                 found.setdefault(other.header.strip(), json.dumps(kwargs))
+        found.pop("", None)  # any text would end with it
         return dict(sorted(found.items(), key=lambda each: -len(each[0])))
 
     @cached_property

@@ -309,7 +309,7 @@ def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
         yield "train.offload_activations: on a CPU it only copies, because layers compute in host memory"
     if plan.layout.is_sharded and plan.run.train.in_bf16 and plan.run.model.torch_dtype == "float32":
         text = "sharded weights in float32 are gathered in bfloat16, in which the sum between layers is then, too"
-        yield f"{text}; a resident base keeps that in float32 (the loss of SmolLM2 135M differs by 0.003)"
+        yield f"{text}; a resident base keeps that in float32, so that losses differ a little"
     yield from plan.loaded.notes
     yield from accelerate.notes if accelerate else ()
     yield from base.notes

@@ -267,8 +267,9 @@ def judge(
     exact = expected[LOGPROBS]
     floor, slack = NOISE[probe["dtype"]]
     usual = max(probe["noise"], floor)
-    scaled = [find_scale(measured, select_scales(exact, SCALES))]
-    noise = min([usual, scaled[0][1], *(median_size(subtract(measured, values)) for values in exact.values())])
+    by_rounds = {ONCE: find_scale(measured, select_scales(exact, SCALES))}
+    _, left = by_rounds[ONCE]  # beside the adapter at any scale
+    noise = min([usual, left, *(median_size(subtract(measured, values)) for values in exact.values())])
     if noise <= PRECISE * NOISE["BF16"][0]:  # it rounds no inputs to FP8, however the base is stored
         slack = NOISE["BF16"][1]
     if served_base:
@@ -294,8 +295,8 @@ def judge(
     found = {fit.name for fit in fitting}
     scales = {AT_SCALE.format(scale) for scale in SCALES}
     if TWICE in rounds:
-        scaled.append(find_scale(measured, select_scales(expected[ROUNDED], FAR_SCALES)))
-    scale, scale_error = min(scaled[ONCE not in rounds :], key=operator.itemgetter(1))
+        by_rounds[TWICE] = find_scale(measured, select_scales(expected[ROUNDED], FAR_SCALES))
+    scale, scale_error = min((by_rounds[each] for each in rounds), key=operator.itemgetter(1))
     enough = max(CLEARLY * nearest.error, 0.0 if fitting else NOISES * noise + EXACT)
     if not found - scales and scale >= SMALLEST_SCALE and scale_error <= enough:
         verdict.nearest = AT_SCALE.format(round(scale, 2))
