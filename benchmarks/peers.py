@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, AutoTokenizer
+
 # No look at a hub, no reports home, and LLaMA-Factory takes torch as it is.
 ENVIRON = {"DISABLE_VERSION_CHECK": "1", "USE_HF": "1", "AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"}
-BOS = "<s>"  # of the model's tokenizer, which begins every row with it
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,9 @@ class Asked:
     alpha: int
     rate: float
     seed: int
+    batch: int
     accumulation: int
+    packs: bool
 
 
 def command(kind: str, python: str, made: Path, out: Path, asked: Asked) -> list[str]:
@@ -56,16 +59,19 @@ def of_trainer(out: Path, asked: Asked) -> dict[str, Any]:
     }
 
 
-PLAIN = {"per_device_train_batch_size": 1, "use_cpu": True, "save_steps": 100000, "report_to": "none"}
+PLAIN = {"use_cpu": True, "save_steps": 100000, "report_to": "none"}
 
 
 def of_llamafactory(model: Path, rows: Sequence[str], out: Path, asked: Asked) -> dict[str, Any]:
     # It begins rows with BOS only where the tokenizer's settings have add_bos_token.
-    write(out / "rows.jsonl", ({"text": BOS + row} for row in rows))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    bos = tokenizer.bos_token if tokenizer("a").input_ids[0] == tokenizer.bos_token_id else ""
+    write(out / "rows.jsonl", ({"text": bos + row} for row in rows))
     about = {"file_name": str(out / "rows.jsonl"), "columns": {"prompt": "text"}}
     (out / "dataset_info.json").write_text(json.dumps({"rows": about}))
     return {
         **PLAIN,
+        "per_device_train_batch_size": asked.batch,
         "stage": "pt",
         "do_train": True,
         "finetuning_type": "lora",
@@ -73,7 +79,7 @@ def of_llamafactory(model: Path, rows: Sequence[str], out: Path, asked: Asked) -
         "dataset": "rows",
         "dataset_dir": str(out),
         "cutoff_len": asked.length,
-        "packing": False,
+        "packing": asked.packs,
         "template": "default",
         "lora_rank": asked.r,
         "lora_target": ",".join(asked.targets),
@@ -85,8 +91,9 @@ def of_swift(model: Path, rows: Sequence[str], out: Path, asked: Asked) -> dict[
     write(out / "rows.jsonl", ({"messages": [{"role": "assistant", "content": row}]} for row in rows))
     return {
         **PLAIN,
+        "per_device_train_batch_size": asked.batch,
         "model": str(model),
-        "model_type": "qwen3_moe" if "num_experts" in json.loads((model / "config.json").read_text()) else "llama",
+        "model_type": AutoConfig.from_pretrained(model).model_type,
         "template": "dummy",
         "dataset": str(out / "rows.jsonl"),
         "split_dataset_ratio": 0,
@@ -119,7 +126,7 @@ def of_axolotl(model: Path, rows: Sequence[str], out: Path, asked: Asked) -> dic
         "sequence_len": asked.length,
         "sample_packing": False,
         "pad_to_sequence_len": False,
-        "micro_batch_size": 1,
+        "micro_batch_size": asked.batch,
         "num_epochs": 1,
         "lr_scheduler": "constant",
         "warmup_steps": 0,

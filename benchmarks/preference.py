@@ -62,7 +62,7 @@ def make(folder: Path, sizes: recipe.Sizes) -> None:
 def run_file(name: str, folder: Path, adapt_experts: bool) -> Path:
     """Write the run with this engine's settings."""
     engine = recipe.Engine("windlass", "", settings={})
-    setting = recipe.Setting(folder, adapt_experts, 0, {})
+    setting = recipe.Setting(folder, adapt_experts)
     path = recipe.run_file(engine, setting, out_of(folder, name))
     document = json.loads(path.read_text())
     document["data"] = {"dataset_name_or_path": str(folder / "pairs.jsonl"), "max_length": recipe.LENGTH}

@@ -1,7 +1,8 @@
 """The published recipe, its peers and windlass over two gloo ranks of this machine: same model, rows, seed, targets.
 
-    python benchmarks/recipe.py [--model FOLDER] [--text wiki.txt] [--adapt-experts] [--gbit 1.0]
+    python benchmarks/recipe.py [--model FOLDER] [--text wiki.txt] [--targets q_proj v_proj] [--adapt-experts]
                                 [--only recipe windlass] [--peer llamafactory=/venv/bin/python] [--rounds 6]
+                                [--rows-a-step 32] [--gbit 1.0]
 
 Every engine trains one epoch over the same rows, and is measured from outside in the same way: the time between the
 ends of the first and last optimizer steps, peak resident memory of the ranks, and bytes that left a rank's network
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,10 +39,9 @@ from race import Measured, race
 
 from windlass.files import read_json_lines
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LENGTH, R, ALPHA, RATE, SEED = 1024, 16, 32, 1e-3, 42
-ROWS_A_STEP = 32  # two ranks x batch 1 x 16 accumulated, as the recipe has it on two GPUs
 
 
 @dataclass(frozen=True)
@@ -49,31 +49,36 @@ class Engine:
     kind: str  # who trains: trl, windlass, or a peer
     what: str
     ranks: int = 2
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run file, where they differ from the recipe's
+    settings: Mapping[str, Any] = field(default_factory=dict)  # where they differ from the recipe's
 
 
 ALIKE = "{as many tokens}"  # sequences that hold, packed, as many tokens as a rank's rows of one optimizer step
+WHOLE = "{a rank's rows}"  # of one optimizer step
 PACKED = {"data.packing": True, "train.gradient_accumulation_steps": ALIKE}
-LARGER = {"train.per_device_train_batch_size": 16, "train.gradient_accumulation_steps": 1}
+LARGER = {"train.per_device_train_batch_size": WHOLE, "train.gradient_accumulation_steps": 1}
 PLANNED = {**PACKED, "layout.name": "auto", "train.per_device_train_batch_size": "auto"}
-ALONE = {"layout.name": "resident", "train.gradient_accumulation_steps": ROWS_A_STEP}
+RESIDENT = {"layout.name": "resident"}
 ENGINES = {
     "recipe": Engine("trl", "TRL + PEFT, full shard, batch 1 x 16, a row a sequence", settings={"shard": True}),
     "TRL, one process": Engine("trl", "the same on one rank with all cores, batch 1 x 32", ranks=1),
     "TRL, DDP": Engine("trl", "the recipe with the base whole on each rank"),
+    "TRL, DDP, batch of 4": Engine("trl", "4 padded rows at once", settings={"batch": 4}),
     "TRL, DDP, packed": Engine("trl", "rows laid end to end to 1024, which see each other", settings={"packs": True}),
     "TRL, DDP, seed 43": Engine("trl", "another adapter drawn, another order", settings={"seed": 43}),
     "TRL, DDP, seed 44": Engine("trl", "and another: what chance does to the held-out loss", settings={"seed": 44}),
     "llamafactory": Engine("llamafactory", "its DDP, the same batch and rows"),
+    "llamafactory, batch of 4": Engine("llamafactory", "4 padded rows at once", settings={"batch": 4}),
+    "llamafactory, packed": Engine("llamafactory", "as TRL's, packed", settings={"packs": True}),
     "swift": Engine("swift", "its DDP, the same batch and rows"),
+    "swift, batch of 4": Engine("swift", "4 padded rows at once", settings={"batch": 4}),
     # With more ranks it asks for a GPU of the rank's number.
     "axolotl, one process": Engine("axolotl", "one rank with all cores, batch 1 x 32, the same rows", ranks=1),
-    "windlass, one process": Engine("windlass", "as TRL, one process", ranks=1, settings=ALONE),
+    "windlass, one process": Engine("windlass", "as TRL, one process", ranks=1, settings=RESIDENT),
     "windlass, same settings": Engine("windlass", "full shard, batch 1 x 16: no lever"),
     "windlass, packed": Engine("windlass", "full shard, rows packed to 1024", settings=PACKED),
     "windlass, gathered once": Engine("windlass", "kept through accumulation", settings={"layout.name": "no-reshard"}),
-    "windlass, larger batch": Engine("windlass", "full shard, 16 rows of like length at once", settings=LARGER),
-    "windlass, resident": Engine("windlass", "base whole on each rank", settings={"layout.name": "resident"}),
+    "windlass, larger batch": Engine("windlass", "full shard, a rank's rows of like length at once", settings=LARGER),
+    "windlass, resident": Engine("windlass", "base whole on each rank", settings=RESIDENT),
     "windlass": Engine("windlass", "as its plan recommends: layout auto, batch auto, packed", settings=PLANNED),
 }
 
@@ -90,14 +95,26 @@ class Sizes:
 @dataclass
 class Setting:
     folder: Path
-    adapt_experts: bool
-    packed_a_rank: int
-    peers: Mapping[str, str]
+    adapt_experts: bool = False
+    targets: Sequence[str] = TARGETS
+    rows_a_step: int = 32  # two ranks x batch 1 x 16 accumulated, as the recipe has it on two GPUs
+    tokens_a_row: float = 1
+    peers: Mapping[str, str] = field(default_factory=dict)
     gbit: float | None = None
 
     def of(self, name: str) -> Path:
         """Return the folder of an engine."""
         return self.folder / re.sub(r"\W+", "-", name)
+
+    def accumulated(self, engine: Engine) -> int:
+        """Return how often a peer's rank computes a batch in an optimizer step."""
+        rows = self.rows_a_step // engine.ranks
+        if engine.settings.get("packs"):
+            return self.packed(engine)
+        return rows // int(engine.settings.get("batch", 1))
+
+    def packed(self, engine: Engine) -> int:
+        return max(1, round(self.rows_a_step / engine.ranks * self.tokens_a_row / LENGTH))
 
 
 def make(folder: Path, sizes: Sizes, text: Path | None, model: Path | None = None) -> int:
@@ -149,18 +166,19 @@ def command(name: str, setting: Setting) -> list[str]:
     if engine.kind == "windlass":
         return [sys.executable, "-m", "windlass", "train", str(run_file(engine, setting, out))]
     if engine.kind == "trl":
-        experts = ["--adapt-experts"] if setting.adapt_experts else []
-        packed = ["--packed-a-rank", str(setting.packed_a_rank)]
-        return [sys.executable, __file__, "--rank-of", name, "--folder", str(setting.folder), *packed, *experts]
-    asked = peers.Asked(TARGETS, LENGTH, R, ALPHA, RATE, SEED, accumulation=ROWS_A_STEP // engine.ranks)
+        (out / "setting.json").write_text(json.dumps(asdict(setting), default=str))
+        return [sys.executable, __file__, "--rank-of", name, "--folder", str(setting.folder)]
+    batch, packs = engine.settings.get("batch", 1), engine.settings.get("packs", False)
+    asked = peers.Asked(setting.targets, LENGTH, R, ALPHA, RATE, SEED, batch, setting.accumulated(engine), packs)
     return peers.command(engine.kind, setting.peers[engine.kind], setting.folder, out, asked)
 
 
 def run_file(engine: Engine, setting: Setting, out: Path) -> Path:
     """Write the recipe as windlass's run file, with this engine's settings."""
+    rows = setting.rows_a_step // engine.ranks
     document: dict[str, Any] = {
         "model": {"model_name_or_path": str(setting.folder / "model"), "torch_dtype": "float32"},
-        "lora": {"r": R, "lora_alpha": ALPHA, "lora_dropout": 0.0, "target_modules": TARGETS},
+        "lora": {"r": R, "lora_alpha": ALPHA, "lora_dropout": 0.0, "target_modules": list(setting.targets)},
         "data": {"dataset_name_or_path": str(setting.folder / "data"), "dataset_config_name": None},
         "train": {"output_dir": str(out), "num_train_epochs": 1, "per_device_train_batch_size": 1, "seed": SEED},
         "layout": {"name": "full-shard"},
@@ -168,12 +186,12 @@ def run_file(engine: Engine, setting: Setting, out: Path) -> Path:
     }
     document["lora"] |= {"experts": True} if setting.adapt_experts else {}
     document["data"] |= {"text_field": "text", "max_length": LENGTH, "packing": False}
-    document["train"] |= {"gradient_accumulation_steps": ROWS_A_STEP // 2, "bf16": False, "weight_decay": 0.0}
+    document["train"] |= {"gradient_accumulation_steps": rows, "bf16": False, "weight_decay": 0.0}
     document["train"] |= {"learning_rate": RATE, "lr_scheduler_type": "constant", "logging_steps": 1}
     document["train"] |= {"eval_strategy": "no", "save_strategy": "no", "output_dir": str(out / "run")}
     for key, value in engine.settings.items():
         section, name = key.split(".")
-        document[section][name] = setting.packed_a_rank if value == ALIKE else value
+        document[section][name] = {ALIKE: setting.packed(engine), WHOLE: rows}.get(value, value)
     if setting.gbit:
         document["cluster"]["link"] = {"name": "throttled", "gb_per_second": setting.gbit / 8}
     path = out / "run.yaml"
@@ -197,7 +215,7 @@ def wrapped(model: Any) -> Any:
     return model
 
 
-def rank_of(name: str, folder: Path, adapt_experts: bool, packed_a_rank: int) -> None:
+def rank_of(name: str, folder: Path) -> None:
     """Run one rank of TRL + PEFT: the recipe with only the repairs it needs to run (renamed keys, real sharding)."""
     import torch
     from datasets import load_dataset
@@ -205,17 +223,19 @@ def rank_of(name: str, folder: Path, adapt_experts: bool, packed_a_rank: int) ->
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    world, out = int(os.environ["WORLD_SIZE"]), Setting(folder, adapt_experts, packed_a_rank, {}).of(name)
-    if world > 1:
+    engine, out = ENGINES[name], Setting(folder).of(name)
+    setting = Setting(**{**json.loads((out / "setting.json").read_text()), "folder": folder})
+    if engine.ranks > 1:
         torch.distributed.init_process_group("gloo")
-    seed = ENGINES[name].settings.get("seed", SEED)
+    seed = engine.settings.get("seed", SEED)
     torch.manual_seed(seed)
-    model = get_peft_model(load_model(folder), lora_config(adapt_experts))
-    settings = trl_settings(out, ROWS_A_STEP // world, seed)
-    if ENGINES[name].settings.get("packs"):
-        settings |= {"packing": True, "packing_strategy": "wrapped", "gradient_accumulation_steps": packed_a_rank}
+    model = get_peft_model(load_model(folder), lora_config(setting.adapt_experts, setting.targets))
+    settings = trl_settings(out, setting.accumulated(engine), seed)
+    settings["per_device_train_batch_size"] = engine.settings.get("batch", 1)
+    if engine.settings.get("packs"):
+        settings |= {"packing": True, "packing_strategy": "wrapped"}
     trainer = SFTTrainer(
-        model=wrapped(model) if ENGINES[name].settings.get("shard") else model,
+        model=wrapped(model) if engine.settings.get("shard") else model,
         args=SFTConfig(**settings),
         train_dataset=load_dataset("json", data_files=str(folder / "data" / "train.jsonl"), split="train"),
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
@@ -231,11 +251,13 @@ def load_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).requires_grad_(False)
 
 
-def lora_config(adapt_experts: bool) -> Any:
+def lora_config(adapt_experts: bool, targets: Sequence[str] = TARGETS) -> Any:
     from peft import LoraConfig
 
     experts = EXPERTS if adapt_experts else None
-    return LoraConfig(r=R, lora_alpha=ALPHA, target_modules=TARGETS, target_parameters=experts, task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=R, lora_alpha=ALPHA, target_modules=list(targets), target_parameters=experts, task_type="CAUSAL_LM"
+    )
 
 
 def trl_settings(out: Path, accumulation: int, seed: int = SEED) -> dict[str, Any]:
@@ -323,7 +345,7 @@ def held_out(setting: Setting, names: list[str]) -> dict[str, float]:
 def main() -> None:
     given = arguments()
     if given.rank_of:
-        rank_of(given.rank_of, given.folder, given.adapt_experts, given.packed_a_rank)
+        rank_of(given.rank_of, given.folder)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that networks are taken down
     installed = dict(pair.split("=", 1) for pair in given.peer)
@@ -331,8 +353,9 @@ def main() -> None:
     names = given.only or [name for name, engine in ENGINES.items() if engine.kind in {"trl", "windlass", *installed}]
     with tempfile.TemporaryDirectory() as made:
         tokens = make(Path(made), sizes, given.text, given.model)
-        packed = max(1, round(ROWS_A_STEP / 2 * tokens / sizes.rows / LENGTH))
-        setting = Setting(Path(made), given.adapt_experts, packed, installed, given.gbit)
+        a_row = tokens / sizes.rows
+        experts, targets, rows = given.adapt_experts, given.targets, given.rows_a_step
+        setting = Setting(Path(made), experts, targets, rows, a_row, installed, given.gbit)
         print_setting(setting, sizes, tokens, given.gbit)
         found: dict[str, list[Measured]] = {name: [] for name in names}
         for turn, name in itertools.product(range(given.rounds), names):
@@ -357,6 +380,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a model's folder, in place of a random one")
     parser.add_argument("--text", type=Path, help="real text, a row a line")
     parser.add_argument("--adapt-experts", action="store_true", help="adapters on the routed experts too")
+    parser.add_argument("--targets", nargs="+", default=TARGETS, help="names of layers with adapters")
+    parser.add_argument("--rows-a-step", type=int, default=Setting.rows_a_step, help="of all ranks, by one row a batch")
     parser.add_argument("--gbit", type=float, help="throttle the link between the two ranks")
     parser.add_argument("--only", nargs="+", choices=ENGINES, help="others are compared with the first of them")
     parser.add_argument(
@@ -364,7 +389,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rank-of", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--packed-a-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -377,7 +401,7 @@ def print_setting(setting: Setting, sizes: Sizes, tokens: int, gbit: float | Non
     what = f"{sizes.layers} layers of {sizes.experts} experts, random"
     if (setting.folder / "model").is_symlink():
         what = type(model).__name__
-    where = "attention and routed experts" if setting.adapt_experts else "attention"
+    where = ", ".join(setting.targets) + (" and routed experts" if setting.adapt_experts else "")
     print(f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")
     print(f"{model.num_parameters() / 1e6:,.0f} M parameters in float32, {what}, r={R} on {where}")

@@ -9,6 +9,7 @@ import torch
 
 from windlass.data.collate import PaddedCollator, PaddingFreeCollator
 from windlass.errors import UserError
+from windlass.observe.format import describe_served
 from windlass.plan.finished import load_finished_run
 from windlass.runfile.rules import resolve_accumulation
 from windlass.train.batches import ROW, Collate
@@ -81,8 +82,12 @@ def test_the_ranking_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: py
         Candidate("step-1054", 10.4306, 0.0001, -0.0001, 0.0002, False, 1.0),
         Candidate("as it began", 10.6931, 1.0, 1.0, 1.0, True, 0.0),
     )
-    print_ranking(Ranking(ranked, 86, 86, {}, "accuracy"))
+    ranking = Ranking(ranked, 86, 86, {}, "accuracy", note=describe_served(0.63, 0.1))
+    print_ranking(ranking)
     lines = capsys.readouterr().out.splitlines()
+    noted = next(number for number, line in enumerate(lines) if line.startswith("bfloat16 keeps 63 %"))
+    assert " ".join(map(str.strip, lines[noted:])) == ranking.as_dict()["note"]
+    lines = lines[:noted]
     assert max(map(len, lines)) <= 80
     verdicts = [line.split()[-1] for line in lines if line.lstrip().startswith(("step-", "as it"))]
     assert verdicts == ["best", "unclear", "worse"]

@@ -1,15 +1,26 @@
 """A real pretrained model, SmolLM2-135M-Instruct, and the same weights as a mixture: layouts, objectives, bases and
 rows that must agree do, on its weights and on chats. `make prove-real` prints the figures and times as well."""
 
+import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import real
 import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
+from safetensors.torch import load_file
+from test_sweep import assert_same_run, run
 from test_train import Outcomes, case
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from windlass.errors import SAVED
+from windlass.export import export
+from windlass.files import read_json_lines
+from windlass.observe.recorder import ExpertBalance
+from windlass.run_folder import ADAPTER
 
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(1800)]
 
@@ -66,6 +77,10 @@ ON_TWO = {
     "mixture, full-shard": of_four(2, **MIXTURE),
     "mixture of Qwen2, expert-parallel": of_four(2, **SPLIT, **BY_EXPERT),
 }
+TRIALS = [
+    {"name": "small", "lora.r": 4, "train.learning_rate": 1e-4},
+    {"name": "large", "lora.r": 16, "train.seed": 7},
+]
 ON_FOUR = {"hybrid": of_four(4, layout="hybrid", layout__shard=2, layout__replicate=2)}
 
 
@@ -170,3 +185,89 @@ def test_mixture_on_two_ranks_equals_one_process(two: Outcomes, alone: Outcomes,
     one = name.partition(",")[0]
     assert_alike(two, name, alone, one)
     assert real.compare_adapters(two.folder / name, alone.folder / one) < 2e-3
+
+
+# --- trials, exports ---
+
+
+def test_trials_equal_the_run_alone(folder: Path, model: Path) -> None:
+    """In turns bit for bit; together they have products of more rows."""
+    text = real.RUN.format(model=model, folder=folder) + "cluster: {gpus_per_node: 2, gpu: cpu}\n"
+    text = text.replace('save_strategy: "no"', "save_strategy: steps\n  save_steps: 2").replace(
+        "max_steps: 3", "max_steps: 2"
+    )
+    for name, options in (("in turns", ""), ("together", "together: 2, ")):
+        file = folder / f"{name}.yaml"
+        given = text.replace("/out", f"/{name}") + f"sweep: {{{options}trials: {json.dumps(TRIALS)}}}\n"
+        file.write_text(given)
+        with real.timed(f"two trials {name}"):
+            run(f"train '{file}'", folder)
+    for trial in ("small", "large"):
+        in_turns, together = (folder / name / "trials" / trial for name in ("in turns", "together"))
+        run(f"train '{in_turns / 'run.yaml'}' --override train.output_dir=alone/{trial}", folder)
+        assert_same_run(folder / "alone" / trial, in_turns)
+        difference = real.compare_adapters(together, in_turns)
+        print(f"trial {trial}: B differs by {difference:.1e} of its size from the run alone if trained together")
+        assert difference < 2e-3
+
+
+@pytest.fixture(scope="module")
+def text(folder: Path, model: Path) -> torch.Tensor:
+    """Return real rows as tokens: the held-out chats, end to end."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chats = [line["messages"] for line in read_json_lines(folder / "chats" / "validation.jsonl")]
+    whole = "".join(tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats)
+    return torch.tensor([tokenizer(whole).input_ids[:512]])
+
+
+def load(model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+def test_the_merged_mixture_answers_as_the_adapted_one(
+    alone: Outcomes, mixture: Path, text: torch.Tensor, tmp_path: Path
+) -> None:
+    """Experts' adapters too. PEFT says what the adapted one answers."""
+    trained = alone.folder / "mixture"
+    export(trained, tmp_path / "merged", merge=True, probes=False)
+    with torch.no_grad():
+        base = load(mixture)(text).logits
+        adapted = PeftModel.from_pretrained(load(mixture), trained / "final")(text).logits - base
+        merged = load(tmp_path / "merged")(text).logits - base
+    kept = float((merged * adapted).sum() / adapted.square().sum())
+    print(f"mixture: merged in bfloat16 keeps {kept:.1%} of what the adapter does to the logits: {adapted.std():.3f}")
+    assert kept == pytest.approx(1, abs=0.05)
+
+
+def test_the_experts_of_an_export_for_vllm_are_pefts(alone: Outcomes, mixture: Path, tmp_path: Path) -> None:
+    """Each expert's matrix has a pair of its own there: its product is what PEFT adds to the expert's weight."""
+    trained = alone.folder / "mixture"
+    export(trained, tmp_path / "for vllm", server="vllm", probes=False)
+    pairs = load_file(tmp_path / "for vllm" / ADAPTER)
+    adapted = PeftModel.from_pretrained(load(mixture), trained / "final")
+    scale = MIXTURE["lora__experts"]["lora_alpha"] / MIXTURE["lora__experts"]["r"]
+    compared = 0
+    for name, wrapper in adapted.named_modules():
+        if isinstance(wrapper, ParamWrapper):
+            stem = name.removesuffix(".base_layer").replace("mlp.experts", "block_sparse_moe.experts")
+            matrices = ["w1", "w3"] if wrapper.parameter_name == "gate_up_proj" else ["w2"]
+            for expert, expected in enumerate(wrapper.get_delta_weight("default")):
+                of_parts = ([pairs[f"{stem}.{expert}.{part}.lora_{x}.weight"] for x in "BA"] for part in matrices)
+                found = torch.cat([scale * b @ a for b, a in of_parts])
+                assert torch.allclose(found, expected, atol=1e-3 * float(expected.abs().max()))
+                assert expected.any()
+                compared += 1
+    assert compared == 2 * real.EXPERTS * adapted.config.num_hidden_layers
+
+
+def test_the_balance_of_experts_on_real_text_is_that_of_the_routers(mixture: Path, text: torch.Tensor) -> None:
+    model = load(mixture)
+    balance = ExpertBalance(model)
+    balance.start()
+    routers = model(text, output_router_logits=True).router_logits
+    counted = balance.stop()
+    assert counted is not None
+    chosen = [logits.topk(real.CHOSEN).indices.flatten().bincount(minlength=real.EXPERTS) for logits in routers]
+    busiest = [float(counts.max() / counts.float().mean()) for counts in chosen]
+    print(f"busiest expert of a layer, of an even share: {median(busiest):.2f} (median), {max(busiest):.2f} (most)")
+    assert counted["busiest"] == pytest.approx(busiest, abs=1e-3)

@@ -29,6 +29,7 @@ from windlass.fetch import record_digest
 from windlass.files import WriteGuard, read_json, read_json_lines, write_json
 from windlass.observe import background
 from windlass.observe.background import BackgroundReport
+from windlass.observe.report.facts import find_served_share
 from windlass.plan import make_plan
 from windlass.plan.layout import Layout
 from windlass.ranks.rank import Rank, StopSignal
@@ -208,6 +209,26 @@ def test_skipped_evaluation_is_not_repeated_when_disabled(make: Make, tmp_path: 
     resumed.run(folder)
     assert resumed.step == 4
     assert not read_manifest(folder.with_name("step-2"))["evaluation_due"]
+
+
+@pytest.mark.fault(
+    "an adapter so small that servers in bfloat16 round it away",
+    "`windlass train`, after the last step",
+    "bfloat16 keeps",
+)
+@pytest.mark.parametrize(("rate", "share"), [("1e-6", 0.0), ("0.05", 1.0)])
+def test_a_run_says_what_servers_in_bfloat16_lose_of_its_adapter(
+    make: Make, tmp_path: Path, rate: str, share: float
+) -> None:
+    """After the last step, and in its report: where an adapter is smaller than what its layers' outputs round away."""
+    loop = make(learning_rate=rate)
+    loop.progress.console = Console(record=True, file=io.StringIO())
+    loop.run()
+    measured = [event for event in read_json_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "served"]
+    assert [event["step"] for event in measured] == [4]
+    assert measured[0]["share"] == pytest.approx(share, abs=0.2)
+    shown = find_served_share(measured)
+    assert ("bfloat16 keeps" in loop.progress.console.export_text()) is (shown == shown) is (share == 0)
 
 
 def test_balancing_loss_is_optional_and_not_evaluated(make: Make, tmp_path: Path) -> None:

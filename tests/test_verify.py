@@ -413,7 +413,7 @@ def test_an_adapter_that_changes_nothing_measurable(tmp_path: Path) -> None:
 
 
 def test_what_bfloat16_keeps_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.serve.probe.KEPT", 2.0)  # tiny models lose little
+    monkeypatch.setattr("windlass.observe.format.SERVED", 2.0)  # tiny models lose little
     exported = make_dense(tmp_path, std=0.02, layers=4)
     probe = read_json(exported.folder / PROBE)
     assert 0.9 < probe["kept"] < 1.1

@@ -18,12 +18,13 @@ from windlass.export.screen import Say
 from windlass.export.source import AdapterSource, require_local_base
 from windlass.files import write_atomic
 from windlass.model import Base, read_base
+from windlass.observe.format import describe_served
 from windlass.plan.layout import Layout
 from windlass.run_folder import PROBE, describe_files
 from windlass.runfile import RunFile
 from windlass.runfile.recorded import read_recorded_data
 from windlass.serve.hypotheses import compute_probe, read_coarsest_dtype
-from windlass.serve.probe import ROUNDED, ROWS, TOKENS, describe_kept, describe_probe, find_probe, hash_probe
+from windlass.serve.probe import ROUNDED, ROWS, TOKENS, describe_probe, find_probe, hash_probe
 from windlass.serve.rows import add_chats, choose_rows
 from windlass.train.kernels.products import as_served
 from windlass.train.load import load_base
@@ -49,7 +50,7 @@ def write_probe(
             row.pop(ROUNDED)  # nothing is added to a rounded product
     write_atomic(to / PROBE, json.dumps(probe))
     say(f"probe     {describe_probe(probe)}")
-    kept = describe_kept(probe) if kind != MERGED else ""
+    kept = describe_served(probe["kept"]) if kind != MERGED else ""
     if kept:
         say(f"note      {kept}")
         add_note(to, kept)

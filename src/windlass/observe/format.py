@@ -6,6 +6,7 @@ from typing import Any, Final
 from windlass.observe.reader import NAN, as_number, read_kept
 
 NONE: Final = "–"
+SERVED: Final = 0.95  # share of an adapter that a server in bfloat16 computes, below which the user is warned
 SPACE: Final = "\N{NO-BREAK SPACE}"
 
 
@@ -41,6 +42,17 @@ def describe_gain(gain: Any) -> str:
     if not _is_number(gain):
         return ""
     return f"{abs(gain):.4f} {'below' if gain >= 0 else 'above'} the base" if round(gain, 4) else "as the base"
+
+
+def describe_served(share: float, error: float = 0.0) -> str:
+    """Return a warning if a server in bfloat16 loses a part of an adapter; empty if not, or if that can't be told.
+    error: the share's standard error."""
+    if not share + 2 * error < SERVED:
+        return ""
+    return (
+        f"bfloat16 keeps {100 * max(0.0, share):.0f} % of this adapter's effect when it is served unmerged: "
+        "serve it merged, or in float32"
+    )
 
 
 def format_percent(share: Any, digits: int = 0) -> str:

@@ -27,7 +27,6 @@ TOKENS: Final = 160  # most of a row
 POSITIONS: Final = 24  # most of a row whose log-probabilities are kept
 TEXT: Final = "def half(n: int) -> float:\n\treturn n / 2  # naïve: 12,345.67 → ½ 東京"  # identifies a tokenizer
 FAINT: Final = 0.005  # nats, mean: what rounding to bf16 alone changes
-KEPT: Final = 0.95  # share of the adapter in bfloat16, below which the user is warned
 
 
 def describe_difference(values: Sequence[float], others: Sequence[float]) -> dict[str, float]:
@@ -81,14 +80,3 @@ def describe_probe(probe: dict[str, Any]) -> str:
     if apart["mean"] < FAINT:
         line += "; too little for a server in bf16 to be told from the base"
     return line
-
-
-def describe_kept(probe: dict[str, Any]) -> str:
-    """Return a warning if a server in bfloat16 loses a part of the adapter; empty if not."""
-    kept = probe["kept"]
-    if kept >= KEPT:
-        return ""
-    return (
-        f"bfloat16 keeps {100 * max(0.0, kept):.0f} % of this adapter's effect when it is served unmerged: "
-        "serve it merged, or in float32"
-    )

@@ -11,13 +11,12 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from windlass.errors import UserError
 from windlass.files import read_json
-from windlass.observe.format import format_plural
+from windlass.observe.format import describe_served, format_plural
 from windlass.serve.client import ECHO, FORCED, PROMPT, RefusedError, Server
 from windlass.serve.probe import (
     ADAPTER,
     AT_SCALE,
     BASE,
-    KEPT,
     LOGPROBS,
     ROUNDED,
     SCALES,
@@ -312,7 +311,7 @@ def judge(
     elif ADAPTER in found:
         verdict.verdict, verdict.nearest = APPLIED, ADAPTER
         verdict.summary = f"applied: {figures}"
-        if share + 2 * error < KEPT:
+        if describe_served(share, error):
             rounding = f"rounding in 16 bits takes {100 - 100 * share:.0f} % of it: serve it merged, or in float32"
             verdict.summary = f"applied, and {rounding} ({figures})"
     elif fitting or verdict.nearest != nearest.name:

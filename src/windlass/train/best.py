@@ -20,6 +20,7 @@ from torch import Tensor
 from windlass.data.prepare import prepare_data
 from windlass.errors import UserError
 from windlass.files import write_json
+from windlass.observe.format import describe_served
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.ranks.rank import Rank
@@ -43,6 +44,7 @@ from windlass.train.preference import Answers, Preference, measure_answers
 from windlass.train.ranking import Candidate, Ranking
 from windlass.train.reference import require_first_adapter
 from windlass.train.run import describe_precision, make_kept_batches, make_validation_batches, open_base_tokenizer
+from windlass.train.served import measure_share
 from windlass.train.shared_base import SharedBase
 from windlass.weights.same_base import read_recorded_base, require_same_base
 
@@ -102,6 +104,7 @@ def rank_checkpoints(
     batches = make_validation_batches(plan, data, tokenizer.pad_token_id)
     kept_batches = make_kept_batches(plan, data, tokenizer.pad_token_id) if keep is not None else None
     kept: dict[str, dict[str, float]] = {}
+    served: dict[str, str] = {}  # what servers in bfloat16 lose of each adapter
 
     def evaluate(base_dtype: str, chosen: Sequence[Saved], suffix: str = "") -> dict[str, Rows]:
         """Return the losses of the base, stored in this dtype, and of these adapters on it."""
@@ -139,6 +142,9 @@ def rank_checkpoints(
                     autocast = torch.autocast(get_device().type, torch.bfloat16, enabled=run.train.in_bf16)
                     causal_lm = adapted.get_base_model()
                     kept[saved.name] = measure_kept_sets(kept_batches, causal_lm, base_alone, autocast=autocast) or {}
+                share = None if suffix else measure_share(batches, adapted.get_base_model(), base_alone)
+                if share is not None:
+                    served[saved.name] = describe_served(*share)
                 console.print(f"{saved.name}{suffix}  evaluated")
             if len(runs) > 1:
                 base.restore(str(of.folder))
@@ -161,7 +167,8 @@ def rank_checkpoints(
         ranked = {name: rows for name, rows in losses.items() if name not in too_much}
         ranking = add_kept(rank_candidates(ranked, {**skipped, **too_much}, by), kept)
         keys = find_other_losses([of.plan.run for of in runs]) if by == LOSS else []
-        show(replace(ranking, caution=explain_other_losses(keys, run_folder)))
+        note = served.get(ranking.candidates[0].name, "")
+        show(replace(ranking, caution=explain_other_losses(keys, run_folder), note=note))
     return 0
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from windlass.model.targets import Adapter
 from windlass.observe.counters import describe_machine
-from windlass.observe.format import describe_gain, describe_kept, format_plural
+from windlass.observe.format import describe_gain, describe_kept, describe_served, format_plural
 from windlass.observe.steps import format_clock
 from windlass.plan import Plan
 from windlass.ranks.rank import Rank
@@ -170,6 +170,11 @@ class Progress:
             line += f"  margin {metrics['eval_rewards/margins']:.3f}  accuracy {accuracy:.0%}"
         kept = describe_kept(metrics)
         self.console.print(f"{line}  {kept}" if kept else line)
+
+    def end_share(self, share: float, error: float) -> None:
+        said = describe_served(share, error)
+        if said:
+            self.console.print(f"note: {said}", style="yellow")
 
     def close(self) -> None:
         if self.live is not None:

@@ -23,6 +23,7 @@ from windlass.train.kept import measure_kept_sets
 from windlass.train.loss import SourceLosses
 from windlass.train.preference import Preference
 from windlass.train.samples import Samples
+from windlass.train.served import measure_share
 from windlass.train.step import Number, TrainedModel
 
 
@@ -105,6 +106,13 @@ class Evaluator:
             return measure_kept_sets(
                 self.kept, model.causal_lm, self.base, autocast=model.autocast, begin_batch=begin_batch
             )
+
+    def measure_share(self) -> tuple[float, float] | None:
+        """Return the share of the adapter that servers in bfloat16 compute, and its standard error; None if sharded."""
+        model = self.model
+        model.causal_lm.eval()
+        with model.adapters.unchanged(), model.eager():
+            return measure_share(self.batches, model.causal_lm, self.base)
 
     def _measure(self, step: int) -> dict[str, float] | None:
         """Return the means over the validation rows; None if a stop signal interrupted it."""

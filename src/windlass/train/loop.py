@@ -111,6 +111,11 @@ class Loop:
             if save or save_requested or self.stopped or self.paused:
                 self.save()
         self.updater.set_mode("eval")
+        if self.evaluator is not None and self.step == self.length.total and not self.stopped:
+            share = self.evaluator.measure_share()
+            if share is not None:
+                self.recorder.event("served", self.step, share=share[0], error=share[1])
+                self.progress.end_share(*share)
         if self.model.compiled:
             self.progress.console.print(f"compiled  {self.model.compiled.graphs} graphs in all")
         self.saver.close()

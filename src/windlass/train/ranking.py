@@ -31,6 +31,7 @@ class Ranking:
     skipped: dict[str, str]
     by: str = "loss"
     caution: str = ""  # why the losses can't be compared
+    note: str = ""  # about the best adapter
 
     def as_dict(self) -> dict[str, Any]:
         ranked = [asdict(candidate) for candidate in self.candidates]
@@ -40,7 +41,7 @@ class Ranking:
             "tokens": self.tokens,
             "passed_over": self.skipped,
             "by": self.by,
-            **({"caution": self.caution} if self.caution else {}),
+            **{key: said for key, said in (("caution", self.caution), ("note", self.note)) if said},
         }
 
 
@@ -76,5 +77,5 @@ def print_ranking(ranking: Ranking) -> None:
         console.print(f"{UNCLEAR}: the interval has 0 in it: no clear difference from the best", highlight=False)
     for name, why in ranking.skipped.items():
         console.print(f"skipped {name}: {why}", markup=False)
-    if ranking.caution:
-        console.print(ranking.caution, style="yellow", markup=False)
+    for said in filter(None, (ranking.caution, ranking.note)):
+        console.print(said, style="yellow", markup=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass.observe import steps
-from windlass.observe.format import format_duration, format_plural
+from windlass.observe.format import describe_served, format_duration, format_plural
 from windlass.observe.reader import (
     NAN,
     as_dict,
@@ -46,7 +46,7 @@ MAX_LISTED: Final = 200  # alarms and targets; the counts say how many there are
 def collect_facts(run: Run) -> Facts:
     """Return one run's entry in report.json."""
     first_meter = run.meters[min(run.meters)] if run.meters else {}
-    events = {kind: [e for e in run.events if e.get("kind") == kind] for kind in ("start", "eval", "save")}
+    events = {kind: [e for e in run.events if e.get("kind") == kind] for kind in ("start", "eval", "served", "save")}
     times = run.first["time"]
     began = next(iter(finite_numbers(event.get("time") for event in events["start"])), times[0] if len(times) else NAN)
     in_range = 0 <= began < 1e11  # false for NaN
@@ -65,6 +65,7 @@ def collect_facts(run: Run) -> Facts:
         "headline": {
             **summarize_run(run, began, finite_numbers(event.get("eval_loss") for event in events["eval"])),
             **summarize_gains(events["eval"]),
+            "served": find_served_share(events["served"]),
             **summarize_pairs(run, events["eval"]),
         },
         "step_time": average_phases(run),
@@ -224,6 +225,13 @@ def summarize_gains(evaluations: list[dict[str, Any]]) -> Facts:
         "kept_worse": worse.get(worst or "", NAN),
         "kept_kl": read_kept(last, "kl").get(worst or "", NAN),
     }
+
+
+def find_served_share(measured: Sequence[Facts]) -> float:
+    """Return the share of the adapter that a server in bfloat16 computes, if the user is to be warned."""
+    last = measured[-1] if measured else {}
+    share, error = as_number(last.get("share")), as_number(last.get("error"))
+    return share if describe_served(share, error) else NAN
 
 
 def count_waits(events: Sequence[Facts]) -> float:

@@ -1,0 +1,38 @@
+"""The share of an adapter that arrives where it is served: servers in bfloat16 add it to products rounded before."""
+
+from contextlib import nullcontext
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from windlass.ranks import collectives
+from windlass.serve.share import fit_slope, subtract
+from windlass.train.base_alone import BaseAlone
+from windlass.train.batches import Batches
+from windlass.train.kernels.products import as_served
+from windlass.train.parallel import get_device, list_fsdp_modules
+from windlass.train.precision import in_float32
+
+
+@torch.no_grad()
+def measure_share(batches: Batches, causal_lm: Any, base: BaseAlone) -> tuple[float, float] | None:
+    """Return the share by the first batch's supervised tokens, and its standard error. A collective.
+
+    None if sharded: FSDP2 casts what it gathers, so the exact effect is not to be had.
+    """
+    if list_fsdp_modules(causal_lm):
+        return None
+    device = get_device()
+    batch = next(batches.epoch(0)).to(device)
+    effects = []
+    for computing in (partial(in_float32, causal_lm), partial(as_served, device)):
+        losses = []
+        for which in (nullcontext, base.active):
+            with which(), computing():
+                losses.append(causal_lm(**batch.inputs, per_token=True)[0].tolist())
+        effects.append(subtract(*losses))
+    of_ranks = collectives.all_gather(effects)
+    exact, served = (list(chain.from_iterable(rank[kind] for rank in of_ranks)) for kind in range(2))
+    return fit_slope(exact, served)
