@@ -121,8 +121,9 @@ def make(folder: Path, sizes: Sizes, text: Path | None, model: Path | None = Non
     """Write the model, rows and held-out rows, equal for all; returns the tokens of all rows."""
     from transformers import AutoTokenizer
 
-    if model:
-        (folder / "model").symlink_to(model.resolve())
+    if model:  # stored in float32, in which all engines compute: some compute in what they find
+        load_model(folder, model).save_pretrained(folder / "model")
+        AutoTokenizer.from_pretrained(model).save_pretrained(folder / "model")
     else:
         make_model(folder, sizes)
     lines = text.read_text().splitlines() if text else "\n\n".join(pydoc_data.topics.topics.values()).split("\n\n")
@@ -244,11 +245,11 @@ def rank_of(name: str, folder: Path) -> None:
     keep(trainer.accelerator.unwrap_model(trainer.model), out / "final")
 
 
-def load_model(folder: Path) -> Any:
+def load_model(folder: Path, model: Path | None = None) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).requires_grad_(False)
+    return AutoModelForCausalLM.from_pretrained(model or folder / "model", dtype=torch.float32).requires_grad_(False)
 
 
 def lora_config(adapt_experts: bool, targets: Sequence[str] = TARGETS) -> Any:
@@ -356,7 +357,7 @@ def main() -> None:
         a_row = tokens / sizes.rows
         experts, targets, rows = given.adapt_experts, given.targets, given.rows_a_step
         setting = Setting(Path(made), experts, targets, rows, a_row, installed, given.gbit)
-        print_setting(setting, sizes, tokens, given.gbit)
+        print_setting(setting, sizes, tokens, given)
         found: dict[str, list[Measured]] = {name: [] for name in names}
         for turn, name in itertools.product(range(given.rounds), names):
             words = command(name, setting)
@@ -392,22 +393,21 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def print_setting(setting: Setting, sizes: Sizes, tokens: int, gbit: float | None) -> None:
+def print_setting(setting: Setting, sizes: Sizes, tokens: int, given: argparse.Namespace) -> None:
     import torch
     import transformers
     import trl
 
     model = load_model(setting.folder)
     what = f"{sizes.layers} layers of {sizes.experts} experts, random"
-    if (setting.folder / "model").is_symlink():
-        what = type(model).__name__
+    if given.model:
+        what = f"{given.model.name}: {type(model).__name__}"
     where = ", ".join(setting.targets) + (" and routed experts" if setting.adapt_experts else "")
     print(f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")
     print(f"{model.num_parameters() / 1e6:,.0f} M parameters in float32, {what}, r={R} on {where}")
-    print(
-        f"{sizes.rows} rows of {tokens / sizes.rows:.0f} tokens; link {f'{gbit} Gbit/s' if gbit else 'unthrottled'}\n"
-    )
+    link = f"{given.gbit} Gbit/s" if given.gbit else "unthrottled"
+    print(f"{sizes.rows} rows of {tokens / sizes.rows:.0f} tokens; link {link}\n")
 
 
 def print_table(found: Mapping[str, Sequence[Measured]], tokens: int, losses: Mapping[str, float]) -> None:
