@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,17 @@ def test_trials_with_another_beta_equal_runs_alone(folder: Path) -> None:
     assert "beta0.5/step-4" in ranked.replace("\n", "")
     assert "another loss" not in ranked
     assert "dpo.beta: another value is another loss" in windlass(folder, "best", "betas")
+
+
+@pytest.mark.parametrize("in_bf16", [True, False])
+def test_a_run_says_how_noisy_its_margins_are(folder: Path, in_bf16: bool) -> None:
+    short = (
+        "train.max_steps=1",
+        "train.eval_strategy=no",
+        "train.save_strategy=no",
+        f"train.bf16={json.dumps(in_bf16)}",
+    )
+    printed = windlass(folder, "train", "run.yaml", *overrides(*short, f"train.output_dir=in_bf16-{in_bf16}"))
+    said = re.search(r"margins +of a step are within ([\d.]+) of float32's", printed)
+    assert (said is not None) is in_bf16
+    assert said is None or 0 < float(said[1]) < 0.1
