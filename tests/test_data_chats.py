@@ -591,6 +591,7 @@ def test_what_a_user_should_know_of_rows_is_counted_and_said(prepared: Prepare) 
         (TEMPLATES["no end token behind the last"], THREE, []),
         (TEMPLATES["no end token behind the last"], THREE[:2], ["will not learn to stop"]),
         (LOOP + ASK, talk("Who?", ""), ["1 row with an empty answer"]),
+        (LOOP + ASK, talk("Who?", "Crews.<|end|> Or all."), ["an answer spells the token that ends it, '<|end|>'"]),
         (LOOP + ASK, talk("Who<|end|>?", "Crews."), ["spells a special token, such as '<|end|>'"]),
     ):
         done = prepared([{"messages": messages}], template)

@@ -59,6 +59,8 @@ WARNINGS = {
     "prompt": "in {rows} the chat template doesn't write an answer behind the prompt that generation would start from: "
     "join it to the answer that it follows, or name another data.chat_template ({where})",
     "empty": "{rows} with an empty answer: the model learns to end its turn at once ({where})",
+    "ends": "in {rows} an answer spells the token that ends it, {example!r}: what follows it is trained on and never "
+    "generated; take it out of the text ({where})",
     "special": "in {rows} a message that is not the assistant's spells a special token, such as {example!r}, and "
     "becomes it: leave such rows out, or write it differently ({where})",
 }

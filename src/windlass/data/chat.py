@@ -283,9 +283,12 @@ class ChatTemplate:
         """Add what a user should know of a chat to the first of its rows."""
         for row in rows:
             remarks |= row.remarks
-        trained = [i for row in rows for i in row.answers]
-        if any(turns[i].is_empty for i in trained if i >= 0):
+        trained = [(i, row.text[start:end]) for row in rows for i, (start, end) in row.answers.items() if i >= 0]
+        if any(turns[i].is_empty and text.strip() for i, text in trained):
             remarks["empty"] = ""
+        answers = "\0".join(turn.words for turn in turns if turn.is_assistant)
+        spelled_end = next((end for end in sorted(self.stops) if end in answers), None)
+        remarks |= {"ends": spelled_end} if spelled_end else {}
         for call in itertools.chain(*(turn.calls for turn in turns)):
             if isinstance(call["function"]["arguments"], Unfilled):
                 remarks["filled"] = str(call["function"].get("name"))
