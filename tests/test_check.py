@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import warm
+from refusals import refused
 from text_run import make_text_run
 
+from windlass import versions
+from windlass.errors import TRAINING
 from windlass.hardware import GpuReading, Gpus
 from windlass.launch import check
 from windlass.launch.check import inputs
@@ -273,10 +276,10 @@ def test_data_that_cannot_be_read_fails(sound: Path, tmp_path: Path) -> None:
 
 def test_version_table_matches_pyproject_and_the_environment() -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
-    assert {f"{name}{supported}" for name, (supported, _) in inputs.TESTED.items()} <= set(wanted)
+    assert {f"{name}{supported}" for name, (supported, _) in versions.TESTED.items()} <= set(wanted)
     have = inputs.list_distributions()
-    for name, (_, ran) in inputs.TESTED.items():
-        assert inputs.parse_release(have[name]) == inputs.parse_release(ran), name
+    for name, (_, ran) in versions.TESTED.items():
+        assert versions.parse_release(have[name]) == versions.parse_release(ran), name
     import peft.import_utils
 
     assert f'"{inputs.TORCHAO_LEAST}"' in Path(peft.import_utils.__file__).read_text()
@@ -289,20 +292,44 @@ def test_version_table_matches_pyproject_and_the_environment() -> None:
         ("torch", "2.13.0+cu130", PASS),
         ("torch", "2.13.1", PASS),
         ("torch", "2.13.0a0+0e7d5b8.nv26.01", PASS),  # NVIDIA's images
-        ("torch", "2.12.1", WARN),
+        ("torch", "2.11.0", PASS),
         ("torch", "2.10.0", FAIL),
-        ("torch", "3.0.0a1", FAIL),
+        ("torch", "3.0.0a1", WARN),
         ("peft", None, FAIL),
         ("torch", "nightly", SKIPPED),
         ("torchao", "0.15.0", FAIL),  # PEFT refuses it
     ],
 )
 def test_libraries_against_the_table(sound: Path, name: str, version: str | None, verdict: str) -> None:
-    have = {**{name: ran for name, (_, ran) in inputs.TESTED.items()}, "torchao": "0.16.0", name: version}
+    have = {**{name: ran for name, (_, ran) in versions.TESTED.items()}, "torchao": "0.16.0", name: version}
     loaded = read_run_file(sound)
     results = inputs.check_libraries(context(loaded, have={k: v for k, v in have.items() if v}), loaded)
     bad = {result.name: result.verdict for result in results if result.verdict != PASS}
     assert bad == {"model class and attention": SKIPPED, **({} if verdict == PASS else {f"library {name}": verdict})}
+
+
+@pytest.mark.fault("a library that is too old", "`windlass train`, before it is imported", "is too old: it has to be")
+def test_a_library_that_is_too_old_is_named_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions.require_libraries(TRAINING, "train")
+    monkeypatch.setattr(versions, "version", lambda name: "5.10.0" if name == "transformers" else "100")
+    with refused("too-old", "windlass train") as problems:
+        versions.require_libraries(TRAINING, "train")
+    assert problems[0].problem == "transformers 5.10.0 is too old: it has to be >=5.17,<5.25"
+    versions.require_libraries(("torch",), "train")
+
+
+@pytest.mark.fault(
+    "a layout that an older transformers lacks", "`windlass check`", "transformers 5.20.2 has no expert parallelism"
+)
+@pytest.mark.parametrize(("version", "lacks"), [("5.20.2", True), ("5.23.0", False), ("5.24.0.dev0", False)])
+def test_a_layout_that_transformers_lacks_is_named(sound: Path, version: str, lacks: bool) -> None:
+    loaded = read_run_file(sound)
+    plan = make_plan(loaded)
+    plan = replace(plan, layout=replace(plan.layout, expert_parallel=2))
+    have = {name: ran for name, (_, ran) in versions.TESTED.items()} | {"transformers": version}
+    results = inputs.check_libraries(context(loaded, plan, have), loaded)
+    named = [result.seen for result in results if result.name == "layout"]
+    assert named == [f"transformers {version} has no expert parallelism"] * lacks
 
 
 @pytest.mark.parametrize(

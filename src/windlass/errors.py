@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -130,10 +129,3 @@ def missing_extra_error(names: str | None, command: str) -> UserError:
     """windlass is installed without its `train` extra, as on a login node."""
     verb = "are" if "," in str(names) else "is"
     return UserError(f"{names} {verb} not installed", f"windlass {command}", find_install_command(), "not-installed")
-
-
-def require_libraries(libraries: Sequence[str], command: str) -> None:
-    """Look for libraries without importing them."""
-    missing = [name for name in libraries if find_spec(name) is None]
-    if missing:
-        raise missing_extra_error(", ".join(missing), command)

@@ -23,7 +23,8 @@ from windlass.cli.options import (
     write_json,
     write_result,
 )
-from windlass.errors import FAILED, print_error
+from windlass.errors import FAILED, TRAINING, print_error
+from windlass.versions import require_libraries
 
 
 @command(AFTER, "report run", "report run-a run-b --out compared")
@@ -66,6 +67,7 @@ def best(
     The base model is loaded once. Differences come with a paired 95 % confidence interval, which shows which adapters
     are significantly worse.
     """
+    require_libraries(TRAINING, "best")
     from windlass.plan.finished import plan_finished_run
     from windlass.train.start import Command, best, compute_fingerprint
 
@@ -128,6 +130,7 @@ def export(
 
     Exits with 1 if the verification finds a deviation; nothing is deleted then.
     """
+    require_libraries(TRAINING, "export")
     from windlass.export import export, push_to_hub
     from windlass.export.screen import print_line
     from windlass.serve.servers import SERVERS
@@ -192,6 +195,7 @@ def generate(
     allow_other_base: OtherBase = False,
 ) -> None:
     """Generate text with a model on this machine, as a quick check."""
+    require_libraries(TRAINING, "generate")
     from windlass.export.generate import generate
     from windlass.export.screen import print_line
 

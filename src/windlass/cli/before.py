@@ -27,7 +27,8 @@ from windlass.cli.options import (
     write_result,
     write_run_file,
 )
-from windlass.errors import RANK_USER_INPUT, TRAINING, UserError, print_error, raise_all, require_libraries
+from windlass.errors import RANK_USER_INPUT, TRAINING, UserError, print_error, raise_all
+from windlass.versions import require_libraries
 
 
 @command(

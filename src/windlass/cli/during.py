@@ -25,7 +25,8 @@ from windlass.cli.options import (
     option_words,
     say,
 )
-from windlass.errors import TRAINING, UserError, print_error, require_libraries
+from windlass.errors import TRAINING, UserError, print_error
+from windlass.versions import require_libraries
 
 
 @command(DURING, "train run.yaml", "train run.yaml --ranks 2 --override train.max_steps=20")

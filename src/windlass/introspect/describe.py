@@ -25,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
+from windlass.compat import get_expert_plan, has_post_expert_norm
 from windlass.errors import UserError
 from windlass.introspect.trace import trace_layers
 from windlass.model.description import FETCH, MAX_LAYERS, hash_config
@@ -90,7 +91,7 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "attention": attention,
         "peft_takes": sorted({*_names_mistaken_by_peft(text.model_type), *_names_renamed_by_peft(model)}),
         **_try_out(model_class, text, "sdpa" if "sdpa" in attention else "eager"),
-        "expert_parallel": bool(model.ep_plan),
+        "expert_parallel": bool(get_expert_plan(model)),
         "expert_adapters": all(map(_is_adaptable, filter(_is_experts, model.modules()))),
         "without_formula": sum(odd),
         "dims": dims,
@@ -569,7 +570,7 @@ def read_logit_shaping(config: Any) -> tuple[float, float | None]:
 
 def _is_adaptable(experts: Any) -> bool:
     """Return whether these experts have the form that adapters are written for: two products, gate and up fused."""
-    return getattr(experts, "has_gate", False) and not getattr(experts, "has_post_expert_norm", True)
+    return getattr(experts, "has_gate", False) and not has_post_expert_norm(experts)
 
 
 @contextlib.contextmanager

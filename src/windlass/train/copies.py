@@ -6,8 +6,8 @@ from typing import Any, Final
 import transformers
 from torch import nn
 from torch.distributed._composable_state import _get_module_state, _insert_module_state
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
+from windlass.compat import ALL_PARALLEL_STYLES
 from windlass.train.experts import exchange
 
 SHARED: Final = "_parameters"  # the mapping itself, in which FSDP2 exchanges gathered weights and shards

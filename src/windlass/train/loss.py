@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from windlass.compat import CACHE
 from windlass.errors import UserError
 from windlass.introspect.describe import read_logit_shaping
 from windlass.settings import TILE_TOKENS, TILE_VOCABULARY
@@ -130,7 +131,7 @@ def make_forward(
         shaping = LogitShaping(scale, cap, bias)
         if choose:  # return the likeliest next tokens, and keys and values for those after them
             chunks = (logits if bias is None else logits + bias for _, logits, _ in _iter_chunks(hidden, weight))
-            return torch.cat([logits.argmax(1) for logits in chunks]), getattr(outputs, "past_key_values", None)
+            return torch.cat([logits.argmax(1) for logits in chunks]), getattr(outputs, CACHE, None)
         if per_token:
             return token_figures(hidden, weight, targets, shaping)
         if states:

@@ -18,14 +18,15 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from transformers.distributed import DistributedConfig
 
+from windlass.compat import make_distributed_config
 from windlass.errors import UserError
 from windlass.model import Base
 from windlass.plan.layout import Layout
 from windlass.ranks import collectives
 from windlass.train.experts import exchange, experts
 from windlass.train.kernels import products
+from windlass.versions import SINCE, find_lacking
 
 FIRST_LAYER: Final = re.compile(r"\blayers\.0(\.|$)")
 
@@ -65,9 +66,14 @@ def build_model(
         raise UserError(
             problem, products.WHERE, f"{products.HINT}, set layout.name: resident, or install a newer torch", "too-old"
         )
+    version = transformers.__version__
+    lacks = find_lacking(version, expert_parallel=layout.expert_parallel, replicate=layout.replicate)
+    if lacks:
+        hint = f"pip install 'transformers>={SINCE[lacks]}', or set layout.name: full-shard"
+        raise UserError(f"transformers {version} has no {lacks}", "layout.name", hint, "too-old")
     config = make_config(base, dtype, attn_implementation)
     model_class = getattr(transformers, base.family.causal_lm)
-    distributed = DistributedConfig(
+    distributed = make_distributed_config(
         fsdp_size=layout.shard,
         dp_replicate_size=layout.replicate,
         ep_size=layout.expert_parallel,

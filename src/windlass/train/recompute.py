@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
+from windlass.compat import enable_checkpointing
 from windlass.plan import Plan
 from windlass.settings import INPUTS_ON_DEVICE
 from windlass.train.kernels import kept
@@ -33,7 +34,7 @@ def recompute_layers(model: PreTrainedModel, plan: Plan, *, compiled: bool = Fal
     if not layout.activation_checkpointing:
         return
     keeps = {} if compiled else {"context_fn": partial(kept.checkpoint_contexts, plan.run.train.keeps_products)}
-    model.activation_checkpointing_enable({"use_reentrant": False, **keeps})
+    enable_checkpointing(model, {"use_reentrant": False, **keeps})
     if layout.offload_activations:
         inputs = LayerInputs()
         for layer in model.modules():

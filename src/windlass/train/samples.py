@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from windlass.compat import CACHE
 from windlass.data.inputs import read_prompt_lines
 from windlass.data.packing import iter_documents
 from windlass.errors import UserError, Where
@@ -166,7 +167,7 @@ def iter_choices(
         if kept is None:
             ids, positions = torch.cat([ids, added], 1), torch.cat([positions, place], 1)
         else:
-            ids, positions, keys["past_key_values"] = added, place, kept
+            ids, positions, keys[CACHE] = added, place, kept
 
 
 def _find_end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -31,23 +31,13 @@ from windlass.observe.format import format_plural
 from windlass.plan.script import AnyPlan, ScriptPlan, make_any_plan
 from windlass.runfile import Loaded, LoadedScript
 from windlass.runfile.names import find_absent_trackers
+from windlass.versions import SINCE, TESTED, find_lacking, is_older, is_too_old, parse_release
 
 if TYPE_CHECKING:
-    from packaging.version import Version
-
     from windlass.model.family import Family
     from windlass.plan import Plan
     from windlass.plan.accelerate import AccelerateFile
 
-# Each library's supported range, which is pyproject's (a test compares them), and the version that the tests ran with.
-TESTED: dict[str, tuple[str, str]] = {
-    "torch": (">=2.12,<2.16", "2.13.0"),
-    "transformers": (">=5.23,<5.24", "5.23.0"),
-    "peft": (">=0.20,<0.22", "0.21.2"),
-    "accelerate": (">=1.15,<2", "1.15.0"),
-    "datasets": (">=5,<6", "5.2.0"),
-    "safetensors": (">=0.7,<1", "0.8.0"),
-}
 # The oldest Linux driver for each CUDA major version, whose minor versions all run on it: NVIDIA's CUDA Compatibility,
 # "Minor Version Compatibility", table 1, with the full numbers of CUDA 11.0, 12.0 and 13.0 from the CUDA release notes.
 DRIVERS: dict[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
@@ -227,22 +217,6 @@ def list_distributions() -> dict[str, str]:
     return found
 
 
-def parse_release(version: str) -> Version | None:
-    """Parse a version for comparison: prereleases and local builds count as their release; None if invalid."""
-    from packaging.version import InvalidVersion, Version  # installed with torch; a login node may lack both
-
-    try:
-        return Version(Version(version).base_version)
-    except InvalidVersion:
-        return None
-
-
-def is_older(version: str, than: str) -> bool:
-    mine = parse_release(version)
-    other = parse_release(than)
-    return mine is not None and other is not None and mine < other
-
-
 def check_libraries(c: Context, loaded: Loaded) -> list[Result]:
     """Check library versions. On a machine that only plans, missing libraries are not an error."""
     if c.elsewhere:
@@ -257,6 +231,14 @@ def check_libraries(c: Context, loaded: Loaded) -> list[Result]:
         results.append(failed("library torchao", seen, hint))
     if c.plan is None or isinstance(c.plan, ScriptPlan):
         return [*results, skipped("model class and attention", NO_PLAN)]
+    layout = c.plan.layout
+    transformers = c.have.get("transformers", "")
+    lacks = find_lacking(transformers, expert_parallel=layout.expert_parallel, replicate=layout.replicate)
+    if lacks:
+        hint = f"pip install 'transformers>={SINCE[lacks]}', or set layout.name: full-shard"
+        results.append(
+            failed("layout", f"transformers {transformers} has no {lacks}", hint, loaded.where("layout.name"))
+        )
     model, result = check_model_class(c, c.plan.base.family)
     return [*results, result, check_attention(c, loaded, model)]
 
@@ -270,13 +252,12 @@ def check_library(name: str, version: str | None) -> Result:
         hint = f"{find_install_command()}, or use the image that the Containerfile builds"
         return failed(title, "not installed", hint)
     mine = parse_release(version)
-    tested = parse_release(ran)
-    if mine is None or tested is None:
+    if mine is None:
         return skipped(title, f"{version!r} is not a version that can be compared")
-    if mine not in SpecifierSet(supported):
+    if is_too_old(name, version):
         return failed(title, f"{version}; supported is {supported}", f"pip install '{name}{supported}'")
-    if mine.release[:2] != tested.release[:2]:
-        return warned(title, f"{version}; the tests ran with {ran}", f"pip install {name}=={ran}")
+    if mine not in SpecifierSet(supported):
+        return warned(title, f"{version} is newer than supported: {supported}", f"pip install '{name}{supported}'")
     return passed(title, f"{version}, tests ran with {ran}")
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
+from windlass.compat import AllToAllEP, EPImplementationInterface
 from windlass.train.experts.experts import (
     SortedRows,
     is_unsupported,
@@ -80,7 +80,8 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
         return sum_weighted(take_rows(answers, by_expert.back, by_expert.order), top_k_weights)
 
 
-EPImplementationInterface.register(NAME, Exchange)
+if EPImplementationInterface is not None:
+    EPImplementationInterface.register(NAME, Exchange)
 
 
 def sort_received(edges: list[list[int]], device: torch.device) -> SortedRows:

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from windlass.compat import has_post_expert_norm
 from windlass.ranks.collectives import all_gather
 from windlass.train.kernels import kept, on_cpu
 from windlass.train.kernels.products import grouped_linear
@@ -100,7 +101,7 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 def is_unsupported(experts: Any) -> bool:
     """Return whether these experts are anything but two products on their own tokens, with gate and up fused."""
-    return not getattr(experts, "has_gate", False) or bool(experts.has_post_expert_norm)
+    return not getattr(experts, "has_gate", False) or has_post_expert_norm(experts)
 
 
 class TakeRows(torch.autograd.Function):

@@ -5,6 +5,7 @@ differs is not replaced.
 """
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator
@@ -50,7 +51,7 @@ def find_replacements(model: nn.Module, device: torch.device, parts: Collection[
 
 def list_callers(forwards: Collection[Any], name: str) -> list[types.ModuleType]:
     """Return the modules of the family's code in which one of these methods calls a function of this name."""
-    paths = {forward.__module__ for forward in forwards if name in forward.__code__.co_names}
+    paths = {forward.__module__ for forward in map(inspect.unwrap, forwards) if name in forward.__code__.co_names}
     return [sys.modules[path] for path in sorted(paths)]
 
 

@@ -1,0 +1,44 @@
+"""What differs between the supported versions of transformers, each with the version from which it can go."""
+
+from dataclasses import fields
+from typing import Any, Final
+
+import transformers
+from torch import nn
+from transformers.distributed import DistributedConfig
+
+from windlass.versions import SINCE, is_older
+
+# Until transformers >=5.23 is required: expert parallelism and hybrid sharding, which are refused before.
+HAS_EXPERT_PARALLELISM: Final = not is_older(transformers.__version__, SINCE["expert parallelism"])
+# Until transformers >=5.24 is required: the name of keys and values in arguments and outputs.
+CACHE: Final = "past_key_values" if is_older(transformers.__version__, "5.24") else "cache"
+
+if HAS_EXPERT_PARALLELISM:
+    from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+else:
+    AllToAllEP = object
+    EPImplementationInterface = ALL_PARALLEL_STYLES = None
+
+
+def make_distributed_config(**sizes: Any) -> DistributedConfig:
+    """Return the configuration without what an older version doesn't have. Until transformers >=5.23 is required."""
+    known = {field.name for field in fields(DistributedConfig)}
+    return DistributedConfig(**{name: size for name, size in sizes.items() if name in known})
+
+
+def get_expert_plan(model: Any) -> Any:
+    """Until transformers >=5.23 is required."""
+    return model.ep_plan if HAS_EXPERT_PARALLELISM else model._ep_plan
+
+
+def has_post_expert_norm(experts: nn.Module) -> bool:
+    """Until transformers >=5.23 is required: no experts have one before."""
+    return bool(getattr(experts, "has_post_expert_norm", False))
+
+
+def enable_checkpointing(model: Any, options: dict[str, Any]) -> None:
+    """Until transformers >=5.23 is required."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)
