@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo real test test-times test-long prove prove-cuda prove-serving prove-skypilot browser format lint types imports docs counts site package clean
+.PHONY: demo real test test-times test-versions test-oldest test-newest test-long prove prove-cuda prove-serving prove-skypilot browser format lint types imports docs counts site package clean
 
 demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 	rm -rf demo-run
@@ -54,6 +54,18 @@ prove: test test-long $(PROOFS:%=prove-%)  ## everything, the long proofs too
 
 $(PROOFS:%=prove-%): prove-%: $(STAMP) browser site
 	$(BIN)/pytest -m prove $(if $(filter $*,$(SHOWN)),-rP) $(if $(filter $*,$(ALONE)),,-n 2 --dist loadfile) $(PROVE_$*:%=tests/%.py)
+
+# The ends of what is supported. torch comes with CUDA (5 GB) where PyPI has no other.
+OLDEST := torch==2.11.0 transformers==5.17.0 peft==0.20.0 accelerate==1.15.0
+NEWEST := torch==2.14.1 transformers==5.24.0 peft accelerate
+test-versions: test-oldest test-newest  ## the core with the oldest and the newest libraries, in environments of their own
+test-oldest: LIBRARIES = $(OLDEST)
+test-newest: LIBRARIES = $(NEWEST)
+test-oldest test-newest: test-%: pyproject.toml Makefile
+	[ -d $(VENV)/$* ] || $(PYTHON) -m venv $(VENV)/$*
+	$(VENV)/$*/bin/python -m pip install --quiet --disable-pip-version-check $(LIBRARIES) -e '.[train,test]'
+	$(VENV)/$*/bin/python -m pip list --disable-pip-version-check 2>/dev/null | grep -E '^(torch|transformers|peft|accelerate|datasets|trl) '
+	$(VENV)/$*/bin/python -m pytest -m "" -p no:cacheprovider tests/test_versions.py
 
 CUDA := $(VENV)/cuda
 prove-cuda: $(CUDA)/libcuda.so.1  ## a step on torch's CUDA build (5 GB) and a GPU that is a stub: needs a C compiler

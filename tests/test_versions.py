@@ -1,0 +1,147 @@
+"""What windlass has to do with every supported version of its libraries, on tiny models.
+
+`make test-versions` runs this file with the oldest and with the newest ones; here it runs with those of the tests.
+"""
+
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import real
+import torch
+import transformers
+from peft import PeftModel
+from test_faults import windlass
+from test_train import Outcomes, case
+
+import windlass as package
+from windlass import tiny, versions
+from windlass.errors import SAVED
+from windlass.export import export
+
+pytestmark = pytest.mark.long
+
+DPO: dict[str, Any] = {
+    "train__objective": "dpo",
+    "data__dataset_name_or_path": "{folder}/pairs",
+    "train__max_steps": 10,
+}
+EXPERTS: dict[str, Any] = {"model__model_name_or_path": "{folder}/mixture", "lora__experts": {"r": 2, "lora_alpha": 4}}
+FP8: dict[str, Any] = {"model__model_name_or_path": "{folder}/in 8 bits", "layout__base_dtype": "fp8"}
+SPLIT: dict[str, Any] = {"layout": "expert-parallel", "layout__expert_parallel": 2}
+ONLY_TRITON = {"windlass.weights.dequantize_kernel"}  # a module that needs triton, which CPUs' torch doesn't bring
+
+
+def of_four(world: int, **rest: Any) -> dict[str, Any]:
+    """Return a run of 4 rows a step."""
+    return case(world, **{"micro": 4 // world, "without_probe": True, **rest})
+
+
+ALONE = {
+    "alone": of_four(1),
+    "by TRL": of_four(1, plain=True),
+    "checkpointing": of_four(1, train__gradient_checkpointing=True),
+    "stopped": of_four(1, faults=["stop 3"], train__output_dir="{out}/in two", train__save_strategy="steps"),
+    "resumed": of_four(1, resume=True, train__output_dir="{out}/in two", train__save_strategy="steps"),
+    "nf4": of_four(1, layout__base_dtype="nf4"),
+    "fp8": of_four(1, **FP8),
+    "dpo": of_four(1, **DPO),
+    "dpo by TRL": of_four(1, plain=True, **DPO),
+    "experts": of_four(1, **EXPERTS),
+    "experts by TRL": of_four(1, plain=True, **EXPERTS),
+}
+ON_TWO = {
+    "full-shard": of_four(2),
+    "resident": of_four(2, layout="resident"),
+    "experts, full-shard": of_four(2, **EXPERTS),
+    "experts, expert-parallel": of_four(2, **SPLIT, **EXPERTS),
+}
+LACKED = {
+    name
+    for name, each in ON_TWO.items()
+    if "layout.expert_parallel=2" in each["overrides"]
+    and versions.find_lacking(transformers.__version__, expert_parallel=2, replicate=1)
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("versions")
+    real.write_rows(root, 24)
+    tiny.write_model(root / "model", "llama")
+    tiny.write_model(root / "mixture", "mixtral")
+    tiny.write_model(root / "in 8 bits", wrapper=False)
+    return root
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Outcomes:
+    return real.run_cases(folder, folder / "model", 1, ALONE)
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Outcomes:
+    cases = {name: each for name, each in ON_TWO.items() if name not in LACKED}
+    return real.run_cases(folder, folder / "model", 2, cases)
+
+
+def test_every_module_is_imported() -> None:
+    names = {found.name for found in pkgutil.walk_packages(package.__path__, "windlass.")}
+    for name in sorted(names - ONLY_TRITON - {"windlass.__main__"}):
+        importlib.import_module(name)
+
+
+def test_the_demo_runs(tmp_path: Path) -> None:
+    code, printed = windlass("demo --dir demo", tmp_path)
+    assert code == 0, printed
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("alone", "by TRL"), ("checkpointing", "by TRL"), ("dpo", "dpo by TRL"), ("experts", "experts by TRL")],
+)
+def test_steps_equal_trls(alone: Outcomes, name: str, other: str) -> None:
+    losses = real.read_losses(alone, name)
+    assert losses == pytest.approx(real.read_losses(alone, other), rel=1e-4)
+    assert len(losses) == (10 if name == "dpo" else 3)
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_ranks_equal_one_process(request: pytest.FixtureRequest, alone: Outcomes, name: str) -> None:
+    if name in LACKED:
+        pytest.skip(f"transformers {transformers.__version__} has no expert parallelism")
+    found: Outcomes = request.getfixturevalue("two")
+    one = "experts" if name.startswith("experts") else "alone"
+    assert real.read_losses(found, name) == pytest.approx(real.read_losses(alone, one), rel=2e-5)
+    assert real.compare_adapters(found.folder / name, alone.folder / one) < 2e-3
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(alone: Outcomes) -> None:
+    assert (alone["stopped"]["code"], alone["resumed"]["code"]) == (SAVED, 0)
+    whole, parts = (real.read_adapter(alone.folder / name) for name in ("alone", "in two"))
+    assert all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
+def test_bases_in_fewer_bits_train(alone: Outcomes) -> None:
+    exact, four_bits, of_fp8 = (real.read_losses(alone, name) for name in ("alone", "nf4", "fp8"))
+    assert four_bits == pytest.approx(exact, rel=0.05)
+    assert four_bits != exact
+    assert of_fp8[-1] < of_fp8[0]
+
+
+def test_peft_opens_an_export_and_a_merged_one_is_the_same(alone: Outcomes, folder: Path, tmp_path: Path) -> None:
+    export(alone.folder / "alone", tmp_path / "adapter", probes=False)
+    export(alone.folder / "alone", tmp_path / "merged", merge=True, dtype="float32", probes=False)
+    ids = torch.arange(20)[None]
+
+    def load(model: Path) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(load(folder / "model"), tmp_path / "adapter")(ids).logits
+        merged = load(tmp_path / "merged")(ids).logits
+        base = load(folder / "model")(ids).logits
+    assert torch.allclose(adapted, merged, atol=1e-4)
+    assert not torch.allclose(adapted, base, atol=1e-4)
