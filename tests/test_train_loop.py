@@ -231,6 +231,21 @@ def test_a_run_says_what_servers_in_bfloat16_lose_of_its_adapter(
     assert ("bfloat16 keeps" in loop.progress.console.export_text()) is (shown == shown) is (share == 0)
 
 
+def test_a_run_ends_well_where_its_share_does_not_fit_into_memory(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def fill_memory(_model: Any) -> Iterator[None]:
+        raise torch.OutOfMemoryError("full")
+        yield
+
+    monkeypatch.setattr("windlass.train.served.in_float32", fill_memory)
+    make().run()
+    kinds = [event["kind"] for event in read_json_lines(tmp_path / "run" / "events.jsonl")]
+    assert "served" not in kinds
+    assert kinds[-1] == "end"
+
+
 def test_balancing_loss_is_optional_and_not_evaluated(make: Make, tmp_path: Path) -> None:
     """The mean over tokens of rows of different lengths: equal for every batch size."""
     lines = [json.dumps({"text": " ".join(WORDS.split()[:count])}) + "\n" for count in (3, 5, 8)]

@@ -10,7 +10,7 @@ import torch
 from windlass.ranks import collectives
 from windlass.serve.share import fit_slope, subtract
 from windlass.train.base_alone import BaseAlone
-from windlass.train.batches import Batches
+from windlass.train.batches import Batch, Batches
 from windlass.train.kernels.products import as_served
 from windlass.train.parallel import get_device, list_fsdp_modules
 from windlass.train.precision import in_float32
@@ -20,12 +20,26 @@ from windlass.train.precision import in_float32
 def measure_share(batches: Batches, causal_lm: Any, base: BaseAlone) -> tuple[float, float] | None:
     """Return the share by the first batch's supervised tokens, and its standard error. A collective.
 
-    None if sharded: FSDP2 casts what it gathers, so the exact effect is not to be had.
+    None if the exact effect is not to be had: of shards, which FSDP2 casts as it gathers them; of rows that ranks
+    share; where float32 doesn't fit into memory, which is no reason to lose a run.
     """
-    if list_fsdp_modules(causal_lm):
+    if list_fsdp_modules(causal_lm) or batches.readers < collectives.get_world_size():
         return None
+    try:
+        effects = measure_effects(next(batches.epoch(0)), causal_lm, base)
+    except torch.OutOfMemoryError:
+        effects = []
+    of_ranks = collectives.all_gather(effects)
+    if not all(of_ranks):
+        return None
+    exact, served = (list(chain.from_iterable(of_rank[kind] for of_rank in of_ranks)) for kind in range(2))
+    return fit_slope(exact, served)
+
+
+def measure_effects(host_batch: Batch, causal_lm: Any, base: BaseAlone) -> list[list[float]]:
+    """Return by how much the adapter changes the loss of each token: exactly, and as served in bfloat16."""
     device = get_device()
-    batch = next(batches.epoch(0)).to(device)
+    batch = host_batch.to(device)
     effects = []
     for computing in (partial(in_float32, causal_lm), partial(as_served, device)):
         losses = []
@@ -33,6 +47,4 @@ def measure_share(batches: Batches, causal_lm: Any, base: BaseAlone) -> tuple[fl
             with which(), computing():
                 losses.append(causal_lm(**batch.inputs, per_token=True)[0].tolist())
         effects.append(subtract(*losses))
-    of_ranks = collectives.all_gather(effects)
-    exact, served = (list(chain.from_iterable(rank[kind] for rank in of_ranks)) for kind in range(2))
-    return fit_slope(exact, served)
+    return effects
