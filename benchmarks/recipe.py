@@ -41,6 +41,7 @@ from windlass.files import read_json_lines
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+FILLED = 0.95  # of the last packed sequences
 LENGTH, R, ALPHA, RATE, SEED = 1024, 16, 32, 1e-3, 42
 
 
@@ -131,12 +132,27 @@ def make(folder: Path, sizes: Sizes, text: Path | None, model: Path | None = Non
     if len(lines) < sizes.rows + sizes.held_out:
         raise SystemExit(f"the text has {len(lines)} rows; give --rows {len(lines) - sizes.held_out}")
     random.Random(SEED).shuffle(lines)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    counts = [min(len(ids) + 1, LENGTH) for ids in tokenizer(lines)["input_ids"]]
+    first, tokens = choose_rows(counts, sizes)
+    lines = lines[first:] + lines[:first]
     splits = {"train": lines[: sizes.rows], "validation": lines[sizes.rows : sizes.rows + sizes.held_out]}
     (folder / "data").mkdir()
     for split, rows in splits.items():
         (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    return sum(min(len(tokenizer(row)["input_ids"]) + 1, LENGTH) for row in splits["train"])
+    return tokens
+
+
+def choose_rows(counts: Sequence[int], sizes: Sizes) -> tuple[int, int]:
+    """Return where to begin and the tokens of the rows from there: packed, they nearly fill a whole number of sequences
+    on both ranks. Of so few rows, a last step of half as many tokens would count as one."""
+    edges = list(itertools.accumulate(counts, initial=0))
+    totals = [
+        edges[first + sizes.rows] - edges[first] for first in range(len(counts) - sizes.rows - sizes.held_out + 1)
+    ]
+    distances = [abs(total / (2 * LENGTH) % 1 - FILLED) for total in totals]
+    first = distances.index(min(distances))
+    return first, totals[first]
 
 
 def make_model(folder: Path, sizes: Sizes) -> None:
@@ -419,7 +435,10 @@ def print_table(found: Mapping[str, Sequence[Measured]], tokens: int, losses: Ma
         if not all(m.ok for m in runs):
             print(f"| {name} |" + " |" * 7 + " did not run |")
             continue
-        rates = [tokens / m.steps / m.step_seconds for m in runs]
+        # LLaMA-Factory leaves out what doesn't fill a sequence.
+        drops = ENGINES[name].kind == "llamafactory" and ENGINES[name].settings.get("packs")
+        trained = tokens // LENGTH * LENGTH if drops else tokens
+        rates = [trained / m.steps / m.step_seconds for m in runs]
         # Within a round: what slows the machine down for a while slows both.
         ratios = [
             rate * one.steps * one.step_seconds / tokens for rate, one in zip(rates, first, strict=True) if one.ok
