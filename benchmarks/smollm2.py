@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -38,7 +39,7 @@ def load_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-SHARED = ("max_steps", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay", "max_grad_norm", "seed")
+SHARED = ("max_steps", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm", "seed")
 
 
 def train(run: Any, rows_a_step: int, rows: list[Any], out: Path) -> tuple[Any, float]:
@@ -47,6 +48,7 @@ def train(run: Any, rows_a_step: int, rows: list[Any], out: Path) -> tuple[Any, 
     config = LoraConfig(r=lora["r"], lora_alpha=lora["lora_alpha"], target_modules="all-linear", task_type="CAUSAL_LM")
     settings = SFTConfig(
         **{name: run["train"][name] for name in SHARED},
+        warmup_steps=math.ceil(run["train"]["warmup_ratio"] * run["train"]["max_steps"]),
         output_dir=str(out),
         per_device_train_batch_size=rows_a_step,
         max_length=run["data"]["max_length"],

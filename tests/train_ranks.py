@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -403,6 +403,10 @@ SAME = (
 )
 
 
+KNOWN = {each.name for each in fields(SFTConfig)}
+RECOMPUTES = "activation_checkpointing" if "activation_checkpointing" in KNOWN else "gradient_checkpointing"
+
+
 def common_settings(plan: Any) -> dict[str, Any]:
     """Translate the run file to TRL."""
     train = plan.run.train
@@ -412,7 +416,7 @@ def common_settings(plan: Any) -> dict[str, Any]:
         per_device_train_batch_size=plan.batch.micro,
         gradient_accumulation_steps=plan.batch.accumulation,
         warmup_steps=train.warmup(train.max_steps),
-        activation_checkpointing=train.gradient_checkpointing,
+        **{RECOMPUTES: train.gradient_checkpointing},
         logging_steps=1,
         report_to=[],
         save_strategy="no",

@@ -69,7 +69,7 @@ def is_too_old(name: str, version: str) -> bool:
     return is_older(version, lowest)
 
 
-def find_lacking(transformers: str, *, expert_parallel: int, replicate: int) -> str:
+def find_lacking(transformers: str, *, splits_experts: bool, is_hybrid: bool) -> str:
     """Return what a layout needs and this version of transformers lacks; empty if it has all."""
-    needed = ["expert parallelism"] * (expert_parallel > 1) + ["hybrid sharding"] * (replicate > 1)
+    needed = ["expert parallelism"] * splits_experts + ["hybrid sharding"] * is_hybrid
     return next((what for what in needed if is_older(transformers, SINCE[what])), "")

@@ -55,6 +55,11 @@ class Layout:
         return self.name != "resident" and self.ranks > 1
 
     @property
+    def is_hybrid(self) -> bool:
+        """Return whether what is sharded is also replicated."""
+        return self.is_sharded and self.replicate > 1
+
+    @property
     def readers(self) -> int:
         """Return the ranks, or groups of ranks that split rows, that read rows of their own."""
         return self.ranks // self.context_parallel

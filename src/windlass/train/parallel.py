@@ -67,7 +67,7 @@ def build_model(
             problem, products.WHERE, f"{products.HINT}, set layout.name: resident, or install a newer torch", "too-old"
         )
     version = transformers.__version__
-    lacks = find_lacking(version, expert_parallel=layout.expert_parallel, replicate=layout.replicate)
+    lacks = find_lacking(version, splits_experts=layout.expert_parallel > 1, is_hybrid=layout.is_hybrid)
     if lacks:
         hint = f"pip install 'transformers>={SINCE[lacks]}', or set layout.name: full-shard"
         raise UserError(f"transformers {version} has no {lacks}", "layout.name", hint, "too-old")

@@ -233,7 +233,7 @@ def check_libraries(c: Context, loaded: Loaded) -> list[Result]:
         return [*results, skipped("model class and attention", NO_PLAN)]
     layout = c.plan.layout
     transformers = c.have.get("transformers", "")
-    lacks = find_lacking(transformers, expert_parallel=layout.expert_parallel, replicate=layout.replicate)
+    lacks = find_lacking(transformers, splits_experts=layout.expert_parallel > 1, is_hybrid=layout.is_hybrid)
     if lacks:
         hint = f"pip install 'transformers>={SINCE[lacks]}', or set layout.name: full-shard"
         results.append(
