@@ -21,7 +21,9 @@ from windlass import tiny, versions
 from windlass.errors import SAVED
 from windlass.export import export
 
-pytestmark = pytest.mark.long
+# Of transformers 5.23 and newer, of names that PEFT uses.
+V6 = "ignore:.*is deprecated and will be removed in v6:FutureWarning"
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings(V6)]
 
 PAIRS: dict[str, Any] = {"data__dataset_name_or_path": "{folder}/pairs", "data__max_length": 128}
 DPO: dict[str, Any] = {**PAIRS, "train__objective": "dpo", "train__max_steps": 10}

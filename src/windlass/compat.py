@@ -15,8 +15,9 @@ HAS_EXPERT_PARALLELISM: Final = not is_older(transformers.__version__, SINCE["ex
 CACHE: Final = "past_key_values" if is_older(transformers.__version__, "5.24") else "cache"
 
 if HAS_EXPERT_PARALLELISM:
-    from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.distributed.expert_parallel import AllToAllEP as AllToAllEP
+    from transformers.distributed.expert_parallel import EPImplementationInterface as EPImplementationInterface
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES as ALL_PARALLEL_STYLES
 else:
     AllToAllEP = object
     EPImplementationInterface = ALL_PARALLEL_STYLES = None
