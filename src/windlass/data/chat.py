@@ -287,7 +287,7 @@ class ChatTemplate:
         if any(turns[i].is_empty and text.strip() for i, text in trained):
             remarks["empty"] = ""
         answers = "\0".join(turn.words for turn in turns if turn.is_assistant)
-        spelled_end = next((end for end in sorted(self.stops) if end in answers), None)
+        spelled_end = next((end for end in sorted({*self.stops, self.end}) if end in answers), None)
         remarks |= {"ends": spelled_end} if spelled_end else {}
         for call in itertools.chain(*(turn.calls for turn in turns)):
             if isinstance(call["function"]["arguments"], Unfilled):
