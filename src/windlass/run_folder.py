@@ -1,6 +1,7 @@
 """The run folder (`train.output_dir`): names of its files, its manifest and state, its lock."""
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -195,10 +196,14 @@ def begin_manifest(folder: Path, facts: dict[str, Any]) -> None:
 def read_versions(libraries: Iterable[str]) -> dict[str, str]:
     """Return the versions of windlass, Python and those of these libraries that are installed."""
     versions = {"windlass": __version__, "python": sys.version.split()[0]}
-    for name in libraries:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
+    return versions | {name: version for name in libraries if (version := _read_version(name))}
+
+
+@functools.cache  # milliseconds each, asked for several times a run
+def _read_version(name: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return None
 
 
 def read_git_state() -> dict[str, Any] | None:
