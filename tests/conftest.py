@@ -1,5 +1,6 @@
 """Prints the fault matrix at the end of a test run: which planted faults were reported, and which were not."""
 
+import gc
 import os
 
 import pytest
@@ -24,6 +25,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.user_properties += [("fault", mark.args) for mark in item.iter_markers("fault")]
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # libraries, and a thousand tests: not looked through again while tests run
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

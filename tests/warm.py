@@ -162,15 +162,21 @@ def serve(client: str, address: str) -> None:
 
 def import_libraries() -> None:
     """Import what ranks and tests of the engine import, and nothing that starts a thread."""
+    import gc
+
     import datasets  # noqa: F401
     import peft  # noqa: F401
     import pytest  # noqa: F401
+    from transformers import conversion_mapping
     from transformers.models.mistral4 import modeling_mistral4  # noqa: F401
     from trl import SFTTrainer  # noqa: F401
 
     import windlass.cli
     import windlass.observe.report
     import windlass.train.run  # noqa: F401
+
+    conversion_mapping.get_checkpoint_conversion_mapping("mistral4")  # compiles a thousand patterns, once a process
+    gc.freeze()  # forks don't look through all of this for garbage
 
 
 def run(client: str, request: bytes, files: list[int]) -> None:
