@@ -147,7 +147,9 @@ def test_a_run_says_how_noisy_its_margins_are(folder: Path, in_bf16: bool) -> No
         "train.save_strategy=no",
         f"train.bf16={json.dumps(in_bf16)}",
     )
-    printed = windlass(folder, "train", "run.yaml", *overrides(*short, f"train.output_dir=in_bf16-{in_bf16}"))
+    given = overrides(*short, f"train.output_dir=in_bf16-{in_bf16}")
+    command = [warm.python(), "-m", "windlass", "train", "run.yaml", *given]
+    printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=True).stderr
     said = re.search(r"margins +of a step are within ([\d.]+) of float32's", printed)
     assert (said is not None) is in_bf16
     assert said is None or 0 < float(said[1]) < 0.1

@@ -69,7 +69,11 @@ def is_too_old(name: str, version: str) -> bool:
     return is_older(version, lowest)
 
 
-def find_lacking(transformers: str, *, splits_experts: bool, is_hybrid: bool) -> str:
-    """Return what a layout needs and this version of transformers lacks; empty if it has all."""
+def find_lacking(transformers: str, *, splits_experts: bool, is_hybrid: bool) -> tuple[str, str] | None:
+    """Return what a layout needs and this version of transformers lacks, as a problem and its hint; None if nothing."""
     needed = ["expert parallelism"] * splits_experts + ["hybrid sharding"] * is_hybrid
-    return next((what for what in needed if is_older(transformers, SINCE[what])), "")
+    for what in needed:
+        if is_older(transformers, SINCE[what]):
+            hint = f"pip install 'transformers>={SINCE[what]}', or set layout.name: full-shard"
+            return f"transformers {transformers} has no {what}", hint
+    return None

@@ -1,6 +1,6 @@
 """Apply a Layout to a model through transformers: FSDP2, hybrid sharding, expert parallelism.
 
-transformers says that this machinery may still change; windlass pins its version and keeps all such calls in this file.
+transformers says that this machinery may still change: such calls are here, what differs by version is in compat.py.
 The model is built on the meta device, sharded, and then given storage for this rank's part only: the order in which
 `from_pretrained(distributed_config=...)` works, without reading weights.
 """
@@ -26,7 +26,7 @@ from windlass.plan.layout import Layout
 from windlass.ranks import collectives
 from windlass.train.experts import exchange, experts
 from windlass.train.kernels import products
-from windlass.versions import SINCE, find_lacking
+from windlass.versions import find_lacking
 
 FIRST_LAYER: Final = re.compile(r"\blayers\.0(\.|$)")
 
@@ -69,8 +69,8 @@ def build_model(
     version = transformers.__version__
     lacks = find_lacking(version, splits_experts=layout.expert_parallel > 1, is_hybrid=layout.is_hybrid)
     if lacks:
-        hint = f"pip install 'transformers>={SINCE[lacks]}', or set layout.name: full-shard"
-        raise UserError(f"transformers {version} has no {lacks}", "layout.name", hint, "too-old")
+        problem, hint = lacks
+        raise UserError(problem, "layout.name", hint, "too-old")
     config = make_config(base, dtype, attn_implementation)
     model_class = getattr(transformers, base.family.causal_lm)
     distributed = make_distributed_config(

@@ -8,8 +8,10 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final
@@ -233,7 +235,8 @@ def compute_answers(model: TrainedModel, batch: Batch) -> Answers:
 def describe_noise(plan: Plan, model: TrainedModel, batches: Batches) -> str:
     """Say how far bfloat16 puts the margin of a step from float32's, by the first micro-batch. A collective.
 
-    Empty in float32, and where that is not to be had: shards are cast as they are gathered.
+    Empty in float32, and where that is not to be had: shards are cast as they are gathered, or it doesn't fit into
+    memory.
     """
     exact = not plan.run.train.in_bf16 and model.causal_lm.dtype == torch.float32
     if exact or list_fsdp_modules(model.causal_lm):
@@ -241,15 +244,16 @@ def describe_noise(plan: Plan, model: TrainedModel, batches: Batches) -> str:
     batch = next(iter(batches.epoch(0))).to(model.device)
     margins = []
     model.causal_lm.eval()
-    with torch.no_grad(), model.adapters.unchanged(), model.eager():
+    with suppress(torch.OutOfMemoryError), torch.no_grad(), model.adapters.unchanged(), model.eager():
         for precision in (model.autocast, in_float32(model.causal_lm)):
             with precision:
                 chosen, rejected = compute_answers(model, batch).logps[: len(batch.rows)].double().unbind(1)
             margins.append(chosen - rejected)
     model.causal_lm.train()
-    squares = [
-        square for of_rank in collectives.all_gather((margins[0] - margins[1]).square().tolist()) for square in of_rank
-    ]
+    own = (margins[0] - margins[1]).square().tolist() if len(margins) == 2 else [math.nan]
+    squares = [*chain.from_iterable(collectives.all_gather(own))]
+    if any(map(math.isnan, squares)):
+        return ""
     # Of policy and reference, which are rounded on their own, in the mean of a step's pairs.
     error = plan.run.dpo.beta * math.sqrt(2 * mean(squares) / batches.round_rows)
     return f"margins   of a step are within {2 * error:.4f} of float32's (95 %): bfloat16's noise"

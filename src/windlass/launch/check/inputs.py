@@ -31,7 +31,7 @@ from windlass.observe.format import format_plural
 from windlass.plan.script import AnyPlan, ScriptPlan, make_any_plan
 from windlass.runfile import Loaded, LoadedScript
 from windlass.runfile.names import find_absent_trackers
-from windlass.versions import SINCE, TESTED, find_lacking, is_older, is_too_old, parse_release
+from windlass.versions import TESTED, find_lacking, is_older, is_too_old, parse_release
 
 if TYPE_CHECKING:
     from windlass.model.family import Family
@@ -235,10 +235,7 @@ def check_libraries(c: Context, loaded: Loaded) -> list[Result]:
     transformers = c.have.get("transformers", "")
     lacks = find_lacking(transformers, splits_experts=layout.expert_parallel > 1, is_hybrid=layout.is_hybrid)
     if lacks:
-        hint = f"pip install 'transformers>={SINCE[lacks]}', or set layout.name: full-shard"
-        results.append(
-            failed("layout", f"transformers {transformers} has no {lacks}", hint, loaded.where("layout.name"))
-        )
+        results.append(failed("layout", *lacks, loaded.where("layout.name")))
     model, result = check_model_class(c, c.plan.base.family)
     return [*results, result, check_attention(c, loaded, model)]
 
