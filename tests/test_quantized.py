@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import windlass.settings
 from windlass import tiny
+from windlass.errors import SlowerWarning
 from windlass.model import Base, read_base
 from windlass.model.targets import resolve_adapter
 from windlass.plan import memory
@@ -225,12 +226,12 @@ def test_kernel_is_used_only_if_equal_to_torch(monkeypatch: pytest.MonkeyPatch) 
 
     asked = torch.device("cpu"), E4M3, torch.bfloat16
     quantized.kernel_is_exact.cache_clear()
-    with pytest.warns(UserWarning, match="weights in FP8 take two passes to read instead of one: "):
+    with pytest.warns(SlowerWarning, match="weights in FP8 take two passes to read instead of one: "):
         assert not quantized.kernel_is_exact(*asked)  # there is no Triton, or no GPU for it
     for way, right in ((quantized.dequantize_by_torch, True), (off_by_one, False)):
         quantized.kernel_is_exact.cache_clear()
         monkeypatch.setattr(quantized, "dequantize_by_kernel", way)
-        with contextlib.nullcontext() if right else pytest.warns(UserWarning, match="1 of 169344 values differ"):
+        with contextlib.nullcontext() if right else pytest.warns(SlowerWarning, match="1 of 169344 values differ"):
             assert quantized.kernel_is_exact(*asked) is right
     quantized.kernel_is_exact.cache_clear()
 

@@ -15,6 +15,11 @@ USER_INPUT = 2  # the input is wrong
 RANK_USER_INPUT = 13  # the same from a rank or node, which schedulers are configured not to retry
 SAVED = 75  # EX_TEMPFAIL: stopped by a signal, and everything is saved; start again with --resume
 
+
+class SlowerWarning(UserWarning):
+    """Something is computed right, and in another way that takes longer. A run prints these, and no others."""
+
+
 Where = Callable[[str], str]  # a key of the run file -> its place: run.yaml:12: lora.r
 DEFAULT = "default: "  # begins the place of a key that is not written
 

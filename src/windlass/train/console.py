@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from windlass.errors import SlowerWarning
 from windlass.model.targets import Adapter
 from windlass.observe.counters import describe_machine
 from windlass.observe.format import describe_gain, describe_kept, describe_served, format_plural
@@ -46,10 +47,13 @@ def make_console(here: Rank) -> Console:
     os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "DATASETS_VERBOSITY": "error"}
     for name in ("accelerate", "peft", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    width = None if sys.stderr.isatty() else 240  # a log has no width to break lines at
+    console = Console(stderr=True, width=width, highlight=False, emoji=False, markup=False, quiet=here.rank != 0)
     if not sys.warnoptions:
         warnings.filterwarnings("ignore")
-    width = None if sys.stderr.isatty() else 240  # a log has no width to break lines at
-    return Console(stderr=True, width=width, highlight=False, emoji=False, markup=False, quiet=here.rank != 0)
+        warnings.simplefilter("always", SlowerWarning)
+        warnings.showwarning = lambda text, *_, **__: console.print(f"warning: {text}", style="yellow")
+    return console
 
 
 def print_header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:

@@ -62,6 +62,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
 
+from windlass.errors import SlowerWarning
 from windlass.train.experts import experts
 from windlass.train.experts.exchange import SharedExperts, find_shared_experts
 from windlass.train.kernels import documents, family_layers, on_cpu
@@ -157,7 +158,8 @@ class Patches(ExitStack):
         if trained is None or not (always or trained.is_cuda):
             return FusedAdapters([], dtype)
         if not check_lora_linears(trained.device):
-            warnings.warn("layers are not fused: this device computes fused adapters differently", stacklevel=2)
+            text = "layers are not fused, which takes longer: this device computes fused adapters differently"
+            warnings.warn(f"{text}; `windlass self-test` says how", SlowerWarning, stacklevel=2)
             return FusedAdapters([], dtype)
         for owner, name, value in list(family_layers.find_replacements(model, trained.device, parts)):
             self.replace(owner, name, value)
@@ -210,7 +212,8 @@ class ModelPatches:
             if documents.check_documents(device):
                 self.patches.patch_attention(model, documents.NAME)
             else:
-                warnings.warn("packed rows are masked, which takes longer: no flash attention here", stacklevel=2)
+                text = "packed rows are masked, which takes longer: this device has no flash attention"
+                warnings.warn(text, SlowerWarning, stacklevel=2)
         self.patches.patch_forward(model, by_source, group)
         if noise_alpha:
             self.patches.add_embedding_noise(model.get_input_embeddings(), noise_alpha, group.ranks if group else 1)

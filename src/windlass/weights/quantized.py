@@ -39,6 +39,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from windlass.errors import SlowerWarning
 from windlass.weights import four_bits
 from windlass.weights.expert_shards import get_expert_shard
 from windlass.weights.reading import to_float32
@@ -139,7 +140,8 @@ def kernel_is_exact(
                 raise ArithmeticError(f"{int((ours != torchs).sum())} of {ours.numel()} values differ from torch's")
     except Exception as error:  # no Triton, no C compiler, a GPU without float8 in Triton, a bug of ours
         why = f"{type(error).__name__}: {error}".strip()[-300:]
-        warnings.warn(f"weights in {kind.upper() or 'FP8'} take two passes to read instead of one: {why}", stacklevel=2)
+        text = f"weights in {kind.upper() or 'FP8'} take two passes to read instead of one: {why}"
+        warnings.warn(text, SlowerWarning, stacklevel=2)
         return False
     return True
 
