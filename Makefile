@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo real test test-times test-versions test-oldest test-newest test-long prove prove-cuda prove-serving prove-skypilot browser format lint types imports docs counts site package clean
+.PHONY: demo real test test-times test-versions test-oldest test-newest test-long test-all ci prove prove-cuda prove-serving prove-skypilot browser format lint types imports docs counts site package clean
 
 demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 	rm -rf demo-run
@@ -24,14 +24,22 @@ real: $(STAMP)  ## a pretrained model (SmolLM2, 93 MB from PyPI), tuned and expo
 	  'As JSON with name, date and amount: Ada Byron paid $$1,815.12 on the tenth of December 2015.'
 	$(BIN)/windlass report real-run/run
 
+# Fixtures are made once a file; tests/conftest.py begins with the files that take longest.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP) browser lint types imports  ## a part of every proof, in five minutes on two cores
-	$(BIN)/pytest -m "not long and not prove" -n 2 --dist loadfile
+	$(BIN)/pytest -m "not long and not prove" $(PARALLEL)
 
 test-times: $(STAMP) browser  ## the same, and where its seconds go: by file and fixture
-	$(BIN)/pytest -m "not long and not prove" -n 2 --dist loadfile --times
+	$(BIN)/pytest -m "not long and not prove" $(PARALLEL) --times
 
-test-long: $(STAMP) browser  ## what takes longer and CI runs as well
-	$(BIN)/pytest -m "long and not prove" -n 2 --dist loadfile
+test-long: $(STAMP) browser  ## what takes longer
+	$(BIN)/pytest -m "long and not prove" $(PARALLEL)
+
+ci: lint types imports test-all  ## what CI runs, with -j: `make test` and `make test-long` at once
+
+test-all: $(STAMP) browser
+	$(BIN)/pytest -m "not prove" $(PARALLEL)
 
 # The long proofs in parts of at most an hour on two cores; `make prove-hosts` runs one. Those that measure time run alone.
 PROVE_training := test_train test_train_batches test_train_loop test_checkpoint_kills test_checkpoint_resume test_samples
@@ -53,7 +61,7 @@ ALONE := hosts order
 prove: test test-long $(PROOFS:%=prove-%)  ## everything, the long proofs too
 
 $(PROOFS:%=prove-%): prove-%: $(STAMP) browser site
-	$(BIN)/pytest -m prove $(if $(filter $*,$(SHOWN)),-rP) $(if $(filter $*,$(ALONE)),,-n 2 --dist loadfile) $(PROVE_$*:%=tests/%.py)
+	$(BIN)/pytest -m prove $(if $(filter $*,$(SHOWN)),-rP) $(if $(filter $*,$(ALONE)),,$(PARALLEL)) $(PROVE_$*:%=tests/%.py)
 
 # The ends of what is supported. torch comes with CUDA (5 GB) where PyPI has no other.
 OLDEST := torch==2.11.0 transformers==5.17.0 peft==0.20.0 accelerate==1.15.0

@@ -2,12 +2,19 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import times
 import warm
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores, and a fork inherits no OpenMP threads
+
+# Files that take longest, begun first, so that no worker is left alone with one.
+LONGEST = (
+    *("test_train", "test_export", "test_checkpoint_resume", "test_data_workers", "test_compressed", "test_verify"),
+    *("test_rehearse", "test_launch_hosts", "test_versions"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,10 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[warm.SHARED] = warm.start()
 
 
-@pytest.hookimpl(tryfirst=True)  # before they are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before they are chosen by their marks, and shuffled
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         item.user_properties += [("fault", mark.args) for mark in item.iter_markers("fault")]
+    yield
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def pytest_collection_finish() -> None:

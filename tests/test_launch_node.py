@@ -156,9 +156,7 @@ def test_the_nodes_exit_code_is_that_of_its_ranks(start: Callable[..., Started])
         ("raise UserError('no such column', 'data')", 13, "data: no such column"),
         ("raise RunError('loss is NaN')", 1, "loss is NaN"),
         ("raise ZeroDivisionError('a bug')", 1, "a bug"),
-        ("os._exit(7)", 1, "rank 0 ended with 7"),
         ("sys.exit(75)", 75, "there was nothing new to save"),
-        ("here.phase('loading the model'); os.kill(os.getpid(), 9)", 1, "killed by SIGKILL while loading the model"),
     ]
     started = [start(work) for work, _, _ in cases]
     for node, (work, code, text) in zip(started, cases, strict=True):
@@ -180,7 +178,10 @@ def test_ranks_that_exceed_the_grace_are_killed(start: Callable[..., Started], s
     assert ("the ranks had not saved 1 s after the signal" in node.log) == (signals == 1)
 
 
-@pytest.mark.parametrize(("check", "expected"), [(13, 13), (1, 1), (2, 1), (137, 1), (75, 1), (0, 0)])
+@pytest.mark.parametrize(
+    ("check", "expected"),
+    [(13, 13), (75, 1), (0, 0), *(pytest.param(code, 1, marks=pytest.mark.long) for code in (1, 2, 137))],
+)
 def test_only_invalid_input_prevents_a_retry_after_failed_checks(
     start: Callable[..., Started], check: int, expected: int
 ) -> None:
@@ -200,7 +201,7 @@ def test_stop_signal_ends_the_checks(start: Callable[..., Started]) -> None:
     wait_for(lambda: not Path(f"/proc/{(node.folder / 'pid').read_text()}").exists())
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_sigterm_to_every_process_of_two_nodes_saves_on_both(two: Callable[..., list[Started]], first: int) -> None:
     """As scancel sends it. A node whose ranks are still saving must not be taken for lost."""
     both = two("return save()")
@@ -211,8 +212,10 @@ def test_sigterm_to_every_process_of_two_nodes_saves_on_both(two: Callable[..., 
     assert [(node.code, node.has("saved"), "gone" in node.log) for node in both] == [(75, True, False)] * 2
 
 
-@pytest.mark.parametrize("group", [False, True])
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(
+    ("number", "group"),
+    [(0, False), (1, True), *(pytest.param(*each, marks=pytest.mark.long) for each in ((0, True), (1, False)))],
+)
 def test_a_node_that_is_stopped_before_all_have_come_ends_at_once(
     start: Callable[..., Started], number: int, group: bool
 ) -> None:
@@ -226,7 +229,7 @@ def test_a_node_that_is_stopped_before_all_have_come_ends_at_once(
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_node_stopped_before_its_ranks_is_not_awaited(two: Callable[..., list[Started]], number: int) -> None:
     """It ends with 75 like one that has saved, and the others' ranks would wait for it."""
     checks = {f"check{number}": "open(f'{folder}/checks', 'w'); time.sleep(60)", f"check{1 - number}": "pass"}
@@ -239,7 +242,7 @@ def test_node_stopped_before_its_ranks_is_not_awaited(two: Callable[..., list[St
     assert "was stopped before its ranks began" in both[1 - number].log
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.long), 0])
 def test_all_nodes_log_why_one_failed(two: Callable[..., list[Started]], number: int) -> None:
     """In its check, while the other's would wait for it, and in its ranks, which the other's wait for."""
     error = json.dumps({"time": 1, "problems": [{"where": "data", "problem": "not here"}]})
@@ -254,7 +257,7 @@ def test_all_nodes_log_why_one_failed(two: Callable[..., list[Started]], number:
     assert "ended with 13: train.dtype: no fp8 here" in both[1 - number].log
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_node_that_cannot_start_tells_the_others(start: Callable[..., Started], number: int, tmp_path: Path) -> None:
     places = make_places()
     other = start("return 0", places[1 - number])
@@ -264,7 +267,7 @@ def test_a_node_that_cannot_start_tells_the_others(start: Callable[..., Started]
     assert f"node {number} ({socket.gethostname()}): the working folder is missing" in other.log
 
 
-@pytest.mark.parametrize("command", ["train", "best"])
+@pytest.mark.parametrize("command", ["train", pytest.param("best", marks=pytest.mark.long)])
 def test_a_person_gets_2_for_wrong_input_and_the_other_nodes_are_told(
     start: Callable[..., Started], tmp_path: Path, command: str
 ) -> None:
@@ -327,11 +330,11 @@ def test_a_signal_after_the_ranks_end_does_not_kill(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "text"),
     [
-        ({}, "planned for 2 nodes, and this is 1"),
+        pytest.param({}, "planned for 2 nodes, and this is 1", marks=pytest.mark.long),
         ({**PET, "PET_NNODES": "3"}, "planned for 2 nodes, and this is 3"),
-        ({**PET, "PET_NODE_RANK": "2"}, "there is no node '2' among '2'"),
+        pytest.param({**PET, "PET_NODE_RANK": "2"}, "there is no node '2' among '2'", marks=pytest.mark.long),
         ({**PET, "PET_NODE_RANK": "$(id)"}, "there is no node '$(id)' among '2'"),
-        ({**PET, "PET_MASTER_ADDR": ""}, "the address of node 0 is unknown"),
+        pytest.param({**PET, "PET_MASTER_ADDR": ""}, "the address of node 0 is unknown", marks=pytest.mark.long),
         ({"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "one task per node"),
     ],
 )  # fmt: skip

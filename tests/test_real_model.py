@@ -47,7 +47,7 @@ IN_8_BITS: dict[str, Any] = {
 
 def of_four(world: int, **rest: Any) -> dict[str, Any]:
     """Return a run of 4 rows a step."""
-    return case(world, **{"micro": 4 // world, "without_probe": True, **rest})
+    return case(world, **{"micro": 4 // world, **rest})
 
 
 ALONE = {
@@ -73,6 +73,8 @@ ON_TWO = {
     "full-shard": of_four(2),
     "resident": of_four(2, layout="resident"),
     "context": of_four(2, layout="resident", layout__context_parallel=2, micro=4),
+    "full-shard, bf16": of_four(2, train__bf16=True, **BRIEF),
+    "resident, bf16": of_four(2, layout="resident", train__bf16=True, **BRIEF),
     "mixture, expert-parallel": of_four(2, **SPLIT, **MIXTURE),
     "mixture, full-shard": of_four(2, **MIXTURE),
     "mixture of Qwen2, expert-parallel": of_four(2, **SPLIT, **BY_EXPERT),
@@ -166,6 +168,15 @@ def test_bases_in_fewer_bits_answer_alike(alone: Outcomes) -> None:
     print(f"evaluation loss of the base: float32 {exact:.4f}, bfloat16 {narrow:.4f}, NF4 {four_bits:.4f}")
     assert narrow == pytest.approx(exact, abs=0.02)
     assert exact + 0.02 < four_bits < exact + 0.5
+
+
+def test_bfloat16_means_the_same_in_every_layout(two: Outcomes, alone: Outcomes) -> None:
+    """Within twice its own noise, which is how far it is from float32: shards are cast, autocast casts products."""
+    exact = real.read_base_loss(alone.folder / "alone")
+    sharded, whole = (real.read_base_loss(two.folder / f"{name}, bf16") for name in ("full-shard", "resident"))
+    print(f"evaluation loss of the base: float32 {exact:.4f}; bf16, full-shard {sharded:.4f}, resident {whole:.4f}")
+    assert abs(sharded - whole) < 2 * max(abs(sharded - exact), abs(whole - exact), 1e-3)
+    assert [sharded, whole] == pytest.approx([exact] * 2, abs=0.02)
 
 
 def test_mixture_answers_like_the_dense_model(alone: Outcomes) -> None:

@@ -2,13 +2,14 @@
 
 Ranks start slowly, so all runs of one number of ranks share one start. A run is a *case*: a name in `CASES[ranks]` with
 what `case()` returns. tests/train_ranks.py runs them in turn, in every rank, and each rank writes its outcomes as JSON.
-Three fixtures read them, once per session: `alone` (one rank), `two`, `four`; `more` has those of `make prove`.
+Four fixtures read them, once per session: `alone` (one rank), `two` and, for long tests, those of two in `LATER`, and
+`four`; `more` has those of `make prove`.
 
 For example, `CASES[2]["nan"] = case(2, faults=["nan"], **SAVING)`:
 
 - `case()` makes overrides of the run file RUN: 8 sequences a step over 2 ranks, and `train__save_steps=3` of SAVING
-  becomes `train.save_steps=3`. Keys without `__` (`faults`, `count`, `resume`, `plain`, `on_rank_1`) are for
-  train_ranks.py, which looks up `FAULTS["nan"]`: before step 3, rank 1's next forward returns NaN.
+  becomes `train.save_steps=3`. Keys without `__` (`faults`, `count`, `resume`, `plain`, `probed`, `on_rank_1`) are
+  for train_ranks.py, which looks up `FAULTS["nan"]`: before step 3, rank 1's next forward returns NaN.
 - `two["nan"]` is rank 0's outcome: "code", or "error", "kind" and "where" of what it raised, "placements",
   "collectives"; `two.ranks[1]["nan"]` is rank 1's; `two.steps("nan")` are the lines of its steps-rank0.jsonl, and
   `two.folder / "nan"` is its run folder. `test_a_nan_stops_the_run_and_names_step_rank_and_rows` compares them.
@@ -46,14 +47,14 @@ from windlass import tiny
 from windlass.data.collate import PaddedCollator
 from windlass.errors import RANK_USER_INPUT, SAVED
 from windlass.files import read_json, read_json_lines
-from windlass.run_folder import ADAPTER
+from windlass.run_folder import ADAPTER, PROBE
 from windlass.train.batches import Collate
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.kernels.compiled import TOLERANCE as TOLERANCES
 from windlass.train.loss import ChunkedCrossEntropy, LogitShaping, router_loss_weight
 from windlass.train.patches import Patches
 
-STEPS = 8  # that are compared with TRL in every run of the tests; 20 by `make prove`
+STEPS = 6  # that are compared with TRL in every run of the tests; 20 by `make prove`
 TOLERANCE = 1e-5
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
 
@@ -201,7 +202,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         **EQUAL[2],
         "one pass": case(2, layout="no-reshard", **AS_LOADED, **COUNT),
-        "one pass, split": case(2, **SPLIT, **KEPT, **COUNT),
+        "one pass, split": case(2, probed=True, **SPLIT, **KEPT, **COUNT),
         "given up each time": case(
             2, layout="no-reshard", accumulation=4, faults=["each time 0", "each time 1"], **AS_LOADED, **COUNT
         ),
@@ -234,12 +235,14 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "slow, split": case(2, accumulation=2, faults=["slow"], train__max_steps=3, **SPLIT),
         "drift": case(2, faults=["drift"], **SAVING),
         "dead": case(2, faults=["detach 0", "detach 1"]),
-        "whole": case(2, **SAVING),
-        "one step": case(2, train__max_steps=1),
+        "whole": case(2, probed=True, **SAVING),
         "over a finished one": case(2, resume=True, train__output_dir="{out}/whole", **SAVING),
         "unlike nodes": case(2, layout__base_dtype="bf16", on_rank_1=["layout.base_dtype=fp8"]),
-        "unlike run files": case(2, on_rank_1=["lora.lora_alpha=16", "train.learning_rate=0.1"]),
-        "unlike images": case(2, on_rank_1=["watch.non_finite=skip"], versions_of_rank_1={"peft": "0.19.0"}),
+        "unlike run files": case(
+            2,
+            on_rank_1=["lora.lora_alpha=16", "train.learning_rate=0.1", "watch.non_finite=skip"],
+            versions_of_rank_1={"peft": "0.19.0"},
+        ),
         "unlike models": case(2, model_of_rank_1="{folder}/other model"),
         "unlike rows": case(2, data__dataset_name_or_path="data", folder_of_rank_1="{folder}/other"),
         "unlike clocks": case(
@@ -252,7 +255,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             time_zones=["day+12", "day-14"],  # 26 hours apart
         ),
         "no data": case(2, data__text_field="nope", train__output_dir="{out}/mended"),
-        "mended": case(2, train__max_steps=3),
+        "mended": case(2, train__max_steps=1),
         "over an unfinished one": case(2, train__output_dir="{out}/nan"),
         "resumed with another adapter": case(2, resume=True, train__output_dir="{out}/nan", lora__r=8, **SAVING),
     },
@@ -262,6 +265,13 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "experts not averaged": case(4, **SPLIT, faults=[f"alone {rank}" for rank in range(4)], **EXPERTS),
     },
 }
+# Run for long tests alone: others in `two` meet the same branches, or no line of the product is guarded.
+LATER = (
+    *("resident", "expert-parallel", "packed", "experts", "only experts", "pissa", "dropout, selective", "mix packed"),
+    *("streamed", "streamed stopped", "streamed resumed", "slow, split", "given up each time", "a wait for each"),
+    *("experts one rank's twice", "experts averaged over all"),
+)
+COMPARED = ("one pass", "counted", "dropout, checkpointing")  # that LATER's are compared with
 # Proven as well, but not in every run of the tests: what is above in 20 steps, and these.
 MORE: dict[int, dict[str, dict[str, Any]]] = {
     1: {name: each for name, each in CASES[1].items() if name.startswith("plain")}
@@ -399,7 +409,12 @@ def alone(material: Path) -> Outcomes:
 
 @pytest.fixture(scope="session")
 def two(material: Path) -> Outcomes:
-    return launched(material, 2)
+    return launched(material, 2, {name: each for name, each in CASES[2].items() if name not in LATER})
+
+
+@pytest.fixture(scope="session")
+def later(material: Path) -> Outcomes:
+    return launched(material, 2, {name: CASES[2][name] for name in (*COMPARED, *LATER)}, "later ")
 
 
 @pytest.fixture(scope="session")
@@ -412,7 +427,8 @@ def more(material: Path) -> Callable[[int], Outcomes]:
     def run(world: int) -> Outcomes:
         cases = {**EQUAL[world], **MORE[world]}
         longer = {
-            name: {**each, "overrides": ["train.max_steps=20", *each["overrides"]]} for name, each in cases.items()
+            name: {**each, "probed": True, "overrides": ["train.max_steps=20", *each["overrides"]]}
+            for name, each in cases.items()
         }
         return launched(material, world, longer, "more ")
 
@@ -431,15 +447,19 @@ def reference(name: str) -> str:
     return next((f"plain {kind}" for kind in kinds if name.startswith(kind)), "plain")
 
 
-@pytest.fixture
-def outcomes(request: pytest.FixtureRequest) -> Callable[[int], Outcomes]:
-    return lambda world: request.getfixturevalue({1: "alone", 2: "two", 4: "four"}[world])
-
-
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world, cases in EQUAL.items() for name in cases])
-def test_ranks_equal_plain_trl(alone: Outcomes, outcomes: Callable[[int], Outcomes], world: int, name: str) -> None:
-    assert outcomes(world)[name].get("error") is None
-    assert_equal(outcomes(world).steps(name), alone.steps(reference(name)))
+@pytest.mark.parametrize(
+    ("fixture", "name"),
+    [
+        *(("alone", name) for name in EQUAL[1]),
+        *(("two", name) for name in EQUAL[2] if name not in LATER),
+        *(pytest.param("later", name, marks=pytest.mark.long) for name in EQUAL[2] if name in LATER),
+        *(pytest.param("four", name, marks=pytest.mark.long) for name in EQUAL[4]),
+    ],
+)
+def test_ranks_equal_plain_trl(alone: Outcomes, request: pytest.FixtureRequest, fixture: str, name: str) -> None:
+    outcomes: Outcomes = request.getfixturevalue(fixture)
+    assert outcomes[name].get("error") is None
+    assert_equal(outcomes.steps(name), alone.steps(reference(name)))
 
 
 @pytest.mark.prove
@@ -485,17 +505,30 @@ def test_reference_runs_differ_from_each_other(alone: Outcomes) -> None:
 
 
 def test_base_is_sharded_and_the_adapter_replicated(alone: Outcomes, two: Outcomes) -> None:
-    for name in ("full-shard", "kept for all passes", "expert-parallel"):
+    for name in ("full-shard", "kept for all passes", "one pass, split"):
         found = two[name]["placements"]
         assert (found["whole"], found["adapter sharded"]) == (0, 0), name
         assert found["sharded"] == alone["alone"]["placements"]["whole"]
-    assert two["resident"]["placements"]["sharded"] == 0
+    assert two["counted"]["placements"]["sharded"] == 0
+
+
+def test_sharded_runs_write_a_probe(two: Outcomes) -> None:
+    for name in ("whole", "one pass, split"):
+        probe = read_json(two.folder / name / PROBE)
+        assert probe["difference"]["mean"] > 0
+        assert {"base", "adapter"} < {*probe["hypotheses"]}
 
 
 def test_step_has_one_collective_and_one_synchronization(two: Outcomes) -> None:
     assert two["counted"]["collectives"] == ["allreduce_"]
     assert two["counted"]["waits"] == ["train_step: tolist"]
-    assert two["a wait for each"]["waits"] == ["forward: __float__"] * 4 + ["train_step: tolist"]  # the fault
+
+
+@pytest.mark.long
+def test_waits_and_repeated_gathers_are_counted(later: Outcomes) -> None:
+    """The faults that the two tests around this one guard against."""
+    assert later["a wait for each"]["waits"] == ["forward: __float__"] * 4 + ["train_step: tolist"]
+    assert sum(later["given up each time"]["gathered"]) > 3 * sum(later["one pass"]["gathered"])
 
 
 def test_gathered_weights_are_sent_once_per_step(two: Outcomes) -> None:
@@ -503,20 +536,24 @@ def test_gathered_weights_are_sent_once_per_step(two: Outcomes) -> None:
         assert two[once]["gathered"]
         assert two[kept]["gathered"] == two[once]["gathered"], kept  # bytes of each gather
     assert sum(two["one pass, split"]["gathered"]) < sum(two["one pass"]["gathered"])  # experts are not sent
-    # The fault that is guarded against.
-    assert sum(two["given up each time"]["gathered"]) > 3 * sum(two["one pass"]["gathered"])
 
 
 def test_dropout_of_experts_adapters_is_applied_and_the_same_when_recomputed(two: Outcomes) -> None:
     """Masks differ between distributions of the rows: only a run and its recomputation can be equal."""
     dropped, again, without = two.steps("dropout"), two.steps("dropout, checkpointing"), two.steps("experts split")[0]
-    kept = two.steps("dropout, selective")
     assert dropped[0]["loss"] == pytest.approx(without["loss"], rel=TOLERANCE)  # B is still zero
     assert dropped[0]["grad_norm"] != pytest.approx(without["grad_norm"], rel=100 * TOLERANCE)
-    assert len(dropped) == len(again) == len(kept) == 4
-    for step, selective, expected in zip(again, kept, dropped, strict=True):
+    assert len(dropped) == len(again) == 4
+    for step, expected in zip(again, dropped, strict=True):
         assert [step["loss"], step["grad_norm"]] == pytest.approx([expected["loss"], expected["grad_norm"]], rel=1e-5)
-        assert [step["loss"], step["grad_norm"]] == [selective["loss"], selective["grad_norm"]]
+
+
+@pytest.mark.long
+def test_selective_recomputation_applies_the_same_dropout(later: Outcomes) -> None:
+    runs = [later.steps(f"dropout, {name}") for name in ("checkpointing", "selective")]
+    figures = [[(step["loss"], step["grad_norm"]) for step in run] for run in runs]
+    assert len(figures[0]) == 4
+    assert figures[0] == figures[1]
 
 
 def rows_of_steps(of: Outcomes, name: str) -> list[list[int]]:
@@ -526,8 +563,14 @@ def rows_of_steps(of: Outcomes, name: str) -> list[list[int]]:
     return [sorted(itertools.chain(*step)) for step in zip(*lines, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["mix", "streamed"])
-def test_a_mix_is_the_same_on_any_number_of_ranks_and_when_resumed(alone: Outcomes, two: Outcomes, name: str) -> None:
+@pytest.mark.parametrize(
+    ("fixture", "name"), [("two", "mix"), pytest.param("later", "streamed", marks=pytest.mark.long)]
+)
+def test_a_mix_is_the_same_on_any_number_of_ranks_and_when_resumed(
+    alone: Outcomes, request: pytest.FixtureRequest, fixture: str, name: str
+) -> None:
+    two: Outcomes = request.getfixturevalue(fixture)
+
     def evaluations(of: Outcomes, name: str) -> list[dict[str, float]]:
         events = map(json.loads, (of.folder / name / "events.jsonl").read_text().splitlines())
         return [{k: v for k, v in line.items() if k.endswith("loss")} for line in events if line["kind"] == "eval"]
@@ -549,7 +592,18 @@ def test_a_mix_is_the_same_on_any_number_of_ranks_and_when_resumed(alone: Outcom
         assert two["mix"]["collectives"] == ["allreduce_"]  # the losses by source are in the one that there is
 
 
-def test_mix_epoch_has_the_configured_shares(alone: Outcomes, two: Outcomes) -> None:
+def assert_loss_is_the_mean_of_sources(steps: list[dict[str, Any]]) -> None:
+    """By tokens; here of a step with rows of one set alone, or within them."""
+    for step in steps:
+        assert min(step["source_loss"].values()) - 1e-4 <= step["loss"] <= max(step["source_loss"].values()) + 1e-4
+
+
+@pytest.mark.long
+def test_a_packed_mixs_loss_is_the_mean_of_its_sources(later: Outcomes) -> None:
+    assert_loss_is_the_mean_of_sources(later.steps("mix packed"))
+
+
+def test_mix_epoch_has_the_configured_shares(alone: Outcomes) -> None:
     audit = read_json(alone.folder / "mix" / "data.json")
     sets = audit["sources"]
     firsts = np.cumsum([0, *(each["sequences"] for each in sets.values())])
@@ -559,9 +613,7 @@ def test_mix_epoch_has_the_configured_shares(alone: Outcomes, two: Outcomes) -> 
     taken = [[row for row in of_epoch if low <= row < high] for low, high in itertools.pairwise(firsts)]
     assert len(set(taken[0])) == len(taken[0])  # none twice where there are enough
     assert set(np.bincount(taken[2])[firsts[2] :]) <= {1, 2}
-    # A step's loss is the mean of its sets', by tokens; here of a step with rows of one set alone, or within them.
-    for step in (*alone.steps("mix"), *two.steps("mix packed")):
-        assert min(step["source_loss"].values()) - 1e-4 <= step["loss"] <= max(step["source_loss"].values()) + 1e-4
+    assert_loss_is_the_mean_of_sources(alone.steps("mix"))
 
 
 @pytest.mark.prove
@@ -707,12 +759,17 @@ def test_saved_adapter_continues_sharded_and_unsharded(two: Outcomes) -> None:
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=TOLERANCE)
 
 
-def test_every_rank_has_its_own_experts_adapter_and_files_hold_the_whole(two: Outcomes, four: Outcomes) -> None:
+@pytest.mark.parametrize(
+    ("fixture", "name"), [("two", "experts split"), pytest.param("four", "experts hybrid", marks=pytest.mark.long)]
+)
+def test_every_rank_has_its_own_experts_adapter_and_files_hold_the_whole(
+    two: Outcomes, request: pytest.FixtureRequest, fixture: str, name: str
+) -> None:
     whole = two["experts unmerged"]["placements"]["adapter of experts"]
-    for run, name in ((two, "experts split"), (four, "experts hybrid")):
-        assert run[name]["placements"]["adapter of experts"] * 2 == whole
-        final = adapter(run.folder / name)
-        assert sum(tensor.numel() for name, tensor in final.items() if ".experts." in name) == whole
+    run: Outcomes = request.getfixturevalue(fixture)
+    assert run[name]["placements"]["adapter of experts"] * 2 == whole
+    final = adapter(run.folder / name)
+    assert sum(tensor.numel() for name, tensor in final.items() if ".experts." in name) == whole
     one, other = adapter(two.folder / "experts split"), adapter(two.folder / "experts unmerged")
     assert one.keys() == other.keys()
     assert all(torch.allclose(one[name], other[name], atol=1e-4) for name in one)
@@ -721,11 +778,12 @@ def test_every_rank_has_its_own_experts_adapter_and_files_hold_the_whole(two: Ou
 # --- faults ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["experts one rank's twice", "experts averaged over all"])
-def test_wrong_expert_parts_differ_from_plain_peft(alone: Outcomes, two: Outcomes, name: str) -> None:
+def test_wrong_expert_parts_differ_from_plain_peft(alone: Outcomes, later: Outcomes, name: str) -> None:
     """No rank can notice: no other rank stores the same part."""
     # Of two steps: the first one's learning rate is 0, so that both begin with the same adapter.
-    pairs = zip(two.steps(name)[:2], alone.steps("plain experts")[:2], strict=True)
+    pairs = zip(later.steps(name)[:2], alone.steps("plain experts")[:2], strict=True)
     assert max(abs(one["grad_norm"] / other["grad_norm"] - 1) for one, other in pairs) > 10 * TOLERANCE
 
 
@@ -786,8 +844,11 @@ def test_non_finite_step_can_be_skipped(two: Outcomes) -> None:
     assert all(tensor.isfinite().all() for tensor in adapter(two.folder / "nan left out").values())
 
 
-@pytest.mark.parametrize("name", ["slow", "slow, split"])
-def test_slow_rank_is_distinguished_from_waiting_ranks(two: Outcomes, name: str) -> None:
+@pytest.mark.parametrize(
+    ("fixture", "name"), [("two", "slow"), pytest.param("later", "slow, split", marks=pytest.mark.long)]
+)
+def test_slow_rank_is_distinguished_from_waiting_ranks(request: pytest.FixtureRequest, fixture: str, name: str) -> None:
+    two: Outcomes = request.getfixturevalue(fixture)
     own, forward = [], []
     for rank in range(2):
         lines = list(read_json_lines(two.folder / name / f"steps-rank{rank}.jsonl"))
@@ -810,12 +871,12 @@ def test_slow_rank_is_distinguished_from_waiting_ranks(two: Outcomes, name: str)
         (
             "unlike run files",
             "UserError",
-            ["lora.lora_alpha is 16 on rank 1, 8 on rank 0", "train.learning_rate is 0.1 on rank 1"],
-        ),
-        (
-            "unlike images",
-            "UserError",
-            ["watch.non_finite is skip on rank 1, stop", "peft's version is 0.19.0 on rank 1, 0."],
+            [
+                "lora.lora_alpha is 16 on rank 1, 8 on rank 0",
+                "train.learning_rate is 0.1 on rank 1",
+                "watch.non_finite is skip on rank 1, stop",
+                "peft's version is 0.19.0 on rank 1, 0.",
+            ],
         ),
         ("unlike models", "UserError", ["the ranks plan different runs: the base model's fingerprint is "]),
         ("unlike rows", "UserError", ["the ranks have different data, though the run file names the same"]),
@@ -858,16 +919,19 @@ def test_a_fault_stops_every_rank(two: Outcomes, name: str, kind: str, messages:
         assert [message for message in messages if message not in outcome["error"]] == [], outcome["error"]
 
 
-@pytest.mark.fault(
-    "gradients of split experts that are not averaged", "`windlass train`", "differ between ranks after a step"
-)
-def test_failed_stage_keeps_its_files(two: Outcomes, four: Outcomes) -> None:
+def test_failed_stage_keeps_its_files(two: Outcomes) -> None:
     assert [path.name for path in list_checkpoints(two.folder / "drift" / "checkpoints")] == ["step-3"]
     assert two.steps("dead") == []
     assert read_json(two.folder / "unlike rows" / "manifest.json")["state"] == "failed", "and not running"
-    assert two["one step"]["code"] == 0
     assert two.printed.count("warning: too few steps (1) to see all of the adapter train") == 1
-    assert (two["mended"]["code"], len(two.steps("mended"))) == (0, 3), "one that failed before its first step"
+    assert (two["mended"]["code"], len(two.steps("mended"))) == (0, 1), "one that failed before its first step"
+
+
+@pytest.mark.long
+@pytest.mark.fault(
+    "gradients of split experts that are not averaged", "`windlass train`", "differ between ranks after a step"
+)
+def test_a_fault_stops_every_rank_of_groups(four: Outcomes) -> None:
     for outcome in four.ranks:
         # Unseen, they would wait in collectives of groups that others don't have.
         assert "layout.expert_parallel is 2 on rank 0, 4 on the others" in outcome["unlike nodes"]["error"]

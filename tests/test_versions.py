@@ -35,7 +35,7 @@ ONLY_TRITON = {"windlass.weights.dequantize_kernel"}  # a module that needs trit
 
 def of_four(world: int, **rest: Any) -> dict[str, Any]:
     """Return a run of 4 rows a step."""
-    return case(world, **{"micro": 4 // world, "without_probe": True, **rest})
+    return case(world, **{"micro": 4 // world, **rest})
 
 
 ALONE = {

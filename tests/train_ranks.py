@@ -30,6 +30,7 @@ from windlass.data.prepare import prepare_data
 from windlass.errors import RunError, UserError
 from windlass.model import find_base
 from windlass.observe.background import BackgroundReport
+from windlass.ranks import collectives
 from windlass.ranks.rank import Rank, read_rank
 from windlass.train import connect, run
 from windlass.train.best import rank_checkpoints as evaluate_all
@@ -260,11 +261,13 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
             os.chdir(case["folder_of_rank_1"])
         os.environ["TZ"] = case.get("time_zones", ["UTC", "UTC"])[here.rank % 2]
         time.tzset()
-        plan = planning.make_plan(
-            runfile.read_run_file(
-                Path(case.get("file", file)), [*case["overrides"], *case.get("on_rank_1", []) * here.rank]
-            )
-        )
+        overrides = [*case["overrides"], *case.get("on_rank_1", []) * here.rank]
+
+        def make_plan() -> planning.Plan:
+            return planning.make_plan(runfile.read_run_file(Path(case.get("file", file)), overrides))
+
+        apart = {"on_rank_1", "folder_of_rank_1", "model_of_rank_1"} & case.keys()  # as nodes plan
+        plan = make_plan() if apart else collectives.run_on_rank_0(make_plan)
         if here.rank == 1 and "model_of_rank_1" in case:  # another node's files under the same name
             plan = replace(plan, base=find_base(case["model_of_rank_1"], "model"))
         if here.rank == 1:  # another image on another node
@@ -275,7 +278,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
             bases = case.get("base_dtypes", ())
             seen["code"] = evaluate_all(plan, here, folder_of_run, lambda _: None, base_dtypes=bases, **allowed)
         else:
-            if case.get("without_probe"):
+            if not case.get("probed"):  # as many passes as a run of the tests has
                 vars(run)["write_probe"] = lambda *_: None
             seen["code"] = run.train_rank(plan, here, resume=case.get("resume", False), **allowed)
     except UserError as error:

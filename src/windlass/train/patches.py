@@ -159,7 +159,7 @@ class Patches(ExitStack):
             return FusedAdapters([], dtype)
         if not check_lora_linears(trained.device):
             text = "layers are not fused, which takes longer: this device computes fused adapters differently"
-            warnings.warn(f"{text}; `windlass self-test` says how", SlowerWarning, stacklevel=2)
+            warnings.warn(f"{text}; `windlass check --self-test` says how", SlowerWarning, stacklevel=2)
             return FusedAdapters([], dtype)
         for owner, name, value in list(family_layers.find_replacements(model, trained.device, parts)):
             self.replace(owner, name, value)
