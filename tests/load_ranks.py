@@ -208,20 +208,20 @@ def unpack(parts: Any) -> Tensor:
     packed, scale, factor, zeros = (parts[end] for end in ENDS)
     data = packed.numpy().tobytes()
     columns = 2 * len(data) // len(packed)
-    rows = torch.empty(len(packed), columns)
+    rows = [[0.0] * columns for _ in packed]
+    scales = (scale.float() if factor is None else scale.float() / factor[0]).tolist()
+    shifts = None if zeros is None else zeros.tolist()
     for i in range(len(packed)):
         for j in range(columns):
             code = data[(i * columns + j) // 2] >> 4 * (j % 2) & 15
             group = j * scale.shape[1] // columns
-            one = scale[i, group].float()
             if factor is not None:
                 number = (0, 0.5, 1, 1.5, 2, 3, 4, 6)[code & 7] * (-1 if code & 8 else 1)
-                one = one / factor[0]
             else:
-                zero = 0 if zeros is None else (int(zeros[i // 8, group]) >> 4 * (i % 8) & 15) - 8
+                zero = 0 if shifts is None else (int(shifts[i // 8][group]) >> 4 * (i % 8) & 15) - 8
                 number = code - 8 - zero
-            rows[i, j] = number * one
-    return rows
+            rows[i][j] = number * scales[i][group]
+    return torch.tensor(rows)
 
 
 def truth(directory: Path, dtype: torch.dtype) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from text_run import make_text_run
 
 from windlass import cli
@@ -193,7 +194,7 @@ def test_every_preset_plans(windlass: Windlass, tmp_path: Path) -> None:
     assert names == ["mistral-small-4", "mistral-small-4-2xh200", "script", "tiny-cpu"]
     for name in names:
         (tmp_path / "run.yaml").write_text(windlass("init", name))
-        model = ["--override", "model.model_name_or_path=Llama-3.1-8B"] if name == "tiny-cpu" else []
+        model = ["--override", "model.model_name_or_path=Llama-3.1-8B"]
         assert json.loads(windlass("plan", str(tmp_path / "run.yaml"), "--json", *model))["layout"]
 
 
@@ -278,7 +279,7 @@ def test_what_only_reads_leaves_a_finished_run_as_it_is(windlass: Windlass, tmp_
     file, folder = make_text_run(tmp_path / "made"), tmp_path / "made" / "run"
     few = ["cluster.gpus_per_node=1", "layout=resident", "train.max_steps=2", "train.eval_strategy=no"]
     mine = [word for each in few for word in ("--override", each)]
-    command = [sys.executable, "-m", "windlass", "train", str(file), *mine]
+    command = [warm.python(), "-m", "windlass", "train", str(file), *mine]
     subprocess.run(command, check=True, capture_output=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
     before = read_folder(folder)
     assert {"plan.json", "data.json", "manifest.json"} <= before.keys()

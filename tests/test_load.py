@@ -47,9 +47,8 @@ STACK = "model.layers.0.mlp.experts.down_proj"
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
-    for name, options in load_ranks.CHECKPOINTS.items():
-        tiny.write_model(directory / name, tokenizer=False, **options)
-        load_ranks.dequantize(directory / name, directory / f"{name}-true", load_ranks.DTYPE.get(name, torch.bfloat16))
+    for name in ("published", "blocks", "llama", "mixtral"):
+        tiny.write_model(directory / name, tokenizer=False, **load_ranks.CHECKPOINTS[name])
     for name, kind in load_ranks.IN_FOUR_BITS:
         load_ranks.write_decoded(directory / name, directory / f"{name}-{kind}", kind)
     tiny.write_model(
@@ -61,9 +60,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny.write_model(directory / name, family, quantization=scheme, tokenizer=False, layers=2)
     for name, kind in load_ranks.PUBLISHED:
         load_ranks.write_unpacked(directory / name, directory / f"{name}-{kind}", kind)
-    tiny.write_family(directory / "falcon_h1", "falcon_h1", config={"ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 0.125]})
-    tiny.write_model(directory / "large", tokenizer=False, **load_ranks.LARGE)
     return directory
+
+
+@pytest.fixture(scope="module")
+def every(root: Path) -> Path:
+    for name, options in load_ranks.CHECKPOINTS.items():
+        if not (root / name).exists():
+            tiny.write_model(root / name, tokenizer=False, **options)
+        load_ranks.dequantize(root / name, root / f"{name}-true", load_ranks.DTYPE.get(name, torch.bfloat16))
+    tiny.write_family(root / "falcon_h1", "falcon_h1", config={"ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 0.125]})
+    tiny.write_model(root / "large", tokenizer=False, **load_ranks.LARGE)
+    return root
 
 
 @pytest.mark.fault(
@@ -72,11 +80,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "copies of the base model that are not equal: model.safetensors differs",
 )
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.prove)])
-def test_every_case_on_several_ranks(ranks: int, root: Path, tmp_path: Path) -> None:
+def test_every_case_on_several_ranks(ranks: int, every: Path, tmp_path: Path) -> None:
     """Checkpoints x layouts, faults and training, in one start of these processes."""
     command = [warm.python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*command, str(Path(__file__).with_name("load_ranks.py")), str(root), str(tmp_path / "out")],
+        [*command, str(Path(__file__).with_name("load_ranks.py")), str(every), str(tmp_path / "out")],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -115,22 +123,22 @@ def test_4_bit_model_equals_its_dequantized_weights(root: Path, name: str, kind:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * float(other.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
 @pytest.mark.parametrize(("name", "kind"), load_ranks.PUBLISHED)
-def test_published_4_bit_weights_are_read_exactly(root: Path, name: str, kind: str) -> None:
+def test_published_4_bit_weights_are_read_exactly(root: Path, name: str, kind: str, dtype: torch.dtype) -> None:
     base, true = read_base(root / name), read_base(root / f"{name}-{kind}")
-    for dtype in (torch.float32, torch.bfloat16):
-        wanted = list_unique_tensors(load_base(true, ALONE, dtype=dtype)[0])
-        for base_dtype in ("bf16", kind):
-            model, made = load_base(base, replace(ALONE, base_dtype=base_dtype), dtype=dtype)
-            weights = list_quantized_params(model)
-            assert made["base_digest"] == digest_files(base)
-            assert bool(weights) == (base_dtype == kind)
-            for key, tensor in list_unique_tensors(model).items():
-                if key in weights:
-                    coding = weights[key].format
-                    values = dequantize(*coding.parts(tensor, weights[key].scale), coding, dtype)
-                    tensor = values.transpose(-1, -2) if coding.transposed else values
-                assert torch.equal(tensor, wanted[key]), (key, dtype, base_dtype)
+    wanted = list_unique_tensors(load_base(true, ALONE, dtype=dtype)[0])
+    for base_dtype in ("bf16", kind):
+        model, made = load_base(base, replace(ALONE, base_dtype=base_dtype), dtype=dtype)
+        weights = list_quantized_params(model)
+        assert made["base_digest"] == digest_files(base)
+        assert bool(weights) == (base_dtype == kind)
+        for key, tensor in list_unique_tensors(model).items():
+            if key in weights:
+                coding = weights[key].format
+                values = dequantize(*coding.parts(tensor, weights[key].scale), coding, dtype)
+                tensor = values.transpose(-1, -2) if coding.transposed else values
+            assert torch.equal(tensor, wanted[key]), (key, dtype, base_dtype)
     parameter = next(p for p in base.parameters if p.name in weights)
     targets = list_unique_tensors(model)
     targets[parameter.name][..., 1] ^= 16
@@ -270,8 +278,9 @@ def test_base_digest_covers_every_byte_and_its_place(root: Path, tmp_path: Path)
     for one in [one for piece in pieces for one in (piece.stored, piece.scale) if one]:
         for place in {one.start, (one.start + one.end) // 2, one.end - 1}:
             file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-            assert digest_files(base) not in found, one.key
-            found.add(digest_files(base))
+            changed = digest_files(base)
+            assert changed not in found, one.key
+            found.add(changed)
 
     def exchange(stored: dict[str, Tensor]) -> None:
         scale = stored["language_model.model.layers.0.mlp.experts.down_proj_scale_inv"]

@@ -11,12 +11,11 @@ import pytest
 import torch
 from refusals import refused
 from safetensors.torch import load_file, save_file
-from test_export import MLA, peft_model, silent
+from test_export import MLA, export, peft_model, silent
 from torch import Tensor
 
 from windlass import tiny
 from windlass.errors import RunError
-from windlass.export import export
 from windlass.export.merged_files import write_merge
 
 pytestmark = [
@@ -170,7 +169,7 @@ def test_files_that_vllm_needs_and_the_base_lacks(made: Path, tmp_path: Path) ->
         lines: list[str] = []
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         adapter = made / "adapter" if "merge" in options else tmp_path / "served"
-        export(adapter, tmp_path / "out", base=str(base), probes=False, say=lines.append, **options)
+        export(adapter, tmp_path / "out", base=str(base), say=lines.append, **options)
         return [line for line in lines if "vLLM needs" in line]
 
     (note,) = notes(merge=True)

@@ -208,7 +208,13 @@ def some_material(**more: Any) -> Material:
     return Material(**{"model": Path("m"), "data": Path("d"), **sizes, **more})
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name in ("two GPUs", "hybrid", "llama") else [])
+        for name in EXAMPLES
+    ],
+)
 def test_scaled_down_run_has_the_same_plan(name: str, tmp_path: Path) -> None:
     """Only planned: the same layout, targets and schedule, on the ranks and replica of a rehearsal."""
     run, overrides, _, count = EXAMPLES[name]
@@ -267,10 +273,13 @@ FAULTS: dict[str, tuple[tuple[str, ...], str, str, int]] = {
     "a column that is not there": (("data.text_field=content",), "check", "the data have no column 'content'", 1),
     "a chat template without an end": (TALKS, "data", "the model would never stop: 0 of 40 rows end", 2),
 }
+ELSEWHERE = ("a target that is not there", "3 ranks for 8 experts", "a column that is not there", "no such model")
 NOT_WRITTEN = {"an unknown key", "a run folder inside a file", "a finished run"}
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in ELSEWHERE else []) for name in FAULTS]
+)
 def test_a_fault_is_caught_in_its_stage(name: str, user: Path, copied: Path, tmp_path: Path) -> None:
     """And replaces an older record, if the run file names the folder and no run has finished there."""
     (tmp_path / "rehearsal.json").write_text(json.dumps({"passed": True}))

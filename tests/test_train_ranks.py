@@ -71,13 +71,17 @@ def test_ranks_that_another_launcher_started_say_the_same_error_once(tmp_path: P
         printed[port] = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
     for text in printed.values():
         assert text.count("1 adapter tensor is not training") == text.count("another error") == 1, text
-    for alone in ({"WORLD_SIZE": "1"}, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}):  # each start of a pod says it
-        for _ in range(2):
-            environ = {**os.environ, **alone, "TMPDIR": str(tmp_path), "RANK": "0", "LOCAL_RANK": "0"}
-            done = subprocess.run(
-                [warm.python(), str(script)], env=environ, capture_output=True, text=True, timeout=120, check=False
-            )
-            assert "1 adapter tensor is not training" in done.stdout
+    alone = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "TMPDIR": str(tmp_path), "RANK": "0", "LOCAL_RANK": "0"}
+    for _ in range(2):  # each start of a pod says it
+        done = subprocess.run(
+            [warm.python(), str(script)],
+            env={**os.environ, **alone},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert "1 adapter tensor is not training" in done.stdout
 
 
 # --- which rank this is, and how many there are ---
@@ -246,7 +250,13 @@ def test_root_cause_is_reported_before_consequences(tmp_path: Path, capfd: pytes
     assert "rank 1 failed" in printed
     assert "the root" in printed
     assert "peer is gone" not in printed
-    # A rank that knows what it lost explains the run's end only if no rank explains it better.
+
+
+@pytest.mark.long
+def test_a_rank_that_knows_what_it_lost_explains_the_end_if_no_rank_explains_it_better(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    error = '    raise RunError("non-finite loss at step 7: rank 1, rows 3, 9", "watch.non_finite", "look at them")'
     lost = 'RunError("rank 0 lost another rank: closed", "windlass train", "", LOST_RANK)'
     later = LATER.replace('ConnectionError("peer is gone")', lost)
     assert later != LATER
@@ -269,10 +279,10 @@ def test_ranks_that_cant_connect_say_why(monkeypatch: pytest.MonkeyPatch) -> Non
     with socket.create_server(("", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         with refused("port-taken", "MASTER_PORT", RunError) as problems:
-            create_process_group(Rank(0, 0, 2), 3)
+            create_process_group(Rank(0, 0, 2), 1)
     assert problems[0].problem.startswith("another program has port ")
     with refused("no-connection", "MASTER_ADDR", RunError) as problems:  # the port is free now, and nobody else comes
-        create_process_group(Rank(0, 0, 2), 3)
+        create_process_group(Rank(0, 0, 2), 1)
     assert "1/2 clients joined" in problems[0].problem
 
 
@@ -430,8 +440,12 @@ def wait_for(tmp_path: Path, pattern: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("number", "times"),
-    [(signal.SIGTERM, 1), (signal.SIGUSR1, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)],
-    ids=["SIGTERM", "SIGUSR1", "SIGINT", "as GNU timeout sends it, to the process and to its group"],
+    [
+        pytest.param(signal.SIGTERM, 1, id="SIGTERM", marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR1, 1, id="SIGUSR1"),
+        pytest.param(signal.SIGINT, 1, id="SIGINT", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, 2, id="as GNU timeout sends it, to the process and to its group"),
+    ],
 )
 def test_a_signal_to_the_launcher_reaches_the_ranks_and_they_save(
     tmp_path: Path, number: signal.Signals, times: int

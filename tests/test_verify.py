@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,8 @@ class Stub:
         new: list[int] = []
         values = []
         for _ in range(body["max_tokens"]):
-            following = self.log_probs([*ids, *new], self.decoder)[-1]
+            known = not new and self.decoder is None
+            following = (log_probs if known else self.log_probs([*ids, *new], self.decoder))[-1]
             biased = following.clone()
             for token, bias in body.get("logit_bias", {}).items():
                 biased[int(token)] += bias
@@ -205,8 +207,16 @@ class Exported:
     folder: Path
     tokenizer: Any
 
+    @cached_property
+    def adapted(self) -> Any:
+        return adapted_model(self.base, self.adapter)
+
+    @cached_property
+    def plain(self) -> Any:
+        return plain_model(self.base)
+
     def stub(self, model: Any = None, **options: Any) -> Stub:
-        return Stub(adapted_model(self.base, self.adapter) if model is None else model, self.tokenizer, **options)
+        return Stub(self.adapted if model is None else model, self.tokenizer, **options)
 
     def changed(self, to: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> Any:
         """Return the model with another adapter: its tensors and configuration changed."""
@@ -251,6 +261,11 @@ def make_dense(folder: Path, std: float = 0.6, **options: Any) -> Exported:
     return Exported(base, folder / "adapter", folder / "out", AutoTokenizer.from_pretrained(base))
 
 
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return make_dense(tmp_path_factory.mktemp("dense"), dtype="float32")
+
+
 def test_the_adapter_is_applied(mixture: Exported) -> None:
     probe = read_json(mixture.folder / PROBE)
     assert probe["rows_from"] == "the run's validation rows"
@@ -289,7 +304,7 @@ def repack(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
 
 @pytest.mark.fault("a server that ignores the adapter", "`windlass verify`", "answers as the base")
 def test_a_server_without_the_adapter(mixture: Exported) -> None:
-    result = mixture.stub(plain_model(mixture.base)).verify(mixture.folder)
+    result = mixture.stub(mixture.plain).verify(mixture.folder)
     assert (result.verdict, result.passed) == (AS_BASE, False)
 
 
@@ -368,22 +383,22 @@ def test_chats_that_became_several_rows_are_compared_by_their_beginnings(tmp_pat
 
 
 def test_an_adapter_that_decoding_ignores(mixture: Exported) -> None:
-    result = mixture.stub(decoder=plain_model(mixture.base)).verify(mixture.folder)
+    result = mixture.stub(decoder=mixture.plain).verify(mixture.folder)
     assert (result.verdict, result.passed) == (APPLIED, False)
     assert "decoding differs" in result.problems[0]
 
 
 @pytest.mark.parametrize("way", ["echo", "forced"])
-def test_servers_that_give_less(way: str, mixture: Exported) -> None:
-    result = mixture.stub(way=way).verify(mixture.folder)
+def test_servers_that_give_less(way: str, dense: Exported) -> None:
+    result = dense.stub(way=way).verify(dense.folder)
     assert (result.verdict, result.way, result.passed) == (APPLIED, way, True)
-    result = mixture.stub(plain_model(mixture.base), way=way).verify(mixture.folder)
+    result = dense.stub(dense.plain, way=way).verify(dense.folder)
     assert (result.verdict, result.passed) == (AS_BASE, False)
 
 
-def test_a_server_without_log_probabilities(mixture: Exported) -> None:
+def test_a_server_without_log_probabilities(dense: Exported) -> None:
     with refused("no-logprobs"):
-        mixture.stub(way="none").verify(mixture.folder)
+        dense.stub(way="none").verify(dense.folder)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
@@ -425,9 +440,8 @@ def test_what_bfloat16_keeps_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
 CPU = torch.device("cpu")
 
 
-def test_linear_layers_are_rounded_before_their_adapter_is_added(tmp_path: Path) -> None:
-    exported = make_dense(tmp_path)
-    model = open_adapter(plain_model(exported.base), exported.adapter)
+def test_linear_layers_are_rounded_before_their_adapter_is_added(dense: Exported) -> None:
+    model = open_adapter(plain_model(dense.base), dense.adapter)
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     x = torch.randn(5, layer.in_features)
     before = layer(x)
@@ -442,11 +456,10 @@ def test_linear_layers_are_rounded_before_their_adapter_is_added(tmp_path: Path)
 
 
 def test_products_that_a_processor_only_emulates_are_those_of_autocast(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dense: Exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for sums in another order, after which few values are rounded the other way."""
-    exported = make_dense(tmp_path)
-    layer = open_adapter(plain_model(exported.base), exported.adapter).base_model.model.model.layers[0].self_attn.q_proj
+    layer = open_adapter(plain_model(dense.base), dense.adapter).base_model.model.model.layers[0].self_attn.q_proj
     x = torch.randn(50, layer.in_features)
     exact, found = layer(x), []
     for has in (True, False):
@@ -492,8 +505,8 @@ def test_scales_that_servers_take_by_mistake_are_among_the_hypotheses() -> None:
         assert found == named
 
 
-def test_a_probe_of_an_older_windlass(mixture: Exported, tmp_path: Path) -> None:
-    folder = shutil.copytree(mixture.folder, tmp_path / "export")
+def test_a_probe_of_an_older_windlass(dense: Exported, tmp_path: Path) -> None:
+    folder = shutil.copytree(dense.folder, tmp_path / "export")
     probe = read_json(folder / PROBE)
     del probe["noise"]
     write_json(folder / PROBE, probe)
@@ -503,38 +516,38 @@ def test_a_probe_of_an_older_windlass(mixture: Exported, tmp_path: Path) -> None
     assert find_probe(folder, folder) == {}
 
 
-def test_what_makes_a_comparison_impossible(mixture: Exported, tmp_path: Path) -> None:
+def test_what_makes_a_comparison_impossible(dense: Exported, tmp_path: Path) -> None:
     with refused("no-answer"):
-        verify("http://127.0.0.1:9", mixture.folder, None, None, "KEY", print)
-    stub = mixture.stub()
+        verify("http://127.0.0.1:9", dense.folder, None, None, "KEY", print)
+    stub = dense.stub()
     with refused("no-such-model", "--model") as problems:
-        stub.verify(mixture.folder, model="other")
+        stub.verify(dense.folder, model="other")
     assert "it has mine" in problems[0].hint
     with refused("refused-row") as problems:
-        mixture.stub(stub.model, most=20).verify(mixture.folder)
+        dense.stub(stub.model, most=20).verify(dense.folder)
     assert "maximum context length is 20 tokens" in problems[0].problem
     with refused("cut-short"):
-        mixture.stub(stub.model, cut=2).verify(mixture.folder)
+        dense.stub(stub.model, cut=2).verify(dense.folder)
     with refused("no-access") as problems:
-        mixture.stub(stub.model, key="secret").verify(mixture.folder)
+        dense.stub(stub.model, key="secret").verify(dense.folder)
     assert "KEY" in problems[0].hint
-    assert mixture.stub(stub.model, key="secret").verify(mixture.folder, key="secret").passed
+    assert dense.stub(stub.model, key="secret").verify(dense.folder, key="secret").passed
     tiny.write_tokenizer(tmp_path / "tokenizer", 400)
     with refused("other-tokenizer"):
-        Stub(stub.model, AutoTokenizer.from_pretrained(tmp_path / "tokenizer")).verify(mixture.folder)
+        Stub(stub.model, AutoTokenizer.from_pretrained(tmp_path / "tokenizer")).verify(dense.folder)
 
 
 @pytest.mark.fault("a server that is busy for longer than a minute", "`windlass verify`", "no answer: 503: full")
-def test_a_busy_server_is_asked_again(mixture: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_server_is_asked_again(dense: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PAUSE", 0.01)
     said: list[str] = []
-    assert mixture.stub(busy=[503, 0, 1, 429]).verify(mixture.folder, say=said.append).passed
+    assert dense.stub(busy=[503, 0, 1, 429]).verify(dense.folder, say=said.append).passed
     waits = [line for line in said if line.startswith("waiting")]
     for words, line in zip(("503: full", "RemoteDisconnected", "IncompleteRead", "429: full"), waits, strict=True):
         assert words in line
     monkeypatch.setattr(client, "PATIENCE", 0.0)
     with refused("busy") as problems:
-        mixture.stub(busy=[503] * 9).verify(mixture.folder)
+        dense.stub(busy=[503] * 9).verify(dense.folder)
     assert problems[0].problem == "no answer: 503: full"
     assert "when it is not busy" in problems[0].hint
 
@@ -546,29 +559,29 @@ def test_a_server_whose_tokens_are_no_numbers(mixture: Exported, tokens: list[An
     assert [note for note in verdict.notes if note.startswith("chat template: not compared")]
 
 
-def test_the_probe_of_another_export(mixture: Exported, tmp_path: Path) -> None:
+def test_the_probe_of_another_export(dense: Exported, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    export(mixture.adapter, other, base=str(mixture.base), say=lambda _: None, probes=False)
+    export(dense.adapter, other, base=str(dense.base), say=lambda _: None, probes=False)
     with refused("no-probe", PROBE):
-        mixture.stub(nn.Identity()).verify(other)
-    shutil.copy(mixture.folder / PROBE, other / PROBE)
+        dense.stub(nn.Identity()).verify(other)
+    shutil.copy(dense.folder / PROBE, other / PROBE)
     with refused("other-probe", PROBE):
-        mixture.stub(nn.Identity()).verify(other)
+        dense.stub(nn.Identity()).verify(other)
 
 
-def test_the_command(mixture: Exported, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(dense: Exported, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "secret")
-    with mixture.stub(key="secret").served() as url, pytest.raises(SystemExit) as ended:
-        cli.main(["verify", f"{url}/v1", str(mixture.folder), "--json", "--api-key-env", "MY_KEY"])
+    with dense.stub(key="secret").served() as url, pytest.raises(SystemExit) as ended:
+        cli.main(["verify", f"{url}/v1", str(dense.folder), "--json", "--api-key-env", "MY_KEY"])
     assert ended.value.code == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["passed"], printed["verdict"]) == (True, APPLIED)
-    with mixture.stub(plain_model(mixture.base)).served() as url, pytest.raises(SystemExit) as ended:
-        cli.main(["verify", url, str(mixture.folder), "--model", "mine"])
+    with dense.stub(dense.plain).served() as url, pytest.raises(SystemExit) as ended:
+        cli.main(["verify", url, str(dense.folder), "--model", "mine"])
     assert ended.value.code == 1
     assert capsys.readouterr().out.startswith("answers as the base, the adapter is not applied: ")
-    with mixture.stub(nn.Identity()).served() as url, pytest.raises(SystemExit) as ended:
-        cli.main(["verify", url, str(mixture.folder), "--model", "none"])
+    with dense.stub(nn.Identity()).served() as url, pytest.raises(SystemExit) as ended:
+        cli.main(["verify", url, str(dense.folder), "--model", "none"])
     assert ended.value.code == 2
 
 
@@ -616,7 +629,7 @@ def test_two_ranks_write_the_probe_that_one_process_computes(layout: str, mixtur
         for name in expected:
             for i, j in common:
                 assert math.isclose(one["logprobs"][name][i], other["logprobs"][name][j], abs_tol=1e-4), name
-    stub = mixture.stub(open_adapter(plain_model(mixture.base), tmp_path / "taken"))
+    stub = mixture.stub(open_adapter(mixture.plain, tmp_path / "taken"))
     assert stub.verify(tmp_path / "taken").passed
 
 
