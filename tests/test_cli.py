@@ -194,7 +194,7 @@ def test_every_preset_plans(windlass: Windlass, tmp_path: Path) -> None:
     assert names == ["mistral-small-4", "mistral-small-4-2xh200", "script", "tiny-cpu"]
     for name in names:
         (tmp_path / "run.yaml").write_text(windlass("init", name))
-        model = ["--override", "model.model_name_or_path=Llama-3.1-8B"]
+        model = ["--override", "model.model_name_or_path=Llama-3.1-8B"] if name == "tiny-cpu" else []
         assert json.loads(windlass("plan", str(tmp_path / "run.yaml"), "--json", *model))["layout"]
 
 

@@ -579,7 +579,7 @@ def test_on_a_narrow_terminal_no_word_of_the_comparison_is_split(
 
 def test_unlikely_settings_are_warned_about() -> None:
     def texts(*overrides: str) -> dict[str, str]:
-        return {warning.text: warning.override for warning in of_train(*overrides).warnings}
+        return {warning.text: warning.override for warning in of_train(*overrides, compare=True).warnings}
 
     # What the run is, the warning, and what the override that it prints makes of it: no such warning.
     cases: dict[tuple[str, ...], str] = {
