@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import train_ranks
+from run_records import read_records
 from train_ranks import At, before
 
 from windlass.errors import RunError
@@ -90,8 +91,15 @@ def ours(case: dict[str, Any], file: Path, here: Any) -> dict[str, Any]:
         changed = Path(f"{path}.changed")  # the other rank may be reading it
         changed.write_bytes(content if how == "flip" else content[: len(content) // 2])
         changed.replace(path)
+    folder = Path(case["overrides"][0].partition("=")[2])
+    compares = case["resume"] and here.rank == 0
+    torch.distributed.barrier()  # the other rank may still be closing the case before
+    before = read_records(folder) if compares else {}
     torch.distributed.barrier()
     outcome: dict[str, Any] = plainly(case, file, here)
+    if compares:
+        after = read_records(folder)
+        outcome["changed"] = sorted(name for name in before.keys() | after if before.get(name) != after.get(name))
     return outcome
 
 

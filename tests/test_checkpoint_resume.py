@@ -113,6 +113,8 @@ TWO: dict[str, Case] = {
     "experts, best": case(
         "experts best", "spoilt 0", "spoilt 1", train__load_best_model_at_end=True, **EXPERTS, **SPLIT
     ),
+    "other rows": case("plain cut", resume=True, data__dataset_name_or_path="{model}/../other"),
+    "fewer epochs": case("plain cut", resume=True, train__max_steps=-1, train__num_train_epochs=0.1),
     "base, altered": case("plain cut", resume=True, damage=ALTERED),
     "adapter, altered": case("adapter", lora__adapter="{out}/plain/final"),
     "best, altered": case("plain") | {"best": True},
@@ -143,11 +145,12 @@ MORE_ON_ONE = {"still, on one rank": resumed("still parts", "still for one", **S
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     tiny.write_model(folder / "model", experts=4)
-    (folder / "data").mkdir()
     chance = random.Random(0)
-    for split, count in (("train", 47), ("validation", 9)):  # 47: the last step of an epoch is a row short
-        rows = [{"text": " ".join(chance.choices(WORDS.split(), k=chance.randint(3, 12)))} for _ in range(count)]
-        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("data", "other"):
+        (folder / name).mkdir()
+        for split, count in (("train", 47), ("validation", 9)):  # 47: the last step of an epoch is a row short
+            rows = [{"text": " ".join(chance.choices(WORDS.split(), k=chance.randint(3, 12)))} for _ in range(count)]
+            (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.yaml").write_text(RUN.format(folder=folder, steps=STEPS))
     return folder
 
@@ -343,6 +346,22 @@ def test_full_disk_is_reported_and_training_continues(two: Two, material: Path) 
 def test_failures_end_the_run_on_every_rank(two: Two, name: str, messages: list[str]) -> None:
     for outcome in two[0][name]:
         assert [message for message in messages if message not in outcome["error"]] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("another run", "when this run began"),
+        ("other rows", "the data are not those this run began with"),
+        ("fewer epochs", "the run has 1 step now, and has reached step 6"),
+        ("base, altered", "are not those that checkpoints/step-6 was trained on"),
+    ],
+)
+def test_a_resume_that_is_refused_leaves_what_the_run_recorded(two: Two, name: str, error: str) -> None:
+    """`report` believes it; only the state, and why, are those of the resume."""
+    outcome = two[0][name][0]
+    assert error in outcome["error"]
+    assert outcome["changed"] == []
 
 
 @pytest.mark.fault(

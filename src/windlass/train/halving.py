@@ -22,6 +22,7 @@ class CheckedData:
     """What the data of a trial decide before the base is loaded."""
 
     fingerprints: dict[str, str]
+    template: Mapping[str, str]
     length: RunLength
     evaluated: str  # hash of the validation rows; empty without any
 

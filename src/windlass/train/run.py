@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ from windlass.train.base_alone import BaseAlone, BaseFigures, describe_base_forw
 from windlass.train.batches import Batches, Collate, RunLength, require_shared_memory
 from windlass.train.checkpoint.folder import find_intact_best
 from windlass.train.checkpoint.resume import (
+    begin_run,
     claim_run_folder,
     describe_run,
     explain_other_length,
@@ -129,25 +131,28 @@ def train_run(plan: Plan, session: Session) -> int:
             # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
             here.phase("preparing the data")
             tokenizer = open_base_tokenizer(plan)
-            data = prepare_on_all_ranks(plan, tokenizer, session)
+            data = prepare_on_all_ranks(plan, tokenizer, session, writes=from_checkpoint is None)
             for fact in data.audit["facts"]:
                 console.print(f"data: {fact}")
             for note in data.audit["notes"]:
                 console.print(f"warning: data: {note}", style="yellow")
             fingerprints = {"data": data.fingerprint, "inputs": data.inputs}
             require_same_data(from_checkpoint, fingerprints, plan, data.template)
+            if from_checkpoint is not None:
+                total = count_steps(plan, data, tokenizer).total
+                require_steps_left(from_checkpoint, total, plan)
+                other_length = explain_other_length(from_checkpoint, total)
+                if other_length:
+                    console.print(other_length, style="yellow")
             set_template(tokenizer, data.template)
 
             # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is
-            # trained on must have been trained on the same weights.
+            # trained on must have been trained on the same weights; what a resumed run has recorded stays until then.
             here.phase("loading the model")
             load = partial(load_base, plan.base, plan.layout, **describe_precision(plan), tokens=len(tokenizer))
             model, certificate = session.base.get(load)
             for note in certificate["notes"]:
                 console.print(f"warning: base: {note}", style="yellow")
-            if here.rank == 0:
-                with unwritten(folder / LOAD):
-                    write_json(folder / LOAD, certificate)
             collectives.set_timeout(job.train.ddp_timeout)
             digest = certificate["base_digest"]
             other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
@@ -157,6 +162,11 @@ def train_run(plan: Plan, session: Session) -> int:
             line = describe_quantization(certificate["quantisation"] or {})
             if line:
                 console.print(f"base      {line}; the files hold other weights than the adapter is trained on")
+            if from_checkpoint is not None:
+                facts = {**describe_run(plan, session.identity), **base}
+                collectives.run_on_rank_0(partial(begin_run, plan, facts, from_checkpoint, unwritten))
+                write_on_rank_0(session, folder / DATA, data.audit)
+            write_on_rank_0(session, folder / LOAD, certificate)
             if here.rank == 0:
                 with unwritten(folder / MANIFEST):
                     update_manifest(folder, **base)
@@ -177,11 +187,6 @@ def train_run(plan: Plan, session: Session) -> int:
             session.base.undo.callback(loop.model.patches.undo)
             if job.train.compile:
                 session.base.undo.callback(torch.compiler.reset)  # the next trial compiles as it would alone
-            if from_checkpoint is not None:
-                require_steps_left(from_checkpoint, loop.length.total, plan)
-                other_length = explain_other_length(from_checkpoint, loop.length.total)
-                if other_length:
-                    console.print(other_length, style="yellow")
 
         # 7. Train. The first steps prove that gradients reach every part of the adapter.
         with loop.watch, record_failure(folder), contextlib.ExitStack() as stack:
@@ -283,21 +288,26 @@ def check_data(plan: Plan, session: Session) -> CheckedData:
     session.here.phase("preparing the data")
     tokenizer = open_base_tokenizer(plan)
     data = prepare_on_all_ranks(plan, tokenizer, session)
-    batches = make_batches(plan, data, tokenizer.pad_token_id, mark_tokens=False)
-    length = RunLength.of(plan.run.train, batches, plan.batch.accumulation)
+    length = count_steps(plan, data, tokenizer)
     evaluated = hash_rows(data.validation_file) if data.validation_file else ""
-    return CheckedData({"data": data.fingerprint, "inputs": data.inputs}, length, evaluated)
+    return CheckedData({"data": data.fingerprint, "inputs": data.inputs}, data.template, length, evaluated)
 
 
-def prepare_on_all_ranks(plan: Plan, tokenizer: PreTrainedTokenizerBase, session: Session) -> PreparedData:
-    """Tokenize once and write the audit before it is judged; check that all ranks have the same rows."""
-    path = plan.folder / DATA
+def count_steps(plan: Plan, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> RunLength:
+    batches = make_batches(plan, data, tokenizer.pad_token_id, mark_tokens=False)
+    return RunLength.of(plan.run.train, batches, plan.batch.accumulation)
 
-    def write_audit(audit: dict[str, Any]) -> None:
-        if collectives.get_rank() == 0:
-            with session.unwritten(path):
-                write_json(path, audit)
 
+def write_on_rank_0(session: Session, path: Path, value: dict[str, Any]) -> None:
+    if session.here.rank == 0:
+        with session.unwritten(path):
+            write_json(path, value)
+
+
+def prepare_on_all_ranks(
+    plan: Plan, tokenizer: PreTrainedTokenizerBase, session: Session, *, writes: bool = False
+) -> PreparedData:
+    """Tokenize once; check that all ranks have the same rows. `writes`: the audit, before it is judged."""
     data = prepare_data(
         plan.run,
         tokenizer,
@@ -306,7 +316,7 @@ def prepare_on_all_ranks(plan: Plan, tokenizer: PreTrainedTokenizerBase, session
         vocabulary=plan.base.dims["vocab"],
         batch=plan.batch.micro,
         say=session.console.print,
-        audited=write_audit,
+        audited=partial(write_on_rank_0, session, plan.folder / DATA) if writes else None,
     )
     differing = find_differences(collectives.all_gather({"inputs": data.inputs, "tokens": data.fingerprint}))
     if "tokens" in differing:

@@ -71,13 +71,20 @@ def claim_run_folder(
         then = read_manifest(usable) if usable else before
         require_same_run(then, now, plan, folder, allow_other_base=allow_other_base)
         _warn_of_other_versions(then.get("versions", {}), now["versions"])
-    if usable and plan.run.train.max_steps > 0:
-        require_steps_left(usable, plan.run.train.max_steps, plan)
+    if usable:  # its data and its base may yet be refused, and then what is recorded holds
+        run_folder.update_manifest(folder, state=run_folder.RUNNING, failure=None)
+    else:
+        begin_run(plan, now, None, unwritten)
+    return usable
+
+
+def begin_run(plan: Plan, facts: dict[str, Any], resumed: Path | None, unwritten: WriteGuard) -> None:
+    """Record on rank 0 that this run begins in its folder, or goes on there from a checkpoint."""
+    folder = plan.folder
     with unwritten(folder / run_folder.PLAN):
         write_json(folder / run_folder.PLAN, plan.as_dict())
-    run_folder.begin_manifest(folder, now)
-    drop_steps_after(folder, read_step(usable) if usable else 0)
-    return usable
+    run_folder.begin_manifest(folder, facts)
+    drop_steps_after(folder, read_step(resumed) if resumed else 0)
 
 
 def _warn_of_other_versions(then: Mapping[str, str], now: Mapping[str, str]) -> None:
