@@ -57,11 +57,11 @@ def test_a_key_that_changed_after_a_stop_is_refused_or_free(plan: Plan, key: str
     if section in FREE or key in FREE:
         if name:
             before["run"][section][name] = "another"
-        require_same_run(before, now, plan, plan.folder, allow_other_base=False)
+        require_same_run(before, now, plan, allow_other_base=False)
         return
     before["run"][section][name] = "another"
     with pytest.raises(UserError) as caught:
-        require_same_run(before, now, plan, plan.folder, allow_other_base=False)
+        require_same_run(before, now, plan, allow_other_base=False)
     assert [problem.where.endswith(key) for problem in caught.value.problems] == [True]
 
 

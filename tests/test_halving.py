@@ -80,7 +80,9 @@ def test_who_goes_on_is_the_run_alone_and_who_is_dropped_continues_by_hand(mater
     rates = {row["value"]: row["mean_eval_loss"] for row in reported["effects"] if row["key"] == "train.learning_rate"}
     assert rates == {str(TRIALS[name]["train.learning_rate"]): alone[name][2] for name in TRIALS}
     assert f"trial {last}, 4 of 4 trials ended" in run("watch sweep --once", folder)
-    assert "finished sweep" in run(f"train {file} --resume", folder, code=2)
+    assert "nothing is left to train" in run(f"train {file} --resume", folder)
+    other = write(folder, "sweep", TRIALS, "keep: 2, at: [2, 4]")
+    assert "was 1 when trials were dropped, is 2 now" in " ".join(run(f"train {other} --resume", folder, 2).split())
     for name in dropped:
         run(f"train {trials / name / 'run.yaml'} --resume", folder)
         same_adapter(trials / name, folder / "alone" / name)

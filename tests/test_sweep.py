@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,24 +23,28 @@ import torch
 import warm
 from ports import free_port
 from refusals import refused
+from run_records import read_records
 from safetensors.torch import load_file
 from test_faults import windlass
 
 from windlass import tiny
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
-from windlass.files import read_json, read_json_lines
+from windlass.files import WriteGuard, read_json, read_json_lines
 from windlass.observe.reader import Tail
 from windlass.observe.report.trials import collect_trials
-from windlass.plan import make_plan
+from windlass.plan import Plan, make_plan
+from windlass.ranks.rank import Rank
 from windlass.run_folder import (
     ADAPTER,
     FAILED,
     FINISHED,
+    HALVED,
     RUNNING,
     STOPPED,
     WAITING,
     begin_manifest,
     list_trials,
+    read_trial_states,
     update_manifest,
 )
 from windlass.run_folder import TRIALS as TRIALS_KEY
@@ -52,8 +56,10 @@ from windlass.train.lora import attach_adapter
 from windlass.train.loss import SourceLosses
 from windlass.train.parallel import get_device
 from windlass.train.patches import ModelPatches
+from windlass.train.session import Options, Session
 from windlass.train.shared_base import SharedBase
-from windlass.train.sweep import claim_sweep
+from windlass.train.start import leave_finished
+from windlass.train.sweep import begin_sweep, claim_sweep, train_trials
 from windlass.train.trackers import open_tensorboard
 
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
@@ -260,7 +266,10 @@ def test_a_stopped_sweep_goes_on_with_the_trial_that_was_stopped(whole: Path, ma
     for name in ("first", "third"):
         assert_same_run(folder / "whole" / "trials" / name, whole / "trials" / name)
     same_adapter(second, whole / "trials" / "second")
-    assert "finished sweep" in run(f"train {file} --resume", folder, code=2)
+    assert "finished sweep" in run(f"train {file}", folder, code=2)
+    before = read_records(folder / "whole")
+    assert "contains this sweep, finished: nothing is left to train" in run(f"train {file} --resume", folder)
+    assert read_records(folder / "whole") == before
 
 
 def same_adapter(one: Path, other: Path) -> None:
@@ -284,7 +293,7 @@ def test_a_trial_that_diverges_ends_alone(material: Path, tmp_path: Path) -> Non
     alone = folder / "sweep" / "trials" / "third" / "run.yaml"
     run(f"train {alone} --override train.output_dir=alone", folder)
     assert_same_run(folder / "alone", folder / "sweep" / "trials" / "third")
-    assert "finished sweep" in run(f"train {file} --resume", folder, code=2)
+    assert "an alarm ended 1 of 3 trials: second" in run(f"train {file} --resume", folder, code=1), "not trained again"
     report = run("report sweep", folder)
     assert report.index("first") < report.index("second"), "what never was evaluated comes last"
     # What has ended is compared with what the run file says now, and so are its data.
@@ -293,17 +302,102 @@ def test_a_trial_that_diverges_ends_alone(material: Path, tmp_path: Path) -> Non
     file.write_text(changed)
     assert "trial first: was 48 when this run began" in " ".join(run(f"train {file} --resume", folder, code=2).split())
     file.write_text(more.replace("max_steps: 4", "max_steps: 5"))
-    assert "trial first ended with 4" in " ".join(run(f"train {file} --resume", folder, code=2).split())
+    printed = " ".join(run(f"train {file} --resume", folder, code=2).split())
+    assert "trial first: was 4 when this run began, is 5 now" in printed
     file.write_text(more)
     rows = (folder / "data.txt").read_text()
     (folder / "data.txt").write_text(rows.replace("mast", "hull"))
+    before = read_records(folder / "sweep")
     printed = " ".join(run(f"train {file} --resume", folder, code=2).split())
     assert "third is no longer in the run file" in printed
     assert "trial first: the data are not those" in printed
+    assert read_records(folder / "sweep") == before
     (folder / "data.txt").write_text(rows)
     run(f"train {file} --resume", folder, code=1)
     assert list(list_trials(folder / "sweep").values()) == [FINISHED, FAILED, FINISHED]
     assert (folder / "sweep" / "trials" / "third" / "final").is_dir()
+
+
+def make_session(said: list[str]) -> Session:
+    others: dict[str, Any] = dict.fromkeys(("stop_signal", "report"))
+    console: Any = SimpleNamespace(print=said.append)
+    return Session(Rank(), console, unwritten=WriteGuard(print), options=Options(resume=True), **others)
+
+
+def plan_trials(material: Path, folder: Path, names: list[str], *overrides: str) -> Plan:
+    path = write_sweep(material, "claimed", {name: TRIALS.get(name, {}) for name in names}, "layout: resident\n")
+    return make_plan(read_run_file(path, [ONE_RANK, f"train.output_dir={folder}", *overrides]))
+
+
+def finish(sweep: Path) -> None:
+    """Record that all trials have finished, as they are in the folder."""
+    for trial in list_trials(sweep):
+        begin_manifest(trial, describe_run(make_plan(read_run_file(trial / "run.yaml")), ""))
+        update_manifest(trial, state=FINISHED)
+    update_manifest(sweep, state=FINISHED, **{TRIALS_KEY: {trial.name: FINISHED for trial in list_trials(sweep)}})
+
+
+def test_a_sweep_whose_resume_is_refused_is_as_it_was(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the record of a trial that has failed and is no longer in the run file: it would be trained again."""
+    monkeypatch.chdir(material)
+    session = make_session([])
+
+    def check_data(trial: Plan, session: Session) -> Any:
+        raise UserError("other rows", code="other-data")
+
+    def train(*names: str) -> None:
+        with refused("other-data") as problems:
+            train_trials(plan_trials(material, tmp_path, [*names]), session, mock.Mock(), check_data)
+        assert problems[0].problem == f"trial {names[0]}: other rows"
+
+    train("first", "second")
+    assert list(list_trials(tmp_path).values()) == [WAITING, WAITING], "a new one is recorded as a sweep"
+    assert (tmp_path / "trials" / "first" / "run.yaml").is_file()
+    finish(tmp_path)
+    update_manifest(tmp_path / "trials" / "first", state=FAILED)
+    update_manifest(tmp_path, **{TRIALS_KEY: {"first": FAILED, "second": FINISHED}})
+    before = read_records(tmp_path)
+    train("second", "third")
+    assert read_records(tmp_path) == before
+    assert read_trial_states(tmp_path, ["first", "second"]) == {"first": FAILED, "second": FINISHED}
+
+
+@pytest.mark.fault(
+    "a finished sweep with another setting",
+    "`windlass train --resume`",
+    "was 4 when this run began, is 6 now",
+)
+def test_a_finished_sweep_is_left_as_a_finished_run_is(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(material)
+    plan = plan_trials(material, tmp_path, ["first", "second"])
+    with ExitStack() as held:
+        claim_sweep(plan, make_session([]), held)
+    leave_finished(plan, resume=True)
+    finish(tmp_path)
+    with refused("finished-run", f"train.output_dir={tmp_path}"):
+        leave_finished(plan, resume=False)
+    auto = plan_trials(material, tmp_path, ["second", "first"], "train.resume=auto")
+    for again, resume in ((plan, True), (auto, False)):
+        with pytest.raises(SystemExit) as ended:
+            leave_finished(again, resume=resume)
+        assert ended.value.code == 0
+        assert f"{tmp_path} contains this sweep, finished: nothing is left to train" in capsys.readouterr().err
+    with refused("changed-setting", "train.max_steps=6") as problems:
+        leave_finished(plan_trials(material, tmp_path, ["first", "second"], "train.max_steps=6"), resume=True)
+    assert [problem.problem for problem in problems] == ["was 4 when this run began, is 6 now"], "of all trials"
+    leave_finished(plan_trials(material, tmp_path, ["first", "second", "third"]), resume=True)
+    halved = {"keep": 1, "at": [2], "trials": ["first", "second"], "decisions": []}
+    update_manifest(tmp_path, **{HALVED: halved})
+    with refused("changed-halving"):
+        leave_finished(plan, resume=True)
+    update_manifest(tmp_path, **{HALVED: None, TRIALS_KEY: {"first": FAILED, "second": FINISHED}})
+    update_manifest(tmp_path / "trials" / "first", state=FAILED)
+    with refused("trials-failed", error=RunError):
+        leave_finished(plan, resume=True)
 
 
 @pytest.mark.fault(
@@ -316,22 +410,17 @@ def test_results_of_other_settings_leave_the_table_with_their_trials(
 ) -> None:
     monkeypatch.chdir(material)
     said: list[str] = []
-    options = SimpleNamespace(resume=True, allow_other_base=False)
-    session: Any = SimpleNamespace(
-        identity="", options=options, console=SimpleNamespace(print=said.append), unwritten=lambda _: nullcontext()
-    )
-    to = f"train.output_dir={tmp_path}"
+    session = make_session(said)
 
     def claim(names: list[str], *overrides: str) -> dict[str, str]:
-        path = write_sweep(material, "claimed", {name: TRIALS.get(name, {}) for name in names}, "layout: resident\n")
+        plan = plan_trials(material, tmp_path, names, *overrides)
         with ExitStack() as held:
-            return claim_sweep(make_plan(read_run_file(path, [ONE_RANK, to, *overrides])), session, held)
+            states = claim_sweep(plan, session, held)
+        begin_sweep(plan, session, states)
+        return states
 
     claim(["first", "second"])
-    for trial in list_trials(tmp_path):
-        plan = make_plan(read_run_file(trial / "run.yaml"))
-        begin_manifest(trial, describe_run(plan, ""))
-        update_manifest(trial, state=FINISHED)
+    finish(tmp_path)
     with refused("changed-setting", "data.max_length=40"):
         claim(["second", "third"], "data.max_length=40")
     assert claim(["third", "fourth"], "data.max_length=40") == {"third": WAITING, "fourth": WAITING}

@@ -71,6 +71,19 @@ def list_trials(folder: Path) -> dict[Path, str]:
     return {folder / TRIALS / name: str(state) for name, state in (read_manifest(folder).get(TRIALS) or {}).items()}
 
 
+def read_trial_states(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the states of trials of a sweep. One that an alarm ended would be ended again; one that was killed or
+    failed otherwise waits to go on."""
+    recorded = read_manifest(folder).get(TRIALS) or {}
+    states = {}
+    for name in names:
+        state = read_manifest(folder / TRIALS / name).get("state")
+        then = recorded.get(name, WAITING)
+        is_dropped = has_ended(then) and then not in (FINISHED, FAILED)
+        states[name] = FINISHED if state == FINISHED else then if is_dropped or state == then == FAILED else WAITING
+    return states
+
+
 def find_sweep(folder: Path) -> Path | None:
     """Return the folder of the sweep that this folder is a trial of; None if it is a run's."""
     sweep = folder.parent.parent
@@ -145,8 +158,9 @@ def is_finished(folder: Path) -> bool:
 def require_unfinished(folder: Path, key: str, where: str) -> None:
     """Refuse a folder, which this key of the run file names, that a run has finished in."""
     if is_finished(folder):
+        kind = "sweep" if list_trials(folder) else "run"
         hint = f"name another {key}, or remove the folder to start over"
-        raise UserError(f"{folder} contains a finished run", where, hint, "finished-run")
+        raise UserError(f"{folder} contains a finished {kind}", where, hint, "finished-run")
 
 
 def log_event(folder: Path, kind: str, step: int, **fields: Any) -> None:

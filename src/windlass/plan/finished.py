@@ -1,18 +1,97 @@
-"""The run file of a finished run, changed so that its adapters can be evaluated again. No torch."""
+"""What has finished: refused to be trained again, or its run file changed to evaluate its adapters again. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from windlass.errors import UserError
+from windlass.errors import Problem, RunError, UserError, raise_all
 from windlass.plan import Plan, make_plan
-from windlass.run_folder import MANIFEST, list_trials, read_manifest
+from windlass.plan.script import AnyPlan
+from windlass.run_folder import (
+    FAILED,
+    FINAL,
+    FINISHED,
+    HALVED,
+    MANIFEST,
+    has_ended,
+    is_finished,
+    list_trials,
+    read_manifest,
+    read_trial_states,
+)
 from windlass.runfile import Loaded, RunFile
-from windlass.runfile.recorded import read_recorded_data
+from windlass.runfile.recorded import read_recorded_data, record_run
+from windlass.runfile.resumed import find_changes
 from windlass.settings import IN_NAMES
+
+# What a finished run must have as well to be the one that is asked for; an unfinished one proves it later.
+ASKED: Final = (
+    *("train.max_steps", "train.num_train_epochs", "data.dataset_name_or_path", "model.model_name_or_path"),
+    "lora.adapter",
+)
+
+
+def has_finished(plan: AnyPlan) -> bool:
+    """Return whether the plan's folder has a finished run, or a finished sweep with all of the plan's trials."""
+    trials = _name_trials(plan)
+    if not is_finished(plan.folder) or bool(list_trials(plan.folder)) != bool(trials):
+        return False
+    return all(map(has_ended, read_trial_states(plan.folder, trials).values()))
+
+
+def describe_finished(plan: AnyPlan) -> str:
+    """Return that nothing is left to train. Refuse another run than has finished, and a sweep with failed trials."""
+    trials = _name_trials(plan)
+    hint = "name another train.output_dir"
+    if not trials:
+        hint += f"; lora.adapter: {plan.folder / FINAL} goes on from there"
+    problems: list[Problem] = []
+    for run in (plan.trials or (plan,)) if isinstance(plan, Plan) else ():
+        then = read_manifest(run.folder).get("run", {})
+        problems += find_changes(then, record_run(run.run), run.where, hint, ASKED)
+    raise_all([*dict.fromkeys(problems)])  # trials share most settings
+    if isinstance(plan, Plan) and trials:
+        require_same_halving(plan, read_manifest(plan.folder))
+        require_trained(plan.folder, read_trial_states(plan.folder, trials))
+    return f"{plan.folder} contains this {'sweep' if trials else 'run'}, finished: nothing is left to train"
+
+
+def _name_trials(plan: AnyPlan) -> list[str]:
+    return [trial.folder.name for trial in plan.trials] if isinstance(plan, Plan) else []
+
+
+def describe_halving(plan: Plan) -> dict[str, Any]:
+    sweep = plan.run.sweep
+    return {"keep": sweep.keep, "at": list(sweep.at), "trials": _name_trials(plan)}
+
+
+def require_same_halving(plan: Plan, before: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what was decided before, or refuse other trials and steps than it was decided for."""
+    halved = before.get(HALVED)
+    if not halved:
+        return []
+    for key, value in describe_halving(plan).items():
+        if halved[key] != value:
+            words = "other trials" if key == "trials" else f"was {halved[key]} when trials were dropped, is {value} now"
+            place = plan.where("sweep" if key == "trials" else f"sweep.{key}")
+            hint = "put it back, or name another train.output_dir"
+            raise UserError(words, place, hint, "changed-halving")
+    return list(halved["decisions"])
+
+
+def require_trained(folder: Path, states: Mapping[str, str]) -> None:
+    """Refuse a sweep of which trials failed, or none was left: its end is no success, however often it is started."""
+    failed = [name for name, state in states.items() if state == FAILED]
+    if failed:
+        problem = f"an alarm ended {len(failed)} of {len(states)} trials: {', '.join(failed)}"
+        hint = "see their alarms.jsonl and reports; the others have finished"
+        raise RunError(problem, str(folder), hint, "trials-failed")
+    if FINISHED not in states.values():
+        problem = "no trial was left: none had a finite evaluation loss"
+        raise RunError(problem, str(folder), "look at their reports; lower train.learning_rate", "trials-failed")
 
 
 def plan_finished_run(

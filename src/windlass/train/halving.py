@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from windlass import run_folder
-from windlass.errors import Problem, RunError, UserError, raise_all
+from windlass.errors import Problem, RunError, raise_all
 from windlass.files import read_json_lines
 from windlass.observe.background import BackgroundReport
 from windlass.plan import Plan
+from windlass.plan.finished import describe_halving
 from windlass.run_folder import CHECKPOINTS, DROPPED, EVENTS, FAILED, HALVED, TRIALS, has_ended
 from windlass.runfile.halving import Halving, describe_other_rows, find_step_problems
 from windlass.train.batches import RunLength
@@ -86,27 +87,8 @@ def halve(plan: Plan, halving: Halving, going: Sequence[str], states: Mapping[st
     return decision | {"dropped": dropped}
 
 
-def describe_halving(plan: Plan) -> dict[str, Any]:
-    sweep = plan.run.sweep
-    return {"keep": sweep.keep, "at": list(sweep.at), "trials": [trial.folder.name for trial in plan.trials]}
-
-
 def find_folder(plan: Plan, name: str) -> Path:
     return plan.folder / TRIALS / name
-
-
-def require_same_halving(plan: Plan, before: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what was decided before, or refuse other trials and steps than it was decided for."""
-    halved = before.get(HALVED)
-    if not halved:
-        return []
-    for key, value in describe_halving(plan).items():
-        if halved[key] != value:
-            words = "other trials" if key == "trials" else f"was {halved[key]} when trials were dropped, is {value} now"
-            place = plan.where("sweep" if key == "trials" else f"sweep.{key}")
-            hint = "put it back, or name another train.output_dir"
-            raise UserError(words, place, hint, "changed-halving")
-    return list(halved["decisions"])
 
 
 def describe_decision(decision: Mapping[str, Any]) -> str:

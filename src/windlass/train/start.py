@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from windlass import __version__
 from windlass.errors import SAVED, Problem, UserError, raise_all
 from windlass.plan import Plan
+from windlass.plan.finished import describe_finished, has_finished
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.ranks.job import USUAL_WAIT_SECONDS, LaunchedJob, log_as_json
 from windlass.ranks.node import end_node, print_log_head, require_gpus, run_node, tell_other_nodes, to_node_code
@@ -26,19 +26,12 @@ from windlass.ranks.place import Node, read_node, require_one_process_per_node, 
 from windlass.ranks.rank import Rank, ignore_signals, read_rank, read_start_time, run_rank
 from windlass.ranks.rendezvous import LOST
 from windlass.ranks.supervisor import make_environments, require_all_nodes, reserve_port, run_ranks
-from windlass.run_folder import FINAL, FINISHED, MANIFEST, TRIALS, read_manifest, require_unfinished
+from windlass.run_folder import MANIFEST, require_unfinished
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import find_absent_trackers
-from windlass.runfile.recorded import record_run
-from windlass.runfile.resumed import find_changes
 from windlass.train.ranking import Ranking
 from windlass.train.script import run_script, run_script_rank
 
-# What a finished run must have as well to be the one that is asked for; an unfinished one proves it later.
-ASKED: Final = (
-    *("train.max_steps", "train.num_train_epochs", "data.dataset_name_or_path", "model.model_name_or_path"),
-    "lora.adapter",
-)
 PLAN = "plan"  # in the status directory: the plan that this machine's ranks share
 
 
@@ -83,22 +76,17 @@ def train(
 
 
 def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
-    """Refuse to train where a run has finished. If it is this one and to be resumed, say so and exit. A finished sweep
-    may get more trials."""
-    recorded = read_manifest(plan.folder)
-    if recorded.get("state") != FINISHED or TRIALS in recorded or getattr(plan, "trials", ()):
+    """Refuse to train where a run or sweep has finished. If it is this one and to be resumed, say so and exit."""
+    if not has_finished(plan):
         return
     if isinstance(plan, ScriptPlan) and os.environ.get("RANK", "0") != "0" and _ended_since_start(plan.folder):
         return  # rank 0 of the same launcher was faster, and its script is short
-    where = plan.where(plan.run.folder_key)
     if resume or (isinstance(plan, Plan) and plan.run.train.resume == "auto"):
-        if isinstance(plan, Plan):
-            hint = f"name another train.output_dir; lora.adapter: {plan.folder / FINAL} goes on from there"
-            raise_all(find_changes(recorded.get("run", {}), record_run(plan.run), plan.where, hint, ASKED))
+        line = describe_finished(plan)
         if os.environ.get("RANK", "0") == "0":
-            print(f"{plan.folder} contains this run, finished: nothing is left to train", file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
         sys.exit(0)
-    require_unfinished(plan.folder, plan.run.folder_key, where)
+    require_unfinished(plan.folder, plan.run.folder_key, plan.where(plan.run.folder_key))
 
 
 def _ended_since_start(folder: Path) -> bool:

@@ -10,11 +10,12 @@ from typing import Any
 from rich.console import Console
 
 from windlass import run_folder
-from windlass.errors import SAVED, Problem, RunError, UserError, raise_all
+from windlass.errors import SAVED, Problem, UserError, raise_all
 from windlass.files import write_atomic, write_json
 from windlass.observe.background import BackgroundReport
 from windlass.observe.watch.detectors import AlarmError
 from windlass.plan import Plan
+from windlass.plan.finished import require_same_halving, require_trained
 from windlass.ranks import collectives
 from windlass.run_folder import (
     FAILED,
@@ -38,7 +39,6 @@ from windlass.train.halving import (
     halve,
     has_reached,
     require_halvings,
-    require_same_halving,
 )
 from windlass.train.session import PAUSED, Session
 from windlass.train.together import Group
@@ -46,7 +46,7 @@ from windlass.train.together import Group
 Work = Callable[[Plan, Session], int]
 CheckData = Callable[[Plan, Session], CheckedData]
 FAILED_BY_ALARM = -2
-LENGTH = ("num_train_epochs", "max_steps")  # which a resumed run may change, and a finished trial has had
+LENGTH = ("train.num_train_epochs", "train.max_steps")  # which a resumed run may change, and a finished trial has had
 
 
 def train_trials(plan: Plan, session: Session, train_run: Work, check_data: CheckData) -> int:
@@ -55,8 +55,8 @@ def train_trials(plan: Plan, session: Session, train_run: Work, check_data: Chec
     with contextlib.ExitStack() as held:
         states: dict[str, str] = collectives.run_on_rank_0(lambda: claim_sweep(plan, session, held))
         with record_failure(folder):
-            check_all_data(plan, session, states, check_data)
-            decisions = collectives.run_on_rank_0(lambda: require_same_halving(plan, read_manifest(folder)))
+            check_all_data(plan, session, check_data)
+            decisions = collectives.run_on_rank_0(lambda: begin_sweep(plan, session, states))
             going = decisions[-1]["kept"] if decisions else [*states]
             for halving in (*plan.halvings[len(decisions) :], None):
                 if train_until(plan, halving, going, states, session, train_run):
@@ -72,18 +72,12 @@ def train_trials(plan: Plan, session: Session, train_run: Work, check_data: Chec
             if session.here.rank == 0:
                 session.report.finish()
                 run_folder.update_manifest(folder, state=FINISHED)
-    failed = [name for name, state in states.items() if state == FAILED]
     finished = [*states.values()].count(FINISHED)
-    dropped = f", {len(states) - len(failed) - finished} were dropped" if plan.halvings else ""
+    failed = [*states.values()].count(FAILED)
+    dropped = f", {len(states) - failed - finished} were dropped" if plan.halvings else ""
     compare = f"`windlass report {folder}` compares them"
     session.console.print(f"{finished} of {len(states)} trials finished{dropped}; {compare}")
-    if failed:
-        problem = f"an alarm ended {len(failed)} of {len(states)} trials: {', '.join(failed)}"
-        hint = "see their alarms.jsonl and reports; the others have finished"
-        raise RunError(problem, str(folder), hint, "trials-failed")
-    if not finished:
-        problem = "no trial was left: none had a finite evaluation loss"
-        raise RunError(problem, str(folder), "look at their reports; lower train.learning_rate", "trials-failed")
+    require_trained(folder, states)
     return 0
 
 
@@ -158,25 +152,24 @@ def write_states(folder: Path, states: Mapping[str, str]) -> None:
         run_folder.update_manifest(folder, **{TRIALS: {**run_folder.read_manifest(folder)[TRIALS], **states}})
 
 
-def check_all_data(plan: Plan, session: Session, states: Mapping[str, str], check_data: CheckData) -> None:
-    """Prepare all trials' data before the base is loaded. Those of trials that have ended must be as they were."""
+def check_all_data(plan: Plan, session: Session, check_data: CheckData) -> None:
+    """Prepare all trials' data before the base is loaded. Those of trials that have begun must be as they were."""
     quiet = replace(session, console=Console(quiet=True), tokens=plan.folder / "tokens")
     checked = {}
     for trial in plan.trials:
         name = name_trial(trial)
         with naming(name):
             checked[name] = check_data(trial, quiet)
-            if has_ended(states[name]):
-                collectives.run_on_rank_0(partial(require_trained_data, trial, checked[name].fingerprints))
+            collectives.run_on_rank_0(partial(require_trained_data, trial, checked[name]))
     if plan.halvings:
         require_halvings(plan, checked)
 
 
-def require_trained_data(trial: Plan, fingerprints: Mapping[str, str]) -> None:
-    """Refuse other data than a trial that has ended was trained on: others would not be comparable with it."""
+def require_trained_data(trial: Plan, data: CheckedData) -> None:
+    """Refuse other data than a trial that has begun is trained on: others would not be comparable with it."""
     saved = list_checkpoints(trial.folder / run_folder.CHECKPOINTS)[::-1]
     intact = next((folder for folder in saved if not find_damage(folder)), None)
-    require_same_data(intact, fingerprints, trial)
+    require_same_data(intact, data.fingerprints, trial, data.template)
 
 
 def get_settings(trial: Plan) -> dict[str, Any]:
@@ -200,7 +193,7 @@ def naming(name: str) -> Any:
 
 
 def claim_sweep(plan: Plan, session: Session, held: contextlib.ExitStack) -> dict[str, str]:
-    """Claim the sweep's folder on rank 0, and write the run files of its trials. Return the trials' states."""
+    """Claim the sweep's folder on rank 0, and record a new one in it. Return the trials' states."""
     folder = plan.folder
     where = plan.where("train.output_dir")
     run_folder.ensure_dir(folder, where)
@@ -209,58 +202,49 @@ def claim_sweep(plan: Plan, session: Session, held: contextlib.ExitStack) -> dic
     if before.get("state") and TRIALS not in before:
         hint = "name another train.output_dir for the sweep"
         raise UserError(f"{folder} contains a run, and no sweep", where, hint, "unlike-folder")
-    states = {}
+    states = run_folder.read_trial_states(folder, map(name_trial, plan.trials))
     problems: list[Problem] = []
     for trial in plan.trials:
         name = name_trial(trial)
-        manifest = run_folder.read_manifest(trial.folder)
-        state = manifest.get("state", WAITING)
-        # A trial that was killed or failed otherwise goes on; one that an alarm ended would be ended again.
-        recorded = before.get(TRIALS, {}).get(name, WAITING)
-        ended_by_alarm = state == FAILED and recorded == FAILED
-        is_dropped = has_ended(recorded) and recorded not in (FINISHED, FAILED)
-        states[name] = FINISHED if state == FINISHED else recorded if ended_by_alarm or is_dropped else WAITING
-        if manifest:
-            problems += find_changes(trial, manifest, session, ended=states[name] != WAITING)
-    if before and all(state != WAITING for state in states.values()):
-        hint = "name another train.output_dir, or remove the folder to start over"
-        raise UserError(f"{folder} contains a finished sweep", where, hint, "finished-run")
+        manifest = read_manifest(trial.folder)
+        if not manifest:
+            continue
+        also = LENGTH if has_ended(states[name]) else ()
+        now = describe_run(trial, session.identity)
+        try:
+            with naming(name):
+                require_same_run(manifest, now, trial, allow_other_base=session.options.allow_other_base, also=also)
+        except UserError as error:
+            problems += error.problems
     if before and not session.options.resume:
         problem = f"{folder} contains an unfinished sweep ({before.get('state')} {before.get('began', '')})"
         hint = "add --resume to continue it, name another train.output_dir, or remove the folder to start over"
         raise UserError(problem, where, hint, "unfinished-run")
     raise_all(problems)
-    of_trials = {TRIALS: states, SWEEP_SETTINGS: {name_trial(trial): get_settings(trial) for trial in plan.trials}}
     require_same_halving(plan, before)
     removed = [name for name in before.get(TRIALS, {}) if name not in states]
     if removed:  # nothing compares them with the run file as it is now
         are = "is" if len(removed) == 1 else "are"
         session.console.print(f"{', '.join(removed)} {are} no longer in the run file: left out of the sweep's table")
+    if TRIALS in before:  # the trials' data may yet be refused, and then what is recorded holds
+        run_folder.update_manifest(folder, state=RUNNING, failure=None)
+    else:
+        begin_sweep(plan, session, states)
+    return states
+
+
+def begin_sweep(plan: Plan, session: Session, states: Mapping[str, str]) -> list[Mapping[str, Any]]:
+    """Record on rank 0 that the sweep begins or goes on, and write the run files of its trials. Return what was decided
+    at its halvings."""
+    folder = plan.folder
+    before = read_manifest(folder)
+    of_trials = {TRIALS: states, SWEEP_SETTINGS: {name_trial(trial): get_settings(trial) for trial in plan.trials}}
     halved = {HALVED: before[HALVED]} if HALVED in before else {}
     run_folder.begin_manifest(folder, describe_run(plan, session.identity) | of_trials | halved)
     with session.unwritten(folder / run_folder.PLAN):
         write_json(folder / run_folder.PLAN, plan.as_dict())
     for trial in plan.trials:
-        run_folder.ensure_dir(trial.folder, where)
+        run_folder.ensure_dir(trial.folder, plan.where("train.output_dir"))
         if states[name_trial(trial)] == WAITING and trial.loaded.trial is not None:
             write_atomic(trial.folder / TRIAL_FILE, trial.loaded.trial.file)
-    return states
-
-
-def find_changes(trial: Plan, manifest: Mapping[str, Any], session: Session, *, ended: bool) -> list[Problem]:
-    """Return what is no longer as it was when a trial began."""
-    now = describe_run(trial, session.identity)
-    found: list[Problem] = []
-    try:
-        with naming(name_trial(trial)):
-            allow = session.options.allow_other_base
-            require_same_run(manifest, now, trial, trial.folder, allow_other_base=allow)
-    except UserError as error:
-        found += error.problems
-    for key in LENGTH:
-        then = manifest.get("run", {}).get("train", {}).get(key)
-        if ended and then is not None and then != now["run"]["train"][key]:
-            problem = f"trial {name_trial(trial)} ended with {then}, and others would have {now['run']['train'][key]}"
-            hint = "put it back, or name another train.output_dir"
-            found.append(Problem(problem, trial.where(f"train.{key}"), hint, "changed-setting"))
-    return found
+    return require_same_halving(plan, before)

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -69,7 +69,7 @@ def claim_run_folder(
     now = describe_run(plan, identity)
     if begun:  # a run that failed before its first step has nothing to compare with
         then = read_manifest(usable) if usable else before
-        require_same_run(then, now, plan, folder, allow_other_base=allow_other_base)
+        require_same_run(then, now, plan, allow_other_base=allow_other_base)
         _warn_of_other_versions(then.get("versions", {}), now["versions"])
     if usable:  # its data and its base may yet be refused, and then what is recorded holds
         run_folder.update_manifest(folder, state=run_folder.RUNNING, failure=None)
@@ -132,10 +132,11 @@ def drop_steps_after(folder: Path, step: int) -> None:
 
 
 def require_same_run(
-    before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan, folder: Path, *, allow_other_base: bool
+    before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan, *, allow_other_base: bool, also: Collection[str] = ()
 ) -> None:
-    back = f"put it back, or train into another folder than {folder}"
-    problems = find_changes(before.get("run", {}), now["run"], plan.where, back)
+    """Refuse to go on with another run than has begun. `also`: keys that a resumed run may change, and not this one."""
+    back = f"put it back, or train into another folder than {plan.folder}"
+    problems = find_changes(before.get("run", {}), now["run"], plan.where, back, also)
     had = before.get("sequences")
     if had and had != now["sequences"]:
         began = format_plural(had, "sequence")
@@ -146,7 +147,7 @@ def require_same_run(
     # bf16 and fp8 hold the same weights.
     if dtype_then != dtype_now and (dtype_then in FOUR_BITS or dtype_now in FOUR_BITS):
         stored = f"the base was stored in {dtype_then} when this run began, and would be in {dtype_now} now"
-        hint = f"set layout.base_dtype: {dtype_then}, or train into another folder than {folder}"
+        hint = f"set layout.base_dtype: {dtype_then}, or train into another folder than {plan.folder}"
         problems.append(Problem(f"{stored}: other weights", plan.where("layout.base_dtype"), hint, "other-base-dtype"))
     if before.get("base", now["base"]) != now["base"] and not allow_other_base:
         problem = "the base model's files are not those this run began with"
