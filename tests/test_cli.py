@@ -306,9 +306,11 @@ def test_what_only_reads_leaves_a_finished_run_as_it_is(windlass: Windlass, tmp_
     windlass.capsys.readouterr()
     assert "contains a finished run" in windlass("train", str(file), *mine, code=2)
     assert windlass("train", str(file), *mine, "--resume") == ""
-    changed = windlass("train", str(file), *mine, "--override", "train.max_steps=4", "--resume", code=2)
-    assert "was 2 when this run began, is 4 now" in changed
-    assert f"lora.adapter: {folder}/final goes on from there" in changed
+    assert windlass("submit", str(file), *mine) == ""
+    for command in (["train", "--resume"], ["submit"]):
+        changed = windlass(*command, str(file), *mine, "--override", "train.max_steps=4", code=2)
+        assert "was 2 when this run began, is 4 now" in changed
+        assert f"lora.adapter: {folder}/final goes on from there" in changed
     other_rows = f"data.dataset_name_or_path={tmp_path / 'made' / 'data' / 'train.jsonl'}"
     rows = ("--override", other_rows, "--override", "data.val_split=null")
     assert "was" in windlass("train", str(file), *mine, *rows, "--resume", code=2)

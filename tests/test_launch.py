@@ -31,6 +31,7 @@ from windlass.launch.submit import open_record, render
 from windlass.plan import Plan
 from windlass.ranks.rank import read_start_time
 from windlass.runfile import machines, read_run_file
+from windlass.runfile.recorded import record_run
 from windlass.runfile.reference import list_keys
 
 
@@ -632,6 +633,26 @@ def test_a_job_that_finished_this_run_is_left_as_it_is(cluster: Cluster) -> None
         assert (said in cluster.printed) is not replaced
         for name in ("same", "applied"):
             (cluster.folder / name).unlink(missing_ok=True)
+
+
+@pytest.mark.fault(
+    "a job that would go on with a finished run", "`windlass submit`", "was 16 when this run began, is 64 now"
+)
+def test_a_finished_run_gets_no_pods(cluster: Cluster) -> None:
+    """They would end as soon as they have planned."""
+    folder = cluster.folder / "run"
+    folder.mkdir()
+    recorded = record_run(plan_of(EXAMPLES / "train.yaml", volume(cluster.folder)).run)
+    (folder / "manifest.json").write_text(json.dumps({"state": run_folder.FINISHED, "run": recorded}))
+    assert cluster.submit() == 0
+    assert cluster.printed == [f"{folder} contains this run, finished: nothing is left to train"]
+    with refused("changed-setting", "lora.r=64") as problems:
+        cluster.submit("lora.r=64")
+    assert problems[0].problem == "was 16 when this run began, is 64 now"
+    assert [path.name for path in folder.iterdir()] == ["manifest.json"]
+    assert cluster.submit("lora.r=64", dry_run=True) == 0
+    (folder / "manifest.json").unlink()
+    assert cluster.submit("lora.r=64") == 0, "the folder is somewhere else"
 
 
 def test_submit_waits_for_the_previous_jobs_pods(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
