@@ -31,15 +31,16 @@ from windlass.export.generate import generate, load_model
 from windlass.export.merged_files import plan_merge, write_merge
 from windlass.export.proof import BOUNDS, prove_files
 from windlass.export.rounding import FORMATS, round_to
-from windlass.export.source import choose_adapter, require_local_base
+from windlass.export.source import CONFIG, choose_adapter, find_local_base, require_local_base
+from windlass.files import read_json, write_json
 from windlass.model import Stored, read_base
 from windlass.model.files import read_header
 from windlass.model.wrapped import outer_name, rename_keys
 from windlass.plan.layout import Layout
-from windlass.run_folder import BASE_MODEL
+from windlass.run_folder import BASE_MODEL, DATA
 from windlass.train.checkpoint.folder import find_best, list_checkpoints, seal_checkpoint
 from windlass.train.load import load_base
-from windlass.train.logits import compute_logits, open_adapter
+from windlass.train.logits import compute_logits, find_rows, open_adapter
 from windlass.weights.same_base import describe_base, digest_files
 
 # PEFT still uses names of transformers that its next major version drops; it does not look for rank_pattern among
@@ -969,6 +970,36 @@ def test_unreachable_hub_is_reported(made: Path, monkeypatch: pytest.MonkeyPatch
         with refused(code, f"--push {name}") as problems:
             push_to_hub(made / "own", name, say=silent)
         assert "verysecret" not in str(problems)
+
+
+def test_a_base_that_is_named_by_the_hub_is_found_where_it_was_fetched(
+    cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--org--tiny"
+    shutil.copytree(cases["tied"].base, cached / "snapshots" / "abc")
+    adapter = shutil.copytree(cases["tied"].adapter, tmp_path / "adapter")
+    write_json(adapter / CONFIG, read_json(adapter / CONFIG) | {"base_model_name_or_path": "org/tiny"})
+    assert find_local_base(choose_adapter(adapter)) is None
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    found = find_local_base(choose_adapter(adapter))
+    assert found
+    assert found.path == cached / "snapshots" / "abc"
+
+
+def test_a_runs_own_rows_are_told_from_others_in_its_folder(tmp_path: Path) -> None:
+    """`windlass best --eval-data` adds rows of another file."""
+    assert find_rows(None) is find_rows(tmp_path) is None
+    for name, splits in (("a", ("train", "validation")), ("b", ("train",))):
+        folder = tmp_path / "tokens" / name
+        folder.mkdir(parents=True)
+        write_json(folder / "audit.json", {"fingerprint": name})
+        for split in splits:
+            (folder / f"{split}.arrow").touch()
+    for own, file in (("b", "b/train.arrow"), ("a", "a/validation.arrow"), ("gone", "a/validation.arrow")):
+        write_json(tmp_path / DATA, {"fingerprint": own})
+        assert find_rows(tmp_path) == tmp_path / "tokens" / file
 
 
 def test_the_commands(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -572,10 +573,10 @@ def open_tokenizer(base: Base, model: Model, where: Where) -> Any:
 
 
 def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], None]) -> None:
-    """Run `windlass data`: prepare the data as training would. `audited` receives the audit even if it is then
-    refused."""
+    """Run `windlass data`: prepare the data as training would, and leave the folder of a run that has begun as it is.
+    `audited` receives the audit even if it is then refused."""
     from windlass.files import write_json
-    from windlass.run_folder import DATA, is_free
+    from windlass.run_folder import DATA, MANIFEST, is_free
 
     run = loaded.run
     tokenizer, vocabulary = open_model_tokenizer(loaded)
@@ -585,4 +586,6 @@ def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], 
             write_json(Path(run.train.output_dir) / DATA, audit)
         audited(audit)
 
-    prepare_data(run, tokenizer, where=loaded.where, vocabulary=vocabulary, say=say, audited=keep)
+    with TemporaryDirectory() as temporary:
+        cache = Path(temporary) if (Path(run.train.output_dir) / MANIFEST).exists() else None
+        prepare_data(run, tokenizer, cache=cache, where=loaded.where, vocabulary=vocabulary, say=say, audited=keep)

@@ -28,7 +28,7 @@ from windlass.serve.probe import ROUNDED, ROWS, TOKENS, describe_probe, find_pro
 from windlass.serve.rows import add_chats, choose_rows
 from windlass.train.kernels.products import as_served
 from windlass.train.load import load_base
-from windlass.train.logits import open_adapter
+from windlass.train.logits import find_rows, open_adapter
 from windlass.weights.same_base import read_recorded_base, require_same_base
 
 
@@ -105,10 +105,9 @@ def _open_tokenizer(to: Path, base: Base) -> Any:
 
 def _read_rows(source: AdapterSource, base: Base, tokenizer: Any, say: Say) -> tuple[list[dict[str, Any]], str]:
     """Return the rows, and where they are from: held out by the run, trained on, or random."""
-    files = sorted(source.run_folder.glob("tokens/*/*.arrow")) if source.run_folder else []
+    file = find_rows(source.run_folder)
     vocabulary = base.dims["vocab"]
-    if files:
-        file = min(files, key=lambda path: path.stem != "validation")
+    if file:
         rows = choose_rows(open_rows(file))
         if rows and max(token for row in rows for token in row["ids"]) < vocabulary:
             try:

@@ -8,6 +8,7 @@ from typing import Any
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.model import Base, find_base
+from windlass.model.base import find_fetched_folder
 from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, CHECKPOINTS, FINAL, MANIFEST, list_trials
 from windlass.train.checkpoint.folder import find_best, find_damage, list_checkpoints, read_eval_loss
 
@@ -83,7 +84,7 @@ def find_local_base(source: AdapterSource, base: str | None = None) -> Base | No
     """Return the model that the adapter was trained on, if its weights are on this machine. `base` names another
     folder."""
     name = base or source.config.get("base_model_name_or_path")
-    if not name or not (base or Path(name).exists()):  # an export names its base, not a folder
+    if not name or not (base or Path(name).exists() or find_fetched_folder(name)):  # a name alone is no folder
         return None
     local = find_base(name, "--base" if base else str(source.folder / CONFIG))
     return local if local.path else None

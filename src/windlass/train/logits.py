@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from windlass.data.packing import open_rows
+from windlass.files import read_json
 from windlass.model.family import WRAPPERS
+from windlass.run_folder import DATA
 from windlass.train.lora import ignore_peft_warnings, read_inner_config
 from windlass.train.patches import Patches
 
@@ -46,12 +48,23 @@ def kl_divergence(true: Tensor, other: Tensor) -> float:
 
 def sample_rows(run_folder: Path | None, vocab: int, count: int = 4, length: int = 128) -> Tensor:
     """Return tokens that a run was trained or evaluated on if they still exist, else random ones."""
-    files = list((run_folder / "tokens").glob("*/*.arrow")) if run_folder else []
-    if files:
-        data = open_rows(min(files, key=lambda path: (path.stem != "validation", path)))
+    file = find_rows(run_folder)
+    if file:
+        data = open_rows(file)
         if "input_ids" in data.column_names:
             tokens = [token for row in data.slice(0, 256)["input_ids"].to_pylist() for token in row]
             fitting = min(length, len(tokens) // count)
             if fitting >= 2 and max(tokens) < vocab:
                 return torch.tensor(tokens[: count * fitting]).view(count, fitting)
     return torch.randint(vocab, (count, length), generator=torch.Generator().manual_seed(0))
+
+
+def find_rows(run_folder: Path | None) -> Path | None:
+    """Return the rows that a run was evaluated on, else those that it was trained on, before those that
+    `windlass best --eval-data` has left in its folder; None if there are none."""
+    if run_folder is None:
+        return None
+    files = sorted(run_folder.glob("tokens/*/*.arrow"))
+    fingerprint = read_json(run_folder / DATA).get("fingerprint")
+    own = [file for file in files if read_json(file.parent / "audit.json").get("fingerprint") == fingerprint]
+    return min(own or files, key=lambda file: file.stem != "validation", default=None)
