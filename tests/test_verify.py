@@ -31,7 +31,7 @@ from windlass.files import read_json, write_json
 from windlass.model import read_base
 from windlass.plan import make_plan
 from windlass.plan.layout import Layout
-from windlass.run_folder import PROBE
+from windlass.run_folder import BASE_MODEL, PROBE
 from windlass.runfile import read_run_file
 from windlass.runfile.recorded import record_run
 from windlass.serve import client
@@ -42,6 +42,7 @@ from windlass.train.kernels.products import as_served, grouped_linear
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
 from windlass.train.patches import Patches
+from windlass.weights.same_base import describe_base, digest_files
 
 pytestmark = [
     pytest.mark.xdist_group("verify"),
@@ -583,6 +584,36 @@ def test_the_command(dense: Exported, capsys: pytest.CaptureFixture[str], monkey
     with dense.stub(nn.Identity()).served() as url, pytest.raises(SystemExit) as ended:
         cli.main(["verify", url, str(dense.folder), "--model", "none"])
     assert ended.value.code == 2
+
+
+def test_a_runs_own_probe_is_of_the_base_that_it_was_trained_on(mixture: Exported, tmp_path: Path) -> None:
+    run = shutil.copytree(mixture.adapter.parent, tmp_path / "run")
+    base = read_base(mixture.base)
+    write_json(run / "final" / BASE_MODEL, describe_base(base, digest_files(base)))
+    write_json(run / PROBE, read_json(mixture.folder / PROBE) | {"rows_from": "ranks"})
+    other = tiny.write_model(tmp_path / "other", "mixtral", dtype="float32", seed=5)
+    for folder, taken in ((mixture.base, True), (other, False)):
+        to = tmp_path / f"merged into {folder.name}"
+        export(run, to, merge=True, base=str(folder), allow_other_base=not taken, say=lambda _: None)
+        assert (read_json(to / PROBE)["rows_from"] == "ranks") == taken
+
+
+def test_a_share_that_few_tokens_leave_open_is_no_alarm(mixture: Exported, tmp_path: Path) -> None:
+    run = shutil.copytree(mixture.adapter.parent, tmp_path / "run")
+    probe = read_json(mixture.folder / PROBE)
+    assert 0 < probe["kept_error"] < 1
+    for name, figures, warned in (
+        ("open", {"kept": 0.8, "kept_error": 0.1}, False),
+        ("sure", {"kept": 0.8, "kept_error": 0.01}, True),
+        ("older", {"kept": 0.8}, True),
+    ):
+        del probe["kept"], probe["kept_error"]
+        probe |= figures
+        write_json(run / PROBE, probe)
+        probe.setdefault("kept_error", 0.0)
+        lines: list[str] = []
+        export(run, tmp_path / name, base=str(mixture.base), say=lines.append)
+        assert any("bfloat16 keeps 80 %" in line for line in lines) == warned
 
 
 def test_a_merged_model_has_the_same_probe(mixture: Exported, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def export(
                 say=say,
             )
         if probes and not record["deviations"]:
-            record |= write_probe(source, to, kind, base_folder=base, allow_other_base=allow_other_base, say=say)
+            record |= write_probe(source, to, record, base_folder=base, allow_other_base=allow_other_base, say=say)
         write_json(to / EXPORT, record)
     except OSError as error:
         problem = f"{error.filename or to} can't be written: {error.strerror or error}"

@@ -33,10 +33,12 @@ from windlass.weights.same_base import read_recorded_base, require_same_base
 
 
 def write_probe(
-    source: AdapterSource, to: Path, kind: str, *, base_folder: str | None, allow_other_base: bool, say: Say
+    source: AdapterSource, to: Path, facts: dict[str, Any], *, base_folder: str | None, allow_other_base: bool, say: Say
 ) -> dict[str, Any]:
-    """Write probe.json; return what export.json records of it, or why there is none."""
-    probe = find_probe(source.run_folder, source.folder)
+    """Write probe.json; return what export.json records of it, or why there is none. facts: what it has by now."""
+    kind = facts["kind"]
+    is_trained_base = facts["base_digest"] == read_recorded_base(source.folder).get("base_digest")
+    probe = find_probe(source.run_folder if is_trained_base else None, source.folder)
     try:
         if not probe:
             probe = _compute(source, to, base_folder, allow_other_base, say)
@@ -50,7 +52,7 @@ def write_probe(
             row.pop(ROUNDED)  # nothing is added to a rounded product
     write_atomic(to / PROBE, json.dumps(probe))
     say(f"probe     {describe_probe(probe)}")
-    kept = describe_served(probe["kept"]) if kind != MERGED else ""
+    kept = describe_served(probe["kept"], probe.get("kept_error", 0.0)) if kind != MERGED else ""
     if kept:
         say(f"note      {kept}")
         add_note(to, kept)

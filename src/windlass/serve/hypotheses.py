@@ -139,7 +139,8 @@ def compute_probe(
     exact, rounded = ({name: list_logprobs(probe, name, key) for name in (BASE, ADAPTER)} for key in DIGITS)
     probe["difference"] = describe_difference(exact[BASE], exact[ADAPTER])
     effect, effect_rounded = (subtract(values[ADAPTER], values[BASE]) for values in (exact, rounded))
-    probe["kept"] = round(fit_slope(effect, effect_rounded)[0], 3)
+    kept, error = fit_slope(effect, effect_rounded)
+    probe |= {"kept": round(kept, 3), "kept_error": round(min(error, 1e9), 4)}  # JSON has no infinity
     probe["noise"] = round(median_size(subtract(rounded[BASE], exact[BASE])), 4)
     return probe
 
