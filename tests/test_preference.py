@@ -14,16 +14,18 @@ from refusals import refused
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, logsigmoid
 
+from windlass.data.cache import hash_file
 from windlass.data.collate import PaddingFreeCollator, PairCollator
+from windlass.files import read_json, write_json
 from windlass.observe.steps import IGNORED
 from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, REFERENCE, begin_manifest
-from windlass.runfile import RunFile
+from windlass.runfile import Lora, RunFile
 from windlass.runfile.objectives import Dpo, Orpo
 from windlass.train.batches import FILL_PAIR, ROW, Collate
 from windlass.train.best import find_first_adapter
 from windlass.train.loss import LogitShaping, SourceLosses, TokenCrossEntropy
 from windlass.train.preference import Answers, Preference, dpo_loss, orpo_loss
-from windlass.train.reference import describe_reference, read_reference, require_finite
+from windlass.train.reference import describe_reference, read_reference, require_finite, require_first_adapter
 from windlass.train.run import find_base_figures
 
 
@@ -214,7 +216,7 @@ def test_filler_pairs_count_nowhere() -> None:
 
 def plan_with(adapter: Path | None) -> Any:
     run = SimpleNamespace(
-        lora=SimpleNamespace(adapter=adapter and str(adapter)),
+        lora=Lora(adapter=str(adapter) if adapter else None),
         train=SimpleNamespace(in_bf16=True),
         model=SimpleNamespace(torch_dtype="bfloat16", attn_implementation=None),
         objective=SimpleNamespace(of_pairs=True),
@@ -264,6 +266,14 @@ def cast_nothing(plan: Any) -> None:
     plan.run.train.in_bf16 = False
 
 
+def narrow_adapter(plan: Any) -> None:
+    plan.run.lora = Lora(dtype="bfloat16")
+
+
+def start_from_weights(plan: Any) -> None:
+    plan.run.lora = Lora(init_lora_weights="pissa")
+
+
 def shard(plan: Any) -> None:
     plan.layout.is_sharded = True
 
@@ -285,11 +295,16 @@ def attend_eagerly(plan: Any) -> None:
         (cast_nothing, {}, "other dtypes"),
         (shard, {}, "other dtypes"),
         (attend_eagerly, {}, "another attention implementation"),
+        (narrow_adapter, {}, "another dtype or initialization of the adapter"),
+        (start_from_weights, {}, "another dtype or initialization of the adapter"),
         (len, {"base_digest": "c"}, "another base"),
         (len, {"base_config": {"rope_theta": 1e6}}, "another config.json"),
         (len, {"data": "e"}, "other rows"),
     ],
-    ids=["base_dtype", "torch_dtype", "autocast", "layout", "attention", "weights", "config.json", "rows"],
+    ids=[
+        *("base_dtype", "torch_dtype", "autocast", "layout", "attention", "lora.dtype", "pissa"),
+        *("weights", "config.json", "rows"),
+    ],
 )
 def test_whatever_changes_a_forward_makes_another_reference(
     change: Any, facts: dict[str, Any], says: str, tmp_path: Path
@@ -338,6 +353,50 @@ def test_only_the_base_of_a_reference_may_be_another_at_the_resume(tmp_path: Pat
     for other in ({"rows": "e"}, {"adapter": "a"}, {"base": "c", "rows": "e"}, {"attention": "eager"}):
         with refused("other-reference", "reference.safetensors"):
             read(path, {**written, **other}, None, tmp_path, said, allow_other_base=True)
+
+
+def test_a_resumed_run_may_have_another_adapter_in_its_file_and_began_with_the_first(tmp_path: Path) -> None:
+    """The checkpoint has its adapter, and the tables the reference: neither depends on lora.adapter any more."""
+    path = tmp_path / "reference.safetensors"
+    first, second = (write_adapter(tmp_path / name, name) for name in ("first", "second"))
+    identity = describe_reference(plan_with(first), FACTS)
+    for unnamed in ("", "lora"):  # a file that doesn't name the dtype is of float32
+        kept = {name: value for name, value in identity.items() if name != unnamed}
+        save_file({"train": torch.zeros(2, 2)}, path, {"identity": json.dumps(kept)})
+        said: list[str] = []
+        other = describe_reference(plan_with(second), FACTS)
+        assert read(path, other, second, tmp_path, said).keys() == {"train"}
+        assert read(path, identity, first, None, said).keys() == {"train"}
+        assert said == []
+        assert read(path, other, second, None, said) == {}
+        assert said == [f"reference {path} is of another adapter to begin with: it is computed again"]
+    with refused("other-reference", "reference.safetensors"):  # without it, missing pairs would be of the base
+        read(path, describe_reference(plan_with(None), FACTS), None, tmp_path, said)
+
+
+def write_adapter(folder: Path, weights: str) -> Path:
+    folder.mkdir()
+    (folder / ADAPTER).write_text(weights)
+    write_json(folder / ADAPTER_CONFIG, {"r": 4, "base_model_name_or_path": "base", "peft_version": "0.19"})
+    return folder
+
+
+def test_an_adapter_is_the_same_under_another_name_of_its_base(tmp_path: Path) -> None:
+    given = write_adapter(tmp_path / "first", "weights")
+    (tmp_path / "run").mkdir()
+    file, config = tmp_path / "run" / REFERENCE, given / ADAPTER_CONFIG
+    identity = describe_reference(plan_with(given), FACTS)
+    bytewise = f"{hash_file(given / ADAPTER)} {hash_file(config)}"  # as an older windlass wrote it
+    for then in (identity, {**identity, "adapter": bytewise}):
+        save_file({"train": torch.zeros(2, 2)}, file, {"identity": json.dumps(then)})
+        assert require_first_adapter(file.parent, str(given)) == given
+        assert read(file, identity, given, None, []).keys() == {"train"}
+    save_file({"train": torch.zeros(2, 2)}, file, {"identity": json.dumps(identity)})
+    write_json(config, read_json(config) | {"base_model_name_or_path": "/moved", "peft_version": "0.20"})
+    assert require_first_adapter(file.parent, str(given)) == given
+    write_json(config, read_json(config) | {"r": 8})
+    with refused("other-reference", str(given)):
+        require_first_adapter(file.parent, str(given))
 
 
 @pytest.mark.fault(

@@ -148,7 +148,10 @@ def two(pairs: Path) -> Any:
             f"left {name}": saved(f"left {name}", faults=["terminate 5"])
             for name in ("as it was", "without", "other", "sharded")
         },
-        "left continued": saved("left continued", faults=["terminate 5"], lora__adapter="{out}/whole/final"),
+        **{
+            f"left {name}": saved(f"left {name}", faults=["terminate 5"], lora__adapter="{out}/whole/final")
+            for name in ("continued", "in other dtypes")
+        },
         "stopped early": saved("early", faults=["terminate in the reference"]),
         **{
             f"left for {name}": saved(f"left for {name}", faults=["terminate 5"], **more)
@@ -240,6 +243,10 @@ def faulty(pairs: Path, two: Any) -> Any:
     put(two.folder / "left other", rows="0" * 32)
     for name in ("early", "early, eager"):
         shutil.copytree(two.folder / "early", pairs / name)
+    rounded = two.folder / "left in other dtypes" / REFERENCE
+    with safe_open(rounded, "pt") as file:
+        rounded_identity = json.loads(file.metadata()["identity"]) | {"precision": "other"}
+    save_file(load_file(rounded), rounded, {"identity": json.dumps(rounded_identity)})
     for name in ("left without", "left continued"):
         (two.folder / name / REFERENCE).unlink()
     cases = {
@@ -251,13 +258,16 @@ def faulty(pairs: Path, two: Any) -> Any:
             name: case(2, resume=True, train__output_dir=str(two.folder / name), **SAVING)
             for name in ("left as it was", "left without", "left other")
         },
-        "left continued": case(
-            2,
-            resume=True,
-            train__output_dir=str(two.folder / "left continued"),
-            lora__adapter=str(two.folder / "whole" / "final"),
-            **SAVING,
-        ),
+        **{
+            name: case(
+                2,
+                resume=True,
+                train__output_dir=str(two.folder / name),
+                lora__adapter=str(two.folder / "whole" / "final"),
+                **SAVING,
+            )
+            for name in ("left continued", "left in other dtypes")
+        },
         "left sharded": case(
             2, layout="resident", resume=True, train__output_dir=str(two.folder / "left sharded"), **SAVING
         ),
@@ -375,6 +385,14 @@ def test_a_run_that_is_resumed_on_another_layout_has_the_reference_of_it(faulty:
         *(evaluation_figures(two.folder / name) for name in ("left sharded", "whole")), strict=True
     ):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def test_a_run_goes_on_from_its_checkpoint_after_its_reference_was_computed_again(faulty: Any, two: Any) -> None:
+    """Which is that of the adapter that it began with."""
+    assert faulty["left in other dtypes"].get("code") == 0, faulty["left in other dtypes"]
+    found, expected = (read_tables(two.folder / name) for name in ("left in other dtypes", "continued"))
+    assert all(torch.equal(found[name], table) for name, table in expected.items())
+    assert_bit_equal(two.folder / "left in other dtypes", two.folder / "continued")
 
 
 @pytest.mark.parametrize("name", REBASED)

@@ -30,7 +30,7 @@ from windlass.observe.steps import format_clock
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.ranks.rank import StopSignal
-from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, REFERENCE
+from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, REFERENCE, describe_files
 from windlass.train.base_alone import describe_base_forward
 from windlass.train.batches import Batch, Batches
 from windlass.train.checkpoint.snapshot import load_adapter
@@ -80,8 +80,6 @@ def attach_reference(
             write_atomic(path, save(tables, {"identity": json.dumps(identity)}))
         if not is_complete:
             return False
-    if given and resumed:
-        load_adapter(model.peft, resumed)
     for name, each in batches.items():
         require_finite(tables[name], name, path)
         each.collate = replace(each.collate, reference=tables[name])
@@ -101,7 +99,7 @@ def require_first_adapter(run_folder: Path, given: str) -> Path:
         problem = "the adapter that the run began with, and whose answers are compared with, is not there"
         hint = "put it back, or start from the folder that the run was started in"
         raise UserError(problem, given, hint, "no-reference")
-    then = read_identity(run_folder / REFERENCE).get("adapter")
+    then = read_identity(run_folder / REFERENCE, given).get("adapter")
     if now != then:
         problem = f"is not the adapter that {run_folder} began with, and whose answers are compared with"
         problem = problem if then else f"nothing says whether {run_folder} began with this adapter"
@@ -110,28 +108,33 @@ def require_first_adapter(run_folder: Path, given: str) -> Path:
     return folder
 
 
-def hash_adapter(folder: Path) -> str:
-    """Return hashes of an adapter's files; empty if one is missing."""
+def hash_adapter(folder: Path, *, bytewise: bool = False) -> str:
+    """Return hashes of what an adapter computes, or of all bytes, as an older windlass; empty if a file is missing."""
     files = [folder / name for name in (ADAPTER, ADAPTER_CONFIG)]
-    return " ".join(map(hash_file, files)) if all(path.is_file() for path in files) else ""
+    if not all(path.is_file() for path in files):
+        return ""
+    return " ".join(map(hash_file, files) if bytewise else describe_files(folder)["files"].values())
 
 
 def describe_reference(plan: Plan, facts: dict[str, Any]) -> dict[str, str]:
     """Return what the log-probabilities depend on; without the adapter if it is gone, which a resumed run needs not."""
-    given = plan.run.lora.adapter
-    adapter = hash_adapter(Path(given)) if given else "new"
-    identity = {**describe_base_forward(plan, facts), "rows": facts["data"]}
+    lora = plan.run.lora
+    adapter = hash_adapter(Path(lora.adapter)) if lora.adapter else "new"
+    starts = f" {lora.init_lora_weights}, r {lora.r}" if lora.starts_from_weights and not lora.adapter else ""
+    identity = {**describe_base_forward(plan, facts), "rows": facts["data"], "lora": f"{lora.dtype}{starts}"}
     return identity | ({"adapter": adapter} if adapter else {})
 
 
-def read_identity(path: Path) -> dict[str, str]:
-    """Return what a stored reference is of; empty if it can't be read."""
+def read_identity(path: Path, given: str | None) -> dict[str, str]:
+    """Return what a stored reference is of; empty if it can't be read. given: the adapter that the run began with."""
     try:
         with safe_open(path, "pt") as file:
             identity: dict[str, str] = json.loads((file.metadata() or {}).get("identity", "{}"))
-            return identity
     except (OSError, SafetensorError, ValueError):
         return {}
+    if given and identity.get("adapter") == hash_adapter(Path(given), bytewise=True):
+        identity["adapter"] = hash_adapter(Path(given))
+    return identity
 
 
 def read_reference(
@@ -139,16 +142,19 @@ def read_reference(
 ) -> dict[str, Tensor]:
     """Return the tables of the run folder; none if they have to be computed. Pairs that a stopped run had not reached
     are NaN."""
-    found = read_identity(path)
+    given = plan.run.lora.adapter
+    found = read_identity(path, given)
     lost = "" if found else "is damaged" if path.is_file() else "is missing"
-    if lost and resumed and plan.run.lora.adapter:
+    if lost and resumed and given:
         problem = f"the reference of the run's pairs {lost}, and the adapter that it began with has moved on"
         raise UserError(problem, str(path), "put the file back, or train into another folder", "no-reference")
     if lost:
         if path.is_file():
             say(f"reference {path} {lost}: it is computed again")
         return {}
-    other = [name for name, value in identity.items() if found.get(name) != value]
+    found = {"lora": "float32", **found}
+    skipped = [name for name in ("lora", "adapter") if resumed and (given or name == "lora")]  # the checkpoint has it
+    other = [name for name, value in identity.items() if name not in skipped and found.get(name) != value]
     if not other:
         return load_file(path)
     names = {
@@ -156,6 +162,7 @@ def read_reference(
         "config": "another config.json",
         "attention": "another attention implementation",
         "adapter": "another adapter to begin with",
+        "lora": "another dtype or initialization of the adapter",
         "rows": "other rows",
         "precision": "other dtypes",
     }
