@@ -694,6 +694,26 @@ def test_marks_of_a_template_lose_the_header_and_gain_the_end_token(tokenizer: A
         assert supervised(ChatTemplate(tokenizer, source), THREE) == [ENDED]
 
 
+def test_a_mark_ends_with_the_token_that_generation_ends_at(tokenizer: Any) -> None:
+    """Marks of published templates go on to a new line, as LFM2.5's do, which the model never has to write."""
+    answer = "{{ m.content }}{{ eos_token }}\n{% endgeneration %}"
+    source = "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}" + answer
+    source += "{% else %}{{ m.content }}\n{% endif %}{% endfor %}" + ASK
+    (row,) = ChatTemplate(tokenizer, source).render(THREE)
+    expected = [text.removesuffix("<|end|>") + "</s>" for text in ENDED]
+    assert [row.text[start:end] for start, end in row.spans] == expected
+
+
+@pytest.mark.parametrize(("text", "is_date"), [("on the 27.", True), ("1273 crews", False), ("A527", False)])
+def test_a_number_that_has_todays_digits_is_no_date(
+    tokenizer: Any, text: str, is_date: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = ChatTemplate(tokenizer, "{% if false %}{{ strftime_now('%d') }}{% endif %}" + LOOP + ASK)
+    monkeypatch.setitem(vars(template), "dates", ["27"])
+    (row,) = template.render(talk("Who?", text))
+    assert ("date" in row.remarks) == is_date
+
+
 def test_without_a_chat_template_only_one_whose_tokens_exist_is_used(tokenizer: Any, tmp_path: Path) -> None:
     bare = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     bare.chat_template = None

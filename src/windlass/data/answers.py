@@ -111,7 +111,7 @@ class Pieces:
         return next((end for token, end in pairs if written.count(end) < written.count(token)), None)
 
     def trim_mark(self, text: str, start: int, end: int, header: str, *, close: bool) -> Span:
-        """Return a template's own mark without pieces of the header, and with the token that closes the turn."""
+        """Return a template's own mark without pieces of the header, up to the token that closes the turn."""
         for edge in self.edges(header)[:-1]:
             if text.startswith(header[edge:], start) and text.endswith(header[:edge], 0, start):
                 start += len(header) - edge
@@ -123,6 +123,8 @@ class Pieces:
         bare = len(text[:start].rstrip())
         if header and text.endswith(header, 0, bare):
             start = bare  # white space that no prompt has is the model's to write
+        stop = len(text[:end].rstrip())
+        end = stop if text.endswith(self.stops, start, stop) else end
         return start, self.close(text, start, end, self.find_opener(header)) if close and start < end else end
 
     def close(self, text: str, start: int, end: int, opener: str) -> int:

@@ -296,7 +296,7 @@ class ChatTemplate:
             spelled = self.special.search("\0".join(turn.words for turn in turns if not turn.is_assistant))
             remarks |= {"special": spelled[0]} if spelled else {}
         for date in self.dates:
-            if any(date in row.text for row in rows):
+            if any(re.search(rf"(?<!\d){re.escape(date)}(?!\d)", row.text) for row in rows):
                 names = [name for name in read_variables(self.template) if "date" in name]
                 remarks["date"] = f"{date!r}"
                 remarks["date"] += f"; data.template_kwargs: {{{names[0]}: {date}}} fixes it" if names else ""
