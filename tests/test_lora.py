@@ -23,6 +23,7 @@ from windlass.model.wrapped import outer_name, rename_config, rename_keys
 from windlass.ranks.rank import Rank
 from windlass.run_folder import ADAPTER
 from windlass.train import lora, sync
+from windlass.train.base_alone import BaseAlone
 from windlass.train.checkpoint.snapshot import save_adapter
 from windlass.train.console import make_console
 from windlass.train.initial import FixedHalves, init_from_weights
@@ -30,6 +31,7 @@ from windlass.train.kernels import family_layers
 from windlass.train.kernels.lora_linear import LoraLinears
 from windlass.train.liveness import Liveness
 from windlass.train.patches import Patches
+from windlass.train.step import StepSums
 from windlass.train.sync import ReplicaGroups, compute_fingerprints
 from windlass.weights.expert_shards import ExpertShard
 
@@ -370,6 +372,41 @@ def test_fingerprints_see_every_bit_and_every_place() -> None:
         swapped[[i, i + 1]] = row[[i + 1, i]]
         seen.add(int(compute_fingerprints([swapped])))
     assert len(seen) == 64
+
+
+def test_the_adapter_is_on_again_where_the_bases_weights_can_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"], bias="all"))
+    base_alone = BaseAlone(model, ["base_model.model.0.base_layer.bias"])
+    write = BaseAlone._write
+    written: list[Any] = []
+
+    def fail_once(self: BaseAlone, values: list[Tensor]) -> None:
+        written.append(values)
+        if len(written) == 1:
+            raise OSError("no memory")
+        write(self, values)
+
+    (trained,) = base_alone.trained
+    trained.data += 1
+    value = trained.detach().clone()
+    monkeypatch.setattr(BaseAlone, "_write", fail_once)
+    with pytest.raises(OSError, match="no memory"), base_alone.active():
+        pytest.fail("the body ran")
+    assert torch.equal(trained, value)
+    assert not any(getattr(module, "_disable_adapters", False) for module in model.modules())
+
+
+@pytest.mark.parametrize("tokens", [0, 4095, 16_777_217, 33_554_431])
+def test_tokens_of_a_step_are_counted_exactly(tokens: int) -> None:
+    """Beyond what float32 counts to, over ranks."""
+    zero = torch.zeros(())
+    sums = StepSums(zero, zero, 7, tokens, True, 2, False, torch.tensor(True), torch.tensor([0.5]))
+    packed = sums.pack(1, 3)
+    assert packed.dtype == torch.float32
+    found = StepSums.unpack((packed * 512).tolist(), 3)
+    assert int(found.tokens) == 512 * tokens
+    assert (found.supervised, found.requested, found.not_compiled) == (7 * 512, 2 * 512, 0)
+    assert (found.non_finite, found.figures) == ([0, 512, 0], [256])
 
 
 def test_single_rank_norm_equals_torchs() -> None:

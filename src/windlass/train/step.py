@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from peft import PeftModel
@@ -42,6 +42,7 @@ class Step:
     skipped: bool = False
 
 
+RADIX: Final = 4096  # of the tokens' two digits: float32 alone would count to 16.7 M only
 Number = Any  # a Python number, or a value on the device before the host has read it
 
 
@@ -63,7 +64,7 @@ class StepSums(NamedTuple):
         device = self.loss.device
         flags = torch.zeros(world, device=device)
         flags[rank] = self.non_finite.float()
-        known = [self.supervised, self.tokens, self.interrupted, self.requested, self.not_compiled]
+        known = [self.supervised, *divmod(self.tokens, RADIX), self.interrupted, self.requested, self.not_compiled]
         counts = torch.tensor(known, dtype=torch.float32, pin_memory=device.type == "cuda")
         losses = torch.stack([self.loss, self.balance])
         sums = torch.cat([losses, counts.to(device, non_blocking=True), flags, self.figures])
@@ -73,8 +74,10 @@ class StepSums(NamedTuple):
     @classmethod
     def unpack(cls, sums: Tensor | Sequence[float], world: int) -> Self:
         """Name the parts of the reduced vector: still on the device, or as it was read."""
-        flags = cls._fields.index("non_finite")
-        return cls._make([*sums[:flags], sums[flags : flags + world], sums[flags + world :]])
+        flags = cls._fields.index("non_finite") + 1
+        parts = [*sums[:flags], sums[flags : flags + world], sums[flags + world :]]
+        loss, balance, supervised, high, low, *others = parts
+        return cls(loss, balance, supervised, high * RADIX + low, *others)
 
 
 SharedForward = Callable[["TrainedModel", Batch, Tensor | None], tuple[Tensor, Tensor | None]]
