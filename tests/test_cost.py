@@ -301,6 +301,13 @@ def test_an_evaluation_batch_takes_its_sequences_times_as_long() -> None:
     assert of_sequence(8, 1, 8) == pytest.approx(of_sequence(1, 1, 8) / 8, rel=0.01)
 
 
+def test_a_reference_is_computed_in_batches_as_large_as_trainings() -> None:
+    """An evaluation's are of other sizes: each gathers sharded weights."""
+    small, large = (estimate_cost(replace(work(1, 8, micro=2), evaluated=size)) for size in (1, 8))
+    assert small.forward_seconds == large.forward_seconds
+    assert small.evaluation_seconds > large.evaluation_seconds
+
+
 def test_trained_base_weights_stay_sharded() -> None:
     sizes = {p.name: p.count for p in BASE.parameters if p.part in ("embedding", "head")}
     full, plain = sum(sizes.values()), lora()

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from test_sweep import RUN, assert_same_run, material, output, read_steps, run, 
 
 from windlass.files import read_json, read_json_lines
 from windlass.plan import make_plan
-from windlass.run_folder import FAILED, FINISHED, list_trials
+from windlass.run_folder import FAILED, FINISHED, list_trials, log_event
 from windlass.runfile import read_run_file
 from windlass.runfile.fields import Sweep
-from windlass.runfile.halving import list_halvings, share_of_steps
+from windlass.runfile.halving import Halving, list_halvings, share_of_steps
 from windlass.train.checkpoint.folder import prune_checkpoints
+from windlass.train.halving import has_reached, read_loss
 
 __all__ = ["material"]  # a fixture
 TRIALS: dict[str, dict[str, Any]] = {
@@ -254,3 +256,18 @@ def test_checkpoints_that_a_run_alone_would_not_have_change_nothing_once_there_i
     (tmp_path / "step-5" / "manifest.json").write_text(json.dumps({"eval_loss": 0.7}))
     prune_checkpoints(tmp_path, 1, [4])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-5"]
+
+
+def test_a_trial_is_judged_by_its_last_evaluation_at_the_step(tmp_path: Path) -> None:
+    """A resumed run repeats an evaluation. A checkpoint at the step, or behind it, is not enough."""
+    trial: Any = SimpleNamespace(folder=tmp_path)
+    halving = Halving(4, 1)
+    (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-4" / "manifest.json").write_text("{}")
+    log_event(tmp_path, "eval", 2, eval_loss=0.1)
+    assert read_loss(tmp_path, 4) is None
+    assert not has_reached(trial, halving)
+    for loss in (0.9, 0.8):
+        log_event(tmp_path, "eval", 4, eval_loss=loss)
+    assert read_loss(tmp_path, 4) == 0.8
+    assert has_reached(trial, halving)

@@ -333,6 +333,25 @@ def test_samples_are_those_of_one_rank(one: Runs, two: Runs) -> None:
     assert len(texts[0]) == 2 * len(one.lines("llama", "eval_loss"))
 
 
+def test_each_rank_of_a_group_drops_other_values_of_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = None
+    masks = []
+    for rank in (2, 3):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        long_rows.RowGroup(2, group).draw_apart(7)
+        masks.append(torch.nn.functional.dropout(torch.ones(64)))
+    assert not torch.equal(*masks)
+
+
+def test_the_product_of_a_query_and_its_sink_is_the_heads_sink() -> None:
+    """At a scaling that is not the usual one of the width."""
+    query, sinks = torch.randn(2, 6, 5, 16), torch.randn(6)
+    wider, keys = long_rows.add_sinks(query, sinks, 3, 0.3)
+    scores = wider @ keys.mT.repeat_interleave(3, 1) * 0.3  # 2 groups of 3 heads
+    torch.testing.assert_close(scores, sinks[None, :, None, None].expand_as(scores))
+    assert torch.equal(wider[..., :16], query)
+
+
 def test_noise_of_a_part_is_as_large_as_of_the_row() -> None:
     embeddings = torch.nn.Embedding(8, 16)
     torch.nn.init.zeros_(embeddings.weight)

@@ -16,7 +16,7 @@ from windlass.model.quantization import published_dtype
 from windlass.plan import Plan, make_plan
 from windlass.plan.accelerate import read_accelerate
 from windlass.plan.longest import find_planned_longest_row
-from windlass.plan.memory import list_training_moments
+from windlass.plan.memory import Tokens, forward_bytes, layer_bytes, list_training_moments
 from windlass.plan.search import drop_dominated, is_same_layout, list_overrides
 from windlass.plan.show import print_plan
 from windlass.plan.split_rows import check_split_rows, pad_to_pieces, why_not_split
@@ -176,6 +176,16 @@ def test_activations_are_split_and_keys_and_values_of_full_rows_are_not(tmp_path
     assert gather.bytes == 3 / 4 * 16384 * layer.gathered * 36 * 2
     assert gather.per_step == 2 * four.batch.accumulation  # and again when layers are recomputed
     assert gather.fabric == "nvlink4"
+
+
+def test_received_keys_and_values_are_those_of_all_ranks_of_a_group(tmp_path: Path) -> None:
+    made = planned(tmp_path, f"{KEY}=4", "layout.name=full-shard", *ONE_ROW)
+    layer = replace(made.search.work.shape.layers[0], expert=0, mlp=0)  # attention is all there is
+    tokens = Tokens.of(replace(made.search.work, layout=made.layout, batch=made.batch))
+    two, four = (replace(tokens, split=split) for split in (2, 4))
+    keys = tokens.count * layer.gathered * tokens.width
+    assert layer_bytes(layer, four) - layer_bytes(layer, two) == 2 * keys  # kept for the backward
+    assert forward_bytes(layer, 4096, four) - forward_bytes(layer, 4096, two) == 2 * 2 * keys  # and as received
 
 
 def test_groups_within_a_node_use_its_links_and_others_the_network(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_cost
 import torch
 import warm
 import yaml
@@ -31,6 +32,9 @@ from windlass.observe.reader import Tail
 from windlass.observe.recorder import Recorder
 from windlass.observe.steps import KEPT
 from windlass.plan import Plan, make_plan
+from windlass.plan import together as plan_together
+from windlass.plan.cost import estimate_cost
+from windlass.plan.padding import RowLengths
 from windlass.run_folder import FAILED, FINISHED, STOPPED, list_trials
 from windlass.runfile import read_run_file
 from windlass.train import loss, together
@@ -613,7 +617,54 @@ def test_an_error_of_one_trial_ends_the_others_too() -> None:
     assert ended == ["trial two, with which it trained together, failed"]
 
 
+def test_all_trials_of_a_group_see_a_stop_signal_in_the_same_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    received = SimpleNamespace(received=False, training=False)
+    session: Any = SimpleNamespace(stop_signal=received, base=SharedBase())
+    plans: Any = [None, None]
+    group = together.Group(plans, ["one", "two"], session)
+    seen: list[list[bool]] = [[], []]
+
+    def compute(live: Sequence[together.Turns]) -> None:
+        for thread in live:
+            assert thread.request is not None
+            thread.request.losses = torch.zeros(()), None
+
+    def work(number: int) -> None:
+        for micro_batch in range(3):
+            if (number, micro_batch) == (1, 1):
+                received.received = True  # the first trial has looked already
+            seen[number].append(group.signals[number].received)
+            group.members[number].turns.wait_for_losses(*[None] * 3)  # type: ignore[union-attr, arg-type]
+
+    monkeypatch.setattr(group, "compute", compute)
+    group.train([partial(work, number) for number in range(2)])
+    assert seen == [[False, False, True]] * 2
+
+
+def test_documents_of_rows_laid_end_to_end_are_numbered_on() -> None:
+    def row(*lengths: int) -> dict[str, Any]:
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+        edges = torch.tensor([0, *lengths]).cumsum(0)
+        return {"input_ids": numbers, "seq_idx": numbers, "cu_seq_lens_q": edges, "max_length_q": max(lengths)}
+
+    combined = slices.combine_documents([row(2, 3), row(1), row(4, 1)])
+    whole = row(2, 3, 1, 4, 1)
+    assert combined["seq_idx"].tolist() == whole["seq_idx"].tolist()
+    assert combined["cu_seq_lens_k"].tolist() == whole["cu_seq_lens_q"].tolist()
+    assert combined["max_length_q"] == 4
+
+
 # --- the plan ---
+
+
+def test_a_micro_batch_of_a_group_has_the_rows_of_all_its_trials() -> None:
+    members = []
+    for micro in (1, 4):
+        given = test_cost.work(1, 1, micro=micro)
+        run: Any = None  # which the cost doesn't depend on
+        cost = estimate_cost(given, advise=False)
+        members.append(plan_together.Member(f"of {micro}", run, given, RowLengths(1024), 1, cost))
+    assert plan_together.estimate_together(members).batch.micro == 5
 
 
 @pytest.mark.fault("more trials together than there are", "`windlass plan`", "is 3, and there are 2 trials")
