@@ -20,6 +20,7 @@ from windlass.data import chat
 from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.formats import choose_format
 from windlass.data.prepare import PreparedData, prepare_data
+from windlass.data.variables import list_searched
 from windlass.errors import UserError
 from windlass.runfile import Data, RunFile
 
@@ -330,6 +331,69 @@ def test_marks_that_depend_on_what_is_said_are_those_of_each_chat(
         marked = f"{'-- ' if holds else ''}{message['content']}<|end|>"
         expected += [marked] if message["role"] == "assistant" else []
     assert [row.text[start:end] for start, end in row.spans] == expected
+
+
+ASKS = (  # what a template may ask of a content by other ways
+    *READS,
+    "m.content | length > 12",
+    "m.content.lower() == 'yes.'",
+    "'HAND' in m.content | upper",
+    "m.content in ['Yes.', 'No.']",
+    "m.content is eq('No.')",
+    "m.content == messages[1].content",
+    "m.content[12:]",
+    "m.content | first in 'Y'",
+    "m.content + '!' == 'No.!'",
+    "m.content.endswith(mark)",
+    "mark in m.content",
+    "is_long(m.content) == 'long'",
+    "ns.words | length > 2",
+    "text.isdigit()",
+)
+SETS = "{% set mark = 'hand' %}{% set ns = namespace(words='') %}{% macro is_long(x) %}"
+SETS += "{% if x.split(' ') | length > 2 %}long{% endif %}{% endmacro %}"
+INSIDE = "{% set text = m.content %}{% set ns.words = text.split(' ') %}"
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(
+        st.sampled_from(["No.", "Yes.", "YES.", "1", "by hand", "Many hands, by turns."]), min_size=4, max_size=4
+    )
+)
+@pytest.mark.parametrize("condition", ASKS)
+def test_last_answers_that_depend_on_what_is_said_are_those_of_each_chat(
+    tokenizer: Any, condition: str, texts: list[str]
+) -> None:
+    """If the condition holds, the template writes a thought before the last answer: an earlier one has no shape."""
+    source = (
+        SETS + "{% for m in messages %}" + INSIDE + "<|{{ m.role }}|>\n{% if m.role == 'assistant' and loop.last and "
+    )
+    source += f"({condition}) %}}<think>\n\n</think>\n{{% endif %}}{{{{ m.content }}}}<|end|>\n{{% endfor %}}" + ASK
+    template = ChatTemplate(tokenizer, source)
+    for messages in (THREE[:4], talk(*texts)):
+        rows = template.render(messages)
+        slow = template.render_found(template.read(messages), None, [1, 3])
+        assert [(row.text, row.answers) for row in rows] == [(row.text, row.answers) for row in slow]
+
+
+@pytest.mark.parametrize(
+    ("condition", "texts"),
+    [
+        ("m.content", []),
+        ("m.content is string and m.content | trim | length > 0", []),
+        ("'<think>' in m.content and m['content'].split('</think>')[-1].strip()", ["</think>", "<think>"]),
+        ("m.content != 'null'", ["null"]),
+        ("'Think' in render(m.content) | lower", ["think"]),
+        ("m.content | length > 20", None),
+    ],
+)
+def test_the_usual_questions_are_answered_from_the_shape(condition: str, texts: list[str] | None) -> None:
+    parts = "{% macro render(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    parts += "{% if part.type == 'text' or 'text' in part or part.get('type') == 'image' %}{{ part.text }}{% endif %}"
+    parts += "{% endfor %}{% endif %}{% endmacro %}"
+    turn = f"{{% if {condition} %}}{{{{ render(m.content) }}}}{{% elif m.role == 'tool' %}}{{{{ m.content[0].text }}}}"
+    assert list_searched(parts + "{% for m in messages %}" + turn + "{% endif %}{% endfor %}") == texts
 
 
 def test_the_hint_on_a_missing_bos_token_makes_the_row_pass(prepared: Prepare, tokenizer: Any) -> None:

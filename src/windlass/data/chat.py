@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from windlass.data.answers import Answer, Pieces, Span, common_prefix_length, join_spans
 from windlass.data.messages import (
     FLAGS,
-    KEYS,
     OWN_ROLES,
     REASONING,
     ROLES,
@@ -34,13 +33,12 @@ from windlass.data.messages import (
     require_calls,
 )
 from windlass.data.shapes import RowShape, find_shape, make_placeholders
-from windlass.data.variables import GENERATION, parse_template, read_variables, require_variables
+from windlass.data.variables import GENERATION, list_searched, read_variables, require_variables
 from windlass.data.within import run_within
 from windlass.errors import UserError, Where
 from windlass.files import read_json
 
 if TYPE_CHECKING:
-    from jinja2 import nodes
     from transformers import PreTrainedTokenizerBase
 
     from windlass.runfile import Data
@@ -260,22 +258,13 @@ class ChatTemplate:
         texts = {*map(type, contents)} == {str} and all(content and not content[0].isspace() for content in contents)
         if not texts or any(len(turn.message) > 2 or turn.reasoning for turn in turns):
             return False
-        joined = "\n".join(contents)
-        return not any(text in joined for text in self.examined)
+        joined = "\n".join(contents).lower()
+        return self.examined is not None and not any(text in joined for text in self.examined)
 
     @cached_property
-    def examined(self) -> list[str]:
-        """Texts that the template looks for in messages, and may cut them at."""
-        from jinja2 import nodes
-
-        tree = parse_template(self.template)
-        parts: list[nodes.Node] = []
-        for compared in tree.find_all(nodes.Compare):
-            parts += [compared.expr] if compared.ops[0].op in ("in", "notin") else []
-        for called in tree.find_all((nodes.Call, nodes.Filter)):
-            parts += [] if getattr(called, "name", "") == "join" else getattr(called, "args", [])
-        texts = {part.value for part in parts if isinstance(part, nodes.Const) and isinstance(part.value, str)}
-        return sorted(text for text in texts - {*KEYS, *ROLES} if text.strip())
+    def examined(self) -> list[str] | None:
+        """Texts that the template looks for in messages, and may cut them at; None if it looks at more than these."""
+        return list_searched(self.template)
 
     def note_remarks(
         self, turns: Sequence[Turn], rows: Sequence[Rendering], remarks: dict[str, str]

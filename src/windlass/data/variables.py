@@ -1,4 +1,4 @@
-"""What a chat template reads: the variables of its Jinja."""
+"""What a chat template reads: the variables of its Jinja, and what it looks for in messages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from windlass.data.messages import KEYS
 from windlass.errors import UserError, Where
 
 if TYPE_CHECKING:
     from jinja2 import nodes
 
 GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+# Methods and filters whose result has a text, or equals it, only if the content has it.
+KEEPING = re.compile(
+    "[lr]?strip|r?split|startswith|endswith|replace|lower|upper|title|capitalize|trim|first|last|string|safe|escape|"
+    "default|tojson|join|indent"
+)
+OF_MAPPINGS = ("get", "items", "dictsort")  # which a text doesn't have
+TESTS = re.compile("defined|undefined|none|string|mapping|iterable|sequence|number|boolean|true|false")
 
 
 def parse_template(template: str) -> nodes.Template:
@@ -26,6 +34,80 @@ def read_variables(template: str) -> list[str]:
     from jinja2 import meta
 
     return sorted(meta.find_undeclared_variables(parse_template(template)))
+
+
+def list_searched(template: str) -> list[str] | None:
+    """Return the texts, in lower case, that a template looks for in contents, and may cut them at.
+
+    None if what it writes may depend on more, such as a content's length or whether another one is equal."""
+    from jinja2 import nodes
+
+    tree = [*parse_template(template).find_all(nodes.Node)]
+    macros = {node.name: node.args for node in tree if isinstance(node, nodes.Macro)}
+    carriers = {"content"}  # names and keys of contents, and of what is made of them
+    texts: set[Any] = set()
+    measured: set[int] = set()  # what is compared with nothing, which no content is
+
+    def carries(node: nodes.Node) -> bool:
+        match node:
+            case nodes.Const(value=value):
+                return bool(value == "content")
+            case nodes.Name(name=name):
+                return name in carriers
+            case nodes.Getattr(attr=name) | nodes.Getitem(arg=nodes.Const(value=str(name))) if (
+                name in carriers or not KEEPING.fullmatch(name)
+            ):
+                return name in carriers
+            case nodes.Compare() | nodes.Test() | nodes.Not() | nodes.Dict() | nodes.Filter(name="dictsort"):
+                return False
+        return any(map(carries, node.iter_child_nodes(exclude=("test",))))
+
+    def list_bound(node: nodes.Node) -> set[Any]:
+        """Return the names that a content is given here."""
+        target = getattr(node, "target", getattr(node, "key", None))
+        value = getattr(node, "iter", getattr(node, "value", getattr(node, "node", node)))
+        bound = [(target, value)] if target else []
+        if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name):
+            bound = [*zip(macros.get(node.node.name, ()), node.args, strict=False)]
+        names = [name for name, value in bound if carries(value)]
+        names += [inner for name in names if isinstance(name, nodes.Tuple) for inner in name.items]
+        return {getattr(name, "attr", getattr(name, "name", getattr(name, "value", name))) for name in names}
+
+    def weighs(node: nodes.Node) -> bool:
+        match node:
+            case nodes.Compare(expr=left, ops=operands):
+                sides = [left, *(operand.expr for operand in operands)]
+                fixed = {side.value for side in sides if isinstance(side, nodes.Const)}
+                others = [side for side in sides if not isinstance(side, nodes.Const) and carries(side)]
+                if not others or fixed & {"", None, 0}:
+                    measured.update(map(id, others))
+                    return False
+                texts.update(fixed)
+                operators = {operand.op for operand in operands}
+                searched = operators <= {"eq", "ne"} or (operators <= {"in", "notin"} and isinstance(left, nodes.Const))
+                built = any(isinstance(side, nodes.Add | nodes.Concat) for side in others)
+                return built or not (searched and fixed and all(str(text).strip() for text in fixed))
+            case (
+                nodes.Filter(node=nodes.Node() as owner, name=name, args=arguments)
+                | nodes.Call(node=nodes.Getattr(node=owner, attr=name), args=arguments)
+            ) if name not in OF_MAPPINGS and any(map(carries, (owner, *arguments))):
+                fixed = {argument.value for argument in arguments if isinstance(argument, nodes.Const)}
+                texts.update(fixed)
+                known = KEEPING.fullmatch(name) or (name in ("length", "count") and id(node) in measured)
+                return not known or not all(isinstance(argument, nodes.Const) for argument in arguments)
+            case nodes.Test(name=name, node=value):
+                return not TESTS.fullmatch(name) and carries(value)
+            case nodes.Getitem(node=value, arg=nodes.Slice()):
+                return carries(value)
+        return isinstance(node, nodes.With)
+
+    found = {*carriers}
+    while found:
+        carriers |= found
+        found = set().union(*map(list_bound, tree)) - carriers
+    weighed = [*map(weighs, tree)]
+    texts -= {*KEYS}  # of parts, if a content has some
+    return None if any(weighed) else sorted({text.lower() for text in texts if isinstance(text, str) and text.strip()})
 
 
 def require_variables(template: str, kwargs: Mapping[str, Any], where: Where) -> None:
