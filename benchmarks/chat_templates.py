@@ -321,7 +321,10 @@ class Inference:
         stopped = False
         for span in documents.spans():
             ids, marked = documents.ids[span].tolist(), documents.supervised[span]
-            if ids not in chats:
+            begun = marked[-1] and any(
+                chat and chat[: len(ids)] == ids for chat in chats
+            )  # ends with the next role's token
+            if ids not in chats and not begun:
                 return "ids are not those of apply_chat_template"
             edges = np.flatnonzero(np.diff(np.concatenate([[0], marked, [0]]))).reshape(-1, 2).tolist()
             for start, end in edges:

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,9 @@ def test_random_chats_have_the_ids_of_the_template_and_what_inference_would_writ
     assert [(row.text, row.answers) for row in rows] == [(row.text, row.answers) for row in slow]
     answered = []
     for row in rows:
-        assert row.text == write(row.length)
+        rest = row.text.removeprefix(write(row.length))  # the next role's token, if that ends an answer
+        assert row.text == write(row.length) + rest
+        assert not rest or (rest in TOKENS and write(row.length + 1).startswith(row.text))
         for i, (start, end) in row.answers.items():
             answered.append(i)
             prompt, own = write(i, True), write(i + 1)
@@ -455,6 +458,7 @@ CLOSED = NEXT_ROLE.replace("{% else %}", "{% if not m.tool_calls %}<|end|>{% end
         (NEXT_ROLE, [], ["<|tool|>", "<|user|>"]),
         (NEXT_MARKED, ["</s>", "<|user|>", "<|tool|>"], ["<|tool|>", "<|user|>"]),
         (NEXT_MARKED, [], ["<|tool|>", "<|user|>"]),
+        (NEXT_MARKED.replace("{% endgeneration %}", "{% endgeneration %}{{ '\n' }}"), [], ["\n<|tool|>", "\n<|user|>"]),
         # Behind a text it is another token than behind a call; what ends already takes no more.
         (CLOSED, ["<|end|>", "<|tool|>"], ["<|tool|>", "<|end|>"]),
         (CLOSED, ["<|end|>", "<|tool|>", "<|user|>"], ["<|tool|>", "<|end|>"]),
@@ -470,9 +474,31 @@ def test_the_token_that_generation_ends_at_is_trained_behind_calls_and_texts(
     ids = tokenizer.convert_tokens_to_ids(stops)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids} if stops else {}))
     template = ChatTemplate(AutoTokenizer.from_pretrained(folder), source)
-    (row,) = template.render([*CALLED, *talk("Thanks")])
+    messages = [*CALLED, *talk("Thanks")]
     call = '<call>weather{"city": "Rome", "days": 3}</call>'
-    assert [row.text[start:end] for start, end in row.spans] == [call + ends[0], "Warm." + ends[1]]
+    assert supervised(template, messages) == [[call + ends[0], "Warm." + ends[1]]]
+    alone = replace(template, turns="each", shapes={})
+    assert supervised(alone, messages) == [[call + ends[0]], ["Warm." + ends[1]]]
+    for row in alone.render(messages):  # the row ends with it, and has nothing of the turn that it begins
+        assert any(write(alone, messages[:count]).startswith(row.text) for count in (row.length, row.length + 1))
+        assert row.text.rstrip().endswith(tuple(row.text[start:end] for start, end in row.spans))
+
+
+def write(template: ChatTemplate, messages: list[Any]) -> str:
+    return str(template.tokenizer.apply_chat_template(messages, chat_template=template.template, tokenize=False))
+
+
+def test_several_marks_in_a_turn_gain_the_token_that_ends_it(tokenizer: Any) -> None:
+    two = "{% generation %}So:{% endgeneration %} now {% generation %}{{ m.content }}{% endgeneration %}"
+    source = "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}" + two
+    source += "{% else %}{{ m.content }}{% endif %}<|end|>\n{% endfor %}" + ASK
+    assert supervised(ChatTemplate(tokenizer, source), THREE[:4]) == [
+        ["So:", "Crews.<|end|>", "So:", "Anchors.<|end|>"]
+    ]
+    next_role = source.replace("<|end|>\n", "")
+    for turns in ("auto", "each"):
+        template = ChatTemplate(tokenizer, next_role, turns=turns)
+        assert supervised(template, THREE[:3]) == [["So:", "Crews.<|user|>"]]
 
 
 RESULTS_FIRST = (
@@ -663,6 +689,10 @@ def test_what_a_user_should_know_of_rows_is_counted_and_said(prepared: Prepare) 
         assert len(notes) == len(warned), notes
         assert all(words in note for words, note in zip(warned, notes, strict=True))
         assert done.audit["facts"] == []
+    for rows, share in (([THREE[:2], THREE, THREE], "33.3%"), ([THREE[:2]], "100.0%"), ([THREE], "")):
+        done = prepared([{"messages": messages} for messages in rows], TEMPLATES["no end token behind the last"])
+        notes = [note for note in done.audit["notes"] if "no supervised part ends with a token" in note]
+        assert [note.partition(" of the rows")[0] for note in notes] == [f"in {share}"][: len(share)]
     dated = "{{ date_string or strftime_now('%d %b %Y') }}" + LOOP + ASK
     done = prepared([{"messages": THREE}], dated)
     (fact,) = done.audit["facts"]

@@ -363,6 +363,8 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
         remedy = "fewer pairs in a micro-batch leave less"
     if audit["batching"].get("configured") == PACKED:
         remedy = "most documents share a sequence with no other: a larger data.max_length leaves less"
+    unended = round(train["documents"] * (1 - train["end_trained_share"]))
+    lesson = "from which the model learns to go on" if train["answers_ended"] else "so the model will not learn to stop"
     warnings = (
         (
             train["truncated"] and not of_pairs,
@@ -379,9 +381,10 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
             "supervised: let the white space at the edge belong to that part",
         ),
         (
-            train["documents"] and not train["answers_ended"],
-            "no supervised part ends with a token at which generation stops, so the model will not learn to stop: "
-            "take a data.chat_template that closes the assistant's turn with one, behind the last turn too",
+            unended > train["truncated"],
+            f"in {unended / max(1, train['documents']):.1%} of the rows no supervised part ends with a token at which "
+            f"generation stops, {lesson}: take a data.chat_template that closes the assistant's turn with one, behind "
+            "the last turn too",
         ),
         (
             shared["documents"],

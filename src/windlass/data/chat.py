@@ -356,9 +356,20 @@ class ChatTemplate:
 
         if self.turns != "each" and all(map(is_exact, wanted)):
             return [whole]
-        rows = [self.render_marked(turns[: i + 1], tools, [i]) for i in wanted]
+        rows = [self.close_row(self.render_marked(turns[: i + 1], tools, [i]), turns, tools) for i in wanted]
         self.require_split_allowed(rows)
         return rows
+
+    def close_row(self, row: Rendering, turns: list[Turn], tools: Any, begin: int = 0) -> Rendering:
+        """Return a row with the token of the next turn that its last answer ends with; `begin`: behind its words."""
+        i, (start, end) = max(row.answers.items(), key=lambda answer: answer[1], default=(0, (0, 0)))
+        if end < len(row.text.rstrip()) or row.length == len(turns) or row.text.endswith((*self.stops, self.end)):
+            return row
+        text = self.apply(turns[: row.length + 1], tools)[0]
+        end = self.pieces.close(text, begin or start, end, self.pieces.find_opener(self.header))
+        if end <= len(row.text) or not text.startswith(row.text):
+            return row
+        return row._replace(text=text[:end], answers={**row.answers, i: (start, end)})
 
     def require_split_allowed(self, rows: Sequence[Rendering]) -> None:
         if self.turns == "all" and len(rows) > 1:
@@ -387,7 +398,11 @@ class ChatTemplate:
                 "generation-marks",
             )
         single = len(marked) == len(answers)
-        spans = [self.pieces.trim_mark(text, *span, self.header, close=single) for span in marked]
+        ends = (*self.stops, self.end)
+        spans = [
+            self.pieces.trim_mark(text, a, b, self.header, close=single or text[b:].lstrip().startswith(ends))
+            for a, b in marked
+        ]
         if not single:  # several marks in a turn: all are supervised
             written = "".join(text[start:end] for start, end in spans)
             for thought in itertools.chain(*(turns[i].reasoning for i in wanted)):
@@ -451,7 +466,7 @@ class ChatTemplate:
             if self.turns == "each":
                 spans = {last: spans[last]}
             remarks = {} if all(answers[i].after_prompt for i in spans) else {"prompt": ""}
-            rows.insert(0, Rendering(text, spans, length, remarks))
+            rows.insert(0, self.close_row(Rendering(text, spans, length, remarks), turns, tools, answers[last].body))
             left = [i for i in left if i not in spans]
         self.require_split_allowed(rows)
         return rows or [Rendering(whole, {}, len(turns))]
@@ -522,7 +537,7 @@ class ChatTemplate:
     def require_written(self, turns: Sequence[Turn], row: Rendering) -> None:
         """Refuse a row that lacks anything of the chat up to its last answer."""
         count = max(row.answers, default=len(turns) - 1) + 1
-        lost = find_lost_part(turns[: count or len(turns)], row.text, row.answers)
+        lost = find_lost_part(turns[: count or row.length], row.text, row.answers)
         if lost is not None:
             raise self.not_written_error(*lost)
         for i, (start, end) in row.answers.items():
