@@ -5,24 +5,27 @@ are the rows, their order, and the weights of a base in 4 bits. Neither TRL nor 
 """
 
 import copy
+import dataclasses
 import itertools
 import json
 import os
 import shutil
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, arrow_dataset
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import cross_entropy
-from train_ranks import SAME, Plain, Rows, before
+from train_ranks import SAME, Plain, Rows, before, plain_pairs
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.models.mixtral import modeling_mixtral
 from trl import SFTConfig
@@ -53,7 +56,7 @@ def open_base(plan: Plan) -> nn.Module:
         return AutoModelForCausalLM.from_pretrained(plan.base.path, dtype=dtype)  # type: ignore[no-any-return]
     four_bits = plan.layout.base_dtype not in ("bf16", "fp8")
     world = torch.distributed.get_world_size()
-    how = "nf4" if four_bits else "bf16"
+    how = plan.layout.base_dtype if four_bits else "bf16"
     layout = Layout("resident", "", 1, world, shard=1, replicate=world, base_dtype=how, precision=plan.layout.precision)
     precision = {**run.describe_precision(plan), "dtypes": {}}
     model: Any = load_base(plan.base, layout, **precision)[0]
@@ -137,6 +140,11 @@ class Oracle(Plain):
             return super().training_step(model, inputs, *others)
 
 
+def add_reference(model: PeftModel, name: str, config: LoraConfig, add: Any = PeftModel.add_adapter) -> None:
+    """Add the adapter that TRL copies the first one into. PiSSA's and OLoRA's start would change the base once more."""
+    add(model, name, dataclasses.replace(config, init_lora_weights=True))
+
+
 def train_by_trl(plan: Plan, out: Path) -> dict[str, Any]:
     """Train with TRL and PEFT; save the adapter and what the adapted model computes."""
     job = plan.run
@@ -152,7 +160,7 @@ def train_by_trl(plan: Plan, out: Path) -> dict[str, Any]:
         bf16=train.in_bf16,
         max_grad_norm=train.max_grad_norm or 1e9,
         output_dir=str(out / "trl"),
-        per_device_train_batch_size=plan.batch.micro,
+        per_device_train_batch_size=plan.batch.micro // (job.layout.context_parallel or 1),
         gradient_accumulation_steps=plan.batch.accumulation,
         warmup_steps=train.warmup(train.max_steps),
         activation_checkpointing=False,
@@ -174,7 +182,18 @@ def train_by_trl(plan: Plan, out: Path) -> dict[str, Any]:
         rows: Any = Dataset.from_list([dict(row) for row in itertools.islice(data.train, count)])
     else:
         rows = Dataset(data.train)
-    trainer = Oracle(model=adapted, args=config, train_dataset=rows, processing_class=tokenizer)
+    trainer: Any
+    if job.objective.of_pairs:
+        changed = train.model_copy(
+            update={"max_grad_norm": train.max_grad_norm or 1e9, "bf16": train.in_bf16, "gradient_checkpointing": False}
+        )
+        settings = SimpleNamespace(run=job.model_copy(update={"train": changed}), batch=plan.batch)
+        # TRL writes the reference's log-probabilities on rank 0 and reads them on all.
+        shared = patch.object(arrow_dataset, "get_temporary_cache_files_directory", lambda: str(out))
+        with shared, patch.object(PeftModel, "add_adapter", add_reference):
+            trainer = plain_pairs(settings, adapted, data, tokenizer)
+    else:
+        trainer = Oracle(model=adapted, args=config, train_dataset=rows, processing_class=tokenizer)
     trainer.rows = range(len(rows)) if job.data.streaming else Rows(plan, data)
     trainer.train()
     adapted = trainer.accelerator.unwrap_model(trainer.model)
@@ -182,7 +201,9 @@ def train_by_trl(plan: Plan, out: Path) -> dict[str, Any]:
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=train.in_bf16)
     with torch.no_grad(), autocast:
         logits = adapted(torch.tensor(PROBE)).logits.float()
-        evaluated = evaluate(adapted, data) if data.validation is not None else None
+        evaluated = None
+        if data.validation is not None and not job.objective.of_pairs:
+            evaluated = evaluate(adapted, data)
     trained = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     outcome = {
         "eval_loss": evaluated,
@@ -249,8 +270,10 @@ def interrupt(folder: Path) -> None:
 
 
 def run_case(overrides: list[str], parts: list[str], file: Path, out: Path, here: Rank) -> dict[str, Any]:
-    """Run the parts of a case: `trl`, `windlass`, `resumed`, and `recomputed`, which is instead of `trl`."""
+    """Run the parts of a case: `trl`, `windlass`, `resumed`, `recomputed`, which is instead of `trl`, and `swept`."""
     outcome: dict[str, Any] = {}
+    sweep = [text for text in overrides if text.startswith("sweep=")]
+    overrides = [text for text in overrides if text not in sweep]
     out.mkdir(exist_ok=True)
     where = f"train.output_dir={out / 'run'}"
     try:
@@ -266,6 +289,7 @@ def run_case(overrides: list[str], parts: list[str], file: Path, out: Path, here
         if "recomputed" in parts:
             recompute = json.dumps(not plan.layout.activation_checkpointing)
             more = [f"train.output_dir={out / 'recomputed'}", f"train.gradient_checkpointing={recompute}"]
+            more.append("train.offload_activations=false")
             plan = planning.make_plan(runfile.read_run_file(file, [*overrides, *more]))
             outcome["recomputed"] = train_by_windlass(plan, here)
         if "resumed" in parts:
@@ -276,6 +300,10 @@ def run_case(overrides: list[str], parts: list[str], file: Path, out: Path, here
             where = f"train.output_dir={out / 'resumed'}"
             plan = planning.make_plan(runfile.read_run_file(file, [*overrides, where]))
             outcome["resumed"] = train_by_windlass(plan, here, resume=True)
+        if "swept" in parts:
+            more = [*sweep, f"train.output_dir={out / 'swept'}"]
+            plan = planning.make_plan(runfile.read_run_file(file, [*overrides, *more]))
+            outcome["swept"] = train_by_windlass(plan, here)
     except UserError as error:
         outcome["error"] = f"{type(error).__name__}: {error}"
     except Exception:
@@ -292,6 +320,10 @@ def main() -> None:
     for name in ("start", "finish"):
         setattr(BackgroundReport, name, lambda _: None)  # it would take half the time
     for name, case in cases.items():
+        late = torch.tensor(time.time() > float(sys.argv[4]))
+        torch.distributed.broadcast(late, 0)
+        if late:
+            break
         print(f"--- {name}", file=sys.stderr, flush=True)
         outcome = run_case(case["overrides"], case["parts"], file, out / name, here)
         write_json(out / name / f"outcome-{here.rank}.json", outcome)
