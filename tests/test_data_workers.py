@@ -81,6 +81,7 @@ def with_processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def use(count: int, *, as_users_start_them: bool = False) -> None:
         if not as_users_start_them:
+            warm.python()  # the server ends with the thread that starts it
             monkeypatch.setattr(workers, "start_worker", start_warm)
         monkeypatch.setattr(workers, "count_usable_cpus", lambda: count)
         monkeypatch.setattr(workers, "WORKER_BYTES", 1)
