@@ -9,8 +9,9 @@ from operator import add
 import pytest
 from refusals import refused
 
+from windlass.observe.format import describe_served
 from windlass.serve.probe import ADAPTER, AT_SCALE, BASE, LOGPROBS, ROUNDED, SCALES
-from windlass.serve.share import fit_slope
+from windlass.serve.share import fit_slope, measure_kept
 from windlass.serve.verify import APPLIED, AS_BASE, IN_PART, UNDECIDED, Verdict, judge
 
 TOKENS = 320
@@ -176,3 +177,18 @@ def test_the_share_is_that_of_the_bulk() -> None:
     measured[:8] = [20.0] * 8
     assert fit_slope(part, measured)[0] == pytest.approx(0.63, abs=0.01)
     assert fit_slope([0.0] * TOKENS, part) == (0.0, math.inf)
+
+
+@pytest.mark.parametrize("size", [0.03, 0.06, 0.6])
+def test_noise_of_a_probe_in_bfloat16_is_not_taken_for_a_lost_adapter(size: float) -> None:
+    """Ranks that hold shards compute the adapter's effect in bfloat16 too. What is lost is said."""
+    world = World()
+    true, first, second = world.draw(size), world.draw(0.06), world.draw(0.06)
+    effect, served, lost = (
+        [share * value + off for value, off in zip(true, noise, strict=True)]
+        for share, noise in ((1.0, first), (1.0, second), (0.3, second))
+    )
+    assert bool(describe_served(*fit_slope(effect, served))) == (size < 0.6)  # the fault
+    noise = world.draw(0.06)
+    assert not describe_served(*measure_kept(effect, served, noise))
+    assert describe_served(*measure_kept(effect, lost, noise))

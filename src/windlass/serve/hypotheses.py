@@ -33,7 +33,7 @@ from windlass.serve.probe import (
     describe_difference,
     list_logprobs,
 )
-from windlass.serve.share import fit_slope, median_size, subtract
+from windlass.serve.share import measure_kept, median_size, subtract
 
 DECODED_ROWS: Final = 4
 DECODED_TOKENS: Final = 8
@@ -139,9 +139,10 @@ def compute_probe(
     exact, rounded = ({name: list_logprobs(probe, name, key) for name in (BASE, ADAPTER)} for key in DIGITS)
     probe["difference"] = describe_difference(exact[BASE], exact[ADAPTER])
     effect, effect_rounded = (subtract(values[ADAPTER], values[BASE]) for values in (exact, rounded))
-    kept, error = fit_slope(effect, effect_rounded)
+    of_base = subtract(rounded[BASE], exact[BASE])  # of two passes, as the adapter's effect is
+    kept, error = measure_kept(effect, effect_rounded, of_base if computed_in != "float32" else [])
     probe |= {"kept": round(kept, 3), "kept_error": round(min(error, 1e9), 4)}  # JSON has no infinity
-    probe["noise"] = round(median_size(subtract(rounded[BASE], exact[BASE])), 4)
+    probe["noise"] = round(median_size(of_base), 4)
     return probe
 
 

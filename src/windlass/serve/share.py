@@ -41,3 +41,13 @@ def fit_slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
         limit = OUTLIER * statistics.median(sizes)
         weighted = [a if size <= limit else a * limit / size for a, size in zip(x, sizes, strict=True)]
     return slope, error
+
+
+def measure_kept(effect: Sequence[float], served: Sequence[float], noise: Sequence[float]) -> tuple[float, float]:
+    """Return the share of an adapter's effect that is served, and its standard error.
+
+    noise: as in the effect itself, which makes a slope smaller; empty if there is none. An infinite error if the effect
+    is no larger than its noise."""
+    slope, error = fit_slope(effect, served)
+    heard = 1 - sum(map(mul, noise, noise)) / max(sum(map(mul, effect, effect)), TINY)
+    return (min(1.0, slope / heard), error / heard) if heard > 0 else (1.0, math.inf)
