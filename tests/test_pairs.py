@@ -323,6 +323,9 @@ INCOMPARABLE: list[dict[str, tuple[str, ...]]] = [
     {"objective": ("dpo",), "rows": ("completions", "chats", "each turn", "last turns")},  # it has its own
     {"objective": ("dpo",), "evaluation": ("the best", "samples", "a kept set")},  # on rows that are no pairs
     {"objective": ("dpo",), "router": ("balanced",)},  # TRL adds it otherwise
+    # Differences of log-probabilities in 8 bits: TRL's gradients are off by a tenth, a float32 run's by nothing.
+    {"objective": ("dpo",), "precision": ("autocast", "bfloat16", "all bfloat16")},
+    {"objective": ("dpo",), "adapter": ("bfloat16",)},
     {"objective": ("dpo",), "bias": SOME_BIASES},  # of TRL's reference, another adapter: PEFT refuses two
     {"objective": ("dpo",), "dropout": ("some",)},  # other masks
     {"split rows": ("over both",), "dropout": ("some",)},
@@ -331,8 +334,8 @@ INCOMPARABLE: list[dict[str, tuple[str, ...]]] = [
     {"sweep": ("together",), "dropout": ("some",)},  # other random numbers than those set here
     {"sweep": ("together",), "noise": ("NEFTune",)},
 ]
-# Small steps on large values, which bfloat16 rounds away: the run stops, and says what doesn't train.
-ROUNDED_AWAY: dict[str, tuple[str, ...]] = {"adapter": ("bfloat16",), "optimizer": ("sgd",), "start": ("olora",)}
+# Small steps on large values, which bfloat16 rounds away: the run or the resumed one stops and says what doesn't train.
+ROUNDED_AWAY: dict[str, tuple[str, ...]] = {"adapter": ("bfloat16",), "optimizer": ("sgd",)}
 
 
 def matches(case: Case, levels: dict[str, tuple[str, ...]]) -> bool:
@@ -449,7 +452,7 @@ def write_material(folder: Path) -> Path:
             {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]}
             for texts in dialogs
         ],
-        "pairs": [{"prompt": f"{a} {b}:", "chosen": f" {c}", "rejected": f" {c} {d}"} for a, b, c, d in dialogs],
+        "pairs": [{"prompt": f"{a} {b}:", "chosen": f" {c}", "rejected": f" {d.upper()}"} for a, b, c, d in dialogs],
     }
     for name, lines in sets.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -499,7 +502,7 @@ def launch(cases: Mapping[str, Case], material: Path, out: Path, seconds: float)
 # --- comparisons ---
 
 TIGHT = {"loss": 1e-5, "grad_norm": 1e-4, "adapter": 1e-4, "logits": 1e-4, "eval_loss": 1e-5}
-LOOSELY = {"loss": 2**-9, "grad_norm": 2**-4, "adapter": 2**-5, "logits": 2**-3, "eval_loss": 2**-9}
+LOOSELY = {"loss": 2**-9, "grad_norm": 2**-3, "adapter": 2**-5, "logits": 2**-2, "eval_loss": 2**-9}
 EXACT = ("loss", "grad_norm", "learning_rate", "job_tokens", "rows", "source_loss", "router_aux_loss")
 
 
@@ -531,6 +534,8 @@ def differences(case: Case, out: Path, oracle: Path | None = None) -> list[str]:
     if dtypes != {f"torch.{case['adapter']}"}:
         found.append(f"adapter in {sorted(dtypes)}, and not {case['adapter']}")
     bounds = LOOSELY if LOOSE & case.items() else TIGHT
+    if case["router"] == "balanced" and bounds is TIGHT:  # a share of tokens jumps as one token changes its expert
+        bounds = {**TIGHT, "grad_norm": 2e-3}
 
     def compare(what: str, bound: float, value: float, expected: float, relative: bool = True) -> None:
         if not abs(value - expected) <= bound * (abs(expected) if relative else 1):
