@@ -495,7 +495,7 @@ def steps(
         torch.testing.assert_close(replicas.norm(), torch.tensor(0.05), rtol=1e-4, atol=0)
         liveness.before_update(1e-3)
         optimizer.step()
-        liveness.after_update()
+        liveness.after_update(1.0)
         optimizer.zero_grad()
         found += [float(loss), float(norm)]
     assert liveness.is_done

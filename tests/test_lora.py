@@ -219,7 +219,7 @@ class Steps:
         self.liveness = Liveness(model, ReplicaGroups(model), "runs/one")
         self.optimizer = torch.optim.AdamW(trained(model).values(), weight_decay=0.1)
 
-    def step(self, rate: float, seed: int = 0) -> None:
+    def step(self, rate: float, seed: int = 0, share: float = 1.0) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad()
@@ -229,7 +229,7 @@ class Steps:
         self.liveness.before_update(rate)
         if self.fault != skip_the_update:
             self.optimizer.step()
-        self.liveness.after_update()
+        self.liveness.after_update(share)
 
 
 def test_liveness_proof_takes_two_steps_or_one_when_continued() -> None:
@@ -301,8 +301,11 @@ def test_an_update_too_small_for_bfloat16_is_caught() -> None:
     model = adapted(dtype="bfloat16")
     for parameter in trained(model).values():
         parameter.data.fill_(1.0)
+    steps = Steps(model)
+    steps.step(1e-6, share=0.01)  # of a warm-up, or where a resumed run's schedule ends
+    assert not steps.liveness.is_done
     with pytest.raises(RunError, match="did not change"):
-        Steps(model).step(1e-6)
+        steps.step(1e-6)
 
 
 def test_updates_that_are_rounded_away_later_are_seen() -> None:
@@ -342,8 +345,23 @@ def test_experts_without_useful_tokens_are_excused() -> None:
     assert int(useful.eq(0).sum()) == E - 2
 
 
-def test_gradient_checkpointing_counts_the_same_tokens() -> None:
-    counts = []
+def test_experts_of_what_both_answers_of_a_pair_begin_with_are_excused() -> None:
+    """Their gradients cancel in the last layer, as those of the loss of a pair do."""
+    steps = Steps(adapted(experts=2))
+    chosen = batch()["input_ids"][:1]
+    rejected = chosen.clone()
+    rejected[0, -1] += 1
+    losses = [steps.model(input_ids=ids, labels=ids).loss for ids in (chosen, rejected)]
+    (losses[0] - losses[1]).backward()
+    last = next(pulls for place, pulls in steps.liveness.tokens.pulls.items() if "layers.1" in place)
+    cancelled = last[1].gt(0) & last[0].abs().le(1e-6 * last[1])
+    assert cancelled.any()
+    assert not cancelled.all()
+    steps.liveness.before_update(1e-3)
+
+
+def test_gradient_checkpointing_adds_up_the_same_tokens() -> None:
+    pulls = []
     for checkpointing in (False, True):
         model = adapted(experts=2)
         if checkpointing:
@@ -351,9 +369,9 @@ def test_gradient_checkpointing_counts_the_same_tokens() -> None:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         steps = Steps(model)
         model(**batch()).loss.backward()
-        counts.append({name: count.tolist() for name, count in steps.liveness.tokens.counts.items()})
-    assert counts[0] == counts[1]
-    assert sum(map(sum, counts[0].values())) > 0
+        pulls.append({name: pull.tolist() for name, pull in steps.liveness.tokens.pulls.items()})
+    assert pulls[0] == pulls[1]
+    assert sum(sum(sizes) for _, sizes in pulls[0].values()) > 0
 
 
 # --- the same on all ranks (on several: load_ranks.py) ---

@@ -452,7 +452,7 @@ def write_material(folder: Path) -> Path:
             {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]}
             for texts in dialogs
         ],
-        "pairs": [{"prompt": f"{a} {b}:", "chosen": f" {c}", "rejected": f" {d.upper()}"} for a, b, c, d in dialogs],
+        "pairs": [{"prompt": f"{a} {b}:", "chosen": f" {c}", "rejected": f" {d}"} for a, b, c, d in dialogs],
     }
     for name, lines in sets.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -230,8 +230,8 @@ class Updater:
 
     def finish(self, *, skipped: bool) -> str:
         """Check the update and prepare the next one. Returns the tensors that have stopped changing, if many have."""
-        self.liveness.after_update()
         share = self.learning_rate / self.train.learning_rate
+        self.liveness.after_update(share)
         unchanged = "" if skipped else self.liveness.find_unchanged(share)
         if not is_metric_scheduler(self.train):
             self.scheduler.step()

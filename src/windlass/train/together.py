@@ -297,7 +297,7 @@ class Forward:
         index = args[1] if len(args) > 1 else kwargs["top_k_index"]
         for member, part in zip(self.members, self.slices.parts, strict=True):
             if part is not None and member.tokens is not None and member.tokens.handles:
-                count = partial(count_part, member.tokens, f"{PREFIX}{name}", index.detach(), part, self.slices.shape)
+                count = partial(add_part, member.tokens, f"{PREFIX}{name}", index.detach(), part, self.slices.shape)
                 output.register_hook(count)  # type: ignore[no-untyped-call]
 
     def run(self, requests: Mapping[int, Request], randoms: Mapping[int, Random]) -> None:
@@ -338,12 +338,12 @@ def take_part(part: Part, shape: tuple[int, int], of_tokens: Tensor) -> Tensor:
     return part.of(of_tokens.view(*shape, -1))
 
 
-def count_part(
+def add_part(
     tokens: ExpertTokens, place: str, index: Tensor, part: Part, shape: tuple[int, int], gradient: Tensor
 ) -> None:
-    if place in tokens.counts:
+    if place in tokens.pulls:
         own_index, own_gradient = (part.of(tensor.view(*shape, -1)).flatten(0, 1) for tensor in (index, gradient))
-        tokens.count(place, own_index, own_gradient)
+        tokens.add(place, own_index, own_gradient)
 
 
 def sum_losses(request: Request, of_targets: Tensor) -> Tensor:
