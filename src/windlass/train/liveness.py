@@ -75,8 +75,8 @@ class Liveness:
     def after_update(self, share: float) -> None:
         """Check that the optimizer's step has moved the tensors.
 
-        `share`: of the run's learning rate, in this update. In 16 bits a small one is rounded away, at the beginning and
-        at the end of a schedule, where a resumed run may be: the next one is looked at.
+        `share`: of the run's learning rate, in this update. In 16 bits a small one is rounded away, as in a warm-up and
+        where a resumed run's schedule ends: the next one is looked at.
         """
         if self.is_done or self.before is None:
             return
