@@ -660,7 +660,7 @@ def test_two_ranks_write_the_probe_that_one_process_computes(layout: str, mixtur
         for name in expected:
             for i, j in common:
                 assert math.isclose(one["logprobs"][name][i], other["logprobs"][name][j], abs_tol=1e-4), name
-    stub = mixture.stub(open_adapter(mixture.plain, tmp_path / "taken"))
+    stub = mixture.stub(open_adapter(plain_model(mixture.base), tmp_path / "taken"))
     assert stub.verify(tmp_path / "taken").passed
 
 

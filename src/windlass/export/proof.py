@@ -33,7 +33,7 @@ from windlass.export.source import AdapterSource
 from windlass.hardware import GIB
 from windlass.model import Base, Parameter, Piece, Stored, read_base
 from windlass.plan.layout import Layout
-from windlass.train.logits import compute_both_logits, compute_logits, kl_divergence, open_adapter, sample_rows
+from windlass.train.logits import compute_both_logits, compute_logits, kl_by_token, open_adapter, sample_rows
 from windlass.weights.certificate import Disk, sample_boxes
 from windlass.weights.reading import DTYPES, NEEDS_SCALE, Box, Files, intersect, locate_piece, to_stored_box
 
@@ -368,23 +368,22 @@ def compare_logits(base: Base, source: AdapterSource, to: Path) -> dict[str, Any
     merged = compute_logits(load_float32(merged_base), rows)
     record: dict[str, Any] = {"same_top_token": float((adapted.argmax(-1) == merged.argmax(-1)).float().mean())}
     for prefix, logits in (("", merged), ("adapter_", plain)):  # the adapter's own change, for comparison
-        by_token = (adapted - logits).abs().amax(-1)
-        record[f"{prefix}kl"] = kl_divergence(adapted, logits)
+        by_token, kl = (adapted - logits).abs().amax(-1), kl_by_token(adapted, logits)
+        record[f"{prefix}kl"] = max(0.0, float(kl.mean()))
+        record[f"{prefix}median_kl"] = max(0.0, float(kl.median()))
         record[f"{prefix}max_difference"] = float(by_token.max())
         record[f"{prefix}median_difference"] = float(by_token.median())
     # At a tie between two experts the last bit of a weight decides where a token goes, and its logits jump: with
     # experts the median token is judged, not the worst.
-    judged_key = "max_difference"
-    judged = "largest"
+    judged, kl_key, judged_key = "largest", "kl", "max_difference"
     if "experts" in base.dims:
-        judged_key = "median_difference"
-        judged = "median token"
+        judged, kl_key, judged_key = "median token", "median_kl", "median_difference"
     dtypes = {piece.stored.dtype for parameter in merged_base.parameters for piece in parameter.pieces}
     dtype = max(dtypes, key=list(BOUNDS).index)
     kl_bound, difference_bound = BOUNDS[dtype]
     over = []
     for key, bound_key, title, (least, share) in (
-        ("kl", "bound_kl", "KL", kl_bound),
+        (kl_key, "bound_kl", "KL", kl_bound),
         (judged_key, "bound_difference", f"the difference of the {judged}", difference_bound),
     ):
         bound = max(least, share * record[f"adapter_{key}"])

@@ -376,7 +376,8 @@ def merge(r: Rehearsal) -> Iterator[str]:
     touched = format_plural(made["touched"], "tensor")
     yield f"{touched} merged and computed again, {made['untouched']} byte-equal to the base"
     if "kl" in logits:
-        yield f"base + adapter to merged: KL {logits['kl']:.1e} nats a token, bound {logits['bound_kl']:.1e}"
+        kl = logits["kl" if logits["judged"] == "largest" else "median_kl"]
+        yield f"base + adapter to merged: KL {kl:.1e} nats a token, bound {logits['bound_kl']:.1e}"
 
 
 def reload(r: Rehearsal) -> Iterator[str]:

@@ -42,8 +42,12 @@ def compute_both_logits(adapted: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def kl_divergence(true: Tensor, other: Tensor) -> float:
     """Return the mean over tokens, in nats."""
+    return max(0.0, float(kl_by_token(true, other).mean()))
+
+
+def kl_by_token(true: Tensor, other: Tensor) -> Tensor:
     p, q = (torch.log_softmax(logits.double(), -1) for logits in (true, other))
-    return max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))
+    return (p.exp() * (p - q)).sum(-1)
 
 
 def sample_rows(run_folder: Path | None, vocab: int, count: int = 4, length: int = 128) -> Tensor:
