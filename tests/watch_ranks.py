@@ -19,6 +19,8 @@ from windlass.ranks.rank import Rank, read_rank, run_rank
 from windlass.train import run
 from windlass.train.loop import Loop
 
+vars(run)["write_probe"] = lambda *_: None  # as many passes as a run here has
+
 HELD: list[Any] = []  # what a leak holds
 
 

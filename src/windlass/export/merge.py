@@ -190,7 +190,8 @@ def _report_logits(logits: dict[str, Any], say: Say) -> None:
     median = "" if logits["judged"] == "largest" else f", of the median token {logits['median_kl']:.2e}"
     say(
         f"logits    base + adapter to merged: KL {logits['kl']:.2e} nats a token{median} "
-        f"(bound {logits['bound_kl']:.1e}; the adapter itself {logits['adapter_kl']:.2e}), same top token {logits['same_top_token']:.1%}\n"
+        f"(bound {logits['bound_kl']:.1e}; the adapter itself {logits['adapter_kl']:.2e}), "
+        f"same top token {logits['same_top_token']:.1%}\n"
         f"          difference at most {logits['max_difference']:.3g}, of the median token "
         f"{logits['median_difference']:.3g} (bound on the {logits['judged']}: {logits['bound_difference']:.3g})"
     )
