@@ -12,8 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores, and a fo
 
 # Files that take longest, begun first, so that no worker is left alone with one.
 LONGEST = (
-    *("test_train", "test_export", "test_checkpoint_resume", "test_data_workers", "test_compressed", "test_verify"),
-    *("test_rehearse", "test_launch_hosts", "test_versions"),
+    *("test_long_rows", "test_together", "test_sweep", "test_checkpoint_kills", "test_pairs", "test_preference_ranks"),
+    *("test_train", "test_checkpoint_resume", "test_load", "test_script_run", "test_halving", "test_verify"),
+    *("test_launch_node", "test_train_ranks", "test_rehearse"),
 )
 
 
