@@ -586,6 +586,8 @@ def test_fused_layers_are_disabled_on_a_device_with_other_gradients(
 
     monkeypatch.setattr(LoraLinears, "backward", staticmethod(backward))
     model = peft_alone("llama")
+    for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "DATASETS_VERBOSITY"):
+        monkeypatch.setenv(name, "")  # set there, and to be gone after this test
     with warnings.catch_warnings():
         make_console(Rank())
         warnings.warn("of a library", UserWarning, stacklevel=1)
