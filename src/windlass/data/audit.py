@@ -381,7 +381,7 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
             "supervised: let the white space at the edge belong to that part",
         ),
         (
-            unended > train["truncated"],
+            train["documents"] and (not train["answers_ended"] or unended > train["truncated"]),
             f"in {unended / max(1, train['documents']):.1%} of the rows no supervised part ends with a token at which "
             f"generation stops, {lesson}: take a data.chat_template that closes the assistant's turn with one, behind "
             "the last turn too",
