@@ -284,11 +284,11 @@ PLANTED: dict[str, dict[str, tuple[Plant, str]]] = {
             weight(NORM, float("inf"), 5),
             "norm.weight' contains values that are not finite numbers",
         ),
-        "a scale below zero": (
+        "an FP8 scale below zero": (
             weight("experts.down_proj_scale_inv", -1e-3, 3, 0, 0),
             "down_proj_scale_inv' contains scales below zero",
         ),
-        "a scale of zero": (
+        "an FP8 scale of zero": (
             weight("experts.down_proj_scale_inv", 0.0, 3, 0, 0),
             "down_proj' contains codes that are not zero, and their scale is",
         ),

@@ -300,6 +300,9 @@ def test_what_only_reads_leaves_a_finished_run_as_it_is(windlass: Windlass, tmp_
     windlass("report", str(folder), "--out", str(tmp_path / "report"))
     windlass("bug-report", str(folder), "--out", str(tmp_path / "report.tar.gz"))
     windlass("generate", str(folder), "--prompt", "import", "--tokens", "1")
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text('{"text": "import os"}\n' * 2)
+    windlass("best", str(folder), "--eval-data", str(held_out), "--ranks", "1")
     for name in ("status", "logs", "stop"):
         with contextlib.suppress(SystemExit):
             cli.main([name, str(file)])

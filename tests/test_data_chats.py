@@ -420,6 +420,7 @@ def test_the_hint_on_a_missing_bos_token_makes_the_row_pass(prepared: Prepare, t
         (ALWAYS.strip() + "{{ '\n' }}", ENDED, set()),
         (ALWAYS.replace("<|end|>\n", "<|end|>"), [f"\n{text}" for text in ENDED], set()),  # Jinja drops the last "\n"
         (LOOP + ASK.replace("\n{%", "\nHere is how:\n{%"), ENDED, {"thought"}),  # a thought opened in words
+        (LOOP + ASK.replace("\n{%", " {%"), ENDED, {"blank"}),
         ("{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}" + TURN + "{% endgeneration %}"
          "{% else %}" + TURN + "{% endif %}{% endfor %}" + ASK.replace("\n{%", "\n<think>\n{%"),
          [f"{text}\n" for text in ENDED], {"thought"}),  # marks around a header that lacks the prompt's thought

@@ -9,6 +9,7 @@ Some levels loosen the comparison (bfloat16 has 8 bits), so a fault in another p
 one of LOOSE counts for the pairs of that level only.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -334,6 +335,13 @@ INCOMPARABLE: list[dict[str, tuple[str, ...]]] = [
     {"sweep": ("together",), "dropout": ("some",)},  # other random numbers than those set here
     {"sweep": ("together",), "noise": ("NEFTune",)},
 ]
+# An adapter as large as the base: a rounding to 8 bits, or a token whose expert changes, grows with every step, and two
+# right runs drift apart as fast as either from one in float32. Their first steps and adapters are compared.
+CHAOTIC: list[dict[str, tuple[str, ...]]] = [
+    {"start": ("both random",), "precision": ("autocast", "bfloat16", "all bfloat16")},
+    {"start": ("both random",), "adapter": ("bfloat16",)},
+    {"start": ("both random",), "router": ("balanced",)},
+]
 # Small steps on large values, which bfloat16 rounds away: the run or the resumed one stops and says what doesn't train.
 ROUNDED_AWAY: dict[str, tuple[str, ...]] = {"adapter": ("bfloat16",), "optimizer": ("sgd",)}
 
@@ -374,7 +382,8 @@ def list_cases() -> list[Case]:
     return [*cover(), *({**DEFAULTS, **case} for case in BIASED)]
 
 
-def cover(seed: int = SEED, tries: int = 30) -> list[Case]:
+@functools.cache
+def cover(seed: int = SEED, tries: int = 6) -> list[Case]:
     """Return cases in which every possible pair of levels occurs."""
     chance = random.Random(seed)
     pairs = [pair for pair in itertools.combinations(LEVELS, 2) if pair[0][0] != pair[1][0] and is_possible(dict(pair))]
@@ -382,6 +391,8 @@ def cover(seed: int = SEED, tries: int = 30) -> list[Case]:
     cases: list[Case] = []
     while missing:
         built = [case for _ in range(tries) if (case := build(chance, missing))]
+        if not built:
+            continue
         best = max(built, key=lambda case: len(pairs_of(case) & missing.keys()))
         for pair in pairs_of(best):
             missing.pop(pair, None)
@@ -502,7 +513,7 @@ def launch(cases: Mapping[str, Case], material: Path, out: Path, seconds: float)
 # --- comparisons ---
 
 TIGHT = {"loss": 1e-5, "grad_norm": 1e-4, "adapter": 1e-4, "logits": 1e-4, "eval_loss": 1e-5}
-LOOSELY = {"loss": 2**-9, "grad_norm": 2**-3, "adapter": 2**-5, "logits": 2**-2, "eval_loss": 2**-9}
+LOOSELY = {"loss": 2**-9, "grad_norm": 2**-5, "adapter": 2**-5, "logits": 2**-4, "eval_loss": 2**-9}
 EXACT = ("loss", "grad_norm", "learning_rate", "job_tokens", "rows", "source_loss", "router_aux_loss")
 
 
@@ -534,30 +545,32 @@ def differences(case: Case, out: Path, oracle: Path | None = None) -> list[str]:
     if dtypes != {f"torch.{case['adapter']}"}:
         found.append(f"adapter in {sorted(dtypes)}, and not {case['adapter']}")
     bounds = LOOSELY if LOOSE & case.items() else TIGHT
-    if case["router"] == "balanced" and bounds is TIGHT:  # a share of tokens jumps as one token changes its expert
-        bounds = {**TIGHT, "grad_norm": 2e-3}
+    drifts = any(matches(case, levels) for levels in CHAOTIC)
+    compared = slice(1 if drifts else None)  # of the steps
+    if drifts and bounds is LOOSELY:
+        bounds = {**LOOSELY, "grad_norm": 2**-3}
 
     def compare(what: str, bound: float, value: float, expected: float, relative: bool = True) -> None:
         if not abs(value - expected) <= bound * (abs(expected) if relative else 1):
             found.append(f"{what}: {value}, and not {expected}")
 
     if "recomputed" in parts(case):
-        for step, other in zip(steps, read_steps(out / "recomputed"), strict=True):
+        for step, other in zip(steps[compared], read_steps(out / "recomputed")[compared], strict=True):
             for key in ("loss", "grad_norm"):
                 compare(f"recomputed {key} of step {step['step']}", bounds[key], step[key], other[key])
     else:
         by_trl = read_json((oracle or out) / "outcome-0.json")["trl"]
-        for step, other in zip(steps, by_trl["steps"], strict=True):
+        for step, other in zip(steps[compared], by_trl["steps"][compared], strict=True):
             for key in ("loss", "grad_norm"):
                 compare(f"{key} of step {step['step']}", bounds[key], step[key], other[key])
         evaluated = read_evaluations(run)[-1:]
-        if case["objective"] == "dpo":
+        if case["objective"] == "dpo" or drifts:
             pass  # of pairs TRL evaluates another mean
         elif evaluated and by_trl["eval_loss"] is not None:
             compare("eval_loss", bounds["eval_loss"], evaluated[0], by_trl["eval_loss"])
         elif evaluated or by_trl["eval_loss"] is not None:
             found.append("only one of the two was evaluated")
-        found += differences_of_adapters(case, out, oracle or out, bounds)
+        found += differences_of_adapters(case, out, oracle or out, bounds, drifts)
     if case["rows"] == "mix" and case["router"] == "none":  # whose loss is added
         for step, tokens in zip(steps, count_tokens_by_source(run), strict=True):
             together = sum(step["source_loss"][name] * count for name, count in tokens.items() if count)
@@ -567,7 +580,7 @@ def differences(case: Case, out: Path, oracle: Path | None = None) -> list[str]:
     if case["sweep"] == "in turns":
         found += [f"as a trial: {difference}" for difference in differences_of_runs(run, trial)]
     elif case["sweep"] == "together":
-        for step, other in zip(steps, read_steps(trial), strict=True):
+        for step, other in zip(steps[compared], read_steps(trial)[compared], strict=True):
             for key in ("loss", "grad_norm"):
                 compare(f"together, {key} of step {step['step']}", bounds[key], other[key], step[key])
         ours, shared = last_adapter(run), last_adapter(trial)
@@ -598,7 +611,7 @@ def count_tokens_by_source(run: Path) -> list[Counter[str]]:
     return counts
 
 
-def differences_of_adapters(case: Case, out: Path, oracle: Path, bounds: dict[str, float]) -> list[str]:
+def differences_of_adapters(case: Case, out: Path, oracle: Path, bounds: dict[str, float], drifts: bool) -> list[str]:
     found = []
     ours = last_adapter(out / "run")
     theirs = load_file(oracle / "trl.tensors")
@@ -611,7 +624,7 @@ def differences_of_adapters(case: Case, out: Path, oracle: Path, bounds: dict[st
             found.append(f"{name} is off by {furthest[name]}")
     logits = [load_file(folder / name)["logits"] for folder, name in ((out, "peft.logits"), (oracle, "trl.logits"))]
     off = (logits[0] - logits[1]).abs().max().item()
-    if not off <= bounds["logits"]:
+    if not drifts and not off <= bounds["logits"]:
         found.append(f"logits by PEFT from the saved adapter are off by {off}")
     return found
 
@@ -713,11 +726,10 @@ def run_and_compare(cases: Mapping[str, Case], material: Path, out: Path, second
 def test_some_cases_equal_trl_and_peft(material: Path, tmp_path: Path) -> None:
     cases = {str(number): case for number, case in enumerate([*list_cases()[-len(BIASED) :], *cover()])}
     names = run_and_compare(cases, material, tmp_path / "out", seconds=60)
-    compared = [name for name in names[len(BIASED) :] if "trl" in parts(cases[name])]
-    pairs = [*itertools.pairwise(compared)]
-    assert not pairs or any(  # they can differ
-        differences(cases[name], tmp_path / "out" / name, tmp_path / "out" / other) for name, other in pairs
-    )
+    usual = [name for name in names[len(BIASED) :] if not matches(cases[name], ROUNDED_AWAY)]
+    compared = [name for name in usual if "trl" in parts(cases[name])]
+    for name, other in itertools.pairwise(compared):  # they can differ
+        assert differences(cases[name], tmp_path / "out" / name, tmp_path / "out" / other), (SEED, name, other)
 
 
 @pytest.mark.prove

@@ -54,6 +54,8 @@ FACTS = {
     "keep them ({where})",
     "thought": "in {rows} an answer lacks the end of the prompt that generation would start from, such as a thought "
     "that it opens or closes: {example} ({where})",
+    "blank": "in {rows} the prompt before an answer ends in other white space than the one that generation would start "
+    "from: {example} ({where})",
 }
 WARNINGS = {
     "prompt": "in {rows} the chat template doesn't write an answer behind the prompt that generation would start from: "

@@ -299,6 +299,9 @@ class ChatTemplate:
                     switch = next((self.openers[each] for each in self.openers if written.endswith(each)), "")
                     if switch:
                         remarks["thought"] += f"; data.template_kwargs: {switch} gives the one before this answer"
+                elif asked and not row.text[:start].endswith(self.header):
+                    space = row.text[len(written) : start]
+                    remarks["blank"] = f"{space!r} instead of {self.header[len(self.header.rstrip()) :]!r}"
         return [row._replace(remarks={} if number else remarks) for number, row in enumerate(rows)]
 
     @cached_property

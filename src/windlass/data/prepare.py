@@ -140,6 +140,7 @@ def prepare_data(
     tokenizer: PreTrainedTokenizerBase,
     *,
     cache: Path | None = None,
+    spare: Path | None = None,
     where: Where = str,
     vocabulary: int | None = None,
     batch: int | None = None,
@@ -148,8 +149,9 @@ def prepare_data(
 ) -> PreparedData:
     """Tokenize or read from the cache; audit; raise a UserError for data that can't be trained on.
 
-    Every rank calls this. In a shared cache one rank tokenizes and the others wait. `vocabulary`: rows of the model's
-    embedding; `batch`: rows of a micro-batch, if the plan chose them; `audited` receives the audit before it is judged.
+    Every rank calls this. In a shared cache one rank tokenizes and the others wait. `spare`: where tokens are made that
+    the cache lacks, if it is only read; `vocabulary`: rows of the model's embedding; `batch`: rows of a micro-batch, if
+    the plan chose them; `audited` receives the audit before it is judged.
     """
     data = run.data
     seed = run.train.order_seed
@@ -164,6 +166,8 @@ def prepare_data(
     inputs = describe_inputs(data, chosen, tokenizer)
     key = compute_cache_key(inputs, chosen, find_mistral_file(Path(tokenizer.name_or_path)))
     cache = cache if cache is not None else Path(run.train.output_dir) / "tokens"
+    if spare is not None and not (cache / key).exists():
+        cache = spare
 
     def make(into: Path) -> None:
         with closing(TokenFile(into)) as file:
@@ -587,5 +591,5 @@ def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], 
         audited(audit)
 
     with TemporaryDirectory() as temporary:
-        cache = Path(temporary) if (Path(run.train.output_dir) / MANIFEST).exists() else None
-        prepare_data(run, tokenizer, cache=cache, where=loaded.where, vocabulary=vocabulary, say=say, audited=keep)
+        spare = Path(temporary) if (Path(run.train.output_dir) / MANIFEST).exists() else None
+        prepare_data(run, tokenizer, spare=spare, where=loaded.where, vocabulary=vocabulary, say=say, audited=keep)

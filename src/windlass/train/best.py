@@ -5,6 +5,9 @@ Adapters are compared row by row on the same rows. What rows have in common (som
 out, so the interval of a difference is far narrower than the spread of the losses.
 """
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -96,7 +99,9 @@ def rank_checkpoints(
         )
     here.phase("preparing the data")
     tokenizer = open_base_tokenizer(plan)
-    data = prepare_data(run, tokenizer, where=plan.where, cache=run_folder / "tokens", say=console.print)
+    spare = Path(collectives.run_on_rank_0(tempfile.mkdtemp))  # what only reads leaves a run's tokens as they are
+    atexit.register(shutil.rmtree, spare, ignore_errors=True)
+    data = prepare_data(run, tokenizer, where=plan.where, cache=run_folder / "tokens", spare=spare, say=console.print)
     if data.validation is None or len(data.validation) < 2:
         raise UserError(
             "there are no rows to compare on", str(run_folder), "name some with --eval-data FILE", "no-rows"
