@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo real test test-times test-versions test-oldest test-newest test-long test-all ci prove prove-cuda prove-serving prove-skypilot browser format lint types imports docs counts site package clean
+.PHONY: demo real test test-near test-times mutants test-versions test-oldest test-newest test-long test-all ci prove prove-cuda prove-serving prove-skypilot browser format lint types imports docs counts site package clean
 
 demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 	rm -rf demo-run
@@ -32,6 +32,12 @@ test: $(STAMP) browser lint types imports  ## a part of every proof, in five min
 
 test-times: $(STAMP) browser  ## the same, and where its seconds go: by file and fixture
 	$(BIN)/pytest -m "not long and not prove" $(PARALLEL) --times
+
+test-near: $(STAMP)  ## after an edit: the tests that import what differs from the last commit, or what imports it
+	files=$$($(BIN)/python tests/near.py) && $(BIN)/pytest -m "not long and not prove" -p no:randomly $$files
+
+mutants: $(STAMP) browser  ## plant 60 faults at random, one at a time: which ones do the tests near them catch?
+	$(BIN)/python tests/mutants.py
 
 test-long: $(STAMP) browser  ## what takes longer
 	$(BIN)/pytest -m "long and not prove" $(PARALLEL)

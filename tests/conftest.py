@@ -30,11 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before they are chosen by their marks, and shuffled
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         item.user_properties += [("fault", mark.args) for mark in item.iter_markers("fault")]
     yield
-    order = {name: place for place, name in enumerate(LONGEST)}
+    order = {name: place for place, name in enumerate(LONGEST)} if hasattr(config, "workerinput") else {}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
