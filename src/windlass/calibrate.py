@@ -73,7 +73,7 @@ def calibrate(
         rates, conditions = _calibrate_cpu(count, path.absolute().parent, environ)
         if conditions["busy"]:
             others = f"other processes used {conditions['busy']:.0%} of the processors' time"
-            say(f"! {others}: beside them, steps take longer than planned")
+            say(f"! {others}: beside them, steps take longer than planned, up to {rates.high:.1f} times")
     else:
         storage = path.absolute().parent
         measured = measure_on_rank(storage) if under_torchrun else _start_ranks(count, storage, environ)
@@ -169,14 +169,14 @@ def _calibrate_cpu(count: int, storage: Path, environ: Mapping[str, str]) -> tup
     low, middle, high = statistics.quantiles(seconds, n=4)
     factor = middle / planned
     spread = (high - low) / middle / 2
-    crowded = others + count * threads > psutil.cpu_count() * (1 + BUSY)
+    crowding = max((others + count * threads) / psutil.cpu_count(), 1.0)  # how much longer steps take beside others
     date = time.strftime("%Y-%m-%d")
     rates = replace(
         hardware.slow_down(sheet, factor),
         storage_gb_per_second=measure_storage(storage, STORAGE_BYTES["cpu"]),
         basis=f"calibrated on {count} x cpu, {date}",
         low=RANGES["cpu"][0] / (1 + spread),
-        high=RANGES["cpu"][1] * (1 + spread),
+        high=RANGES["cpu"][1] * (1 + spread) * crowding,
     )
     return rates, {
         "host": facts["host"],
@@ -187,7 +187,7 @@ def _calibrate_cpu(count: int, storage: Path, environ: Mapping[str, str]) -> tup
         "load": round(os.getloadavg()[0], 2),
         "factor": round(factor, 3),
         "spread": round(spread, 3),
-        "busy": round(others / psutil.cpu_count(), 3) if crowded else 0.0,
+        "busy": round(others / psutil.cpu_count(), 3) if crowding > 1 + BUSY else 0.0,
     }
 
 
