@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import refused
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
@@ -577,6 +578,17 @@ def test_a_blank_that_no_prompt_has_is_the_answers(prepared: Prepare, tokenizer:
     tokenizer.add_tokens([" USER"])
     parts = prepared([{"messages": THREE}], source).audit["samples"][0]["parts"]
     assert [part["text"] for part in parts if part["trained"]] == [*(text[:-1] for text in blanks[:2]), blanks[2]]
+
+
+def test_a_header_that_takes_the_blanks_of_an_answer_with_it_is_not_trained_on(
+    prepared: Prepare, tokenizer: Any
+) -> None:
+    tokenizer.add_tokens([AddedToken("<|model|>", rstrip=True, special=True)])  # as Phi-3.5's
+    source = TEMPLATES["plain"].replace("<|{{ m.role }}|>", "<|{{ m.role | replace('assistant', 'model') }}|>")
+    source = source.replace("<|assistant|>", "<|model|>")
+    for blank in ("", " ", "\n\n "):
+        parts = prepared([{"messages": talk("Who?", f"{blank}Crews.")}], source).audit["samples"][0]["parts"]
+        assert [part["text"] for part in parts if part["trained"]] == [ENDED[0]], parts
 
 
 def test_no_content_becomes_empty_where_the_template_measures_it(tokenizer: Any) -> None:

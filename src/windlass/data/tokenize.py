@@ -575,6 +575,11 @@ def find_supervised_tokens(
                     break
                 last += 1
             flags[first : last + 1] = True
+            if closed and text[start].isspace():
+                first_char, after_char = done.token_to_chars(first)
+                if text[first_char:start].strip() and not text[start:after_char].strip():  # the header, with it behind
+                    flags[first] = False
+                    first = first + 1 if first < last else None
             if closed and text[end - 1].isspace():
                 first_char, after_char = done.token_to_chars(last)
                 if after_char > end and not text[first_char:end].strip():  # the next header, with a blank before it
