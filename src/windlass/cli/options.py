@@ -152,7 +152,7 @@ def write_run_file(text: str, out: Path | None) -> None:
     text = text.replace("windlass plan run.yaml", f"windlass plan {shlex.quote(str(out))}", 1)  # the next step
     with require_writable(out, "name another file with --out"):
         write_atomic(out, text)
-    say(f"written to {out}: next, windlass plan {out}")
+    say(f"written to {out}: next, windlass plan {shlex.quote(str(out))}")
 
 
 def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) -> AnyPlan:

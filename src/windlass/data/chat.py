@@ -37,6 +37,7 @@ from windlass.data.variables import GENERATION, list_searched, read_variables, r
 from windlass.data.within import run_within
 from windlass.errors import UserError, Where
 from windlass.files import read_json
+from windlass.runfile.rows import is_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -605,10 +606,12 @@ class ChatTemplate:
         return str(texts[0]), [(start, end) for start, end in marked[0]] if marks else []
 
 
-def list_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the tokens that generation ends at: those of the model's generation_config.json and the tokenizer's."""
-    ends = read_json(Path(str(tokenizer.name_or_path)) / "generation_config.json").get("eos_token_id")
-    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+def list_ends(tokenizer: PreTrainedTokenizerBase, folder: Path | None = None, model: Any = None) -> set[int]:
+    """Return the tokens that generation ends at: of the tokenizer, of generation_config.json, of the model's config."""
+    ends = read_json((folder or Path(str(tokenizer.name_or_path))) / "generation_config.json").get("eos_token_id")
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    named = [each if isinstance(each, list) else [each] for each in (ends, own, tokenizer.eos_token_id)]
+    return {*itertools.chain(*named)} - {None}
 
 
 def choose_template(
@@ -668,7 +671,7 @@ def find_template(asked: str, own: Any, place: str) -> tuple[str, str]:
         return own[asked], f"the tokenizer's chat template {asked!r}"
     if asked in names:
         return read_template(asked), f"the chat template {asked!r}"
-    if "{{" in asked or "{%" in asked:
+    if is_template(asked):
         return asked, "data.chat_template"
     try:
         text = Path(asked).expanduser().read_text(encoding="utf-8")

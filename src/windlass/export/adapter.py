@@ -1,5 +1,6 @@
 """Export an adapter alone, in PEFT's format: as saved or in 16 bits, with its base's name instead of a path."""
 
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,7 +15,7 @@ from windlass.data.trained_template import write_template
 from windlass.errors import UserError
 from windlass.export.card import describe_evaluation, write_card
 from windlass.export.deltas import read_deltas
-from windlass.export.folder import ADAPTER, claim_folder
+from windlass.export.folder import ADAPTER, COMPANIONS, claim_folder
 from windlass.export.proof import list_unplaced
 from windlass.export.screen import Say
 from windlass.export.served import (
@@ -37,8 +38,6 @@ from windlass.weights.same_base import CHAT_TEMPLATE, describe_quantization, rea
 
 SHORT_NAMES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OUTPUT_DTYPES: Final = SHORT_NAMES | {str(dtype).removeprefix("torch."): dtype for dtype in SHORT_NAMES.values()}
-# The adapter's files that are needed to use it. Optimizer, scheduler and random state belong to the run.
-COMPANIONS: Final = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "*.model")
 
 
 def export_adapter(
@@ -68,7 +67,7 @@ def export_adapter(
         verdicts = require_served(server, base, deltas, source.config, environment, source.run_folder or source.folder)
         for verdict in verdicts:
             if not verdict.is_served:
-                say(f"note      {verdict}: compare its answers, `windlass verify URL {to}`")
+                say(f"note      {verdict}: compare its answers, `windlass verify URL {shlex.quote(str(to))}`")
         if base.path:
             report_missing_files(base, base_name, base.path, has_mistral_layout(base), say)
     if dtype is not None and dtype not in OUTPUT_DTYPES:

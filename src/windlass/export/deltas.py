@@ -120,8 +120,8 @@ def read_deltas(source: AdapterSource, base: Base) -> Deltas:
         delta = _make_delta(module, kinds, parameters, config)
         if isinstance(delta, str):
             misfits.append(delta)
-        elif delta.parameter.name in deltas:
-            misfits.append(f"{delta.parameter.name} is adapted twice")
+        elif delta.parameter.name in deltas and not _is_copy(deltas[delta.parameter.name]):
+            misfits.append(f"{delta.parameter.name} is adapted twice: by a pair, and by other weights below it")
         else:
             deltas[delta.parameter.name] = delta
     if misfits:
@@ -129,6 +129,15 @@ def read_deltas(source: AdapterSource, base: Base) -> Deltas:
         problem = f"the adapter does not fit this model ({len(misfits)}): {abbreviate(misfits)}"
         raise UserError(problem, str(source.weights), hint, "adapter-misfit")
     return Deltas(deltas)
+
+
+def _is_copy(delta: Delta) -> bool:
+    """Return whether weights that an adapter brings along are the base's own: PEFT saves an adapted head with it."""
+    stored = [*(piece.stored for piece in delta.parameter.pieces), delta.replaced]
+    if len(stored) != 2 or delta.replaced is None:
+        return False
+    base, brought = (read_tensor(each, Files()).float() for each in stored if each is not None)
+    return torch.equal(base, brought)
 
 
 def _describe_misfit(key: str, tensor: Stored) -> str:

@@ -9,10 +9,13 @@ from windlass.errors import UserError
 from windlass.export.source import AdapterSource
 from windlass.files import read_json, write_json
 from windlass.hardware import GIB
+from windlass.run_folder import BASE_MODEL, PROBE
 
 EXPORT: Final = "export.json"  # what was exported, and the result of its proof
 ADAPTER: Final = "adapter"  # kinds of export
 MERGED: Final = "merged"
+# The adapter's files that are needed to use it. Optimizer, scheduler and random state belong to the run.
+COMPANIONS: Final = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "*.model")
 RESERVE: Final = 2**26  # bytes of disk reserved for tokenizer, config, card
 
 
@@ -31,6 +34,9 @@ def claim_folder(source: AdapterSource, base: Path | None, to: Path, kind: str, 
             content = f"a {earlier['kind']} model"
         hint = "name a new folder, or empty this one"
         raise UserError(f"the folder holds {content}", f"--to {to}", hint, "folder-taken")
+    if kind == ADAPTER:  # the new one may lack what an earlier one had
+        for path in chain.from_iterable(to.glob(pattern) for pattern in (*COMPANIONS, BASE_MODEL, PROBE)):
+            path.unlink()
     if kind == MERGED:
         written = (to.glob(f"{name}*.safetensors*") for name in ("model", "consolidated"))
         for path in (to / "config.json", to / "params.json", *chain(*written)):

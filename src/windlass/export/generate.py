@@ -1,5 +1,6 @@
 """Generate text with a merged model, or base + adapter, on this machine."""
 
+import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoTokenizer, TextStreamer
 
+from windlass.data.chat import list_ends
 from windlass.data.trained_template import set_template
 from windlass.errors import UserError
 from windlass.export.deltas import read_deltas
@@ -94,6 +96,7 @@ def generate(
             use_cache=True,
             streamer=_Streamer(tokenizer, write) if write else None,
             pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=sorted(list_ends(tokenizer, model_base.path, model)) or None,
         )
     answer = output[0][encoded["input_ids"].shape[-1] :]
     text: str = tokenizer.decode(answer, skip_special_tokens=True)
@@ -151,7 +154,8 @@ def load_model(
     say: Say = print,
 ) -> Any:
     if base_dtype != "bf16" and source and source.config.get("use_dora"):
-        hint = f"merge it first: `windlass export {source.folder} --to MERGED --merge`, then generate from MERGED"
+        command = f"windlass export {shlex.quote(str(source.folder))} --to MERGED --merge"
+        hint = f"merge it first: `{command}`, then generate from MERGED"
         problem = "DoRA needs base weights in 16 bits, and they don't fit here"
         raise UserError(problem, str(source.folder), hint, "dora-needs-16-bits")
     layout = Layout("resident", "generated from", 1, 1, shard=1, base_dtype=base_dtype)

@@ -1,5 +1,6 @@
 """Merge an adapter into its base: check, write, open it again and prove it."""
 
+import shlex
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -146,7 +147,8 @@ def _compare_base_losses(source: AdapterSource, base: Base) -> str:
     record = read_json(run / BASES) if run else {}
     if not record:
         dtype = published_dtype(base) or "bf16"
-        return f"hint      windlass best {run or 'RUN'} --base-dtype {dtype}: both bases' held-out losses"
+        place = shlex.quote(str(run)) if run else "RUN"
+        return f"hint      windlass best {place} --base-dtype {dtype}: both bases' held-out losses"
     losses = [
         f"{dtype.upper()} {alone:.4f}, with the adapter {adapted:.4f}"
         for dtype, (alone, adapted) in record["losses"].items()

@@ -20,15 +20,17 @@ from torch import Tensor
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.export.deltas import Deltas
+from windlass.export.folder import EXPORT
 from windlass.export.rounding import MergedTensor, round_to
 from windlass.export.screen import Advance
 from windlass.files import flush_to_disk, write_atomic
 from windlass.hardware import count_usable_cpus
 from windlass.model import Base, Piece, Stored, read_base
 from windlass.model.family import ACTIVATIONS, CACHE, SHAPES
-from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, PARAMS, SINGLE
+from windlass.model.files import BITS, CONFIG, HEADERS, INDEX, LENGTH, PARAMS, PUBLISHED, SINGLE
 from windlass.model.mistral_layout import CONSOLIDATED, CONSOLIDATED_INDEX, has_separate_experts, name_in_file
 from windlass.model.packed import BLOCKS, PACKED
+from windlass.run_folder import PROBE
 from windlass.weights.reading import DTYPES, NEEDS_SCALE, DamagedError, Files, read_tensor
 
 # Dtypes of a merged model.
@@ -43,6 +45,7 @@ RESCALED: Final = "rescaled"
 ROTATED: Final = "rotated"
 ALIGNMENT: Final = 8  # alignment of a header, as safetensors writes it
 COPIED_BYTES: Final = 2**22  # copied at a time
+OF_BASE: Final = (PUBLISHED, HEADERS, EXPORT, PROBE)  # said of the base's own weights
 # Not copied: weights in any other form, into which the adapter is not merged, and what points servers to them.
 LEFT_OUT: Final = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.index.json"),
@@ -136,7 +139,7 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str, names: LayoutFi
             index = make_index(entries, names)
 
     # 3. The rest of the base's folder.
-    others = [path for path in sorted(base.path.iterdir()) if path.name not in (CONFIG, SINGLE, INDEX)]
+    others = [path for path in sorted(base.path.iterdir()) if path.name not in (CONFIG, SINGLE, INDEX, *OF_BASE)]
     others = [path for path in others if path.is_file()]
     left_out = [path for path in others if any(path.match(pattern) for pattern in LEFT_OUT)]
     return MergePlan(

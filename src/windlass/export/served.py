@@ -100,7 +100,7 @@ def convert_adapter(
             pairs.append(Pair(rename(module), saved[delta.a.key], saved[delta.b.key], delta.scale, delta))
     r = int(config["r"])
     alpha = config["lora_alpha"]
-    if FOLDED in forms or any(pair.scale != alpha / r for pair in pairs):
+    if FOLDED in forms or any(pair.scale != alpha / r or pair.b.shape[1] != r for pair in pairs):
         r = alpha = max(pair.b.shape[1] for pair in pairs)
         pairs = [_fold(pair, r) for pair in pairs]
     experts = [row for row in rows.values() if row.form == PER_EXPERT]

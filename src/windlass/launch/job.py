@@ -18,6 +18,7 @@ from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.runfile import ScriptRun
 from windlass.runfile.machines import GRACE_SECONDS, PLATFORM_SECTIONS, Cluster, Secret
+from windlass.runfile.rows import is_template
 from windlass.runfile.values import Section
 from windlass.variables import DEFAULTS, variables
 
@@ -274,7 +275,7 @@ def _find_path_problems(job: Job) -> Iterator[Problem]:
 def list_inputs(job: Job) -> dict[str, str]:
     """Return the paths, or names on the hub, of what the run reads, by their keys."""
     run = job.plan.run
-    paths: dict[str, str | None] = {}
+    paths: dict[str, str | None] = {"cluster.machine": job.cluster.machine}
     if isinstance(run, ScriptRun):
         paths["script.path"] = None if job.cluster.working_dir else run.script.path
     else:
@@ -282,10 +283,13 @@ def list_inputs(job: Job) -> dict[str, str]:
         paths["lora.adapter"] = run.lora.adapter
         if not run.data.mix:
             paths["data.dataset_name_or_path"] = run.data.dataset_name_or_path
-        paths |= {f"data.mix[{i}].path": part.path for i, part in enumerate(run.data.mix)}
-        paths |= {f"data.eval.{name}.path": part.path for name, part in run.data.eval.items()}
-        paths |= {f"data.keep.{name}.path": part.path for name, part in run.data.keep.items()}
-        paths["data.chat_template"] = run.data.chat_template
+        sets: dict[str, Any] = {f"data.mix[{i}]": part for i, part in enumerate(run.data.mix)}
+        sets |= {f"data.eval.{name}": part for name, part in run.data.eval.items()}
+        sets |= {f"data.keep.{name}": part for name, part in run.data.keep.items()}
+        paths |= {f"{place}.path": part.path for place, part in sets.items()}
+        templates = {place: part.chat_template or "" for place, part in {"data": run.data, **sets}.items()}
+        paths |= {f"{place}.chat_template": text for place, text in templates.items() if not is_template(text)}
+        paths["train.sample.file"] = run.train.sample.file if run.train.sample else None
     return {key: path for key, path in paths.items() if path}
 
 

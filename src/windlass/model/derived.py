@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ def find_description(config: Mapping[str, Any], where: str, folder: Path | None 
     if not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft")):
         place = folder or Path(where).parent
         problem = f"windlass has no description of this {config.get('model_type')} model, and there is no torch here"
-        command = f"python -m windlass.introspect.describe {place} > {LOCAL}"
+        command = f"python -m windlass.introspect.describe {shlex.quote(str(place))} > {LOCAL}"
         raise UserError(
             problem, where, f"where torch is, run: {command}; then copy {LOCAL} into {place}", "no-description"
         )

@@ -104,6 +104,9 @@ def _find_remedy(work: Workload, gpu_gib: float, host_gib: float) -> str:
             return f"needs {short}: with {', '.join(changes)} it needs {gpu_gib:.1f} GiB and fits{remark}"
         if not any(word in changes[-1] for word in IF_IT_HELPS):
             tried.append(f"{changes[-1]} ({gpu_gib:.1f} GiB a GPU)")
+    failed = f"{'; '.join(tried)} do not suffice: " if tried else ""
+    if "full-shard" in work.barred:
+        return f"needs {short}: {failed}this run needs the whole base on each GPU, take GPUs with more memory"
     per_node = work.layout.gpus_per_node
     for nodes in range(work.layout.nodes + 1, MOST_NODES + 1):
         layout = replace(work.layout, nodes=nodes, shard=nodes * per_node, replicate=1, expert_parallel=1)
@@ -113,7 +116,6 @@ def _find_remedy(work: Workload, gpu_gib: float, host_gib: float) -> str:
         if _fits(smallest, gpu_gib, host_gib):
             enough = f"{nodes} nodes ({nodes * per_node} GPUs) fit"
             return f"needs {short}: {enough}, full-shard with checkpointing, one sequence at a time"
-    failed = f"{'; '.join(tried)} do not suffice: " if tried else ""
     return f"needs {short}: {failed}no number of such nodes up to {MOST_NODES} is enough, take GPUs with more memory"
 
 
@@ -158,11 +160,12 @@ def _list_changes(work: Workload) -> Iterator[tuple[list[str], Workload]]:
             layouts |= {f"{name}layout.context_parallel: {n}": replace(other, context_parallel=n) for n in work.splits}
     if layout.offload:
         layouts["layout.offload: false"] = replace(recompute, offload=False)
-    elif layout.shard > 1 and not work.on_cpu:
+    elif layout.shard > 1 and not work.on_cpu and not work.trains_base:
         layouts["layout.offload: true"] = replace(recompute, offload=True, base_dtype="bf16")
     if work.four_bits and layout.base_dtype not in FOUR_BITS:
-        smallest = full if layout.name == "resident" and ranks > 1 else recompute
+        smallest = full if layout.name == "resident" and ranks > 1 and "full-shard" not in work.barred else recompute
         name = f"layout.name: {smallest.name}, " if smallest is full else ""
         layouts[f"{name}layout.base_dtype: nf4"] = replace(smallest, base_dtype="nf4", offload=False)
     for key, other in layouts.items():
-        yield [*keys, key], replace(work, layout=other)
+        if other.name not in work.barred:
+            yield [*keys, key], replace(work, layout=other)

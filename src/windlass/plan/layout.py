@@ -164,7 +164,7 @@ def _find_contradictions(request: LayoutRequest, layout: Layout, experts: int) -
     name = layout.name
     shard = layout.shard
     replicate = layout.replicate
-    if name in request.barred:
+    if name in request.barred and request.ranks > 1:
         others = [other for other in LAYOUTS if other not in request.barred]
         yield "barred-layout", request.barred[name], f"layout may be {', '.join(others)}"
     reshard = request.reshard_after_forward

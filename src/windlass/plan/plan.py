@@ -17,7 +17,7 @@ from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.advice import Advice, Caution, advise_faster_layout, find_cautions
 from windlass.plan.as_json import describe_plan
 from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
-from windlass.plan.layout import AUTO, Layout, LayoutRequest
+from windlass.plan.layout import AUTO, LAYOUTS, Layout, LayoutRequest
 from windlass.plan.machine import find_machine
 from windlass.plan.padding import RowLengths
 from windlass.plan.request import apply_overrides, read_request
@@ -251,6 +251,8 @@ def make_plan(
         splits=list_splits(request, loaded, base),
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
         of_narrow_pairs=run.objective.of_pairs and run.in_16_bits,
+        barred=frozenset(request.barred if base.family.shards else LAYOUTS) - {"resident"},
+        trains_base=bool(run.lora.modules_to_save),
         keeps=bool(run.data.keep),
     )
 

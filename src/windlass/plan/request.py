@@ -115,7 +115,7 @@ def read_request(
         activation_checkpointing=recompute,
         offload_activations=offload_activations,
         precision=precision or ("no" if _computes_in_float32(run) else "bf16"),
-        barred=rule_out_layouts(run, experts_adapted, base_trained) if nodes * gpus_per_node > 1 else {},
+        barred=rule_out_layouts(run, experts_adapted, base_trained),
         **sizes,
     )
 

@@ -13,6 +13,11 @@ CHAT_KEYS = {"turns", "reasoning", "tools", "chat_template", "template_kwargs"}
 RECIPE_CONFIG = "wikitext-2-raw-v1"
 
 
+def is_template(text: str) -> bool:
+    """Return whether `chat_template` is the template itself, and no name or file."""
+    return "{{" in text or "{%" in text
+
+
 class RowFormat(Section):
     """How the rows of one data set become text."""
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.compat import CACHE
+from windlass.data.chat import list_ends
 from windlass.data.inputs import read_prompt_lines
 from windlass.data.packing import iter_documents
 from windlass.errors import UserError, Where
@@ -111,7 +112,7 @@ class Samples:
         """Append tokens as often as any rank needs. Return which rows have ended, and whether time is up."""
         model = self.model
         device = model.device
-        ends = _find_end_tokens(model.causal_lm, self.tokenizer)
+        ends = list_ends(self.tokenizer, model=model.causal_lm)
         finished = [False] * len(rows)
         choices = iter_choices(model.causal_lm, rows or [DUMMY], self.max_length, device)
         for _ in range(self.settings.max_new_tokens):
@@ -168,11 +169,6 @@ def iter_choices(
             ids, positions = torch.cat([ids, added], 1), torch.cat([positions, place], 1)
         else:
             ids, positions, keys[CACHE] = added, place, kept
-
-
-def _find_end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    return {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
 
 
 def read_prompts(

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -84,6 +85,10 @@ def _template() -> Any:
     return environment.from_string(template)
 
 
+# Texts that kubectl's YAML takes for a truth value or a number, and PyYAML does not.
+READ_OTHERWISE = re.compile(r"[yYnN]|[-+]?[\d.]+[eE][-+]?\d+|[-+]?0o?[0-7_]+")
+
+
 class _Dumper(yaml.SafeDumper):
     """Writes multi-line text as a readable block, and repeats values instead of using aliases."""
 
@@ -93,7 +98,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     style = "|" if "\n" in value else None
-    if set(value) & set("\x85\u2028\u2029"):  # PyYAML writes these unquoted and reads them back as a space
+    if set(value) & set("\x85\u2028\u2029") or READ_OTHERWISE.fullmatch(value):  # PyYAML writes these unquoted
         style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -128,7 +129,7 @@ def status(record: Record) -> int:
         text = "no heartbeat yet: it has not started, or died before the first one; its output has the cause"
     print(make_pasteable(f"{record.run}: {text}"))
     if state:
-        print(f"`windlass watch {record.run}` shows curves, ranks and alarms")
+        print(f"`windlass watch {shlex.quote(str(record.run))}` shows curves, ranks and alarms")
     return 0
 
 
@@ -143,7 +144,7 @@ def describe_pairs(figures: Mapping[str, Any]) -> str:
 
 
 def logs(record: Record, *, follow: bool) -> int:  # noqa: ARG001
-    hint = f"look there; `windlass watch {record.run}` shows its progress"
+    hint = f"look there; `windlass watch {shlex.quote(str(record.run))}` shows its progress"
     raise UserError("its output is in the terminal where it was started", str(record.path), hint, "no-log")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def files(job: Job) -> dict[str, str]:
 
 def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
     keep_record(job, "script", folder)
-    say(f"on each node: bash {folder / 'launch.sh'} (its first lines show how)")
+    say(f"on each node: bash {shlex.quote(str(folder / 'launch.sh'))} (its first lines show how)")
     return False
 
 
@@ -30,11 +31,11 @@ status = local.status
 
 
 def logs(record: Record, *, follow: bool) -> int:  # noqa: ARG001
-    hint = f"look there, or in Slurm's output file; `windlass watch {record.run}` shows its progress"
+    hint = f"look there, or in Slurm's output file; `windlass watch {shlex.quote(str(record.run))}` shows its progress"
     raise UserError("its nodes print where they were started", str(record.path), hint, "started-elsewhere")
 
 
 def stop(record: Record) -> int:
     hint = "scancel, or kill -TERM the process of launch.sh or windlass train on any one node: all save and end"
-    hint += f"; `windlass watch {record.run}` shows its progress"
+    hint += f"; `windlass watch {shlex.quote(str(record.run))}` shows its progress"
     raise UserError("it is stopped where it was started", str(record.path), hint, "started-elsewhere")

@@ -32,6 +32,9 @@ def translate(imported: ImportedRun) -> None:
         set_objective(imported, "rl", "orpo" if rl == "orpo" else "dpo", betas=betas, **options)
     if "lora.target_modules" in imported.settings and imported.take("lora_target_modules"):
         imported.no_effect["lora_target_modules"] = "lora_target_linear adapts all linear layers"
+    batch, micro = imported.take("batch_size"), imported.theirs.get("micro_batch_size")
+    if isinstance(batch, int) and isinstance(micro, int) and micro:  # of each process
+        imported.set("train.gradient_accumulation_steps", batch // micro, "batch_size // micro_batch_size")
     ratio = imported.take("cosine_min_lr_ratio")
     if isinstance(ratio, float):
         imported.take("lr_scheduler")
@@ -88,6 +91,10 @@ def _translate_data(imported: ImportedRun, entry: Mapping[str, Any], place: str)
     if pairs:
         return {**data, **_translate_pairs(imported, entry, place, str(style))}
     if isinstance(style, dict):
+        used = {key: value for key, value in style.items() if value}
+        if used.get("no_input_format") == used.get("format"):
+            used.pop("no_input_format", None)
+        imported.judge_others(f"{place}.type", used, "format field_instruction field_input field_output")
         return {**data, "prompt_template": _join_prompt(style)}
     if style == "chat_template" or str(style).startswith("sharegpt"):
         return {**data, **_translate_chat(imported, entry, place)}

@@ -6,13 +6,17 @@ from typing import Any
 
 from windlass.runfile.importers.imported import ImportedRun
 
+MEDIA = ("images", "videos", "audios")
+
 
 def translate_columns(imported: ImportedRun, place: str, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the messages' names of fields, if they aren't usual ones."""
     usual = {"role": ("role", "from"), "content": ("content", "value"), "training": ("train", "weight")}
     renamed = {name: column for name, column in columns.items() if column not in usual.get(name, (name,))}
-    for name in renamed.keys() - {*usual, "tools", "system", "chosen", "rejected"}:
+    for name in renamed.keys() - {*usual, *MEDIA, "tools", "system", "chosen", "rejected"}:
         imported.refuse(place, f"windlass reads {name!r} of a message by that name", "rename it in the rows")
+    for name in columns.keys() & {*MEDIA}:
+        imported.refuse(place, f"these rows have {name}, and windlass trains on text alone", "name other rows")
     if not renamed:
         return {}
     return {"columns": {"train" if name == "training" else name: str(column) for name, column in renamed.items()}}

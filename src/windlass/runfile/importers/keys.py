@@ -31,7 +31,10 @@ def translate_common(imported: ImportedRun) -> None:
         problem = "float16 overflows, and windlass stops at a step that isn't finite"
         imported.refuse("fp16", problem, "write bf16: true")
     resume = imported.take("auto_resume_from_checkpoints") or imported.take("resume_from_checkpoint")
-    if resume:
+    if isinstance(resume, str) and resume not in ("auto", "true", "True"):
+        problem = f"names a checkpoint of the other tool, {resume}"
+        imported.refuse("resume_from_checkpoint", problem, "set lora.adapter to it to go on from its adapter")
+    elif resume:
         imported.set("train.resume", "auto", f"resume_from_checkpoint: {resume}")
     for key in SPLIT_ROWS:
         if (ranks := imported.take(key)) not in (None, 1):

@@ -38,12 +38,10 @@ def translate(imported: ImportedRun) -> None:
     if imported.theirs.get("lora_alpha") is None and isinstance(r, int):
         imported.take("lora_alpha")
         imported.set("lora.lora_alpha", 2 * r, "LLaMA-Factory's default: 2 x lora_rank")
-    target = imported.take("lora_target", "all")
-    names = target if isinstance(target, list) else [name.strip() for name in str(target).split(",")]
+    names = split_names(imported.take("lora_target", "all"))
     imported.set("lora.target_modules", "all-linear" if "all" in names else names, "lora_target")
-    in_full = imported.take("additional_target")
-    if isinstance(in_full, str):
-        imported.set("lora.modules_to_save", [name.strip() for name in in_full.split(",")], "additional_target")
+    if in_full := split_names(imported.take("additional_target")):
+        imported.set("lora.modules_to_save", in_full, "additional_target")
     neat = imported.take("neat_packing")
     packing = imported.take("packing")
     if neat or packing or (packing is None and stage == "pt"):
