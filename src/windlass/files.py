@@ -194,13 +194,16 @@ def _fsync(path: Path) -> None:
 
 
 def commit_dir(partial: Path, final: Path) -> None:
-    """Give a finished folder its name, replacing what had it. After a crash there is the old one, the new one or
-    none."""
+    """Give a finished folder its name, replacing what had it. After a crash there is the old one, the new one or, for
+    the moment between two renames, none."""
     flush_to_disk(partial)
+    aside = final.with_name(f".{final.name}.discarded")
     if final.exists():  # rename() does not replace a folder that has files
-        discard_dir(final)
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
     partial.rename(final)
     _fsync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def discard_dir(folder: Path) -> None:

@@ -130,7 +130,7 @@ class PreparedData:
             firsts = np.cumsum([0, *(count for count, _ in self.shares)])
             parts = [choose_epoch_rows(count, wanted, seed, epoch) for count, wanted in self.shares]
             rows = np.concatenate([first + part for first, part in zip(firsts[:-1], parts, strict=True)])
-        if self.batching == LENGTH_GROUPED:
+        if self.batching != PACKED:
             return rows[group_by_length(self.lengths[rows], global_batch, seed, epoch)]
         return rows[shuffle(len(rows), seed, epoch)]
 
@@ -177,10 +177,11 @@ def prepare_data(
 
     # 3. The audit, and what it finds wrong.
     batch = batch or run.train.least_batch
-    batching = choose_batching(run, batch)
+    batching = choose_batching(run)
     audit = complete_audit(folder, run, chosen, batching, batch)
     if data.streaming:  # only its first rows are tokenized by now
-        audit["fingerprint"] = hash_text([audit["fingerprint"], inputs])
+        dates = [format_.template.dates for _, format_ in chosen if format_.template] if has_dates(audit) else []
+        audit["fingerprint"] = hash_text([audit["fingerprint"], inputs, *dates])
     trained = [rows for rows in selections if not rows.evaluated]
     shares = count_shares(trained, audit) if data.mix and not data.streaming else ()
     if not data.streaming:
@@ -229,11 +230,16 @@ def prepare_data(
     )
 
 
-def choose_batching(run: RunFile, batch: int) -> str:
-    """Return how rows form micro-batches of `batch` rows."""
+def has_dates(audit: Mapping[str, Any]) -> bool:
+    """Return whether a chat template wrote the day into any of the rows that were looked at."""
+    return any(remark["kind"] == "date" for split in audit["splits"].values() for remark in split.get("remarks", ()))
+
+
+def choose_batching(run: RunFile) -> str:
+    """Return how rows form micro-batches, of any number of rows: a resumed run may have another."""
     if run.data.packs:
         return PACKED
-    return LENGTH_GROUPED if run.pads or batch == 1 else PADDING_FREE
+    return LENGTH_GROUPED if run.pads else PADDING_FREE
 
 
 def complete_audit(

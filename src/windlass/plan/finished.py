@@ -134,7 +134,7 @@ def load_finished_run(
                 )
             data |= {"dataset_name_or_path": str(eval_data), "dataset_config_name": None, "val_fraction": None}
             data |= {"train_split": "train", "val_split": "train", "mix": [], "eval": {}}
-        elif data.get("val_split") and not data.get("val_fraction"):
+        elif data.get("val_split") and not data.get("val_fraction") and not data.get("eval"):
             data["train_split"] = data["val_split"]  # only these rows are tokenized
         tree["data"] = read_recorded_data(data)
         if "lora" in tree:

@@ -59,6 +59,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.train = self.plan.run.train
+        self.balanced = torch.ones(())  # micro-batches of the step whose router is balanced
 
     @property
     def epoch(self) -> float:
@@ -153,7 +154,7 @@ class Loop:
                 if model.kept_gathered:
                     keep_gathered(model.kept_gathered, keep=number < self.length.accumulation)
                 model.waits.on = number == 1 or bool(model.kept_gathered)
-                batch_loss, batch_balance = model.compute_loss(batch, balance_share)
+                batch_loss, batch_balance = model.compute_loss(batch, balance_share if batch.rows else None)
                 model.waits.on = False
                 self.recorder.mark("forward")
                 batch_loss.backward()  # type: ignore[no-untyped-call]
@@ -219,26 +220,29 @@ class Loop:
     def _balance_share(self, batches: list[Batch]) -> Tensor:
         """Return the factor that scales a micro-batch's balancing loss to the summed loss of the tokens.
 
-        The step's loss is the mean over its tokens plus the mean of the balancing loss over its micro-batches. Only
-        mixtures whose config has such a loss need this collective.
+        The step's loss is the mean over its tokens plus the mean of the balancing loss over its micro-batches that have
+        rows: others are only there to be as many on each rank. Only mixtures whose config has such a loss need this
+        collective.
         """
-        total = torch.tensor(float(sum(batch.supervised for batch in batches)), device=self.model.device)
-        if self.updater.replicas.world > 1:
-            dist.all_reduce(total)
-        micro_batches = self.length.accumulation * self.batches.readers
-        return self.model.router_weight * total.clamp(min=1) / micro_batches
+        counts = [sum(batch.supervised for batch in batches), sum(bool(batch.rows) for batch in batches)]
+        totals = torch.tensor(counts, dtype=torch.float32, device=self.model.device)
+        world = self.updater.replicas.world
+        if world > 1:
+            dist.all_reduce(totals)
+        supervised, filled = totals.clamp(min=1).unbind()
+        self.balanced = filled * self.batches.readers / world  # ranks that share a row count it each
+        return self.model.router_weight * supervised / self.balanced
 
     def _record(self, step: Step, sums: StepSums, rows: list[int], stalled: str) -> None:
         """Write the step's line: rank 0 with the values of all ranks, the others with their own only."""
         waited = self.model.waits.seconds()
         of_job: dict[str, Any] = {}
         if collectives.get_rank() == 0:
-            micro_batches = self.length.accumulation * self.batches.readers
             of_job = {
                 "epoch": self.epoch,
                 "loss": step.loss,
                 "grad_norm": step.grad_norm,
-                "router_aux_loss": sums.balance / micro_batches if self.model.router_weight else None,
+                "router_aux_loss": sums.balance / float(self.balanced) if self.model.router_weight else None,
                 **step.figures,
                 "learning_rate": step.learning_rate,
                 "job_tokens": step.job_tokens,
@@ -267,6 +271,7 @@ class Loop:
                 loss.backward()  # type: ignore[no-untyped-call]
             gradients = self.updater.replicas.gradients()
             self.updater.optimizer.zero_grad()
+            self.updater.liveness.skip_update()  # nothing of this micro-batch is trained on
             self.model.figures.take()
             return loss.detach(), gradients
 

@@ -229,7 +229,8 @@ def require_finite(table: Tensor, name: str, path: Path) -> None:
     if wrong:
         problem = f"{name} pair {wrong[0] + 1}: a log-probability in the reference is not a finite number"
         problem += f"; so it is of {len(wrong):,} of {len(table):,} pairs" if len(wrong) > 1 else ""
-        raise RunError(problem, str(path), "windlass data RUN --row N shows the pair", "not-finite")
+        hint = "pairs are counted as in `tokens` in the run folder, without those left out: look at its text"
+        raise RunError(problem, str(path), hint, "not-finite")
 
 
 def compute_answers(model: TrainedModel, batch: Batch) -> Answers:

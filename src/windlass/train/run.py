@@ -50,6 +50,7 @@ from windlass.train.checkpoint.resume import (
     claim_run_folder,
     describe_run,
     explain_other_length,
+    find_unshared,
     fingerprint_base,
     record_failure,
     require_base_of,
@@ -126,6 +127,12 @@ def train_run(plan: Plan, session: Session) -> int:
         begin = partial(claim_run_folder, resume=session.options.resume, allow_other_base=allow_other_base)
         from_checkpoint = collectives.run_on_rank_0(lambda: begin(plan, session.identity, unwritten, held))
         print_header(console, plan, os.environ)
+        if unshared := find_unshared(folder):
+            console.print(
+                f"warning: ranks {', '.join(map(str, unshared))} don't see {folder}: alarms are off, which compare ranks, "
+                "and the run can't be resumed there\nhint: set train.output_dir to a volume that all nodes mount",
+                style="yellow",
+            )
 
         with record_failure(folder):
             # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import shlex
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -86,7 +87,8 @@ def find_intact_best(checkpoints: Path) -> Path | None:
         return None
     damage = find_damage(best)
     if damage:
-        hint = "the last one is intact: `windlass best RUN_DIR` ranks those that are left"
+        run = shlex.quote(str(checkpoints.parent))
+        hint = f"remove it, then add --resume to take the best that is left; `windlass best {run}` ranks them"
         raise RunError(f"the best checkpoint can't be used: {damage}", str(best), hint, "damaged-checkpoint")
     return best
 

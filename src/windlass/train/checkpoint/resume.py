@@ -2,8 +2,10 @@
 
 import contextlib
 import hashlib
+import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +37,8 @@ from windlass.settings import FOUR_BITS
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints, read_step, remove_partial_checkpoints
 from windlass.train.checkpoint.snapshot import STATE, require_intact
 from windlass.weights.same_base import CHAT_TEMPLATE, FETCH_AGAIN, FLAG, require_same_base
+
+SEEN_SECONDS = 30.0  # that a network file system may take to show other nodes a file
 
 
 def claim_run_folder(
@@ -76,6 +80,15 @@ def claim_run_folder(
     else:
         begin_run(plan, now, None, unwritten)
     return usable
+
+
+def find_unshared(folder: Path) -> list[int]:
+    """Return the ranks that don't see the run folder of rank 0, as on disks of their own. A collective."""
+    began = collectives.run_on_rank_0(lambda: read_manifest(folder).get("began"))
+    until = time.monotonic() + SEEN_SECONDS
+    while not (seen := read_manifest(folder).get("began") == began) and time.monotonic() < until:
+        time.sleep(0.1)
+    return [rank for rank, sees in enumerate(collectives.all_gather(seen)) if not sees]
 
 
 def begin_run(plan: Plan, facts: dict[str, Any], resumed: Path | None, unwritten: WriteGuard) -> None:
@@ -142,6 +155,10 @@ def require_same_run(
         began = format_plural(had, "sequence")
         problem = f"an optimizer step had {began} when this run began, and would have {now['sequences']} now"
         hint = f"set train.global_batch_size: {had}, which holds on any number of ranks"
+        chosen = {"data.packing": "packing", "train.num_train_epochs": "num_train_epochs"}
+        if not plan.run.train.sets_batch:  # then these were chosen with it
+            was = {key: before["run"].get(key.partition(".")[0], {}).get(name) for key, name in chosen.items()}
+            hint += "".join(f"; and {key}: {json.dumps(value)}" for key, value in was.items() if value is not None)
         problems.append(Problem(problem, plan.where("train.global_batch_size"), hint, "other-batch-size"))
     dtype_then, dtype_now = [(facts.get("layout") or {}).get("base_dtype", "bf16") for facts in (before, now)]
     # bf16 and fp8 hold the same weights.
@@ -174,6 +191,9 @@ def require_same_data(
         hint = (
             "a chat template that writes the date needs the tokens of then: put the folder `tokens` of the run back, "
         )
+        if plan.run.data.streaming:
+            hint = "a stream can't be resumed on another day where the chat template writes the date: fix the date in "
+            hint += "data.template_kwargs, "
         hint += "or train into another folder"
     elif resumed and template and (began := then.get(CHAT_TEMPLATE)) and began["text"] != template["text"]:
         code = "other-template"
