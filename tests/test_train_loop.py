@@ -270,6 +270,23 @@ def test_balancing_loss_is_optional_and_not_evaluated(make: Make, tmp_path: Path
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
 
 
+@pytest.mark.parametrize("micro", [1, 3])
+def test_rows_that_only_fill_a_batch_are_not_balanced(micro: int, make: Make, tmp_path: Path) -> None:
+    """Three rows, alone and beside a filler: in a micro-batch of its own, or among them."""
+    lines = [json.dumps({"text": " ".join(WORDS.split()[:count])}) + "\n" for count in (3, 5, 8)]
+    (tmp_path / "data" / "train.jsonl").write_text("".join(lines))
+    steps = []
+    for rows in (3, 4):
+        (tmp_path / "run" / "steps-rank0.jsonl").unlink(missing_ok=True)
+        batch = {"per_device_train_batch_size": str(rows if micro > 1 else 1), "router_aux_loss_coef": "0.5"}
+        batch["gradient_accumulation_steps"] = str(1 if micro > 1 else rows)
+        make(**batch, lora__lora_dropout="0", save_strategy="no", max_steps="1", eval_strategy="no").run()
+        (step,) = read_json_lines(tmp_path / "run" / "steps-rank0.jsonl")
+        assert len(step["rows"]) == 3
+        steps.append([step[name] for name in ("loss", "grad_norm", "router_aux_loss")])
+    assert steps[1] == pytest.approx(steps[0], rel=1e-5)
+
+
 def test_resume_keeps_files_and_machine_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

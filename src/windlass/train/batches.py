@@ -90,12 +90,10 @@ class Collate:
         collated = self.collator(list(rows))
         inputs = {name: value for name, value in collated.items() if name not in ("labels", "attention_mask")}
         if self.mark_tokens:
-            inputs["tokens"] = collated.get("attention_mask")
+            inputs["tokens"] = mask = collated.get("attention_mask")
             fills = torch.tensor([row[ROW] == FILL for row in rows])
-            if inputs["tokens"] is not None and not fills.all():  # which would be balanced, too
-                inputs["tokens"] = (
-                    inputs["tokens"] * ~fills.repeat_interleave(len(inputs["tokens"]) // len(rows))[:, None]
-                )
+            if mask is not None and not fills.all():  # which would be balanced, too
+                inputs["tokens"] = mask * ~fills.repeat_interleave(len(mask) // len(rows))[:, None]
         positions = collated.get("position_ids")
         inputs["several"] = positions is not None and bool((np.diff(positions.numpy()) != 1).any())
         labels = collated["labels"].numpy()

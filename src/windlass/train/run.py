@@ -129,7 +129,7 @@ def train_run(plan: Plan, session: Session) -> int:
         print_header(console, plan, os.environ)
         if unshared := find_unshared(folder):
             console.print(
-                f"warning: ranks {', '.join(map(str, unshared))} don't see {folder}: alarms are off, which compare ranks, "
+                f"warning: ranks {', '.join(map(str, unshared))} don't see {folder}: alarms compare ranks and are off, "
                 "and the run can't be resumed there\nhint: set train.output_dir to a volume that all nodes mount",
                 style="yellow",
             )
