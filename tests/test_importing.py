@@ -18,6 +18,7 @@ from windlass.errors import UserError
 from windlass.runfile import read_run_file
 from windlass.runfile.document import load_document
 from windlass.runfile.importers import TRANSLATE, import_file, render_run_file
+from windlass.runfile.importers.imported import ImportedRun
 from windlass.runfile.names import IMPORTED, TOOLS, group_by_name
 from windlass.runfile.reference import list_keys
 
@@ -756,3 +757,35 @@ def test_keys_with_one_counterpart_agree_or_are_named_with_both(tmp_path: Path) 
     assert first.where == f"{path}:10: bfloat16"
     assert first.problem == "makes train.bf16 false, and bf16 makes it true"
     assert "model.attn_implementation" in second.problem
+
+
+def import_text(text: str, folder: Path, name: str = "a.yml") -> ImportedRun:
+    (folder / name).write_text(text)
+    return import_file(folder / name)
+
+
+def test_lists_stand_where_names_between_commas_are_usual(tmp_path: Path) -> None:
+    text = edited(LLAMA_FACTORY, additional_target=["embed_tokens", "lm_head"], dataset=["a.jsonl", "b.jsonl"])
+    made = import_text(text, tmp_path)
+    assert made.settings["lora.modules_to_save"] == ["embed_tokens", "lm_head"]
+    assert [part["path"] for part in made.settings["data.mix"]] == ["a.jsonl", "b.jsonl"]
+
+
+def test_what_would_be_lost_of_an_import_is_named(tmp_path: Path) -> None:
+    prompt = {"format": "{instruction}", "field_instruction": "q", "field_output": "a", "no_input_format": "{q}?"}
+    data = [{"path": "t", "type": {**prompt, "system_prompt": "Be brief.", "field_system": ""}}]
+    made = import_text(edited(AXOLOTL, datasets=data, resume_from_checkpoint="out/checkpoint-500"), tmp_path)
+    places = {problem.where.rpartition(": ")[2] for problem in made.problems}
+    assert places == {"datasets[0].type.no_input_format", "datasets[0].type.system_prompt", "resume_from_checkpoint"}
+    assert "train.resume" not in made.settings
+    pictures = {"file_name": "p.jsonl", "formatting": "sharegpt", "columns": {"messages": "m", "images": "images"}}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"pictures": pictures}))
+    (problem,) = import_text(edited(LLAMA_FACTORY, dataset="pictures"), tmp_path).problems
+    assert "these rows have images, and windlass trains on text alone" in problem.problem
+
+
+def test_axolotls_batch_size_is_that_of_each_process(tmp_path: Path) -> None:
+    made = import_text(edited(AXOLOTL, batch_size=8, gradient_accumulation_steps=None), tmp_path)
+    assert made.settings["train.gradient_accumulation_steps"] == 4
+    assert "train.global_batch_size" not in made.settings
