@@ -115,6 +115,15 @@ def test_unfinished_run_is_refused(tmp_path: Path) -> None:
         load_finished_run(tmp_path, eval_data=None, ranks=1)
 
 
+def test_a_run_whose_only_held_out_rows_are_sets_of_their_own_is_evaluated(tmp_path: Path) -> None:
+    """What `data.val_split: auto` is recorded as may not exist beside them."""
+    run = {"model": {"model_name_or_path": "m"}, "train": {"output_dir": str(tmp_path)}, "cluster": {}}
+    for sets, split in (({"math": {"path": "m.jsonl"}}, "train"), ({}, "validation")):
+        data = {"dataset_name_or_path": "d", "val_split": "validation", "eval": sets}
+        (tmp_path / "manifest.json").write_text(json.dumps({"run": {**run, "data": data}}))
+        assert load_finished_run(tmp_path, eval_data=None, ranks=1).run.data.train_split == split
+
+
 def test_a_run_is_evaluated_on_fewer_ranks_than_its_batch_was_spread_over(tmp_path: Path) -> None:
     cluster, batch = {"gpus_per_node": 2}, {"global_batch_size": 8, "gradient_accumulation_steps": 2}
     train = {**batch, "per_device_train_batch_size": 2, "output_dir": str(tmp_path)}

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.errors import RunError, UserError
-from windlass.files import WriteGuard
+from windlass.files import WriteGuard, commit_dir
 from windlass.run_folder import ADAPTER, MANIFEST, lock_run, read_manifest
 from windlass.train.checkpoint import resume, snapshot
 from windlass.train.checkpoint.folder import (
@@ -229,6 +229,33 @@ def test_faulty_storage_is_detected(tmp_path: Path, trained: Trained, monkeypatc
     assert names(tmp_path) == ["step-1", "step-2"]
 
 
+UNSHARED = """
+import sys
+from datetime import timedelta
+from pathlib import Path
+import torch.distributed as dist
+from windlass.run_folder import begin_manifest
+from windlass.train.checkpoint import resume
+rank = int(sys.argv[2])
+store = dist.FileStore(sys.argv[1] + "/store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+resume.SEEN_SECONDS = 0.5
+for own in (False, True):
+    folder = Path(sys.argv[1]) / ("run" + str(rank) * own)
+    folder.mkdir(exist_ok=True)
+    if rank == 0:
+        begin_manifest(folder, {})
+    print(resume.find_unshared(folder), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_do_not_see_the_run_folder_are_found(tmp_path: Path) -> None:
+    command = [warm.python(), "-c", UNSHARED, str(tmp_path)]
+    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    assert [rank.communicate(timeout=300)[0].split() for rank in ranks] == [["[]", "[1]"]] * 2
+
+
 KILLED = """
 import sys
 sys.path.insert(0, sys.argv[2])
@@ -265,6 +292,21 @@ def test_a_writer_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path: P
 
 
 # --- which ones there are ---
+
+
+def test_a_kill_while_a_replaced_checkpoint_is_deleted_leaves_the_new_one(tmp_path: Path) -> None:
+    def die(path: Path, **_: Any) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
+
+    for name, text in (("old", "1"), ("new.partial", "2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("windlass.files.shutil.rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            commit_dir(tmp_path / "new.partial", tmp_path / "old")
+    assert (tmp_path / "old" / "file").read_text() == "2"
 
 
 def test_newest_and_best_checkpoints_are_kept(tmp_path: Path, trained: Trained) -> None:

@@ -5,6 +5,8 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -713,6 +715,24 @@ def test_what_a_user_should_know_of_rows_is_counted_and_said(prepared: Prepare) 
     assert prepared([{"messages": THREE}], dated, template_kwargs={"date_string": "1 May"}).audit["facts"] == []
     done = prepared([{"messages": THREE}], TEMPLATES["a thought opened by the prompt"])
     assert "a thought that it opens or closes: '<|assistant|>\\n<think>' (" in done.audit["facts"][0]
+
+
+def test_a_stream_has_the_day_in_its_fingerprint_if_its_rows_have(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is resumed with the same fingerprint only."""
+
+    class Tomorrow(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) + timedelta(days=1)
+
+    streamed = partial(prepared, [{"messages": THREE}], streaming=True)
+    for template, is_other in ((TEMPLATES["plain"], False), ("{{ strftime_now('%d %b') }}" + LOOP + ASK, True)):
+        today = streamed(template=template).fingerprint
+        with monkeypatch.context() as patch:
+            patch.setattr("windlass.data.chat.datetime", Tomorrow)
+            assert (streamed(template=template).fingerprint != today) is is_other
 
 
 @pytest.mark.fault(

@@ -20,7 +20,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from windlass import cli, tiny
 from windlass.errors import RunError, UserError
@@ -34,7 +34,7 @@ from windlass.export.rounding import FORMATS, round_to
 from windlass.export.source import CONFIG, choose_adapter, find_local_base, require_local_base
 from windlass.files import read_json, write_json
 from windlass.model import Stored, read_base
-from windlass.model.files import read_header
+from windlass.model.files import DIGEST, PUBLISHED, read_header
 from windlass.model.wrapped import outer_name, rename_keys
 from windlass.plan.layout import Layout
 from windlass.run_folder import BASE_MODEL, DATA
@@ -585,6 +585,18 @@ def test_generate_gives_the_same_merged_and_unmerged(cases: dict[str, Case], tmp
         generate(tmp_path, "x", say=silent)
 
 
+def test_generation_ends_where_the_models_own_file_says(tmp_path: Path) -> None:
+    model = tiny.write_model(tmp_path / "model", "llama", dtype="float32")
+    tiny.write_tokenizer(model)
+    ids = AutoTokenizer.from_pretrained(model)("It is", return_tensors="pt")["input_ids"]
+    token = int(AutoModelForCausalLM.from_pretrained(model)(ids).logits[0, -1].argmax())
+    ask = partial(generate, model, "It is", chat=False, say=silent)
+    whole, first = ask(tokens=6), ask(tokens=1)
+    assert whole != first
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, token]}))
+    assert ask(tokens=6) == first
+
+
 def test_generate_asks_as_a_chat_unless_told_and_says_why_an_answer_is_empty(tmp_path: Path) -> None:
     """The model is made to choose token 0, which ends its answers."""
     tiny.write_model(tmp_path / "model", "llama")
@@ -880,6 +892,40 @@ def test_a_trained_copy_of_a_tied_embedding_is_not_merged(cases: dict[str, Case]
         export(tmp_path / "adapter", tmp_path / "out", merge=True, say=silent)
     assert not (tmp_path / "out").exists()
     assert export(tmp_path / "adapter", tmp_path / "alone", say=silent)["deviations"] == []
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+def test_a_head_that_peft_saves_with_its_base_is_adapted_once(cases: dict[str, Case], tmp_path: Path) -> None:
+    model = peft_model(cases["published"].base, {"target_modules": ["lm_head", "o_proj"]})
+    model.save_pretrained(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    saved = load_file(file)
+    (key,) = (key for key in saved if "base_layer" in key)
+    assert export(tmp_path / "adapter", tmp_path / "out", merge=True, dtype="bf16", say=silent)["deviations"] == []
+    save_file(saved | {key: saved[key] * 1.1}, file)
+    with refused("adapter-misfit") as problems:
+        export(tmp_path / "adapter", tmp_path / "other", merge=True, say=silent)
+    assert "lm_head.weight is adapted twice" in problems[0].problem
+
+
+def test_what_is_said_of_the_bases_own_weights_is_not_copied(made: Path, tmp_path: Path) -> None:
+    """Their digest, as `windlass fetch` records it, and how an export that is the base was proven."""
+    base = shutil.copytree(made / "base", tmp_path / "base")
+    (base / PUBLISHED).write_text(json.dumps({DIGEST: digest_files(read_base(base))}))
+    (base / "export.json").write_text(json.dumps({"kind": "merged", "deviations": []}))
+    (base / "probe.json").write_text("{}")
+    export(made / "adapter", tmp_path / "out", merge=True, base=str(base), say=silent, probes=False)
+    assert not {PUBLISHED, "probe.json"} & {path.name for path in (tmp_path / "out").iterdir()}
+    load_base(read_base(tmp_path / "out"), ALONE)
+
+
+def test_nothing_of_an_earlier_export_is_left(cases: dict[str, Case], tmp_path: Path) -> None:
+    adapter, out = cases["published"].adapter, tmp_path / "out"
+    export(adapter, out, say=silent)
+    for name in ("base_model.json", "chat_template.jinja", "probe.json"):
+        (out / name).write_text("{}")
+    export(adapter, out, say=silent, probes=False)
+    assert not {"base_model.json", "chat_template.jinja", "probe.json"} & {path.name for path in out.iterdir()}
 
 
 def test_impossible_dtypes_and_folders_are_refused(made: Path, tmp_path: Path) -> None:

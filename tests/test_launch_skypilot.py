@@ -92,6 +92,12 @@ def test_what_is_here_is_uploaded_and_what_is_on_a_mount_is_not(file: Path, tmp_
     assert task["resources"]["network_tier"] == "best"
     assert task["resources"]["image_id"] == f"docker:{image}"
     assert "uv" not in task["setup"], "the image has windlass"
+    for name in ("prompts.txt", "of-set.jinja"):
+        (tmp_path / name).write_text("{{ messages }}")
+    read = ("data.eval={a: {path: rows.jsonl, chat_template: of-set.jinja}}", "train.sample={file: prompts.txt}")
+    template = f"data.chat_template='{{{{ messages }}}}{'a' * 300}'"  # no path, though as long as no file's name
+    task = task_of(file, *settings(tmp_path, *read, template))
+    assert {f"~/sky_workdir/{name}" for name in ("prompts.txt", "of-set.jinja")} < task["file_mounts"].keys()
     task = task_of(file, *settings(tmp_path, f"cluster.skypilot.mounts={{/runs: s3://runs, {tmp_path}: s3://all}}"))
     assert model not in task["file_mounts"], "it is on a bucket"
 

@@ -480,6 +480,13 @@ def test_suggested_overrides_fit_when_pasted(key: str) -> None:
     assert again.cost.fits, made.cost.remedy
 
 
+def test_no_layout_is_suggested_that_the_run_can_not_have() -> None:
+    whole = of_train("layout=resident", "lora.use_dora=true")
+    assert not whole.cost.fits
+    assert "needs the whole base on each GPU, take GPUs with more memory" in whole.cost.remedy
+    assert "layout.name" not in whole.cost.remedy
+
+
 def test_the_full_model_in_4_bits_fits_one_gpu_of_80_gb() -> None:
     """As in the example: suggested if nothing else fits, never chosen by itself."""
     made = make_plan(read_run_file(EXAMPLES / "one-80gb.yaml"))

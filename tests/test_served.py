@@ -67,6 +67,17 @@ FORMS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "vllm",
         "mlp.experts gate_proj down_proj up_proj",
     ),
+    "one scale, two ranks": (
+        "mistral4",
+        {
+            "target_modules": ["q_b_proj"],
+            "target_parameters": EXPERTS,
+            "rank_pattern": {r"experts\.down_proj": 2},
+            "alpha_pattern": {r"experts\.down_proj": 4},
+        },
+        "vllm",
+        "mlp.experts gate_proj down_proj up_proj",
+    ),
 }
 
 
