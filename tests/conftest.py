@@ -7,15 +7,9 @@ from collections.abc import Iterator
 import pytest
 import times
 import warm
+from near import LONGEST
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores, and a fork inherits no OpenMP threads
-
-# Files that take longest, begun first, so that no worker is left alone with one.
-LONGEST = (
-    *("test_long_rows", "test_together", "test_sweep", "test_checkpoint_kills", "test_pairs", "test_preference_ranks"),
-    *("test_train", "test_checkpoint_resume", "test_load", "test_script_run", "test_halving", "test_verify"),
-    *("test_launch_node", "test_train_ranks", "test_rehearse"),
-)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,6 +28,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         item.user_properties += [("fault", mark.args) for mark in item.iter_markers("fault")]
     yield
+    # No worker is left alone with a file that takes long.
     order = {name: place for place, name in enumerate(LONGEST)} if hasattr(config, "workerinput") else {}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 

@@ -6,6 +6,7 @@ python tests/near.py [FILE ...]    by default the files that differ from the las
 import ast
 import functools
 import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -13,6 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE, TESTS = ROOT / "src", ROOT / "tests"
+# Test files that take longest.
+LONGEST = (
+    *("test_long_rows", "test_together", "test_sweep", "test_checkpoint_kills", "test_pairs", "test_preference_ranks"),
+    *("test_train", "test_checkpoint_resume", "test_load", "test_script_run", "test_halving", "test_verify"),
+    *("test_launch_node", "test_train_ranks", "test_rehearse"),
+)
 STEPS = 2  # from module to test: more, and most tests are near most modules
 
 
@@ -40,14 +47,20 @@ def read_imports() -> dict[str, set[str]]:
 
 
 def list_near(paths: Iterable[Path], steps: int = STEPS) -> list[str]:
-    """Return the test files near to these files, nearest first. A test file is the nearest to itself."""
+    """Return the test files near to these files: nearest first, then those named like them, those that take long last.
+    A test file is the nearest to itself."""
     importers = read_imports()
     reached = {name: 0 for path in paths if (name := name_module(path.resolve())) in importers}
+    words = set(re.findall("[a-z]+", " ".join(reached)))
     edge = [*reached]
     for step in range(1, steps + 1):
         edge = [name for name in sorted({*itertools.chain(*(importers[each] for each in edge))}) if name not in reached]
         reached |= dict.fromkeys(edge, step)
-    return [f"tests/{name}.py" for name in sorted(reached, key=lambda name: reached[name]) if name.startswith("test_")]
+
+    def place(name: str) -> tuple[int, bool, bool]:
+        return reached[name], name in LONGEST, not words.intersection(name.split("_"))
+
+    return [f"tests/{name}.py" for name in sorted(reached, key=place) if name.startswith("test_")]
 
 
 def list_changed() -> list[Path]:

@@ -300,6 +300,8 @@ def test_the_longest_row_of_a_run_file(plan: Command, run_file: Path) -> None:
     run_file.write_text(run_file.read_text().replace("48}", "48, gradient_checkpointing: false}"))
     command = plan("run.yaml", "--longest")[0].splitlines()[-1].split()
     assert plan(*command[2:])[0].startswith("fits")
+    again = plan("run.yaml", "--longest", "--override", "lora.r=2")[0].splitlines()[-1]
+    assert again.startswith("windlass plan run.yaml --override lora.r=2 --override data.max_length=")
     rows = json.loads(plan("run.yaml", "--longest", "--json")[0])
     assert f"data.max_length={rows[0]['recomputed_tokens']}" in command
     assert rows[0]["recomputed_tokens"] > rows[0]["tokens"] > 0

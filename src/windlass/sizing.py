@@ -344,7 +344,8 @@ def print_comparison(comparison: Comparison) -> None:
         console.print(f"without a price: {', '.join(comparison.unpriced)}")
 
 
-def print_longest(rows: Sequence[LongestRow], subject: Subject, gpus: str | None) -> None:
+def print_longest(rows: Sequence[LongestRow], subject: Subject, gpus: str | None, given: Sequence[str] = ()) -> None:
+    """`given`: other options that the rows are planned with."""
     console = Console(highlight=False, emoji=False, markup=False)
     title = "The longest row that fits, in tokens (estimate)"
     table = make_table(
@@ -362,6 +363,7 @@ def print_longest(rows: Sequence[LongestRow], subject: Subject, gpus: str | None
     if not rows or not rows[0].longest:
         return
     length = f"--tokens {rows[0].longest}" if subject.draft else f"--override data.max_length={rows[0].longest}"
-    words = [f"windlass plan {shlex.quote(subject.name)}", *([f"--gpus {gpus}"] if gpus else []), length]
+    words = [f"windlass plan {shlex.quote(subject.name)}", *([f"--gpus {gpus}"] if gpus else [])]
+    words += [shlex.join(given), length] if given else [length]
     words += [f"--override {shlex.quote(override)}" for override in rows[0].overrides]
     console.print(f"\n{' '.join(words)}", soft_wrap=True)

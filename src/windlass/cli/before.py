@@ -20,6 +20,7 @@ from windlass.cli.options import (
     flag,
     make_plan,
     opt,
+    option_words,
     remember_run_file,
     require_new,
     say,
@@ -187,7 +188,9 @@ def plan(
         return
     if longest and subject:
         rows = find_longest_rows(subject.plan())
-        write_result([asdict(row) for row in rows], as_json, lambda _: print_longest(rows, subject, gpus))
+        given = [word for text in override or () for word in ("--override", text)]
+        given += option_words("--accelerate", accelerate)
+        write_result([asdict(row) for row in rows], as_json, lambda _: print_longest(rows, subject, gpus, given))
         return
     planned = subject.plan() if subject else make_plan(run, override, accelerate)
     written = None
