@@ -136,7 +136,8 @@ def _is_copy(delta: Delta) -> bool:
     stored = [*(piece.stored for piece in delta.parameter.pieces), delta.replaced]
     if len(stored) != 2 or delta.replaced is None:
         return False
-    base, brought = (read_tensor(each, Files()).float() for each in stored if each is not None)
+    with Files() as files:
+        base, brought = (read_tensor(each, files).float() for each in stored if each is not None)
     return torch.equal(base, brought)
 
 
