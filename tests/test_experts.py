@@ -19,10 +19,14 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     Mistral4Config,
     Mistral4ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -55,7 +59,13 @@ LATENT = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_
 DENSE: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
     "gemma3_text": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=16)),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),  # rotates in float32
+    # Rotates half of each head.
+    "minimax_m2": lambda: MiniMaxM2ForCausalLM(
+        MiniMaxM2Config(**SIZES, num_local_experts=E, head_dim=16, rope_parameters=HALF_ROTATED)
+    ),
 }
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "mistral4": lambda: Mistral4ForCausalLM(Mistral4Config(**SIZES, **GROUPED, **LATENT, n_routed_experts=E)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, **GROUPED, num_local_experts=E)),

@@ -15,7 +15,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_experts import BOTH, E, R, apart, base, batch, live, plan_of, section, stacks, step
 from torch import Tensor, nn
+from transformers.models.minimax_m2 import modeling_minimax_m2
 from transformers.models.mistral4.modeling_mistral4 import get_llama_4_attn_scale
+from transformers.models.olmo2 import modeling_olmo2
 
 from windlass.errors import RunError, UserError
 from windlass.model.files import read_header
@@ -471,6 +473,8 @@ def peft_alone(family: str, **keys: Any) -> PeftModel:
         ("llama", {"bias": "all", "lora_dropout": 0.3}, True),
         ("llama", {"use_dora": True}, False),
         ("gemma3_text", {}, False),
+        ("olmo2", {}, False),
+        ("minimax_m2", {}, False),
     ],
 )
 def test_fused_layers_have_pefts_values_and_gradients(family: str, keys: dict[str, Any], checkpointing: bool) -> None:
@@ -557,6 +561,10 @@ def test_unsupported_norms_and_rotations_are_not_fused() -> None:
         lambda q, k, cos, sin: (q * cos, k * sin), family_layers.rotate_halves, here
     )
     assert not family_layers.check_rotation(None, family_layers.rotate_halves, here)
+    rotate = modeling_olmo2.apply_rotary_pos_emb  # back into the queries' dtype, beside positions in float32
+    assert not family_layers.check_rotation(rotate, family_layers.rotate_halves, here)
+    rotate = modeling_minimax_m2.apply_rotary_pos_emb
+    assert family_layers.check_rotation(rotate, family_layers.rotate_halves, here)
 
 
 @pytest.mark.parametrize("graded", [True, False])

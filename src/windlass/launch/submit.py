@@ -116,6 +116,11 @@ def submit(
     for note in notes:
         say(f"note: {note}")
     files = kubernetes.render_kustomize(job) if kustomize else platform.files(job)
+    if not dry_run:  # before anything that a job runs from is written over
+        if remedy:
+            raise UserError("the plan says that it does not fit", str(plan.file), remedy, "does-not-fit")
+        if to == "slurm":
+            slurm.require_free(folder)
     if files:
         write_files(folder, files)
         say(f"written to {folder}: {', '.join(files)}")
@@ -123,8 +128,6 @@ def submit(
         if not files:
             say(f"nothing is written; it would start: windlass train {quote_words(job.arguments)} --resume")
         return 0
-    if remedy:
-        raise UserError("the plan says that it does not fit", str(plan.file), remedy, "does-not-fit")
     if not platform.start(job, folder, say):
         return 0 if to == "script" else FAILED
     if follow:

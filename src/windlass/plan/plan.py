@@ -224,7 +224,7 @@ def make_plan(
     on_cpu = machine.gpu.name == "cpu"
     dtypes = find_base_dtypes(run, base)
     raise_all([*check_request(request, accelerate, run, base, dtypes, machine.gpu.name, where)])
-    if on_cpu or run.lora.modules_to_save:
+    if on_cpu or run.lora.trains_base:
         request = replace(request, offload=False)
 
     # 4. How many sequences the rows make, and the ways to cut those of a step into micro-batches.
@@ -252,7 +252,7 @@ def make_plan(
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
         of_narrow_pairs=run.objective.of_pairs and run.in_16_bits,
         barred=frozenset(request.barred if base.family.shards else LAYOUTS) - {"resident"},
-        trains_base=bool(run.lora.modules_to_save),
+        trains_base=run.lora.trains_base,
         keeps=bool(run.data.keep),
     )
 

@@ -131,11 +131,10 @@ def check_request(
     if request.base_dtype in FOUR_BITS and request.offload:
         text = f"base_dtype: {request.base_dtype} with offload: in 4 bits the base stays on the GPU"
         yield Problem(text, where("layout.offload"), "leave it out, or write base_dtype: bf16", "offload-of-4-bits")
-    if run.lora.modules_to_save and request.offload:
-        text = "modules_to_save with offload: what is trained stays on the GPU"
-        yield Problem(
-            text, where("lora.modules_to_save"), "leave it out, or set layout.offload: false", "offload-of-trained"
-        )
+    if run.lora.trains_base and request.offload:
+        key = "modules_to_save" if run.lora.modules_to_save else "bias"
+        text = f"{key} with offload: what is trained stays on the GPU"
+        yield Problem(text, where(f"lora.{key}"), "leave it out, or set layout.offload: false", "offload-of-trained")
 
 
 def _check_base_dtype(dtype: str | None, run: RunFile, base: Base, dtypes: BaseDtypes, place: str) -> Iterator[Problem]:

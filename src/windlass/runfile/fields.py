@@ -144,6 +144,11 @@ class Lora(Section):
     of an adapter's size, and reach most of a mixture's weights."""
 
     @property
+    def trains_base(self) -> bool:
+        """Whether parameters of the base are trained beside the adapter."""
+        return bool(self.modules_to_save) or self.bias != "none"
+
+    @property
     def starts_from_weights(self) -> bool:
         """Whether an adapter starts as a part of its base weight."""
         return str(self.init_lora_weights).startswith(("pissa", "olora"))

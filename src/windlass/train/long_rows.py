@@ -355,7 +355,8 @@ class GatherKeys(torch.autograd.Function):
         sizes = [shape.numel() for shape in ctx.shapes]
         sent = like.new_empty(group.ranks, sum(sizes))
         for number, (shape, part) in enumerate(zip(ctx.shapes, torch.split(sent, sizes, 1), strict=True)):
-            whole = like.new_zeros(*shape[:2], group.ranks * shape[2], shape[3])
+            # In float32: rows with sinks add a gradient for each of many spans.
+            whole = like.new_zeros(*shape[:2], group.ranks * shape[2], shape[3], dtype=torch.float32)
             for (rows, start, stop), gradient in zip(ctx.spans, gradients[number::2], strict=True):
                 if gradient is not None:
                     whole[rows, :, start:stop] += gradient

@@ -1,6 +1,7 @@
 """Train the trials of a sweep on one base, some together. Each is an ordinary run in a folder of its own."""
 
 import contextlib
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -75,7 +76,7 @@ def train_trials(plan: Plan, session: Session, train_run: Work, check_data: Chec
     finished = [*states.values()].count(FINISHED)
     failed = [*states.values()].count(FAILED)
     dropped = f", {len(states) - failed - finished} were dropped" if plan.halvings else ""
-    compare = f"`windlass report {folder}` compares them"
+    compare = f"`windlass report {shlex.quote(str(folder))}` compares them"
     session.console.print(f"{finished} of {len(states)} trials finished{dropped}; {compare}")
     require_trained(folder, states)
     return 0

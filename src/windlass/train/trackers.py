@@ -99,8 +99,10 @@ class Trackers:
         self.opened: dict[str, tuple[Log, Callable[[], None]]] = {}
         for name in listed:
             if name != "none":
-                with self.unwritten(folder / name):
+                try:
                     self.opened[name] = OPEN[name](folder, run_name, config)
+                except Exception as error:
+                    self._lose(name, error)
         self.lines = Tail(folder / run_folder.STEPS.format(rank=0))
         self.lines.skip()  # lines from before a resume were sent then
 
@@ -108,9 +110,8 @@ class Trackers:
         for name, (log, _) in list(self.opened.items()):
             try:
                 log(values, step)
-            except OSError as error:  # a full disk: this tracker has lost lines and would lose more
-                self.unwritten.report(self.folder / name, error)
-                del self.opened[name]
+            except Exception as error:  # a full disk, or no answer: it has lost lines and would lose more
+                self._lose(name, error)
 
     def log_steps(self) -> None:
         if not self.opened:
@@ -123,7 +124,18 @@ class Trackers:
             self.log(values, record["step"])
 
     def close(self) -> None:
-        for name, (_, close) in self.opened.items():
-            with self.unwritten(self.folder / name):
+        for name, (_, close) in list(self.opened.items()):
+            try:
                 close()
+            except Exception as error:
+                self._lose(name, error)
         self.opened = {}
+
+    def _lose(self, name: str, error: Exception) -> None:
+        """Go on without a tracker: each library has exceptions of its own for a server that is not there."""
+        self.opened.pop(name, None)
+        if isinstance(error, OSError):
+            self.unwritten.report(self.folder / name, error)
+        else:
+            why = (str(error).splitlines() or [""])[0][:200]
+            self.unwritten.say(f"{name}: {type(error).__name__}: {why}; training continues without it")

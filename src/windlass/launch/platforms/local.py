@@ -93,12 +93,17 @@ def status(record: Record) -> int:
     """Print the run's state in one line, and where to see more."""
     facts = record.facts
     run = run_folder.find_current_trial(record.run)
+    manifest = run_folder.read_manifest(record.run)
+    state = manifest.get("state")
+    has_yet_to_beat = False
     if facts.get("host") == socket.gethostname():
         running, sign = is_running(facts), f" (process {facts['pid']})"
     else:
         newest = max(read_beats(run).values(), key=lambda beat: beat["time"], default=None)
         age = max(0.0, time.time() - newest["time"]) if newest else math.inf
         running = age < ALIVE_SECONDS
+        began = (record.run / run_folder.MANIFEST).stat().st_mtime if manifest else math.inf
+        has_yet_to_beat = not running and (newest["time"] if newest else -math.inf) < began < math.inf
         sign = f" (last heartbeat {age:.0f} s ago, from {newest['host']})" if newest else ""
     steps = run_folder.find_step_files(run).get(0)
     last = max(read_json_lines(steps) if steps else (), key=lambda line: int(line.get("step", 0)), default={})
@@ -112,13 +117,14 @@ def status(record: Record) -> int:
     step += f", evaluation loss {gain}" if gain else ""
     progress = run_folder.describe_progress(record.run)
     step = f"{progress}, {step}" if progress else step
-    manifest = run_folder.read_manifest(record.run)
-    state = manifest.get("state")
     again = "windlass submit RUN" if record.path.exists() else "windlass train RUN --resume"
     if state == run_folder.FINISHED:
         text = "finished"
     elif running:
         text = f"running, {step}{sign}" if state else f"starting{sign}"
+    elif state == run_folder.RUNNING and has_yet_to_beat:
+        at = time.strftime("%H:%M", time.localtime(began))
+        text = f"no heartbeat since it was started at {at}: it prepares or loads, or has died; its output says which"
     elif state in (run_folder.RUNNING, run_folder.FAILED):
         how = "failed" if state == run_folder.FAILED else "ended without finishing"
         why = manifest.get("failure") or "its output has the cause"

@@ -1,6 +1,7 @@
 """Run:ai: the command that submits the run, and the same request for its REST API."""
 
 import json
+import shlex
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
@@ -305,7 +306,7 @@ def files(job: Job) -> dict[str, str]:
 
 
 def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
-    by_hand = f"bash {folder / 'submit.sh'}"
+    by_hand = f"bash {shlex.quote(str(folder / 'submit.sh'))}"
     if folder != Path(job.folder):
         there = f"copy {', '.join(('launch.sh', *job.files))} there"
         say(f"{job.folder} is not here: {there}, onto the pods' volume; then: {by_hand}")

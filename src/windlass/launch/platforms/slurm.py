@@ -1,6 +1,7 @@
 """Slurm: a batch script that starts launch.sh once on every node; observed by squeue and the run folder."""
 
 import math
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -164,17 +165,21 @@ def files(job: Job) -> dict[str, str]:
     return {BATCH: render_batch_script(job), "launch.sh": render_launch_sh(job, exports=True), **job.files}
 
 
-def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
-    by_hand = f"sbatch {folder / BATCH}"
-    if folder != Path(job.folder):
-        say(f"{job.folder} is not here: copy {', '.join(files(job))} there; then there: sbatch {BATCH}")
-        return False
+def require_free(folder: Path) -> None:
+    """Refuse to submit what Slurm has: a job that is requeued reads the files of its folder again."""
     facts = read_json(folder / RECORD)
     state = query_squeue(facts["number"], "%T") if facts.get("platform") == "slurm" else ""
     if state:
         hint = "`windlass status RUN`; `windlass stop RUN`; or another train.output_dir"
         what = f"Slurm has it already, as job {facts['number']} ({state})"
         raise UserError(what, str(folder / RECORD), hint, "already-running")
+
+
+def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
+    by_hand = f"sbatch {shlex.quote(str(folder / BATCH))}"
+    if folder != Path(job.folder):
+        say(f"{job.folder} is not here: copy {', '.join(files(job))} there; then there: sbatch {BATCH}")
+        return False
     done = run_command("sbatch", "--parsable", str(folder / BATCH))
     if done.returncode:
         hint = "the options come from `cluster` in the run file: `windlass explain cluster` prints its keys"

@@ -168,7 +168,8 @@ class View:
         yield line
         if self.failure:
             yield Text(self.failure, style="bold red")
-        newest = max((float(beat["time"]) for beat in self.beats.values()), default=now)
+        began = [path.stat().st_mtime for path in [self.folder / run_folder.MANIFEST] if path.exists()]
+        newest = max([*began, *(float(beat["time"]) for beat in self.beats.values())], default=now)
         if not self.is_over and now - newest > SILENT_SECONDS:
             ago = steps.format_clock(now - newest)
             yield Text(f"no sign of life from any rank for {ago}: killed?", style="bold red")

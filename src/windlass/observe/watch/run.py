@@ -82,12 +82,12 @@ class RunWatch:
         )
 
     def __enter__(self) -> Self:
-        if self.rank == 0:
-            self.monitor.serve(self.name)
         return self
 
     def start(self, step: int, max_steps: int) -> None:
         """Start watching a loop that begins after `step`."""
+        if self.rank == 0:
+            self.monitor.serve(self.name)
         self.monitor.from_step = step
         self.monitor.history.max_steps = max_steps
         self.heartbeat.start()

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -207,7 +208,8 @@ def require_steps_left(resumed: Path, total: int, plan: Plan) -> None:
     step = read_step(resumed)
     if step > total:
         key = "max_steps" if plan.run.train.max_steps > 0 else "num_train_epochs"
-        hint = f"make it longer, or take what {resumed.name} has: `windlass export {resumed} --to FOLDER`"
+        command = f"windlass export {shlex.quote(str(resumed))} --to FOLDER"
+        hint = f"make it longer, or take what {resumed.name} has: `{command}`"
         raise UserError(
             f"the run has {format_plural(total, 'step')} now, and has reached step {step}",
             plan.where(f"train.{key}"),

@@ -1,5 +1,6 @@
 """Save checkpoints: in the background while training, and waited for at the end."""
 
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Collection
@@ -90,7 +91,8 @@ class Saver:
         if step:
             folder = self.checkpoints / name_checkpoint(step)
             hint += f". Then go on from the adapter of step {step}: `windlass train RUN --override"
-            hint += f" train.output_dir={self.folder}-2 --override lora.adapter={folder}`"
+            moved = [f"train.output_dir={self.folder}-2", "--override", f"lora.adapter={folder}"]
+            hint += f" {shlex.join(moved)}`"
         return UserError(f"{problem.problem} (met in step {step + 1} of the stream)", problem.where, hint, problem.code)
 
     def start_writing(self, snapshot: Snapshot, copying_seconds: float = 0.0) -> None:

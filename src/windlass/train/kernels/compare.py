@@ -30,7 +30,11 @@ def compute_values(function: Callable[..., Any], inputs: Sequence[Tensor]) -> li
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=CLOSE, atol=CLOSE)
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and torch.allclose(one.double(), other.double(), rtol=CLOSE, atol=CLOSE)
+    )
 
 
 def make_numbers(device: torch.device, *shape: int) -> Tensor:

@@ -9,6 +9,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from typing import Any, Final, Self
 
 import torch
@@ -63,6 +64,8 @@ def fuse_norm(module: nn.Module, device: torch.device) -> Callable[..., Tensor] 
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not isinstance(eps, float) or list(module._parameters) != ["weight"] or weight is None or weight.ndim != 1:
+        return None
+    if len(inspect.signature(type(module).forward).parameters) != 2:  # with a gate, for example
         return None
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
@@ -188,6 +191,10 @@ def check_keys(module: Any, device: torch.device) -> bool:
 
 
 def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    width = cos.shape[-1]
+    if width < q.shape[-1]:  # families that rotate a part of each head
+        turned = rotate_halves(q[..., :width], k[..., :width], cos, sin, unsqueeze_dim)
+        return tuple(torch.cat([part, whole[..., width:]], -1) for part, whole in zip(turned, (q, k), strict=True))
     return Rotate.apply(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), unsqueeze_dim, 1)  # type: ignore[no-untyped-call]
 
 
@@ -203,11 +210,27 @@ POSITIONS: Final[dict[str, Callable[..., Any]]] = {
 
 
 def check_rotation(theirs: Any, ours: Callable[..., Any], device: torch.device) -> bool:
-    """Return whether a family's function computes the same rotation."""
-    cos, sin = make_numbers(device, 2, 2, 4, 4).repeat(1, 1, 1, 2)
+    """Return whether a family's function computes the same rotation: of a part of each head as well, if it can."""
+    return bool(_rotate_alike(theirs, ours, device, 8)) and _rotate_alike(theirs, ours, device, 4) is not False
+
+
+def _rotate_alike(theirs: Any, ours: Callable[..., Any], device: torch.device, width: int) -> bool | None:
+    """Return whether both rotate the first of 8 numbers alike, also into the same dtype beside positions in float32;
+    None if theirs can't rotate so many."""
+    cos, sin = make_numbers(device, 2, 2, 4, width // 2).repeat(1, 1, 1, 2)
     q = make_numbers(device, 2, 3, 4, 8)
     k = make_numbers(device, 2, 1, 4, 8)
-    return are_equal(lambda q, k: ours(q, k, cos, sin), lambda q, k: theirs(q, k, cos, sin), q, k)
+
+    def find_dtypes(rotate: Callable[..., Any]) -> list[torch.dtype] | None:
+        with suppress(Exception):
+            return [turned.dtype for turned in rotate(q.bfloat16(), k.bfloat16(), cos, sin)]
+        return None
+
+    expected = find_dtypes(theirs)
+    if expected is None:
+        return None
+    alike = are_equal(lambda q, k: ours(q, k, cos, sin), lambda q, k: theirs(q, k, cos, sin), q, k)
+    return alike and find_dtypes(ours) == expected
 
 
 class Rotate(torch.autograd.Function):
