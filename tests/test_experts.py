@@ -56,6 +56,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 GROUPED: dict[str, Any] = {"experts_implementation": "grouped_mm"}
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 DENSE: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
     "gemma3_text": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=16)),
@@ -65,7 +66,6 @@ DENSE: dict[str, Callable[[], nn.Module]] = {
         MiniMaxM2Config(**SIZES, num_local_experts=E, head_dim=16, rope_parameters=HALF_ROTATED)
     ),
 }
-HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "mistral4": lambda: Mistral4ForCausalLM(Mistral4Config(**SIZES, **GROUPED, **LATENT, n_routed_experts=E)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, **GROUPED, num_local_experts=E)),

@@ -940,6 +940,8 @@ def test_a_run_that_was_started_by_hand_is_observed_by_its_heartbeats(here: Path
     (folder / "heartbeat-rank1.json").write_text(json.dumps(beat))
     assert "running, step 3 (last heartbeat" in shown(folder)
     (folder / "heartbeat-rank1.json").write_text(json.dumps({**beat, "time": time.time() - 400}))
+    assert "no heartbeat since it was started at" in shown(folder)  # it may load
+    os.utime(folder / "manifest.json", (time.time() - 500,) * 2)
     assert "ended without finishing after step 3" in shown(folder)
     (folder / "submitted.json").unlink()  # `windlass train`
     assert "ended without finishing after step 3" in shown(folder)

@@ -128,8 +128,11 @@ def test_a_run_is_requeued_at_its_time_limit_resumes_and_is_stopped(
     plan = plan_of(file, overrides)
     assert cluster.submit(plan, overrides) == 0
     assert f"submitted as job 4711; its log: {folder}/slurm-4711.log" in cluster.printed
+    runs_from = (folder / "launch.sh").read_text()
+    edited = (*overrides, "lora.r=2")
     with pytest.raises(UserError, match=r"Slurm has it already, as job 4711 \(RUNNING\)"):
-        cluster.submit(plan, overrides)
+        cluster.submit(plan_of(file, edited), edited)
+    assert (folder / "launch.sh").read_text() == runs_from, "a requeued job reads it again"
     steps, log = folder / run_folder.STEPS.format(rank=0), folder / "slurm-4711.log"
     platform, record = open_record(folder, folder, cluster.printed.append)
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
+from refusals import refused
 from rich.console import Console
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import TCPStore
@@ -35,7 +36,7 @@ from windlass.plan.layout import Layout
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.ranks.supervisor import reserve_port
 from windlass.run_folder import ADAPTER, read_manifest
-from windlass.train import run, start, step
+from windlass.train import run, start, step, trackers
 from windlass.train.base_alone import BaseAlone
 from windlass.train.checkpoint.folder import list_checkpoints, read_step
 from windlass.train.checkpoint.resume import claim_run_folder, fingerprint_base
@@ -268,6 +269,35 @@ def test_balancing_loss_is_optional_and_not_evaluated(make: Make, tmp_path: Path
             assert line["loss"] == pytest.approx(without + 0.5 * line["router_aux_loss"], rel=1e-5)
         without = line["loss"]
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
+
+
+def test_a_run_whose_port_is_taken_fails_where_it_is_recorded(make: Make) -> None:
+    """`record_failure` is around `run`, and not around the construction of what it uses."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        loop = make(watch__prometheus_port=str(taken.getsockname()[1]))
+        with loop.watch, refused("cannot-listen"):
+            loop.run()
+        loop.recorder.close()
+
+
+@pytest.mark.fault("a tracker whose server is not there", "`windlass train`", "training continues without it")
+def test_a_tracker_that_fails_ends_no_run(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each library has exceptions of its own: when it is opened, when it is sent to, when it is closed."""
+
+    def fail(*_: Any) -> None:
+        raise LookupError("no answer\nand more")
+
+    def work(*_: Any) -> None: ...
+
+    for opens, log, close in ((fail, work, work), (work, fail, work), (work, work, fail)):
+        monkeypatch.setitem(trackers.OPEN, "tensorboard", lambda *_, o=opens, x=(log, close): o() or x)
+        said: list[str] = []
+        opened = trackers.Trackers("tensorboard", tmp_path, None, {}, WriteGuard(said.append))
+        opened.log({"loss": 1.0}, 1)
+        opened.close()
+        assert said == ["tensorboard: LookupError: no answer; training continues without it"]
 
 
 @pytest.mark.parametrize("micro", [1, 3])

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -26,7 +27,7 @@ from windlass.files import Table, WriteGuard, append_json_line, read_json_lines
 from windlass.launch.check.inputs import check_trackers
 from windlass.launch.check.results import FAIL
 from windlass.observe.reader import Tail
-from windlass.observe.watch import live
+from windlass.observe.watch import live, monitor
 from windlass.observe.watch.detectors import BY_KIND, SAMPLES, Alarm, make_hint
 from windlass.observe.watch.heartbeat import find_absent_ranks
 from windlass.observe.watch.monitor import Monitor, ScriptWatch, make_environment, report_alarm
@@ -393,6 +394,18 @@ def test_sockets_are_found_in_the_log_of_a_sweep(tmp_path: Path) -> None:
     assert alarm.kind == "sockets"
 
 
+def test_sockets_of_an_earlier_try_are_none_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network has been mended since."""
+    monkeypatch.setattr(monitor, "EARLIER", set())
+    write(tmp_path, count=30)
+    (tmp_path / "nccl-node-17.log").write_text(NCCL_LOG.format(net="Socket"))
+    job: Any = SimpleNamespace(watch=Watch(), cluster=SimpleNamespace(size=(2, 8), env={}))
+    assert "NCCL_DEBUG_FILE" in make_environment({}, job, tmp_path)
+    assert found(tmp_path) == []
+    (tmp_path / "nccl-node-18.log").write_text(NCCL_LOG.format(net="Socket"))
+    assert [alarm.kind for alarm in found(tmp_path)] == ["sockets"]
+
+
 def test_sockets_are_found_in_nccls_log_also_in_submitted_jobs(tmp_path: Path) -> None:
     write(tmp_path, count=30)
     log = tmp_path / "nccl-node-17.log"
@@ -555,6 +568,8 @@ def test_the_live_view_shows_and_follows_a_run(tmp_path: Path) -> None:
     assert [cell for cell in first_cells if cell.isdigit()] == ["0", "1", "2", "3"]
     old = {"rank": 0, "time": time.time() - 500, "phase": "forward", "step": 40}
     (tmp_path / "heartbeat-rank0.json").write_text(json.dumps(old))
+    assert "no sign of life" not in draw(view)  # a resumed run that loads: its manifest is newer
+    os.utime(manifest, (time.time() - 600,) * 2)
     text = draw(view)
     assert "no sign of life from any rank for 8:2" in text
     assert "forward" in text
