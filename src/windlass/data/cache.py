@@ -23,9 +23,11 @@ BLOCK_BYTES = 1 << 20
 SILENT_SECONDS = 2.0  # waiting for the ranks of one node is reported only after this
 
 
-def get_or_create(cache: Path, fingerprint: str, make: Callable[[Path], None], say: Say) -> Path:
+def get_or_create(
+    cache: Path, fingerprint: str, make: Callable[[Path], None], say: Say, checks: Path | None = None
+) -> Path:
     """Return the folder of this fingerprint: found and verified, or created. A damaged one is reported and created
-    again."""
+    again. `checks`: where it is noted that it was verified, if not in the cache."""
     folder = cache / fingerprint
     ours = f"{fingerprint}.part-{socket.gethostname()}-"
     partial = cache / f"{ours}{os.getpid()}"
@@ -34,7 +36,7 @@ def get_or_create(cache: Path, fingerprint: str, make: Callable[[Path], None], s
         waiting = f"waiting: another rank of this run, or another run, is tokenizing into {folder}"
         with hold_lock(cache / f"{fingerprint}.lock", say, waiting, SILENT_SECONDS) as alone:
             if folder.exists():
-                damage = find_cache_damage(folder)
+                damage = find_cache_damage(folder, checks)
                 if damage is None:
                     return folder
                 say(f"the tokens cached in {folder} are damaged ({damage}): they are made again")
@@ -80,7 +82,7 @@ def hold_lock(path: Path, say: Say, waiting: str, silent_seconds: float = 0.0) -
         yield lock is not None
 
 
-def find_cache_damage(folder: Path) -> str | None:
+def find_cache_damage(folder: Path, checks: Path | None = None) -> str | None:
     """Return what is wrong with a cached folder, or None."""
     files = read_json(folder / SEAL).get("files")
     if not files:
@@ -90,7 +92,7 @@ def find_cache_damage(folder: Path) -> str | None:
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     state = json.dumps({name: [s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats.items()})
-    checked = folder.with_name(f"{folder.name}.checked-{socket.gethostname()}.json")
+    checked = (checks or folder.parent) / f"{folder.name}.checked-{socket.gethostname()}.json"
     with suppress(OSError):  # not checked yet
         if 0 <= time.time() - checked.stat().st_mtime < CHECKED_SECONDS and checked.read_text() == state:
             return None

@@ -173,7 +173,7 @@ def prepare_data(
         with closing(TokenFile(into)) as file:
             write_tokens(into, data, chosen, tokenizer, file)
 
-    folder = get_or_create(cache, key, make, say)
+    folder = get_or_create(cache, key, make, say, spare)
 
     # 3. The audit, and what it finds wrong.
     batch = batch or run.train.least_batch
