@@ -789,3 +789,5 @@ def test_axolotls_batch_size_is_that_of_each_process(tmp_path: Path) -> None:
     made = import_text(edited(AXOLOTL, batch_size=8, gradient_accumulation_steps=None), tmp_path)
     assert made.settings["train.gradient_accumulation_steps"] == 4
     assert "train.global_batch_size" not in made.settings
+    (problem,) = import_text(edited(AXOLOTL, batch_size=9, gradient_accumulation_steps=None), tmp_path).problems
+    assert "9 rows of a process are no multiple of micro_batch_size: 2" in problem.problem

@@ -303,10 +303,30 @@ def test_kueue_places_all_pods_of_a_run_in_one_domain() -> None:
         assert topology == {"topology.kubernetes.io/zone"}
 
 
-@pytest.mark.parametrize("text", ["Y", "n", "1e-4", "12E5", "+1e3", "0o17", "e5", "yes", "1.5", "010", "v1e4"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Y",
+        "1e-4",
+        "12E5",
+        "0o17",
+        "08",
+        "0_8",
+        "-.5",
+        "e5",
+        "yes",
+        "1.5",
+        "010",
+        "v1e4",
+        "1.2.3",
+        "-",
+        ".",
+        "2026-11-28",
+    ],
+)
 def test_texts_stay_texts_in_kubectls_yaml(text: str) -> None:
     """It reads YAML 1.1 with Go's numbers: what looks like a truth value or a number is quoted."""
-    is_text = text in ("e5", "v1e4")
+    is_text = text in ("e5", "v1e4", "1.2.3", ".")
     assert kubernetes.to_yaml(text) in ([text] if is_text else [f"'{text}'", f'"{text}"'])
 
 

@@ -3,12 +3,14 @@
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import math
 import random
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
-from refusals import refused
+import warm
 from rich.console import Console
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import TCPStore
@@ -271,15 +273,16 @@ def test_balancing_loss_is_optional_and_not_evaluated(make: Make, tmp_path: Path
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
 
 
-def test_a_run_whose_port_is_taken_fails_where_it_is_recorded(make: Make) -> None:
-    """`record_failure` is around `run`, and not around the construction of what it uses."""
+def test_a_port_that_is_taken_is_recorded_as_the_runs_failure(make: Make, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        loop = make(watch__prometheus_port=str(taken.getsockname()[1]))
-        with loop.watch, refused("cannot-listen"):
-            loop.run()
-        loop.recorder.close()
+        options = ["--override", f"watch.prometheus_port={taken.getsockname()[1]}"]
+        command = [warm.python(), "-m", "windlass", "train", str(tmp_path / "run.yaml"), *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stderr
+    manifest = read_manifest(tmp_path / "run")
+    assert (manifest["state"], "can't listen on" in manifest["failure"]) == ("failed", True)
 
 
 @pytest.mark.fault("a tracker whose server is not there", "`windlass train`", "training continues without it")
@@ -287,17 +290,18 @@ def test_a_tracker_that_fails_ends_no_run(make: Make, tmp_path: Path, monkeypatc
     """Each library has exceptions of its own: when it is opened, when it is sent to, when it is closed."""
 
     def fail(*_: Any) -> None:
-        raise LookupError("no answer\nand more")
+        raise chosen("no answer\nand more")
 
     def work(*_: Any) -> None: ...
 
-    for opens, log, close in ((fail, work, work), (work, fail, work), (work, work, fail)):
+    ways = ((fail, work, work), (work, fail, work), (work, work, fail))
+    for chosen, (opens, log, close) in itertools.product((LookupError, ConnectionRefusedError), ways):
         monkeypatch.setitem(trackers.OPEN, "tensorboard", lambda *_, o=opens, x=(log, close): o() or x)
         said: list[str] = []
-        opened = trackers.Trackers("tensorboard", tmp_path, None, {}, WriteGuard(said.append))
+        opened = trackers.Trackers("tensorboard", tmp_path, None, {}, WriteGuard(print), said.append)
         opened.log({"loss": 1.0}, 1)
         opened.close()
-        assert said == ["tensorboard: LookupError: no answer; training continues without it"]
+        assert said == [f"warning: tensorboard: {chosen.__name__}: no answer; training continues without it"]
 
 
 @pytest.mark.parametrize("micro", [1, 3])

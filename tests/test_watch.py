@@ -396,13 +396,13 @@ def test_sockets_are_found_in_the_log_of_a_sweep(tmp_path: Path) -> None:
 
 def test_sockets_of_an_earlier_try_are_none_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The network has been mended since."""
-    monkeypatch.setattr(monitor, "EARLIER", set())
+    monkeypatch.setattr(monitor, "EARLIER", {})
     write(tmp_path, count=30)
     (tmp_path / "nccl-node-17.log").write_text(NCCL_LOG.format(net="Socket"))
     job: Any = SimpleNamespace(watch=Watch(), cluster=SimpleNamespace(size=(2, 8), env={}))
     assert "NCCL_DEBUG_FILE" in make_environment({}, job, tmp_path)
     assert found(tmp_path) == []
-    (tmp_path / "nccl-node-18.log").write_text(NCCL_LOG.format(net="Socket"))
+    (tmp_path / "nccl-node-17.log").write_text(NCCL_LOG.format(net="Socket") * 2)  # by a process of the same number
     assert [alarm.kind for alarm in found(tmp_path)] == ["sockets"]
 
 

@@ -99,6 +99,7 @@ def find_cache_damage(folder: Path, checks: Path | None = None) -> str | None:
     for name, entry in files.items():
         if stats[name].st_size != entry["bytes"] or hash_file(folder / name) != entry["hash"]:
             return f"{name} is not what was written"
+    checked.parent.mkdir(parents=True, exist_ok=True)
     checked.write_text(state)
     return None
 

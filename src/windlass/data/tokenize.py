@@ -8,7 +8,7 @@ import json
 import mmap
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -457,6 +457,7 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
+    takers = {number for number, token in tokenizer.added_tokens_decoder.items() if token.rstrip}
     encoded: list[Encoded] = [([], None, False) if one.ids is None else wrap_tokens(one, one.ids) for one in rendered]
     for closed, partial in itertools.product((False, True), repeat=2):
         chosen = [
@@ -479,7 +480,7 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
             spans = rendered[i].supervised
             flags, straddles = None, False
             if spans is not None:
-                flags, straddles = find_supervised_tokens(done, spans, rendered[i].text, closed=closed)
+                flags, straddles = find_supervised_tokens(done, spans, rendered[i].text, closed=closed, takers=takers)
             encoded[i] = (done.ids, flags, straddles)
     return encoded
 
@@ -552,11 +553,17 @@ def wrap_tokens(one: RenderedRow, ids: npt.NDArray[np.int64]) -> Encoded:
 
 
 def find_supervised_tokens(
-    done: Any, supervised: Sequence[tuple[int, int]], text: str, *, closed: bool = False
+    done: Any,
+    supervised: Sequence[tuple[int, int]],
+    text: str,
+    *,
+    closed: bool = False,
+    takers: Collection[int] = (),
 ) -> tuple[Flags, bool]:
     """Return which tokens have a supervised character, and whether one of them also has unsupervised characters.
 
-    White space that a chat template writes before an answer (`closed`) doesn't count: nobody can move it.
+    White space that a chat template writes before an answer (`closed`) doesn't count: nobody can move it. `takers`:
+    added tokens that take the white space behind them.
     """
     flags = np.zeros(len(done), np.bool_)
     straddles = False
@@ -575,9 +582,9 @@ def find_supervised_tokens(
                     break
                 last += 1
             flags[first : last + 1] = True
-            if closed and text[start].isspace():
+            if closed and text[start].isspace() and done.ids[first] in takers:
                 first_char, after_char = done.token_to_chars(first)
-                if text[first_char:start].strip() and not text[start:after_char].strip():  # the header, with it behind
+                if first_char < start and not text[start:after_char].strip():  # a header, with white space behind it
                     flags[first] = False
                     first = first + 1 if first < last else None
             if closed and text[end - 1].isspace():

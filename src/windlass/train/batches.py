@@ -92,8 +92,12 @@ class Collate:
         if self.mark_tokens:
             inputs["tokens"] = mask = collated.get("attention_mask")
             fills = torch.tensor([row[ROW] == FILL for row in rows])
-            if mask is not None and not fills.all():  # which would be balanced, too
-                inputs["tokens"] = mask * ~fills.repeat_interleave(len(mask) // len(rows))[:, None]
+            if fills.any() and not fills.all():  # which would be balanced, too
+                if mask is not None:
+                    inputs["tokens"] = mask * ~fills.repeat_interleave(len(mask) // len(rows))[:, None]
+                elif not self.pairs:
+                    of_rows = torch.tensor([len(row["input_ids"]) for row in rows])
+                    inputs["tokens"] = (~fills).long().repeat_interleave(of_rows)[None]
         positions = collated.get("position_ids")
         inputs["several"] = positions is not None and bool((np.diff(positions.numpy()) != 1).any())
         labels = collated["labels"].numpy()

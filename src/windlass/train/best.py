@@ -5,7 +5,7 @@ Adapters are compared row by row on the same rows. What rows have in common (som
 out, so the interval of a difference is far narrower than the spread of the losses.
 """
 
-import atexit
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -86,94 +86,99 @@ def rank_checkpoints(
     except UserError as error:  # evaluating a small model on a CPU is fine
         console.print(f"warning: {error.problems[0].problem}: evaluating on the CPU", style="yellow")
     create_process_group(here, run.train.ddp_timeout)
-    every = [Saved(folder, of) for of in runs for folder in list_checkpoints(of.folder / CHECKPOINTS)[::-1]]
-    damages = collectives.run_on_rank_0(lambda: [find_damage(saved.folder) for saved in every])
-    faults = dict(zip(every, damages, strict=True))
-    intact = [saved for saved, fault in faults.items() if not fault]
-    if not intact:
-        raise UserError(
-            "there is no intact checkpoint",
-            str(runs[0].folder / CHECKPOINTS),
-            "let the run save one",
-            "no-intact-checkpoint",
-        )
-    here.phase("preparing the data")
-    tokenizer = open_base_tokenizer(plan)
     spare = Path(collectives.run_on_rank_0(tempfile.mkdtemp))  # what only reads leaves a run's tokens as they are
-    atexit.register(shutil.rmtree, spare, ignore_errors=True)
-    data = prepare_data(run, tokenizer, where=plan.where, cache=run_folder / "tokens", spare=spare, say=console.print)
-    if data.validation is None or len(data.validation) < 2:
-        raise UserError(
-            "there are no rows to compare on", str(run_folder), "name some with --eval-data FILE", "no-rows"
-        )
-    batches = make_validation_batches(plan, data, tokenizer.pad_token_id)
-    kept_batches = make_kept_batches(plan, data, tokenizer.pad_token_id) if keep is not None else None
-    kept: dict[str, dict[str, float]] = {}
-    served: dict[str, str] = {}  # what servers in bfloat16 lose of each adapter
-
-    def evaluate(base_dtype: str, chosen: Sequence[Saved], suffix: str = "") -> dict[str, Rows]:
-        """Return the losses of the base, stored in this dtype, and of these adapters on it."""
-        here.phase(f"loading the model{suffix}")
-        base = SharedBase(keeps=len(runs) > 1)
-        layout = replace(plan.layout, base_dtype=base_dtype)
-        model, certificate = base.get(lambda: load_base(plan.base, layout, **describe_precision(plan)))
-        one_per_base = {read_recorded_base(saved.folder).get("base_digest"): saved.folder for saved in chosen}
-        for folder in one_per_base.values():
-            require_same_base(
-                folder,
-                plan.base,
-                certificate["base_digest"],
-                plan.where("model.model_name_or_path"),
-                allow_other=allow_other_base,
-                say=console.print,
+    with contextlib.ExitStack() as held:
+        held.callback(shutil.rmtree, spare, ignore_errors=True)
+        every = [Saved(folder, of) for of in runs for folder in list_checkpoints(of.folder / CHECKPOINTS)[::-1]]
+        damages = collectives.run_on_rank_0(lambda: [find_damage(saved.folder) for saved in every])
+        faults = dict(zip(every, damages, strict=True))
+        intact = [saved for saved, fault in faults.items() if not fault]
+        if not intact:
+            raise UserError(
+                "there is no intact checkpoint",
+                str(runs[0].folder / CHECKPOINTS),
+                "let the run save one",
+                "no-intact-checkpoint",
             )
-        losses: dict[str, Rows] = {}
-        for of in dict.fromkeys(saved.of for saved in chosen):
-            lora = of.plan.run.lora
-            base_alone = BaseAlone(model, (*of.plan.adapter.in_full, *of.plan.adapter.biases))
-            adapted = attach_adapter(model, lora, of.plan.adapter, of.plan.run.train.seed).eval()
-            patches = Patches()
-            base.undo.enter_context(patches)
-            patches.patch_forward(adapted.get_base_model())
-            compare = make_comparison(adapted, batches, of.plan.run, of.began_with)
-            if not losses:
-                with nullcontext() if of.began_with else adapted.disable_adapter():
-                    losses[untrained + suffix] = compare()
-            for saved in (saved for saved in chosen if saved.of == of):
-                here.phase(f"evaluating {saved.name}{suffix}")
-                load_adapter(adapted, saved.folder)
-                losses[saved.name + suffix] = compare()
-                if kept_batches is not None and not suffix:
-                    autocast = torch.autocast(get_device().type, torch.bfloat16, enabled=run.train.in_bf16)
-                    causal_lm = adapted.get_base_model()
-                    kept[saved.name] = measure_kept_sets(kept_batches, causal_lm, base_alone, autocast=autocast) or {}
-                share = None if suffix else measure_share(batches, adapted.get_base_model(), base_alone)
-                if share is not None:
-                    served[saved.name] = describe_served(*share)
-                console.print(f"{saved.name}{suffix}  evaluated")
-            if len(runs) > 1:
-                base.restore(str(of.folder))
-        return losses
+        here.phase("preparing the data")
+        tokenizer = open_base_tokenizer(plan)
+        data = prepare_data(
+            run, tokenizer, where=plan.where, cache=run_folder / "tokens", spare=spare, say=console.print
+        )
+        if data.validation is None or len(data.validation) < 2:
+            raise UserError(
+                "there are no rows to compare on", str(run_folder), "name some with --eval-data FILE", "no-rows"
+            )
+        batches = make_validation_batches(plan, data, tokenizer.pad_token_id)
+        kept_batches = make_kept_batches(plan, data, tokenizer.pad_token_id) if keep is not None else None
+        kept: dict[str, dict[str, float]] = {}
+        served: dict[str, str] = {}  # what servers in bfloat16 lose of each adapter
 
-    losses = evaluate(plan.layout.base_dtype, intact)
-    too_much = find_worse(kept, keep) if keep is not None else {}
-    within = [saved for saved in intact if saved.name not in too_much] or intact
-    lowest = min(within, key=lambda saved: mean_loss(losses[saved.name]))
-    on_bases = {plan.layout.base_dtype: [mean_loss(losses[untrained]), mean_loss(losses[lowest.name])]}
-    for base_dtype in dict.fromkeys(base_dtypes):
-        if base_dtype not in on_bases:
-            others = evaluate(base_dtype, [lowest], f", base in {base_dtype.upper()}")
-            on_bases[base_dtype] = list(map(mean_loss, others.values()))
-            losses |= others
-    if here.rank == 0:
-        if len(on_bases) > 1:
-            write_json(run_folder / BASES, {"adapter": lowest.name, "rows": len(batches.rows), "losses": on_bases})
-        skipped = {saved.name: fault for saved, fault in faults.items() if fault}
-        ranked = {name: rows for name, rows in losses.items() if name not in too_much}
-        ranking = add_kept(rank_candidates(ranked, {**skipped, **too_much}, by), kept)
-        keys = find_other_losses([of.plan.run for of in runs]) if by == LOSS else []
-        note = served.get(ranking.candidates[0].name, "")
-        show(replace(ranking, caution=explain_other_losses(keys, run_folder), note=note))
+        def evaluate(base_dtype: str, chosen: Sequence[Saved], suffix: str = "") -> dict[str, Rows]:
+            """Return the losses of the base, stored in this dtype, and of these adapters on it."""
+            here.phase(f"loading the model{suffix}")
+            base = SharedBase(keeps=len(runs) > 1)
+            layout = replace(plan.layout, base_dtype=base_dtype)
+            model, certificate = base.get(lambda: load_base(plan.base, layout, **describe_precision(plan)))
+            one_per_base = {read_recorded_base(saved.folder).get("base_digest"): saved.folder for saved in chosen}
+            for folder in one_per_base.values():
+                require_same_base(
+                    folder,
+                    plan.base,
+                    certificate["base_digest"],
+                    plan.where("model.model_name_or_path"),
+                    allow_other=allow_other_base,
+                    say=console.print,
+                )
+            losses: dict[str, Rows] = {}
+            for of in dict.fromkeys(saved.of for saved in chosen):
+                lora = of.plan.run.lora
+                base_alone = BaseAlone(model, (*of.plan.adapter.in_full, *of.plan.adapter.biases))
+                adapted = attach_adapter(model, lora, of.plan.adapter, of.plan.run.train.seed).eval()
+                patches = Patches()
+                base.undo.enter_context(patches)
+                patches.patch_forward(adapted.get_base_model())
+                compare = make_comparison(adapted, batches, of.plan.run, of.began_with)
+                if not losses:
+                    with nullcontext() if of.began_with else adapted.disable_adapter():
+                        losses[untrained + suffix] = compare()
+                for saved in (saved for saved in chosen if saved.of == of):
+                    here.phase(f"evaluating {saved.name}{suffix}")
+                    load_adapter(adapted, saved.folder)
+                    losses[saved.name + suffix] = compare()
+                    if kept_batches is not None and not suffix:
+                        autocast = torch.autocast(get_device().type, torch.bfloat16, enabled=run.train.in_bf16)
+                        causal_lm = adapted.get_base_model()
+                        kept[saved.name] = (
+                            measure_kept_sets(kept_batches, causal_lm, base_alone, autocast=autocast) or {}
+                        )
+                    share = None if suffix else measure_share(batches, adapted.get_base_model(), base_alone)
+                    if share is not None:
+                        served[saved.name] = describe_served(*share)
+                    console.print(f"{saved.name}{suffix}  evaluated")
+                if len(runs) > 1:
+                    base.restore(str(of.folder))
+            return losses
+
+        losses = evaluate(plan.layout.base_dtype, intact)
+        too_much = find_worse(kept, keep) if keep is not None else {}
+        within = [saved for saved in intact if saved.name not in too_much] or intact
+        lowest = min(within, key=lambda saved: mean_loss(losses[saved.name]))
+        on_bases = {plan.layout.base_dtype: [mean_loss(losses[untrained]), mean_loss(losses[lowest.name])]}
+        for base_dtype in dict.fromkeys(base_dtypes):
+            if base_dtype not in on_bases:
+                others = evaluate(base_dtype, [lowest], f", base in {base_dtype.upper()}")
+                on_bases[base_dtype] = list(map(mean_loss, others.values()))
+                losses |= others
+        if here.rank == 0:
+            if len(on_bases) > 1:
+                write_json(run_folder / BASES, {"adapter": lowest.name, "rows": len(batches.rows), "losses": on_bases})
+            skipped = {saved.name: fault for saved, fault in faults.items() if fault}
+            ranked = {name: rows for name, rows in losses.items() if name not in too_much}
+            ranking = add_kept(rank_candidates(ranked, {**skipped, **too_much}, by), kept)
+            keys = find_other_losses([of.plan.run for of in runs]) if by == LOSS else []
+            note = served.get(ranking.candidates[0].name, "")
+            show(replace(ranking, caution=explain_other_losses(keys, run_folder), note=note))
     return 0
 
 

@@ -50,13 +50,13 @@ from windlass.train.checkpoint.resume import (
     claim_run_folder,
     describe_run,
     explain_other_length,
-    find_unshared,
     fingerprint_base,
     record_failure,
     require_base_of,
     require_same_data,
     require_steps_left,
     resolve_run,
+    warn_of_unshared,
 )
 from windlass.train.checkpoint.saver import Saver
 from windlass.train.checkpoint.snapshot import find_system_error, load_adapter, save_adapter
@@ -127,12 +127,8 @@ def train_run(plan: Plan, session: Session) -> int:
         begin = partial(claim_run_folder, resume=session.options.resume, allow_other_base=allow_other_base)
         from_checkpoint = collectives.run_on_rank_0(lambda: begin(plan, session.identity, unwritten, held))
         print_header(console, plan, os.environ)
-        if unshared := find_unshared(folder):
-            console.print(
-                f"warning: ranks {', '.join(map(str, unshared))} don't see {folder}: alarms compare ranks and are off, "
-                "and the run can't be resumed there\nhint: set train.output_dir to a volume that all nodes mount",
-                style="yellow",
-            )
+        if plan.loaded.trial is None:
+            warn_of_unshared(folder, console)
 
         with record_failure(folder):
             # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
@@ -196,6 +192,8 @@ def train_run(plan: Plan, session: Session) -> int:
                 session.base.undo.callback(torch.compiler.reset)  # the next trial compiles as it would alone
 
         # 7. Train. The first steps prove that gradients reach every part of the adapter.
+        with record_failure(folder):
+            collectives.run_on_rank_0(loop.watch.serve)  # its port may be taken
         with loop.watch, record_failure(folder), contextlib.ExitStack() as stack:
             for part in (loop.saver, loop.progress, loop.trackers, loop.recorder):
                 stack.callback(part.close)
@@ -422,7 +420,8 @@ def make_loop(
     )
     session.base.join(trained, updater, watch)
     report_to = train.report_to if here.rank == 0 else "none"
-    trackers = Trackers(report_to, plan.folder, train.run_name, resolve_run(plan), recorder.unwritten)
+    say = partial(console.print, style="yellow")
+    trackers = Trackers(report_to, plan.folder, train.run_name, resolve_run(plan), recorder.unwritten, say)
     return Loop(
         plan=plan,
         model=trained,

@@ -33,7 +33,13 @@ from windlass.run_folder import (
 )
 from windlass.runfile.halving import Halving
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
-from windlass.train.checkpoint.resume import describe_run, record_failure, require_same_data, require_same_run
+from windlass.train.checkpoint.resume import (
+    describe_run,
+    record_failure,
+    require_same_data,
+    require_same_run,
+    warn_of_unshared,
+)
 from windlass.train.halving import (
     CheckedData,
     describe_decision,
@@ -55,6 +61,7 @@ def train_trials(plan: Plan, session: Session, train_run: Work, check_data: Chec
     folder = plan.folder
     with contextlib.ExitStack() as held:
         states: dict[str, str] = collectives.run_on_rank_0(lambda: claim_sweep(plan, session, held))
+        warn_of_unshared(folder, session.console)
         with record_failure(folder):
             check_all_data(plan, session, check_data)
             decisions = collectives.run_on_rank_0(lambda: begin_sweep(plan, session, states))

@@ -1,5 +1,6 @@
 """Send metrics to the trackers in train.report_to: TensorBoard, W&B, MLflow, trackio."""
 
+import errno
 import os
 import threading
 import time
@@ -84,6 +85,7 @@ def open_trackio(_folder: Path, name: str | None, config: dict[str, Any]) -> tup
     return lambda values, step: run.log({**add_prefixes(values), "train/global_step": step}), run.finish
 
 
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ENOTDIR}
 OPEN = {"tensorboard": open_tensorboard, "wandb": open_wandb, "mlflow": open_mlflow, "trackio": open_trackio}
 
 
@@ -91,8 +93,15 @@ class Trackers:
     """Open trackers, on rank 0. `log` sends what the loop logs; `log_steps` sends every line of rank 0's step file."""
 
     def __init__(
-        self, names: str | list[str], folder: Path, run_name: str | None, config: dict[str, Any], unwritten: WriteGuard
+        self,
+        names: str | list[str],
+        folder: Path,
+        run_name: str | None,
+        config: dict[str, Any],
+        unwritten: WriteGuard,
+        say: Callable[[str], None],
     ) -> None:
+        self.say = say
         listed = [names] if isinstance(names, str) else names
         self.folder = folder
         self.unwritten = unwritten
@@ -134,8 +143,8 @@ class Trackers:
     def _lose(self, name: str, error: Exception) -> None:
         """Go on without a tracker: each library has exceptions of its own for a server that is not there."""
         self.opened.pop(name, None)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
             self.unwritten.report(self.folder / name, error)
         else:
             why = (str(error).splitlines() or [""])[0][:200]
-            self.unwritten.say(f"{name}: {type(error).__name__}: {why}; training continues without it")
+            self.say(f"warning: {name}: {type(error).__name__}: {why}; training continues without it")

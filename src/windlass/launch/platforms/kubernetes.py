@@ -86,7 +86,7 @@ def _template() -> Any:
 
 
 # Texts that kubectl's YAML takes for a truth value or a number, and PyYAML does not.
-READ_OTHERWISE = re.compile(r"[yYnN]|[-+]?[\d.]+[eE][-+]?\d+|[-+]?0o?[0-7_]+")
+READ_OTHERWISE = re.compile(r"[yYnN]|(?=.*\d)[-+]?[\d_]*\.?[\d_]*([eE][-+]?\d+)?|[-+]?0o[0-7_]+")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -97,10 +97,12 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    text = "tag:yaml.org,2002:str"
     style = "|" if "\n" in value else None
-    if set(value) & set("\x85\u2028\u2029") or READ_OTHERWISE.fullmatch(value):  # PyYAML writes these unquoted
+    unquoted = dumper.resolve(yaml.ScalarNode, value, (True, False)) == text  # type: ignore[no-untyped-call]
+    if set(value) & set("\x85\u2028\u2029") or (unquoted and READ_OTHERWISE.fullmatch(value)):
         style = '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+    return dumper.represent_scalar(text, value, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)

@@ -27,7 +27,13 @@ NCCL_LOG: Final = "nccl-%h-%p.log"  # NCCL fills in the host and the process
 CHANNEL: Final = re.compile(rb"via NET/([A-Za-z]+)/\d+")
 
 
-EARLIER: Final = set[Path]()  # NCCL's logs of this run's tries before this one
+EARLIER: Final = dict[Path, tuple[int, int]]()  # NCCL's logs of this run's tries before this one
+
+
+def identify(path: Path) -> tuple[int, int]:
+    """Return what tells a log from one that a restarted pod's process of the same number writes over it."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def make_environment(environ: Mapping[str, str], job: RunFile | ScriptRun, folder: Path) -> dict[str, str]:
@@ -38,7 +44,7 @@ def make_environment(environ: Mapping[str, str], job: RunFile | ScriptRun, folde
     # Submitted jobs get NCCL_DEBUG=WARN from windlass; any other value, or one in the run file, is the user's own.
     is_debug_set = "NCCL_DEBUG" in job.cluster.env or environ.get("NCCL_DEBUG", "WARN") != "WARN"
     if job.watch.sockets != OFF and job.cluster.size[0] > 1 and not is_debug_set and "NCCL_DEBUG_FILE" not in environ:
-        EARLIER.update(folder.glob("nccl-*.log"))
+        EARLIER.update((path, identify(path)) for path in folder.glob("nccl-*.log"))
         log = str(folder / NCCL_LOG)
         variables |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": log}
     return variables
@@ -145,7 +151,9 @@ class Monitor:
 
     def _read_nccl_logs(self) -> None:
         found = {path for folder in self.log_folders for path in folder.glob("nccl-*.log")}
-        for path in found - EARLIER:
+        for path in found:
+            if EARLIER.get(path) == identify(path):
+                continue
             for lines in self.nccl_logs.setdefault(path, Tail(path)).lines():
                 matches = map(CHANNEL.search, lines)
                 self.channels.update(match[1].decode() for match in matches if match)

@@ -81,13 +81,15 @@ class RunWatch:
             recorder.unwritten,
         )
 
+    def serve(self) -> None:
+        """Serve the page for Prometheus, on rank 0."""
+        self.monitor.serve(self.name)
+
     def __enter__(self) -> Self:
         return self
 
     def start(self, step: int, max_steps: int) -> None:
         """Start watching a loop that begins after `step`."""
-        if self.rank == 0:
-            self.monitor.serve(self.name)
         self.monitor.from_step = step
         self.monitor.history.max_steps = max_steps
         self.heartbeat.start()

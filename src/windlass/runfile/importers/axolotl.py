@@ -32,9 +32,12 @@ def translate(imported: ImportedRun) -> None:
         set_objective(imported, "rl", "orpo" if rl == "orpo" else "dpo", betas=betas, **options)
     if "lora.target_modules" in imported.settings and imported.take("lora_target_modules"):
         imported.no_effect["lora_target_modules"] = "lora_target_linear adapts all linear layers"
-    batch, micro = imported.take("batch_size"), imported.theirs.get("micro_batch_size")
-    if isinstance(batch, int) and isinstance(micro, int) and micro:  # of each process
+    batch, micro = imported.take("batch_size", kind=int), imported.theirs.get("micro_batch_size", 1)
+    if batch is not None and isinstance(micro, int) and micro > 0 and batch % micro == 0:  # of each process
         imported.set("train.gradient_accumulation_steps", batch // micro, "batch_size // micro_batch_size")
+    elif batch is not None:
+        hint = "write train.gradient_accumulation_steps yourself"
+        imported.refuse("batch_size", f"{batch} rows of a process are no multiple of micro_batch_size: {micro}", hint)
     ratio = imported.take("cosine_min_lr_ratio")
     if isinstance(ratio, float):
         imported.take("lr_scheduler")

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from windlass import run_folder
 from windlass.errors import Problem, RunError, UserError, raise_all
@@ -39,7 +40,7 @@ from windlass.train.checkpoint.folder import find_damage, list_checkpoints, read
 from windlass.train.checkpoint.snapshot import STATE, require_intact
 from windlass.weights.same_base import CHAT_TEMPLATE, FETCH_AGAIN, FLAG, require_same_base
 
-SEEN_SECONDS = 30.0  # that a network file system may take to show other nodes a file
+SEEN_SECONDS = 90.0  # that a network file system may take to show other nodes a file
 
 
 def claim_run_folder(
@@ -83,11 +84,27 @@ def claim_run_folder(
     return usable
 
 
+def warn_of_unshared(folder: Path, console: Console) -> None:
+    """Say which ranks don't see the folder of a run or sweep. A collective."""
+    if unshared := find_unshared(folder):
+        console.print(
+            f"warning: ranks {', '.join(map(str, unshared))} don't see {folder}: alarms compare ranks and are off, "
+            "and the run can't be resumed there\nhint: set train.output_dir to a volume that all nodes mount",
+            style="yellow",
+        )
+
+
 def find_unshared(folder: Path) -> list[int]:
     """Return the ranks that don't see the run folder of rank 0, as on disks of their own. A collective."""
-    began = collectives.run_on_rank_0(lambda: read_manifest(folder).get("began"))
+
+    def read() -> Any:
+        with contextlib.suppress(OSError):
+            list(folder.iterdir())  # a network file system looks again for what was not there
+        return read_manifest(folder).get("began")
+
+    began = collectives.run_on_rank_0(read)
     until = time.monotonic() + SEEN_SECONDS
-    while not (seen := read_manifest(folder).get("began") == began) and time.monotonic() < until:
+    while not (seen := read() == began) and time.monotonic() < until:
         time.sleep(0.1)
     return [rank for rank, sees in enumerate(collectives.all_gather(seen)) if not sees]
 
