@@ -86,7 +86,7 @@ def _template() -> Any:
 
 
 # Texts that kubectl's YAML takes for a truth value or a number, and PyYAML does not.
-READ_OTHERWISE = re.compile(r"[yYnN]|(?=.*\d)[-+]?[\d_]*\.?[\d_]*([eE][-+]?\d+)?|[-+]?0o[0-7_]+")
+READ_OTHERWISE = re.compile(r"[yYnN]|(?=[-+]?\.?\d)[-+]?[\d_]*\.?[\d_]*([eE][-+]?\d+)?|[-+]?0o[0-7_]+")
 
 
 class _Dumper(yaml.SafeDumper):
