@@ -269,7 +269,7 @@ def make_plan(
     choice = choose_fitting(search, request, where("layout"))
 
     # 6. What follows from these: the schedule, the cost, and what to tell the user.
-    layout_is_set = request.name != AUTO
+    are_set = {"batch_is_set": batch_is_set, "layout_is_set": request.name != AUTO}
     layout = choice.best.layout
     work = replace(work, batch=choice.best.cost.batch, layout=layout)
     plan = Plan(
@@ -286,11 +286,7 @@ def make_plan(
         evaluated=counts.evaluated if work.evaluated else 0,
         kept=counts.kept if work.evaluated else 0,
         tried=() if batch_is_set else choice.best.tried,
-        advice=advise_faster_layout(
-            work, lengths, choice.contenders, run, batch_is_set=batch_is_set, layout_is_set=layout_is_set
-        )
-        if compare
-        else (),
+        advice=advise_faster_layout(work, lengths, choice.contenders, run, **are_set) if compare else (),
         warnings=(),
         notes=(),
         search=search,

@@ -102,9 +102,8 @@ def rank_checkpoints(
             )
         here.phase("preparing the data")
         tokenizer = open_base_tokenizer(plan)
-        data = prepare_data(
-            run, tokenizer, where=plan.where, cache=run_folder / "tokens", spare=spare, say=console.print
-        )
+        tokens = run_folder / "tokens"
+        data = prepare_data(run, tokenizer, where=plan.where, cache=tokens, spare=spare, say=console.print)
         if data.validation is None or len(data.validation) < 2:
             raise UserError(
                 "there are no rows to compare on", str(run_folder), "name some with --eval-data FILE", "no-rows"
@@ -149,9 +148,8 @@ def rank_checkpoints(
                     if kept_batches is not None and not suffix:
                         autocast = torch.autocast(get_device().type, torch.bfloat16, enabled=run.train.in_bf16)
                         causal_lm = adapted.get_base_model()
-                        kept[saved.name] = (
-                            measure_kept_sets(kept_batches, causal_lm, base_alone, autocast=autocast) or {}
-                        )
+                        figures = measure_kept_sets(kept_batches, causal_lm, base_alone, autocast=autocast)
+                        kept[saved.name] = figures or {}
                     share = None if suffix else measure_share(batches, adapted.get_base_model(), base_alone)
                     if share is not None:
                         served[saved.name] = describe_served(*share)

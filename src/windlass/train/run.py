@@ -127,8 +127,7 @@ def train_run(plan: Plan, session: Session) -> int:
         begin = partial(claim_run_folder, resume=session.options.resume, allow_other_base=allow_other_base)
         from_checkpoint = collectives.run_on_rank_0(lambda: begin(plan, session.identity, unwritten, held))
         print_header(console, plan, os.environ)
-        if plan.loaded.trial is None:
-            warn_of_unshared(folder, console)
+        warn_of_unshared(plan, console)
 
         with record_failure(folder):
             # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.

@@ -61,7 +61,7 @@ def train_trials(plan: Plan, session: Session, train_run: Work, check_data: Chec
     folder = plan.folder
     with contextlib.ExitStack() as held:
         states: dict[str, str] = collectives.run_on_rank_0(lambda: claim_sweep(plan, session, held))
-        warn_of_unshared(folder, session.console)
+        warn_of_unshared(plan, session.console)
         with record_failure(folder):
             check_all_data(plan, session, check_data)
             decisions = collectives.run_on_rank_0(lambda: begin_sweep(plan, session, states))
