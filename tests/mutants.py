@@ -113,7 +113,9 @@ def run_tests(fault: Fault) -> tuple[Fault, str, float]:
         except subprocess.TimeoutExpired:
             return fault, "", SECONDS
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    caught = failed[0].split(" - ")[0] if failed else "collection" * (done.returncode not in (0, 5))
+    caught = "" if done.returncode in (0, 5) else "collection"
+    if failed:
+        caught = failed[0].split(" - ")[0]
     return fault, caught, time.monotonic() - began
 
 

@@ -260,7 +260,8 @@ def list_workers(pid: int) -> list[psutil.Process]:
     found = []
     for each in psutil.Process(pid).children():
         with suppress(psutil.NoSuchProcess):  # it ends just now, or is another test's that nobody waited for
-            found += [each] * (workers.COMMAND in each.cmdline())
+            if workers.COMMAND in each.cmdline():
+                found.append(each)
     return found
 
 

@@ -8,7 +8,7 @@ import json
 import mmap
 import os
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -457,7 +457,6 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    takers = {number for number, token in tokenizer.added_tokens_decoder.items() if token.rstrip}
     encoded: list[Encoded] = [([], None, False) if one.ids is None else wrap_tokens(one, one.ids) for one in rendered]
     for closed, partial in itertools.product((False, True), repeat=2):
         chosen = [
@@ -480,7 +479,9 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
             spans = rendered[i].supervised
             flags, straddles = None, False
             if spans is not None:
-                flags, straddles = find_supervised_tokens(done, spans, rendered[i].text, closed=closed, takers=takers)
+                flags, straddles = find_supervised_tokens(
+                    done, spans, rendered[i].text, closed=closed, tokenizer=tokenizer
+                )
             encoded[i] = (done.ids, flags, straddles)
     return encoded
 
@@ -491,6 +492,12 @@ class Markers(NamedTuple):
     texts: dict[int, str]
     added: Flags
     """Of each token, whether it is one of them."""
+
+
+@lru_cache(maxsize=8)
+def list_rstripping(tokenizer: Any, _size: int) -> frozenset[int]:
+    """Return the added tokens with `rstrip`: the white space behind them becomes part of them."""
+    return frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.rstrip)
 
 
 @lru_cache(maxsize=8)
@@ -558,12 +565,11 @@ def find_supervised_tokens(
     text: str,
     *,
     closed: bool = False,
-    takers: Collection[int] = (),
+    tokenizer: Any = None,
 ) -> tuple[Flags, bool]:
     """Return which tokens have a supervised character, and whether one of them also has unsupervised characters.
 
-    White space that a chat template writes before an answer (`closed`) doesn't count: nobody can move it. `takers`:
-    added tokens that take the white space behind them.
+    White space that a chat template writes before an answer (`closed`) doesn't count: nobody can move it.
     """
     flags = np.zeros(len(done), np.bool_)
     straddles = False
@@ -582,7 +588,8 @@ def find_supervised_tokens(
                     break
                 last += 1
             flags[first : last + 1] = True
-            if closed and text[start].isspace() and done.ids[first] in takers:
+            has_blank = closed and tokenizer is not None and text[start].isspace()
+            if has_blank and done.ids[first] in list_rstripping(tokenizer, len(tokenizer)):
                 first_char, after_char = done.token_to_chars(first)
                 if first_char < start and not text[start:after_char].strip():  # a header, with white space behind it
                     flags[first] = False

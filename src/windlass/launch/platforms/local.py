@@ -102,8 +102,8 @@ def status(record: Record) -> int:
         newest = max(read_beats(run).values(), key=lambda beat: beat["time"], default=None)
         age = max(0.0, time.time() - newest["time"]) if newest else math.inf
         running = age < ALIVE_SECONDS
-        began = (record.run / run_folder.MANIFEST).stat().st_mtime if manifest else math.inf
-        has_yet_to_beat = not running and (newest["time"] if newest else -math.inf) < began < math.inf
+        began = (record.run / run_folder.MANIFEST).stat().st_mtime if manifest else 0.0
+        has_yet_to_beat = not running and (newest is None or newest["time"] < began)
         sign = f" (last heartbeat {age:.0f} s ago, from {newest['host']})" if newest else ""
     steps = run_folder.find_step_files(run).get(0)
     last = max(read_json_lines(steps) if steps else (), key=lambda line: int(line.get("step", 0)), default={})
