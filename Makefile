@@ -107,12 +107,22 @@ VLLM := $(VENV)/vllm
 VLLM_VERSION := 0.32.0
 LLAMA := $(VENV)/llama
 LLAMA_VERSION := 0.3.36
-prove-serving: $(STAMP)  ## real vLLM (5 minutes to install; needs AVX2) and llama.cpp (5 minutes to build; C++) answer with exports
+LM_EVAL := $(VENV)/lm-eval
+LM_EVAL_VERSION := 0.4.13
+prove-serving: $(STAMP)  ## real vLLM (5 minutes to install; needs AVX2), llama.cpp (5 minutes to build; C++) and lm-eval open exports
 	@if grep -q avx2 /proc/cpuinfo; then $(MAKE) $(VLLM)/.installed-$(VLLM_VERSION); \
 	  else echo "no AVX2, which vLLM's build for CPUs needs: skipped"; fi
 	@if command -v c++ >/dev/null; then $(MAKE) $(LLAMA)/.built-$(LLAMA_VERSION); \
 	  else echo "no C++ compiler, which llama.cpp is built with: skipped"; fi
-	WINDLASS_VLLM=$(VLLM) WINDLASS_LLAMA=$(LLAMA) $(BIN)/pytest -m "" -v -rs tests/test_serving.py
+	@$(MAKE) $(LM_EVAL)/.installed-$(LM_EVAL_VERSION)
+	WINDLASS_VLLM=$(VLLM) WINDLASS_LLAMA=$(LLAMA) WINDLASS_LM_EVAL=$(LM_EVAL) $(BIN)/pytest -m "" -v -rs tests/test_serving.py
+
+# Sees the libraries of the other environment, so that it brings only what it needs beside them.
+$(LM_EVAL)/.installed-$(LM_EVAL_VERSION): $(STAMP)
+	$(PYTHON) -m venv --clear $(LM_EVAL)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(LM_EVAL)/lib/python3*/site-packages)/windlass.pth
+	$(LM_EVAL)/bin/python -m pip install --quiet --disable-pip-version-check lm_eval==$(LM_EVAL_VERSION)
+	@touch $@
 
 # The source of llama-cpp-python carries llama.cpp with its converters, which import sentencepiece.
 LLAMA_OPTIONS := CMAKE_SUPPRESS_REGENERATION=ON BUILD_SHARED_LIBS=OFF GGML_NATIVE=OFF GGML_OPENMP=OFF GGML_LLAMAFILE=OFF LLAMA_OPENSSL=OFF LLAMA_CURL=OFF \

