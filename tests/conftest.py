@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         item.user_properties += [("fault", mark.args) for mark in item.iter_markers("fault")]
+        item.user_properties += [("takes", mark.args[0]) for mark in item.iter_markers("takes")]
     yield
     # No worker is left alone with a file that takes long.
     order = {name: place for place, name in enumerate(LONGEST)} if hasattr(config, "workerinput") else {}
@@ -50,3 +51,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for (what, by, says), outcomes in rows.items():
         verdict = "named" if outcomes == {"passed"} else ", ".join(sorted(outcomes - {"passed"}))
         terminalreporter.write_line(f"{verdict:8} {what:50} {by[:30]:30} {says}")
+    warn_of_slow_tests(terminalreporter)
+
+
+def warn_of_slow_tests(terminalreporter: pytest.TerminalReporter) -> None:
+    """List tests of `make test` that take more than 2 seconds of a quiet machine and don't say why."""
+    most = 2 * max(times.measure_slowness(), 1.0)
+    listed = {
+        report.nodeid: report.duration
+        for report in terminalreporter.getreports("passed")
+        if report.when == "call" and report.duration > most
+        if not {"long", "prove"} & report.keywords.keys() and "takes" not in dict(report.user_properties)
+    }
+    if listed:
+        terminalreporter.section(f"{len(listed)} tests above {most:.1f} s without pytest.mark.takes(why)")
+    for name, seconds in sorted(listed.items(), key=lambda each: -each[1]):
+        terminalreporter.write_line(f"{seconds:6.1f} s  {name}")

@@ -16,11 +16,21 @@ from test_sweep import assert_same_run, run
 from test_train import Outcomes, case
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from windlass.data.prepare import prepare_data
 from windlass.errors import SAVED
 from windlass.export import export
 from windlass.files import read_json_lines
 from windlass.observe.recorder import ExpertBalance
+from windlass.plan import make_plan
 from windlass.run_folder import ADAPTER
+from windlass.runfile import read_run_file
+from windlass.serve.share import fit_slope
+from windlass.train.checkpoint.snapshot import load_adapter
+from windlass.train.load import load_base
+from windlass.train.lora import attach_adapter
+from windlass.train.patches import Patches
+from windlass.train.precision import in_float32
+from windlass.train.run import describe_precision, make_validation_batches
 
 pytestmark = [
     pytest.mark.prove,
@@ -85,6 +95,7 @@ ON_TWO = {
     "mixture, full-shard": of_four(2, **MIXTURE),
     "mixture of Qwen2, expert-parallel": of_four(2, **SPLIT, **BY_EXPERT),
 }
+STORED = ("bf16", "fp8", "nf4", "mxfp4", "nvfp4", "int4")
 TRIALS = [
     {"name": "small", "lora.r": 4, "train.learning_rate": 1e-4},
     {"name": "large", "lora.r": 16, "train.seed": 7},
@@ -202,6 +213,56 @@ def test_mixture_on_two_ranks_equals_one_process(two: Outcomes, alone: Outcomes,
     one = name.partition(",")[0]
     assert_alike(two, name, alone, one)
     assert real.compare_adapters(two.folder / name, alone.folder / one) < 2e-3
+
+
+# --- what bfloat16 keeps ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "base_dtype"),
+    [*(("dense", dtype) for dtype in STORED), ("mixture", "bf16"), ("mixture in 8 bits", "fp8"), ("mixture", "nf4")],
+)
+def test_bfloat16_computes_what_an_adapter_adds(
+    alone: Outcomes, folder: Path, model: Path, mixture: Path, kind: str, base_dtype: str
+) -> None:
+    """However the base is stored: by how much an adapter of 0.2 nats changes tokens' losses, against float32."""
+    base = {"dense": model, "mixture": mixture, "mixture in 8 bits": folder / "mixtral in 8 bits"}[kind]
+    trained = alone.folder / ("alone" if kind == "dense" else "mixture")
+    stored = [f"model.model_name_or_path={base}", "model.torch_dtype=bfloat16", f"layout.base_dtype={base_dtype}"]
+    experts = [] if kind == "dense" else [f"lora.experts={json.dumps(MIXTURE['lora__experts'])}"]
+    here = ["cluster.gpu=cpu", "cluster.gpus_per_node=1", "train.bf16=true"]
+    plan = make_plan(read_run_file(folder / "run.yaml", [*stored, *experts, *here]))
+    loaded, _ = load_base(plan.base, plan.layout, **describe_precision(plan))
+    adapted = attach_adapter(loaded, plan.run.lora, plan.adapter, plan.run.train.seed).eval()
+    Patches().patch_forward(adapted.get_base_model())
+    load_adapter(adapted, trained / "final")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    data = prepare_data(plan.run, tokenizer, where=plan.where, cache=folder / "tokens", say=print)
+    batch = next(make_validation_batches(plan, data, tokenizer.pad_token_id).epoch(0))
+    shares = {}
+    for gain in (0.2, 0.06):
+        exact: list[float] = []
+        for _ in range(2):  # the second time with B scaled to this gain
+            if exact:
+                scale_adapter(adapted, gain * len(exact) / -sum(exact))
+            effects = []
+            for precision in (in_float32(loaded), torch.autocast("cpu", torch.bfloat16)):
+                with torch.no_grad(), precision:
+                    losses = loaded(**batch.inputs, per_token=True)[0]
+                    with adapted.disable_adapter():
+                        effects.append((losses - loaded(**batch.inputs, per_token=True)[0]).double().tolist())
+            exact, computed = effects
+        shares[gain] = fit_slope(exact, computed)
+        print(f"{kind}, {base_dtype}: {-sum(exact) / len(exact):.3f} nats a token, bfloat16 keeps", end=" ")
+        print(f"{shares[gain][0]:.1%} +- {shares[gain][1]:.1%}")
+    assert shares[0.2][0] == pytest.approx(1, abs=0.03 + 2 * shares[0.2][1])
+
+
+def scale_adapter(model: Any, factor: float) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter *= factor
 
 
 # --- trials, exports ---

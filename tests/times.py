@@ -99,6 +99,14 @@ class Times:
         show(f"\na core multiplies {SIZE} x {SIZE} matrices in float32 at {measure_core():.0f} GFLOP/s")
 
 
+def measure_slowness() -> float:
+    """Return how much longer a loop takes here than on the quiet machine whose times the README gives."""
+    began = time.perf_counter()
+    for _ in range(1_000_000):
+        pass
+    return (time.perf_counter() - began) / 0.03
+
+
 def measure_core() -> float:
     matrix, count = torch.randn(SIZE, SIZE), 20
     matrix @ matrix
