@@ -1,12 +1,13 @@
 """One GPU and Mistral Small 4 at full width: does the model fit, how fast is a step, and where does its time go?
 
-    python benchmarks/one_gpu.py                       every part, ten minutes at most
+    python benchmarks/one_gpu.py --minutes 9 --out one-gpu   every part; again: those that have not ended yet
     python benchmarks/one_gpu.py --parts whole,profile
-    python benchmarks/one_gpu.py --tiny                the same code at toy size, on any machine
-    python benchmarks/one_gpu.py --show one_gpu.jsonl  the tables of an earlier run, also of an interrupted one
+    python benchmarks/one_gpu.py --tiny                      the same code at toy size, on any machine
+    python benchmarks/one_gpu.py --show one-gpu              the tables of an earlier run, also of an interrupted one
 
 Each part runs in its own process with a share of the time (plus what earlier parts left unused), and appends each row
-to --out as soon as it is known: an interrupted run loses nothing that was measured. Weights are random and made on the
+to rows.jsonl in the folder --out as soon as it is known: an interrupted run loses nothing that was measured. README.md
+beside it is the page: machine, versions, and a table for each part. Weights are random and made on the
 GPU, without files or a copy on the host. Everything else is what a run uses: the model as parallel.py builds it, the
 FP8 base, adapters, checkpointing, autocast, the loss, AdamW. Rows are full, without padding; "masked" rows consist of
 documents separated by a mask. "plan" is the plan's figure for the same work, without the driver's context and
@@ -22,6 +23,8 @@ packages are reported before the clock starts.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import math
 import os
@@ -58,6 +61,7 @@ ABOUT = {
     "peft": "one layer's experts with adapters: PEFT's way and ours, by tokens per expert",
     "profile": "where one step's time goes",
 }
+ROWS, PAGE = "rows.jsonl", "README.md"
 ASIDE = 0.04  # of the time, for starting processes and printing
 
 
@@ -65,9 +69,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(SHARES), help=f"some of {', '.join(SHARES)}")
     parser.add_argument("--tiny", action="store_true", help="toy sizes: does it all run?")
-    parser.add_argument("--seconds", type=float, default=530.0, help="of all parts (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("one_gpu.jsonl"), help="a JSON object a line")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print an earlier run's tables, and measure nothing")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of all parts (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)  # instead of minutes
+    parser.add_argument("--out", type=Path, default=Path("one-gpu"), help="folder (default: %(default)s)")
+    parser.add_argument("--show", type=Path, metavar="PATH", help="print a folder's or file's tables, measure nothing")
     parser.add_argument("--replan", action="store_true", help="with --show: layers beside what the plan says now")
     parser.add_argument("--part", choices=list(SHARES), help=argparse.SUPPRESS)  # for a part's own process
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)  # time.time()
@@ -98,23 +103,28 @@ def facts() -> dict[str, Any]:
 
 def write(out: Path, row: dict[str, Any]) -> None:
     """Write a row at once and in full, so that it survives if the process is killed."""
-    with out.open("a") as file:
+    with (out / ROWS).open("a") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
 
 def read(out: Path) -> list[dict[str, Any]]:
-    rows = []
-    for line in out.read_text().splitlines():
+    """Return the rows of a folder or file, without those of a part that was interrupted and measured again."""
+    rows: list[dict[str, Any]] = []
+    for line in (out / ROWS if out.is_dir() else out).read_text().splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
-            rows.append({"part": "facts", "skipped": "a line that was cut off"})
+            row = {"part": "facts", "skipped": "a line that was cut off"}
+        if again := row.get("begins"):
+            rows = [each for each in rows if each["part"] != again]
+        else:
+            rows.append(row)
     return rows
 
 
-LEAST = {"torch": (2, 11), "transformers": (5, 23), "peft": (0, 21)}
+LEAST = {"torch": (2, 11), "transformers": (5, 17), "peft": (0, 20)}
 NEEDED = ("pydantic", "torch", "safetensors", "huggingface_hub", "tokenizers", "transformers", "accelerate", "peft")
 PROBE = """
 import importlib, sys, warnings
@@ -154,20 +164,23 @@ def conduct(asked: argparse.Namespace) -> int:
             [str(here.parent / "src"), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
         ),
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("")
-    write(out, facts())
+    out.mkdir(parents=True, exist_ok=True)
+    before, now = read(out) if (out / ROWS).exists() else [], facts()
+    if others := {row["gpu"] for row in before if "gpu" in row} - {now["gpu"]}:
+        sys.exit(f"{out} has rows of {', '.join(others)}: name another folder with --out")
+    ended = [row.get("ended") for row in before]
+    write(out, now)
     if lacking := missing(environ):
         write(out, {"part": "facts", "skipped": f"every part. Needed: {lacking}"})
-        show(read(out))
+        write_page(out)
         return 1
-    wanted = asked.parts.split(",")
-    parts = [part for part in SHARES if part in wanted]
+    parts = [part for part in SHARES if part in asked.parts.split(",") and part not in ended]
     began = until = time.time()  # after the imports, which have warmed the file system's cache
-    usable, bad = asked.seconds * (1 - ASIDE), 0
+    usable, bad = (asked.seconds or asked.minutes * 60) * (1 - ASIDE), 0
     for part in parts:
         until += usable * SHARES[part] / sum(SHARES[each] for each in parts)
         print(f"{part}: {ABOUT[part]}; until {until - began:.0f} s", file=sys.stderr, flush=True)
+        write(out, {"part": "facts", "begins": part})
         command = [sys.executable, __file__, "--part", part, "--until", str(until), "--out", str(out)]
         try:
             code = subprocess.run(
@@ -179,8 +192,9 @@ def conduct(asked: argparse.Namespace) -> int:
         if why:
             write(out, {"part": part, "skipped": why})
             bad = 1
-        write(out, {"part": "facts", "spent on": part, "at_seconds": round(time.time() - began, 1)})
-    show(read(out))
+        else:
+            write(out, {"part": "facts", "ended": part, "at_seconds": round(time.time() - began, 1)})
+    write_page(out)
     return bad
 
 
@@ -217,12 +231,25 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {  # part -> (heading, key, for
 KIND = {"whole": "step", "whole-experts": "step", "whole-nf4": "step", "layers": "step"}
 
 
+def write_page(out: Path) -> None:
+    """Write the page, and print it."""
+    page = io.StringIO()
+    with contextlib.redirect_stdout(page):
+        show(read(out))
+    (out / PAGE).write_text(f"# One GPU, measured by `python benchmarks/one_gpu.py`\n\n{page.getvalue()}")
+    print(page.getvalue(), end="")
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     """Print Markdown tables."""
+    known = []  # of a run in several goes, one line for each machine and day
     for row in rows:
         if "versions" in row:
             versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
-            print(f"{row['date']}; GPU: {row['gpu']}; {row['machine']}; Python {row['python']}; {versions}")
+            line = f"{row['date']}; GPU: {row['gpu']}; {row['machine']}; Python {row['python']}; {versions}"
+            if line not in known:
+                print(line)
+            known.append(line)
     for part in SHARES:
         own = [row for row in rows if row["part"] == part]
         if not own:

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -91,11 +92,12 @@ def test_no_token_predicts_across_documents(model: Any) -> None:
 
 
 def ended(tmp_path: Path, *more: str, **environ: str) -> tuple[list[dict[str, Any]], subprocess.CompletedProcess[str]]:
-    out = tmp_path / "run.jsonl"
+    out = tmp_path / "run"
+    out.mkdir(exist_ok=True)
     python = sys.executable if "PYTHONPATH" in environ else warm.python()
     command = [python, str(BENCHMARKS / "one_gpu.py"), "--tiny", "--out", str(out), *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **environ})
-    return [json.loads(line) for line in out.read_text().splitlines()], done
+    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()], done
 
 
 def test_failing_imports_and_timeouts_are_named(tmp_path: Path) -> None:
@@ -110,10 +112,29 @@ def test_failing_imports_and_timeouts_are_named(tmp_path: Path) -> None:
     assert (done.returncode, row["part"]) == (1, "peft")
     assert "Error: " in row["skipped"]
     assert "Traceback" in done.stderr
-    own, done = ended(tmp_path, "--parts", "profile", "--seconds", "0.01")  # less than any part takes
+    shutil.rmtree(tmp_path / "run")
+    own, done = ended(tmp_path, "--parts", "profile", "--minutes", "0.0001")  # less than any part takes
     assert own[0]["versions"]["torch"]
     assert {"part": "profile", "skipped": "out of time"} in own
     assert done.returncode == 1
+
+
+def test_a_part_that_ended_is_not_measured_again(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    share = {"part": "profile", "name": "product", "calls": 3, "ms": 1.5, "share": 0.25}
+    late = [{"part": "facts", "begins": "peft"}, {"part": "peft", "skipped": "out of time"}]
+    rows = [share, {"part": "facts", "ended": "profile"}, *late]
+    (tmp_path / "run" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own, done = ended(tmp_path, "--parts", "profile,peft", "--minutes", "2")
+    assert [row["begins"] for row in own if "begins" in row] == ["peft", "peft"]
+    page = (tmp_path / "run" / "README.md").read_text()
+    assert done.stdout in page
+    assert "| product | 3 | 1.50 | 25.0% |" in page
+    assert "out of time" not in page
+    assert page.count("| 2 |") == page.count("| 16 |") == 1
+    (tmp_path / "run" / "rows.jsonl").write_text(json.dumps({"part": "facts", "gpu": "another card"}) + "\n")
+    _, done = ended(tmp_path)
+    assert "run has rows of another card: name another folder with --out" in done.stderr
 
 
 def test_killed_run_shows_what_was_measured(tmp_path: Path) -> None:
