@@ -113,6 +113,29 @@ def work(nodes: int, gpus: int, micro: int = 1, accumulation: int = 16, nics: in
     return Workload(model, placed, batch, machine(nics=nics), "adamw_torch", 2)
 
 
+def test_keys_of_a_full_row_are_received_by_each_rank_of_its_group() -> None:
+    layer = shape().layers[0]
+    needed = []
+    for split in (2, 4):
+        found = replace(work(1, 4, context_parallel=split), batch=Batch(1, 1, 1024 * split))  # as many tokens a rank
+        needed.append(memory.forward_bytes(layer, shape().hidden, memory.Tokens.of(found)))
+    assert needed[1] - needed[0] >= 1024 * 2 * 2 * layer.gathered * 2  # as received, and put in order
+
+
+def test_keys_copied_for_attention_sinks_grow_with_the_square_of_the_row() -> None:
+    """Of gpt_oss: 64 heads share 8 of keys and values, each 64 wide."""
+    sinks = Parameter("model.layers.0.self_attn.sinks", (64,), "attention")
+    kept = {}
+    for parameters in ((sinks,), ()):
+        layer = replace(shape().layers[0], parameters=parameters, query=4096, key=512, gathered=1024)
+        model = replace(shape(), layers=(layer,), kinds=((layer, 1),), heads=64)
+        for length in (16384, 32768):
+            split = replace(work(1, 4, context_parallel=4), shape=model, batch=Batch(1, 1, length))
+            kept[len(parameters), length] = memory.layer_bytes(layer, memory.Tokens.of(split)) / GIB
+    assert kept[1, 16384] - kept[0, 16384] == pytest.approx(2.63, rel=0.01)
+    assert kept[1, 32768] - kept[0, 32768] == pytest.approx(4 * 2.63, rel=0.01)
+
+
 class Separate(Workload):
     @property
     def separate(self) -> bool:

@@ -428,6 +428,7 @@ class Tokens:
     length: int = 1  # tokens per sequence
     split: int = 1  # ranks that rows are split over
     keys: float = 1.0  # of split rows, whose gradients exist at once, per token
+    copied: float = 0.0  # of them, copied for attention sinks
 
     @classmethod
     def of(cls, work: Workload) -> Tokens:
@@ -446,6 +447,7 @@ class Tokens:
             length=work.batch.length,
             split=work.layout.context_parallel,
             keys=work.keys_per_token,
+            copied=work.copied_keys,
         )
 
     def traced(self, traced: Traced, what: str) -> float:
@@ -562,8 +564,9 @@ def _attention_bytes(layer: Layer, t: Tokens) -> float:
 
     Under a mask keys and values are repeated for every head, and each layer keeps the mask in the compute dtype.
     """
-    if t.split > 1:  # keys and values of full rows; results of the pieces, and all together
-        return (layer.query + 2 * layer.attended + t.split * layer.gathered) * t.width + FLOAT * t.heads
+    if t.split > 1:  # keys and values of full rows, and their copies with a span's mask; results of the pieces, and all
+        keys = t.split * layer.gathered + t.copied * (layer.gathered + t.heads + settings.SPLIT_QUERIES)
+        return (layer.query + 2 * layer.attended + keys) * t.width + FLOAT * t.heads
     key = layer.key
     value = layer.value
     if t.masked:

@@ -97,9 +97,20 @@ class Workload:
         """Return the keys, per token of a GPU, whose gradients exist at once in split rows. A document's part in a
         piece is computed against all of the document up to there; on a CPU in spans of SPLIT_QUERIES."""
         own = self.batch.length / self.layout.context_parallel
+        if copied := self.copied_keys:
+            return max(1.0, copied)
         if self.on_cpu:
             return max(1.0, (self.attention_length / SPLIT_QUERIES + 1) / 2)
         return min(self.layout.context_parallel + 0.5, 1 + self.attention_length / own)
+
+    @property
+    def copied_keys(self) -> float:
+        """Return the keys, per token of a GPU, of which split rows keep copies for attention sinks, one with each span
+        of queries. Of the widest layer: sliding windows copy less."""
+        folds = max(layer.folds for layer, _ in self.shape.kinds)
+        if not folds or self.layout.context_parallel == 1:
+            return 0.0
+        return (self.attention_length * folds / SPLIT_QUERIES + 1) / 2
 
     @property
     def passes(self) -> int:
@@ -192,6 +203,12 @@ class Layer:
     @property
     def elements(self) -> ElementCount:
         return self.dense + self.routed
+
+    @property
+    def folds(self) -> int:
+        """Return how many heads share keys in attention with sinks; 0 without them."""
+        has_sinks = any(parameter.name.endswith(".sinks") for parameter in self.parameters)
+        return self.query // max(self.key, 1) if has_sinks else 0
 
 
 @dataclass(frozen=True, eq=False)
