@@ -295,6 +295,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ("a user or system message must start, not 'assistant'", THREE[1:], "begin with a user"),
         ("Unexpected role 'system' after role 'assistant'", [*THREE[:2], SYSTEM, *THREE[2:]], "system message"),
         ("System role not supported", [SYSTEM, *THREE], "system message"),
+        ("Only user, system and assistant roles are supported", THREE, "begin with a user"),
     ],
 )
 def test_hints_fit_the_roles_of_the_refused_chat(tokenizer: Any, says: str, messages: list[Any], hint: str) -> None:

@@ -52,9 +52,9 @@ HINTS = (  # by the roles of a chat and what a template says that refuses it; th
     (r"length 9", "write ids of nine letters or digits: `id` of a call, and `tool_call_id` of its result"),
     (r"'append' of 'list'", "transformers lets no template change a list: in a template of your own, xs + [x] does"),
     (r"'[be]os_token' is undefined", "data.template_kwargs: {bos_token: ''} writes none, as the tokenizer has none"),
-    (r"^no tools .*\btool\b.*(alternate|[Rr]ole)", "leave out such rows: the template writes no tool results"),
+    (r"^no tools [^)]*\btool\b.*(alternate|[Rr]ole)", "leave out such rows: the template writes no tool results"),
     (
-        r"\(.*, system\b.*(alternate|[Rr]ole)|\bsystem\b[^)]*\): (?!.*(alternate|after)).*[Ss]ystem",
+        r"^[^)]*, system\b.*(alternate|[Rr]ole)|^[^)]*\bsystem\b[^)]*\): (?!.*(alternate|after)).*[Ss]ystem",
         "put what the system message says into the user's first message",
     ),
     (r"alternate|[Rr]oles|d role '[ua]|user query|must start", "begin with a user; join messages of one role in a row"),
@@ -206,8 +206,8 @@ class ChatTemplate:
             with suppress(UserError):
                 other = replace(self, **change, shapes={}, timed=set(), is_remedy=True)
                 other.render(messages, first=first, tools=tools)
-                hint = f"{setting} {DOES.get(setting, 'makes it pass')}"
-                return UserError(problem.problem, problem.where, hint, problem.code)
+                does = DOES.get(setting, "makes it pass")
+                return UserError(problem.problem, problem.where, f"{setting} {does}", problem.code)
         return error
 
     def render_found(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
@@ -235,9 +235,8 @@ class ChatTemplate:
         rows = []
         for shape in self.shapes[key]:
             text = self.apply(turns[: shape.length], None)[0]
-            answers = shape.find_answers(text, contents)
-            if answers is None:
-                answers = shape.find_answers(text, [content.strip() for content in contents])
+            trimmed = [content.strip() for content in contents]
+            answers = shape.find_answers(text, contents) or shape.find_answers(text, trimmed)
             if answers is None:
                 return None
             rows.append(self.close_row(Rendering(text, answers, shape.length), turns, None))
@@ -533,7 +532,7 @@ class ChatTemplate:
         ):
             start = begin  # without a header that generation starts from, what precedes the words is none of the answer
         if start is None:
-            if own := self.find_behind_thoughts(turns, i, tools, prompt):
+            if any(turn.reasoning for turn in turns[:i]) and (own := self.find_after_thoughts(turns, i, tools, prompt)):
                 return own
             self.require_written(turns[: i + 1], Rendering(text, {}, i + 1))
             raise UserError(
@@ -549,16 +548,16 @@ class ChatTemplate:
             end = closed + len(self.end)
         return Answer(text, start, end, body_end, after_prompt or i == 0)
 
-    def find_behind_thoughts(self, turns: list[Turn], i: int, tools: Any, prompt: str) -> Answer | None:
+    def find_after_thoughts(self, turns: list[Turn], i: int, tools: Any, prompt: str) -> Answer | None:
         """Find a turn behind its prompt, which has earlier thoughts that the template drops once the turn is there."""
         bare = [*(read_turn(turn.message, {}, self.roles, drop_reasoning=True) for turn in turns[:i]), turns[i]]
-        if bare == turns[: i + 1]:
-            return None
         write = self.make_writer(bare, tools)
-        text, start, end, body, _ = self.find_answer(bare, i, tools, write)
-        moved = len(prompt) - start
-        own = Answer(prompt + text[start:], start + moved, end + moved, body + moved)
-        return own if text[:start] == write(i, True) else None
+        with suppress(UserError):
+            text, start, end, body, _ = self.find_answer(bare, i, tools, write)
+            moved = len(prompt) - start
+            if text[:start] == write(i, True):
+                return Answer(prompt + text[start:], start + moved, end + moved, body + moved)
+        return None
 
     def require_roles(self, turns: Sequence[Turn]) -> None:
         for role in {str(turn.message["role"]) for turn in turns}.difference(OWN_ROLES):
