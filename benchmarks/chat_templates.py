@@ -318,14 +318,15 @@ class Inference:
         chats = [self.ids(count) for count in range(1, len(self.messages) + 1)]
         left = {*self.answers}
         notes = {"empty"} if any(not self.words(i) for i in left) else set()
-        stopped = False
+        stopped = len(documents.lengths) > 0
         for span in documents.spans():
             ids, marked = documents.ids[span].tolist(), documents.supervised[span]
-            begun = marked[-1] and any(
-                chat and chat[: len(ids)] == ids for chat in chats
-            )  # ends with the next role's token
+            # It may end with the next role's token, which a chat that the next turn changes has nowhere.
+            begun = marked[-1] and any(chat and chat[: len(ids)] == ids for chat in chats)
+            begun |= marked[-1] and ids[-1] in self.turn_ends and ids[:-1] in chats
             if ids not in chats and not begun:
                 return "ids are not those of apply_chat_template"
+            ended = False
             edges = np.flatnonzero(np.diff(np.concatenate([[0], marked, [0]]))).reshape(-1, 2).tolist()
             for start, end in edges:
                 while start < end:  # answers may follow each other without a header
@@ -337,7 +338,8 @@ class Inference:
                     notes |= said_of_it
                     left.remove(fitting)
                     start += size
-                    stopped |= ids[start - 1] in self.stops or ids[start - 2] in self.stops
+                    ended |= ids[start - 1] in self.stops or ids[start - 2] in self.stops
+            stopped &= ended
         if left := {i for i in left if self.words(i)}:
             return f"not trained on: {left}"
         said = {remark["kind"] for remark in documents.remarks} - {"split", "date", "special"}

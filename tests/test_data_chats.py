@@ -232,6 +232,8 @@ THOUGHT = [*talk("Who?"), {"role": "assistant", "content": "Crews.", "reasoning_
         # What templates refuse, and what they are refused for.
         ("{% for t in tools %}{% endfor %}" + LOOP + ASK, {"messages": THREE}, "template-refuses", "row 1",
          {"template_kwargs": {"tools": []}}),
+        ("{% for t in tools %}{% endfor %}" + LOOP + ASK, {"messages": THOUGHT}, "template-refuses", "row 1",
+         {"template_kwargs": {"tools": []}, "reasoning": "drop"}),
         (NINE, {"messages": [CALLED[0], {**CALLED[1], "tool_calls": [{**CALL, "id": "x" * 28}]}]}, "template-refuses",
          "row 1", None),
         (ALTERNATE, {"messages": [*THREE, *THREE[-1:]]}, "template-refuses", "row 1", None),
@@ -266,6 +268,40 @@ def test_what_is_refused_and_a_hint_that_makes_it_pass(
         written = json.dumps(value) if isinstance(value, dict) else value
         assert f"data.{name}: {written}" in problem.hint
         prepared([row], source, **remedy)
+
+
+def test_tools_are_ignored_only_where_that_makes_the_row_pass(tokenizer: Any, tmp_path: Path) -> None:
+    for names, hint in ([], "leave out such rows"), (["<|im_start|>", "<|im_end|>"], "data.chat_template: chatml"):
+        with refused("tools-not-written", "data.tools") as problems:
+            ChatTemplate(tiny_tokenizer(tmp_path, names), TRUNCATED).render(CALLED, tools=WEATHER)
+        assert problems[0].hint.startswith(hint)
+    with refused("tools-not-written", "data.tools") as problems:
+        ChatTemplate(tokenizer, LOOP + ASK).render(CALLED, tools=WEATHER)
+    assert problems[0].hint == "data.tools: ignore trains on the calls without them"
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("says", "messages", "hint"),
+    [
+        ("After the optional system message, roles must alternate", [*THREE, THREE[1]], "join messages"),
+        ("After the optional system message, roles must alternate", [SYSTEM, *THREE, THREE[1]], "join messages"),
+        ("After the optional system message, roles must alternate", THREE[1:], "begin with a user"),
+        ("After the optional system message, roles must alternate", [*THREE[:2], SYSTEM, *THREE[2:]], "system message"),
+        ("roles must alternate", CALLED, "writes no tool results"),
+        ("roles must alternate, or 'tool' follows", [*CALLED[:3], THREE[0]], "join messages"),
+        ("a user or system message must start, not 'assistant'", THREE[1:], "begin with a user"),
+        ("Unexpected role 'system' after role 'assistant'", [*THREE[:2], SYSTEM, *THREE[2:]], "system message"),
+        ("System role not supported", [SYSTEM, *THREE], "system message"),
+        ("Only user, system and assistant roles are supported", THREE, "begin with a user"),
+    ],
+)
+def test_hints_fit_the_roles_of_the_refused_chat(tokenizer: Any, says: str, messages: list[Any], hint: str) -> None:
+    with refused("template-refuses") as problems:
+        ChatTemplate(tokenizer, f'{{{{ raise_exception("{says}") }}}}').render(messages)
+    assert hint in problems[0].hint
 
 
 MARKED_LAST = "{% if loop.last %}<think>\n\n</think>\n{% endif %}"
@@ -488,8 +524,71 @@ def test_the_token_that_generation_ends_at_is_trained_behind_calls_and_texts(
         assert row.text.rstrip().endswith(tuple(row.text[start:end] for start, end in row.spans))
 
 
+@pytest.mark.parametrize("stops", [[], ["</s>", "<|user|>"]])
+def test_answers_whose_thoughts_are_dropped_later_and_last_ones_end_as_others_do(
+    tokenizer: Any, tmp_path: Path, stops: list[str]
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    ends = tokenizer.convert_tokens_to_ids(stops)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if stops else {}))
+    thinks = "{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    template = ChatTemplate(AutoTokenizer.from_pretrained(tmp_path), NEXT_ROLE.replace("{{ m", thinks + "{{ m", 1))
+    thought = "<think>Many hands.</think>"
+    last = "<|user|>" if stops else ""  # which generation ends at
+    assert supervised(template, [*THOUGHT, *THOUGHT]) == [[f"{thought}Crews.<|user|>"], [f"{thought}Crews.{last}"]]
+    for _ in range(2):  # the second time by the shape of the first
+        (row,) = template.render(THREE)
+        assert [row.text[start:end] for start, end in row.spans][1:] == ["Anchors.<|user|>", f"By hand.{last}"]
+        assert row.text == write(template, THREE) + last
+    assert template.render_known(template.read(THREE), [1, 3, 5]) == [row]
+    assert supervised(template, CALLED[:2])[0][0].endswith("</call>")  # a call's end is another
+    data = Data(chat_template=LOOP)
+    plain, named = (choose_format(data, ["messages"], each).identity for each in (tokenizer, template.tokenizer))
+    assert (plain == named) == (not stops)  # what the tokens are kept under
+
+
 def write(template: ChatTemplate, messages: list[Any]) -> str:
     return str(template.tokenizer.apply_chat_template(messages, chat_template=template.template, tokenize=False))
+
+
+OPENS = "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}" + CALLS + "<|end|>{% else %}{{ m.content }}"
+OPENS += "{% if m.role == 'assistant' %}<|return|>{% endif %}{% endif %}</s>{% endfor %}<|assistant|>"
+
+
+@pytest.mark.parametrize(("opened", "remarks"), [("", {}), ("<think></think>", {"thought": "'<|assistant|>%s'"})])
+def test_a_header_behind_every_chat_is_no_part_of_a_call_and_no_more_than_a_header(
+    tokenizer: Any, opened: str, remarks: dict[str, str]
+) -> None:
+    """Answers end with a token that calls don't end with, and prompts have none of it."""
+    (row,) = ChatTemplate(tokenizer, OPENS + opened).render(CALLED)
+    call = 'weather{"city": "Rome", "days": 3}<|end|></s>'
+    assert [row.text[start:end] for start, end in row.spans] == [call, "Warm.<|return|></s>"]
+    assert row.remarks == {kind: example % opened for kind, example in remarks.items()}
+
+
+DROPPED = "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role != 'assistant' %}{{ m.content }}{% else %}"
+DROPPED += "{% generation %}{% if m.reasoning_content and not messages[loop.index:] | selectattr('role', 'eq', "
+DROPPED += "'assistant') | rejectattr('tool_calls') | list %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+DROPPED += "{{ m.content }}" + CALLS + "{% endgeneration %}{% endif %}<|end|>\n{% endfor %}" + ASK
+
+
+def test_a_call_keeps_its_thought_in_the_prompt_of_an_answer_that_the_template_drops_it_for(tokenizer: Any) -> None:
+    messages = [{**turn, "reasoning_content": "Hm."} if turn["role"] == "assistant" else turn for turn in CALLED]
+    template = ChatTemplate(tokenizer, re.sub("{% (end)?generation %}", "", DROPPED))
+    prompt = tokenizer.apply_chat_template(
+        messages[:3], chat_template=template.template, tokenize=False, add_generation_prompt=True
+    )
+    call, answer = '<think>Hm.</think>weather{"city": "Rome", "days": 3}<|end|>', "<think>Hm.</think>Warm.<|end|>"
+    assert supervised(template, messages) == [[call, answer]]
+    assert supervised(template, [*messages, *THREE[:2]])[0] == [call, answer]
+    *_, row = replace(template, turns="each", shapes={}).render(messages)
+    assert row.text == f"{prompt}{answer}\n"
+    assert row.spans == ((len(prompt), len(prompt) + len(answer)),)
+    assert row.remarks == {}
+    # Marks are of a rendering that lacks it.
+    (first, _), (plain, *_) = (ChatTemplate(tokenizer, DROPPED).render(chat) for chat in (messages, CALLED))
+    assert "prompt" in first.remarks
+    assert plain.remarks.keys() <= {"split"}
 
 
 def test_several_marks_in_a_turn_gain_the_token_that_ends_it(tokenizer: Any) -> None:

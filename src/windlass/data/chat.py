@@ -32,35 +32,36 @@ from windlass.data.messages import (
     read_turn,
     require_calls,
 )
+from windlass.data.named_template import CONTROL, find_template, read_template, require_tokens
 from windlass.data.shapes import RowShape, find_shape, make_placeholders
 from windlass.data.variables import GENERATION, list_searched, read_variables, require_variables
 from windlass.data.within import run_within
 from windlass.errors import UserError, Where
 from windlass.files import read_json
-from windlass.runfile.rows import is_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from windlass.runfile import Data
 
-TEMPLATES = Path(__file__).parent / "templates"
 # A part of transformers' render_jinja_template: calling it directly saves a tenth to a third of the time per chat.
 COMPILED = "_compile_jinja_template"
-CONTROL = re.compile(r"<\|[a-z_]+\|>|\[/?[A-Z_]+\]")  # how templates write control tokens
 THINKING = ("thinking", "enable_thinking")  # variables by which templates switch thoughts
 SECONDS = 30.0  # that a template may take for its first chat
-HINTS = (  # for what templates say when they refuse a chat; the last is for anything else
+HINTS = (  # by the roles of a chat and what a template says that refuses it; the last is for anything else
     (r"length 9", "write ids of nine letters or digits: `id` of a call, and `tool_call_id` of its result"),
     (r"'append' of 'list'", "transformers lets no template change a list: in a template of your own, xs + [x] does"),
+    (r"'[be]os_token' is undefined", "data.template_kwargs: {bos_token: ''} writes none, as the tokenizer has none"),
+    (r"^no tools [^)]*\btool\b.*(alternate|[Rr]ole)", "leave out such rows: the template writes no tool results"),
     (
-        r"'[be]os_token' is undefined",
-        "data.template_kwargs: {bos_token: ''} writes none, as the tokenizer has none",
+        r"^[^)]*, system\b.*(alternate|[Rr]ole)|^[^)]*\bsystem\b[^)]*\): (?!.*(alternate|after)).*[Ss]ystem",
+        "put what the system message says into the user's first message",
     ),
-    (r"[Ss]ystem", "put what the system message says into the user's first message"),
-    (r"alternate|[Rr]oles|user query", "begin with the user, and join messages of one role that follow one another"),
+    (r"alternate|[Rr]oles|d role '[ua]|user query|must start", "begin with a user; join messages of one role in a row"),
     (r"", "leave out such rows, or name a data.chat_template that writes them"),
 )
+REMEDIED = ("not-written", "template-refuses", "answer-not-found", "tools-not-written")  # codes that a setting may mend
+DOES = {"data.tools: ignore": "trains on the calls without them", "data.reasoning: drop": "trains without it"}
 TRIED = ("What does a windlass do?", "It lifts an anchor.", "Who turns it?")  # a chat that templates are tried on
 TAG = re.compile(r"</?\|?[A-Za-z_]+\|?>|\[/?[A-Z_]+\]")  # or where the tokenizer has no such token
 
@@ -141,17 +142,22 @@ class ChatTemplate:
         """Return the tokens that generation ends at, and all special ones if the next role's token ends an answer."""
         last, followed = self.tails
         special = not last.strip() and self.special is not None and self.special.match(followed.lstrip())
+        added = self.tokenizer.added_tokens_decoder.values()
+        return self.ends | {token.content for token in added if special and token.special}
+
+    @cached_property
+    def ends(self) -> set[str]:
+        """Return the tokens that generation ends at."""
         ids = list_ends(self.tokenizer)
-        added = self.tokenizer.added_tokens_decoder
-        return {token.content for number, token in added.items() if number in ids or (special and token.special)}
+        return {token.content for number, token in self.tokenizer.added_tokens_decoder.items() if number in ids}
 
     @cached_property
     def header(self) -> str:
         """Return what the template writes before an answer to a user, with the thought that it may open."""
         tried = self.try_turns(TRIED[0], prompt=True), self.try_turns(TRIED[0])
         prompt, plain = (found[0] if found else "" for found in tried)
-        if self.opens_always:
-            return prompt.rpartition(self.end)[2]
+        if self.opened:
+            return prompt[prompt.rfind(self.opened) :] if self.opened in prompt else self.opened
         return prompt[self.pieces.find_change(prompt, plain) :]
 
     @cached_property
@@ -170,50 +176,49 @@ class ChatTemplate:
         the prompt that the model sees at inference.
         """
         turns = self.read(messages)
-        given = tools
-        tools = self.read_tools(tools)
         wanted = [i for i, turn in enumerate(turns) if turn.is_assistant and i >= first]
         wanted = [i for i in wanted[-1 if self.turns == "last" else 0 :] if turns[i].trained is not False]
-        rows = None if tools or self.has_generation_marks else self.render_known(turns, wanted)
-        if rows is None:
-            try:
-                rows = self.render_found(turns, tools, wanted)
-            except UserError as error:
-                raise self.add_remedy(error, messages, first, given) from None
+        try:
+            read = self.read_tools(tools)
+            known = None if read or self.has_generation_marks else self.render_known(turns, wanted)
+            rows = self.render_found(turns, read, wanted) if known is None else known
+        except UserError as error:
+            raise self.add_remedy(error, messages, first, tools) from None
         remarks = {"split": why_split(rows, self.special)} if len(rows) > 1 and self.turns == "auto" else {}
-        remarks |= {"tools": ""} if tools and isinstance(given, Structs) and tools != given else {}
+        remarks |= {"tools": ""} if read and isinstance(tools, Structs) and read != tools else {}
         return self.note_remarks(turns, rows, remarks)
 
     def add_remedy(self, error: UserError, messages: Sequence[Any], first: int, tools: Any) -> UserError:
         """Return the error with the first setting as its hint that makes the row pass, if there is one."""
         changes: list[tuple[str, dict[str, Any]]] = []
         problem = error.problems[0]
-        if self.is_remedy or problem.code not in ("not-written", "template-refuses"):
+        if self.is_remedy or problem.code not in REMEDIED:
             return error
         for name in read_variables(self.template):
             if name in (*THINKING, "tools", "functions"):
                 kwargs = {**self.kwargs, name: True if name in THINKING else list[Any]()}
                 changes.append((f"data.template_kwargs: {json.dumps(kwargs)}", {"kwargs": kwargs}))
-        changes.append(("data.reasoning: drop", {"drop_reasoning": True}))
+        both = [(f"{key} with data.reasoning: drop", change | {"drop_reasoning": True}) for key, change in changes]
+        changes += [("data.reasoning: drop", {"drop_reasoning": True}), ("data.tools: ignore", {"ignore_tools": True})]
         if "<|im_start|>" in self.tokenizer.get_vocab():
             changes.append(("data.chat_template: chatml", {"template": read_template("chatml"), "kwargs": {}}))
-        for setting, change in changes:
+        for setting, change in changes + both:
             with suppress(UserError):
                 other = replace(self, **change, shapes={}, timed=set(), is_remedy=True)
                 other.render(messages, first=first, tools=tools)
-                what = "trains without it" if "drop" in setting else "makes it pass"
-                return UserError(problem.problem, problem.where, f"{setting} {what}", problem.code)
+                does = DOES.get(setting, "makes it pass")
+                return UserError(problem.problem, problem.where, f"{setting} {does}", problem.code)
         return error
 
     def render_found(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
         """Return the rows of any chat."""
         if self.has_generation_marks:
-            rows = self.render_by_marks(turns, tools, wanted)
+            rows = [self.note_thoughts(row, turns, tools) for row in self.render_by_marks(turns, tools, wanted)]
         else:
             rows = self.render_unmarked(turns, tools, wanted)
         for row in rows:
             self.require_written(turns, row)
-        return rows
+        return [self.close_row(row, turns, tools) for row in rows]
 
     def render_known(self, turns: list[Turn], wanted: Sequence[int]) -> list[Rendering] | None:
         """Return the rows of a chat of plain texts if they are, but for the texts, those of its shape."""
@@ -230,12 +235,11 @@ class ChatTemplate:
         rows = []
         for shape in self.shapes[key]:
             text = self.apply(turns[: shape.length], None)[0]
-            answers = shape.find_answers(text, contents)
-            if answers is None:
-                answers = shape.find_answers(text, [content.strip() for content in contents])
+            trimmed = [content.strip() for content in contents]
+            answers = shape.find_answers(text, contents) or shape.find_answers(text, trimmed)
             if answers is None:
                 return None
-            rows.append(Rendering(text, answers, shape.length))
+            rows.append(self.close_row(Rendering(text, answers, shape.length), turns, None))
         return rows or None
 
     def find_shapes(self, turns: list[Turn], wanted: Sequence[int]) -> list[RowShape]:
@@ -245,7 +249,7 @@ class ChatTemplate:
             turn._replace(message={**turn.message, "content": word}) for turn, word in zip(turns, words, strict=True)
         ]
         try:
-            rows = self.render_found(chat, None, wanted)
+            rows = self.render_unmarked(chat, None, wanted)
         except UserError as error:
             if error.problems[0].code == "template-slow":
                 raise
@@ -360,18 +364,35 @@ class ChatTemplate:
 
         if self.turns != "each" and all(map(is_exact, wanted)):
             return [whole]
-        rows = [self.close_row(self.render_marked(turns[: i + 1], tools, [i]), turns, tools) for i in wanted]
+        rows = [self.render_marked(turns[: i + 1], tools, [i]) for i in wanted]
         self.require_split_allowed(rows)
         return rows
 
-    def close_row(self, row: Rendering, turns: list[Turn], tools: Any, begin: int = 0) -> Rendering:
-        """Return a row with the token of the next turn that its last answer ends with; `begin`: behind its words."""
+    def note_thoughts(self, row: Rendering, turns: list[Turn], tools: Any) -> Rendering:
+        """Add a remark to a row that lacks earlier thoughts which the prompt of one of its answers has."""
+        for i, (start, _) in row.answers.items():
+            thoughts = [thought.strip() for turn in turns[: max(i, 0)] for thought in turn.reasoning]
+            lost = [thought for thought in thoughts if thought not in row.text[:start]]
+            with suppress(UserError):  # a template that writes no such prompt
+                if lost and any(thought in self.apply(turns[:i], tools, prompt=True)[0] for thought in lost):
+                    return row._replace(remarks={"prompt": ""})
+        return row
+
+    def close_row(self, row: Rendering, turns: list[Turn], tools: Any) -> Rendering:
+        """Return a row with the token of the next turn that its last answer ends with, or would before a user."""
         i, (start, end) = max(row.answers.items(), key=lambda answer: answer[1], default=(0, (0, 0)))
-        if end < len(row.text.rstrip()) or row.length == len(turns) or row.text.endswith((*self.stops, self.end)):
+        written = row.text.rstrip()
+        if end < len(written) or written.endswith((*self.stops,)) or row.text.endswith(self.end):
             return row
-        text = self.apply(turns[: row.length + 1], tools)[0]
-        end = self.pieces.close(text, begin or start, end, self.pieces.find_opener(self.header))
-        if end <= len(row.text) or not text.startswith(row.text):
+        is_last = row.length == len(turns)
+        text = "" if is_last else self.apply(turns[: row.length + 1], tools)[0]
+        if not text.startswith(row.text):  # nothing follows, or what follows changes the answer
+            others = not is_last and turns[row.length].message["role"] != "user"
+            if others or self.tails[0] or written.endswith(self.pieces.tokens):
+                return row
+            text = row.text + self.tails[1]
+        end = self.pieces.close(text, start, end, self.pieces.find_opener(self.header))
+        if end <= len(row.text) or (is_last and not text.endswith((*self.ends,), 0, end)):
             return row
         return row._replace(text=text[:end], answers={**row.answers, i: (start, end)})
 
@@ -447,14 +468,21 @@ class ChatTemplate:
         token = next(reversed(self.pieces.token.findall(last)), "")
         return token != "" and last.rstrip().endswith(token) and token in prompt[0]
 
-    def render_unmarked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
-        @cache
-        def write(count: int, prompt: bool = False) -> str:
-            """Return the first turns, with the header of an answer to them."""
-            return self.apply(turns[:count], tools, prompt=prompt)[0]
+    @cached_property
+    def opened(self) -> str:
+        """Return what the template opens another answer with behind a finished chat, if it always does."""
+        rest = self.tails[0].rpartition(self.end)[2] if self.opens_always else ""
+        closing = self.pieces.token.match(rest)
+        return rest[closing.end() :] if closing and closing[0] in self.stops else rest
 
+    def make_writer(self, turns: list[Turn], tools: Any) -> Callable[..., str]:
+        """Return what writes the first turns, and the header of an answer to them if asked."""
+        return cache(lambda count, prompt=False: self.apply(turns[:count], tools, prompt=prompt)[0])
+
+    def render_unmarked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
+        write = self.make_writer(turns, tools)
         whole = write(len(turns))
-        answers = {i: self.find_answer(turns, i, write) for i in wanted}
+        answers = {i: self.find_answer(turns, i, tools, write) for i in wanted}
         opener = self.pieces.find_opener(self.header)
         rows: list[Rendering] = []
         left = list(wanted)
@@ -462,7 +490,7 @@ class ChatTemplate:
             last = left[-1]
             lengths = [last + 1] if rows or self.turns == "each" else [len(turns), last + 1]
             for length in lengths:
-                text = write(length)
+                text = answers[last].text if length == last + 1 else write(length)
                 ends = {i: self.pieces.find_in(text, answers[i], opener) for i in left}
                 if ends[last] is not None:
                     break
@@ -470,12 +498,12 @@ class ChatTemplate:
             if self.turns == "each":
                 spans = {last: spans[last]}
             remarks = {} if all(answers[i].after_prompt for i in spans) else {"prompt": ""}
-            rows.insert(0, self.close_row(Rendering(text, spans, length, remarks), turns, tools, answers[last].body))
+            rows.insert(0, Rendering(text, spans, length, remarks))
             left = [i for i in left if i not in spans]
         self.require_split_allowed(rows)
         return rows or [Rendering(whole, {}, len(turns))]
 
-    def find_answer(self, turns: list[Turn], i: int, write: Callable[..., str]) -> Answer:
+    def find_answer(self, turns: list[Turn], i: int, tools: Any, write: Callable[..., str]) -> Answer:
         """Find a turn in the rendering of the chat that ends with it."""
         if self.opens_always and self.end not in self.tails[0]:
             raise UserError(
@@ -487,7 +515,7 @@ class ChatTemplate:
         text = write(i + 1)
         body = turns[i].words.strip()
         begin = self.pieces.find_last(text, body)
-        opened = self.header if self.opens_always else ""
+        opened = self.opened
         prompt = write(i, True) if i else ""
         found = self.pieces.find_start(text, prompt, lambda: write(i).removesuffix(opened), self.header) if i else None
         start, after_prompt = found or (None, False)
@@ -504,6 +532,8 @@ class ChatTemplate:
         ):
             start = begin  # without a header that generation starts from, what precedes the words is none of the answer
         if start is None:
+            if any(turn.reasoning for turn in turns[:i]) and (own := self.find_after_thoughts(turns, i, tools, prompt)):
+                return own
             self.require_written(turns[: i + 1], Rendering(text, {}, i + 1))
             raise UserError(
                 "the chat template doesn't write an answer behind the prompt that it writes for it",
@@ -513,10 +543,21 @@ class ChatTemplate:
                 "answer-not-found",
             )
         body_end = start if begin < start or turns[i].calls else begin + len(body)
-        end = self.pieces.find_end(text, start)
+        end = self.pieces.find_end(text.removesuffix(opened), start)
         if self.opens_always and (closed := text.find(self.end, body_end)) >= 0:
             end = closed + len(self.end)
         return Answer(text, start, end, body_end, after_prompt or i == 0)
+
+    def find_after_thoughts(self, turns: list[Turn], i: int, tools: Any, prompt: str) -> Answer | None:
+        """Find a turn behind its prompt, which has earlier thoughts that the template drops once the turn is there."""
+        bare = [*(read_turn(turn.message, {}, self.roles, drop_reasoning=True) for turn in turns[:i]), turns[i]]
+        write = self.make_writer(bare, tools)
+        with suppress(UserError):
+            text, start, end, body, _ = self.find_answer(bare, i, tools, write)
+            moved = len(prompt) - start
+            if text[:start] == write(i, True):
+                return Answer(prompt + text[start:], start + moved, end + moved, body + moved)
+        return None
 
     def require_roles(self, turns: Sequence[Turn]) -> None:
         for role in {str(turn.message["role"]) for turn in turns}.difference(OWN_ROLES):
@@ -534,7 +575,7 @@ class ChatTemplate:
         tools = drop_none(tools, "") if isinstance(tools, Structs) else tools
         if tools and not re.search(r"\btools\b", self.template):
             problem = f"{self.source or 'the chat template'} doesn't write tools, and a row has some"
-            hint = "data.tools: ignore trains on the calls without them"
+            hint = "leave out such rows, or name a data.chat_template that writes tools and calls"
             raise UserError(problem, "data.tools", hint, "tools-not-written")
         return tools
 
@@ -575,7 +616,8 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
             roles = ", ".join(str(message["role"]) for message in chat)
             problem = f"the chat template refuses a chat ({roles}): {error}"
-            hints = (hint for words, hint in HINTS if re.search(words, str(error)))
+            said = f"{'' if self.supports_role('tool') else 'no tools '}({roles}): {error}"
+            hints = (hint for words, hint in HINTS if re.search(words, said))
             raise UserError(problem, "data", next(hints), "template-refuses") from None
 
     def run_template(
@@ -645,45 +687,6 @@ def choose_template(
         tokenizer, template, source, tuple(notes), data.template_kwargs, data.turns, data.reasoning == "drop",
         data.tools == "ignore", names,
     )  # fmt: skip
-
-
-def require_tokens(name: str, tokenizer: PreTrainedTokenizerBase, place: str) -> None:
-    """Refuse a fallback whose control tokens would be spelt out: the model knows none of them."""
-    vocabulary = tokenizer.get_vocab()
-    absent = {other: {*CONTROL.findall(read_template(other))} - {*vocabulary} for other in (name, "chatml", "llama3")}
-    if absent[name]:
-        fitting = next((other for other, tokens in absent.items() if not tokens), "alpaca")
-        problem = (
-            f"the tokenizer has no chat template, and no {', '.join(sorted(absent[name]))} for {name.capitalize()}'s"
-        )
-        hint = f"set data.chat_template: {fitting}, or the template that the model was trained with"
-        raise UserError(problem, place, hint, "no-chat-template")
-
-
-def read_template(name: str) -> str:
-    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-
-
-def find_template(asked: str, own: Any, place: str) -> tuple[str, str]:
-    """Find a template by name, in the tokenizer or here; or take the template itself, or a file."""
-    names = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
-    if isinstance(own, dict) and asked in own:
-        return own[asked], f"the tokenizer's chat template {asked!r}"
-    if asked in names:
-        return read_template(asked), f"the chat template {asked!r}"
-    if is_template(asked):
-        return asked, "data.chat_template"
-    try:
-        text = Path(asked).expanduser().read_text(encoding="utf-8")
-        return (json.loads(text)["chat_template"] if asked.endswith(".json") else text), asked
-    except OSError as error:
-        close = difflib.get_close_matches(asked, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"write one of {', '.join(names)}, a file, or the template"
-        raise UserError(f"no chat template {asked!r}: {error.strerror}", place, hint, "no-such-template") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{asked} is not a chat template: {error}", place, "name a .jinja file", "not-a-template"
-        ) from None
 
 
 def why_split(rows: Sequence[Rendering], special: re.Pattern[str] | None) -> str:

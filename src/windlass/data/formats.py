@@ -227,6 +227,7 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     keys = {key: value for key, value in data.model_dump(mode="json").items() if key not in CHANGES_NO_ROW}
     identity = {**keys, "format": made.name, "template": made.template.template if made.template else None}
     identity |= {"pairs": data.truncation} if data.pairs else {}
+    identity |= {"ends": sorted(made.template.ends)} if made.template else {}
     return replace(made, others=others, identity=identity)
 
 

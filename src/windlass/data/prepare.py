@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from windlass.model import Base
     from windlass.runfile import Data, Loaded, Model, RunFile
 
-CACHE_VERSION = 17  # raise it when what is written into the cached folder changes
+CACHE_VERSION = 18  # raise it when what is written into the cached folder changes
 # Larger files are identified by a sample of their content and by their modification time.
 HASHED_BYTES = 1 << 30
 STREAM_AUDIT_ROWS = 10_000  # rows of a stream that are audited before training
