@@ -19,7 +19,7 @@ from refusals import refused
 from windlass import hardware, tiny
 from windlass import init as draft
 from windlass import plan as planning
-from windlass.data.prepare import open_model_tokenizer, prepare_data
+from windlass.data.prepare import open_model_tokenizer, prepare_data, sample_token_rows
 from windlass.errors import UserError
 from windlass.plan.resolve import FEW_STEPS, MOST_EPOCHS
 from windlass.plan.show import print_plan
@@ -295,6 +295,31 @@ def test_plan_and_training_count_the_same_steps_of_a_mix(packing: str, tmp_path:
     assert abs(plan.schedule.steps - trained) <= max(2, plan.schedule.tolerance * trained)
     if packing == "false":
         assert plan.schedule.steps == trained
+
+
+def test_a_prepared_row_is_shown_by_the_number_that_alarms_give(tmp_path: Path, model: Path) -> None:
+    """Packed, two rows of the data are one; the first has no number in the data's own counting."""
+    path = rows(tmp_path / "rows.jsonl", [60, 20, 50, 30])
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{model_name_or_path: {model}}}\n"
+        f"data: {{dataset_name_or_path: {path}, dataset_config_name: null, val_fraction: 0, max_length: 96}}\n"
+        f"train: {{output_dir: {tmp_path / 'out'}}}\n"
+    )
+    loaded = read_run_file(tmp_path / "run.yaml", ["data.packing=true"])
+
+    def show(number: int) -> list[int]:
+        shown = sample_token_rows(loaded, number, say=print, sample=None, row=None, source=None)
+        assert all("".join(part["text"] for part in each["parts"]).count("hull") for each in shown)
+        return [len(each["tokens"]) for each in shown]
+
+    tokenizer, _ = open_model_tokenizer(loaded)
+    train = prepare_data(loaded.run, tokenizer, where=loaded.where, say=print).train
+    sizes = [list(row["seq_lengths"]) for row in train.to_pylist()]
+    assert max(map(len, sizes)) > 1
+    assert [show(number) for number in range(len(train))] == sizes
+    for number in (-1, len(train)):
+        with refused("no-such-row", f"--prepared-row {number}"):
+            show(number)
 
 
 def test_steps_without_a_tokenizer_are_said_to_be_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

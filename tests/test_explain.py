@@ -229,6 +229,28 @@ def test_explain_shows_where_a_run_sets_a_key(tmp_path: Path) -> None:
     ] == "in this run: 42 (default: train.seed)"
 
 
+def test_explain_shows_what_each_entry_of_a_list_or_mapping_sets(tmp_path: Path) -> None:
+    lists = "cluster:\n  volumes:\n    - {claim: a, path: /x}\n    - {claim: b, path: /y}\n"
+    (tmp_path / "run.yaml").write_text(
+        f"{lists}data:\n  mix:\n    - {{path: m.jsonl}}\n  eval: {{old: {{path: e.jsonl}}}}\n"
+    )
+    (tmp_path / "script.yaml").write_text("kind: script\nscript: {path: train.py}\n")
+
+    def shown(key: str, file: str = "run.yaml") -> list[str]:
+        texts = [row.text for row in explain.explain_topic(key, tmp_path / file)]
+        return [text.removeprefix("in this run: ") for text in texts if text.startswith("in this run")]
+
+    at = f"{tmp_path}/run.yaml"
+    assert shown("cluster.volumes.claim") == [
+        f"a ({at}:3: cluster.volumes[0].claim)",
+        f"b ({at}:4: cluster.volumes[1].claim)",
+    ]
+    assert shown("data.mix.path") == [f"m.jsonl ({at}:7: data.mix[0].path)"]
+    assert shown("data.eval.path") == [f"e.jsonl ({at}:8: data.eval.old.path)"]
+    assert shown("data.keep.path") == shown("seed", "script.yaml") == []
+    assert shown("path", "script.yaml") == [f"train.py ({tmp_path}/script.yaml:2: script.path)"]
+
+
 def test_questions_lead_to_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     """By any of their words; the commands exist, with these options, and stay on a line."""
     for words, topic, answer in (

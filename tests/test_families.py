@@ -507,6 +507,24 @@ def test_machine_without_torch_gets_the_command(monkeypatch: pytest.MonkeyPatch,
         find_description(config | {"hidden_size": 32}, "config.json", tmp_path)
 
 
+def test_a_refusal_where_torch_is_is_printed_and_reported_where_it_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.Olmo2Config(num_hidden_layers=3).to_dict() | {"model_type": "unheard-of"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as ended:
+        derive.main(str(tmp_path))
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert "error: " in printed.err
+    assert "unheard-of" in printed.err
+    (tmp_path / "windlass.json").write_text(printed.out)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"windlass\.json: .*unheard-of"):
+        find_description(config, str(tmp_path / "config.json"), tmp_path)
+
+
 def write_fp8(plain: Path, side: int = 32) -> None:
     """Write a copy stored as codes with a scale per block; the plain one gets the decoded values."""
     copy = shutil.copytree(plain, plain.with_name(f"{plain.name} in FP8"))

@@ -890,6 +890,8 @@ def test_status_of_a_run_on_this_machine(
     (run / "steps-rank0.jsonl").write_text(f'{{"step": 12}}\n{json.dumps(last)}\n')
     of_pairs = "margin 0.250, accuracy 75%, rewards 0.125 chosen, -0.125 rejected"
     assert f"stopped by a signal after step 13 of 300, {of_pairs}, and saved" in shown(run)
+    (run / "steps-rank0.jsonl").write_text('{"step": 12}\n{"step": 5}\n')  # a script that was resumed
+    assert "after step 5 of 300, and saved" in shown(run)
     (run / "manifest.json").unlink()
     assert "no heartbeat yet" in shown(run)
 

@@ -4,6 +4,7 @@ import html.parser
 import io
 import json
 import math
+import os
 import random
 import re
 import statistics
@@ -22,7 +23,9 @@ from windlass.errors import UserError
 from windlass.files import read_json_lines
 from windlass.observe import reader, report, steps
 from windlass.observe.report import print_report, read
+from windlass.observe.report.charts import make_comparison_charts
 from windlass.observe.report.read import choose_cuts, thin_curve
+from windlass.observe.report.trials import SweepResult, TrialResult, list_effects
 
 ROOT = Path(__file__).parent.parent
 
@@ -160,6 +163,44 @@ def test_figures_are_computed_from_the_steps(folder: Path, made: dict[str, Any])
     at_7 = [100 * rank[6]["gpu_utilization"] for rank in lines]
     figures = (busy["least"][6], busy["values"][6], busy["most"][6])
     assert figures == pytest.approx((min(at_7), sum(at_7) / 3, max(at_7)), rel=1e-4)
+
+
+def test_hours_that_a_run_was_down_are_not_counted(tmp_path: Path) -> None:
+    """Killed after step 20, again before its next save, and stopped after step 25."""
+    folder = write(tmp_path / "run", ranks=1, count=30)
+    path, events = folder / "steps-rank0.jsonl", folder / "events.jsonl"
+    lines = list(read_json_lines(path))
+    began = next(line["time"] for line in read_json_lines(events))
+    after_20, after_25 = lines[19]["time"], lines[24]["time"] + 7200
+    for line in lines:
+        line["time"] += 7200 * (line["step"] > 20) + 1000 * (line["step"] > 25)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    marks = [("start", 0, began), ("start", 20, after_20 + 3000), ("start", 20, after_20 + 7200)]
+    marks += [("end", 25, after_25), ("start", 25, after_25 + 1000), ("end", 30, lines[-1]["time"])]
+    events.write_text("".join(json.dumps({"kind": k, "step": s, "time": at}) + "\n" for k, s, at in marks))
+    head = only(folder)["headline"]
+    assert head["seconds"] == pytest.approx(sum(line["step_seconds"] for line in lines), abs=0.1)
+    assert head["gpu_hours"] == pytest.approx(head["seconds"] / 3600)
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_run_that_was_resumed_on_fewer_ranks_has_those(manifest: bool, tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", ranks=4, count=30)
+    for rank in range(4):
+        path = folder / f"steps-rank{rank}.jsonl"
+        lines = list(read_json_lines(path))[: 30 if rank < 2 else 20]
+        lines = [{**line, "step_seconds": line["step_seconds"] + 9 * (rank > 1)} for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        about = json.loads((folder / f"meter-rank{rank}.json").read_text())
+        (folder / f"meter-rank{rank}.json").write_text(json.dumps(about | {"ranks": 2 if rank < 2 else 4}))
+    (folder / "manifest.json").write_text(json.dumps({"state": "finished"} | ({"ranks": 2} if manifest else {})))
+    made = only(folder)
+    head = made["headline"]
+    assert (head["ranks"], head["gpu_hours"]) == (2, pytest.approx(head["seconds"] * 2 / 3600))
+    seconds = [line["step_seconds"] for line in read_json_lines(folder / "steps-rank0.jsonl")]
+    assert head["per_second"] == pytest.approx(statistics.median_high(28000 / step for step in seconds))
+    assert made["step_time"]["slowest_rank"] in (0, 1)
+    assert not any("left no step file" in reason for reason in made["verdict"]["against"])
 
 
 def test_report_shows_the_records_of_other_stages(folder: Path, made: dict[str, Any], tmp_path: Path) -> None:
@@ -304,6 +345,9 @@ def test_a_trial_that_trained_with_others_is_not_compared_with_its_plan_alone(tm
         made = only(folder)
         assert made["verdict"]["level"] == level
         assert bool(made["planned"]) == (level == "warn")
+        assert bool(made["memory"]["planned_gib"]) == (level == "warn")
+        (rate,) = [chart for chart in made["charts"] if chart["id"] == "rate"]
+        assert len(rate["series"]) == 1 + (level == "warn")
 
 
 def test_killed_run_is_not_shown_as_running(tmp_path: Path) -> None:
@@ -313,6 +357,7 @@ def test_killed_run_is_not_shown_as_running(tmp_path: Path) -> None:
     alarms.unlink()
     assert "This run was not watched" in report.make_report([folder]).html.read_text()
     (folder / "manifest.json").write_text(json.dumps({"state": "running"}))
+    os.utime(folder / "manifest.json", (20, 20))
     (folder / "events.jsonl").write_text(json.dumps({"kind": "start", "step": 0, "time": 10.0}) + "\n")
     for seconds, state in ((5, "running"), (4000, "killed")):
         beat.write_text(json.dumps({"rank": 0, "time": time.time() - seconds}))
@@ -326,6 +371,22 @@ def test_killed_run_is_not_shown_as_running(tmp_path: Path) -> None:
     for at, state in ((time.time(), "stopped by an alarm"), (5.0, "killed")):  # that one stopped an earlier try
         alarms.write_text(json.dumps({"kind": "stall", "step": 30, "level": "stop", "message": "", "time": at}) + "\n")
         assert only(folder)["state"] == state
+
+
+@pytest.mark.parametrize("last", ["start", "end"])
+def test_a_resumed_run_that_loads_is_not_shown_as_ended(last: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", ranks=1, count=20)
+    earlier = time.time() - 4000
+    (folder / "heartbeat-rank0.json").write_text(json.dumps({"rank": 0, "time": earlier}))
+    (folder / "events.jsonl").write_text(json.dumps({"kind": last, "step": 10, "time": earlier}) + "\n")
+    (folder / "alarms.jsonl").unlink()
+    (folder / "manifest.json").write_text(json.dumps({"state": "running"}))
+    made = only(folder)
+    assert (made["state"], made["verdict"]["level"]) == ("running", "warn")
+    assert "it prepares or loads" in made["verdict"]["against"][0]
+    append(folder / "events.jsonl", {"kind": "start", "step": 10, "time": time.time() + 1})
+    (folder / "heartbeat-rank0.json").write_text(json.dumps({"rank": 0, "time": time.time() + 1}))
+    assert only(folder)["verdict"]["level"] == "good"
 
 
 def test_thinning_keeps_spikes_and_means() -> None:
@@ -378,7 +439,7 @@ def test_several_runs_are_compared(folder: Path, tmp_path: Path) -> None:
     page = report.make_report([folder, other], tmp_path / "out").html.read_text()
     assert re.search(r"train.max_grad_norm</td>\s*<td[^>]*>0.5</td>\s*<td[^>]*>2</td>", page)
     island = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    evaluation = island["charts"]["all-evaluation-0"]
+    evaluation = island["charts"]["all-loss-0"]
     assert evaluation["title"] == "Loss, evaluation"
     assert [any(value is not None for value in each["values"]) for each in evaluation["series"]] == [True, True]
     loss = island["charts"]["all-loss"]
@@ -386,6 +447,38 @@ def test_several_runs_are_compared(folder: Path, tmp_path: Path) -> None:
     assert loss["x"] == sorted(set(loss["x"]))
     assert all(len(curve["values"]) == len(loss["x"]) for curve in loss["series"])
     assert not (Path.cwd() / "report.html").exists()
+
+
+def test_each_kept_set_is_compared_with_itself(tmp_path: Path) -> None:
+    for name, kept in ("a", {"old": 0.1, "new": 0.2}), ("b", {"new": 0.3}):
+        figures = {f"eval_keep/{each}/worse": worse for each, worse in kept.items()}
+        append(write(tmp_path / name, ranks=1, count=20) / "events.jsonl", {"kind": "eval", "step": 20, **figures})
+    made = report.make_report([tmp_path / "a", tmp_path / "b"], tmp_path)
+    charts = {chart["title"]: chart["series"] for chart in make_comparison_charts(made.runs)}
+    values = [
+        {curve["label"]: curve["values"][-1] for curve in charts[f"Kept sets: loss above the base's, {name}"]}
+        for name in ("old", "new")
+    ]
+    assert values == [{"a": 0.1}, {"a": 0.2, "b": 0.3}]
+
+
+def test_long_values_are_compared_in_full_and_shown_by_their_ends(tmp_path: Path) -> None:
+    paths = [f"/data/{'a-long-name/' * 9}{end}" for end in ("one", "two")]
+    for name, path in zip("ab", paths, strict=True):
+        manifest = write(tmp_path / name, ranks=1, count=3) / "manifest.json"
+        manifest.write_text(json.dumps({"state": "finished", "run": {"model": {"model_name_or_path": path}}}))
+    page = report.make_report([tmp_path / "a", tmp_path / "b"], tmp_path).html.read_text()
+    assert re.search(r"model\.model_name_or_path</td>\s*<td[^>]*>…[^<]*/one</td>\s*<td[^>]*>…[^<]*/two</td>", page)
+    settings = [{"model.model_name_or_path": path} for path in paths]
+    trials = [
+        TrialResult(str(i), "finished", setting, 1.0 + i, 1.0, None, None, 3, 1.0, "")
+        for i, setting in enumerate(settings)
+    ]
+    effects = list_effects(trials, {trial.name: trial.eval_loss for trial in trials})
+    assert [value for _, value, *_ in effects] == paths
+    sweep = SweepResult(tmp_path, tuple(trials), tuple(effects))
+    shown = [row[1] for row in sweep.effect_rows()[1:]]
+    assert [(len(value), value[-4:]) for value in shown] == [(40, "/one"), (40, "/two")]
 
 
 EVIL = "</script><script>window.pwned=1</script><img src=x onerror=pwned()>\"'&<!--\u202e\u2028"

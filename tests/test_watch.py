@@ -29,7 +29,7 @@ from windlass.launch.check.results import FAIL
 from windlass.observe.reader import Tail
 from windlass.observe.watch import live, monitor
 from windlass.observe.watch.detectors import BY_KIND, SAMPLES, Alarm, make_hint
-from windlass.observe.watch.heartbeat import find_absent_ranks
+from windlass.observe.watch.heartbeat import Heartbeat, Position, find_absent_ranks
 from windlass.observe.watch.monitor import Monitor, ScriptWatch, make_environment, report_alarm
 from windlass.observe.watch.prometheus import format_prometheus, serve_metrics
 from windlass.plan import make_plan
@@ -463,6 +463,22 @@ def test_ranks_missing_from_collectives_are_named() -> None:
     assert find_absent_ranks({0: shard, 1: calls(6)}) == [], "different groups wait for different calls"
 
 
+def test_a_stall_names_no_rank_of_an_earlier_try(tmp_path: Path) -> None:
+    """That had more of them: their last heartbeats are in the folder."""
+    stale = {"rank": 1, "host": "node", "pid": 5, "time": time.time(), "step": 9, "phase": "backward", "stalled": True}
+    (tmp_path / "heartbeat-rank1.json").write_text(json.dumps(stale))
+    raised: list[Alarm] = []
+    position = Position(3, "forward", 0)
+    guard = WriteGuard(pytest.fail)
+    heartbeat = Heartbeat(tmp_path, 0, 1, 60.0, lambda: position, raised.append, None, dict, guard)
+    heartbeat._beat(position, 60.0, {})
+    heartbeat._report(position, 60.0)
+    heartbeat.close()
+    (alarm,) = raised
+    assert "rank 0 in forward of step 3" in alarm.message
+    assert "rank 1" not in alarm.message
+
+
 # --- files and pages ---
 
 
@@ -556,9 +572,10 @@ def test_the_live_view_shows_and_follows_a_run(tmp_path: Path) -> None:
     manifest.write_text('{"state": "running"}')
     (tmp_path / "plan.json").write_text('{"batch": {"steps": 30}}')
     # The plan may have estimated another number than the run counted when it started.
-    append_json_line(tmp_path / "events.jsonl", {"time": time.time(), "step": 0, "kind": "start", "steps": 60})
+    earlier = time.time() - 700
+    append_json_line(tmp_path / "events.jsonl", {"time": earlier, "step": 0, "kind": "start", "steps": 60})
     assert "running  step 40 of 60  " in draw(live.View(tmp_path))
-    append_json_line(tmp_path / "events.jsonl", {"time": time.time(), "step": 9, "kind": "start", "steps": 80})
+    append_json_line(tmp_path / "events.jsonl", {"time": earlier, "step": 9, "kind": "start", "steps": 80})
     report_alarm(tmp_path, Alarm("straggler", 33, "slow in \x1b[31mforward [red]", 2, "stop"), lambda _: None)
     view = live.View(tmp_path)
     text = draw(view)
@@ -568,7 +585,9 @@ def test_the_live_view_shows_and_follows_a_run(tmp_path: Path) -> None:
     assert [cell for cell in first_cells if cell.isdigit()] == ["0", "1", "2", "3"]
     old = {"rank": 0, "time": time.time() - 500, "phase": "forward", "step": 40}
     (tmp_path / "heartbeat-rank0.json").write_text(json.dumps(old))
-    assert "no sign of life" not in draw(view)  # a resumed run that loads: its manifest is newer
+    text = draw(view)  # a resumed run that loads: its manifest is newer
+    assert "no sign of life" not in text
+    assert re.search(r"no heartbeat since it was started at \d\d:\d\d: it prepares or loads, or has died", text)
     os.utime(manifest, (time.time() - 600,) * 2)
     text = draw(view)
     assert "no sign of life from any rank for 8:2" in text
@@ -601,6 +620,28 @@ def test_the_live_view_shows_and_follows_a_run(tmp_path: Path) -> None:
     for name, problem in (("none", "holds no run"), ("nowhere", "is not there"), ("plan.json", "is not a folder")):
         with pytest.raises(UserError, match=f"{name}: {problem}"):
             live.View(tmp_path / name)
+
+
+def test_the_live_view_of_a_script_without_a_learning_rate(tmp_path: Path) -> None:
+    write(tmp_path, count=20, fault=lambda _step, _rank, line: line.pop("learning_rate"))
+    assert re.search(r"\nrate +[\d,]+ tokens/s  evaluation \d", draw(live.View(tmp_path)))
+
+
+def test_between_two_trials_the_earlier_one_stays_in_view(tmp_path: Path) -> None:
+    """A sweep records that a trial runs before that has written anything."""
+    trials = [tmp_path / run_folder.TRIALS / name for name in ("one", "two")]
+    run_folder.begin_manifest(tmp_path, {run_folder.TRIALS: {"one": run_folder.RUNNING}})
+    view = live.View(tmp_path)
+    assert "running" in draw(view)
+    trials[0].mkdir(parents=True)
+    run_folder.begin_manifest(write(trials[0], count=3), {})
+    assert f"{trials[0]}  running  step 3" in draw(view)
+    states = {"one": run_folder.FINISHED, "two": run_folder.RUNNING}
+    run_folder.update_manifest(tmp_path, **{run_folder.TRIALS: states})
+    assert f"{trials[0]}  running  step 3" in draw(view)
+    trials[1].mkdir()
+    run_folder.begin_manifest(trials[1], {})
+    assert f"{trials[1]}  running  step 0" in draw(view)
 
 
 ODD: list[Any] = [None, -1, 1e308, math.nan, "text", [], [None], {}, {"a": "b"}, True]

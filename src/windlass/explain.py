@@ -128,11 +128,23 @@ def _find_in_run(path: Path, rows: Sequence[ExplainedKey]) -> Iterator[Explained
     """Yield where the run file sets these keys, and to what."""
     loaded = read_any(path)
     for key in dict.fromkeys(row.name for row in rows if row.kind == "run file"):
-        value: Any = loaded.run
-        for part in key.split("."):
-            value = getattr(value, part, None)
-        text = "a section" if isinstance(value, BaseModel) else format_value(value)
-        yield ExplainedKey("run file", key, "", "", f"in this run: {text} ({loaded.where(key)})")
+        for name, value in _find_values(loaded.run, "", key.split(".")):
+            text = "a section" if isinstance(value, BaseModel) else format_value(value)
+            yield ExplainedKey("run file", key, "", "", f"in this run: {text} ({loaded.where(name)})")
+
+
+def _find_values(value: Any, path: str, parts: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield a key's values with their paths: of each entry, where a section on the way is a list or a mapping."""
+    if not parts:
+        yield path, value
+    elif isinstance(value, list):
+        for number, entry in enumerate(value):
+            yield from _find_values(entry, f"{path}[{number}]", parts)
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            yield from _find_values(entry, f"{path}.{name}", parts)
+    elif isinstance(value, BaseModel) and hasattr(value, parts[0]):  # else this kind of run has no such section
+        yield from _find_values(getattr(value, parts[0]), f"{path}.{parts[0]}".lstrip("."), parts[1:])
 
 
 def _explain_accelerate(name: str) -> Iterator[ExplainedKey]:

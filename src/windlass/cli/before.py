@@ -245,6 +245,7 @@ def data(
     override: Overrides = None,
     sample: Annotated[int | None, opt("--sample", "N", "Show N rows of every set.", min=1)] = None,
     row: Annotated[int | None, opt("--row", "K", "Show row K, counted from 1.")] = None,
+    prepared: Annotated[int | None, opt("--prepared-row", "K", "Show prepared row K, from 0 as in alarms.")] = None,
     source: Annotated[str | None, opt("--source", "NAME", "Only rows of this data set of a mix.")] = None,
     tokens: Annotated[bool, flag("--tokens", "Show rows token by token instead of as text.")] = False,
     html: Annotated[Path | None, opt("--html", "FILE", "Write a page with the figures and sampled rows.")] = None,
@@ -264,7 +265,7 @@ def data(
 
     if row is not None and row < 1:
         raise UserError("rows are counted from 1", f"--row {row}", "the first is --row 1", "no-such-row")
-    chosen = bool(sample) or row is not None
+    chosen = bool(sample) or row is not None or prepared is not None
     if (source or tokens) and not chosen and not html:
         name = "--source" if source else "--tokens"
         raise UserError(
@@ -277,7 +278,7 @@ def data(
     if not chosen and not html:
         audit_data(loaded, say=say, audited=write_json if as_json else print_audit)
         return
-    rows = sample_token_rows(loaded, say=say, sample=sample or SAMPLED_ROWS, row=row, source=source)
+    rows = sample_token_rows(loaded, prepared, say=say, sample=sample or SAMPLED_ROWS, row=row, source=source)
     if html:
         audit_data(loaded, say=say, audited=lambda audit: write_rows_page(html, audit, rows))
         say(f"written to {html}")

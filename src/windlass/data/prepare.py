@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from windlass import __version__
+from windlass.data import packing
 from windlass.data.audit import (
     LENGTH_GROUPED,
     PACKED,
@@ -467,11 +468,14 @@ def hash_text(facts: Any) -> str:
 
 
 def sample_token_rows(
-    loaded: Loaded, *, say: Say, sample: int | None, row: int | None, source: str | None
+    loaded: Loaded, prepared: int | None = None, *, say: Say, sample: int | None, row: int | None, source: str | None
 ) -> list[dict[str, Any]]:
-    """Return tokenized rows: one by its number in its split, from 1, or a seeded sample of every set."""
+    """Return tokenized rows: one by its number in its split, from 1, or a seeded sample of every set. prepared: instead
+    the documents in this row of the training set, counted from 0 as alarms do."""
     run = loaded.run
     tokenizer, _ = open_model_tokenizer(loaded)
+    if prepared is not None:
+        return _show_prepared_row(loaded, prepared, tokenizer, say)
     selections = select_all(run.data, loaded.where, say)
     names = [selection.of.name for selection in selections]
     if source is not None and source not in names:
@@ -489,11 +493,7 @@ def sample_token_rows(
             documents = tokenize([columns], format_, tokenizer, run.data.length, place=place)
             spans = [*documents.side_spans()] or [slice(0, 0)]
             for part, span in enumerate(spans, 1):
-                flags = zip(documents.ids[span].tolist(), documents.supervised[span].tolist(), strict=True)
-                tokens = [
-                    {"id": id_, "text": tokenizer.decode([id_]), "loss": bool(flag and position)}
-                    for position, (id_, flag) in enumerate(flags)
-                ]
+                tokens = _list_tokens(documents.ids[span], documents.supervised[span], tokenizer)
                 summary = _summarize(documents, tokens)
                 if format_.pairs:
                     summary = f"{SIDES[part - 1]}, {summary}"
@@ -502,6 +502,25 @@ def sample_token_rows(
                 facts = {"source": of.name, "row": number + 1, "format": format_.name, "description": summary}
                 shown.append({**facts, "parts": _split_into_parts(tokens, tokenizer), "tokens": tokens})
     return shown
+
+
+def _show_prepared_row(loaded: Loaded, number: int, tokenizer: Any, say: Say) -> list[dict[str, Any]]:
+    with TemporaryDirectory() as spare:
+        data = prepare_data(loaded.run, tokenizer, spare=Path(spare), where=loaded.where, say=say)
+        if loaded.run.data.streaming or not 0 <= number < len(data.train):
+            hint = "prepared rows are counted from 0; those of a stream are not stored"
+            raise UserError("no such row was prepared", f"--prepared-row {number}", hint, "no-such-row")
+        shown = []
+        for ids, supervised in packing.iter_documents(data.train.slice(number, 1).replace_schema_metadata()):
+            tokens = _list_tokens(ids, supervised, tokenizer)
+            facts = {"source": "prepared rows", "row": number, "description": format_plural(len(tokens), "token")}
+            shown.append({**facts, "parts": _split_into_parts(tokens, tokenizer), "tokens": tokens})
+    return shown
+
+
+def _list_tokens(ids: Any, supervised: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    flags = enumerate(zip(ids.tolist(), supervised.tolist(), strict=True))
+    return [{"id": id_, "text": tokenizer.decode([id_]), "loss": bool(at and flag)} for at, (id_, flag) in flags]
 
 
 def _split_into_parts(tokens: Sequence[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:

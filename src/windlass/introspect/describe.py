@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
 from windlass.compat import get_expert_plan, has_post_expert_norm
-from windlass.errors import UserError
+from windlass.errors import UserError, print_error
 from windlass.introspect.trace import trace_layers
 from windlass.model.description import FETCH, MAX_LAYERS, hash_config
 from windlass.model.shrink import shrink_config
@@ -594,6 +594,8 @@ def main(source: str, where: str = "") -> None:
         print(json.dumps(derive(json.loads(text), where or source)))
     except UserError as error:
         print(json.dumps({"problems": [problem.as_dict() for problem in error.problems]}))
+        print_error(error)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

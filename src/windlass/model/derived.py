@@ -9,11 +9,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.files import find_cache_folder, write_json
+from windlass.files import find_cache_folder, read_json, write_json
 from windlass.model.description import hash_config
 from windlass.model.family import Family, Wrapper
 from windlass.model.parameters import Base, Parameter, Spelling
@@ -39,6 +40,8 @@ def find_description(config: Mapping[str, Any], where: str, folder: Path | None 
             return description
     if not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft")):
         place = folder or Path(where).parent
+        refused = [Problem(**problem) for problem in read_json(place / LOCAL).get("problems", ())]
+        raise_all([replace(problem, where=f"{place / LOCAL}: {problem.where}") for problem in refused])
         problem = f"windlass has no description of this {config.get('model_type')} model, and there is no torch here"
         command = f"python -m windlass.introspect.describe {shlex.quote(str(place))} > {LOCAL}"
         raise UserError(

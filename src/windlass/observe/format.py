@@ -82,6 +82,13 @@ def format_duration(seconds: Any) -> str:
     return f"{int(minutes // 60):,}{SPACE}h {int(minutes % 60):02d}"
 
 
+def shorten(text: str, most: int) -> str:
+    """Shorten to `most` characters: a path to its end, other text to its beginning."""
+    if len(text) <= most:
+        return text
+    return f"…{text[1 - most :]}" if "/" in text else f"{text[: most - 1]}…"
+
+
 def format_plural(how_many: int, noun: str) -> str:
     return f"{how_many:,} {noun}{'' if how_many == 1 else 's'}"
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from windlass.files import read_json, read_json_lines
 from windlass.launch.job import RECORD, Job, Record, keep_record
 from windlass.observe.format import describe_gain
 from windlass.observe.reader import as_dict, as_number, find_total_steps
-from windlass.observe.watch.heartbeat import read_beats
+from windlass.observe.watch.heartbeat import describe_start, read_beats
 from windlass.ranks.rank import read_start_time
 
 ALIVE_SECONDS = 30  # a rank writes a heartbeat every 5 s
@@ -95,21 +96,21 @@ def status(record: Record) -> int:
     run = run_folder.find_current_trial(record.run)
     manifest = run_folder.read_manifest(record.run)
     state = manifest.get("state")
-    has_yet_to_beat = False
+    path = run / run_folder.EVENTS
+    events = list(read_json_lines(path)) if path.is_file() else []
+    starting = ""
     if facts.get("host") == socket.gethostname():
         running, sign = is_running(facts), f" (process {facts['pid']})"
     else:
         newest = max(read_beats(run).values(), key=lambda beat: beat["time"], default=None)
         age = max(0.0, time.time() - newest["time"]) if newest else math.inf
         running = age < ALIVE_SECONDS
-        began = (record.run / run_folder.MANIFEST).stat().st_mtime if manifest else 0.0
-        has_yet_to_beat = not running and (newest is None or newest["time"] < began)
+        signs = [newest["time"], *(event.get("time") for event in events)] if newest else []  # a callback beats never
+        starting = "" if running else describe_start(record.run, signs)
         sign = f" (last heartbeat {age:.0f} s ago, from {newest['host']})" if newest else ""
     steps = run_folder.find_step_files(run).get(0)
-    last = max(read_json_lines(steps) if steps else (), key=lambda line: int(line.get("step", 0)), default={})
+    last = next(iter(deque(read_json_lines(steps) if steps else (), maxlen=1)), {})  # a resumed script goes back
     number = int(last.get("step", 0))
-    path = run / run_folder.EVENTS
-    events = list(read_json_lines(path)) if path.is_file() else []
     planned = find_total_steps(events, read_json(run / run_folder.PLAN))
     step = f"step {number:,} of {planned:,.0f}" if planned > 0 else f"step {number:,}"
     step += describe_pairs(as_dict(last.get("preference")))
@@ -122,9 +123,8 @@ def status(record: Record) -> int:
         text = "finished"
     elif running:
         text = f"running, {step}{sign}" if state else f"starting{sign}"
-    elif state == run_folder.RUNNING and has_yet_to_beat:
-        at = time.strftime("%H:%M", time.localtime(began))
-        text = f"no heartbeat since it was started at {at}: it prepares or loads, or has died; its output says which"
+    elif state == run_folder.RUNNING and starting:
+        text = starting
     elif state in (run_folder.RUNNING, run_folder.FAILED):
         how = "failed" if state == run_folder.FAILED else "ended without finishing"
         why = manifest.get("failure") or "its output has the cause"

@@ -8,17 +8,19 @@ from typing import Any, Final
 
 from windlass import run_folder
 from windlass.observe import steps
-from windlass.observe.format import NONE, format_duration, format_figure, format_percent
+from windlass.observe.format import NONE, format_duration, format_figure, format_percent, shorten
 from windlass.observe.reader import NAN, as_dict, as_list, as_number, get_path, read_kept
 from windlass.observe.report.facts import Facts, highest_peak_gib
 from windlass.observe.report.read import Run, Series, finite_numbers, round_value, thin_curve
+from windlass.observe.symptoms import has_shared_steps
 
 POINTS: Final = 480  # of one curve: every second pixel of a wide chart; a band shows the rest
 BUDGET: Final = 60_000  # points of all curves on a page, to keep it under a megabyte
 CURVES: Final = 33  # approximate number per run, with bands
 PHASES: Final = {phase: "waiting for ranks" if phase == "communication" else phase for phase in steps.PHASES}
+KEPT: Final = ("kept_worse", "kept_kl")
 OF_RUN: Final = ("grad_norm", "rate", "slowest", "memory", "learning_rate")
-COMPARED: Final = ("loss", "kept_worse", "kept_kl", "margin", "accuracy", *OF_RUN)
+COMPARED: Final = ("loss", *KEPT, "margin", "accuracy", *OF_RUN)
 
 ANSWERS: Final = ("chosen", "rejected")
 BASE: Final = "base model, evaluated"  # without its adapter
@@ -134,7 +136,8 @@ def _planned_rate(run: Run, length: int) -> list[Curve]:
     """Return the plan's range, drawn behind the measured curve."""
     names = ("tokens_per_second", "tokens_per_second_low", "tokens_per_second_high")
     rates = [as_number(run.get(run_folder.PLAN, "estimate", name)) for name in names]
-    if run.first.unit != steps.TOKENS or len(finite_numbers(rates)) < len(names):
+    is_known = run.first.unit == steps.TOKENS and len(finite_numbers(rates)) == len(names)
+    if not is_known or has_shared_steps(run.files.get(run_folder.PLAN)):
         return []
     middle, low, high = ([round_value(rate)] * length for rate in rates)
     return [{**curve, "faint": True} for curve in _curve("planned", (middle, low, high))]
@@ -194,23 +197,20 @@ def _expert_loads(run: Run, end: str) -> Sequence[float]:
 
 
 def make_comparison_charts(runs: Sequence[Facts]) -> list[Chart]:
-    """Return each main chart and each evaluation set, with one curve per run on the steps of all runs."""
+    """Return each main chart, each evaluation set and each kept set, with one curve per run on the steps of all."""
     drawn = [(i, chart) for i, facts in enumerate(runs) for chart in facts["charts"]]
     combined = []
     for name in COMPARED:
-        first_curves = [(i, chart, chart["series"][0]) for i, chart in drawn if chart["id"] == name]
-        if first_curves:
-            combined.append(_combine_charts(runs, first_curves))
-        if name == "loss":
-            evaluated = [
-                (i, chart, curve)
-                for i, chart, _ in first_curves
-                for curve in chart["series"]
-                if curve.get("dots") and curve["label"] != BASE
-            ]
-            for number, label in enumerate(dict.fromkeys(curve["label"] for _, _, curve in evaluated)):
-                of_set = _combine_charts(runs, [row for row in evaluated if row[2]["label"] == label])
-                combined.append({**of_set, "id": f"evaluation-{number}", "title": f"Loss, {label}"})
+        charts = [(i, chart) for i, chart in drawn if chart["id"] == name]
+        if charts and name not in KEPT:
+            combined.append(_combine_charts(runs, [(i, chart, chart["series"][0]) for i, chart in charts]))
+        if name in ("loss", *KEPT):
+            curves = [(i, chart, curve) for i, chart in charts for curve in chart["series"]]
+            of_sets = [row for row in curves if row[2].get("dots") and row[2]["label"] != BASE]
+            for number, label in enumerate(dict.fromkeys(curve["label"] for _, _, curve in of_sets)):
+                of_set = _combine_charts(runs, [row for row in of_sets if row[2]["label"] == label])
+                title = f"{of_set['title']}, {label}"
+                combined.append({**of_set, "id": f"{name}-{number}", "title": title})
     return [chart for chart in combined if chart]
 
 
@@ -257,8 +257,8 @@ def compare_run_files(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
     """Return the keys of the run file that differ between the runs, each with its value in every run."""
     flat = [dict(_iter_leaves(facts["run"] or {})) for facts in runs]
     keys = sorted(set().union(*flat))
-    rows = [(key, [str(values.get(key, NONE))[:80] for values in flat]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    rows = [(key, [str(values.get(key, NONE)) for values in flat]) for key in keys]
+    return [(key, [shorten(value, 80) for value in values]) for key, values in rows if len(set(values)) > 1]
 
 
 def _iter_leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -165,6 +165,8 @@ def read_state(run: Run) -> str:
     recorded = run.get(MANIFEST, "state")
     if isinstance(recorded, str) and recorded not in ("", RUNNING):
         return recorded
+    if recorded and run.starting:
+        return RUNNING
     last: dict[str, Any] = next((e for e in reversed(run.events) if e.get("kind") in ("start", "end")), {})
     if last.get("kind") == "end":
         return (
@@ -182,9 +184,8 @@ def summarize_run(run: Run, began: float, evaluations: list[float]) -> Facts:
     first = run.first
     of_tokens = first.unit == steps.TOKENS
     few = max(1, first.length // 20)  # a twentieth of the run: a single step's loss is mostly noise
-    seconds = first["time"][-1] - began - count_waits(run.events) if len(first["time"]) else NAN
-    recorded = finite_numbers([run.get(MANIFEST, "ranks"), *(meter.get("ranks") for meter in run.meters.values())])
-    ranks = int(max([len(run.ranks), *recorded]))  # some ranks may have left no file
+    seconds = first["time"][-1] - began - count_waits(run.events, first["time"]) if len(first["time"]) else NAN
+    ranks = int(run.rank_count)  # some may have left no file
     rate = median(run.job_rate)
     norms = drop_nan(first["grad_norm"])
     limit = as_number(run.get(MANIFEST, "run", "train", "max_grad_norm"))
@@ -234,11 +235,14 @@ def find_served_share(measured: Sequence[Facts]) -> float:
     return share if describe_served(share, error) else NAN
 
 
-def count_waits(events: Sequence[Facts]) -> float:
-    """Return the seconds between a stop, or a sweep's pause, and the next start."""
-    marks = [event for event in events if event.get("kind") in ("start", "end")]
-    pairs = [two for two in pairwise(marks) if [event["kind"] for event in two] == ["end", "start"]]
-    waits = (as_number(start.get("time")) - as_number(end.get("time")) for end, start in pairs)
+def count_waits(events: Sequence[Facts], step_times: Sequence[float]) -> float:
+    """Return the seconds between an end, or the last step that a killed run has left, and the next start."""
+    marks = [(event["kind"], as_number(event.get("time"))) for event in events if event.get("kind") in ("start", "end")]
+    waits = []
+    for (_, before), (kind, began) in pairwise(marks):
+        if kind == "start":
+            ends = drop_nan([before, *(at for at in step_times if at < began)])
+            waits.append(began - max(ends, default=NAN))
     return math.fsum(wait for wait in waits if 0 < wait < math.inf)
 
 
@@ -270,7 +274,7 @@ def average_phases(run: Run) -> Facts:
     total = math.fsum(seconds.values())
     spent = math.fsum(drop_nan(run.first["step_seconds"]))
     cost = drop_nan(run.first["meter_seconds"])
-    medians = {number: rank.step_seconds for number, rank in run.ranks.items()}
+    medians = {number: rank.step_seconds for number, rank in run.ranks.items() if number < run.rank_count}
     return {
         "seconds": seconds,
         "shares": {phase: value / total for phase, value in seconds.items()} if total else {},
@@ -304,7 +308,7 @@ def compare_memory(run: Run) -> Facts:
     return {
         "place": "gpu" if on_gpu else "host",
         "per_rank": [{"rank": number, "peak_gib": rank.stats[field].most} for number, rank in run.ranks.items()],
-        "planned_gib": device if on_gpu else share,
+        "planned_gib": NAN if has_shared_steps(run.files.get(PLAN)) else device if on_gpu else share,
         "capacity_gib": as_number(run.get(PLAN, "memory", "gpu_memory_gib")) if on_gpu else NAN,
     }
 
@@ -386,9 +390,9 @@ def judge_run(run: Run, facts: Facts) -> Facts:
     least = head["least_eval_loss"]
     final = head["final_eval_loss"]
     waiting = facts["step_time"]["shares"].get("data", 0.0)
-    lost = head["ranks"] - len(run.ranks)
+    lost = head["ranks"] - sum(rank < head["ranks"] for rank in run.ranks)
     non_finite = [int(run.first["step"][row]) for row in run.first.objects["non_finite"]]
-    reasons: list[str] = []
+    reasons: list[str] = [run.starting] if run.starting and facts["state"] == RUNNING else []
     # Comparisons with an unknown number (NaN) are false.
     if facts["state"] == KILLED:
         silence = f"no sign of life from any rank for {format_duration(run.silent_seconds)}"

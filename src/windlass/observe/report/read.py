@@ -19,7 +19,7 @@ from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe import steps
 from windlass.observe.reader import NAN, OBJECTS, Columns, Tail, as_list, as_number, drop_nan, get_path, median
-from windlass.observe.watch.heartbeat import read_beats
+from windlass.observe.watch.heartbeat import describe_start, read_beats
 
 OPTIONAL: Final = (run_folder.MANIFEST, run_folder.PLAN, run_folder.LOAD, run_folder.DATA)
 NOT_OF_SCRIPTS: Final = (run_folder.LOAD, run_folder.DATA)
@@ -78,6 +78,8 @@ class Run:
     absent: list[str]  # what is missing, and why
     watched: bool  # if true, no logged alarm means that there was none
     silent_seconds: float  # since the last heartbeat of any rank
+    starting: str  # a sentence if it has not shown a sign of life since it was started or resumed
+    rank_count: float  # of the last try: an earlier one may have had more
 
     def get(self, file: str, *path: str) -> Any:
         return get_path(self.files.get(file), *path)
@@ -98,6 +100,16 @@ def read_run(folder: Path, points: int = 480) -> Run:
         raise UserError(problem if folder.exists() else "is not there", str(folder), hint, "not-a-run")
 
     absent: list[str] = []
+    files = {}
+    for name in OPTIONAL:
+        value = read_json(folder / name)
+        if value:
+            files[name] = value
+        elif not (name in NOT_OF_SCRIPTS and get_path(files.get(run_folder.MANIFEST), "kind") == "script"):
+            absent.append(f"{name} is {'damaged' if (folder / name).exists() else 'absent'}")
+    meters = {rank: read_json(folder / run_folder.METER.format(rank=rank)) for rank in paths}
+    counts = [as_number(get_path(file, "ranks")) for file in (files.get(run_folder.MANIFEST), *meters.values())]
+    rank_count = max(min(paths) + 1, next((count for count in counts if count >= 1), max(paths) + 1))
     lead: Columns | None = None
     cuts: list[int] = []
     items: list[float] = []
@@ -122,7 +134,7 @@ def read_run(folder: Path, points: int = 480) -> Run:
         ends = [*(lead["step"][cut] for cut in cuts[:-1]), math.inf]
         rank_cuts = [bisect_left(columns["step"], end) for end in ends]  # a killed or sampled rank has fewer steps
         ranks[rank] = summarize_rank(columns, scale, rank_cuts)
-        if not len(lead["job_tokens"]):
+        if rank < rank_count and not len(lead["job_tokens"]):
             rank_items = align_column(columns, lead.unit, lead["step"])
             items = [a + b for a, b in zip(items, rank_items, strict=True)] if items else list(rank_items)
     assert lead is not None
@@ -131,14 +143,8 @@ def read_run(folder: Path, points: int = 480) -> Run:
         absent.append(f"of {sampled} ranks' {lines}: their sums are estimates, and short peaks may be missing")
     items = list(lead["job_tokens"]) or items
 
-    files = {}
-    for name in OPTIONAL:
-        value = read_json(folder / name)
-        if value:
-            files[name] = value
-        elif not (name in NOT_OF_SCRIPTS and get_path(files.get(run_folder.MANIFEST), "kind") == "script"):
-            absent.append(f"{name} is {'damaged' if (folder / name).exists() else 'absent'}")
-    meters = {rank: read_json(folder / run_folder.METER.format(rank=rank)) for rank in paths}
+    events = list(Tail(folder / run_folder.EVENTS).objects())
+    alarms = list(Tail(folder / run_folder.ALARMS).objects())
     newest = max((beat["time"] for beat in read_beats(folder).values()), default=NAN)
     watched = newest == newest or (folder / run_folder.ALARMS).is_file()
     needed = {
@@ -155,13 +161,15 @@ def read_run(folder: Path, points: int = 480) -> Run:
         items=items,
         job_rate=[count / s if s > 0 else NAN for count, s in zip(items, lead["step_seconds"], strict=False)],
         meters={rank: meter for rank, meter in meters.items() if meter},
-        events=list(Tail(folder / run_folder.EVENTS).objects()),
-        alarms=list(Tail(folder / run_folder.ALARMS).objects()),
+        events=events,
+        alarms=alarms,
         samples=list(Tail(folder / run_folder.SAMPLES).objects()),
         files=files,
         absent=absent + [f"{name} is absent" for name, there in needed.items() if not there],
         watched=watched,
         silent_seconds=max(time.time() - newest, 0.0) if watched else NAN,
+        starting=describe_start(folder, [newest, *(line.get("time") for line in (*events, *alarms))]),
+        rank_count=rank_count,
     )
 
 

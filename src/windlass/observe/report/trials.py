@@ -8,11 +8,12 @@ from statistics import fmean
 from typing import Any, Final
 
 from windlass import run_folder
-from windlass.observe.format import NONE, format_duration, format_figure
+from windlass.observe.format import NONE, format_duration, format_figure, shorten
 from windlass.observe.reader import as_dict, get_path
 from windlass.observe.report.facts import Facts
 from windlass.runfile.objectives import explain_other_losses
 
+MAX_LETTERS: Final = 40  # of a setting's value in a table
 OTHER_ROWS: Final = "evaluated on other rows than most"
 # Of an evaluated set: what is equal only for the same rows.
 SAME_ROWS: Final = ("rows", "tokens", "supervised_tokens", "unigram_loss", "lowest_id", "highest_id")
@@ -76,14 +77,14 @@ class SweepResult:
         rows = [[*head, *measured, *self.keys] if wide else head]
         for trial in self.trials:
             figures = [format_figure(getattr(trial, field), digits=4) for field in measured.values()]
-            values = [show_value(trial.settings[key]) if key in trial.settings else NONE for key in self.keys]
+            shown = {key: shorten(write_value(value), MAX_LETTERS) for key, value in trial.settings.items()}
             losses = [format_figure(loss, digits=5) for loss in (trial.eval_loss, trial.final_loss)]
             state = f"{trial.state}; {trial.note}" if trial.note else trial.state
             cells = [*losses, format_figure(trial.steps), format_duration(trial.seconds), state]
             if wide:
-                rows.append([trial.name, *cells, *figures, *values])
+                rows.append([trial.name, *cells, *figures, *(shown.get(key, NONE) for key in self.keys)])
                 continue
-            below = [f"  {key} {show_value(value)}" for key, value in trial.settings.items()]
+            below = [f"  {key} {value}" for key, value in shown.items()]
             below += [f"  {name} {figure}" for name, figure in zip(measured, figures, strict=True)]
             rows.append(["\n".join([trial.name, *below]), *cells])
         return rows
@@ -91,8 +92,8 @@ class SweepResult:
     def effect_rows(self) -> list[list[str]]:
         """Return what each setting did as text; the first row is the head. None if no key has two values measured."""
         rows = [
-            [key, value, str(count), format_figure(mean, digits=5), format_figure(least, digits=5)]
-            for key, value, count, mean, least in self.effects
+            [key, shorten(value, MAX_LETTERS), str(count), *(format_figure(loss, digits=5) for loss in losses)]
+            for key, value, count, *losses in self.effects
         ]
         at = "" if self.compared_at is None else f" at step {self.compared_at}"
         return [["setting", "value", "trials", f"mean evaluation loss{at}", "lowest"], *rows] if rows else []
@@ -150,7 +151,7 @@ def list_effects(
         for key, value in trial.settings.items():
             loss = losses_of.get(trial.name)
             if loss is not None:
-                losses.setdefault(key, {}).setdefault(show_value(value), []).append(loss)
+                losses.setdefault(key, {}).setdefault(write_value(value), []).append(loss)
     return [
         (key, value, len(found), fmean(found), min(found))
         for key, by_value in losses.items()
@@ -159,6 +160,5 @@ def list_effects(
     ]
 
 
-def show_value(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return text if len(text) <= 40 else f"{text[:39]}…"
+def write_value(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -22,7 +22,7 @@ Points = Sequence[tuple[int, float]]  # step and value
 Findings = Iterator[tuple[str, int | None]]
 
 WINDOW: Final = 50  # steps to look back on
-MIN_STEPS: Final = 20  # before any rule applies
+MIN_STEPS: Final = 20  # before losses, gradient norms and ranks' times are compared
 RECENT: Final = 5  # steps whose median is the current value: one odd batch is no trend
 RECENT_TIMES: Final = 10  # the same for times, which vary more
 WARM_UP: Final = 5  # first steps, which are slow anyway
@@ -414,6 +414,8 @@ EVALUATIONS: Final = "evaluations"
 NCCL_LOG: Final = "NCCL's log"
 RUN: Final = "the run itself"
 
+LOOK: Final = "look at these rows, numbered as prepared: `windlass data` shows them with --prepared-row"
+
 
 class Detector(NamedTuple):
     """Each kind but `disk` and `failed` is a key of the run file's `watch` section: off, warn, checkpoint or stop."""
@@ -433,10 +435,8 @@ DETECTORS: Final = (
         "set dpo.sft_weight: 0.1, a larger dpo.beta or a lower train.learning_rate",
         falling_likelihood,
     ),
-    Detector(
-        "gradient_spike", "look at these rows; lower train.learning_rate if it repeats", gradient_spike, STEPS, True
-    ),
-    Detector("non_finite", "look at these rows; lower train.learning_rate", non_finite, STEPS, True),
+    Detector("gradient_spike", f"{LOOK}; lower train.learning_rate if it repeats", gradient_spike, STEPS, True),
+    Detector("non_finite", f"{LOOK}; lower train.learning_rate", non_finite, STEPS, True),
     Detector(
         "dead_adapter",
         "change train.learning_rate, and start again in a new train.output_dir: what was saved since is of no use",

@@ -11,13 +11,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from windlass import run_folder
 from windlass.files import WriteGuard, write_atomic
+from windlass.observe.reader import as_number, drop_nan
 from windlass.observe.watch.detectors import Alarm
 
 BEAT: Final = "heartbeat-rank{rank}.json"
@@ -116,7 +118,7 @@ class Heartbeat(threading.Thread):
 
     def _report(self, now: Position, quiet: float) -> None:
         """Report on one rank; with action `stop` every rank then ends before the process group's timeout."""
-        beats = read_beats(self.folder)
+        beats = {rank: beat for rank, beat in read_beats(self.folder).items() if rank < self.ranks}  # of this try
         alive = [rank for rank, beat in beats.items() if time.time() - beat["time"] < 4 * self.period]
         silent = [rank for rank in range(self.ranks) if rank not in alive]
         give_up = time.monotonic() + 2 * self.period  # a rank that is dead, or on a node that is, writes no stacks
@@ -169,6 +171,16 @@ def read_beats(folder: Path) -> dict[int, dict[str, Any]]:
             if 0 <= seconds < LATEST_TIME:
                 beats[int(beat["rank"])] = {**beat, "time": seconds}
     return dict(sorted(beats.items()))
+
+
+def describe_start(folder: Path, signs: Iterable[Any]) -> str:
+    """Return a sentence if a run was started, or resumed, after the times of all its signs of life; else nothing."""
+    manifest = folder / run_folder.MANIFEST
+    began = manifest.stat().st_mtime if manifest.is_file() else 0.0
+    if began <= max(drop_nan(map(as_number, signs)), default=0.0):
+        return ""
+    at = time.strftime("%H:%M", time.localtime(began))
+    return f"no heartbeat since it was started at {at}: it prepares or loads, or has died; its output says which"
 
 
 # --- flight recorders of all ranks, compared ---

@@ -30,7 +30,7 @@ from windlass.observe.reader import (
 )
 from windlass.observe.symptoms import find_symptoms
 from windlass.observe.watch.detectors import make_hint
-from windlass.observe.watch.heartbeat import read_beats
+from windlass.observe.watch.heartbeat import describe_start, read_beats
 
 BARS: Final = "▁▂▃▄▅▆▇█"
 WIDTH: Final = 48  # characters of a curve
@@ -57,7 +57,7 @@ class View:
 
     def __init__(self, folder: Path) -> None:
         self.sweep = folder if run_folder.list_trials(folder) else None
-        self._open(run_folder.find_current_trial(folder))
+        self._open(folder)
 
     def _open(self, folder: Path) -> None:
         step_files = run_folder.find_step_files(folder) if folder.is_dir() else {}
@@ -84,12 +84,14 @@ class View:
         self.busiest: list[list[float]] = []  # experts, by sampled step and layer
         self.peak_gib = NAN  # of a GPU
         self.beats: dict[int, dict[str, Any]] = {}
+        self.last_event = NAN  # its time
         self.state = ""
         self.failure = ""
 
     def read_new(self) -> None:
-        if self.sweep is not None and run_folder.find_current_trial(self.sweep) != self.folder:
-            self._open(run_folder.find_current_trial(self.sweep))
+        current = run_folder.find_current_trial(self.sweep or self.folder)
+        if current != self.folder and run_folder.read_manifest(current):  # a trial's state is written before that
+            self._open(current)
         if not self.joined.latest:  # the first rank logs the number of ranks; no job has more than a machine room
             ranks = read_json(self.folder / run_folder.METER.format(rank=0)).get("ranks")
             if not isinstance(ranks, int) or not 0 < ranks <= 1 << 20:
@@ -127,6 +129,7 @@ class View:
         if drop_nan([counted]):
             self.total = counted
         for event in events:
+            self.last_event = as_number(event.get("time"))
             if event.get("kind") == "eval" and drop_nan([as_number(event.get("eval_loss"))]):
                 self.evaluation = f"evaluation {event['eval_loss']:.4f} at step {get_number(event, 'step'):.0f}"
                 gain = describe_gain(event.get("eval_gain"))
@@ -168,21 +171,27 @@ class View:
         yield line
         if self.failure:
             yield Text(self.failure, style="bold red")
-        began = [path.stat().st_mtime for path in [self.folder / run_folder.MANIFEST] if path.exists()]
-        newest = max([*began, *(float(beat["time"]) for beat in self.beats.values())], default=now)
-        if not self.is_over and now - newest > SILENT_SECONDS:
-            ago = steps.format_clock(now - newest)
+        if self.is_over:
+            return
+        beats = [float(beat["time"]) for beat in self.beats.values()]
+        starting = describe_start(self.sweep or self.folder, [*beats, self.last_event])
+        if starting:
+            yield Text(starting, style="yellow")
+        elif beats and now - max(beats) > SILENT_SECONDS:
+            ago = steps.format_clock(now - max(beats))
             yield Text(f"no sign of life from any rank for {ago}: killed?", style="bold red")
 
     def _draw_curves(self) -> Iterator[Text]:
         for name, curve in self.curves.items():
             if curve:
                 yield Text(f"{name.replace('_', ' '):10} {curve[-1]:>10.4g}  {draw_sparkline(curve)}")
-        first = self.joined.latest.get(0, {})
-        if drop_nan([as_number(first.get("learning_rate"))]):
+        first = self.joined.latest.get(0)
+        if first:
             unit, rate = steps.unit_fields(steps.read_unit(first))
             total = sum(get_number(record, rate) for record in self.joined.latest.values())
-            yield Text(f"{'rate':10} {first['learning_rate']:>10.3g}  {total:,.0f} {unit}/s  {self.evaluation}")
+            learning_rate = as_number(first.get("learning_rate"))
+            shown = f"{learning_rate:.3g}" if learning_rate == learning_rate else ""  # a script may log none
+            yield Text(f"{'rate':10} {shown:>10}  {total:,.0f} {unit}/s  {self.evaluation}")
         if self.gain:
             yield Text(self.gain)
         if self.preferred:
