@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import warm
+from refusals import refused
 
 from windlass import calibrate, hardware
 from windlass import plan as planning
@@ -121,9 +122,9 @@ def test_rates_of_gpus_are_measured_on_two_ranks(tmp_path: Path) -> None:
     rates = calibrate._combine_rates(measured, "h100", 2)
     sheet = {(c.kind, c.fabric): c for c in sheet_rates("h100").collectives if c.ranks == 2}
     over_two = {(c.kind, c.fabric): c for c in rates.collectives if c.ranks == 2}
-    for kind in KINDS:  # measured between the two, and of a network as data sheets imply it
+    for kind in KINDS:  # measured between the two, and nothing of a network
         assert over_two[kind, "link"].gb_per_second not in (0.0, sheet[kind, "link"].gb_per_second)
-        assert (kind, "network") in over_two
+        assert (kind, "network") not in over_two
     for points in (rates.grouped, rates.attention, rates.attention_backward, *rates.products.values()):
         assert points
         assert all(rate > 0 for *_, rate in points)
@@ -132,6 +133,46 @@ def test_rates_of_gpus_are_measured_on_two_ranks(tmp_path: Path) -> None:
     assert min(rates.operator_seconds, rates.module_seconds, rates.decode_gb_per_second) > 0
     write_machine(tmp_path / "machine.json", "h100", 2, measured["conditions"], rates)
     assert read_machine(tmp_path / "machine.json", hardware.GPUS["h100"], 8, "") == rates
+
+
+def test_one_nodes_measurements_say_nothing_of_the_network(run: Path, tmp_path: Path) -> None:
+    sheet = asdict(sheet_rates("h100"))
+    links = [{**one, "gb_per_second": 77.0} for one in sheet.pop("collectives") if one["fabric"] == "link"]
+    rates = {name: value for name, value in sheet.items() if name not in ("basis", "low", "high")}
+    measured = {"rates": {**rates, "collectives": links}, "conditions": {"date": "today", "spread": 0.1}}
+    path = tmp_path / "machine.json"
+    write_machine(path, "h100", 8, {}, calibrate._combine_rates(measured, "h100", 8))
+    on_gpus = ("cluster.gpu=h100", "cluster.gpus_per_node=8", "cluster.host_memory_gib=null", "cluster.nodes=4")
+    for network in ("ethernet-25", "infiniband-400"):
+        plan = planned(run, *on_gpus, f"cluster.network={network}", f"cluster.machine={path}")
+        for kind in KINDS:
+            assert (
+                plan.machine.rates.collective(kind, "network", 32).gb_per_second == plan.machine.network.gb_per_second
+            )
+            assert plan.machine.rates.collective(kind, "link", 8).gb_per_second == 77.0
+    slower = hardware.slow_down(sheet_rates("cpu"), 2.0)
+    assert {one.fabric for one in slower.collectives} == {"link"}
+
+
+def test_gpus_that_torch_cannot_use_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = hardware.GpuReading(0, "NVIDIA H200", 140.0, 140.0)
+    monkeypatch.setattr(hardware, "read_gpus", lambda **_: hardware.Gpus((gpu,)))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with refused("no-usable-gpu", "windlass calibrate"):
+        calibrate.calibrate(None, tmp_path / "machine.json", {}, print)
+
+
+def test_own_machine_file_of_another_version_is_left_out_with_a_note(run: Path) -> None:
+    path = own_machine_file("cpu", 2)
+    content = written(path)
+    plan = planned(run)
+    assert (plan.machine.measured is not None, plan.machine.notes) == (True, ())
+    path.write_text(json.dumps({**content, "windlass": "0.0.9"}))
+    plan = planned(run)
+    assert plan.machine.measured is None
+    (note,) = (note for note in plan.notes if str(path) in note)
+    assert "was written by windlass 0.0.9" in note
+    assert "`windlass calibrate --ranks 2` renews it" in note
 
 
 def test_failed_training_is_reported_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,11 @@ import pytest
 from windlass.hardware import GpuReading, Gpus, LocalMachine
 from windlass.launch.check import machine
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, Context, Result
+from windlass.launch.job import build_job
 from windlass.plan import Plan, make_plan
+from windlass.plan.script import AnyPlan, make_any_plan
 from windlass.ranks.interfaces import list_choices, match_interfaces
-from windlass.runfile import read_run_file
+from windlass.runfile import read_any, read_run_file
 from windlass.variables import find_unread, variables
 
 ROOT = Path(__file__).parent.parent
@@ -102,6 +104,40 @@ def test_limits(plans: dict[str, Plan], tmp_path: Path, monkeypatch: pytest.Monk
         stat = SimpleNamespace(f_blocks=mib, f_bavail=mib, f_frsize=1 << 20)
         monkeypatch.setattr(os, "statvfs", lambda _, stat=stat: stat)
         assert verdict("/dev/shm", plan) == expected
+    # A control group above this process's own limits it too.
+    own = {"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/step/pids.max": "max\n"}
+    plant(limited(tmp_path), {"sys/fs/cgroup/pids.max": "max\n", **own, "sys/fs/cgroup/job/pids.max": "512\n"})
+    assert verdict("processes") == FAIL
+
+
+SCRIPT = """
+kind: script
+script: {path: train.py, workers: %d}
+cluster: {gpu: h200, gpus_per_node: %d}
+"""
+
+
+def test_a_pod_has_the_shared_memory_that_its_check_wants(
+    plans: dict[str, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verdict(plan: AnyPlan, gib: float) -> str:
+        stat = SimpleNamespace(f_bavail=int(gib * 1024), f_frsize=1 << 20)
+        monkeypatch.setattr(os, "statvfs", lambda _: stat)
+        c = Context(plan.loaded, plan, {}, {}, tmp_path, alone=False)
+        return named(machine.check_limits(c, MANY), "/dev/shm").verdict
+
+    run = tmp_path / "run.yaml"
+    for ranks in range(1, 9):
+        layout = replace(plans["server"].layout, gpus_per_node=ranks)
+        for workers in range(9):
+            loaded = read_run_file(RECIPE, [f"train.dataloader_num_workers={workers}"])
+            run.write_text(SCRIPT % (workers, ranks))
+            for plan in (replace(plans["server"], loaded=loaded, layout=layout), make_any_plan(read_any(run, []))):
+                assert verdict(plan, build_job(plan).shm_gib) == PASS
+            if workers:  # a script's may prefetch images
+                assert verdict(plan, ranks * workers * 0.5 - 0.1) == FAIL
+    # Ranks on the CPU exchange over TCP.
+    assert verdict(replace(plans["cpu"], layout=layout), 0.0625) == PASS
 
 
 def test_a_user_without_an_account(plans: dict[str, Plan], tmp_path: Path) -> None:
@@ -260,6 +296,22 @@ def test_a_fault_of_one_gpu_of_eight_is_named(
     assert "GPU 3" in found.seen or verdict == PASS
 
 
+def test_hidden_gpus_are_not_judged(plans: dict[str, Plan], tmp_path: Path) -> None:
+    plan = replace(plans["server"], layout=replace(plans["server"].layout, gpus_per_node=2))
+    found = eight(free_gib=10.0, uuid="GPU-c0ffee")
+    for visible, verdict, faulty in (
+        ("0,1", PASS, False),
+        ("2, 3", PASS, True),
+        ("1,GPU-c0f", PASS, True),
+        ("GPU-c0ffee", FAIL, True),
+        ("", FAIL, False),
+        ("-1", FAIL, False),
+    ):
+        results = machine.check_gpus(context(plan, tmp_path, CUDA_VISIBLE_DEVICES=visible), plan, found)
+        assert named(results, "GPUs").verdict == verdict, visible
+        assert any("GPU 3: 10.0 of" in result.seen for result in results) == faulty, visible
+
+
 def test_missing_gpus_and_faults_in_the_kernels_log(plans: dict[str, Plan], tmp_path: Path) -> None:
     for plan, gpus, verdict in (
         ("server", Gpus((H200,)), FAIL),
@@ -297,6 +349,11 @@ def test_unwritable_folder_fails_the_check(plans: dict[str, Plan], tmp_path: Pat
     results = machine.check_caches(context(plans["cpu"], **bad, TRITON_CACHE_DIR=str(tmp_path)))
     assert {result.name for result in results if result.verdict == FAIL} == {f"folder {name}" for name in bad}
     assert named(machine.check_caches(context(plans["cpu"])), "folder HOME").verdict == FAIL
+    # A shared cache that can only be read is enough, but for a model's own code.
+    c = context(plans["cpu"], HOME=str(tmp_path), HF_HOME="/proc")
+    assert named(machine.check_caches(c), "folder HF_HOME").verdict == WARN
+    c = replace(c, loaded=read_run_file(RECIPE, ["model.trust_remote_code=true"]))
+    assert named(machine.check_caches(c), "folder HF_HOME").verdict == FAIL
 
 
 def test_disk_space_for_the_run_and_for_a_merged_model(tmp_path: Path) -> None:

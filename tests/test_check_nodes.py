@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import warm
 from launch_hosts import Hosts, hosts, why_not
 from ports import free_port
@@ -78,6 +79,29 @@ def test_a_slow_gpu_is_named_with_its_node(plan: Plan) -> None:
     assert "node 2 GPU 0: memory" in found({"GPU 0": rich}, {"GPU 0": rich}, {"GPU 0": sound}).seen
     assert found({}, {}).verdict == SKIPPED
     assert all(each.keys() == speed.UNITS.keys() for each in speed.measure_gpus().values())
+
+
+@pytest.mark.fault("a GPU that is full or broken", "`windlass check`", "GPU 3: CUDA error: an illegal memory access")
+def test_a_full_or_broken_gpu_fails_the_check_and_keeps_the_report(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 64 MiB")
+
+    def measures(made: Rendezvous) -> Any:
+        if made.node.number:
+            made.gather("")
+            return made.gather({"GPU 3": "CUDA error: an illegal memory access"})
+        return nodes.measure_speed(made, c, [], NAMES[:2])
+
+    c = Context(plan.loaded, plan, {"torch": "2"}, {}, Path("/"), alone=False)
+    monkeypatch.setattr(torch, "randn", full)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    (here,) = speed.check_here(c)
+    assert (here.verdict, here.seen) == (FAIL, "GPU 0: CUDA out of memory.; GPU 1: CUDA out of memory.")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    broken, skipped = meet(2, measures)[0]
+    assert (broken.title, broken.seen) == ("GPU speed", "node 1 GPU 3: CUDA error: an illegal memory access")
+    assert (broken.verdict, skipped.verdict) == (FAIL, SKIPPED)
 
 
 @pytest.mark.fault("a port that is closed", "`windlass check`", "node 0 can't reach node 1 (no answer)")

@@ -22,12 +22,16 @@ from refusals import refused
 from test_compressed import write_native
 
 from windlass import tiny
+from windlass.data.sources import resolve_source
 from windlass.errors import UserError
-from windlass.model.base import find_base, find_fetched_folder, read_base
-from windlass.model.files import HEADERS, read_headers
+from windlass.fetch import record_digest
+from windlass.model.base import find_base, find_fetched_folder, read_base, read_published_configs
+from windlass.model.files import HEADERS, PUBLISHED, read_headers
+from windlass.runfile import Data
 from windlass.weights.same_base import digest_files
 
 SHA = "a" * 40
+LARGE = (".safetensors", ".csv", "rows.json", "tokenizer.json")  # with a published SHA-256
 CARD = "---\nconfigs:\n- config_name: small\n  data_files: [{split: train, path: small/*}]\n---\n"
 FILES = {
     "datasets/org/set": {
@@ -111,7 +115,7 @@ class Answer(BaseHTTPRequestHandler):
         tree = [{"type": "file", "path": n, "size": len(c), "oid": f"{n}-1"} for n, c in files.items()]
         siblings: list[dict[str, Any]] = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
         for one in siblings:
-            if one["rfilename"].endswith(".safetensors"):
+            if one["rfilename"].endswith(LARGE):
                 digest = hashlib.sha256(files[one["rfilename"]]).hexdigest()
                 one["lfs"] = {"sha256": digest, "size": one["size"], "pointerSize": 130}
         info = {"id": repository, "sha": SHA, "siblings": siblings, "private": False, "tags": []}
@@ -215,6 +219,42 @@ def test_a_file_without_its_published_hash_is_removed_and_fetched_again(hub: Hub
     assert folders, printed
     known = json.loads((folders["model"] / "windlass-published.json").read_text())
     assert list(known) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("rows.csv", b"text\none\n"), ("rows.json", b'[{"text": "one"}]')])
+def test_checksums_of_a_data_set_are_not_taken_for_rows(
+    name: str, content: bytes, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FILES, "datasets/org/table", {"README.md": b"", name: content})
+    folders, printed = result(fetch(hub, tmp_path, model=str(tmp_path), data="org/table"))
+    assert folders, printed
+    assert (folders["data"] / PUBLISHED).is_file()
+    source = resolve_source(Data(dataset_name_or_path=str(folders["data"]), dataset_config_name=None))
+    assert source.splits == {"train": (folders["data"] / name,)}
+
+
+def test_room_is_needed_for_what_is_not_there(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.txt").write_text("a\n")
+    rows = str(tmp_path / "rows.txt")
+    folders, printed = result(fetch(hub, tmp_path, data=rows))
+    assert folders, printed
+    full = "import shutil, types\nshutil.disk_usage = lambda _: types.SimpleNamespace(free=1000)\n"
+    monkeypatch.setattr(sys.modules[__name__], "SCRIPT", full + SCRIPT)
+    (mark,) = (tmp_path / "hf" / "hub").glob(".windlass-model-*.json")
+    mark.unlink()  # as if it had been interrupted
+    again, printed = result(fetch(hub, tmp_path, data=rows))
+    assert again == folders, printed
+    mark.unlink()
+    (folders["model"] / "model.safetensors").unlink()
+    assert "org/model takes 0.0 GiB" in result(fetch(hub, tmp_path, data=rows))[1]
+
+
+def test_headers_alone_have_no_digest(tmp_path: Path) -> None:
+    """Though another large file, as a tokenizer's, was fetched and compared."""
+    (tmp_path / "config.json").write_text(json.dumps(next(iter(read_published_configs().values()))))
+    (tmp_path / PUBLISHED).write_text('{"tokenizer.json": "a"}')
+    record_digest(tmp_path, print)
+    assert json.loads((tmp_path / PUBLISHED).read_text()) == {"tokenizer.json": "a"}
 
 
 @pytest.mark.parametrize("how", ["offline", "unreachable"])

@@ -121,6 +121,36 @@ def test_this_machine_and_its_control_group(tmp_path: Path) -> None:
     assert hardware.list_interface_addresses("eth7", tmp_path) == ["2001:db8::1"]
 
 
+def test_limits_of_control_groups_above_this_process(tmp_path: Path) -> None:
+    """Those of a Slurm job, whose step has none, or of a systemd scope."""
+    own = tmp_path / "own"
+    job = tmp_path / "slurm" / "job_7"
+    (job / "step_0").mkdir(parents=True)
+    (job / "step_0" / "memory.max").write_text("max\n")
+    (job / "memory.max").write_text(f"{8 * 2**30}\n")
+    (job / "cpu.max").write_text("100000 100000\n")
+    (tmp_path / "slurm" / "memory.max").write_text(f"{64 * 2**30}\n")
+    own.write_text("0::/slurm/job_7/step_0\n")
+    assert (hardware.read_memory_limit(tmp_path, own), hardware.count_usable_cpus(tmp_path, own)) == (8, 1)
+    first = tmp_path / "memory" / "slurm" / "job_7"  # version 1
+    first.mkdir(parents=True)
+    (first / "memory.limit_in_bytes").write_text(f"{2 * 2**30}\n")
+    own.write_text("11:cpuset:/\n9:memory,hugetlb:/slurm/job_7\n1:name=systemd:/slurm\n0::/\n")
+    assert hardware.read_memory_limit(tmp_path, own) == 2
+    own.write_text("0::/elsewhere\n")  # a path of the host, which a container doesn't see
+    assert hardware.read_memory_limit(tmp_path, own) is None
+
+
+def test_hidden_gpus_are_not_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(hardware.GpuReading(index, "NVIDIA H200", 140, 140, f"GPU-{index}") for index in range(4))
+    monkeypatch.setattr(hardware, "read_gpus", lambda **_: hardware.Gpus(gpus))
+    for visible, indices in (("0,2", [0, 2]), ("GPU-3", [3]), ("", []), (None, [0, 1, 2, 3])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        assert [gpu.index for gpu in hardware.read_this_machine().gpus] == indices
+
+
 RECIPE = Path(__file__).parent.parent / "examples" / "mistral-small-4" / "train.yaml"
 # A driver's library that is built for the test: the binding loads it by its name from the library path. Its faults are
 # set by variables, so that one is built for all.

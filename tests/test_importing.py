@@ -358,6 +358,17 @@ CASES: dict[str, Case] = {
         eval_dataset="c.jsonl",
         eval_strategy="steps",
     ),
+    "llamafactory evaluation sets of one name": case(
+        LLAMA_FACTORY,
+        {
+            "data.eval": {
+                name: {"split": "train[:1000]", "path": path}
+                for name, path in {"test": "a/test.jsonl", "test-2": "b/test.jsonl", "test-2-2": "test-2.jsonl"}.items()
+            },
+        },
+        eval_dataset="a/test.jsonl,b/test.jsonl,test-2.jsonl",
+        eval_strategy="steps",
+    ),
     "axolotl several sets": case(
         AXOLOTL,
         {

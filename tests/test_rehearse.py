@@ -30,6 +30,8 @@ from windlass.model import find_base, find_published_base, read_base
 from windlass.model.base import read_published_configs
 from windlass.model.config import describe
 from windlass.model.family import FAMILIES, WRAPPERS
+from windlass.ranks import supervisor
+from windlass.ranks.place import Node
 from windlass.rehearse import Record, material, rehearse, reload, stages
 from windlass.rehearse.process import Command, make_environment, node_variables
 from windlass.rehearse.record import Failed, print_record
@@ -558,6 +560,14 @@ def test_nothing_is_left_running(rehearsal: Rehearsal, tmp_path: Path) -> None:
     made = make_environment({**places, "HOME": "/h", "OMP_NUM_THREADS": "7"}, rehearsal.folder)
     assert not places.keys() & made.keys()
     assert (made["HOME"], made["OMP_NUM_THREADS"], made["CUDA_VISIBLE_DEVICES"]) == ("/h", "7", "")
+
+
+def test_threads_of_ranks_are_within_the_quota(rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (stages, supervisor):
+        monkeypatch.setattr(module, "count_usable_cpus", lambda: 6)
+    started = rehearsal.start("load", ["bash", "-c", "echo $OMP_NUM_THREADS"], ranks=2)
+    assert started.finish().out.strip() == "3"
+    assert supervisor.make_environments(2, {}, Node())[0]["OMP_NUM_THREADS"] == "3"
 
 
 def test_rehearsal_refuses_a_folder_with_other_files(user: Path, tmp_path: Path) -> None:

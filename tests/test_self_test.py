@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from windlass import self_test
+from windlass import self_test, tiny
 from windlass.files import append_json_line
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, failed, passed
+from windlass.plan import Plan
+from windlass.plan.machine import own_machine_file
 from windlass.ranks.rank import Rank
 from windlass.train import loss
 from windlass.train.experts import experts
@@ -145,6 +148,28 @@ def test_training_is_compared_with_the_cpu_and_the_plan(
     result = self_test.run_test("training", tests["training, expert-parallel, fp8"])
     assert result.verdict == verdict
     assert words in result.seen
+
+
+def test_the_plan_needs_neither_the_gpus_table_nor_this_hosts_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.write_model(tmp_path / "model", experts=self_test.EXPERTS)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a b c"}\n' * 40)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = own_machine_file("cpu", 1)
+    own.parent.mkdir(parents=True)
+    own.write_text("{}")
+    plans: list[Plan] = []
+    monkeypatch.setattr(self_test, "train_rank", lambda plan, _: plans.append(plan))
+    monkeypatch.setattr(self_test, "read_steps", lambda _: [])
+    seen = SimpleNamespace(name="NVIDIA A10G", total_memory=22 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: seen)
+    for name in ("cpu", "NVIDIA A10G", "NVIDIA H100 80GB HBM3"):
+        seen.name = name
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=name != "cpu": on_gpu)
+        self_test.train_here(Rank(world=1), tmp_path, "run", "resident", "bf16", 1)
+    assert [plan.machine.gpu.name for plan in plans] == ["cpu", "NVIDIA A10G", "h100"]
+    assert plans[1].machine.gpu.memory_gib == 22
 
 
 def test_expert_adapters_with_scaled_gradients_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from windlass import hardware, run_folder, tiny
 from windlass.errors import RunError, UserError
 from windlass.files import read_json, read_json_lines
-from windlass.hardware import KINDS, Collective, Rates
+from windlass.hardware import Collective, Rates
 from windlass.observe.format import format_plural
 from windlass.plan import make_plan
 from windlass.plan.machine import own_machine_file, write_machine
@@ -45,6 +45,13 @@ def calibrate(
     """Measure with real ranks and write the file; return its path and content. On GPUs under torchrun this is one of
     the ranks, and returns None on those that don't write."""
     gpus = hardware.read_this_machine().gpus
+    if gpus:
+        import torch
+
+        if not torch.cuda.is_available():
+            hint = "see `windlass check RUN --here`; with CUDA_VISIBLE_DEVICES= (nothing) the CPU is calibrated"
+            problem = f"{format_plural(len(gpus), 'GPU')} here, and torch {torch.__version__} can use none"
+            raise UserError(problem, "windlass calibrate", hint, "no-usable-gpu")
     kind = _gpu_kind(gpus[0].name) if gpus else "cpu"
     environ.update(translate_launcher(environ))
     under_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys()
@@ -242,25 +249,17 @@ def _start_ranks(count: int, storage: Path, environ: Mapping[str, str]) -> dict[
 
 
 def _combine_rates(measured: Mapping[str, Any], kind: str, count: int) -> Rates:
-    """Combine measured rates with data sheets' for what one node can't measure."""
+    """Return measured rates with their range."""
     rates = dict(measured["rates"])
-    collectives = [Collective(**values) for values in rates.pop("collectives")]
-    gpu = hardware.GPUS.get(kind) or hardware.GPUS["h100"]
-    link = hardware.find_fabric(gpu.link)
-    sheet = hardware.Machine(gpu, link, link, hardware.find_fabric(gpu.host_link), 1, None).rates
-    for fabric in ("link", "network"):
-        missing = set(KINDS) - {c.kind for c in collectives if c.fabric == fabric}
-        collectives += [c for c in sheet.collectives if c.fabric == fabric and c.kind in missing]
+    rates["collectives"] = tuple(Collective(**values) for values in rates["collectives"])
     for name in ("grouped", "attention", "attention_backward"):
         rates[name] = tuple(map(tuple, rates[name]))
     rates["products"] = {dtype: tuple(map(tuple, points)) for dtype, points in rates["products"].items()}
     spread = measured["conditions"]["spread"]
     low, high = RANGES["cuda"]
-    return replace(
-        sheet,
+    return Rates(
         **rates,
         basis=f"calibrated on {count} x {kind}, {measured['conditions']['date']}",
-        collectives=tuple(collectives),
         low=low / (1 + spread),
         high=high * (1 + spread),
     )

@@ -55,6 +55,8 @@ def record_digest(folder: Path, say: Callable[[str], None]) -> None:
         base = read_base(folder)
     except UserError:  # a model that windlass can't train: `plan` says why
         return
+    if base.path is None:  # headers only
+        return
     from windlass.weights.same_base import digest_files
 
     say("hashing the weights as training will")

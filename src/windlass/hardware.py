@@ -11,7 +11,7 @@ import socket
 import struct
 import tomllib
 from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import exp, log
@@ -134,12 +134,17 @@ class Machine:
     nics_per_node: int
     host_memory_gib: float | None
     measured: Rates | None = None  # by `windlass calibrate`; None: what the data sheets imply
+    notes: tuple[str, ...] = ()
 
     @cached_property  # the time model asks thousands of times
     def rates(self) -> Rates:
-        if self.measured:
-            return self.measured
-        return derive_rates(self.gpu, self.link, self.network, self.host_link, self.nics_per_node)
+        """Return the measured rates, with the data sheets' for collectives that were not measured."""
+        sheet = derive_rates(self.gpu, self.link, self.network, self.host_link, self.nics_per_node)
+        if not self.measured:
+            return sheet
+        measured = {(c.kind, c.fabric) for c in self.measured.collectives}
+        others = (c for c in sheet.collectives if (c.kind, c.fabric) not in measured)
+        return replace(self.measured, collectives=(*self.measured.collectives, *others))
 
 
 # Large bfloat16 products: power holds Hopper's clocks down (grouped ones reach 474 TFLOP/s at 512 rows an expert on an
@@ -247,7 +252,7 @@ def derive_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric, nic
 
 
 def slow_down(rates: Rates, factor: float) -> Rates:
-    """Return rates at which all that a node computes, copies and exchanges takes `factor` times as long."""
+    """Return a node's rates, at which all that it computes, copies and exchanges takes `factor` times as long."""
 
     def slower(points: Points) -> Points:
         return tuple((first, second, rate / factor) for first, second, rate in points)
@@ -265,9 +270,8 @@ def slow_down(rates: Rates, factor: float) -> Rates:
         sync_seconds=rates.sync_seconds * factor,
         collectives=tuple(
             replace(c, latency_seconds=c.latency_seconds * factor, gb_per_second=c.gb_per_second / factor)
-            if c.fabric == "link"
-            else c
             for c in rates.collectives
+            if c.fabric == "link"
         ),
         host_link_gb_per_second=rates.host_link_gb_per_second / factor,
     )
@@ -349,7 +353,8 @@ def read_this_machine() -> LocalMachine:
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     notes = (nvml.error,) if nvml.error else ()
-    return LocalMachine(nvml.gpus, count_usable_cpus(), min(total, limit) if limit else total, limit, notes)
+    gpus = keep_visible(nvml.gpus, os.environ)
+    return LocalMachine(gpus, count_usable_cpus(), min(total, limit) if limit else total, limit, notes)
 
 
 def parse_gpus(text: str, where: str) -> tuple[int, int, str]:
@@ -443,6 +448,15 @@ def read_gpus(*, health: bool = True) -> Gpus:
         return Gpus(error=f"NVML stopped answering: {error}")
     finally:
         nvml.library.nvmlShutdown()
+
+
+def keep_visible(gpus: tuple[GpuReading, ...], environ: Mapping[str, str]) -> tuple[GpuReading, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES lists, by index or the beginning of a UUID; all if it is not set."""
+    if "CUDA_VISIBLE_DEVICES" not in environ:
+        return gpus
+    names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
+    uuids = tuple(name for name in names if name.startswith(("GPU-", "MIG-")))
+    return tuple(gpu for gpu in gpus if str(gpu.index) in names or (gpu.uuid or "").startswith(uuids))
 
 
 class Nvml:
@@ -561,23 +575,38 @@ def list_interface_addresses(name: str, root: Path = Path("/")) -> list[str]:
     return addresses
 
 
-def count_usable_cpus(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of processors that this process may use, within the control group's quota."""
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of version 2 and 1
+
+
+def list_control_groups(controller: str, root: Path = CONTROL_GROUPS, own: Path = OWN_GROUPS) -> Iterator[Path]:
+    """Yield the folders of this process's control group and of its parents, which limit it too: in version 2, and in
+    version 1, which has a tree for each controller."""
+    for line in ("0::/", f"0:{controller}:/", *read_text(own).splitlines()):
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            tree = root / controller if controllers else root
+            group = tree / path.strip("/")  # not there if the container sees its own group as the tree's root
+            yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(tree))
+
+
+def count_usable_cpus(root: Path = CONTROL_GROUPS, own: Path = OWN_GROUPS) -> int:
+    """Return the number of processors that this process may use, within the control groups' quotas."""
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
-    quota, period, *_ = (*read_text(root / "cpu.max").split(), "", "")
-    if quota.isdigit() and period.isdigit() and int(period):
-        allowed = min(allowed, max(1, int(quota) // int(period)))
+    for group in list_control_groups("cpu", root, own):
+        quota, period, *_ = (*read_text(group / "cpu.max").split(), "", "")
+        if quota.isdigit() and period.isdigit() and int(period):
+            allowed = min(allowed, max(1, int(quota) // int(period)))
     return allowed
 
 
-def read_memory_limit(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return the control group's limit: version 2 first, then version 1, which writes 'no limit' as a huge number."""
-    for path in (root / "memory.max", root / "memory" / "memory.limit_in_bytes"):
-        line = read_text(path).strip()
-        if line.isdigit() and int(line) < 2**60:
-            return int(line) / GIB
-    return None
+def read_memory_limit(root: Path = CONTROL_GROUPS, own: Path = OWN_GROUPS) -> float | None:
+    """Return the lowest limit of the control groups in GiB; version 1 writes 'no limit' as a huge number."""
+    files = (group / name for group in list_control_groups("memory", root, own) for name in MEMORY_LIMITS)
+    lines = (read_text(file).strip() for file in files)
+    return min((int(line) / GIB for line in lines if line.isdigit() and int(line) < 2**60), default=None)
 
 
 def read_text(path: Path) -> str:

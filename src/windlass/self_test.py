@@ -16,6 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from windlass.launch.check.results import FAIL, STYLES, Report, Result, failed, 
 from windlass.observe.counters import describe_machine
 from windlass.observe.format import format_plural
 from windlass.plan import make_plan
+from windlass.plan.machine import write_machine
 from windlass.ranks import supervisor
 from windlass.ranks.place import Node
 from windlass.ranks.rank import Rank, read_rank
@@ -93,7 +95,7 @@ train: {{output_dir: {folder}/{name}, max_steps: 5, per_device_train_batch_size:
   optim: sgd, learning_rate: 0.3, warmup_ratio: 0, max_grad_norm: 100, bf16: true, logging_steps: 1,
   save_strategy: "no", eval_strategy: "no"}}
 layout: {{name: {layout}, base_dtype: {dtype}}}
-cluster: {{nodes: 1, gpus_per_node: {ranks}{gpu}}}
+cluster: {{nodes: 1, gpus_per_node: {ranks}, gpu: {gpu}, machine: {machine}}}
 """
 
 
@@ -492,6 +494,17 @@ def train_here(
 ) -> tuple[list[dict[str, Any]], float]:
     """Train in this process as one of its ranks, as `windlass train` does. Returns its steps and the planned GiB."""
     path = folder / f"{name}-{here.rank}.yaml"
+    figures: Any = "cpu"
+    if torch.cuda.is_available():  # of a GPU that is not in the table, a plan needs only the memory
+        seen = torch.cuda.get_device_properties(0)
+        figures = {"name": seen.name, "memory_gib": seen.total_memory / GIB}
+        figures |= {"bf16_tflops": 100, "memory_gb_per_second": 1000}
+        with suppress(UserError):
+            figures = hardware.find_gpu(seen.name).name
+    gpu = hardware.find_gpu(figures)
+    link = hardware.FABRICS["memory"]
+    machine = path.with_suffix(".json")  # instead of this host's own, which may be wrong
+    write_machine(machine, gpu.name, here.world, {}, hardware.derive_rates(gpu, link, link, link, 1))
     text = RUN.format(
         folder=folder,
         name=name,
@@ -499,7 +512,8 @@ def train_here(
         layout=layout,
         dtype=dtype,
         ranks=here.world,
-        gpu="" if torch.cuda.is_available() else ", gpu: cpu",
+        gpu=json.dumps(figures),
+        machine=machine,
     )
     path.write_text(text)
     plan = make_plan(read_run_file(path))

@@ -95,8 +95,9 @@ def download(
         info: Any = HfApi().repo_info(name, repo_type=kind, files_metadata=True, timeout=REACH_SECONDS)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         wanted["ignore_patterns"] = choose_ignored([*sizes], ignored) or None
-        needed = sum(sizes[file] for file in filter_repo_objects(list(sizes), **wanted))
-        require_room(needed, cache, name, place)
+        snapshot = cache / f"{kind}s--{name.replace('/', '--')}" / "snapshots" / info.sha
+        absent = [file for file in sizes if not (snapshot / file).exists()]
+        require_room(sum(sizes[file] for file in filter_repo_objects(absent, **wanted)), cache, name, place)
         folder = Path(snapshot_download(name, repo_type=kind, revision=info.sha, **wanted))
     published = {file.rfilename: file.lfs.sha256 for file in info.siblings or [] if file.lfs}
     require_published(folder, {file: published[file] for file in published if (folder / file).exists()}, say)

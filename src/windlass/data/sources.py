@@ -29,11 +29,13 @@ from windlass.data.reading import (
 )
 from windlass.errors import UserError, Where
 from windlass.files import read_json
+from windlass.model.files import HEADERS, PUBLISHED
 from windlass.observe.format import format_plural
 from windlass.runfile import Data
 from windlass.runfile.rows import RECIPE_CONFIG
 
 SIDE_FILES = {"dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json", "requirements.txt"}
+SIDE_FILES |= {HEADERS, PUBLISHED}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Names of each split in published folders.
 ALIASES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}

@@ -26,6 +26,8 @@ RECORD = "submitted.json"  # from which status, logs and stop find a job again
 DISK_BYTES_PER_SECOND = 100e6  # a slow shared volume; an adapter is small
 SHM_GIB_PER_WORKER = 0.5  # batches of images that a data loader's process prefetches
 SHM_GIB_PER_RANK = 1  # NCCL's buffers between GPUs of a node and the batches of data loaders, with room
+# NCCL shares 1 to 10 MiB per channel and peer between ranks of a node, and 64 MiB is the container runtimes' default.
+SHM_GIB_LEAST = 0.25
 NAME_LETTERS = 45  # limit of a job's name: a JobSet's pods append `-node-0-9999-abcde`
 UNITS = {"": 1, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", 1)}
@@ -90,8 +92,7 @@ def build_job(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path 
     slug = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")
     slug = slug if slug[:1].isalpha() else f"run-{slug}"
     name = run.name or slug[:NAME_LETTERS].strip("-") or "run"
-    workers = run.workers if isinstance(plan, ScriptPlan) else 0  # may prefetch images; text batches are small
-    shm_gib = 1 + layout.gpus_per_node * (SHM_GIB_PER_RANK + math.ceil(workers * SHM_GIB_PER_WORKER))
+    shm_gib, _ = size_shm(plan)
     memory_gib = shm_gib if cluster.large_shm else 0
     files = {"run.yaml": read_text(path)}
     if not isinstance(plan, ScriptPlan):
@@ -131,6 +132,15 @@ def build_job(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path 
         source=path.name,
         engine="job" if cluster.kubernetes.engine == "auto" else cluster.kubernetes.engine,
     )
+
+
+def size_shm(plan: AnyPlan) -> tuple[int, float]:
+    """Return the GiB of a node's /dev/shm that a pod gets, and the least with which its ranks can start."""
+    ranks = plan.layout.gpus_per_node
+    # A script's may prefetch images; text batches are small, and training itself looks whether they fit.
+    loading = plan.run.workers * SHM_GIB_PER_WORKER if isinstance(plan, ScriptPlan) else 0
+    exchanged = SHM_GIB_LEAST if ranks > 1 and plan.machine.gpu.name != "cpu" else 0  # gloo exchanges over TCP
+    return 1 + ranks * (SHM_GIB_PER_RANK + math.ceil(loading)), ranks * (exchanged + loading)
 
 
 def estimate_grace(plan: AnyPlan) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from windlass import __version__, hardware
 from windlass.errors import Problem, UserError, Where, raise_all, require_writable
-from windlass.files import write_json
+from windlass.files import read_json, write_json
 from windlass.hardware import Collective, Gpu, Machine, Rates
 from windlass.runfile import Cluster
 
@@ -34,9 +34,11 @@ def find_machine(cluster: Cluster, where: Where) -> Machine:
             host_memory_gib = host_memory_gib or hardware.read_this_machine().memory_gib
             gpu = replace(gpu, memory_gib=host_memory_gib / ranks)
         host_memory_gib = host_memory_gib or gpu.memory_gib * ranks
+    measured, notes = _find_measured_rates(cluster, gpu, where)
     return Machine(
         gpu=gpu,
-        measured=_find_measured_rates(cluster, gpu, where),
+        measured=measured,
+        notes=notes,
         link=hardware.find_fabric(_as_written(cluster.link) or gpu.link, where("cluster.link")),
         network=hardware.find_fabric(_as_written(cluster.network) or gpu.link, where("cluster.network")),
         host_link=hardware.find_fabric(gpu.host_link, where("cluster.gpu")),
@@ -49,15 +51,19 @@ def _as_written(value: str | BaseModel | None) -> Any:
     return value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
 
 
-def _find_measured_rates(cluster: Cluster, gpu: Gpu, where: Where) -> Rates | None:
-    """Read the machine file that the run file names, or this host's own; None if there is neither."""
+def _find_measured_rates(cluster: Cluster, gpu: Gpu, where: Where) -> tuple[Rates | None, tuple[str, ...]]:
+    """Read the machine file that the run file names, or this host's own; None if there is neither. Also return notes:
+    the host's own file is left out if another version wrote it."""
     nodes, ranks = cluster.size
     if cluster.machine:
-        return read_machine(Path(cluster.machine), gpu, ranks, where("cluster.machine"))
+        return read_machine(Path(cluster.machine), gpu, ranks, where("cluster.machine")), ()
     own_file = own_machine_file(gpu.name, ranks)
-    if nodes == 1 and own_file.is_file():  # several nodes might disagree
-        return read_machine(own_file, gpu, ranks, str(own_file))
-    return None
+    if nodes > 1 or not own_file.is_file():  # several nodes might disagree
+        return None, ()
+    if (version := read_json(own_file).get("windlass", __version__)) != __version__:
+        renew = f"`windlass calibrate --ranks {ranks}` renews it"
+        return None, (f"{own_file} was written by windlass {version} and is not used: {renew}",)
+    return read_machine(own_file, gpu, ranks, str(own_file)), ()
 
 
 # --- the machine file, which `windlass calibrate` writes ------------------

@@ -312,6 +312,7 @@ def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
     yield from accelerate.notes if accelerate else ()
     yield from base.notes
     yield from plan.adapter.notes
+    yield from plan.machine.notes
     if base.family.traced:
         layers = f"{base.family.without_formula} of {base.dims['layers']} layers"
         yield f"{layers} have no formula (linear attention or the like): their memory is measured by tracing"

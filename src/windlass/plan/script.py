@@ -87,7 +87,7 @@ def make_any_plan(loaded: Loaded | LoadedScript, accelerate: AccelerateFile | No
     if ranks is not None and cluster.nodes == "auto" and cluster.gpus_per_node == "auto":
         layout = RankGrid(1, ranks)
     machine = find_machine(cluster.model_copy(update={"gpus_per_node": layout.gpus_per_node}), loaded.where)
-    notes = list(loaded.notes)
+    notes = [*loaded.notes, *machine.notes]
     path = loaded.run.script.path
     if path is not None and not Path(path).is_file():  # it may exist on the platform that runs it
         problem = f"{path} is a folder" if Path(path).is_dir() else f"there is no {path} here"

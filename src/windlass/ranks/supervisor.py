@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple, NoReturn
 
 from windlass.errors import LOST_RANK, RANK_USER_INPUT, SAVED, Problem, RunError, UserError, Where
+from windlass.hardware import count_usable_cpus
 from windlass.ranks.job import LaunchedJob
 from windlass.ranks.place import Node, parse_number, read_node
 from windlass.ranks.rank import SIGNALS, STATUS_DIR, SUPERVISED, read_rank, read_status, signal_on_parent_death
@@ -98,7 +98,7 @@ def reserve_port() -> Iterator[int]:
 def make_environments(ranks: int, environ: Mapping[str, str], node: Node) -> list[dict[str, str]]:
     """Return one environment per rank of this node."""
     inherited = {name: value for name, value in environ.items() if not name.startswith("PET_")}  # torchrun's settings
-    inherited.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    inherited.setdefault("OMP_NUM_THREADS", str(max(1, count_usable_cpus() // ranks)))
     inherited.setdefault("TOKENIZERS_PARALLELISM", "false")  # true makes forked workers deadlock
     shared = {
         "WORLD_SIZE": str(node.count * ranks),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any
 
 from windlass.errors import SAVED, USER_INPUT, Problem
 from windlass.files import read_json, read_json_lines, write_json
-from windlass.hardware import read_this_machine
+from windlass.hardware import count_usable_cpus, read_this_machine
 from windlass.observe.format import format_are, format_plural
 from windlass.plan import fill_in_choices
 from windlass.rehearse.process import ERROR, Command, node_variables
@@ -93,7 +92,7 @@ class Rehearsal:
     def start(
         self, name: str, command: Sequence[str], nodes: Sequence[Mapping[str, str]] = ({},), ranks: int = 1
     ) -> Command:
-        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        threads = max(1, count_usable_cpus() // ranks)
         environ = {"OMP_NUM_THREADS": str(threads), **self.environ}
         started = Command(name, command, self.folder / "logs", environ, nodes, self.tick)
         self.processes.callback(started.stop)

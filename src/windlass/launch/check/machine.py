@@ -21,19 +21,18 @@ from windlass.errors import UserError
 from windlass.hardware import GIB, GpuReading, Gpus, LocalMachine, read_text
 from windlass.launch.check.inputs import check_cuda, format_size
 from windlass.launch.check.results import NO_PLAN, Context, Result, failed, passed, skipped, skipped_elsewhere, warned
+from windlass.launch.job import size_shm
 from windlass.observe.format import format_plural
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.ranks.interfaces import list_choices
 from windlass.run_folder import require_unfinished
+from windlass.runfile import RunFile
 from windlass.variables import find_unread
 
 IPC_LOCK = 14  # the capability's number, capabilities(7)
 # NCCL registers a few MiB of buffers per connection; an unprivileged pod's default of 64 KiB is less than one.
 LOCKED_LEAST = 64 << 20
-# NCCL shares 1 to 10 MiB per channel and peer between ranks of a node, and 64 MiB is the container runtimes' default.
-SHARED_PER_RANK = 256 << 20
-SHARED_PER_WORKER = 512 << 20  # batches that a data loader's process prefetches, rounded up
 FILES_LEAST = 4096  # safetensors shards, token files, sockets to each peer, times the ranks of a node
 PROCESSES_LEAST = 1024  # torch, tokenizers and loaders start dozens of threads per rank
 RDMA = ("infiniband", "roce")
@@ -79,9 +78,9 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
     root = c.root
     found = re.findall(r"^Max ([a-z ]+?)\s{2,}(\S+)", read_text(root / "proc/self/limits"), re.MULTILINE)
     limits = {name: math.inf if value == "unlimited" else float(value) for name, value in found}
-    group = read_text(root / "sys/fs/cgroup/pids.max").strip()
-    if group.isdigit():
-        limits["processes"] = min(float(group), limits.get("processes", math.inf))
+    for group in hardware.list_control_groups("pids", root / "sys/fs/cgroup", root / "proc/self/cgroup"):
+        if (most := read_text(group / "pids.max").strip()).isdigit():
+            limits["processes"] = min(float(most), limits.get("processes", math.inf))
     files, processes, locked = (limits.get(name) for name in ("open files", "processes", "locked memory"))
     seen = {name: "unlimited" if limit == math.inf else f"at most {limit:,.0f}" for name, limit in limits.items()}
     # check: available amount (None: not reported), the least, what to do, how bad it is. `seen` has the text shown.
@@ -97,13 +96,12 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
         seen["processors"] = f"{here.cpus} for {format_plural(ranks, 'rank')}{each}"
         hint = f"set cluster.cpu to at least {cpus}: ranks wait for each other's processor"
         rows["processors"] = (here.cpus, cpus, hint, warned)
-        # Ranks of a node exchange data in /dev/shm unless the GPUs' own links are used, loading processes always.
-        shared = (ranks * SHARED_PER_RANK if ranks > 1 else 0) + ranks * workers * SHARED_PER_WORKER
+        _, shared = size_shm(plan)
         free = None
         with suppress(OSError):
             stat = os.statvfs(root / "dev/shm")
-            free = stat.f_bavail * stat.f_frsize
-            seen["/dev/shm"] = f"{free / GIB:.2f} GiB free; the run needs {shared / GIB:.2f}"
+            free = stat.f_bavail * stat.f_frsize / GIB
+            seen["/dev/shm"] = f"{free:.2f} GiB free; the run needs {shared:.2f}"
         hint = "cluster.large_shm: true mounts a larger one; or let the ranks load their data without workers"
         rows["/dev/shm"] = (free, shared, hint, failed)
         if not isinstance(plan, ScriptPlan):  # a script's needs are unknown
@@ -256,7 +254,7 @@ def check_infiniband(c: Context, plan: AnyPlan) -> Result:
 def check_gpus(c: Context, plan: AnyPlan, found: Gpus) -> list[Result]:
     """Check that the GPUs are as many and of the kind planned, free, healthy, and connected at full width."""
     wanted = plan.layout.gpus_per_node
-    gpus = found.gpus
+    gpus = hardware.keep_visible(found.gpus, c.environ)
     if plan.machine.gpu.name == "cpu":
         return [skipped("GPUs", "the run computes on the CPU")]
     if not found.installed:
@@ -462,7 +460,10 @@ def check_caches(c: Context) -> list[Result]:
         path = c.environ.get(name) or default
         if wrong := try_folder(Path(path)) if path else "it is not set":
             hint = f"set {name} to a folder that can be written, as a variable in cluster.env"
-            results.append(failed(title, f"can't be written: {wrong}", hint))
+            # A shared hub cache may be read-only, if no model's own code is copied in it.
+            copies_code = isinstance(c.loaded.run, RunFile) and c.loaded.run.model.trust_remote_code
+            is_cache = name == "HF_HOME" and Path(path).is_dir() and not copies_code
+            results.append((warned if is_cache else failed)(title, f"can't be written: {wrong}", hint))
         else:
             results.append(passed(title, path))
     return results

@@ -322,6 +322,8 @@ def measure_speed(rendezvous: Rendezvous, c: Context, hanging: Sequence[str], na
     local_rank = c.environ.get("LOCAL_RANK", "0")
     speeds = rendezvous.gather(speed.measure_gpus(c.environ.get("LOCAL_RANK")), bandwidth.GROUP_SECONDS * 2)
     gpus = speed.check_gpu_speed(c.plan, speeds, names)
+    if gpus.verdict == FAIL:
+        return [gpus, skipped("all-reduce", f"it would hang: {gpus.name} failed")]
     measured = bandwidth.measure_bandwidth(rendezvous, int(local_rank) if local_rank.isdigit() else 0)
     transports = rendezvous.gather([asdict(bandwidth.check_transport(c.plan, measured.log))])
     # If a node has left, the measurements show only that.

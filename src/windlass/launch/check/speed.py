@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from windlass.hardware import interpolate
 from windlass.launch.check.machine import OTHER_NODE
-from windlass.launch.check.results import Context, Result, passed, skipped, warned
+from windlass.launch.check.results import Context, Result, failed, passed, skipped, warned
 from windlass.plan.script import AnyPlan
 
-Speeds = Mapping[str, Mapping[str, float]]  # GPU of a node -> measurement -> rate
+Speeds = Mapping[str, Mapping[str, float] | str]  # GPU of a node -> measurement -> rate, or why there is none
 SLOW_SHARE = 0.75  # of its kind's or the other GPUs' rate: lowered clocks, a bad slot, another process
 SIDE = 4096  # of the product
 ELEMENTS = 1 << 27  # of the addition
@@ -25,15 +25,18 @@ def measure_gpus(local_rank: str | None = None) -> Speeds:
 
     if not torch.cuda.is_available():
         return {}
-    measured = {}
+    measured = dict[str, Mapping[str, float] | str]()
     own = [int(local_rank)] if local_rank and local_rank.isdigit() else range(torch.cuda.device_count())
     for index in own:
         device = torch.device("cuda", index)
-        ((*_, products),) = measure.measure_products(device, torch.bfloat16, [(SIDE, SIDE)])
-        memory = measure.measure_memory(device, ELEMENTS)
-        copied = measure.measure_copy(device, COPIED)
-        measured[f"GPU {index}"] = {"products": products, "memory": memory, "host link": copied}
-        torch.cuda.empty_cache()
+        try:
+            ((*_, products),) = measure.measure_products(device, torch.bfloat16, [(SIDE, SIDE)])
+            memory = measure.measure_memory(device, ELEMENTS)
+            copied = measure.measure_copy(device, COPIED)
+            measured[f"GPU {index}"] = {"products": products, "memory": memory, "host link": copied}
+            torch.cuda.empty_cache()
+        except RuntimeError as error:  # it is full, or broken
+            measured[f"GPU {index}"] = str(error).partition("\n")[0]
     return measured
 
 
@@ -53,11 +56,14 @@ def check_gpu_speed(plan: AnyPlan, by_node: Sequence[Speeds | None], names: Sequ
         "memory": rates.memory_gb_per_second,
         "host link": rates.host_link_gb_per_second,
     }
-    every = {
+    found = {
         f"{name} {gpu}".strip(): speeds
         for name, node in zip(names, by_node, strict=True)
         for gpu, speeds in (node or {}).items()
     }
+    if failures := "; ".join(f"{gpu}: {why}" for gpu, why in found.items() if isinstance(why, str)):
+        return failed(TITLE, failures, f"end what else runs on it; {OTHER_NODE}")
+    every = {gpu: speeds for gpu, speeds in found.items() if not isinstance(speeds, str)}
     if not every:
         return skipped(TITLE, "torch sees no GPU here")
     slow = []

@@ -23,9 +23,13 @@ def translate_columns(imported: ImportedRun, place: str, columns: Mapping[str, A
 
 
 def set_eval_sets(imported: ImportedRun, key: str, sets: list[dict[str, Any]]) -> None:
-    """Set data sets that are only evaluated on, named by the last part of their path."""
-    if sets:
-        by_name = {Path(str(data["dataset_name_or_path"])).stem: _to_mixed_set(data) for data in sets}
+    """Set data sets that are only evaluated on, named by the last part of their path, repeated ones with a number."""
+    by_name = dict[str, Any]()
+    for data in sets:
+        stem = Path(str(data["dataset_name_or_path"])).stem
+        names = (stem, *(f"{stem}-{number}" for number in range(2, len(sets) + 1)))
+        by_name[next(name for name in names if name not in by_name)] = _to_mixed_set(data)
+    if by_name:
         imported.set("data.eval", by_name, key)
 
 
