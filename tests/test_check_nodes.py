@@ -78,7 +78,7 @@ def test_a_slow_gpu_is_named_with_its_node(plan: Plan) -> None:
     rich = {what: 1.4 * rate for what, rate in sound.items()}
     assert "node 2 GPU 0: memory" in found({"GPU 0": rich}, {"GPU 0": rich}, {"GPU 0": sound}).seen
     assert found({}, {}).verdict == SKIPPED
-    assert all(each.keys() == speed.UNITS.keys() for each in speed.measure_gpus().values())
+    assert all({*each} == {*speed.UNITS} for each in speed.measure_gpus().values())
 
 
 @pytest.mark.fault("a GPU that is full or broken", "`windlass check`", "GPU 3: CUDA error: an illegal memory access")
