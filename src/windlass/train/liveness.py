@@ -227,6 +227,6 @@ def stop_non_finite(policy: str, step: int, faulty: list[int], rows: list[int]) 
             "non_finite",
             f"non-finite loss or gradient at step {step}: {where}",
             "watch.non_finite",
-            "nothing of this step was saved; look at these rows: `windlass data RUN --prepared-row 0` shows the first; lower "
-            "train.learning_rate, or set watch.non_finite: skip to leave such steps out",
+            "nothing of this step was saved; look at these rows: `windlass data RUN --prepared-row 0` shows the first; "
+            "lower train.learning_rate, or set watch.non_finite: skip to leave such steps out",
         )
