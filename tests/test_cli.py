@@ -118,6 +118,10 @@ MESSAGES = {
         "--source: it changes how rows are printed, and none is",
         "add --row K or --sample N",
     ),
+    "data run.yaml --prepared-row 3 --row 3": (
+        "--prepared-row 3: a prepared row is chosen by its number alone",
+        "leave --sample, --row and --source out",
+    ),
     "submit run.yaml --to k8s": ("--to: unknown platform 'k8s'", "write kubernetes"),
     "status run.yaml": (
         "run/submitted.json: nothing was submitted from here",

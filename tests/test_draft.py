@@ -308,7 +308,7 @@ def test_a_prepared_row_is_shown_by_the_number_that_alarms_give(tmp_path: Path, 
     loaded = read_run_file(tmp_path / "run.yaml", ["data.packing=true"])
 
     def show(number: int) -> list[int]:
-        shown = sample_token_rows(loaded, number, say=print, sample=None, row=None, source=None)
+        shown = sample_token_rows(loaded, say=print, sample=None, row=None, source=None, prepared=number)
         assert all("".join(part["text"] for part in each["parts"]).count("hull") for each in shown)
         return [len(each["tokens"]) for each in shown]
 

@@ -144,7 +144,8 @@ def test_limits_of_control_groups_above_this_process(tmp_path: Path) -> None:
 def test_hidden_gpus_are_not_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(hardware.GpuReading(index, "NVIDIA H200", 140, 140, f"GPU-{index}") for index in range(4))
     monkeypatch.setattr(hardware, "read_gpus", lambda **_: hardware.Gpus(gpus))
-    for visible, indices in (("0,2", [0, 2]), ("GPU-3", [3]), ("", []), (None, [0, 1, 2, 3])):
+    every = [0, 1, 2, 3]  # of a part of a GPU nobody says here which it is
+    for visible, indices in (("0,2", [0, 2]), ("GPU-3", [3]), ("", []), ("MIG-7", every), (None, every)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
         if visible is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -451,11 +451,14 @@ def read_gpus(*, health: bool = True) -> Gpus:
 
 
 def keep_visible(gpus: tuple[GpuReading, ...], environ: Mapping[str, str]) -> tuple[GpuReading, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES lists, by index or the beginning of a UUID; all if it is not set."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES lists, by index or the beginning of a UUID; all if it is not set, or
+    lists parts of GPUs, whose UUIDs are their own."""
     if "CUDA_VISIBLE_DEVICES" not in environ:
         return gpus
     names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
-    uuids = tuple(name for name in names if name.startswith(("GPU-", "MIG-")))
+    if any(name.startswith("MIG-") for name in names):
+        return gpus
+    uuids = tuple(name for name in names if name.startswith("GPU-"))
     return tuple(gpu for gpu in gpus if str(gpu.index) in names or (gpu.uuid or "").startswith(uuids))
 
 

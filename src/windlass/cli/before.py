@@ -265,6 +265,10 @@ def data(
 
     if row is not None and row < 1:
         raise UserError("rows are counted from 1", f"--row {row}", "the first is --row 1", "no-such-row")
+    if prepared is not None and (sample or row is not None or source):
+        problem = "a prepared row is chosen by its number alone"
+        hint = "leave --sample, --row and --source out"
+        raise UserError(problem, f"--prepared-row {prepared}", hint, "chosen-twice")
     chosen = bool(sample) or row is not None or prepared is not None
     if (source or tokens) and not chosen and not html:
         name = "--source" if source else "--tokens"
@@ -278,7 +282,7 @@ def data(
     if not chosen and not html:
         audit_data(loaded, say=say, audited=write_json if as_json else print_audit)
         return
-    rows = sample_token_rows(loaded, prepared, say=say, sample=sample or SAMPLED_ROWS, row=row, source=source)
+    rows = sample_token_rows(loaded, say=say, sample=sample or SAMPLED_ROWS, row=row, source=source, prepared=prepared)
     if html:
         audit_data(loaded, say=say, audited=lambda audit: write_rows_page(html, audit, rows))
         say(f"written to {html}")

@@ -27,6 +27,7 @@ from windlass.data.messages import (
     arguments_as_text,
     describe_lost_thought,
     drop_none,
+    explain_refusal,
     find_lost_part,
     read_json_column,
     read_turn,
@@ -48,18 +49,6 @@ if TYPE_CHECKING:
 COMPILED = "_compile_jinja_template"
 THINKING = ("thinking", "enable_thinking")  # variables by which templates switch thoughts
 SECONDS = 30.0  # that a template may take for its first chat
-HINTS = (  # by the roles of a chat and what a template says that refuses it; the last is for anything else
-    (r"length 9", "write ids of nine letters or digits: `id` of a call, and `tool_call_id` of its result"),
-    (r"'append' of 'list'", "transformers lets no template change a list: in a template of your own, xs + [x] does"),
-    (r"'[be]os_token' is undefined", "data.template_kwargs: {bos_token: ''} writes none, as the tokenizer has none"),
-    (r"^no tools [^)]*\btool\b.*(alternate|[Rr]ole)", "leave out such rows: the template writes no tool results"),
-    (
-        r"^[^)]*, system\b.*(alternate|[Rr]ole)|^[^)]*\bsystem\b[^)]*\): (?!.*(alternate|after)).*[Ss]ystem",
-        "put what the system message says into the user's first message",
-    ),
-    (r"alternate|[Rr]oles|d role '[ua]|user query|must start", "begin with a user; join messages of one role in a row"),
-    (r"", "leave out such rows, or name a data.chat_template that writes them"),
-)
 REMEDIED = ("not-written", "template-refuses", "answer-not-found", "tools-not-written")  # codes that a setting may mend
 DOES = {"data.tools: ignore": "trains on the calls without them", "data.reasoning: drop": "trains without it"}
 TRIED = ("What does a windlass do?", "It lifts an anchor.", "Who turns it?")  # a chat that templates are tried on
@@ -614,11 +603,10 @@ class ChatTemplate:
             hint = "look for a loop over a long range in it, or name another data.chat_template"
             raise UserError(problem, "data.chat_template", hint, "template-slow") from None
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
-            roles = ", ".join(str(message["role"]) for message in chat)
-            problem = f"the chat template refuses a chat ({roles}): {error}"
-            said = f"{'' if self.supports_role('tool') else 'no tools '}({roles}): {error}"
-            hints = (hint for words, hint in HINTS if re.search(words, said))
-            raise UserError(problem, "data", next(hints), "template-refuses") from None
+            roles = [str(message["role"]) for message in chat]
+            problem = f"the chat template refuses a chat ({', '.join(roles)}): {error}"
+            hint = explain_refusal(roles, str(error), writes_tools=self.supports_role("tool"))
+            raise UserError(problem, "data", hint, "template-refuses") from None
 
     def run_template(
         self, chat: list[dict[str, Any]], tools: Any, *, prompt: bool, marks: bool

@@ -279,3 +279,27 @@ def list_values(arguments: Any) -> Iterator[Any]:
             yield from list_values(value)
     elif isinstance(arguments, str | int | float) and not isinstance(arguments, bool):
         yield arguments
+
+
+REFUSALS = (  # by what a template says
+    (r"length 9", "write ids of nine letters or digits: `id` of a call, and `tool_call_id` of its result"),
+    (r"'append' of 'list'", "transformers lets no template change a list: in a template of your own, xs + [x] does"),
+    (r"'[be]os_token' is undefined", "data.template_kwargs: {bos_token: ''} writes none, as the tokenizer has none"),
+)
+
+
+def explain_refusal(roles: Sequence[str], said: str, *, writes_tools: bool) -> str:
+    """Return a hint for a chat with these roles and what the template says that refuses it."""
+    for words, hint in REFUSALS:
+        if re.search(words, said):
+            return hint
+    about_roles = re.search("alternate|[Rr]ole", said)
+    if "tool" in roles and not writes_tools and about_roles:
+        return "leave out such rows: the template writes no tool results"
+    system_is_late = "system" in roles[1:] and about_roles
+    refuses_system = "system" in roles and "ystem" in said and not re.search("alternate|after", said)
+    if system_is_late or refuses_system:
+        return "put what the system message says into the user's first message"
+    if re.search("alternate|[Rr]oles|role '[ua]|user query|must start", said):
+        return "begin with a user; join messages of one role in a row"
+    return "leave out such rows, or name a data.chat_template that writes them"

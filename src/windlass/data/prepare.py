@@ -468,7 +468,13 @@ def hash_text(facts: Any) -> str:
 
 
 def sample_token_rows(
-    loaded: Loaded, prepared: int | None = None, *, say: Say, sample: int | None, row: int | None, source: str | None
+    loaded: Loaded,
+    *,
+    say: Say,
+    sample: int | None,
+    row: int | None,
+    source: str | None,
+    prepared: int | None = None,
 ) -> list[dict[str, Any]]:
     """Return tokenized rows: one by its number in its split, from 1, or a seeded sample of every set. prepared: instead
     the documents in this row of the training set, counted from 0 as alarms do."""

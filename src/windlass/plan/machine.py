@@ -60,7 +60,8 @@ def _find_measured_rates(cluster: Cluster, gpu: Gpu, where: Where) -> tuple[Rate
     own_file = own_machine_file(gpu.name, ranks)
     if nodes > 1 or not own_file.is_file():  # several nodes might disagree
         return None, ()
-    if (version := read_json(own_file).get("windlass", __version__)) != __version__:
+    version = read_json(own_file).get("windlass", __version__)
+    if version != __version__:
         renew = f"`windlass calibrate --ranks {ranks}` renews it"
         return None, (f"{own_file} was written by windlass {version} and is not used: {renew}",)
     return read_machine(own_file, gpu, ranks, str(own_file)), ()

@@ -107,8 +107,10 @@ class Workload:
     def copied_keys(self) -> float:
         """Return the keys, per token of a GPU, of which split rows keep copies for attention sinks, one with each span
         of queries. Of the widest layer: sliding windows copy less."""
+        if self.layout.context_parallel == 1:
+            return 0.0
         folds = max(layer.folds for layer, _ in self.shape.kinds)
-        if not folds or self.layout.context_parallel == 1:
+        if not folds:
             return 0.0
         return (self.attention_length * folds / SPLIT_QUERIES + 1) / 2
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from windlass.errors import RunError
-from windlass.observe.watch.detectors import AlarmError
+from windlass.observe.watch.detectors import LOOK, AlarmError
 from windlass.ranks import collectives
 from windlass.train.sync import ReplicaGroups, compute_fingerprints, to_local
 from windlass.weights.expert_shards import AdapterShards, ExpertShard, view_by_expert
@@ -227,6 +227,6 @@ def stop_non_finite(policy: str, step: int, faulty: list[int], rows: list[int]) 
             "non_finite",
             f"non-finite loss or gradient at step {step}: {where}",
             "watch.non_finite",
-            "nothing of this step was saved; look at these rows: `windlass data RUN --prepared-row 0` shows the first; "
-            "lower train.learning_rate, or set watch.non_finite: skip to leave such steps out",
+            f"nothing of this step was saved; {LOOK}; lower train.learning_rate, or set watch.non_finite: skip to "
+            "leave such steps out",
         )

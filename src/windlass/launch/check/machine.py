@@ -79,7 +79,8 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
     found = re.findall(r"^Max ([a-z ]+?)\s{2,}(\S+)", read_text(root / "proc/self/limits"), re.MULTILINE)
     limits = {name: math.inf if value == "unlimited" else float(value) for name, value in found}
     for group in hardware.list_control_groups("pids", root / "sys/fs/cgroup", root / "proc/self/cgroup"):
-        if (most := read_text(group / "pids.max").strip()).isdigit():
+        most = read_text(group / "pids.max").strip()
+        if most.isdigit():
             limits["processes"] = min(float(most), limits.get("processes", math.inf))
     files, processes, locked = (limits.get(name) for name in ("open files", "processes", "locked memory"))
     seen = {name: "unlimited" if limit == math.inf else f"at most {limit:,.0f}" for name, limit in limits.items()}

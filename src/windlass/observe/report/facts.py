@@ -300,15 +300,15 @@ def count_tokens(run: Run) -> Facts:
 
 def compare_memory(run: Run) -> Facts:
     on_gpu = run.stats("gpu_peak_gib").count > 0
-    device = as_number(run.get(PLAN, "memory", "gpu_gib"))
-    host = as_number(run.get(PLAN, "memory", "host_gib"))
-    # Without a GPU a rank's device is the host: use its share of the plan's host memory.
-    share = host / (as_number(run.get(PLAN, "layout", "gpus_per_node")) or NAN)
+    planned = as_number(run.get(PLAN, "memory", "gpu_gib"))
+    if not on_gpu:  # a rank's device is the host: use its share of the plan's host memory
+        host = as_number(run.get(PLAN, "memory", "host_gib"))
+        planned = host / (as_number(run.get(PLAN, "layout", "gpus_per_node")) or NAN)
     field = "gpu_peak_gib" if on_gpu else "rss_gib"
     return {
         "place": "gpu" if on_gpu else "host",
         "per_rank": [{"rank": number, "peak_gib": rank.stats[field].most} for number, rank in run.ranks.items()],
-        "planned_gib": NAN if has_shared_steps(run.files.get(PLAN)) else device if on_gpu else share,
+        "planned_gib": NAN if has_shared_steps(run.files.get(PLAN)) else planned,
         "capacity_gib": as_number(run.get(PLAN, "memory", "gpu_memory_gib")) if on_gpu else NAN,
     }
 

@@ -414,7 +414,7 @@ EVALUATIONS: Final = "evaluations"
 NCCL_LOG: Final = "NCCL's log"
 RUN: Final = "the run itself"
 
-LOOK: Final = "look at these rows: `windlass data RUN --prepared-row 0` shows the first"
+LOOK: Final = "look at these rows: `windlass data RUN --prepared-row 0` shows row 0"
 
 
 class Detector(NamedTuple):
