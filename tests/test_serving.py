@@ -279,9 +279,10 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [word for override in overrides for word in ("--override", override)]
     command = [sys.executable, "-m", "windlass", "train", str(folder / "run.yaml"), *words]
     subprocess.run(command, check=True, timeout=900)
-    export(folder / "out", folder / "beside", server="vllm", say=print)
     export(folder / "out", folder / "merged", merge=True, say=print)
-    (folder / "beside" / "base").symlink_to(model)
+    for name, server in (("beside", "vllm"), ("for llama.cpp", "llama.cpp"), ("for peft", "peft")):
+        export(folder / "out", folder / name, server=server, probes=server != "peft", say=print)
+        (folder / name / model.name).symlink_to(model)  # as the card's commands name it
     return folder
 
 
@@ -290,7 +291,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_pretrained_model_beside_its_base_and_merged(dtype: str, tuned: Path) -> None:
     with vllm(tuned / "beside", "--dtype", dtype, environment={}) as url:
         beside = verify(url, tuned / "beside", "--model", "beside")
-        of_base = verify(url, tuned / "beside", "--model", "base")
+        of_base = verify(url, tuned / "beside", "--model", real.get_model().name)
     with vllm(tuned / "merged", "--dtype", dtype, environment={}) as url:
         merged = verify(url, tuned / "merged")
     for name, (code, result) in {"beside its base": beside, "merged": merged}.items():
@@ -320,10 +321,7 @@ def test_adapters_in_llama_cpp(name: str, tmp_path: Path) -> None:
 
 @needs_llama
 def test_a_pretrained_model_in_llama_cpp(tuned: Path) -> None:
-    out = tuned / "for llama.cpp"
-    export(tuned / "out", out, server="llama.cpp", say=print)
-    (out / "base").symlink_to(real.get_model())
-    serve_with_llama_cpp(out, 0.1)
+    serve_with_llama_cpp(tuned / "for llama.cpp", 0.1)
 
 
 def serve_with_llama_cpp(out: Path, bound: float) -> None:
@@ -347,7 +345,6 @@ def serve_with_llama_cpp(out: Path, bound: float) -> None:
 
 @needs_lm_eval
 def test_lm_eval_opens_adapter_and_merge(tuned: Path, tmp_path: Path) -> None:
-    export(tuned / "out", tuned / "for peft", say=print)
     (tmp_path / "chats.yaml").write_text(TASK.format(rows=tuned / "chats" / "validation.jsonl"))
     bits = {}
     for name in ("for peft", "merged", "base"):
