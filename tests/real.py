@@ -211,12 +211,14 @@ def make_mixture(model: Path, target: Path, family: str = "mixtral") -> Path:
     return target
 
 
-def publish_in_8_bits(model: Path, target: Path) -> Path:
-    """Write the model as it would be published in FP8."""
+def publish(model: Path, target: Path, scheme: str) -> Path:
+    """Write the model as it would be published in FP8, or quantized by llm-compressor."""
     target.mkdir(parents=True)
     _copy_the_rest(model, target)
     quantized: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "dequantize": False}
     quantized |= {"weight_block_size": [tiny.BLOCK, tiny.BLOCK], "modules_to_not_convert": ["lm_head"]}
+    if scheme != "fp8":
+        quantized = tiny.make_compressed_config(scheme)
     table = {**json.loads((model / "config.json").read_text()), "quantization_config": quantized}
     (target / "config.json").write_text(json.dumps(table))
     stored: dict[str, Tensor] = {}

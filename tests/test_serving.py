@@ -7,6 +7,7 @@ it can.
 """
 
 import json
+import math
 import os
 import re
 import shlex
@@ -92,16 +93,17 @@ needs_llama = pytest.mark.skipif(
 needs_lm_eval = pytest.mark.skipif(
     not (LM_EVAL / "bin" / "lm_eval").is_file(), reason="`make prove-serving` makes an environment with lm-eval"
 )
-# A task on rows that are here: how well a model predicts their text.
+# A task on rows that are here: how well a model predicts their answers.
 TASK = """\
 task: chats
 dataset_path: json
 dataset_kwargs: {{data_files: {{validation: {rows}}}}}
 test_split: validation
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{messages[0]['content']}}}} {{{{messages[1]['content']}}}}"
-metric_list: [{{metric: bits_per_byte}}]
+output_type: loglikelihood
+doc_to_text: "{{{{messages[0]['content']}}}}"
+doc_to_target: "{{{{messages[1]['content']}}}}"
+target_delimiter: ""
+metric_list: [{{metric: perplexity}}]
 """
 # The converter knows tokenizers by a digest of what they make of a text; the tiny ones split as GPT-2's does.
 CONVERT = """
@@ -290,7 +292,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_pretrained_model_beside_its_base_and_merged(dtype: str, tuned: Path) -> None:
     with vllm(tuned / "beside", "--dtype", dtype, environment={}) as url:
-        beside = verify(url, tuned / "beside", "--model", "beside")
+        beside = verify(url, tuned / "beside", "--model", "adapter")
         of_base = verify(url, tuned / "beside", "--model", real.get_model().name)
     with vllm(tuned / "merged", "--dtype", dtype, environment={}) as url:
         merged = verify(url, tuned / "merged")
@@ -346,7 +348,7 @@ def serve_with_llama_cpp(out: Path, bound: float) -> None:
 @needs_lm_eval
 def test_lm_eval_opens_adapter_and_merge(tuned: Path, tmp_path: Path) -> None:
     (tmp_path / "chats.yaml").write_text(TASK.format(rows=tuned / "chats" / "validation.jsonl"))
-    bits = {}
+    nats = {}  # a row
     for name in ("for peft", "merged", "base"):
         folder = tuned / ("merged" if name == "base" else name)
         (command,) = re.findall(r"(?m)^lm_eval .*", (folder / "README.md").read_text())
@@ -364,7 +366,7 @@ def test_lm_eval_opens_adapter_and_merge(tuned: Path, tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr[-3000:]
         (figures,) = tmp_path.glob(f"{name}*.json")
-        bits[name] = json.loads(figures.read_text())["results"]["chats"]["bits_per_byte,none"]
-    print(f"bits a byte of held-out chats: {bits}")
-    assert bits["for peft"] == pytest.approx(bits["merged"], rel=0.01)
-    assert bits["merged"] < 0.99 * bits["base"]
+        nats[name] = math.log(json.loads(figures.read_text())["results"]["chats"]["perplexity,none"])
+    print(f"nats a held-out answer: {nats}")
+    assert nats["for peft"] == pytest.approx(nats["merged"], rel=0.01)
+    assert nats["merged"] < 0.95 * nats["base"]

@@ -2,8 +2,8 @@
 
 Ranks start slowly, so all runs of one number of ranks share one start. A run is a *case*: a name in `CASES[ranks]` with
 what `case()` returns. tests/train_ranks.py runs them in turn, in every rank, and each rank writes its outcomes as JSON.
-Four fixtures read them, once per session: `alone` (one rank), `two` and, for long tests, those of two in `LATER`, and
-`four`; `more` has those of `make prove`.
+Fixtures read them, once per session: `alone` (one rank), `two` and `four`; for `make prove`, `later` has those of two
+in `LATER`, and `more` others.
 
 For example, `CASES[2]["nan"] = case(2, faults=["nan"], **SAVING)`:
 
@@ -265,7 +265,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "experts not averaged": case(4, **SPLIT, faults=[f"alone {rank}" for rank in range(4)], **EXPERTS),
     },
 }
-# Run for long tests alone: others in `two` meet the same branches, or no line of the product is guarded.
+# Run by `make prove`: others in `two` meet the same branches, or no line of the product is guarded.
 LATER = (
     *("resident", "expert-parallel", "packed", "experts", "only experts", "pissa", "dropout, selective", "mix packed"),
     *("streamed", "streamed stopped", "streamed resumed", "slow, split", "given up each time", "a wait for each"),
@@ -452,7 +452,7 @@ def reference(name: str) -> str:
     [
         *(("alone", name) for name in EQUAL[1]),
         *(("two", name) for name in EQUAL[2] if name not in LATER),
-        *(pytest.param("later", name, marks=pytest.mark.long) for name in EQUAL[2] if name in LATER),
+        *(pytest.param("later", name, marks=pytest.mark.prove) for name in EQUAL[2] if name in LATER),
         *(pytest.param("four", name, marks=pytest.mark.long) for name in EQUAL[4]),
     ],
 )
@@ -524,7 +524,7 @@ def test_step_has_one_collective_and_one_synchronization(two: Outcomes) -> None:
     assert two["counted"]["waits"] == ["train_step: tolist"]
 
 
-@pytest.mark.long
+@pytest.mark.prove
 def test_waits_and_repeated_gathers_are_counted(later: Outcomes) -> None:
     """The faults that the two tests around this one guard against."""
     assert later["a wait for each"]["waits"] == ["forward: __float__"] * 4 + ["train_step: tolist"]
@@ -548,7 +548,7 @@ def test_dropout_of_experts_adapters_is_applied_and_the_same_when_recomputed(two
         assert [step["loss"], step["grad_norm"]] == pytest.approx([expected["loss"], expected["grad_norm"]], rel=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.prove
 def test_selective_recomputation_applies_the_same_dropout(later: Outcomes) -> None:
     runs = [later.steps(f"dropout, {name}") for name in ("checkpointing", "selective")]
     figures = [[(step["loss"], step["grad_norm"]) for step in run] for run in runs]
@@ -564,7 +564,7 @@ def rows_of_steps(of: Outcomes, name: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("fixture", "name"), [("two", "mix"), pytest.param("later", "streamed", marks=pytest.mark.long)]
+    ("fixture", "name"), [("two", "mix"), pytest.param("later", "streamed", marks=pytest.mark.prove)]
 )
 def test_a_mix_is_the_same_on_any_number_of_ranks_and_when_resumed(
     alone: Outcomes, request: pytest.FixtureRequest, fixture: str, name: str
@@ -598,7 +598,7 @@ def assert_loss_is_the_mean_of_sources(steps: list[dict[str, Any]]) -> None:
         assert min(step["source_loss"].values()) - 1e-4 <= step["loss"] <= max(step["source_loss"].values()) + 1e-4
 
 
-@pytest.mark.long
+@pytest.mark.prove
 def test_a_packed_mixs_loss_is_the_mean_of_its_sources(later: Outcomes) -> None:
     assert_loss_is_the_mean_of_sources(later.steps("mix packed"))
 
@@ -778,7 +778,7 @@ def test_every_rank_has_its_own_experts_adapter_and_files_hold_the_whole(
 # --- faults ---
 
 
-@pytest.mark.long
+@pytest.mark.prove
 @pytest.mark.parametrize("name", ["experts one rank's twice", "experts averaged over all"])
 def test_wrong_expert_parts_differ_from_plain_peft(alone: Outcomes, later: Outcomes, name: str) -> None:
     """No rank can notice: no other rank stores the same part."""
@@ -845,7 +845,7 @@ def test_non_finite_step_can_be_skipped(two: Outcomes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fixture", "name"), [("two", "slow"), pytest.param("later", "slow, split", marks=pytest.mark.long)]
+    ("fixture", "name"), [("two", "slow"), pytest.param("later", "slow, split", marks=pytest.mark.prove)]
 )
 def test_slow_rank_is_distinguished_from_waiting_ranks(request: pytest.FixtureRequest, fixture: str, name: str) -> None:
     two: Outcomes = request.getfixturevalue(fixture)

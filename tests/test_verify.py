@@ -113,9 +113,19 @@ class Stub:
 
     def tokenize(self, body: dict[str, Any]) -> list[int]:
         if "messages" in body:
-            chosen = {"chat_template": self.template, "tools": body.get("tools"), "return_dict": False}
-            return list(self.tokenizer.apply_chat_template(body["messages"], **chosen))
+            return [] if self.way == "forced" else list(self.render(body, return_dict=False))
+        if "prompt" not in body:
+            return list(self.tokenizer(body["content"], add_special_tokens=False)["input_ids"])
         return list(self.tokenizer(body["prompt"], add_special_tokens=body["add_special_tokens"])["input_ids"])
+
+    def render(self, body: dict[str, Any], **chosen: Any) -> Any:
+        chosen = {"chat_template": self.template, "tools": body.get("tools"), **chosen}
+        return self.tokenizer.apply_chat_template(body["messages"], **chosen)
+
+    def leave_open(self, body: dict[str, Any]) -> str:
+        """Render a chat as llama.cpp does: up to the end of the last answer's text."""
+        answer = body["messages"][-1]["content"]
+        return "".join(self.render(body, tokenize=False).rpartition(answer)[:2])
 
     @contextmanager
     def served(self) -> Iterator[str]:
@@ -158,6 +168,8 @@ class Stub:
                 try:
                     if self.path == "/tokenize":
                         return self.answer(200, {"tokens": stub.tokens or stub.tokenize(body)})
+                    if self.path == "/apply-template" and stub.way == "forced":
+                        return self.answer(200, {"prompt": stub.leave_open(body)})
                     if self.path == "/v1/completions" and body["model"] == stub.name:
                         return self.answer(200, {"choices": [stub.complete(body)]})
                 except ValueError as error:
@@ -356,6 +368,14 @@ def test_another_chat_template_is_named_with_its_first_token(mixture: Exported) 
     (problem,) = result.problems
     assert "chat template is another than " in problem
     assert "is 2, it was 4 in training" in problem  # </s> instead of [/INST]
+
+
+def test_an_answer_that_the_server_leaves_open_is_compared_up_to_its_end(mixture: Exported) -> None:
+    result = mixture.stub(way="forced").verify(mixture.folder)
+    assert result.passed
+    assert "12 of 12 chats have the tokens trained on, up to the end of the answer" in result.notes[1]
+    (problem,) = mixture.stub(way="forced", template=OTHER_TEMPLATE).verify(mixture.folder).problems
+    assert "is 2, it was 4 in training" in problem
 
 
 def test_chats_that_became_several_rows_are_compared_by_their_beginnings(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What windlass has to do with every supported version of its libraries, on tiny models.
 
-`make test-versions` runs this file with the oldest and with the newest ones; here it runs with those of the tests.
+`make test-versions` runs this file with the oldest and with the newest ones, and `make prove` with those of the tests.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from windlass.export import export
 
 # Of transformers 5.23 and newer, of names that PEFT uses.
 V6 = "ignore:.*is deprecated and will be removed in v6:FutureWarning"
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings(V6)]
+pytestmark = [pytest.mark.prove, pytest.mark.filterwarnings(V6)]
 
 PAIRS: dict[str, Any] = {"data__dataset_name_or_path": "{folder}/pairs", "data__max_length": 128}
 DPO: dict[str, Any] = {**PAIRS, "train__objective": "dpo", "train__max_steps": 10}

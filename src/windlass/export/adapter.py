@@ -124,7 +124,7 @@ def export_adapter(
         openers=openers,
         place=base.wrapper.place if base and base.wrapper else "",
         commands=list_commands(server, base_name, config, verdicts),
-        evaluation="" if pairs else describe_evaluation(base, f"pretrained={base_name},peft=."),
+        evaluation="" if pairs else describe_evaluation(source, base, f"pretrained={base_name},peft=."),
     )
 
     # 3. Open it again: the same tensors, each the one that was saved, and each with its place where it is opened.

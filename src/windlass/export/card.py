@@ -92,10 +92,13 @@ def add_note(to: Path, note: str) -> None:
     (to / "README.md").write_text(card.replace(TRAINED, note + TRAINED, 1), encoding="utf-8")
 
 
-def describe_evaluation(base: Base | None, arguments: str) -> str:
-    """Return the command of lm-evaluation-harness, or that it doesn't open this model."""
+def describe_evaluation(source: AdapterSource, base: Base | None, arguments: str) -> str:
+    """Return the command of lm-evaluation-harness, with prompts as trained on, or that it doesn't open this model."""
     if base is None or base.wrapper is None:
-        return f"lm_eval --model hf --model_args {arguments} --tasks hellaswag"
+        command = f"lm_eval --model hf --model_args {arguments} --tasks hellaswag"
+        if CHAT_TEMPLATE not in read_recorded_base(source.folder):
+            return command
+        return f"{command} --apply_chat_template".replace("peft=.", "peft=.,tokenizer=.")
     architecture = base.wrapper.architecture
     return f"lm-eval {LM_EVAL} doesn't open it: it uses `AutoModelForCausalLM`, which has no `{architecture}`."
 

@@ -121,7 +121,7 @@ def merge_adapter(
         other_base=other_base,
         trained_on=trained_on,
         commands=["vllm serve ."] if is_served else [],
-        evaluation=describe_evaluation(base, "pretrained=."),
+        evaluation=describe_evaluation(source, base, "pretrained=."),
     )
 
     # 3. Compare its logits with those of base and adapter.

@@ -186,19 +186,23 @@ class Server:
         flags = {"add_special_tokens": False, "add_special": False, "parse_special": True}
         return self._read_tokens({"prompt": text, "content": text, **flags})
 
-    def tokenize_chat(self, chat: dict[str, Any]) -> list[int] | None:
-        """Return the tokens of a finished chat through the server's chat template."""
+    def tokenize_chat(self, chat: dict[str, Any]) -> tuple[list[int], bool] | None:
+        """Return the tokens of a finished chat through the server's chat template, and whether its end is among them:
+        llama.cpp leaves an answer at the end open, to be continued."""
         body = {"messages": chat["messages"], "add_generation_prompt": False}
         if chat.get("tools"):
             body["tools"] = chat["tools"]
         tokens = self._read_tokens(body)
         if tokens:
-            return tokens
+            return tokens, True
         try:
             text = self.request("/apply-template", body)["prompt"]  # llama.cpp's
         except (RefusedError, KeyError, TypeError):
             return None
-        return self._read_tokens({"content": text, "add_special": True, "parse_special": True})
+        tokens = self._read_tokens({"content": text, "add_special": True, "parse_special": True})
+        last = chat["messages"][-1]
+        is_open = last["role"] == "assistant" and text.rstrip().endswith(str(last.get("content") or "").rstrip())
+        return (tokens, not is_open) if tokens else None
 
     def _read_tokens(self, body: dict[str, Any]) -> list[int] | None:
         try:

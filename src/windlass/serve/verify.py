@@ -375,13 +375,19 @@ def check_template(server: Server, probe: dict[str, Any], verdict: Verdict) -> N
     """Compare the server's chat template with the one that was trained with."""
     chats = [row["chat"] for row in probe["rows"] if "chat" in row]
     compared = 0
+    ends = True
     for chat in chats:
-        tokens = server.tokenize_chat(chat)
-        if tokens is None:
+        found = server.tokenize_chat(chat)
+        if not found:
             continue
         compared += 1
+        tokens, has_end = found
+        ends &= has_end
         trained = chat["ids"]
-        if tokens[: len(trained)] != trained[: len(tokens)] or len(tokens) < len(trained):
+        if not has_end:  # nor is its last token, which what follows may lengthen
+            tokens = tokens[:-1]
+            trained = trained[: len(tokens)]
+        if tokens[: len(trained)] != trained or len(tokens) < len(trained):
             verdict.problems.append(
                 f"the server's chat template is another than the one trained with: {describe_tokens(tokens, trained)}"
             )
@@ -389,7 +395,8 @@ def check_template(server: Server, probe: dict[str, Any], verdict: Verdict) -> N
     if chats and not compared:
         verdict.notes.append("chat template: not compared, since the server has no usable /tokenize")
     elif chats:
-        verdict.notes.append(f"chat template: {compared} of {len(chats)} chats have the tokens trained on")
+        part = "" if ends else ", up to the end of the answer, which this server leaves open"
+        verdict.notes.append(f"chat template: {compared} of {len(chats)} chats have the tokens trained on{part}")
 
 
 def print_verdict(verdict: Verdict) -> None:
