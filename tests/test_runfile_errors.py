@@ -80,6 +80,7 @@ def test_bad_files_and_paths(problems: Problems, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "locked.yaml").touch(0)
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n{"messages": []}\n')
     for path, code in {
         tmp_path / "trian.yaml": "no-such-file",
         tmp_path: "not-a-file",
@@ -88,6 +89,7 @@ def test_bad_files_and_paths(problems: Problems, tmp_path: Path) -> None:
         Path("a\0b"): "unreadable",
         Path("/dev/zero"): "not-a-file",
         tmp_path / "pipe": "not-a-file",
+        tmp_path / "chats.jsonl": "not-a-run-file",
         tmp_path / "mine" / "locked.yaml": "no-sections" if os.geteuid() == 0 else "unreadable",
     }.items():
         with refused(code):

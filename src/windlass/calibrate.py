@@ -135,7 +135,7 @@ LENGTH = 128
 SEQUENCES = 4
 STEPS = 24
 RUN = """
-model: {{model_name_or_path: "{folder}/model"}}
+model: {{model_name_or_path: "{folder}/model", torch_dtype: float32}}
 lora: {{r: 8, lora_alpha: 16, lora_dropout: 0.0, target_modules: all-linear}}
 data: {{dataset_name_or_path: "{folder}/rows.jsonl", val_split: null, max_length: {length}}}
 train: {{output_dir: "{folder}/run", max_steps: {steps}, per_device_train_batch_size: {batch},

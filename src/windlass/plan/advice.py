@@ -256,6 +256,6 @@ def _find_large_adapter(plan: Plan, shape: ModelShape, tokens: int | None) -> It
         seen = plan.batch.length * (plan.schedule.rows or 0)
     trained = plan.adapter.trainable - sum(plan.adapter.in_full.values())  # only those that a smaller rank reduces
     if seen and trained > LARGE * seen:
-        text = f"{trained / 1e6:,.1f} M trained parameters for {seen / 1e6:,.1f} M tokens of data"
-        smaller = max(1, int(plan.adapter.r * LARGE * seen / trained))
+        text = f"{trained:,} trained parameters for {seen:,} tokens of data"
+        smaller = 1 << max(0, int(plan.adapter.r * LARGE * seen / trained).bit_length() - 1)  # as ranks usually are
         yield Caution(f"{text}: a smaller rank does as well", f"lora.r={smaller}")

@@ -5,6 +5,7 @@ keys win, expand aliases without limit, and read 1e-4 as text.
 """
 
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from windlass.errors import Problem, UserError
 from windlass.runfile.names import find_close_names
 
 MAX_BYTES = 128 * 1024
+TABLES = (".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv")  # in which nobody writes a run
 MAX_VALUES = 20_000  # with aliases written out
 MAX_DEPTH = 32
 
@@ -144,6 +146,9 @@ def load_document(path: Path, absent: str = "`windlass init > run.yaml` writes o
         if path.exists() and not path.is_file():  # a pipe would block, /dev/zero would never end
             what = "is a folder" if path.is_dir() else "no regular file"
             raise UserError(what, file, "give a run file's path", "not-a-file")
+        if path.suffix in TABLES and path.exists():
+            hint = f"`windlass plan MODEL --data {shlex.quote(file)} --save run.yaml` writes a run file that trains on it"
+            raise UserError("is a data file, not a run file", file, hint, "not-a-run-file")
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
