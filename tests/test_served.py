@@ -19,7 +19,7 @@ from windlass.export import export
 from windlass.init import draft_run
 from windlass.plan import make_plan
 from windlass.runfile import read_run_file
-from windlass.serve.servers import ROWS, SERVERS
+from windlass.serve.servers import ROWS, SERVERS, list_commands
 
 pytestmark = [
     pytest.mark.xdist_group("export"),
@@ -240,6 +240,26 @@ def test_init_leaves_out_what_the_server_does_not_apply(tmp_path: Path) -> None:
     assert set(targets) == {"q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert reason.startswith("without kv_a_proj_with_mqa, kv_b_proj, q_a_proj: ")
     assert draft_run(str(model), str(rows), "1xcpu", silent).settings["lora.target_modules"][0] == "all-linear"
+
+
+def test_a_template_that_is_not_the_bases_is_given_to_the_server(tmp_path: Path) -> None:
+    adapter, _ = make_adapter(tmp_path, "llama", {"target_modules": ["q_proj"]})
+    (tmp_path / "base" / "chat_template.jinja").write_text("{{ bos_token }}{{ messages }}")
+    for text, option in (("{{ bos_token }}{{ messages }}", ""), ("{{ messages }}", "--chat-")):
+        record = {"chat_template": {"source": "its own", "text": text}}
+        (adapter / "base_model.json").write_text(json.dumps(record))
+        export(adapter, tmp_path / f"out{option}", server="vllm", probes=False, say=silent)
+        (command,) = re.findall(r"vllm serve .*", (tmp_path / f"out{option}" / "README.md").read_text())
+        assert command.endswith(option + "template chat_template.jinja" if option else "adapter=.")
+
+
+def test_a_base_on_the_hub_is_fetched_before_it_is_converted() -> None:
+    fetch, base, adapter, server = list_commands("llama.cpp", "org/name", {"r": 8}, [], own_template=True)
+    assert fetch == "hf download org/name --local-dir name"
+    assert "convert_hf_to_gguf.py name --outfile" in base
+    assert "--base name . --outfile" in adapter
+    assert server.endswith("--lora adapter.gguf --chat-template-file chat_template.jinja")
+    assert list_commands("vllm", "org/name", {"r": 8}, [])[0].startswith("vllm serve org/name --enable-lora")
 
 
 def test_the_run_files_server_is_the_exports(tmp_path: Path) -> None:

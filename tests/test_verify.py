@@ -36,8 +36,8 @@ from windlass.runfile import read_run_file
 from windlass.runfile.recorded import record_run
 from windlass.serve import client
 from windlass.serve.hypotheses import list_hypotheses
-from windlass.serve.probe import find_probe
-from windlass.serve.verify import APPLIED, AS_BASE, IN_PART, UNDECIDED, Verdict, verify
+from windlass.serve.probe import find_probe, hash_probe
+from windlass.serve.verify import APPLIED, AS_BASE, EXPORT, IN_PART, UNDECIDED, Verdict, verify
 from windlass.train.kernels.products import as_served, grouped_linear
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
@@ -67,6 +67,11 @@ class Stub:
     name: str = "mine"
     way: str = "prompt_logprobs"  # in which it gives log-probabilities; "echo", "forced", "none"
     template: str | None = None
+    thoughts: str = ""  # what it writes before an answer that it leaves open
+    refuses: str = ""  # chats whose last message has this role
+    penalty: float = 1.0  # of tokens that were there already, as the model's generation_config.json says
+    swallows: bool = False  # a token of its log-probabilities, which ends within a character
+    asked: list[Any] = field(default_factory=list)  # messages
     most: int = 512  # tokens of a prompt
     cut: int = 0  # tokens missing from its log-probabilities
     key: str = ""
@@ -95,6 +100,8 @@ class Stub:
             known = not new and self.decoder is None
             following = (log_probs if known else self.log_probs([*ids, *new], self.decoder))[-1]
             biased = following.clone()
+            seen = [*ids, *new]
+            biased[seen] *= body.get("repetition_penalty", self.penalty)
             for token, bias in body.get("logit_bias", {}).items():
                 biased[int(token)] += bias
             new.append(int(biased.argmax()))
@@ -103,7 +110,8 @@ class Stub:
         if self.way != "none" and "logprobs" in body:
             if self.way == "forced":  # as llama.cpp's
                 content = [{"id": token, "logprob": value} for token, value in zip(new, values, strict=True)]
-                choice["logprobs"] = {"content": content}
+                choice["logprobs"] = {"content": content[: 1 if self.swallows else None]}
+                choice["finish_reason"] = "length"
             else:
                 before = [None, *of_prompt] if body.get("echo") and self.way == "echo" else []
                 choice["logprobs"] = {"token_logprobs": [*before, *values]}
@@ -113,6 +121,9 @@ class Stub:
 
     def tokenize(self, body: dict[str, Any]) -> list[int]:
         if "messages" in body:
+            self.asked += body["messages"]
+            if self.refuses and self.refuses in (body["messages"][-1]["role"], "any"):
+                raise ValueError("Expected last role User")
             return [] if self.way == "forced" else list(self.render(body, return_dict=False))
         if "prompt" not in body:
             return list(self.tokenizer(body["content"], add_special_tokens=False)["input_ids"])
@@ -123,9 +134,12 @@ class Stub:
         return self.tokenizer.apply_chat_template(body["messages"], **chosen)
 
     def leave_open(self, body: dict[str, Any]) -> str:
-        """Render a chat as llama.cpp does: up to the end of the last answer's text."""
-        answer = body["messages"][-1]["content"]
-        return "".join(self.render(body, tokenize=False).rpartition(answer)[:2])
+        """Render a chat as llama.cpp does: up to the end of the last answer's text, with empty thoughts before it."""
+        *_, last = body["messages"]
+        if last["role"] != "assistant":
+            return str(self.render(body, tokenize=False))
+        before, answer, _ = self.render(body, tokenize=False).rpartition(last["content"])
+        return f"{before}{self.thoughts}{answer}"
 
     @contextmanager
     def served(self) -> Iterator[str]:
@@ -370,12 +384,61 @@ def test_another_chat_template_is_named_with_its_first_token(mixture: Exported) 
     assert "is 2, it was 4 in training" in problem  # </s> instead of [/INST]
 
 
-def test_an_answer_that_the_server_leaves_open_is_compared_up_to_its_end(mixture: Exported) -> None:
-    result = mixture.stub(way="forced").verify(mixture.folder)
+@pytest.mark.parametrize(
+    ("options", "up_to"),
+    [
+        ({"way": "forced"}, "up to the end of its answer's text"),
+        ({"way": "forced", "thoughts": "<think></think>"}, "up to its last answer"),  # in no template
+        ({"refuses": "assistant"}, "up to its last answer"),
+    ],
+)
+def test_a_server_that_takes_no_answer_at_the_end(options: dict[str, Any], up_to: str, mixture: Exported) -> None:
+    result = mixture.stub(**options).verify(mixture.folder)
     assert result.passed
-    assert "12 of 12 chats have the tokens trained on, up to the end of the answer" in result.notes[1]
-    (problem,) = mixture.stub(way="forced", template=OTHER_TEMPLATE).verify(mixture.folder).problems
+    assert f"12 of 12 chats have the tokens trained on, {up_to}" in result.notes[1]
+    (problem,) = mixture.stub(template=OTHER_TEMPLATE, **options).verify(mixture.folder).problems
     assert "is 2, it was 4 in training" in problem
+    assert "--chat-template chat_template.jinja" in problem
+
+
+@pytest.mark.fault(
+    "a server that writes no chats", "`windlass verify`", "the server refuses the chats that were trained on"
+)
+def test_a_server_that_refuses_all_chats(mixture: Exported) -> None:
+    result = mixture.stub(refuses="any").verify(mixture.folder)
+    assert (result.verdict, result.passed) == (APPLIED, False)
+    (problem,) = result.problems
+    assert "the server refuses the chats that were trained on: 400: Expected last role User" in problem
+
+
+def test_a_template_that_writes_the_date_is_not_compared(mixture: Exported, tmp_path: Path) -> None:
+    shutil.copytree(mixture.folder, tmp_path / "out")
+    probe = read_json(tmp_path / "out" / PROBE)
+    for row in probe["rows"]:
+        row.get("chat", {})["dates"] = ["28 Nov 2026"]
+    write_json(tmp_path / "out" / PROBE, probe)
+    recorded = read_json(tmp_path / "out" / EXPORT)
+    write_json(tmp_path / "out" / EXPORT, recorded | {"probe": hash_probe(tmp_path / "out" / PROBE)})
+    assert "12 of 12" in mixture.stub().verify(tmp_path / "out").notes[1]
+    result = mixture.stub(template=OTHER_TEMPLATE).verify(tmp_path / "out")
+    assert result.passed
+    assert result.notes[1] == "chat template: not compared, it writes the day's date: 28 Nov 2026"
+
+
+def test_thoughts_have_every_servers_name(mixture: Exported) -> None:
+    stub = mixture.stub()
+    chat = {"messages": [{"role": "assistant", "content": "a", "thinking": "b"}]}
+    with stub.served() as url:
+        assert client.Server(url, "mine").tokenize_chat(chat)
+    assert [(message["reasoning"], message["reasoning_content"]) for message in stub.asked] == [("b", "b")]
+
+
+@pytest.mark.parametrize("options", [{"penalty": 1.5}, {"way": "forced", "swallows": True}])
+def test_what_a_server_makes_of_decoded_tokens(options: dict[str, Any], mixture: Exported) -> None:
+    """Penalties for tokens that were there already are asked not to count; answers that lack tokens don't."""
+    result = mixture.stub(**options).verify(mixture.folder)
+    assert result.passed
+    assert any(note.startswith("decoded: 32 of 32") for note in result.notes) is ("penalty" in options)
 
 
 def test_chats_that_became_several_rows_are_compared_by_their_beginnings(tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ def set_template(tokenizer: Any, trained: Mapping[str, str]) -> None:
         tokenizer.chat_template = {**own, "default": trained["text"]} if isinstance(own, dict) else trained["text"]
 
 
+def has_template(folder: Path, trained: Mapping[str, str]) -> bool:
+    """Return whether a tokenizer's files have this template already."""
+    if (folder / JINJA).is_file():
+        return (folder / JINJA).read_text(encoding="utf-8") == trained["text"]
+    return any(read_json(folder / name).get("chat_template") == trained["text"] for name in SETTINGS)
+
+
 def write_template(folder: Path, trained: Mapping[str, str]) -> None:
     """Replace the template among a tokenizer's files."""
     if not trained:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from windlass.data.trained_template import write_template
+from windlass.data.trained_template import has_template, write_template
 from windlass.errors import UserError
 from windlass.export.card import describe_evaluation, write_card
 from windlass.export.deltas import read_deltas
@@ -107,7 +107,9 @@ def export_adapter(
     for companion in _find_companions(source):
         shutil.copyfile(companion, to / companion.name)
     recorded = read_recorded_base(source.folder)
-    write_template(to, recorded.get(CHAT_TEMPLATE, {}))
+    template = recorded.get(CHAT_TEMPLATE, {})
+    write_template(to, template)
+    own_template = bool(template and base and base.path and not has_template(base.path, template))
     if recorded:
         write_json(to / BASE_MODEL, recorded | describe_files(to))
     trained_on = describe_quantization(recorded.get("base_quantisation", {}))
@@ -123,7 +125,7 @@ def export_adapter(
         trained_on=trained_on,
         openers=openers,
         place=base.wrapper.place if base and base.wrapper else "",
-        commands=list_commands(server, base_name, config, verdicts),
+        commands=list_commands(server, base_name, config, verdicts, own_template=own_template),
         evaluation="" if pairs else describe_evaluation(source, base, f"pretrained={base_name},peft=."),
     )
 

@@ -147,7 +147,9 @@ def load_document(path: Path, absent: str = "`windlass init > run.yaml` writes o
             what = "is a folder" if path.is_dir() else "no regular file"
             raise UserError(what, file, "give a run file's path", "not-a-file")
         if path.suffix in TABLES and path.exists():
-            hint = f"`windlass plan MODEL --data {shlex.quote(file)} --save run.yaml` writes a run file that trains on it"
+            hint = (
+                f"`windlass plan MODEL --data {shlex.quote(file)} --save run.yaml` writes a run file that trains on it"
+            )
             raise UserError("is a data file, not a run file", file, hint, "not-a-run-file")
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)

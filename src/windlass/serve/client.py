@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from windlass.data.messages import REASONING
 from windlass.errors import UserError
 
 SECONDS: Final = 300  # until an answer: the first request may compile
@@ -16,11 +17,17 @@ PATIENCE: Final = 60.0  # seconds that one request is repeated for, if the serve
 PAUSE: Final = 1.0  # seconds before the first repetition; twice as long before each further one
 BUSY: Final = (429, 502, 503, 504)
 FORCING: Final = 100  # added to a token's logit
+# vLLM and llama.cpp (`repeat_penalty`) else take a model's own, from its generation_config.json, and choose others.
+NEUTRAL: Final = {"repetition_penalty": 1, "repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 SHOWN: Final = 300  # characters of a server's message
 
 PROMPT: Final = "prompt_logprobs"
 ECHO: Final = "echo"
 FORCED: Final = "forced"  # the tokens of a prompt, each generated
+
+WHOLE: Final = "whole"  # of a chat
+OPEN: Final = "up to the end of its answer's text"
+BEFORE: Final = "up to its last answer"
 
 
 class RefusedError(Exception):
@@ -179,37 +186,64 @@ class Server:
 
     def generate(self, prompt: Sequence[int], tokens: int) -> Generated:
         """Return what follows the prompt greedily."""
-        return _read_generated(self.complete(prompt, tokens, logprobs=1, return_token_ids=True))
+        choice = self.complete(prompt, tokens, logprobs=1, return_token_ids=True, **NEUTRAL)
+        generated = _read_generated(choice)
+        if choice.get("finish_reason") == "length" and 0 < len(generated.logprobs or ()) < tokens:
+            return Generated(None, None)  # llama.cpp leaves out tokens that end within a character
+        return generated
 
     def tokenize(self, text: str) -> list[int] | None:
         """Return the tokens of a text without a beginning of sequence; None if the server doesn't say."""
         flags = {"add_special_tokens": False, "add_special": False, "parse_special": True}
         return self._read_tokens({"prompt": text, "content": text, **flags})
 
-    def tokenize_chat(self, chat: dict[str, Any]) -> tuple[list[int], bool] | None:
-        """Return the tokens of a finished chat through the server's chat template, and whether its end is among them:
-        llama.cpp leaves an answer at the end open, to be continued."""
-        body = {"messages": chat["messages"], "add_generation_prompt": False}
-        if chat.get("tools"):
-            body["tools"] = chat["tools"]
-        tokens = self._read_tokens(body)
-        if tokens:
-            return tokens, True
-        try:
-            text = self.request("/apply-template", body)["prompt"]  # llama.cpp's
-        except (RefusedError, KeyError, TypeError):
-            return None
-        tokens = self._read_tokens({"content": text, "add_special": True, "parse_special": True})
-        last = chat["messages"][-1]
-        is_open = last["role"] == "assistant" and text.rstrip().endswith(str(last.get("content") or "").rstrip())
-        return (tokens, not is_open) if tokens else None
+    def tokenize_chat(self, chat: dict[str, Any]) -> dict[str, list[int]]:
+        """Return the tokens of a chat through the server's chat template: `WHOLE`; or else what it writes of it.
+
+        An answer at the end is refused by Mistral's tokenizer in vLLM, as are calls without an id; llama.cpp leaves it
+        open, to be continued, and writes its thoughts without the template. What is before it is as in any chat.
+        """
+        messages = [_name_thoughts(message) for message in chat["messages"]]
+        options = {"add_generation_prompt": False, **({"tools": chat["tools"]} if chat.get("tools") else {})}
+        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        parts = {WHOLE: messages, BEFORE: messages[: answers[-1]] if answers else []}
+        found: dict[str, list[int]] = {}
+        refusals = []
+        for part, asked in parts.items():
+            if not asked or WHOLE in found:
+                continue
+            try:
+                if tokens := self._ask_for_tokens({"messages": asked, **options}):
+                    found[part] = tokens
+                    continue
+                rendered = self.request("/apply-template", {"messages": asked, **options})  # llama.cpp's
+                body = {"content": rendered.get("prompt"), "add_special": True, "parse_special": True}
+                if tokens := self._ask_for_tokens(body):
+                    found[OPEN if part == WHOLE else part] = tokens
+            except RefusedError as error:
+                refusals.append(error)
+        if not found:
+            raise refusals[0] if refusals else RefusedError("no tokens of a chat")
+        return found
 
     def _read_tokens(self, body: dict[str, Any]) -> list[int] | None:
         try:
-            answer = self.request("/tokenize", {"model": self.model, **body})
-            return [int(token) for token in answer["tokens"]]
-        except (RefusedError, KeyError, TypeError, ValueError):
+            return self._ask_for_tokens(body)
+        except RefusedError:
             return None
+
+    def _ask_for_tokens(self, body: dict[str, Any]) -> list[int]:
+        answer = self.request("/tokenize", {"model": self.model, **body})
+        try:
+            return [int(token) for token in answer["tokens"]]
+        except (KeyError, TypeError, ValueError):
+            raise RefusedError(f"an answer without tokens: {str(answer)[:SHOWN]}") from None
+
+
+def _name_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """Give thoughts both names: vLLM's /tokenize reads one, llama.cpp and most templates the other."""
+    thoughts = next((message[name] for name in REASONING if message.get(name)), None)
+    return {**message, "reasoning": thoughts, "reasoning_content": thoughts} if thoughts else message
 
 
 def _read_generated(choice: dict[str, Any]) -> Generated:

@@ -56,7 +56,9 @@ def add_chats(rows: Sequence[dict[str, Any]], run: RunFile, where: Where, tokeni
                 row = wanted.pop(tuple(ids[:most]), None)
                 chat = _find_chat(kind, source, rendered.text) if row else None
                 if row and chat:
-                    row["chat"] = {**chat, "ids": [int(token) for token in ids][: 8 * TOKENS]}
+                    dates = kind.template.dates if kind.template else []
+                    told = {"dates": dates} if dates else {}
+                    row["chat"] = {**chat, "ids": [int(token) for token in ids][: 8 * TOKENS], **told}
             if not wanted:
                 return
 

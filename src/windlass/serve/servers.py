@@ -37,6 +37,8 @@ class Server:
     tried: datetime.date
     how: str
     commands: Sequence[str] = ()  # that serve {base} with {adapter} as {name}
+    fetches: str = ""  # the command before them, if they open {base} as a folder alone
+    template: str = ""  # the option that makes it write chats by another template than the base's
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +96,24 @@ def list_ways_on(verdict: Verdict, base: Base, run: str) -> str:
     return hint
 
 
-def list_commands(server: str, base: str, config: Mapping[str, Any], verdicts: Sequence[Verdict]) -> list[str]:
-    """Return the commands that serve an adapter, run in its folder; none for PEFT."""
+def list_commands(
+    server: str, base: str, config: Mapping[str, Any], verdicts: Sequence[Verdict], *, own_template: bool = False
+) -> list[str]:
+    """Return the commands that serve an adapter, run in its folder; none for PEFT. `own_template`: the adapter was
+    trained with another chat template than its base's, which servers use."""
     needed = max([int(config["r"]), *(config.get("rank_pattern") or {}).values()])
     rank = next((rank for rank in VLLM_RANKS if rank >= needed), needed)
+    of = SERVERS[server]
+    commands = [*of.commands]
+    if of.fetches and "/" in base:  # a name on the hub
+        folder = base.rpartition("/")[2]
+        commands.insert(0, of.fetches.format(base=base, folder=folder))
+        base = folder
+    if commands and own_template:
+        commands[-1] += f" {of.template}"
     names = {"base": base, "adapter": ".", "name": "adapter", "rank": rank}
     variables = dict.fromkeys(f"{verdict.row.unless} " for verdict in verdicts if verdict.enabled)
-    return ["".join(variables) + command.format(**names) for command in SERVERS[server].commands]
+    return ["".join(variables) + command.format(**names) for command in commands]
 
 
 def _read_table() -> tuple[dict[str, Server], tuple[Row, ...]]:

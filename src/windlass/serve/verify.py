@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe.format import describe_served, format_plural
-from windlass.serve.client import ECHO, FORCED, PROMPT, RefusedError, Server
+from windlass.serve.client import BEFORE, ECHO, FORCED, OPEN, PROMPT, WHOLE, RefusedError, Server
 from windlass.serve.probe import (
     ADAPTER,
     AT_SCALE,
@@ -47,6 +47,9 @@ APPLIED: Final = "applied"
 AS_BASE: Final = "answers as the base"
 IN_PART: Final = "applied otherwise"
 UNDECIDED: Final = "undecided"
+SERVE_TEMPLATE: Final = (  # how, as the end of a problem
+    "; the export has it: vLLM takes --chat-template chat_template.jinja, llama.cpp --chat-template-file"
+)
 WAYS: Final = {
     PROMPT: "log-probabilities of prompts (prompt_logprobs)",
     ECHO: "log-probabilities of prompts (echo)",
@@ -374,29 +377,43 @@ def check_decoding(server: Server, probe: dict[str, Any], verdict: Verdict) -> N
 def check_template(server: Server, probe: dict[str, Any], verdict: Verdict) -> None:
     """Compare the server's chat template with the one that was trained with."""
     chats = [row["chat"] for row in probe["rows"] if "chat" in row]
+    parts = set()
     compared = 0
-    ends = True
+    refusals = []
     for chat in chats:
-        found = server.tokenize_chat(chat)
-        if not found:
+        try:
+            found = server.tokenize_chat(chat)
+        except RefusedError as error:
+            if not chat.get("tools"):  # which servers want in a form of their own
+                refusals.append(str(error))
             continue
         compared += 1
-        tokens, has_end = found
-        ends &= has_end
-        trained = chat["ids"]
-        if not has_end:  # nor is its last token, which what follows may lengthen
-            tokens = tokens[:-1]
-            trained = trained[: len(tokens)]
-        if tokens[: len(trained)] != trained or len(tokens) < len(trained):
-            verdict.problems.append(
-                f"the server's chat template is another than the one trained with: {describe_tokens(tokens, trained)}"
-            )
+        same = next((part for part, tokens in found.items() if are_trained(part, tokens, chat["ids"])), None)
+        if same:
+            parts.add(same)
+        elif chat.get("dates"):
+            verdict.notes.append(f"chat template: not compared, it writes the day's date: {', '.join(chat['dates'])}")
             return
-    if chats and not compared:
-        verdict.notes.append("chat template: not compared, since the server has no usable /tokenize")
+        else:
+            text = f"another than the one trained with: {describe_tokens(next(iter(found.values())), chat['ids'])}"
+            verdict.problems.append(f"the server's chat template is {text}{SERVE_TEMPLATE}")
+            return
+    if compared:
+        up_to = "".join(f", {part}" for part in (OPEN, BEFORE) if part in parts)
+        verdict.notes.append(f"chat template: {compared} of {len(chats)} chats have the tokens trained on{up_to}")
+    elif refusals and server.tokenize("a"):
+        verdict.problems.append(f"the server refuses the chats that were trained on: {refusals[0]}{SERVE_TEMPLATE}")
     elif chats:
-        part = "" if ends else ", up to the end of the answer, which this server leaves open"
-        verdict.notes.append(f"chat template: {compared} of {len(chats)} chats have the tokens trained on{part}")
+        verdict.notes.append("chat template: not compared, since the server has no usable /tokenize")
+
+
+def are_trained(part: str, tokens: list[int], trained: list[int]) -> bool:
+    """Return whether a server's tokens of this part of a chat are those of training, as far as these go."""
+    if part == WHOLE:
+        return tokens[: len(trained)] == trained
+    if part == OPEN:  # what follows may lengthen its last token
+        tokens = tokens[:-1]
+    return tokens[: len(trained)] == trained[: len(tokens)]
 
 
 def print_verdict(verdict: Verdict) -> None:
