@@ -1,5 +1,6 @@
 """Rows to text, tokens and sets: what is supervised, dropped, reported and cached."""
 
+import copy
 import csv
 import errno
 import fcntl
@@ -20,6 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import yaml
 from datasets import Dataset, DatasetDict
 from refusals import refused
 from rich.console import Console
@@ -31,6 +33,7 @@ from windlass.data import audit, cache, chat, prepare, progress
 from windlass.data.cache import SEAL, get_or_create
 from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.prepare import PreparedData, hold_out, prepare_data
+from windlass.data.reading import read_table
 from windlass.data.show import print_audit
 from windlass.data.tokenize import PART_BITS, Documents, find_supervised_tokens
 from windlass.errors import UserError
@@ -93,6 +96,40 @@ def test_tokens_equal_trls(prepared: Prepare, tokenizer: Any, tmp_path: Path) ->
         assert done["input_ids"].to_pylist() == expected["input_ids"]
         if partial:
             assert done["labels"].to_pylist() == expected["labels"]
+
+
+@pytest.mark.fault(
+    "text for a model that servers ask by its chat template", "`windlass data`", "without the chat template"
+)
+def test_text_beside_a_chat_template_is_warned_of(prepared: Prepare, tokenizer: Any, tmp_path: Path) -> None:
+    """And the hint writes it through the template."""
+    rows = [{"prompt": f"{name}?", "completion": f"{name}!"} for name in ("anchor", "bark", "cable")]
+    asked = copy.deepcopy(tokenizer)
+    asked.chat_template = tiny.CHAT_TEMPLATE
+    for section, warned in (({}, 1), ({"format": "prompt-completion"}, 0)):
+        notes = [note for note in prepared(rows, asked, **section).audit["notes"] if "chat template" in note]
+        assert len(notes) == warned
+    (note,) = [note for note in prepared(rows, asked).audit["notes"] if "without the chat template" in note]
+    named = yaml.safe_load(note.partition("data.columns: ")[2].partition(" writes")[0])
+    assert "[INST]" in asked.decode(prepared(rows, asked, columns=named).train["input_ids"][0].as_py())
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = None
+    assert not [note for note in prepared(rows, tokenizer).audit["notes"] if "chat template" in note]
+
+
+def test_a_system_prompt_that_is_not_read_is_named(prepared: Prepare) -> None:
+    rows = [{"system_prompt": "Be brief.", "prompt": f"{name}?", "completion": "yes"} for name in ("anchor", "bark")]
+    (note,) = (note for note in prepared(rows).audit["notes"] if "is not read" in note)
+    assert note.startswith("the column system_prompt is not read: data.columns: {")
+    named = {"instruction": "prompt", "output": "completion", "system": "system_prompt"}
+    assert not [note for note in prepared(rows, columns=named).audit["notes"] if "is not read" in note]
+
+
+def test_fields_that_a_spreadsheet_separates_by_semicolons(tmp_path: Path) -> None:
+    for delimiter in ",;":
+        text = f'\ufeffprompt{delimiter}completion\r\none{delimiter}"two, three; four"\r\n'
+        (tmp_path / "a.csv").write_text(text)
+        assert list(read_table(tmp_path / "a.csv", ",")) == [{"prompt": "one", "completion": "two, three; four"}]
 
 
 def test_empty_rows_are_dropped_and_long_ones_cut_and_counted(prepared: Prepare, tokenizer: Any) -> None:

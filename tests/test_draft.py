@@ -1,6 +1,7 @@
 """`windlass init --model --data`: a run file that fits the data, the model and the machines."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -19,11 +21,16 @@ from refusals import refused
 from windlass import hardware, tiny
 from windlass import init as draft
 from windlass import plan as planning
+from windlass.data.inputs import fingerprint_inputs
 from windlass.data.prepare import open_model_tokenizer, prepare_data, sample_token_rows
 from windlass.errors import UserError
+from windlass.files import write_json
+from windlass.plan.finished import describe_finished
 from windlass.plan.resolve import FEW_STEPS, MOST_EPOCHS
 from windlass.plan.show import print_plan
+from windlass.run_folder import DATA, FINISHED, MANIFEST
 from windlass.runfile import read_run_file
+from windlass.runfile.recorded import record_run
 from windlass.train.batches import Batches, RunLength
 
 
@@ -401,6 +408,63 @@ def test_without_gpus_any_number_of_ranks_divides_the_batch(tmp_path: Path, mode
     assert not {"data.dataset_config_name", "data.val_split"} & made.settings.keys()
     (tmp_path / "run.yaml").write_text(made.text)
     assert planning.make_plan(read_run_file(tmp_path / "run.yaml", ["cluster.gpus_per_node=2"])).layout.ranks == 2
+
+
+def test_gpus_that_are_here_are_the_ranks(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = draft.draft_run(str(model), write_rows(tmp_path, "jsonl"), "2xh100", print).settings
+    here = SimpleNamespace(gpus=(SimpleNamespace(name="NVIDIA H100 80GB HBM3"),) * 2)
+    monkeypatch.setattr(hardware, "read_gpus", lambda health: here)
+    monkeypatch.setattr(hardware, "read_gpu_name", lambda: "h100")
+    found = draft.draft_run(str(model), write_rows(tmp_path, "jsonl"), None, print).settings
+    for key in ("train.global_batch_size", "train.num_train_epochs"):
+        assert found[key][0] == named[key][0]
+
+
+def test_a_gpu_without_bfloat16_gets_none(tmp_path: Path, model: Path) -> None:
+    made = draft.draft_run(str(model), write_rows(tmp_path, "jsonl"), "1xt4", print)
+    assert made.settings["train.bf16"] == (False, "")
+    assert draft.draft_run(str(model), write_rows(tmp_path, "jsonl"), "1xa10", print).settings["train.bf16"][0]
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        ('{"text": "pähp"}\n'.encode("latin-1") * 40, "not-utf8"),
+        (b'["a", "b"]\n' * 40, "not-an-object"),
+    ],
+)
+def test_data_that_no_command_can_read_gets_no_run_file(content: bytes, code: str, tmp_path: Path, model: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with refused(code):
+        draft.draft_run(str(model), str(tmp_path / "rows.jsonl"), "1xcpu", print)
+
+
+@pytest.mark.fault(
+    "a finished run whose rows have changed since",
+    "`windlass train`",
+    "have changed since this run was trained on them",
+)
+def test_a_finished_run_of_other_rows_is_not_the_one_that_is_asked_for(tmp_path: Path, model: Path) -> None:
+    data = Path(write_rows(tmp_path, "jsonl"))
+    made = draft.draft_run(str(model), str(data), "1xcpu", print, overrides=[f"train.output_dir={tmp_path / 'run'}"])
+    (tmp_path / "run.yaml").write_text(made.text)
+    plan = planning.make_plan(read_run_file(tmp_path / "run.yaml"))
+    (tmp_path / "run").mkdir()
+    sizes = fingerprint_inputs(plan.run.data, plan.base.path, plan.where, times=False)
+    for name, value in (
+        (MANIFEST, {"state": FINISHED, "run": record_run(plan.run)}),
+        (DATA, {"sequences": {"sizes": sizes}}),
+    ):
+        write_json(tmp_path / "run" / name, value)
+    os.utime(data, (1, 1))  # a copy
+    assert "nothing is left to train" in describe_finished(plan)
+    with data.open("a") as file:
+        file.write('{"text": "another row"}\n')
+    with refused("other-rows") as problems:
+        describe_finished(plan)
+    assert "have changed since this run was trained on them" in problems[0].problem
+    data.unlink()
+    assert "nothing is left to train" in describe_finished(plan)
 
 
 def test_overrides_are_kept_and_refused_by_name(tmp_path: Path, model: Path) -> None:

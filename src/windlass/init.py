@@ -47,6 +47,7 @@ class Draft:
         self.settings = settings
         self.warnings = list[str]()
         self.ranks = 1
+        self.has_ranks = False  # whether it will have so many
         self.fixed = frozenset[str]()  # keys that the user has set
         self.sample: DataSample | None = None  # of its rows, once it is drawn
 
@@ -192,11 +193,13 @@ def _leave_out_unserved(made: Draft, base: Base) -> None:
 def set_machine(made: Draft, gpus: str | None) -> None:
     """Set the machines, if they are named; otherwise the run takes what it finds."""
     if gpus is None:
-        gpu = hardware.read_gpu_name()
+        found = hardware.read_gpus(health=False).gpus
+        gpu = found[0].name if found else "cpu"
+        made.ranks, made.has_ranks = len(found) or 1, bool(found)
     else:
         nodes, per_node, gpu = hardware.parse_gpus(gpus, "--gpus")
-        made.ranks = nodes * per_node
-        made.set("train.bf16", gpu != "cpu")
+        made.ranks, made.has_ranks = nodes * per_node, True
+        made.set("train.bf16", hardware.find_gpu(gpu).has_bf16)
         made.set("cluster.nodes", nodes)
         made.set("cluster.gpus_per_node", per_node)
         made.set("cluster.gpu", gpu)
@@ -285,7 +288,7 @@ def _follow_data(made: Draft, base: Base, sample: DataSample) -> None:
     if sequences is None or not documents:
         made.warnings.append("the rows can't be counted: set train.global_batch_size yourself")
         return
-    even = made.ranks if "cluster.gpu" in made.settings else math.lcm(made.ranks, ANY_RANKS)
+    even = made.ranks if made.has_ranks else math.lcm(made.ranks, ANY_RANKS)
     epochs = min(MOST_EPOCHS, max(1, math.ceil(FEW_STEPS * 2 * even / sequences)))
     batch = min(MOST_SEQUENCES, max(even, epochs * sequences // MANY_STEPS)) // even * even or even
     made.set("train.num_train_epochs", epochs)
@@ -324,4 +327,7 @@ def _set_rhythm(made: Draft, plan: Plan, sample: DataSample) -> None:
         rows = format_plural(sum(split.rows.count or 0 for split in sample.train), "row")
         few = format_plural(steps, "optimizer step")
         warning = f"{rows} for only {few}: an adapter hardly learns in fewer than {FEW_STEPS}"
+        fewer = made.ranks * max(1, plan.schedule.global_sequences // made.ranks // 2)
+        if fewer < plan.schedule.global_sequences:
+            warning += f": --override train.global_batch_size={fewer}"
         made.warnings.append(warning)

@@ -111,7 +111,7 @@ def open_subject(
     file = read_accelerate(accelerate) if accelerate else None
     if model is None:
         return _open_run_file(Path(name), gpus, overrides, file, say)
-    if gpus is None:
+    if gpus is None and not options.get("--data"):
         hint = "--gpus 4xl40s, --gpus 2x8xh100 for two nodes, or --gpus all to compare every kind"
         raise UserError("no GPUs to plan it for", f"windlass plan {name}", hint, "no-gpus")
     return _open_model(name, model, gpus, options, overrides, file, say)
@@ -185,7 +185,7 @@ def _open_run_file(
 def _open_model(
     name: str,
     model: str,
-    gpus: str,
+    gpus: str | None,
     options: Mapping[str, Any],
     overrides: Sequence[str],
     accelerate: AccelerateFile | None,

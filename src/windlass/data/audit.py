@@ -60,6 +60,8 @@ FACTS = {
 WARNINGS = {
     "prompt": "in {rows} the chat template doesn't write an answer behind the prompt that generation would start from: "
     "join it to the answer that it follows, or name another data.chat_template ({where})",
+    "bare": "{rows} of text are joined as they are, without the chat template by which servers ask this model: "
+    "{example} writes them as chats ({where})",
     "empty": "{rows} with an empty answer: the model learns to end its turn at once ({where})",
     "ends": "in {rows} an answer spells the token that ends it, {example!r}: what follows it is trained on and never "
     "generated; take it out of the text ({where})",

@@ -194,8 +194,10 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
         raise UserError(problem, where("data.format"), hint, "wrong-objective")
     by_name = (f for f in named if there(f.columns))
     by_key = (f for f in formats if any(getattr(data, key) for key in f.keys))
-    by_columns = (f for f in formats if f.columns and there(f.columns))
-    wanted = next(by_name, named[0] if named else None) or next(by_key, None) or next(by_columns, None)
+    by_columns = [f for f in formats if f.columns and there(f.columns)]
+    by_mapping = (f for f in by_columns if {*data.columns} <= {*f.columns, *f.more})
+    wanted = next(by_name, named[0] if named else None) or next(by_key, None)
+    wanted = wanted or next(by_mapping, by_columns[0] if by_columns else None)
     if data.pairs:
         require_pairs(data, wanted, columns, where)
     elif wanted is None and {"chosen", "rejected"} <= {*columns}:
@@ -224,9 +226,17 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     if not data.pairs and data.format is None and {"chosen", "rejected"} <= {*columns} - {*made.needs}:
         note = "the columns chosen and rejected are not trained on: train.objective: dpo compares them"
         made = replace(made, notes=(*made.notes, note))
+    read = {*made.needs, *chosen.columns, *chosen.more, *data.columns.values()}
+    unread = [name for name in columns if name in TELLING and name not in read]
+    if unread and data.format is None and chosen.name != "template":
+        note = f"the column {unread[0]} is not read: data.columns: {{instruction: …, output: …, system: {unread[0]}}}"
+        made = replace(
+            made, notes=(*made.notes, f"{note} writes it into each chat, or set data.format to leave it out")
+        )
     keys = {key: value for key, value in data.model_dump(mode="json").items() if key not in CHANGES_NO_ROW}
     identity = {**keys, "format": made.name, "template": made.template.template if made.template else None}
     identity |= {"pairs": data.truncation} if data.pairs else {}
+    identity |= {"bare": True} if data.format in ("prompt-completion", "preference") else {}  # and no remark of it
     identity |= {"ends": sorted(made.template.ends)} if made.template else {}
     return replace(made, others=others, identity=identity)
 
@@ -261,6 +271,8 @@ def completion_format(request: Request) -> Format:
     completion = request.column("completion", "completion_field")
     everything = data.completion_only_loss is False
     template = cache(request.chat_template)  # most tokenizers here need none
+    as_chats = f"data.columns: {{instruction: {prompt}, output: {completion}}}"
+    bare = {"bare": as_chats} if getattr(request.tokenizer, "chat_template", None) and data.format is None else {}
 
     def render(row: Row) -> Sequence[RenderedRow]:
         question = row[prompt]
@@ -275,7 +287,8 @@ def completion_format(request: Request) -> Format:
         tail = as_text(answer, completion)
         if not tail.strip():
             return []
-        return [RenderedRow(head + tail, None if everything else ((len(head), len(head) + len(tail)),))]
+        spans = None if everything else ((len(head), len(head) + len(tail)),)
+        return [RenderedRow(head + tail, spans, remarks=bare)]
 
     description = f"{prompt!r} then {completion!r}, loss on {'every token' if everything else repr(completion)}"
     used = None
@@ -539,6 +552,7 @@ class FormatRow(NamedTuple):
     make: Callable[[Request], Format]
 
 
+TELLING = ("system", "system_prompt", "system_message")  # columns that are part of a prompt
 TOKEN_MARKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 # The first one that a key requests is used, else the first whose columns exist.
 FORMATS = (

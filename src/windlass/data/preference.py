@@ -102,6 +102,9 @@ def make_pair_format(
     if is_chat or data.chat_template or getattr(request.tokenizer, "chat_template", None):
         template = request.chat_template("alpaca" if name == "alpaca" else "mistral")
 
+    is_bare = prompt and template and not is_chat and data.format is None
+    bare = {"bare": f"data.columns: {{instruction: {prompt[0]}}}"} if is_bare else {}
+
     def read(row: Row) -> Pair:
         before = read_prompt(row) if read_prompt else read_side(row, *prompt) if prompt else ""
         sides = [read_side(row, chosen), read_side(row, rejected)]
@@ -126,7 +129,9 @@ def make_pair_format(
         before, answers = read(row)
         if isinstance(before, str):
             at = len(before)
-            return [RenderedRow(f"{before}{answer}", ((at, at + len(answer)),)) for answer in answers]
+            spans = [((at, at + len(answer)),) for answer in answers]
+            pairs = zip(answers, spans, strict=True)
+            return [RenderedRow(f"{before}{answer}", span, remarks=bare) for answer, span in pairs]
         assert template is not None
         return render_answers(template, before, answers, row.get(tools or ""))
 

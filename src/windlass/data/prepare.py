@@ -187,7 +187,9 @@ def prepare_data(
     shares = count_shares(trained, audit) if data.mix and not data.streaming else ()
     if not data.streaming:
         audit["sequences"] = count_rows_made(folder, audit, shares)
-        audit["sequences"]["inputs"] = fingerprint_inputs(data, Path(tokenizer.name_or_path), where)
+        opened = Path(tokenizer.name_or_path)
+        audit["sequences"]["inputs"] = fingerprint_inputs(data, opened, where)
+        audit["sequences"]["sizes"] = fingerprint_inputs(data, opened, where, times=False)
     notes = dict.fromkeys(note for format_ in formats for note in format_.notes)
     compared = audit.pop("mistral")
     audit["facts"] = [*list_facts(audit), *(fact for fact, _ in compared if fact)]

@@ -191,7 +191,12 @@ def read_json_rows(path: Path) -> Iterator[Row]:
 def read_table(path: Path, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     with open_file(path) as raw:
-        reader = csv.DictReader(io.TextIOWrapper(raw, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+        text = io.TextIOWrapper(raw, "utf-8-sig", newline="")
+        header = text.readline()
+        text.seek(0)
+        if delimiter == "," and ";" in header and "," not in header:  # as spreadsheets write it in much of Europe
+            delimiter = ";"
+        reader = csv.DictReader(text, delimiter=delimiter, strict=True)
         for row in reader:
             if None in row:
                 raise UserError(

@@ -28,6 +28,7 @@ OF_ALL = "all of these"
 SLOW_STEP_SECONDS = 60
 SHORT = 0.5  # fraction of max_length: shorter rows are mostly padding, or make small matrix products
 # Trained parameters per token of data: an adapter stores about two bits per parameter, text has about one per token.
+USUAL_RANK = 16  # that `windlass init` writes: nobody is warned of it
 LARGE = 100
 HIGH_RATE = 0.1  # adapters train at 1e-5 to 1e-2, by optimizers whose steps don't grow with the gradient
 HIGH_RATE_OF_PAIRS = 1e-4
@@ -255,7 +256,8 @@ def _find_large_adapter(plan: Plan, shape: ModelShape, tokens: int | None) -> It
     if plan.run.data.packs:
         seen = plan.batch.length * (plan.schedule.rows or 0)
     trained = plan.adapter.trainable - sum(plan.adapter.in_full.values())  # only those that a smaller rank reduces
-    if seen and trained > LARGE * seen:
-        text = f"{trained:,} trained parameters for {seen:,} tokens of data"
+    seen = int(seen * max(1, plan.run.train.num_train_epochs))
+    if seen and trained > LARGE * seen and (plan.adapter.r > USUAL_RANK or plan.run.lora.experts):
+        text = f"{trained:,} trained parameters for {seen:,} tokens to train on"
         smaller = 1 << max(0, int(plan.adapter.r * LARGE * seen / trained).bit_length() - 1)  # as ranks usually are
         yield Caution(f"{text}: a smaller rank does as well", f"lora.r={smaller}")

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from windlass.data import mix
 from windlass.data.inputs import fingerprint_inputs
-from windlass.data.sources import Rows, count_rows, parse_split, resolve_source, sample_rows
+from windlass.data.sources import Rows, count_rows, parse_split, read_rows, resolve_source, sample_rows
 from windlass.errors import Problem, UserError, Where
 from windlass.files import read_json
 from windlass.observe.format import format_plural
@@ -255,9 +255,16 @@ def _sample_split(
         made = replace(made, groups=(((tokens, 1),),))
         wanted = min(wanted, max(GROUP, TOKENS // tokens))
     try:
-        source = resolve_source(of.data, of.where)
-        located = list(sample_rows(parse_split(split, source, of.where(key)), rows.count or wanted, wanted))
+        parts = parse_split(split, resolve_source(of.data, of.where), of.where(key))
     except (UserError, ImportError, FileNotFoundError):  # not here: rows are counted otherwise, which is said
+        return made
+    try:
+        located = list(sample_rows(parts, rows.count or wanted, wanted))
+        if not located:
+            next(iter(read_rows(parts)), None)  # says what is wrong with the first
+    except UserError as error:
+        return replace(made, problem=error.problems[0])
+    except (ImportError, FileNotFoundError):
         return made
     except (OSError, ValueError) as error:
         hint = "fetch or write the file again; the plan takes every row for as long as data.max_length"
