@@ -105,10 +105,8 @@ def rank_checkpoints(
         tokens = run_folder / "tokens"
         data = prepare_data(run, tokenizer, where=plan.where, cache=tokens, spare=spare, say=console.print)
         if data.validation is None or len(data.validation) < 2:
-            rows = "only 1 row is" if data.validation else "no rows are"
-            raise UserError(
-                f"{rows} held out to compare on", str(run_folder), "name some with --eval-data FILE", "no-rows"
-            )
+            problem = f"{'only 1 row is' if data.validation else 'no rows are'} held out to compare on"
+            raise UserError(problem, str(run_folder), "name some with --eval-data FILE", "no-rows")
         batches = make_validation_batches(plan, data, tokenizer.pad_token_id)
         kept_batches = make_kept_batches(plan, data, tokenizer.pad_token_id) if keep is not None else None
         kept: dict[str, dict[str, float]] = {}
