@@ -125,6 +125,16 @@ def test_a_system_prompt_that_is_not_read_is_named(prepared: Prepare) -> None:
     assert not [note for note in prepared(rows, columns=named).audit["notes"] if "is not read" in note]
 
 
+def test_two_columns_of_unknown_names_are_asked_for(prepared: Prepare, tokenizer: Any) -> None:
+    """And the hint, as it stands, trains on the second."""
+    rows = [{"Frage": f"{name}?", "Antwort": f"{name}!"} for name in ("anchor", "bark")]
+    with refused("no-such-column") as problems:
+        prepared(rows)
+    hint = problems[0].hint.partition("data.columns: ")[2].partition(";")[0]
+    done = prepared(rows, columns=yaml.safe_load(hint))
+    assert "bark!" in tokenizer.decode(supervised(done, 1))
+
+
 def test_fields_that_a_spreadsheet_separates_by_semicolons(tmp_path: Path) -> None:
     for delimiter in ",;":
         text = f'\ufeffprompt{delimiter}completion\r\none{delimiter}"two, three; four"\r\n'

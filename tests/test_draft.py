@@ -195,7 +195,7 @@ def test_columns_are_named_by_a_flag_that_the_error_suggests(tmp_path: Path, mod
     def made(columns: str | None) -> draft.Draft:
         return draft.draft_run(str(model), str(data), "1xcpu", print, columns)
 
-    hint = "--columns '{prompt: Question, completion: answer}'"
+    hint = "--columns '{instruction: Question, output: answer}'"
     with pytest.raises(UserError, match=f"^--data: the data have no column 'text'.*\n\n.* write {hint}$"):
         made(None)
     with pytest.raises(UserError, match=f"^--columns: the format text has no 'Question'\n\n.*: {hint}$"):
@@ -205,7 +205,7 @@ def test_columns_are_named_by_a_flag_that_the_error_suggests(tmp_path: Path, mod
     for text in ("Question", "{a"):
         with pytest.raises(UserError, match=r"^--columns: .* is not a mapping"):
             made(text)
-    assert "  columns: {prompt: Question, completion: answer}\n" in made(hint.split("'")[1]).text
+    assert "  columns: {instruction: Question, output: answer}\n" in made(hint.split("'")[1]).text
 
 
 # --- the steps that init, plan and training count ---
@@ -399,6 +399,14 @@ def test_chats_with_a_rejected_answer_are_pairs(tmp_path: Path, model: Path, rej
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'messages': chat, **rejected})}\n" * 40)
     made = draft.draft_run(str(model), str(tmp_path / "rows.jsonl"), "1xcpu", print)
     assert made.settings["train.objective"][0] == "dpo"
+
+
+def test_pairs_of_which_one_lacks_an_answer_are_pairs(tmp_path: Path, model: Path) -> None:
+    rows = [{"prompt": "hull", "chosen": f"rope {i}", "rejected": "sail" if i else None} for i in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with refused("empty-answer") as problems:
+        draft.draft_run(str(model), str(tmp_path / "rows.jsonl"), "1xcpu", print)
+    assert "row 1: the rejected answer is empty" in problems[0].problem
 
 
 def test_without_gpus_any_number_of_ranks_divides_the_batch(tmp_path: Path, model: Path) -> None:

@@ -103,7 +103,7 @@ def name_options(overrides: Sequence[str]) -> Iterator[None]:
             if any(override.startswith(f"{key}=") for override in overrides):
                 where = f"--override {key}"
             hint = re.sub(r"data\.columns: (\{.*?\})", r"--columns '\1'", problem.hint)
-            hint = re.sub(r"(data\.\w+): (\{.*?\}|\w+)", r"--override '\1=\2'", hint)
+            hint = re.sub(r"(data\.\w+|train\.objective): (\{.*?\}|\w+)", r"--override '\1=\2'", hint)
             text = TEMPORARY.sub("", problem.problem)
             problems.append(replace(problem, problem=text, where=where, hint=hint))
         raise UserError.of(problems) from None

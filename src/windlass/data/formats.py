@@ -106,12 +106,16 @@ class Request:
         if column in self.columns:
             return column
         close = difflib.get_close_matches(column, self.columns, n=1)
-        usual = guess_columns(self.columns) if key == "text_field" else {}
+        usual = guess_columns(self.columns, list_usual(self.tokenizer)) if key == "text_field" else {}
         hint = f"name one of these: data.columns: {{{key.rpartition('.')[2].removesuffix('_field')}: …}}"
         if usual:
             hint = f"if that is what they hold, write data.columns: {format_yaml(usual)}"
         elif close:
             hint = f"did you mean {close[0]!r}?"
+        elif key == "text_field" and len(self.columns) == 2:
+            names = dict(zip(("instruction", "output"), self.columns, strict=True))
+            hint = f"if the second answers the first, write data.columns: {format_yaml(names)}; for text alone, name "
+            hint += "its column: data.columns: {text: …}"
         has = ", ".join(map(repr, self.columns)) or "none"
         raise UserError(
             f"the data have no column {column!r}; they have {has}", self.where(f"data.{key}"), hint, "no-such-column"
@@ -137,14 +141,23 @@ class Request:
         return choose_template(self.tokenizer, self.data, self.where, fallback=fallback)
 
 
-ANSWERS = ("output", "completion", "response", "answer", "solution", "target", "chosen")
+TELLING = ("system", "system_prompt", "system_message")  # columns that are part of a prompt
+PROMPTS = ("prompt", "question", "query", "problem", "input", "source", "user", "human")
+ANSWERS = ("output", "completion", "response", "answer", "solution", "target", "chosen", "assistant", "bot")
+OPTIONAL = {"input", "system"}
 # Columns of formats and their names in data sets; the first row whose columns all exist is used.
 USUAL: tuple[dict[str, tuple[str, ...]], ...] = (
     {"messages": ("conversation", "chat", "dialog", "dialogue", "turns")},
-    {"instruction": ("instruction",), "output": ANSWERS, "input": ("context",)},
-    {"prompt": ("prompt", "question", "query", "problem", "input", "source"), "completion": ANSWERS},
+    {"instruction": ("instruction",), "output": ANSWERS, "input": ("context",), "system": TELLING},
+    {"prompt": PROMPTS, "completion": ANSWERS},
     {"text": ("content", "body", "document", "article", "story", "code")},
 )
+# And with a chat template, through which prompts and answers are then written.
+USUAL_CHATS = (USUAL[0], {**USUAL[1], "instruction": ("instruction", *PROMPTS)}, *USUAL[2:])
+
+
+def list_usual(tokenizer: Any) -> tuple[dict[str, tuple[str, ...]], ...]:
+    return USUAL_CHATS if getattr(tokenizer, "chat_template", None) else USUAL
 
 
 def guess_columns(columns: Sequence[str], usual: Sequence[Mapping[str, Sequence[str]]] = USUAL) -> dict[str, str]:
@@ -152,7 +165,7 @@ def guess_columns(columns: Sequence[str], usual: Sequence[Mapping[str, Sequence[
     there = {column.lower(): column for column in columns}
     for names in usual:
         found = {name: there[one] for name, known in names.items() if (one := next(filter(there.get, known), None))}
-        if names.keys() - found.keys() <= {"input"}:
+        if names.keys() - found.keys() <= OPTIONAL:
             return {name: column for name, column in found.items() if name != column}
     return {}
 
@@ -213,7 +226,7 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     if odd:
         problem = f"the format {chosen.name} has no {odd[0]!r}"
         hint = f"it has {', '.join((*chosen.columns, *chosen.more))}; data.format chooses another"
-        usual = guess_columns(columns) if data.format is None else {}
+        usual = guess_columns(columns, list_usual(tokenizer)) if data.format is None else {}
         if usual:
             hint = f"name the format's column, then yours: data.columns: {format_yaml(usual)}"
         raise UserError(problem, where(f"data.columns.{odd[0]}"), hint, "not-in-format")
@@ -552,7 +565,6 @@ class FormatRow(NamedTuple):
     make: Callable[[Request], Format]
 
 
-TELLING = ("system", "system_prompt", "system_message")  # columns that are part of a prompt
 TOKEN_MARKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 # The first one that a key requests is used, else the first whose columns exist.
 FORMATS = (

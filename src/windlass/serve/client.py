@@ -226,6 +226,15 @@ class Server:
             raise refusals[0] if refusals else RefusedError("no tokens of a chat")
         return found
 
+    def find_chat_refusal(self) -> str:
+        """Return why the server answers no chat; empty if it does, or takes none at all."""
+        body = {"model": self.model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        try:
+            self.request("/v1/chat/completions", body)
+        except RefusedError as error:
+            return "" if str(error).startswith("404") else str(error)
+        return ""
+
     def _read_tokens(self, body: dict[str, Any]) -> list[int] | None:
         try:
             return self._ask_for_tokens(body)

@@ -379,13 +379,10 @@ def check_template(server: Server, probe: dict[str, Any], verdict: Verdict) -> N
     chats = [row["chat"] for row in probe["rows"] if "chat" in row]
     parts = set()
     compared = 0
-    refusals = []
     for chat in chats:
         try:
             found = server.tokenize_chat(chat)
-        except RefusedError as error:
-            if not chat.get("tools"):  # which servers want in a form of their own
-                refusals.append(str(error))
+        except RefusedError:
             continue
         compared += 1
         same = next((part for part, tokens in found.items() if are_trained(part, tokens, chat["ids"])), None)
@@ -401,10 +398,10 @@ def check_template(server: Server, probe: dict[str, Any], verdict: Verdict) -> N
     if compared:
         up_to = "".join(f", {part}" for part in (OPEN, BEFORE) if part in parts)
         verdict.notes.append(f"chat template: {compared} of {len(chats)} chats have the tokens trained on{up_to}")
-    elif refusals and server.tokenize("a"):
-        verdict.problems.append(f"the server refuses the chats that were trained on: {refusals[0]}{SERVE_TEMPLATE}")
+    elif chats and (refusal := server.find_chat_refusal()):
+        verdict.problems.append(f"the server answers no chat: {refusal}{SERVE_TEMPLATE}")
     elif chats:
-        verdict.notes.append("chat template: not compared, since the server has no usable /tokenize")
+        verdict.notes.append("chat template: not compared, since the server has no /tokenize that takes these chats")
 
 
 def are_trained(part: str, tokens: list[int], trained: list[int]) -> bool:
