@@ -406,7 +406,7 @@ def test_pairs_of_which_one_lacks_an_answer_are_pairs(tmp_path: Path, model: Pat
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with refused("empty-answer") as problems:
         draft.draft_run(str(model), str(tmp_path / "rows.jsonl"), "1xcpu", print)
-    assert "row 1: the rejected answer is empty" in problems[0].problem
+    assert (problems[0].where, problems[0].problem) == ("row 1", "the rejected answer is empty")
 
 
 def test_without_gpus_any_number_of_ranks_divides_the_batch(tmp_path: Path, model: Path) -> None:

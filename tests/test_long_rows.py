@@ -392,7 +392,7 @@ def test_a_resumed_run_is_bit_equal(material: Path) -> None:
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
 
-@pytest.mark.long
+@pytest.mark.prove
 def test_bf16_mixes_and_streams_equal_one_rank(material: Path) -> None:
     """In bfloat16 within its rounding, which a planted fault exceeds by far. Both ranks of a group read the same
     rows, so a step's line counts their rows once."""
@@ -426,7 +426,7 @@ def test_bf16_mixes_and_streams_equal_one_rank(material: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.prove)])
 def test_layer_inputs_in_host_memory_change_no_bit(material: Path, ranks: int) -> None:
     """With dropout. A planted fault, which changes the first gradient, shows that they do come from there."""
 

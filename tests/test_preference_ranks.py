@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 train: Any = importlib.import_module("test_train")
 case = train.case
 EXPERTS, SPLIT, CHECKPOINTING = train.EXPERTS, train.SPLIT, train.CHECKPOINTING
-STEPS = 6
+STEPS = 10
 TOLERANCE = 2e-6  # in float32, of losses that begin at ln 2
 RUN = """
 model: {{model_name_or_path: {folder}/model, torch_dtype: float32}}
