@@ -399,7 +399,7 @@ def check_template(server: Server, probe: dict[str, Any], verdict: Verdict) -> N
         up_to = "".join(f", {part}" for part in (OPEN, BEFORE) if part in parts)
         verdict.notes.append(f"chat template: {compared} of {len(chats)} chats have the tokens trained on{up_to}")
     elif chats and (refusal := server.find_chat_refusal()):
-        verdict.problems.append(f"the server answers no chat: {refusal}{SERVE_TEMPLATE}")
+        verdict.problems.append(f"the server answers no chat: {refusal.rstrip('.')}{SERVE_TEMPLATE}")
     elif chats:
         verdict.notes.append("chat template: not compared, since the server has no /tokenize that takes these chats")
 
