@@ -350,6 +350,7 @@ def test_every_node_reports_each_nodes_faults(sound: Path) -> None:
     assert (speed.verdict, "torch is not installed" in speed.seen) == (SKIPPED, True)
 
 
+@pytest.mark.takes("waits until a node is missed")
 def test_missing_node_is_named_by_the_others(sound: Path) -> None:
     found = check_all([spread(sound, 3)] * 3, seconds=2, instead={1: None})
     for rank in (0, 2):

@@ -91,6 +91,7 @@ def stopped(material: Path, tmp_path: Path) -> Path:  # noqa: F811
     "`windlass train --resume`",
     "the run had 2 steps when step 1 was saved, and has 6 now",
 )
+@pytest.mark.takes("prepares data and plans several times")
 def test_another_length_is_reported(stopped: Path) -> None:
     code, said = windlass(f"{RESUME} --override train.max_steps=6", stopped)
     said = " ".join(said.split())
@@ -132,6 +133,7 @@ ON = f"{RESUME} --override lora.adapter=run/final --override train.output_dir=on
     "`windlass train --resume`",
     "lora.lora_alpha: was 8 when this run began, is 16 now",
 )
+@pytest.mark.takes("prepares data and plans several times")
 def test_the_checkpoint_decides_and_not_the_folder_that_the_run_began_with(continued: Path) -> None:
     folder = shutil.copytree(continued, continued.with_name("changed"))
     file = folder / "run" / "final" / "adapter_config.json"

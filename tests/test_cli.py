@@ -278,6 +278,7 @@ def test_a_machine_without_torch_gets_the_command_to_install(tmp_path: Path) -> 
     "`windlass train run.yaml --resume`",
     "was 2 when this run began, is 4 now",
 )
+@pytest.mark.takes("runs every command that only reads")
 def test_what_only_reads_leaves_a_finished_run_as_it_is(windlass: Windlass, tmp_path: Path) -> None:
     """Of settings that the run did not have, and of its own: `report` believes what is in the folder."""
     file, folder = make_text_run(tmp_path / "made"), tmp_path / "made" / "run"

@@ -612,6 +612,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.takes("starts processes that prepare data")
 def test_one_process_makes_and_the_others_wait_even_if_it_is_killed(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     owner = start_maker(cache)

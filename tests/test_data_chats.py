@@ -248,6 +248,7 @@ THOUGHT = [*talk("Who?"), {"role": "assistant", "content": "Crews.", "reasoning_
         (LOOP + ASK, {"messages": THREE, "tools": "[{"}, "invalid-tools", "row 1", None),
     ],
 )  # fmt: skip
+@pytest.mark.takes("renders many chats with slow templates")
 def test_what_is_refused_and_a_hint_that_makes_it_pass(
     prepared: Prepare,
     monkeypatch: pytest.MonkeyPatch,

@@ -45,6 +45,7 @@ def test_every_format_has_an_example_that_is_planned_and_prepared(
         assert audits[0]["shape"]["name"] == (path.stem if path.stem != "mix" else "messages")  # type: ignore[index]
 
 
+@pytest.mark.takes("trains on every format")
 def test_the_mix_of_every_format_is_trained_and_its_rows_are_shown(folder: Path) -> None:
     windlass(folder, "train", "examples/data/mix.yaml")
     audit = json.loads((folder / "demo" / "mix" / "data.json").read_text())

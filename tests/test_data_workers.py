@@ -165,6 +165,7 @@ def test_any_number_of_processes_makes_the_same_bytes(
 
 
 @pytest.mark.fault("a bad row among those of another process", "`windlass data`", "a.jsonl: row 302")
+@pytest.mark.takes("starts processes that tokenize")
 def test_the_first_bad_row_of_the_file_is_named_whichever_process_finds_it(
     with_processes: Callable[..., None], tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -244,6 +245,7 @@ prepare_data(run, AutoTokenizer.from_pretrained(sys.argv[3]), say=print)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.takes("starts processes that tokenize")
 def test_processes_end_with_the_one_that_started_them(number: int, tokenizer: Any, tmp_path: Path) -> None:
     rows = write_lines(tmp_path / "a.jsonl", CHATS * 20)
     command = [sys.executable, "-c", PREPARE, str(rows), str(tmp_path / "out"), tokenizer.name_or_path]

@@ -111,6 +111,7 @@ def test_activations_are_recomputed_where_the_run_does_not_fit_otherwise(tmp_pat
     assert chosen == {"8xh200": (False, False), "1xl4": (True, False), "1xh100": (True, True)}
 
 
+@pytest.mark.takes("drafts and plans several runs")
 def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows(tmp_path / "rows.jsonl", [200] * 990 + [1000] * 10)
 

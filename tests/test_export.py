@@ -153,6 +153,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.takes("exports, merges and opens again")
 def test_merge_in_16_bits_equals_pefts(name: str, cases: dict[str, Case]) -> None:
     case = cases[name]
     folder = case.merged("bf16")
@@ -172,6 +173,7 @@ def test_merge_in_16_bits_equals_pefts(name: str, cases: dict[str, Case]) -> Non
 
 
 @pytest.mark.parametrize("config", [EXPERTS, {"use_dora": True}], ids=["experts", "dora"])
+@pytest.mark.takes("exports, merges and opens again")
 def test_a_merge_is_the_same_in_smaller_blocks_of_rows(
     config: dict[str, Any], cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +316,7 @@ def test_dithering_preserves_small_changes_on_average(dtype: torch.dtype, weight
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
+@pytest.mark.takes("exports, merges and opens again")
 def test_a_small_adapter_survives_a_merge_in_16_bits(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +367,7 @@ def test_a_dtype_that_is_too_coarse_names_a_finer_one(
     assert re.findall(r"--dtype (\w+)", problems[0].problem) == ([finer] if finer else [])
 
 
+@pytest.mark.takes("exports, merges and opens again")
 def test_a_merge_into_float32(cases: dict[str, Case]) -> None:
     for name in ("tied", "published"):
         folder = cases[name].merged("float32")
@@ -793,6 +797,7 @@ def test_a_block_of_zeros_stays_one(tmp_path: Path) -> None:
     assert tensor(root / "merged", f"{key}_scale_inv")[0, 0] == 0
 
 
+@pytest.mark.takes("exports, merges and opens again")
 def test_adapter_on_another_base_is_refused(
     cases: dict[str, Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1048,6 +1053,7 @@ def test_a_runs_own_rows_are_told_from_others_in_its_folder(tmp_path: Path) -> N
         assert find_rows(tmp_path) == tmp_path / "tokens" / file
 
 
+@pytest.mark.takes("exports, merges and opens again")
 def test_the_commands(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = [str(made / "adapter"), "--to", str(tmp_path / "out"), "--merge", "--json"]
     with pytest.raises(SystemExit, match="0"):

@@ -179,6 +179,7 @@ def result(process: Any) -> tuple[dict[str, Path], str]:
     return ({part: Path(path) for part, path in json.loads(out).items()} if process.returncode == 0 else {}), err
 
 
+@pytest.mark.takes("fetches from a server of its own")
 def test_several_processes_fetch_once_and_only_what_the_run_reads(hub: Hub, tmp_path: Path) -> None:
     hub.delay = 0.5
     processes = [fetch(hub, tmp_path) for _ in range(2)]
@@ -195,6 +196,7 @@ def test_several_processes_fetch_once_and_only_what_the_run_reads(hub: Hub, tmp_
     assert offline == folders, printed
 
 
+@pytest.mark.takes("fetches from a server of its own")
 def test_interrupted_transfer_resumes(hub: Hub, tmp_path: Path) -> None:
     hub.cut = "model.safetensors"
     folders, printed = result(fetch(hub, tmp_path))

@@ -179,6 +179,7 @@ def seen(to: str, plan: Plan, overrides: tuple[str, ...]) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize("to", submitting.PLATFORMS)
+@pytest.mark.takes("starts runs, or renders every key")
 def test_every_key_has_an_effect_or_is_reported(to: str) -> None:
     """Set alone, a key changes the plan or the platform's files, or is named in a note or an error."""
     section = machines.PLATFORM_SECTIONS.get(to, "")
@@ -406,6 +407,7 @@ def test_submit_dry_runs_then_creates_the_same_file(cluster: Cluster) -> None:
     assert warning in cluster.printed
 
 
+@pytest.mark.takes("starts runs, or renders every key")
 def test_cluster_problems_are_found_before_creation(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     mount = f"cluster.volumes=[{{claim: a, path: {cluster.folder}}}, {{config_map: ca, path: /etc/ssl/ca}}]"
     for more, missing in (
@@ -949,6 +951,7 @@ def test_a_run_that_was_started_by_hand_is_observed_by_its_heartbeats(here: Path
     assert "ended without finishing after step 3" in shown(folder)
 
 
+@pytest.mark.takes("starts runs, or renders every key")
 def test_a_local_run_is_started_observed_and_stopped(tmp_path: Path) -> None:
     """The commands as typed, and real training."""
     file, log = make_text_run(tmp_path / "a"), tmp_path / "log"

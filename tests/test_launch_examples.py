@@ -38,6 +38,7 @@ def test_every_platform_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("to", WRITTEN)
+@pytest.mark.takes("plans and renders every example")
 def test_every_example_plans_and_renders_unchanged(to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = PLATFORMS / f"{to}.yaml"
     plan = plan_of(file)

@@ -166,6 +166,7 @@ def test_the_nodes_exit_code_is_that_of_its_ranks(start: Callable[..., Started])
 
 
 @pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.takes("starts nodes that wait for each other")
 def test_ranks_that_exceed_the_grace_are_killed(start: Callable[..., Started], signals: int) -> None:
     """A scheduler may repeat its signal: the ranks keep their time."""
     slow = DEAF.replace("time.sleep(60)", "time.sleep(3); return 75") if signals == 2 else DEAF
@@ -193,6 +194,7 @@ def test_only_invalid_input_prevents_a_retry_after_failed_checks(
     assert node.has("trains") == (check == 0)
 
 
+@pytest.mark.takes("starts nodes that wait for each other")
 def test_stop_signal_ends_the_checks(start: Callable[..., Started]) -> None:
     node = start("return 0", check="open(f'{folder}/pid', 'w').write(str(os.getpid())); time.sleep(60)")
     wait_for(lambda: node.has("pid") and (node.folder / "pid").read_text(), [node])
@@ -243,6 +245,7 @@ def test_node_stopped_before_its_ranks_is_not_awaited(two: Callable[..., list[St
 
 
 @pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.long), 0])
+@pytest.mark.takes("starts nodes that wait for each other")
 def test_all_nodes_log_why_one_failed(two: Callable[..., list[Started]], number: int) -> None:
     """In its check, while the other's would wait for it, and in its ranks, which the other's wait for."""
     error = json.dumps({"time": 1, "problems": [{"where": "data", "problem": "not here"}]})
@@ -349,6 +352,7 @@ def test_a_platform_that_disagrees_with_the_plan_is_not_tried_again(
 @pytest.mark.fault(
     "a node that never comes, without launch.sh", "`windlass train`", "node 1 did not join within 2 s (node 0 did)"
 )
+@pytest.mark.takes("starts nodes that wait for each other")
 def test_a_node_that_never_comes_is_named_without_a_job_too(tmp_path: Path) -> None:
     """As a person starts nodes: `windlass train` and the variables of PET."""
     (tmp_path / "train.py").write_text("print('started')")

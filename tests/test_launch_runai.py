@@ -28,6 +28,7 @@ def read_back(model: str, body: dict[str, Any]) -> list[str]:
     return lost(body, json.loads(made.to_json()))
 
 
+@pytest.mark.takes("builds models from a large schema")
 def test_rest_body_is_accepted_by_runais_models() -> None:
     for site in (SITE, FULL):
         body = runai.make_payload(build_job(example("train", site)[0]))

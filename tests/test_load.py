@@ -272,6 +272,7 @@ def test_weights_that_are_no_finite_numbers_stop_the_run_by_name(
         load_base(read_base(damaged(root, tmp_path, change)), layout)
 
 
+@pytest.mark.takes("digests a base after each change")
 def test_base_digest_covers_every_byte_and_its_place(root: Path, tmp_path: Path) -> None:
     """The same from files alone, in 16 bits and FP8; different after any change. Layouts are in load_ranks.py."""
     base = read_base(damaged(root, tmp_path, lambda _: None))

@@ -141,6 +141,7 @@ def test_params_are_those_of_the_base(made: Path, tmp_path: Path) -> None:
         assert {**params, "quantization": 0} == {**expected, "quantization": 0}
 
 
+@pytest.mark.takes("writes and merges both layouts")
 def test_layouts_by_default_and_by_request(made: Path, tmp_path: Path) -> None:
     printed: list[str] = []
     for number, (base, layout, files) in enumerate((("none", None, 1), ("none", "hf", 0), ("none alone", None, 0))):
@@ -159,6 +160,7 @@ def test_layouts_by_default_and_by_request(made: Path, tmp_path: Path) -> None:
         export(tmp_path / "small", tmp_path / "no", layout="mistral", say=silent)
 
 
+@pytest.mark.takes("writes and merges both layouts")
 def test_files_that_vllm_needs_and_the_base_lacks(made: Path, tmp_path: Path) -> None:
     """With the command that gets each, if the base has a name on the hub."""
     base = tmp_path / "base"

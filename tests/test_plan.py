@@ -415,6 +415,7 @@ def pasted(text: str) -> dict[str, list[str]]:
     ("batch", "overrides"),
     [("  #", ()), ("  global_batch_size: 48 #", ()), ("  gradient_accumulation_steps:", TWO_BY_EIGHT)],
 )
+@pytest.mark.takes("makes many plans")
 def test_every_compared_layout_equals_its_own_plan(
     batch: str, overrides: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -584,6 +585,7 @@ def test_on_a_narrow_terminal_no_word_of_the_comparison_is_split(
         assert f" {row.cost.gpu_gib:,.1f} " in shown
 
 
+@pytest.mark.takes("makes many plans")
 def test_unlikely_settings_are_warned_about() -> None:
     def texts(*overrides: str) -> dict[str, str]:
         return {warning.text: warning.override for warning in of_train(*overrides, compare=True).warnings}

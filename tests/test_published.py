@@ -20,6 +20,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
     return capsys.readouterr()
 
 
+@pytest.mark.takes("plans all published runs")
 def test_plan_agrees_with_published_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     answer = json.loads(run(monkeypatch, capsys, "--json")[0])
     assert {"rows", "skipped", "memory", "speed", "by_source", "bounds"} <= answer.keys()

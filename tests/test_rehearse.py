@@ -114,6 +114,7 @@ def test_a_run_is_rehearsed_and_the_record_is_true(kept: Path, user: Path) -> No
     assert differing <= {change["key"] for change in found["changes"]}
 
 
+@pytest.mark.takes("makes small models of every family")
 def test_exports_that_are_not_what_was_trained_are_found(kept: Path, tmp_path: Path) -> None:
     for name in ("model", "run"):
         (tmp_path / name).symlink_to(kept / name)
@@ -444,6 +445,7 @@ def test_as_many_ranks_and_nodes_as_fit_share_the_model_as_the_run_does() -> Non
         assert scale_ranks(layout, LocalMachine((), 16, 24, None))[1] == played
 
 
+@pytest.mark.takes("makes small models of every family")
 def test_every_known_model_has_a_small_config_of_its_kind() -> None:
     for name in read_published_configs():
         base = find_published_base(name)

@@ -539,6 +539,7 @@ def replacements(value: Any, odd: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("all_odd", [False, pytest.param(True, marks=pytest.mark.prove)])
+@pytest.mark.takes("writes a report for each odd value")
 def test_report_survives_any_odd_value(all_odd: bool, tmp_path: Path) -> None:
     folder = write(tmp_path / "run", ranks=1, count=3)
     for path in (*folder.glob("*.json"), *folder.glob("*.jsonl")):

@@ -69,6 +69,7 @@ FILES: dict[bytes, str] = {
 }
 
 
+@pytest.mark.takes("reads many damaged files")
 def test_bad_files_and_paths(problems: Problems, tmp_path: Path) -> None:
     for content, code in FILES.items():
         problem = problems(content)[0]

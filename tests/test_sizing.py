@@ -216,6 +216,7 @@ def test_no_command_takes_a_file_that_import_left_incomplete(
 # --- GPUs compared ------------------
 
 
+@pytest.mark.takes("plans for every kind of GPU")
 def test_every_kind_is_compared_and_the_cheapest_is_first(plan: Command, capsys: pytest.CaptureFixture[str]) -> None:
     comparison = sizing.compare_gpus(subject(MODEL, "all"))
     sizing.print_comparison(comparison)
@@ -267,6 +268,7 @@ def test_prices_decide_the_order(plan: Command, tmp_path: Path) -> None:
     assert "without a price: h200" in out
 
 
+@pytest.mark.takes("plans for every kind of GPU")
 def test_a_run_file_is_compared_and_what_it_rules_out_is_named(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ CODE = r"[a-z0-9]+(-[a-z0-9]+)*"  # of an error
 EXIT_CODES = {"FAILED", "USER_INPUT", "RANK_USER_INPUT", "SAVED"}
 
 
+@pytest.mark.takes("reads all of the source")
 def test_files_and_functions_stay_small_and_exit_codes_are_in_one_place() -> None:
     numbered = []
     for path in SOURCES:
@@ -101,6 +102,7 @@ def find_names(tree: ast.AST) -> tuple[set[str], set[str]]:
     return named | defined, defined
 
 
+@pytest.mark.takes("reads all of the source")
 def test_names_in_docstrings_exist() -> None:
     """A word in backticks is a name of the same file, or one that another file defines: a rename leaves none behind."""
     paths = sorted((ROOT / "src").rglob("*.py"))
@@ -211,6 +213,7 @@ def test_a_replacement_elsewhere_is_found(fault: str) -> None:
     assert [*find_replacements(fault)]
 
 
+@pytest.mark.takes("reads all of the source")
 def test_nothing_is_replaced_outside_of_patches() -> None:
     found = {
         f"{path.relative_to(PACKAGE)}: {text}"
@@ -221,6 +224,7 @@ def test_nothing_is_replaced_outside_of_patches() -> None:
     assert not found
 
 
+@pytest.mark.takes("reads all of the source")
 def test_every_key_of_train_is_read_somewhere() -> None:
     trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
     read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

@@ -272,6 +272,7 @@ def test_a_rank_that_knows_what_it_lost_explains_the_end_if_no_rank_explains_it_
 
 
 @pytest.mark.fault("a port that another program has", "`windlass train`", "another program has port")
+@pytest.mark.takes("starts ranks that wait")
 def test_ranks_that_cant_connect_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", *DEFAULTS):  # set by the ranks themselves
         monkeypatch.setenv(name, "")
@@ -550,6 +551,7 @@ def test_second_signal_does_not_interrupt_saving(tmp_path: Path) -> None:
     assert wait_for(tmp_path, "saved-*") == ["saved-0", "saved-1"]
 
 
+@pytest.mark.takes("starts ranks that wait")
 def test_first_saver_waits_for_living_ranks_up_to_a_limit() -> None:
     """Of the processes that its launcher started, those that have a child: the script."""
     launcher = """

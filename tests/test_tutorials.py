@@ -77,6 +77,7 @@ def texts(module: Path) -> Iterator[str]:
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in node.values)
 
 
+@pytest.mark.takes("parses every hint in the source")
 def test_hints_name_existing_keys_and_commands() -> None:
     """Each command in a message parses as printed, and each key named in it is a key of the run file."""
     source, checked, seen = ROOT / "src" / "windlass", 0, 0

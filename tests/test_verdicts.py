@@ -75,6 +75,7 @@ class World:
 BF16 = pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 
 
+@pytest.mark.takes("verifies many servers")
 def test_right_servers_in_bfloat16_raise_no_alarm() -> None:
     for seed in range(50):
         small = seed % 2 == 0

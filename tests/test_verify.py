@@ -397,6 +397,7 @@ def test_another_chat_template_is_named_with_its_first_token(mixture: Exported) 
         ({"refuses": "assistant"}, "up to its last answer"),
     ],
 )
+@pytest.mark.takes("computes a model under many hypotheses")
 def test_a_server_that_takes_no_answer_at_the_end(options: dict[str, Any], up_to: str, mixture: Exported) -> None:
     result = mixture.stub(**options).verify(mixture.folder)
     assert result.passed
@@ -481,6 +482,7 @@ def test_an_adapter_that_decoding_ignores(mixture: Exported) -> None:
 
 
 @pytest.mark.parametrize("way", ["echo", "forced"])
+@pytest.mark.takes("computes a model under many hypotheses")
 def test_servers_that_give_less(way: str, dense: Exported) -> None:
     result = dense.stub(way=way).verify(dense.folder)
     assert (result.verdict, result.way, result.passed) == (APPLIED, way, True)
@@ -494,6 +496,7 @@ def test_a_server_without_log_probabilities(dense: Exported) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+@pytest.mark.takes("computes a model under many hypotheses")
 def test_a_server_that_computes_in_fewer_bits(dtype: str, tmp_path: Path) -> None:
     quantization = "tensor" if dtype == "fp8" else "none"
     exported = make_dense(tmp_path, quantization=quantization, layers=4)
@@ -608,6 +611,7 @@ def test_a_probe_of_an_older_windlass(dense: Exported, tmp_path: Path) -> None:
     assert find_probe(folder, folder) == {}
 
 
+@pytest.mark.takes("computes a model under many hypotheses")
 def test_what_makes_a_comparison_impossible(dense: Exported, tmp_path: Path) -> None:
     with refused("no-answer"):
         verify("http://127.0.0.1:9", dense.folder, None, None, "KEY", print)
@@ -707,6 +711,7 @@ def test_a_share_that_few_tokens_leave_open_is_no_alarm(mixture: Exported, tmp_p
         assert any("bfloat16 keeps 80 %" in line for line in lines) == warned
 
 
+@pytest.mark.takes("computes a model under many hypotheses")
 def test_a_merged_model_has_the_same_probe(mixture: Exported, tmp_path: Path) -> None:
     export(mixture.adapter.parent, tmp_path / "merged", merge=True, base=str(mixture.base), say=lambda _: None)
     stub = mixture.stub(plain_model(tmp_path / "merged"))
@@ -778,6 +783,7 @@ def test_ranks_that_train_the_base_too_leave_the_probe_to_the_export(more: str, 
     assert exported.stub().verify(exported.folder).passed
 
 
+@pytest.mark.takes("computes a model under many hypotheses")
 def test_trained_biases_are_a_part_of_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny.write_model(tmp_path / "base", "llama", dtype="float32", config={"attention_bias": True})
     model = get_peft_model(

@@ -301,6 +301,7 @@ def found_in_pairs(folder: Path, **settings: Any) -> list[Alarm]:
     return raised
 
 
+@pytest.mark.takes("replays runs of many steps")
 def test_no_alarm_in_healthy_runs_on_pairs(tmp_path: Path) -> None:
     for seed in range(6):
         assert found_in_pairs(write_pairs(tmp_path, seed, falls=5.0)) == []
