@@ -255,7 +255,7 @@ def test_roles_by_any_usual_name_or_one_that_the_template_names(prepared: Prepar
         (SHAREGPT, {"columns": {"text": "id", "role": "who"}}, "data.columns.text: the format sharegpt has no 'text'"),
         (SHAREGPT, {"columns": {"from": "who"}}, None),
         (GSM8K, {}, "data.text_field: the data have no column 'text'; they have 'question', 'answer'"),
-        (GSM8K, {}, "write data.columns: {prompt: question, completion: answer}"),
+        (GSM8K, {}, "write data.columns: {instruction: question, output: answer}"),
         (DOLLY, {}, "write data.columns: {output: response, input: context}"),
         ({"dialog": []}, {}, "write data.columns: {messages: dialog}"),
         ({"content": "a"}, {}, "write data.columns: {text: content}"),
