@@ -21,7 +21,7 @@ from refusals import refused
 from windlass import hardware, tiny
 from windlass import init as draft
 from windlass import plan as planning
-from windlass.data.inputs import fingerprint_inputs
+from windlass.data.inputs import fingerprint_rows
 from windlass.data.prepare import open_model_tokenizer, prepare_data, sample_token_rows
 from windlass.errors import UserError
 from windlass.files import write_json
@@ -459,10 +459,9 @@ def test_a_finished_run_of_other_rows_is_not_the_one_that_is_asked_for(tmp_path:
     (tmp_path / "run.yaml").write_text(made.text)
     plan = planning.make_plan(read_run_file(tmp_path / "run.yaml"))
     (tmp_path / "run").mkdir()
-    sizes = fingerprint_inputs(plan.run.data, plan.base.path, plan.where, times=False)
     for name, value in (
         (MANIFEST, {"state": FINISHED, "run": record_run(plan.run)}),
-        (DATA, {"sequences": {"sizes": sizes}}),
+        (DATA, {"sequences": {"files": fingerprint_rows(plan.run.data, plan.where)}}),
     ):
         write_json(tmp_path / "run" / name, value)
     os.utime(data, (1, 1))  # a copy

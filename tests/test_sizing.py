@@ -116,6 +116,8 @@ def test_what_is_saved_is_what_was_planned(plan: Command, tmp_path: Path) -> Non
     assert run.cluster.network
     assert plan("my.yaml")[0] == out
     before = (tmp_path / "my.yaml").read_text()
+    plan(SMALL, "--data", str(rows), "--save", "here.yaml")  # for this machine
+    assert "cluster:" not in (tmp_path / "here.yaml").read_text()
     _, err = plan(SMALL, "--gpus", "1xh100", "--data", str(rows), "--save", "my.yaml", code=2)
     assert "--save my.yaml: exists already" in err
     assert (tmp_path / "my.yaml").read_text() == before

@@ -195,10 +195,12 @@ def set_machine(made: Draft, gpus: str | None) -> None:
     if gpus is None:
         found = hardware.read_gpus(health=False).gpus
         gpu = found[0].name if found else "cpu"
-        made.ranks, made.has_ranks = len(found) or 1, bool(found)
+        made.ranks = len(found) or 1
+        made.has_ranks = bool(found)
     else:
         nodes, per_node, gpu = hardware.parse_gpus(gpus, "--gpus")
-        made.ranks, made.has_ranks = nodes * per_node, True
+        made.ranks = nodes * per_node
+        made.has_ranks = True
         made.set("train.bf16", hardware.find_gpu(gpu).has_bf16)
         made.set("cluster.nodes", nodes)
         made.set("cluster.gpus_per_node", per_node)

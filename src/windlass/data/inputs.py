@@ -49,17 +49,26 @@ def find_absent_files(run: RunFile, where: Where) -> Iterator[tuple[str, Problem
             yield run.train.sample.file, error.problems[0]
 
 
-def fingerprint_inputs(data: Data, tokenizer: Path | None, where: Where, *, times: bool = True) -> str:
-    """Return a hash of the data section and of sizes and times of its files and the tokenizer's: cheap to compare.
-    Without times, it is the same for copies."""
+def fingerprint_inputs(data: Data, tokenizer: Path | None, where: Where) -> str:
+    """Return a hash of the data section and of sizes and times of its files and the tokenizer's: cheap to compare."""
     files = [*tokenizer.glob("*token*"), *tokenizer.glob("*template*")] if tokenizer else []
-    for row_set in mix.list_all_sets(data, where):
-        splits = resolve_source(row_set.data, row_set.where).splits.values()
-        files += [path for paths in splits for path in paths]
-    every = [(path.name, path.stat()) for path in sorted(set(files))]
-    stats = [(name, stat.st_size, stat.st_mtime_ns if times else 0) for name, stat in every]
-    facts = json.dumps([data.model_dump(mode="json"), data.pairs, stats], sort_keys=True)
-    return hashlib.blake2b(facts.encode(), digest_size=12).hexdigest()
+    files += _list_row_files(data, where)
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(set(files))]
+    return _hash_facts([data.model_dump(mode="json"), data.pairs, stats])
+
+
+def fingerprint_rows(data: Data, where: Where) -> str:
+    """Return a hash of names and sizes of the files of rows: the same for copies, and for every version's keys."""
+    return _hash_facts([(path.name, path.stat().st_size) for path in sorted(set(_list_row_files(data, where)))])
+
+
+def _list_row_files(data: Data, where: Where) -> list[Path]:
+    sources = [resolve_source(row_set.data, row_set.where) for row_set in mix.list_all_sets(data, where)]
+    return [path for source in sources for paths in source.splits.values() for path in paths]
+
+
+def _hash_facts(facts: object) -> str:
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def is_expected_here(path: str) -> bool:

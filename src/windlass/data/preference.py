@@ -129,9 +129,7 @@ def make_pair_format(
         before, answers = read(row)
         if isinstance(before, str):
             at = len(before)
-            spans = [((at, at + len(answer)),) for answer in answers]
-            pairs = zip(answers, spans, strict=True)
-            return [RenderedRow(f"{before}{answer}", span, remarks=bare) for answer, span in pairs]
+            return [RenderedRow(before + answer, ((at, at + len(answer)),), remarks=bare) for answer in answers]
         assert template is not None
         return render_answers(template, before, answers, row.get(tools or ""))
 

@@ -37,7 +37,7 @@ from windlass.data.audit import (
 )
 from windlass.data.cache import Say, get_or_create, hash_file
 from windlass.data.formats import Format, choose_format
-from windlass.data.inputs import fingerprint_inputs
+from windlass.data.inputs import fingerprint_inputs, fingerprint_rows
 from windlass.data.mistral_ids import compare_with_mistral, find_mistral_file
 from windlass.data.mix import count_per_epoch
 from windlass.data.packing import Order, choose_epoch_rows, group_by_length, hash_rows, open_rows, shuffle, write_rows
@@ -187,9 +187,8 @@ def prepare_data(
     shares = count_shares(trained, audit) if data.mix and not data.streaming else ()
     if not data.streaming:
         audit["sequences"] = count_rows_made(folder, audit, shares)
-        opened = Path(tokenizer.name_or_path)
-        audit["sequences"]["inputs"] = fingerprint_inputs(data, opened, where)
-        audit["sequences"]["sizes"] = fingerprint_inputs(data, opened, where, times=False)
+        audit["sequences"]["inputs"] = fingerprint_inputs(data, Path(tokenizer.name_or_path), where)
+        audit["sequences"]["files"] = fingerprint_rows(data, where)
     notes = dict.fromkeys(note for format_ in formats for note in format_.notes)
     compared = audit.pop("mistral")
     audit["facts"] = [*list_facts(audit), *(fact for fact, _ in compared if fact)]

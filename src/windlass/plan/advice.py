@@ -28,8 +28,8 @@ OF_ALL = "all of these"
 SLOW_STEP_SECONDS = 60
 SHORT = 0.5  # fraction of max_length: shorter rows are mostly padding, or make small matrix products
 # Trained parameters per token of data: an adapter stores about two bits per parameter, text has about one per token.
-USUAL_RANK = 16  # that `windlass init` writes: nobody is warned of it
 LARGE = 100
+USUAL_RANK = 16  # that `windlass init` writes: nobody is warned of it
 HIGH_RATE = 0.1  # adapters train at 1e-5 to 1e-2, by optimizers whose steps don't grow with the gradient
 HIGH_RATE_OF_PAIRS = 1e-4
 SLOW = 1.2  # smallest gain from larger micro-batches that is worth a warning

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from windlass.data.inputs import fingerprint_inputs
+from windlass.data.inputs import fingerprint_rows
 from windlass.errors import Problem, RunError, UserError, raise_all
 from windlass.files import read_json
 from windlass.plan import Plan, make_plan
@@ -56,10 +56,10 @@ def describe_finished(plan: AnyPlan) -> str:
     for run in (plan.trials or (plan,)) if isinstance(plan, Plan) else ():
         then = read_manifest(run.folder).get("run", {})
         problems += find_changes(then, record_run(run.run), run.where, hint, ASKED)
-        trained = (read_json(run.folder / DATA).get("sequences") or {}).get("sizes")
+        trained = (read_json(run.folder / DATA).get("sequences") or {}).get("files")
         with suppress(UserError, OSError):  # the files may be gone by now
-            if trained and trained != fingerprint_inputs(run.run.data, run.base.path, run.where, times=False):
-                text = "the files of rows, or how they are read, have changed since this run was trained on them"
+            if trained and trained != fingerprint_rows(run.run.data, run.where):
+                text = "the files of rows have changed since this run was trained on them"
                 problems.append(Problem(text, run.where("data.dataset_name_or_path"), hint, "other-rows"))
     raise_all([*dict.fromkeys(problems)])  # trials share most settings
     if isinstance(plan, Plan) and trials:

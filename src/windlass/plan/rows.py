@@ -270,7 +270,7 @@ def _sample_split(
         hint = "fetch or write the file again; the plan takes every row for as long as data.max_length"
         return replace(made, problem=Problem(f"no rows can be read: {error}", of.where(key), hint, "unreadable"))
     answers = [_find_answers(row, of.data) for *_, row in located]
-    made = replace(made, pairs=sum(map(bool, answers)) > len(answers) / 2)  # others are told
+    made = replace(made, pairs=sum(map(bool, answers)) > len(answers) / 2)  # the others are refused
     guessed = [estimate_tokens(_drop_shorter(row, pair)) for (*_, row), pair in zip(located, answers, strict=True)]
     if not any(guessed):
         return made
