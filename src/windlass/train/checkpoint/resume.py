@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import platform
 import shlex
 import shutil
 import sys
@@ -103,8 +104,8 @@ def find_unshared(folder: Path) -> list[int]:
             list(folder.iterdir())  # a network file system looks again for what was not there
         return read_manifest(folder).get("began")
 
-    began = collectives.run_on_rank_0(read)
-    until = time.monotonic() + SEEN_SECONDS
+    began, host = collectives.run_on_rank_0(lambda: (read(), platform.node()))
+    until = time.monotonic() + SEEN_SECONDS * (platform.node() != host)  # a host sees its own files at once
     while not (seen := read() == began) and time.monotonic() < until:
         time.sleep(0.1)
     return [rank for rank, sees in enumerate(collectives.all_gather(seen)) if not sees]
