@@ -103,6 +103,20 @@ def test_what_bfloat16_means_in_a_layout_is_noted_where_layouts_differ() -> None
         assert any("are gathered in bfloat16, in which the sum between layers is" in note for note in notes) is noted
 
 
+@pytest.mark.parametrize(
+    ("given", "noted"),
+    [
+        (["lora.use_dora=true", "layout.name=resident"], "DoRA rounds its sum twice"),
+        (["lora.experts={r: 8, lora_alpha: 16}"], "the grouped product of experts on h200 rounds its sum twice"),
+        (["lora.experts={r: 8, lora_alpha: 16}", "cluster.gpu=a100"], ""),
+        ([], ""),
+    ],
+)
+def test_a_sum_that_is_rounded_twice_in_training_is_noted(given: list[str], noted: str) -> None:
+    notes = [note for note in of_train(*given).notes if "rounds its sum twice" in note]
+    assert [note.partition(" in training")[0] for note in notes] == ([noted] if noted else [])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_plans_of_the_examples_are_the_golden_ones_and_their_parts_agree(case: str) -> None:
     made = planned(case)

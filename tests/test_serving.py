@@ -6,6 +6,7 @@ card, as is lm-evaluation-harness. What this build of vLLM can't run is in CANNO
 it can.
 """
 
+import itertools
 import json
 import math
 import os
@@ -26,15 +27,18 @@ import pytest
 import real
 import torch
 from ports import free_port
+from safetensors.torch import load_file, save_file
 from test_export import MLA, peft_model
 
 from windlass import tiny
 from windlass.export import export
+from windlass.run_folder import ADAPTER
 
 VLLM = Path(os.environ.get("WINDLASS_VLLM", ".venv/vllm")).absolute()
 LLAMA = Path(os.environ.get("WINDLASS_LLAMA", ".venv/llama")).absolute()
 LM_EVAL = Path(os.environ.get("WINDLASS_LM_EVAL", ".venv/lm-eval")).absolute()
 STARTING_SECONDS = 400
+TRAININGS = int(os.environ.get("WINDLASS_TRAININGS", "2"))  # each makes 8 right servers
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 HEADS: dict[str, Any] = {"hidden": 256, "heads": 4}
 DENSE = {"target_modules": ["q_proj", "o_proj", "down_proj"]}
@@ -269,18 +273,32 @@ def test_a_part_that_vllm_ignores_without_a_word_is_named(tmp_path: Path) -> Non
     assert 1e-3 < of_base["errors"]["base"]["mean"] < 0.01
 
 
+def train(folder: Path, *overrides: str) -> None:
+    """Train the pretrained model for some steps."""
+    real.write_rows(folder)
+    (folder / "run.yaml").write_text(real.RUN.format(model=real.get_model(), folder=folder))
+    always = ["train.max_steps=8", "train.eval_strategy=no", "train.global_batch_size=4"]
+    always += ["cluster.gpu=cpu", "cluster.gpus_per_node=1"]
+    words = [word for override in (*always, *overrides) for word in ("--override", override)]
+    command = [sys.executable, "-m", "windlass", "train", str(folder / "run.yaml"), *words]
+    subprocess.run(command, check=True, timeout=900)
+
+
+def scale_adapter(trained: Path, target: Path, factor: float) -> Path:
+    target.mkdir(parents=True)
+    tensors = load_file(trained / ADAPTER)
+    scaled = {name: factor * tensor if "lora_B" in name else tensor for name, tensor in tensors.items()}
+    save_file(scaled, target / ADAPTER, metadata={"format": "pt"})
+    shutil.copy(trained / "adapter_config.json", target)
+    return target
+
+
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pretrained model, trained for some steps: exported beside its base, and merged."""
     folder = tmp_path_factory.mktemp("tuned")
     model = real.get_model()
-    real.write_rows(folder)
-    (folder / "run.yaml").write_text(real.RUN.format(model=model, folder=folder))
-    overrides = ["train.max_steps=8", "train.eval_strategy=no", "train.global_batch_size=4"]
-    overrides += ["cluster.gpu=cpu", "cluster.gpus_per_node=1"]
-    words = [word for override in overrides for word in ("--override", override)]
-    command = [sys.executable, "-m", "windlass", "train", str(folder / "run.yaml"), *words]
-    subprocess.run(command, check=True, timeout=900)
+    train(folder)
     export(folder / "out", folder / "merged", merge=True, say=print)
     for name, server in (("beside", "vllm"), ("for llama.cpp", "llama.cpp"), ("for peft", "peft")):
         export(folder / "out", folder / name, server=server, probes=server != "peft", say=print)
@@ -300,6 +318,55 @@ def test_a_pretrained_model_beside_its_base_and_merged(dtype: str, tuned: Path) 
         assert (code, result["verdict"]) == (0, "applied"), result
         print(f"{dtype}, {name}: {result['summary']}")
     assert (of_base[0], of_base[1]["verdict"]) == (1, "answers as the base"), of_base[1]
+
+
+@needs_vllm
+def test_what_rounding_takes_of_a_small_adapter_is_there_when_it_is_merged(tuned: Path, tmp_path: Path) -> None:
+    model = real.get_model()
+    small = scale_adapter(tuned / "out" / "final", tmp_path / "small", 0.3)
+    export(small, tmp_path / "beside", server="vllm", say=print)
+    export(small, tmp_path / "merged", merge=True, say=print)
+    (tmp_path / "beside" / model.name).symlink_to(model)
+    results = {}
+    for name, *options in (("beside", "--model", "adapter"), ("merged",)):
+        with vllm(tmp_path / name, "--dtype", "bfloat16", environment={}) as url:
+            results[name] = verify(url, tmp_path / name, *options)
+        print(f"{name}: {results[name][1]}")
+    (code, beside), (of_merged, merged) = results["beside"], results["merged"]
+    assert (code, of_merged) == (0, 0)
+    assert beside["share"] < 0.8, "vLLM rounds once: say so in docs/bfloat16.md"
+    assert "of it: serve it merged, or in float32" in beside["summary"]
+    assert merged["share"] == pytest.approx(1, abs=0.05)
+
+
+@needs_vllm
+@pytest.mark.timeout(3600)
+def test_right_servers_raise_no_alarm(tmp_path: Path) -> None:
+    """Adapters of several trainings at several sizes, in both precisions: applied, or too faint to be told."""
+    model = real.get_model()
+    exports: dict[str, Path] = {}
+    for seed, steps in itertools.islice(itertools.product(itertools.count(), (4, 16)), TRAININGS):
+        folder = tmp_path / f"{steps} steps, seed {seed}"
+        folder.mkdir()
+        train(folder, f"train.max_steps={steps}", f"train.seed={seed}")
+        for factor in (0.1, 0.3, 1.0, 2.0):
+            scaled = scale_adapter(folder / "out" / "final", folder / f"x {factor}", factor)
+            name = f"{steps}-{seed}-{factor}"
+            exports[name] = tmp_path / name
+            export(scaled, exports[name], server="vllm", say=print)
+            (exports[name] / model.name).symlink_to(model)
+    first, *_ = exports.values()
+    modules = ["--lora-modules", *(f"{name}={folder}" for name, folder in exports.items())]
+    found: dict[str, dict[str, Any]] = {}
+    for dtype in ("float32", "bfloat16"):
+        with vllm(first, "--dtype", dtype, *modules, "--max-loras", "1", environment={}) as url:
+            for name, folder in exports.items():
+                code, found[f"{name} in {dtype}"] = verify(url, folder, "--model", name)
+                print(f"{name} in {dtype}: {code}, {found[f'{name} in {dtype}'].get('summary')}")
+    alarms = {name: of for name, of in found.items() if of.get("verdict") not in ("applied", "undecided")}
+    assert not alarms
+    undecided = [name for name, of in found.items() if of["verdict"] == "undecided"]
+    assert all(" in bfloat16" in name and "-0.1 " in name for name in undecided), undecided
 
 
 @needs_vllm

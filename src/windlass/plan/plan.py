@@ -26,6 +26,7 @@ from windlass.plan.rows import Counts, DataSample, sample_data
 from windlass.plan.schedule import Schedule, make_schedule
 from windlass.plan.search import Candidate, Search, choose_fitting, divide_batch
 from windlass.plan.split_rows import check_split_rows, list_splits, needs_mask
+from windlass.plan.step_time import ONE_BY_ONE
 from windlass.plan.together import Group
 from windlass.plan.validate import check_expert_settings, check_family, check_request, check_rows, find_base_dtypes
 from windlass.runfile import Loaded, RunFile, resolve_accumulation
@@ -297,6 +298,14 @@ def make_plan(
     return replace(plan, warnings=tuple(find_cautions(plan, sample.problems, work.shape)), notes=notes)
 
 
+def _name_twice_rounded(plan: Plan) -> str:
+    """Return what can't add an adapter inside the product that it is added to."""
+    if plan.run.lora.use_dora:
+        return "DoRA"
+    grouped = plan.run.lora.experts and not plan.machine.gpu.name.startswith(ONE_BY_ONE)
+    return f"the grouped product of experts on {plan.machine.gpu.name}" if grouped else ""
+
+
 def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
     """Yield notes about the files, the model and the choices made."""
     base = plan.base
@@ -308,6 +317,8 @@ def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
     if plan.layout.is_sharded and plan.run.train.in_bf16 and plan.run.model.torch_dtype == "float32":
         text = "sharded weights in float32 are gathered in bfloat16, in which the sum between layers is then, too"
         yield f"{text}; a resident base keeps that in float32, so that losses differ a little"
+    if plan.run.in_16_bits and (lost := _name_twice_rounded(plan)):
+        yield f"{lost} rounds its sum twice in training, as PEFT does: bfloat16 swallows a part of a small adapter there"
     yield from plan.loaded.notes
     yield from accelerate.notes if accelerate else ()
     yield from base.notes
