@@ -318,7 +318,7 @@ def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
         text = "sharded weights in float32 are gathered in bfloat16, in which the sum between layers is then, too"
         yield f"{text}; a resident base keeps that in float32, so that losses differ a little"
     if plan.run.in_16_bits and (lost := _name_twice_rounded(plan)):
-        yield f"{lost} rounds its sum twice in training, as PEFT does: bfloat16 swallows a part of a small adapter there"
+        yield f"{lost} rounds its sum twice in training, as PEFT does: bfloat16 swallows part of a small adapter"
     yield from plan.loaded.notes
     yield from accelerate.notes if accelerate else ()
     yield from base.notes
