@@ -116,7 +116,7 @@ def test_three_kills_of_one_run(material: Path, whole: Path) -> None:  # noqa: F
 
 def test_a_stopped_rank_ends_the_run_with_words(material: Path) -> None:  # noqa: F811
     folder = material / "frozen"
-    settings = (f"train.output_dir={folder}", "train.ddp_timeout=20", "train.max_steps=100000")
+    settings = (f"train.output_dir={folder}", "train.ddp_timeout=10", "train.max_steps=100000")
     process = started(material / "run.yaml", *(word for value in settings for word in ("--override", value)))
     wait_for(lambda: (folder / "steps-rank1.jsonl").exists(), process)
     crew(process)[1].send_signal(signal.SIGSTOP)

@@ -365,7 +365,9 @@ def test_noise_of_a_part_is_as_large_as_of_the_row() -> None:
 
 @pytest.mark.long
 def test_planted_faults_show(material: Path, one: Runs) -> None:
-    faulty = {fault: case("llama", 2, 2, fault, **SHORT[name]) for fault, name in FAULTS.items()}
+    faulty = {
+        fault: case("llama", 2, 2, fault, **{**SHORT[name], "train__sample": None}) for fault, name in FAULTS.items()
+    }
     found = Runs(material, 2, faulty)
     for fault, name in FAULTS.items():
         with pytest.raises(AssertionError):
@@ -437,15 +439,16 @@ def test_layer_inputs_in_host_memory_change_no_bit(material: Path, ranks: int) -
             if ranks > 1 or of.get("layout__name") != "expert-parallel"
         }
 
-    kept = Runs(material, ranks, cases(train__offload_activations=False))
+    steps: dict[str, Any] = {"train__max_steps": 4, "train__eval_steps": 2}
+    kept = Runs(material, ranks, cases(train__offload_activations=False, **steps))
     # Where products of experts are kept, other tokens would be routed to them: the step is then not finite.
     one_step: dict[str, Any] = {"train__max_steps": 1, "train__eval_strategy": "no", "watch__non_finite": "skip"}
     faulty = {name: of for fault in INPUT_FAULTS for name, of in cases((fault,), **one_step).items()}
-    found = Runs(material, ranks, {**cases(), **faulty})
+    found = Runs(material, ranks, {**cases(**steps), **faulty})
     for name in kept.outcomes:
         for step, other in zip(found.lines(name), kept.lines(name), strict=True):
             assert all(step[key] == other[key] for key in ("loss", "grad_norm", "job_tokens")), (name, step, other)
-        assert len(found.lines(name)) == 10
+        assert len(found.lines(name)) == 4
         evaluations, others = ([line["eval_loss"] for line in runs.lines(name, "eval_loss")] for runs in (found, kept))
         assert evaluations == others != []
         gradients = kept.gradients(name)

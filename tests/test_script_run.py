@@ -398,7 +398,9 @@ def plan(tmp_path: Path) -> Callable[..., ScriptPlan]:
 
 
 @pytest.mark.parametrize(
-    ("script", "code"), [(FAILS.replace("sys.argv[1]", "3"), 1), (SLOW, 75)], ids=["fails", "saves"]
+    ("script", "code"),
+    [(FAILS.replace("sys.argv[1]", "3").replace("time.sleep(600)", "time.sleep(1)"), 1), (SLOW, 75)],
+    ids=["fails", "saves"],
 )
 def test_launch_sh_passes_on_exit_codes_and_signals(
     plan: Callable[..., ScriptPlan], tmp_path: Path, script: str, code: int

@@ -73,6 +73,7 @@ LAYOUTS = {
     "expert-parallel": "layout: {name: expert-parallel, expert_parallel: 2}\n",
     "packed": "layout: resident\n",
 }
+ONE = "--override cluster.gpus_per_node=1"  # what several ranks add is no part of the test
 SIMPLER = ("resident", "full-shard", "fp8", "recomputed")  # than the others, which cover what these do
 
 
@@ -152,8 +153,8 @@ def test_nothing_changes_if_another_trial_does(material: Path, tmp_path: Path) -
         "first": TRIALS["first"],
         "second": {"train.learning_rate": 0.05, "data.dataset_name_or_path": "turned.txt"},
     }
-    run(f"train {write(folder, 'one', one, LAYOUTS['resident'], 2)}", folder)
-    run(f"train {write(folder, 'other', other, LAYOUTS['resident'], 2)}", folder)
+    run(f"train {write(folder, 'one', one, LAYOUTS['resident'], 2)} {ONE}", folder)
+    run(f"train {write(folder, 'other', other, LAYOUTS['resident'], 2)} {ONE}", folder)
     adapters = [load_file(folder / name / "trials/second/final/adapter_model.safetensors") for name in ("one", "other")]
     assert any(not torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
     assert_same_run(folder / "one" / "trials" / "first", folder / "other" / "trials" / "first")
@@ -191,16 +192,15 @@ def test_a_killed_group_ends_as_it_would(material: Path, tmp_path: Path) -> None
     folder = shutil.copytree(material, tmp_path / "here")
     trials = {name: {**settings, "train.max_steps": 12} for name, settings in TRIALS.items()}
     files = [write(folder, name, trials, LAYOUTS["resident"]) for name in ("whole", "killed")]
-    one = "--override cluster.gpus_per_node=1"
-    run(f"train {files[0]} {one}", folder)
+    run(f"train {files[0]} {ONE}", folder)
     sweep = folder / "killed"
     for steps in (1, 3, 7):
-        process = start(f"train {files[1]} --resume {one}", folder, warm.python())
+        process = start(f"train {files[1]} --resume {ONE}", folder, warm.python())
         wait_for(lambda steps=steps: count_steps(sweep / "trials" / "first") >= steps, process)  # type: ignore[misc]
         process.kill()
         printed, _ = process.communicate(timeout=800)
         assert process.returncode == -signal.SIGKILL, printed
-    run(f"train {files[1]} --resume {one}", folder)
+    run(f"train {files[1]} --resume {ONE}", folder)
     assert {*list_trials(sweep).values()} == {FINISHED}
     for name in trials:
         assert_close_run(folder / "whole" / "trials" / name, sweep / "trials" / name)
@@ -214,7 +214,7 @@ def test_sets_that_should_not_get_worse_are_measured_as_alone(material: Path, tm
         document = yaml.safe_load(path.read_text())
         document["data"]["keep"] = {"old": {"path": "other.txt"}}
         path.write_text(json.dumps(document))
-        run(f"train {path} --override cluster.gpus_per_node=1", folder)
+        run(f"train {path} {ONE}", folder)
     for name in TRIALS:
         found = [
             [
@@ -253,10 +253,10 @@ def test_a_trial_that_diverges_leaves_the_others_as_they_are(material: Path, tmp
     folder = shutil.copytree(material, tmp_path / "here")
     diverges = {"train.learning_rate": 1e30, "train.max_grad_norm": 0, "train.warmup_ratio": 0}
     trials = {"first": TRIALS["first"], "second": TRIALS["second"] | diverges, "third": TRIALS["third"]}
-    printed = run(f"train {write(folder, 'together', trials, LAYOUTS['resident'])}", folder, code=1)
+    printed = run(f"train {write(folder, 'together', trials, LAYOUTS['resident'])} {ONE}", folder, code=1)
     assert "an alarm ended 1 of 3 trials: second" in " ".join(printed.split())
     assert list(list_trials(folder / "together").values()) == [FINISHED, FAILED, FINISHED]
-    run(f"train {write(folder, 'alone', trials, LAYOUTS['resident'], 1)}", folder, code=1)
+    run(f"train {write(folder, 'alone', trials, LAYOUTS['resident'], 1)} {ONE}", folder, code=1)
     for name in ("first", "third"):
         assert_close_run(folder / "together" / "trials" / name, folder / "alone" / "trials" / name)
 

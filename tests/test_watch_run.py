@@ -127,7 +127,7 @@ def launch(folder: Path, runs: dict[str, dict[str, Any]]) -> Outcomes:
     program = (
         "import json, os, sys; from windlass.ranks import supervisor; from windlass.errors import print_error\n"
         "from windlass.errors import UserError\n"
-        "try: sys.exit(supervisor.start_ranks(json.loads(sys.argv[1]), 2, dict(os.environ)))\n"
+        "try: sys.exit(supervisor.start_ranks(json.loads(sys.argv[1]), 2, dict(os.environ), patience_seconds=5))\n"
         "except UserError as error: print_error(error); sys.exit(1)"
     )
     done = subprocess.run(
