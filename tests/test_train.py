@@ -378,7 +378,7 @@ def launched(
         cwd=material,
         capture_output=True,
         text=True,
-        timeout=840,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return Outcomes(out, [json.loads((out / f"outcome-{rank}").read_text()) for rank in range(world)], done.stderr)

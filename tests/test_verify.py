@@ -434,6 +434,20 @@ def test_a_template_that_writes_the_date_is_not_compared(mixture: Exported, tmp_
     assert result.notes[1] == "chat template: not compared, it writes the day's date: 28 Nov 2026"
 
 
+def test_a_probe_without_chats_says_that_no_template_was_compared(mixture: Exported, tmp_path: Path) -> None:
+    """As one of text, or of an export on another day than the template wrote into the rows."""
+    shutil.copytree(mixture.folder, tmp_path / "out")
+    probe = read_json(tmp_path / "out" / PROBE)
+    for row in probe["rows"]:
+        row.pop("chat", None)
+    write_json(tmp_path / "out" / PROBE, probe)
+    recorded = read_json(tmp_path / "out" / EXPORT)
+    write_json(tmp_path / "out" / EXPORT, recorded | {"probe": hash_probe(tmp_path / "out" / PROBE)})
+    result = mixture.stub(template=OTHER_TEMPLATE).verify(tmp_path / "out")
+    assert result.passed
+    assert result.notes[1].startswith("chat template: not compared, no row of the probe is a chat")
+
+
 def test_thoughts_have_every_servers_name(mixture: Exported) -> None:
     stub = mixture.stub()
     chat = {"messages": [{"role": "assistant", "content": "a", "thinking": "b"}]}

@@ -395,6 +395,8 @@ def check_template(server: Server, probe: dict[str, Any], verdict: Verdict) -> N
             text = f"another than the one trained with: {describe_tokens(next(iter(found.values())), chat['ids'])}"
             verdict.problems.append(f"the server's chat template is {text}{SERVE_TEMPLATE}")
             return
+    if not chats:
+        verdict.notes.append("chat template: not compared, no row of the probe is a chat that its template makes again")
     if compared:
         up_to = "".join(f", {part}" for part in (OPEN, BEFORE) if part in parts)
         verdict.notes.append(f"chat template: {compared} of {len(chats)} chats have the tokens trained on{up_to}")
