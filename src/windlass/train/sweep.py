@@ -58,9 +58,7 @@ FAILED_BY_ALARM = -2
 LENGTH = ("train.num_train_epochs", "train.max_steps")  # which a resumed run may change, and a finished trial has had
 
 
-def train_trials(
-    plan: Plan, session: Session, train_run: Work, check_data: CheckData, load_shared: LoadShared
-) -> int:
+def train_trials(plan: Plan, session: Session, train_run: Work, check_data: CheckData, load_shared: LoadShared) -> int:
     """Train the trials that have not ended. Returns 0, or 75 if a signal stopped one; an alarm ends only its trial."""
     folder = plan.folder
     with contextlib.ExitStack() as held:
