@@ -167,7 +167,8 @@ class KubernetesJob:
 
     def create(self, job: Job, manifest: str, trial: str, pod: dict[str, Any], say: Callable[[str], None]) -> None:
         """Check everything, then create the job. A failed job is replaced; a running one is refused, and so is one that
-        has finished, which is left as it is if it did what would be created again. `trial`: the manifest under another name; `pod`: the pods' template."""
+        has finished, which is left as it is if it did what would be created again. `trial`: the manifest under another
+        name; `pod`: the pods' template."""
         problems = []
         for kind, name, key, *where in list_references(job):
             done = self.run("get", kind, name, "--output", "name", *where, check=False)
