@@ -635,8 +635,9 @@ def test_a_running_job_is_left_alone_and_an_ended_one_replaced(
 @pytest.mark.fault(
     "a job that has finished another run",
     "`windlass submit`",
-    "jobs.batch run has finished (Complete), and … its manifest differs from this one",
+    "its manifest differs from this one",
 )
+@pytest.mark.takes("plans and submits four times")
 def test_a_job_that_finished_this_run_is_left_as_it_is(cluster: Cluster) -> None:
     cluster.has(state=ended("Complete"), same="")
     assert cluster.submit() == 0

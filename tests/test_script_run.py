@@ -454,7 +454,7 @@ def test_a_rank_that_starts_after_a_short_script_ended_runs_it_too(
 
 
 @pytest.mark.fault(
-    "a finished script with other arguments", "`windlass train --resume`", 'args: was ["1"] when this run'
+    "a finished script with other arguments", "`windlass train --resume`", 'was ["1"] when this run began, is ["2"] now'
 )
 def test_a_finished_script_is_that_with_its_arguments(tmp_path: Path) -> None:
     made = make_any_plan(read_any(run_file(tmp_path, "pass", ["1"])))
