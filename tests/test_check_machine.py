@@ -17,6 +17,7 @@ from windlass.launch.job import build_job
 from windlass.plan import Plan, make_plan
 from windlass.plan.script import AnyPlan, make_any_plan
 from windlass.ranks.interfaces import list_choices, match_interfaces
+from windlass.run_folder import FAILED, FINISHED, update_manifest
 from windlass.runfile import read_any, read_run_file
 from windlass.variables import find_unread, variables
 
@@ -354,6 +355,19 @@ def test_unwritable_folder_fails_the_check(plans: dict[str, Plan], tmp_path: Pat
     assert named(machine.check_caches(c), "folder HF_HOME").verdict == WARN
     c = replace(c, loaded=read_run_file(RECIPE, ["model.trust_remote_code=true"]))
     assert named(machine.check_caches(c), "folder HF_HOME").verdict == FAIL
+
+
+@pytest.mark.fault("a finished sweep, to check", "`windlass check`", "contains a finished sweep")
+def test_a_finished_sweep_fails_the_check_as_a_run_does(tmp_path: Path) -> None:
+    """One with trials that the run file has now is to be trained on."""
+    for name, state in (("r8", FINISHED), ("r32", FAILED)):
+        (tmp_path / "trials" / name).mkdir(parents=True)
+        update_manifest(tmp_path / "trials" / name, state=state)
+    update_manifest(tmp_path, state=FINISHED, trials={"r8": FINISHED, "r32": FAILED})
+    for values, verdict in (("[8, 32]", FAIL), ("[8, 32, 64]", PASS)):
+        plan = planned(f"sweep={{lora.r: {values}}}", f"train.output_dir={tmp_path}")
+        result = machine.check_run_folder(context(plan))
+        assert (result.verdict, "contains a finished sweep" in result.seen) == (verdict, verdict == FAIL)
 
 
 def test_disk_space_for_the_run_and_for_a_merged_model(tmp_path: Path) -> None:

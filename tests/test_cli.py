@@ -1,6 +1,5 @@
 """The commands as a user sees them: output, streams and exit codes."""
 
-import contextlib
 import json
 import os
 import re
@@ -26,19 +25,26 @@ class Windlass:
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self.capsys = capsys
+        self.called: set[str] = set()
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
         """Return what the command printed: its result, or its error if it should fail."""
+        exit_code, out, err = self.run(*arguments)
+        assert exit_code == code, err
+        assert not (code and out)
+        return err if code else out
+
+    def run(self, *arguments: str) -> tuple[Any, str, str]:
+        """Return a command's exit code, and what it printed."""
+        self.called.add(arguments[0])
         exit_code: Any = 0
         try:
             cli.main(arguments)
         except SystemExit as ended:
             exit_code = ended.code or 0
         done = self.capsys.readouterr()
-        assert exit_code == code, done.err
         assert "Traceback" not in done.err
-        assert not (code and done.out)
-        return done.err if code else done.out
+        return exit_code, done.out, done.err
 
 
 @pytest.fixture
@@ -224,7 +230,7 @@ def test_help_groups_all_commands(windlass: Windlass) -> None:
     text = windlass("--help")
     groups = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert groups == ["Options:", "Before a run:", "During a run:", "After a run:", "If something is wrong:"]
-    names = [command.name or getattr(command.callback, "__name__", "") for command in cli.app.registered_commands]
+    names = [name_command(command) for command in cli.app.registered_commands]
     assert len(names) == 24
     assert all(f"\n  {name} " in text for name in names)
     assert " report [OPTIONS] RUN_DIR...\n" in windlass("report", "--help")
@@ -279,15 +285,21 @@ def test_a_machine_without_torch_gets_the_command_to_install(tmp_path: Path) -> 
     "was 2 when this run began, is 4 now",
 )
 @pytest.mark.takes("runs every command that only reads")
-def test_what_only_reads_leaves_a_finished_run_as_it_is(windlass: Windlass, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sweep", [False, pytest.param(True, marks=pytest.mark.long)], ids=["run", "sweep"])
+def test_what_only_reads_leaves_a_finished_run_as_it_is(windlass: Windlass, tmp_path: Path, sweep: bool) -> None:
     """Of settings that the run did not have, and of its own: `report` believes what is in the folder."""
     file, folder = make_text_run(tmp_path / "made"), tmp_path / "made" / "run"
     few = ["cluster.gpus_per_node=1", "layout=resident", "train.max_steps=2", "train.eval_strategy=no"]
+    trial = folder
+    if sweep:
+        file.write_text(f"{file.read_text()}sweep: {{train.learning_rate: [0.001, 0.002]}}\n")
+        trial = folder / "trials" / "lr1e-3"
     mine = [word for each in few for word in ("--override", each)]
     command = [warm.python(), "-m", "windlass", "train", str(file), *mine]
     subprocess.run(command, check=True, capture_output=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
     before = read_folder(folder)
-    assert {"plan.json", "data.json", "manifest.json"} <= before.keys()
+    assert {"plan.json", "manifest.json"} <= before.keys()
+    assert f"{trial.relative_to(folder) / 'data.json'}" in before
 
     other = ["--override", "lora.r=64", "--override", "data.max_length=64"]
     windlass("plan", str(file), *other, "--gpus", "8xh100")
@@ -297,32 +309,53 @@ def test_what_only_reads_leaves_a_finished_run_as_it_is(windlass: Windlass, tmp_
     )
     windlass("data", str(file), *other)
     windlass("data", str(file), *mine, "--html", str(tmp_path / "page.html"))
-    with pytest.raises(SystemExit, match="1"):
-        cli.main(["check", str(file), *other])
-    assert f"{folder} contains a finished run" in " ".join(windlass.capsys.readouterr().out.split())
+    windlass("fetch", str(file), *mine)
+    for here in ([], ["--here"]):
+        code, out, _ = windlass.run("check", str(file), *other, *here)
+        assert (code, f"{folder} contains a finished" in " ".join(out.split())) == (1, True)
     windlass("explain", "lora.r", "--run", str(file))
     windlass("watch", str(folder), "--once")
     windlass("report", str(folder), "--out", str(tmp_path / "report"))
     windlass("bug-report", str(folder), "--out", str(tmp_path / "report.tar.gz"))
-    windlass("generate", str(folder), "--prompt", "import", "--tokens", "1")
+    windlass("generate", str(trial), "--prompt", "import", "--tokens", "1")
+    windlass("export", str(trial), "--to", str(tmp_path / "adapter"))
+    for exported in (trial, trial / "final", tmp_path / "adapter"):
+        windlass("verify", "http://127.0.0.1:9", str(exported), "--model", "mine", code=2)
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text('{"text": "import os"}\n' * 2)
     windlass("best", str(folder), "--eval-data", str(held_out), "--ranks", "1")
     for name in ("status", "logs", "stop"):
-        with contextlib.suppress(SystemExit):
-            cli.main([name, str(file)])
-    windlass.capsys.readouterr()
-    assert "contains a finished run" in windlass("train", str(file), *mine, code=2)
+        windlass.run(name, str(file))
+    assert "contains a finished" in windlass("train", str(file), *mine, code=2)
     assert windlass("train", str(file), *mine, "--resume") == ""
     assert windlass("submit", str(file), *mine) == ""
+    windlass("submit", str(file), *mine, "--to", "script", "--dry-run", "--out", str(tmp_path / "job"))
     for command in (["train", "--resume"], ["submit"]):
         changed = windlass(*command, str(file), *mine, "--override", "train.max_steps=4", code=2)
         assert "was 2 when this run began, is 4 now" in changed
-        assert f"lora.adapter: {folder}/final goes on from there" in changed
+        assert (f"lora.adapter: {folder}/final goes on from there" in changed) is not sweep
     other_rows = f"data.dataset_name_or_path={tmp_path / 'made' / 'data' / 'train.jsonl'}"
     rows = ("--override", other_rows, "--override", "data.val_split=null")
     assert "was" in windlass("train", str(file), *mine, *rows, "--resume", code=2)
     assert read_folder(folder) == before
+    # Those whose answer is a file in the folder write no other.
+    windlass("report", str(folder))
+    answers = {"report.html", "report.json"}
+    if sweep:
+        windlass("best", str(trial), "--eval-data", str(held_out), "--ranks", "1", "--base-dtype", "nf4")
+        answers.add(str(trial.relative_to(folder) / "bases.json"))
+    after = read_folder(folder)
+    assert answers <= after.keys()
+    assert {name: after[name] for name in after if name not in answers} == {
+        name: content for name, content in before.items() if name not in answers
+    }
+    elsewhere = {"init", "import", "schema", "calibrate", "demo", "version"}  # they are given no run
+    elsewhere.add("rehearse")  # trains a run of its own, for minutes
+    assert windlass.called == {name_command(command) for command in cli.app.registered_commands} - elsewhere
+
+
+def name_command(command: Any) -> str:
+    return str(command.name or command.callback.__name__)
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:

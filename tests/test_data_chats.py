@@ -248,6 +248,11 @@ THOUGHT = [*talk("Who?"), {"role": "assistant", "content": "Crews.", "reasoning_
         (LOOP + ASK, {"messages": THREE, "tools": "[{"}, "invalid-tools", "row 1", None),
     ],
 )  # fmt: skip
+@pytest.mark.fault(
+    "a template that opens another answer behind every chat",
+    "`windlass data`",
+    "opens another answer at the end of every chat",
+)
 @pytest.mark.takes("renders many chats with slow templates")
 def test_what_is_refused_and_a_hint_that_makes_it_pass(
     prepared: Prepare,
@@ -264,6 +269,8 @@ def test_what_is_refused_and_a_hint_that_makes_it_pass(
     (problem,) = problems
     assert "row 1" in f"{problem.where}{problem.problem}" or code == "template-syntax"
     assert problem.hint
+    if code == "opens-always":
+        assert "opens another answer at the end of every chat" in problem.problem
     if remedy:
         (name, value), *_ = remedy.items()
         written = json.dumps(value) if isinstance(value, dict) else value
@@ -781,6 +788,10 @@ def test_lost_content_and_a_users_turn_that_would_be_trained_on_are_named(prepar
     assert "{% generation %} marks enclose a user's turn" in problems[0].problem
 
 
+@pytest.mark.fault("an answer without a word", "`windlass data`", "1 row with an empty answer")
+@pytest.mark.fault(
+    "an answer that spells its own end", "`windlass data`", "an answer spells the token that ends it, '<|end|>'"
+)
 def test_what_a_user_should_know_of_rows_is_counted_and_said(prepared: Prepare) -> None:
     done = prepared(
         [{"messages": THREE}, {"messages": THREE[:2]}], TEMPLATES["earlier answers rewritten"], val_fraction=0.5

@@ -889,12 +889,18 @@ def test_adapters_that_cannot_be_merged_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.fault(
+    "a trained copy of a tied embedding",
+    "`windlass export --merge`",
+    "trained a copy of the embedding and left the head",
+)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 def test_a_trained_copy_of_a_tied_embedding_is_not_merged(cases: dict[str, Case], tmp_path: Path) -> None:
     model = peft_model(cases["tied"].base, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]})
     model.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
-    with refused("tied-embedding"):
+    with refused("tied-embedding") as problems:
         export(tmp_path / "adapter", tmp_path / "out", merge=True, say=silent)
+    assert "trained a copy of the embedding and left the head, which is tied to it" in problems[0].problem
     assert not (tmp_path / "out").exists()
     assert export(tmp_path / "adapter", tmp_path / "alone", say=silent)["deviations"] == []
 

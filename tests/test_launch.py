@@ -332,7 +332,7 @@ case " $* " in
     if [[ -e "$PODS" ]]; then head -n 1 "$PODS"; (($(wc -l <"$PODS") == 1)) || sed -i 1d "$PODS"
     elif [[ -e "$APPLIED" ]]; then echo Running Running Running; fi ;;
   *" delete "*) rm -f "$STATE"; echo deleted ;;
-  *" diff "*) cat >/dev/null; [[ -e same ]] ;;
+  *" diff "*) cat >/dev/null; [[ -e same ]] || { ((DIFF == 1)) || echo immutable >&2; exit "$DIFF"; } ;;
   *" create --dry-run=server "*)
     cat >>pods-tried; if [[ -n "${REFUSES_POD:-}" ]]; then echo "$REFUSES_POD" >&2; exit 1; fi ;;
   *" --dry-run=server "*) if [[ -n "${REFUSES:-}" ]]; then echo "$REFUSES" >&2; exit 1; fi; cat >"$TRIED" ;;
@@ -359,7 +359,14 @@ class Cluster:
             for name in ("STATE", "APPLIED", "TRIED", "PODS", "NODES", "OWNED", "ASKED")
         }
         self.answer(
-            KINDS="jobs.batch", MISSING="-", DENIED="nobody", RUNTIME=STOCK, AFTER=ended("Complete"), OVER="", **files
+            KINDS="jobs.batch",
+            MISSING="-",
+            DENIED="nobody",
+            RUNTIME=STOCK,
+            AFTER=ended("Complete"),
+            OVER="",
+            DIFF="1",
+            **files,
         )
 
     def answer(self, **variables: str) -> None:
@@ -625,16 +632,32 @@ def test_a_running_job_is_left_alone_and_an_ended_one_replaced(
     assert kept[1:] == ["run", "run"]
 
 
+@pytest.mark.fault(
+    "a job that has finished another run",
+    "`windlass submit`",
+    "its manifest differs from this one",
+)
+@pytest.mark.takes("plans and submits four times")
 def test_a_job_that_finished_this_run_is_left_as_it_is(cluster: Cluster) -> None:
-    for how, same, replaced in (("Complete", True, False), ("Complete", False, True), ("Failed", True, True)):
-        cluster.has(state=ended(how), **({"same": ""} if same else {}))
-        assert cluster.submit() == 0
-        assert (cluster.applied is not None) is replaced
-        assert (cluster.folder / "state").exists() is not replaced
-        said = "run has finished this run (Complete) and is left as it is; `windlass stop RUN` deletes it"
-        assert (said in cluster.printed) is not replaced
-        for name in ("same", "applied"):
-            (cluster.folder / name).unlink(missing_ok=True)
+    cluster.has(state=ended("Complete"), same="")
+    assert cluster.submit() == 0
+    said = "run has finished this run (Complete) and is left as it is; `windlass stop RUN` deletes it"
+    assert said in cluster.printed
+    (cluster.folder / "same").unlink()
+    cluster.has(state=ended("Complete"))
+    for code, why in (("1", "its manifest differs from this one"), ("2", "`kubectl diff` can't compare it: immutable")):
+        cluster.answer(DIFF=code)
+        with refused("finished-job", "name") as problems:
+            cluster.submit()
+        assert problems[0].problem == f"jobs.batch run has finished (Complete), and {why}"
+        assert problems[0].hint == "`windlass stop RUN` deletes it, or give another name"
+        assert (cluster.folder / "state").exists()
+        assert (cluster.applied, "delete" in cluster.words) == (None, False)
+    cluster.has(state=ended("Failed"), same="")
+    assert cluster.submit() == 0
+    assert cluster.applied is not None
+    assert not (cluster.folder / "state").exists()
+    assert said not in cluster.printed
 
 
 @pytest.mark.fault(

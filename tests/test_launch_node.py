@@ -372,6 +372,30 @@ def test_a_node_that_never_comes_is_named_without_a_job_too(tmp_path: Path) -> N
         assert "started" not in done.stdout
 
 
+@pytest.mark.fault(
+    "a node that comes back after the end",
+    "`windlass train --resume`",
+    "contains this run, finished: nothing is left to train",
+)
+def test_a_node_that_comes_back_after_the_end_has_nothing_to_do(tmp_path: Path) -> None:
+    """And nobody to ask: node 0 has gone, and its name with it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps({"state": "finished"}))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{model_name_or_path: Llama-3.1-8B}}\ntrain: {{output_dir: {tmp_path}/run}}\n"
+        "cluster: {nodes: 2, gpus_per_node: 8, gpu: h100, network: infiniband-400}\n"
+    )
+    place = {**PET, "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "no-such-name.invalid"}
+    command = [sys.executable, "-X", "importtime", "-m", "windlass", "train", str(tmp_path / "run.yaml"), "--resume"]
+    variables = {**environ(tmp_path), **JOB, "WINDLASS_NODES": "2", **place}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"{tmp_path}/run contains this run, finished: nothing is left to train" in done.stderr
+    names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "windlass.train.start" in names
+    assert "torch" not in names
+
+
 def test_a_log_of_json_has_every_line_with_its_node(tmp_path: Path) -> None:
     done = train(tmp_path, WINDLASS_NODES="1", WINDLASS_LOG_FORMAT="json")
     lines = [json.loads(line) for line in done.stdout.splitlines()]

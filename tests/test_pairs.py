@@ -1,7 +1,7 @@
 """All pairs of a run's options: each trained as TRL and PEFT train it, or refused in `plan`; nothing in between.
 
 An option is a *factor* with its *levels*, the first of them the default: FACTORS["kind"]["rslora"] are its overrides of
-RUN. `cover()` makes few cases in which each pair of levels of two factors occurs, other ones at each run: a failure
+RUN. `cover()` makes few cases in which each pair of levels of two factors occurs, other ones at each run: it
 prints its seed, and `WINDLASS_SEED=N` draws the same cases again. Pairs that contradict each other are refused by
 `plan`: CONTRADICTIONS has them all, and `cover()` avoids them.
 
@@ -114,6 +114,7 @@ FACTORS: dict[str, dict[str, Overrides]] = {
     "objective": {
         "sft": {},
         "dpo": {"train.objective": "dpo", "data.dataset_name_or_path": "{folder}/pairs.jsonl"},
+        "orpo": {"train.objective": "orpo", "data.dataset_name_or_path": "{folder}/pairs.jsonl", "orpo.beta": 0.2},
     },
     "packing": {
         "padded": {},
@@ -220,6 +221,7 @@ LEVELS: list[Level] = [(factor, level) for factor, levels in FACTORS.items() for
 # problem's code, and its place.
 SOME_EXPERTS = ("the same", "their own")
 SOME_BIASES = ("all", "lora_only")
+OF_PAIRS = ("dpo", "orpo")
 SHARDED = ("full-shard", "no-reshard", "expert-parallel")
 BARRED = ("barred-layout", "layout.name")
 CONTRADICTIONS: list[tuple[dict[str, tuple[str, ...]], str, str]] = [
@@ -271,11 +273,11 @@ CONTRADICTIONS: list[tuple[dict[str, tuple[str, ...]], str, str]] = [
     ),
     ({"dora": ("yes",), "adapter": ("bfloat16",)}, "broken-rule", "lora.dtype"),
     ({"rows": ("stream",), "evaluation": ("held out",)}, "broken-rule", "data.val_fraction"),
-    ({"objective": ("dpo",), "rows": ("mix",)}, "broken-rule", "data.dataset_name_or_path"),
-    ({"objective": ("dpo",), "rows": ("stream",)}, "broken-rule", "data.streaming"),
-    ({"objective": ("dpo",), "packing": ("packed", "packed in twos")}, "broken-rule", "data.packing"),
-    ({"objective": ("dpo",), "noise": ("NEFTune",)}, "broken-rule", "train.neftune_noise_alpha"),
-    ({"objective": ("dpo",), "split rows": ("over both",)}, "not-with-split-rows", "train.objective"),
+    ({"objective": OF_PAIRS, "rows": ("mix",)}, "broken-rule", "data.dataset_name_or_path"),
+    ({"objective": OF_PAIRS, "rows": ("stream",)}, "broken-rule", "data.streaming"),
+    ({"objective": OF_PAIRS, "packing": ("packed", "packed in twos")}, "broken-rule", "data.packing"),
+    ({"objective": OF_PAIRS, "noise": ("NEFTune",)}, "broken-rule", "train.neftune_noise_alpha"),
+    ({"objective": OF_PAIRS, "split rows": ("over both",)}, "not-with-split-rows", "train.objective"),
     ({"evaluation": ("a kept set",), "split rows": ("over both",)}, "not-with-split-rows", "data.keep"),
     (
         {"sweep": ("in turns", "together"), "split rows": ("over both",)},
@@ -321,14 +323,14 @@ SAID: list[tuple[Case, str]] = [
 INCOMPARABLE: list[dict[str, tuple[str, ...]]] = [
     {"packing": ("packed in twos",), "dropout": ("some",)},  # TRL lays rows end to end: other masks
     {"packing": ("packed in twos",), "noise": ("NEFTune",)},
-    {"objective": ("dpo",), "rows": ("completions", "chats", "each turn", "last turns")},  # it has its own
-    {"objective": ("dpo",), "evaluation": ("the best", "samples", "a kept set")},  # on rows that are no pairs
-    {"objective": ("dpo",), "router": ("balanced",)},  # TRL adds it otherwise
+    {"objective": OF_PAIRS, "rows": ("completions", "chats", "each turn", "last turns")},  # it has its own
+    {"objective": OF_PAIRS, "evaluation": ("the best", "samples", "a kept set")},  # on rows that are no pairs
+    {"objective": OF_PAIRS, "router": ("balanced",)},  # TRL adds it otherwise
     # Differences of log-probabilities in 8 bits: TRL's gradients are off by a tenth, a float32 run's by nothing.
-    {"objective": ("dpo",), "precision": ("autocast", "bfloat16", "all bfloat16")},
-    {"objective": ("dpo",), "adapter": ("bfloat16",)},
+    {"objective": OF_PAIRS, "precision": ("autocast", "bfloat16", "all bfloat16")},
+    {"objective": OF_PAIRS, "adapter": ("bfloat16",)},
     {"objective": ("dpo",), "bias": SOME_BIASES},  # of TRL's reference, another adapter: PEFT refuses two
-    {"objective": ("dpo",), "dropout": ("some",)},  # other masks
+    {"objective": OF_PAIRS, "dropout": ("some",)},  # other masks
     {"split rows": ("over both",), "dropout": ("some",)},
     {"split rows": ("over both",), "noise": ("NEFTune",)},
     {"split rows": ("over both",), "router": ("balanced",)},  # TRL balances the rows of each rank
@@ -564,7 +566,7 @@ def differences(case: Case, out: Path, oracle: Path | None = None) -> list[str]:
             for key in ("loss", "grad_norm"):
                 compare(f"{key} of step {step['step']}", bounds[key], step[key], other[key])
         evaluated = read_evaluations(run)[-1:]
-        if case["objective"] == "dpo" or drifts:
+        if case["objective"] in OF_PAIRS or drifts:
             pass  # of pairs TRL evaluates another mean
         elif evaluated and by_trl["eval_loss"] is not None:
             compare("eval_loss", bounds["eval_loss"], evaluated[0], by_trl["eval_loss"])
@@ -723,7 +725,9 @@ def run_and_compare(cases: Mapping[str, Case], material: Path, out: Path, second
 
 
 @pytest.mark.long
-def test_some_cases_equal_trl_and_peft(material: Path, tmp_path: Path) -> None:
+def test_some_cases_equal_trl_and_peft(material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print(f"\nWINDLASS_SEED={SEED}")
     cases = {str(number): case for number, case in enumerate([*list_cases()[-len(BIASED) :], *cover()])}
     names = run_and_compare(cases, material, tmp_path / "out", seconds=60)
     usual = [name for name in names[len(BIASED) :] if not matches(cases[name], ROUNDED_AWAY)]
@@ -734,9 +738,13 @@ def test_some_cases_equal_trl_and_peft(material: Path, tmp_path: Path) -> None:
 
 @pytest.mark.prove
 @pytest.mark.timeout(1200)
-def test_pairs_equal_trl_and_peft_for_ten_minutes(material: Path, tmp_path: Path) -> None:
+def test_pairs_equal_trl_and_peft_for_ten_minutes(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     end = time.monotonic() + 600
     seed = SEED
+    with capsys.disabled():
+        print(f"\nWINDLASS_SEED={SEED}")
     while (left := end - time.monotonic()) > 0:
         cases = {f"{seed}-{number}": case for number, case in enumerate(cover(seed))}
         run_and_compare(cases, material, tmp_path / str(seed), left)

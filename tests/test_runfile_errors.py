@@ -327,6 +327,8 @@ HINTS = {
 }
 
 
+@pytest.mark.fault("a run folder that is gone with its pod", "`windlass plan`", "in an empty_dir")
+@pytest.mark.fault("a run folder on a volume that is read-only", "`windlass plan`", "on a volume that can't be written")
 def test_bad_overrides_and_combinations(problems: Problems) -> None:
     for code, overrides in [(code, overrides) for code, rows in CLASHES.items() for overrides in rows]:
         (problem,) = problems("train: {seed: 1}", *overrides)
@@ -335,6 +337,10 @@ def test_bad_overrides_and_combinations(problems: Problems) -> None:
         assert problem.hint, problem
     for override, hint in HINTS.items():
         assert hint in problems("train: {seed: 1}", override)[0].hint
+    for clash, what in zip(
+        CLASHES["broken-rule"], ("in an empty_dir", "on a volume that can't be written"), strict=False
+    ):
+        assert f"/data/run is {what}" in problems("train: {seed: 1}", *clash)[0].problem
 
 
 # overrides: what is remarked on; empty: nothing, and no contradiction either

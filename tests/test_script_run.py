@@ -455,6 +455,25 @@ def test_a_rank_that_starts_after_a_short_script_ended_runs_it_too(
         start.leave_finished(made, resume=False)
 
 
+@pytest.mark.fault(
+    "a finished script with other arguments", "`windlass train --resume`", 'was ["1"] when this run began, is ["2"] now'
+)
+def test_a_finished_script_is_that_with_its_arguments(tmp_path: Path) -> None:
+    made = make_any_plan(read_any(run_file(tmp_path, "pass", ["1"])))
+    made.folder.mkdir()
+    recorded = made.run.model_dump(mode="json")
+    (made.folder / "manifest.json").write_text(json.dumps({"state": "finished", "run": recorded}))
+    with pytest.raises(SystemExit) as ended:
+        start.leave_finished(
+            make_any_plan(read_any(run_file(tmp_path, "pass", ["1"]), ["script.workers=3"])), resume=True
+        )
+    assert ended.value.code == 0
+    with refused("changed-setting", "script.args") as problems:
+        start.leave_finished(make_any_plan(read_any(run_file(tmp_path, "pass", ["2"]))), resume=True)
+    assert problems[0].problem == 'was ["1"] when this run began, is ["2"] now'
+    assert problems[0].hint == "name another script.output_dir"
+
+
 @pytest.mark.parametrize("engine", ["job", "trainer"])
 def test_manifests_of_scripts_are_valid_and_carry_the_arguments(plan: Callable[..., ScriptPlan], engine: str) -> None:
     job = build_job(plan(*SITE))

@@ -356,7 +356,8 @@ def test_a_sweep_whose_resume_is_refused_is_as_it_was(
 
     def train(*names: str) -> None:
         with refused("other-data") as problems:
-            train_trials(plan_trials(material, tmp_path, [*names]), session, mock.Mock(), check_data)
+            plan = plan_trials(material, tmp_path, [*names])
+            train_trials(plan, session, mock.Mock(), check_data, mock.Mock())
         assert problems[0].problem == f"trial {names[0]}: other rows"
 
     train("first", "second")
@@ -503,6 +504,43 @@ def test_a_base_that_is_not_as_it_was_loaded_ends_the_sweep(material: Path, monk
     weight[[0, 1]] = weight[[1, 0]]
     with refused("base-changed", "sweep: trial second", RunError):
         base.restore("sweep: trial second")
+
+
+@pytest.mark.long
+@pytest.mark.fault(
+    "another config.json of the base where a trial was stopped",
+    "`windlass train --resume`",
+    "trial first: config.json of model is not the one that first/final was trained with",
+)
+@pytest.mark.fault(
+    "another config.json of the base before a sweep's second trial",
+    "`windlass train --resume`",
+    "trial first: config.json of model is not the one that first/final was trained with",
+)
+def test_trials_of_two_bases_share_no_table(material: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(material, tmp_path / "here", ignore=shutil.ignore_patterns("whole"))
+    trials: dict[str, dict[str, Any]] = {"first": {}, "second": {"lora.r": 8}}
+    resume = f"train {write_sweep(folder, 'sweep', trials, LAYOUTS['resident'])} --override {ONE_RANK} --resume"
+    run(resume, folder)
+    sweep, config = folder / "sweep", folder / "model" / "config.json"
+    second = sweep / "trials" / "second"
+    config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
+    shutil.rmtree(second / "final")
+    for state in (STOPPED, WAITING):
+        if state == STOPPED:
+            update_manifest(second, state=state)
+        else:
+            shutil.rmtree(second)
+        update_manifest(sweep, state=STOPPED, **{TRIALS_KEY: {"first": FINISHED, "second": state}})
+        before = read_records(sweep)
+        printed = " ".join(run(resume, folder, code=2).split())
+        assert "trial first: config.json of model is not the one that first/final was trained with" in printed
+        assert "'rope_theta': 10000.0" in printed
+        assert "add --allow-other-base" in printed
+        assert read_records(sweep) == before
+    printed = " ".join(run(f"{resume} --allow-other-base", folder).split())
+    assert "warning: config.json of model is not the one that first/final" in printed
+    assert list(list_trials(sweep).values()) == [FINISHED, FINISHED]
 
 
 # --- the run file ---

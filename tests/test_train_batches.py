@@ -1,5 +1,6 @@
 """Order of rows, micro-batches of ranks, optimizers and schedules: the loop's inputs, without the loop."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from datasets import IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -24,6 +26,7 @@ from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
 from windlass.data.audit import PACKED
 from windlass.data.collate import PaddedCollator, PaddedPackingCollator, PaddingFreeCollator
 from windlass.data.prepare import PreparedData
+from windlass.errors import RunError
 from windlass.observe import background
 from windlass.observe.background import BackgroundReport
 from windlass.runfile import Train
@@ -47,6 +50,25 @@ def batches(count: int, micro: int, world: int, rank: int, step: int, *, stream:
 def taken(of: Batches, step: int, accumulation: int, per_epoch: int | None, count: int) -> list[Batch]:
     found = of.train(step, RunLength(0, per_epoch, accumulation))
     return [next(found) for _ in range(count)]
+
+
+@pytest.mark.fault("a worker of the data that stands still", "`windlass train`", "timed out after 1 seconds")
+@pytest.mark.takes("waits for a second")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_worker_that_stands_still_is_not_awaited_forever(stream: bool) -> None:
+    rank = os.getpid()
+
+    def pad(rows: Any) -> Any:
+        time.sleep(60 * (os.getpid() != rank))
+
+    made = batches(4, 2, 1, 0, 2, stream=stream, workers=1, timeout=1)
+    made.collate = Collate(pad)
+    began = time.monotonic()
+    with refused("worker-stuck", "train.dataloader_num_workers", RunError) as problems:
+        next(iter(made.epoch(0)))
+    assert time.monotonic() - began < 30
+    assert "timed out after 1 seconds" in problems[0].problem
+    assert problems[0].hint.startswith("write 0: ")
 
 
 @settings(max_examples=40, deadline=None)

@@ -133,6 +133,20 @@ def test_any_scale_is_named_where_the_noise_allows_it(scale: float) -> None:
     assert world.judge(world.compute(bf16=True, scale=1.3)).verdict == IN_PART
 
 
+def test_a_scale_near_1_is_named_or_not_excluded_in_bfloat16() -> None:
+    """With the base served beside the adapter; docs/verify.md says so."""
+    verdicts = set()
+    for seed in range(10):
+        world = World(seed)
+        result = world.judge(world.compute(bf16=True, scale=1.08), world.compute(bf16=True, scale=0))
+        verdicts.add(result.verdict)
+        if result.verdict == APPLIED:
+            assert result.notes == ["too faint to be excluded at this precision: the adapter at 1.1 x its scale"]
+        else:
+            assert (result.verdict, result.nearest) == (IN_PART, AT_SCALE.format(1.1))
+    assert verdicts == {APPLIED, IN_PART}
+
+
 @pytest.mark.fault("a server with another adapter", "`windlass verify`", "fits none")
 @BF16
 def test_another_adapter(bf16: bool) -> None:

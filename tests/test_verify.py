@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +81,7 @@ class Stub:
     tokens: Any = None  # what /tokenize answers; None: tokens
     decoder: Any = None  # another model, which decodes
     busy: list[int] = field(default_factory=list)  # what it answers first; 0: it hangs up, 1: in the middle
+    later: str = "7"  # when a busy one wants to be asked again
 
     @torch.no_grad()
     def log_probs(self, ids: list[int], model: Any = None) -> Tensor:
@@ -160,7 +163,7 @@ class Stub:
             def fail(self, code: int) -> None:
                 if code > 1:
                     self.send_response(code)
-                    self.send_header("Retry-After", "0")
+                    self.send_header("Retry-After", stub.later)
                     self.send_header("Content-Length", "4")
                     self.end_headers()
                     self.wfile.write(b"full")
@@ -648,20 +651,30 @@ def test_what_makes_a_comparison_impossible(dense: Exported, tmp_path: Path) -> 
 
 
 @pytest.mark.fault("a server that is busy for longer than a minute", "`windlass verify`", "no answer: 503: full")
+@pytest.mark.fault("a server that is back after more than a minute", "`windlass verify`", "no answer: 503: full")
 def test_a_busy_server_is_asked_again(dense: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PAUSE", 0.01)
+    slept: list[float] = []
+    clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic, time=lambda: 1e9)
+    monkeypatch.setattr(client, "time", clock)
     said: list[str] = []
     assert dense.stub(busy=[503, 0, 1, 429]).verify(dense.folder, say=said.append).passed
     waits = [line for line in said if line.startswith("waiting")]
     for words, line in zip(("503: full", "RemoteDisconnected", "IncompleteRead", "429: full"), waits, strict=True):
         assert words in line
-    monkeypatch.setattr(client, "PATIENCE", 0.0)
-    with refused("busy") as problems:
-        dense.stub(busy=[503] * 9).verify(dense.folder)
-    assert problems[0].problem == "no answer: 503: full"
-    assert "when it is not busy" in problems[0].hint
+    assert slept == [7, 2, 4, 7], "as it says, or twice as long each time"
+    for later, pause in (("Sun, 09 Sep 2001 01:46:45 GMT", 5), ("Sat, 08 Sep 2001 01:46:45 GMT", 0), ("soon", 0)):
+        assert client.BusyError("", later).pause == pause
+    slept.clear()
+    for patience, later in ((0.0, "soon"), (60.0, "61")):
+        monkeypatch.setattr(client, "PATIENCE", patience)
+        with refused("busy") as problems:
+            dense.stub(busy=[503] * 9, later=later).verify(dense.folder)
+        assert problems[0].problem == "no answer: 503: full"
+        assert "when it is not busy" in problems[0].hint
+        assert slept == []
 
 
+@pytest.mark.fault("a server whose tokens are no numbers", "`windlass verify`", "chat template: not compared")
 @pytest.mark.parametrize("tokens", [["a", "b"], [None]])
 def test_a_server_whose_tokens_are_no_numbers(mixture: Exported, tokens: list[Any]) -> None:
     verdict = mixture.stub(tokens=tokens).verify(mixture.folder)

@@ -12,7 +12,7 @@ from windlass.data.inputs import fingerprint_rows
 from windlass.errors import Problem, RunError, UserError, raise_all
 from windlass.files import read_json
 from windlass.plan import Plan, make_plan
-from windlass.plan.script import AnyPlan
+from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.run_folder import (
     DATA,
     FAILED,
@@ -49,10 +49,13 @@ def has_finished(plan: AnyPlan) -> bool:
 def describe_finished(plan: AnyPlan) -> str:
     """Return that nothing is left to train. Refuse another run than has finished, and a sweep with failed trials."""
     trials = _name_trials(plan)
-    hint = "name another train.output_dir"
-    if not trials:
+    hint = f"name another {plan.run.folder_key}"
+    if isinstance(plan, Plan) and not trials:
         hint += f"; lora.adapter: {plan.folder / FINAL} goes on from there"
     problems: list[Problem] = []
+    if isinstance(plan, ScriptPlan):
+        command = {"script": plan.run.script.model_dump(mode="json", include={"path", "module", "args"})}
+        problems += find_changes(read_manifest(plan.folder).get("run", {}), command, plan.where, hint)
     for run in (plan.trials or (plan,)) if isinstance(plan, Plan) else ():
         then = read_manifest(run.folder).get("run", {})
         problems += find_changes(then, record_run(run.run), run.where, hint, ASKED)

@@ -1,5 +1,6 @@
 """Requests to an OpenAI-compatible server: vLLM, SGLang, llama.cpp's. Only the standard library."""
 
+import contextlib
 import http.client
 import json
 import time
@@ -7,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 from windlass.data.messages import REASONING
@@ -35,11 +37,13 @@ class RefusedError(Exception):
 
 
 class BusyError(Exception):
-    """What may be answered if it is asked again. `pause`: after how many seconds the server says so."""
+    """What may be answered if it is asked again. `pause`: after how many seconds, or when, the server says."""
 
     def __init__(self, why: str, pause: str | None = None) -> None:
         super().__init__(why)
         self.pause = float(pause) if pause and pause.isdecimal() else 0.0
+        with contextlib.suppress(ValueError):  # no date
+            self.pause = self.pause or max(0.0, parsedate_to_datetime(pause or "").timestamp() - time.time())
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from windlass.data.collate import Array, Collator
 from windlass.data.packing import to_numpy
-from windlass.errors import UserError
+from windlass.errors import RunError, UserError
 from windlass.observe.steps import IGNORED
 from windlass.plan import Plan
 from windlass.ranks import collectives
@@ -223,8 +223,8 @@ class Batches:
         if self.order is None:
             # With several workers, all but the first would get nothing from a single generator.
             stream = _Stream(self, micro_batches)
-            return raise_row_errors(
-                DataLoader(stream, batch_size=None, num_workers=min(1, self.workers), **self.options)
+            return raise_data_errors(
+                iter(DataLoader(stream, batch_size=None, num_workers=min(1, self.workers), **self.options))
             )
         return self.in_order(self.order(number), micro_batches)
 
@@ -236,7 +236,7 @@ class Batches:
         if not self.workers and not self.options["pin_memory"]:  # a loader costs more than collating does
             return (self.collate(rows.__getitems__(numbers)) for numbers in dealt.tolist())
         options = {"collate_fn": self.collate, "num_workers": self.workers, **self.options}
-        return iter(DataLoader(rows, batch_sampler=dealt.tolist(), **options))
+        return raise_data_errors(iter(DataLoader(rows, batch_sampler=dealt.tolist(), **options)))
 
     def train(self, step: int, length: RunLength) -> Iterator[Batch]:
         """Yield micro-batches of epoch after epoch, starting after optimizer step `step`."""
@@ -326,8 +326,16 @@ class _Stream(IterableDataset[Batch | UserError]):
             yield RowError.of(error.problems)
 
 
-def raise_row_errors(batches: Iterable[Batch | UserError]) -> Iterator[Batch]:
-    for batch in batches:
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch
+def raise_data_errors(batches: Iterator[Batch | UserError]) -> Iterator[Batch]:
+    """Yield the batches; raise what is wrong with a row, or that a worker has not answered for train.ddp_timeout."""
+    try:
+        for batch in batches:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
+    except RuntimeError as error:
+        if "DataLoader timed out" not in str(error):
+            raise
+        what = f"no rows from a worker of this rank: {error}"
+        hint = "write 0: the ranks load their data themselves; or raise train.ddp_timeout if its storage is that slow"
+        raise RunError(what, "train.dataloader_num_workers", hint, "worker-stuck") from None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import run_folder
 from windlass.data.packing import Order, hash_rows
@@ -108,7 +108,7 @@ def train_rank(
         here, console, stop_signal, report, unwritten, identity, options, SharedBase(keeps=bool(plan.trials))
     )
     if plan.trials:
-        return train_trials(plan, session, train_run, check_data)
+        return train_trials(plan, session, train_run, check_data, load_shared)
     return train_run(plan, session)
 
 
@@ -150,9 +150,7 @@ def train_run(plan: Plan, session: Session) -> int:
 
             # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is
             # trained on must have been trained on the same weights; what a resumed run has recorded stays until then.
-            here.phase("loading the model")
-            load = partial(load_base, plan.base, plan.layout, **describe_precision(plan), tokens=len(tokenizer))
-            model, certificate = session.base.get(load)
+            model, certificate = load_model(plan, session, tokenizer)
             for note in certificate["notes"]:
                 console.print(f"warning: base: {note}", style="yellow")
             collectives.set_timeout(job.train.ddp_timeout)
@@ -295,6 +293,21 @@ def check_data(plan: Plan, session: Session) -> CheckedData:
     length = count_steps(plan, data, tokenizer)
     evaluated = hash_rows(data.validation_file) if data.validation_file else ""
     return CheckedData({"data": data.fingerprint, "inputs": data.inputs}, data.template, length, evaluated)
+
+
+def load_model(
+    plan: Plan, session: Session, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the base model and its certificate; loaded once for all trials of a sweep."""
+    session.here.phase("loading the model")
+    load = partial(load_base, plan.base, plan.layout, **describe_precision(plan), tokens=len(tokenizer))
+    return session.base.get(load)
+
+
+def load_shared(plan: Plan, session: Session) -> str:
+    """Load the base that the trials of a sweep share. Returns its digest."""
+    _, certificate = load_model(plan, session, open_base_tokenizer(plan))
+    return str(certificate["base_digest"])
 
 
 def count_steps(plan: Plan, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> RunLength:

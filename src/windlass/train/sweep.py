@@ -49,14 +49,16 @@ from windlass.train.halving import (
 )
 from windlass.train.session import PAUSED, Session
 from windlass.train.together import Group
+from windlass.weights.same_base import require_same_base
 
 Work = Callable[[Plan, Session], int]
 CheckData = Callable[[Plan, Session], CheckedData]
+LoadShared = Callable[[Plan, Session], str]  # returns the base's digest
 FAILED_BY_ALARM = -2
 LENGTH = ("train.num_train_epochs", "train.max_steps")  # which a resumed run may change, and a finished trial has had
 
 
-def train_trials(plan: Plan, session: Session, train_run: Work, check_data: CheckData) -> int:
+def train_trials(plan: Plan, session: Session, train_run: Work, check_data: CheckData, load_shared: LoadShared) -> int:
     """Train the trials that have not ended. Returns 0, or 75 if a signal stopped one; an alarm ends only its trial."""
     folder = plan.folder
     with contextlib.ExitStack() as held:
@@ -64,6 +66,9 @@ def train_trials(plan: Plan, session: Session, train_run: Work, check_data: Chec
         warn_of_unshared(plan, session.console)
         with record_failure(folder):
             check_all_data(plan, session, check_data)
+            if not all(map(has_ended, states.values())):  # until the base is accepted, what is recorded holds
+                digest = load_shared(plan.trials[0], session)
+                collectives.run_on_rank_0(lambda: require_base_of_trials(plan, session, digest))
             decisions = collectives.run_on_rank_0(lambda: begin_sweep(plan, session, states))
             going = decisions[-1]["kept"] if decisions else [*states]
             for halving in (*plan.halvings[len(decisions) :], None):
@@ -178,6 +183,18 @@ def require_trained_data(trial: Plan, data: CheckedData) -> None:
     saved = list_checkpoints(trial.folder / run_folder.CHECKPOINTS)[::-1]
     intact = next((folder for folder in saved if not find_damage(folder)), None)
     require_same_data(intact, data.fingerprints, trial, data.template)
+
+
+def require_base_of_trials(plan: Plan, session: Session, digest: str) -> None:
+    """Refuse another base than a trial was trained on: its figures would not be comparable with the others'."""
+    where = plan.where("model.model_name_or_path")
+    allow = session.options.allow_other_base
+    for trial in plan.trials:
+        final = trial.folder / run_folder.FINAL
+        adapters = [final] if final.is_dir() else list_checkpoints(trial.folder / run_folder.CHECKPOINTS)[-1:]
+        with naming(name_trial(trial)):
+            for adapter in adapters:
+                require_same_base(adapter, plan.base, digest, where, allow_other=allow, say=session.console.print)
 
 
 def get_settings(trial: Plan) -> dict[str, Any]:

@@ -166,8 +166,9 @@ class KubernetesJob:
         return self.run("get", "pods", "--selector", self.selector, "--output", output, **options)
 
     def create(self, job: Job, manifest: str, trial: str, pod: dict[str, Any], say: Callable[[str], None]) -> None:
-        """Check everything, then create the job. An ended job is replaced, a running one is not, nor is one that did
-        what would be created again. `trial`: the manifest under another name; `pod`: the pods' template."""
+        """Check everything, then create the job. A failed job is replaced; a running one is refused, and so is one that
+        has finished, which is left as it is if it did what would be created again. `trial`: the manifest under another
+        name; `pod`: the pods' template."""
         problems = []
         for kind, name, key, *where in list_references(job):
             done = self.run("get", kind, name, "--output", "name", *where, check=False)
@@ -184,8 +185,15 @@ class KubernetesJob:
             hint = "wait for it, `windlass stop RUN`, or give another name"
             what = f"{RESOURCES[self.engine]} {self.name} exists and has not ended"
             problems.append(Problem(what, job.where("name"), hint, "already-running"))
+        compared = self.run("diff", "--filename", "-", feed=manifest, check=False) if before in SUCCEEDED else None
+        if compared and compared.returncode:
+            why = "its manifest differs from this one"
+            why = why if compared.returncode == 1 else f"`kubectl diff` can't compare it: {compared.stderr}"
+            what = f"{RESOURCES[self.engine]} {self.name} has finished ({before}), and {why}"
+            hint = "`windlass stop RUN` deletes it, or give another name"
+            problems.append(Problem(what, job.where("name"), hint, "finished-job"))
         raise_all(problems)
-        if before in SUCCEEDED and self.run("diff", "--filename", "-", feed=manifest, check=False).returncode == 0:
+        if compared:
             say(f"{self.name} has finished this run ({before}) and is left as it is; `windlass stop RUN` deletes it")
             return
         self._try_pod(pod, say)

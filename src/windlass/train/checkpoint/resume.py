@@ -33,7 +33,7 @@ from windlass.model.files import PUBLISHED
 from windlass.observe.format import format_plural
 from windlass.plan import Plan
 from windlass.ranks import collectives
-from windlass.run_folder import ADAPTER, MANIFEST, read_manifest
+from windlass.run_folder import ADAPTER, MANIFEST, REFERENCE, read_manifest
 from windlass.runfile.recorded import record_run
 from windlass.runfile.resumed import find_changes
 from windlass.settings import FOUR_BITS
@@ -67,7 +67,8 @@ def claim_run_folder(
         raise UserError(f"{folder} contains a sweep, and no run", where, hint, "unlike-folder")
     run_folder.require_unfinished(folder, plan.run.folder_key, where)
     has_steps = any(path.stat().st_size for path in run_folder.find_step_files(folder).values())
-    begun = bool(list_checkpoints(checkpoints)) or (bool(state) and has_steps)
+    has_reference = (folder / REFERENCE).is_file()
+    begun = bool(list_checkpoints(checkpoints)) or (bool(state) and (has_steps or has_reference))
     if begun and not resume:
         problem = f"{folder} contains an unfinished run ({state or 'begun'} {before.get('began', '')})"
         hint = "add --resume to continue it, name another train.output_dir, or remove the folder to start over"
