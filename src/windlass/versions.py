@@ -18,8 +18,8 @@ TESTED: Final[dict[str, tuple[str, str]]] = {
     "transformers": (">=5.17,<5.25", "5.23.0"),
     "peft": (">=0.20,<0.22", "0.21.2"),
     "accelerate": (">=1.15,<2", "1.15.0"),
-    "datasets": (">=5,<6", "5.2.0"),
-    "safetensors": (">=0.7,<1", "0.8.0"),
+    "datasets": (">=4.7,<6", "5.2.0"),
+    "safetensors": (">=0.8,<1", "0.8.0"),
 }
 # The transformers that first has it. Older ones are refused by name.
 SINCE: Final[dict[str, str]] = {"expert parallelism": "5.23", "hybrid sharding": "5.23"}
