@@ -10,7 +10,7 @@ from transformers.distributed import DistributedConfig
 from windlass.versions import SINCE, is_older
 
 # Until transformers >=5.23 is required: expert parallelism and hybrid sharding, which are refused before.
-HAS_EXPERT_PARALLELISM: Final = not is_older(transformers.__version__, SINCE["expert parallelism"])
+HAS_EXPERT_PARALLELISM: Final = not is_older(transformers.__version__, SINCE["expert parallelism"].version)
 # Until transformers >=5.24 is required: the name of keys and values in arguments and outputs.
 CACHE: Final = "past_key_values" if is_older(transformers.__version__, "5.24") else "cache"
 

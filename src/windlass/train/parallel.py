@@ -58,17 +58,8 @@ def build_model(
             "start one process per rank, or change cluster.nodes and cluster.gpus_per_node",
             "other-ranks",
         )
-    # Tried: 2.12 briefly gives every sharded parameter a gradient, which bytes can't have; 2.13 does not.
-    if layout.is_sharded and layout.base_dtype != "bf16" and torch.__version__ < "2.13":
-        problem = (
-            f"torch {torch.__version__} can't shard a base that is stored in {layout.base_dtype.upper()}: 2.13 can"
-        )
-        raise UserError(
-            problem, products.WHERE, f"{products.HINT}, set layout.name: resident, or install a newer torch", "too-old"
-        )
-    version = transformers.__version__
-    lacks = find_lacking(version, splits_experts=layout.expert_parallel > 1, is_hybrid=layout.is_hybrid)
-    if lacks:
+    have = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if lacks := find_lacking(layout.needs, have):
         problem, hint = lacks
         raise UserError(problem, "layout.name", hint, "too-old")
     config = make_config(base, dtype, attn_implementation)

@@ -232,9 +232,7 @@ def check_libraries(c: Context, loaded: Loaded) -> list[Result]:
     if c.plan is None or isinstance(c.plan, ScriptPlan):
         return [*results, skipped("model class and attention", NO_PLAN)]
     layout = c.plan.layout
-    transformers = c.have.get("transformers", "")
-    lacks = find_lacking(transformers, splits_experts=layout.expert_parallel > 1, is_hybrid=layout.is_hybrid)
-    if lacks:
+    if lacks := find_lacking(layout.needs, c.have):
         results.append(failed("layout", *lacks, loaded.where("layout.name")))
     model, result = check_model_class(c, c.plan.base.family)
     return [*results, result, check_attention(c, loaded, model)]
