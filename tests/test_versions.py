@@ -69,6 +69,7 @@ ON_TWO = {
 NEEDS = {"experts, expert-parallel": "expert parallelism", "fp8, full-shard": "sharding of a quantized base"}
 HAVE = {"torch": torch.__version__, "transformers": transformers.__version__}
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("versions")
@@ -105,21 +106,32 @@ def test_one_step_is_planned_and_made(folder: Path, tmp_path: Path) -> None:
     code, printed = windlass(f"plan {folder}/run.yaml --json {said}{tmp_path}/run", tmp_path)
     assert code == 0, printed
     plan = json.loads(printed)
-    assert (plan["layout"]["name"], plan["schedule"]["steps"]) == ("resident", 1)
+    assert (plan["layout"]["name"], plan["batch"]["steps"]) == ("resident", 1)
+    assert 0 < plan["memory"]["gpu_gib"] < 4
     code, printed = windlass(f"train {folder}/run.yaml {said}{tmp_path}/run", tmp_path)
     assert code == 0, printed
     (step,) = read_json_lines(tmp_path / "run" / "steps-rank0.jsonl")
     assert step["loss"] > 0
 
 
-def test_a_published_model_is_planned() -> None:
-    pass
+def test_a_published_model_is_planned(tmp_path: Path) -> None:
+    code, printed = windlass("plan mistralai/Mistral-Small-4-119B-2603 --gpus 4xh200 --json", tmp_path)
+    assert code == 0, printed
+    plan = json.loads(printed)
+    assert plan["parameters"]["total"] == 118_972_826_624
+    assert (plan["layout"]["name"], plan["layout"]["expert_parallel"]) == ("expert-parallel", 4)  # versions unknown
+    assert plan["memory"]["gpu_gib"] == pytest.approx(132.1, rel=0.02)
+    assert plan["estimate"]["tokens_per_second"] == pytest.approx(41_104, rel=0.05)
 
 
 def test_trials_of_a_sweep_are_what_each_is_alone(alone: Outcomes, folder: Path, tmp_path: Path) -> None:
-    said = "--override train.output_dir=sweep --override 'sweep.lora.r=[8, 4]'"
-    code, printed = windlass(f"train {folder}/run.yaml {said}", tmp_path)
+    batch = "train.per_device_train_batch_size=4", "train.gradient_accumulation_steps=1"
+    overrides = ("train.output_dir=sweep", *batch, "'sweep.lora.r=[8, 4]'")
+    code, printed = windlass(f"train {folder}/run.yaml --override {' --override '.join(overrides)}", tmp_path)
     assert code == 0, printed
+    eight, four = (tmp_path / "sweep" / "trials" / name for name in ("r8", "r4"))
+    assert real.compare_adapters(eight, alone.folder / "alone") < 1e-5
+    assert {tensor.shape[0] for name, tensor in real.read_adapter(four).items() if "lora_A" in name} == {4}
 
 
 def test_the_demo_runs(tmp_path: Path) -> None:
