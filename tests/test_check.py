@@ -1,6 +1,7 @@
 """Checks before any machine: every check passes on a valid run and fails on a planted fault."""
 
 import functools
+import io
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ from windlass.plan import Plan, make_plan
 from windlass.plan.longest import find_longest_rows
 from windlass.runfile import Loaded, LoadedScript, read_any, read_run_file
 from windlass.runfile.names import ATTENTION, TRACKERS, find_absent_trackers
+from windlass.train import console
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
@@ -328,6 +330,20 @@ def test_a_library_that_is_too_old_is_named_before_it_is_imported(monkeypatch: p
         versions.require_libraries(TRAINING, "train")
     assert problems[0].problem == "transformers 5.10.0 is too old: it has to be >=5.17,<5.25"
     versions.require_libraries(("torch",), "train")
+
+
+@pytest.mark.fault(
+    "a library that is newer than tested", "`windlass train`, in its head", "peft 0.22.0 is newer than tested, >="
+)
+def test_a_library_that_is_newer_than_tested_is_noted(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.StringIO()
+    have = {**RAN, "peft": "0.22.0", "torch": "2.13.1+cpu"}
+    monkeypatch.setattr(console, "read_versions", lambda libraries: have)
+    console.print_header(console.Console(file=printed, width=240), make_plan(read_run_file(sound), compare=False), {})
+    (note,) = (line for line in printed.getvalue().splitlines() if line.startswith("note: "))
+    assert note.startswith(
+        "note: peft 0.22.0 is newer than tested, >=0.20,<0.22: `windlass check --self-test` tries it"
+    )
 
 
 RAN = {name: ran for name, (_, ran) in versions.TESTED.items()}

@@ -83,6 +83,20 @@ def is_too_old(name: str, version: str) -> bool:
     return is_older(version, lowest)
 
 
+def is_newer(name: str, version: str) -> bool:
+    """Return whether a library is newer than its range."""
+    end = TESTED[name][0].partition("<")[2]
+    return parse_release(version) is not None and not is_older(version, end)
+
+
+def find_newer(have: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note on each library that is newer than its range: it may work."""
+    for name, (supported, _) in TESTED.items():
+        if name in have and is_newer(name, have[name]):
+            remedy = f"`windlass check --self-test` tries it, pip install '{name}{supported}' replaces it"
+            yield f"{name} {have[name]} is newer than tested, {supported}: {remedy}"
+
+
 def find_lacking(needs: Iterable[str], have: Mapping[str, str]) -> tuple[str, str] | None:
     """Return what these versions lack of a layout's needs, as a problem and its hint; None if nothing is known to be.
 
