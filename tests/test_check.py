@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import generate
 import pytest
 import warm
 from refusals import refused
@@ -292,8 +294,16 @@ def test_version_table_matches_pyproject_and_the_environment() -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
     assert {f"{name}{supported}" for name, (supported, _) in versions.TESTED.items()} <= set(wanted)
     have = inputs.list_distributions()
-    for name, (_, ran) in versions.TESTED.items():
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    oldest, newest = (generate.read_pins(end) for end in ("OLDEST", "NEWEST"))
+    assert oldest.keys() == newest.keys() == versions.TESTED.keys()
+    for name, (supported, ran) in versions.TESTED.items():
         assert versions.parse_release(have[name]) == versions.parse_release(ran), name
+        assert pins[name] == ran
+        lowest = supported.partition(",")[0].removeprefix(">=")
+        assert versions.parse_release(oldest[name]) == versions.parse_release(lowest), name
+        assert not versions.is_newer(name, newest[name])
+        assert not versions.is_older(newest[name], ran)
     import peft.import_utils
 
     assert f'"{inputs.TORCHAO_LEAST}"' in Path(peft.import_utils.__file__).read_text()
@@ -341,9 +351,8 @@ def test_a_library_that_is_newer_than_tested_is_noted(sound: Path, monkeypatch: 
     monkeypatch.setattr(console, "read_versions", lambda libraries: have)
     console.print_header(console.Console(file=printed, width=240), make_plan(read_run_file(sound), compare=False), {})
     (note,) = (line for line in printed.getvalue().splitlines() if line.startswith("note: "))
-    assert note.startswith(
-        "note: peft 0.22.0 is newer than tested, >=0.20,<0.22: `windlass check --self-test` tries it"
-    )
+    said = "peft 0.22.0 is newer than tested, >=0.20,<0.22: `windlass check --self-test` tries it"
+    assert note.startswith(f"note: {said}")
 
 
 RAN = {name: ran for name, (_, ran) in versions.TESTED.items()}
@@ -361,7 +370,7 @@ LACKED = [  # a library's version, a key of `layout`, and what is said of it
 @pytest.mark.fault(
     "a layout that the installed libraries lack",
     "`windlass plan` of a run for this machine, `windlass check`",
-    "has no expert parallelism; has no hybrid sharding; has no sharding of a quantized base",
+    "transformers 5.20.2 has no expert parallelism",
 )
 @pytest.mark.parametrize(("library", "version", "key", "said"), LACKED)
 def test_a_layout_that_the_libraries_lack_is_named(
@@ -388,6 +397,7 @@ def be_of_the_run(monkeypatch: pytest.MonkeyPatch, have: dict[str, str]) -> None
     monkeypatch.setattr("windlass.plan.plan.read_versions", lambda libraries: have)
 
 
+@pytest.mark.takes("plans two nodes of eight GPUs six times")
 def test_auto_chooses_no_layout_that_the_libraries_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = read_run_file(RECIPE, ["cluster.nodes=2", "cluster.gpus_per_node=8"])
     elsewhere = make_plan(loaded, compare=False).layout

@@ -34,7 +34,7 @@ def test_every_command_has_examples(pages: dict[Path, str]) -> None:
 
 
 def test_every_kind_of_mark_is_used_and_closed() -> None:
-    names = ("README.md", "CONTRIBUTING.md", "docs/plan-example.md", "docs/export.md")
+    names = ("README.md", "CONTRIBUTING.md", "docs/plan-example.md", "docs/export.md", "docs/faq.md")
     text = "".join((ROOT / name).read_text(encoding="utf-8") for name in names)
     marks = re.findall(r"<!-- (\w+)", text)
     assert {*generate.MARKS, "demo", "end"} == set(marks)

@@ -200,6 +200,9 @@ def reshard(model: torch.nn.Module) -> None:
     """Reshard every parameter: after a forward without a backward the head is still gathered."""
     for module in list_fsdp_modules(model):
         module.reshard()
+        # Until torch >=2.13 is required: before, FSDP2 gathers a group again only once all its modules have run, and
+        # the loss runs no forward of the head.
+        module._get_fsdp_state()._modules_to_run_forward.clear()
 
 
 def shard_like(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
