@@ -4,7 +4,6 @@ import functools
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import generate
 import pytest
 import warm
 from refusals import refused
+from rich.console import Console
 from text_run import make_text_run
 
 from windlass import versions
@@ -294,16 +293,8 @@ def test_version_table_matches_pyproject_and_the_environment() -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
     assert {f"{name}{supported}" for name, (supported, _) in versions.TESTED.items()} <= set(wanted)
     have = inputs.list_distributions()
-    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    oldest, newest = (generate.read_pins(end) for end in ("OLDEST", "NEWEST"))
-    assert oldest.keys() == newest.keys() == versions.TESTED.keys()
-    for name, (supported, ran) in versions.TESTED.items():
+    for name, (_, ran) in versions.TESTED.items():
         assert versions.parse_release(have[name]) == versions.parse_release(ran), name
-        assert pins[name] == ran
-        lowest = supported.partition(",")[0].removeprefix(">=")
-        assert versions.parse_release(oldest[name]) == versions.parse_release(lowest), name
-        assert not versions.is_newer(name, newest[name])
-        assert not versions.is_older(newest[name], ran)
     import peft.import_utils
 
     assert f'"{inputs.TORCHAO_LEAST}"' in Path(peft.import_utils.__file__).read_text()
@@ -349,7 +340,7 @@ def test_a_library_that_is_newer_than_tested_is_noted(sound: Path, monkeypatch: 
     printed = io.StringIO()
     have = {**RAN, "peft": "0.22.0", "torch": "2.13.1+cpu"}
     monkeypatch.setattr(console, "read_versions", lambda libraries: have)
-    console.print_header(console.Console(file=printed, width=240), make_plan(read_run_file(sound), compare=False), {})
+    console.print_header(Console(file=printed, width=240), make_plan(read_run_file(sound), compare=False), {})
     (note,) = (line for line in printed.getvalue().splitlines() if line.startswith("note: "))
     said = "peft 0.22.0 is newer than tested, >=0.20,<0.22: `windlass check --self-test` tries it"
     assert note.startswith(f"note: {said}")
