@@ -18,7 +18,7 @@ from pathlib import Path
 WINDLASS = f"{Path(__file__).resolve().parent.parent}[train]"
 TOOLS = ("vllm", "unsloth", "nemo_automodel", "trl", "ms-swift", "axolotl")
 SHOWN = ("torch", "transformers", "datasets", "peft")
-SECONDS = 180  # for each dry run
+SECONDS = 600  # for each dry run: of an index without metadata pip downloads wheels
 PIP = (sys.executable, "-m", "pip")
 
 
@@ -30,11 +30,11 @@ def find_newest(tool: str) -> str:
 
 def resolve(*wanted: str) -> tuple[dict[str, str], str]:
     """Return the versions that pip would install, by name; or why it can't."""
-    command = [*PIP, "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", "--only-binary=:all:"]
+    command = [*PIP, "install", "--dry-run", "--ignore-installed", "--quiet", "--prefer-binary", "--report", "-"]
     try:
         done = subprocess.run([*command, *wanted], capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return {}, f"pip has not found out within {SECONDS // 60} minutes"
+        return {}, f"pip hasn't found out within {SECONDS // 60} minutes"
     if done.returncode == 0:
         chosen = (entry["metadata"] for entry in json.loads(done.stdout)["install"])
         return {one["name"].lower(): one["version"] for one in chosen}, ""
