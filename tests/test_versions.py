@@ -29,6 +29,7 @@ V6 = "ignore:.*is deprecated and will be removed in v6:FutureWarning"
 pytestmark = [pytest.mark.prove, pytest.mark.filterwarnings(V6)]
 
 PAIRS: dict[str, Any] = {"data__dataset_name_or_path": "{folder}/pairs", "data__max_length": 128}
+IN_TWO: dict[str, Any] = {"train__output_dir": "{out}/in two", "train__save_strategy": "steps"}
 DPO: dict[str, Any] = {**PAIRS, "train__objective": "dpo", "train__max_steps": 10}
 EXPERTS: dict[str, Any] = {"model__model_name_or_path": "{folder}/mixture", "lora__experts": {"r": 2, "lora_alpha": 4}}
 STORED: dict[str, dict[str, Any]] = {
@@ -49,8 +50,8 @@ ALONE = {
     "alone": of_four(1),
     "by TRL": of_four(1, plain=True),
     "checkpointing": of_four(1, train__gradient_checkpointing=True),
-    "stopped": of_four(1, faults=["stop 3"], train__output_dir="{out}/in two", train__save_strategy="steps"),
-    "resumed": of_four(1, resume=True, train__output_dir="{out}/in two", train__save_strategy="steps"),
+    "stopped": of_four(1, faults=["stop 3"], **IN_TWO),
+    "resumed": of_four(1, resume=True, **IN_TWO),
     "nf4": of_four(1, layout__base_dtype="nf4"),
     **{dtype: of_four(1, **stored) for dtype, stored in STORED.items()},
     **{f"{dtype} decoded": of_four(1, **{**stored, **DECODED}) for dtype, stored in STORED.items()},
@@ -61,6 +62,8 @@ ALONE = {
 }
 ON_TWO = {
     "full-shard": of_four(2),
+    "stopped": of_four(2, faults=["stop 3"], **IN_TWO),
+    "resumed": of_four(2, resume=True, **IN_TWO),
     "resident": of_four(2, layout="resident"),
     "experts, full-shard": of_four(2, **EXPERTS),
     "experts, expert-parallel": of_four(2, **SPLIT, **EXPERTS),
@@ -149,7 +152,7 @@ def test_steps_equal_trls(alone: Outcomes, name: str, other: str) -> None:
     assert len(losses) == (10 if name == "dpo" else 3)
 
 
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", [name for name in ON_TWO if name not in ("stopped", "resumed")])
 def test_ranks_equal_one_process(request: pytest.FixtureRequest, alone: Outcomes, name: str) -> None:
     found: Outcomes = request.getfixturevalue("two")
     if name in NEEDS and versions.find_lacking([NEEDS[name]], HAVE):
@@ -160,9 +163,13 @@ def test_ranks_equal_one_process(request: pytest.FixtureRequest, alone: Outcomes
     assert real.compare_adapters(found.folder / name, alone.folder / one) < 2e-3
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(alone: Outcomes) -> None:
-    assert (alone["stopped"]["code"], alone["resumed"]["code"]) == (SAVED, 0)
-    whole, parts = (real.read_adapter(alone.folder / name) for name in ("alone", "in two"))
+@pytest.mark.parametrize(("ranks", "uninterrupted"), [("alone", "alone"), ("two", "full-shard")])
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    request: pytest.FixtureRequest, ranks: str, uninterrupted: str
+) -> None:
+    outcomes: Outcomes = request.getfixturevalue(ranks)
+    assert (outcomes["stopped"]["code"], outcomes["resumed"]["code"]) == (SAVED, 0)
+    whole, parts = (real.read_adapter(outcomes.folder / name) for name in (uninterrupted, "in two"))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
 
