@@ -79,7 +79,7 @@ $(VERSIONS)/newest/.installed: LIBRARIES = $(NEWEST)
 test-versions: test-oldest test-newest  ## the core with the oldest and the newest libraries, in environments of their own
 test-oldest test-newest: test-%: $(VERSIONS)/%/.installed  ## MARK=smallest: every module, and one step
 	$(VERSIONS)/$*/bin/python -m pip list --disable-pip-version-check 2>/dev/null | grep -E '^($(CORE)) '
-	PYTHONPATH=src $(VERSIONS)/$*/bin/python -m pytest -m "$(MARK)" -p no:cacheprovider tests/test_versions.py
+	$(VERSIONS)/$*/bin/python -m pytest -m "$(MARK)" -p no:cacheprovider tests/test_versions.py
 
 $(VERSIONS)/%/.installed: pyproject.toml Makefile
 	[ -d $(@D) ] || $(PYTHON) -m venv $(@D)
