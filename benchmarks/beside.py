@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -30,18 +31,20 @@ def find_newest(tool: str) -> str:
 
 def resolve(*wanted: str) -> tuple[dict[str, str], str]:
     """Return the versions that pip would install, by name; or why it can't."""
-    command = [*PIP, "install", "--dry-run", "--ignore-installed", "--quiet", "--prefer-binary", "--report", "-"]
+    report = Path(tempfile.mkdtemp()) / "report.json"
+    command = [*PIP, "install", "--dry-run", "--ignore-installed", "--prefer-binary", "--report", str(report)]
     try:
         done = subprocess.run([*command, *wanted], capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return {}, f"pip hasn't found out within {SECONDS // 60} minutes"
     if done.returncode == 0:
-        chosen = (entry["metadata"] for entry in json.loads(done.stdout)["install"])
+        chosen = (entry["metadata"] for entry in json.loads(report.read_text())["install"])
         return {one["name"].lower(): one["version"] for one in chosen}, ""
-    needs = re.search(r"The conflict is caused by:\n(.*?)\n\n", done.stderr, re.DOTALL)
+    needs = re.search(r"The conflict is caused by:\n(.*?)\n\n", done.stdout, re.DOTALL)
     missing = re.search(r"No matching distribution found for (.*)", done.stderr)
-    why = "; ".join(line.strip() for line in needs[1].splitlines()) if needs else missing[0] if missing else ""
-    return {}, re.sub(r"\(from [^)]*\)", "", why or done.stderr.strip().splitlines()[-1])
+    if needs:
+        return {}, "; ".join(line.strip() for line in needs[1].splitlines() if "==" in line)
+    return {}, missing[0] if missing else done.stderr.strip().splitlines()[-1]
 
 
 def main() -> None:
