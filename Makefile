@@ -69,17 +69,22 @@ prove: test test-long $(PROOFS:%=prove-%)  ## everything, the long proofs too
 $(PROOFS:%=prove-%): prove-%: $(STAMP) browser site
 	$(BIN)/pytest -m prove $(if $(filter $*,$(SHOWN)),-rP) $(if $(filter $*,$(ALONE)),,$(PARALLEL)) $(PROVE_$*:%=tests/%.py)
 
-# The ends of what is supported. torch comes with CUDA (5 GB) where PyPI has no other.
-OLDEST := torch==2.11.0 transformers==5.17.0 peft==0.20.0 accelerate==1.15.0
-NEWEST := torch==2.14.1 transformers==5.24.0 peft accelerate
+# The ends of what is supported: 6 GB each, where the index has torch with CUDA alone. Elsewhere: make VERSIONS=FOLDER.
+OLDEST := torch==2.11.0 transformers==5.17.0 peft==0.20.0 accelerate==1.15.0 datasets==4.7.0 safetensors==0.8.0
+NEWEST := torch==2.14.1 transformers==5.24.0 peft==0.21.2 accelerate==1.15.0 datasets==5.2.0 safetensors==0.8.0
+VERSIONS ?= $(VENV)
+CORE := torch|transformers|peft|accelerate|datasets|safetensors|trl
+$(VERSIONS)/oldest/.installed: LIBRARIES = $(OLDEST)
+$(VERSIONS)/newest/.installed: LIBRARIES = $(NEWEST)
 test-versions: test-oldest test-newest  ## the core with the oldest and the newest libraries, in environments of their own
-test-oldest: LIBRARIES = $(OLDEST)
-test-newest: LIBRARIES = $(NEWEST)
-test-oldest test-newest: test-%: pyproject.toml Makefile
-	[ -d $(VENV)/$* ] || $(PYTHON) -m venv $(VENV)/$*
-	$(VENV)/$*/bin/python -m pip install --quiet --disable-pip-version-check $(LIBRARIES) -e '.[train,test]'
-	$(VENV)/$*/bin/python -m pip list --disable-pip-version-check 2>/dev/null | grep -E '^(torch|transformers|peft|accelerate|datasets|trl) '
-	$(VENV)/$*/bin/python -m pytest -m "" -p no:cacheprovider tests/test_versions.py
+test-oldest test-newest: test-%: $(VERSIONS)/%/.installed  ## MARK=smallest: every module, and one step
+	$(VERSIONS)/$*/bin/python -m pip list --disable-pip-version-check 2>/dev/null | grep -E '^($(CORE)) '
+	$(VERSIONS)/$*/bin/python -m pytest -m "$(MARK)" -p no:cacheprovider tests/test_versions.py
+
+$(VERSIONS)/%/.installed: pyproject.toml Makefile
+	[ -d $(@D) ] || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(LIBRARIES) -e '.[train,test]'
+	@touch $@
 
 CUDA := $(VENV)/cuda
 prove-cuda: $(CUDA)/libcuda.so.1  ## a step on torch's CUDA build (5 GB) and a GPU that is a stub: needs a C compiler

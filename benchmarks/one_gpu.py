@@ -14,10 +14,10 @@ documents separated by a mask. "plan" is the plan's figure for the same work, wi
 fragmentation, which exist only on a device; "peak" is what torch has allocated.
 
 Needs the `train` extra of pyproject.toml, but runs from a checkout that is not installed. On a machine whose image has
-torch with CUDA and Triton but an older transformers, and no package index, set PYTHONPATH to a folder with these
-packages for that machine's Python: transformers (5.23), huggingface_hub, tokenizers, peft, accelerate, pydantic,
-pydantic_core, annotated_types, typing_inspection, nvidia-ml-py. Only tokenizers and pydantic_core are compiled. Missing
-packages are reported before the clock starts.
+torch with CUDA and Triton but an older transformers than src/windlass/versions.py admits, and no package index, set
+PYTHONPATH to a folder with these packages for that machine's Python: transformers, huggingface_hub, tokenizers, peft,
+accelerate, pydantic, pydantic_core, annotated_types, typing_inspection, nvidia-ml-py. Only tokenizers and pydantic_core
+are compiled. Missing packages are reported before the clock starts.
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ def read(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-LEAST = {"torch": (2, 11), "transformers": (5, 17), "peft": (0, 20)}
 NEEDED = ("pydantic", "torch", "safetensors", "huggingface_hub", "tokenizers", "transformers", "accelerate", "peft")
 PROBE = """
 import importlib, sys, warnings
@@ -139,15 +138,11 @@ for name in (*sys.argv[1:], "one_gpu_parts"):
 
 def missing(environ: dict[str, str]) -> str:
     """Return why no part can run here: packages too old or impossible to import, tried in their own process."""
-    found = facts()["versions"]
-    short = []
-    for name, least in LEAST.items():
-        has = found[name]
-        if (
-            has != "absent"
-            and tuple(int("".join(c for c in n if c.isdigit()) or 0) for n in has.split(".")[:2]) < least
-        ):
-            short.append(f"{name} >= {'.'.join(map(str, least))} (here: {has})")
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+    from windlass.versions import TESTED, is_too_old
+
+    have = {name: number for name, number in facts()["versions"].items() if name in TESTED and number != "absent"}
+    short = [f"{name} {TESTED[name][0]} (here: {number})" for name, number in have.items() if is_too_old(name, number)]
     probe = [sys.executable, "-c", PROBE, *NEEDED]
     done = subprocess.run(probe, env=environ, capture_output=True, text=True, timeout=300)
     failed = done.stdout.splitlines() or [f"the imports ended with {done.returncode}"] * (done.returncode != 0)

@@ -18,6 +18,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers.models.llama import modeling_llama
 
+from windlass.compat import enable_checkpointing
 from windlass.model import config
 from windlass.model import targets as adapters
 from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
@@ -59,7 +60,7 @@ def dense(sizes: Sizes, until: float) -> Iterator[Row]:
 def measure(way: str, described: dict[str, int], rows: int, length: int) -> Row:
     model = make_model(described)
     base = model.get_base_model()
-    base.activation_checkpointing_enable({"use_reentrant": False})
+    enable_checkpointing(base, {"use_reentrant": False})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     device = parallel.get_device()

@@ -15,6 +15,7 @@ from peft import PeftModel
 from torch import nn
 
 from windlass import hardware
+from windlass.compat import enable_checkpointing
 from windlass.model import Base, Parameter, config, find_published_base
 from windlass.model import targets as adapters
 from windlass.model.parameters import Piece, Stored
@@ -202,7 +203,7 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool) -> Built:
     peft = attach_adapter(model, lora, adapter, 0)
     causal_lm = peft.get_base_model()
     Patches().patch_forward(causal_lm)
-    causal_lm.activation_checkpointing_enable()
+    enable_checkpointing(causal_lm, {"use_reentrant": False})
     peft.train()
     batch = Batch(1, 1, sizes.length)
     work = Workload(read_shape(found, adapter), layout, batch, make_machine(), "adamw_torch", 2)

@@ -114,8 +114,8 @@ def with_output(text: str) -> str:
     """Fill the block that follows each mark of a page, up to `<!-- end -->`.
 
     `<!-- windlass … -->`: what the command prints; `<!-- windlass …: TITLE | TITLE -->`: only these tables, and lines
-    that begin with a title. `<!-- layouts FILE: NAME | NAME -->`, `<!-- families -->`, `<!-- servers -->` and
-    `<!-- source -->`: the result of the function of that name.
+    that begin with a title. `<!-- layouts FILE: NAME | NAME -->`, `<!-- families -->`, `<!-- servers -->`,
+    `<!-- source -->` and `<!-- versions -->`: the result of the function of that name.
     """
 
     def block(match: re.Match[str]) -> str:
@@ -212,12 +212,32 @@ def servers(_argument: str, _titles: list[str]) -> str:
     return "\n\n".join(blocks)
 
 
+def read_pins(end: str) -> dict[str, str]:
+    """Return the versions of `make test-versions` at one end, OLDEST or NEWEST."""
+    line = next(each for each in (ROOT / "Makefile").read_text().splitlines() if each.startswith(f"{end} :="))
+    return dict(pin.split("==") for pin in line.partition(":=")[2].split())
+
+
+def versions(_: str, __: list[str]) -> str:
+    """Return the table of libraries: what pip admits, and what `make test-versions` and `make test` ran with."""
+    from windlass.versions import TESTED
+
+    oldest, newest = read_pins("OLDEST"), read_pins("NEWEST")
+    rows = (
+        f"| {name} | {supported} | {oldest[name]} | {ran} | {newest[name]} |"
+        for name, (supported, ran) in TESTED.items()
+    )
+    heading = "| library | range | oldest tested | all tests | newest tested |\n|---|---|---|---|---|"
+    return "\n".join((heading, *rows))
+
+
 MARKS: dict[str, Callable[[str, list[str]], str]] = {
     "windlass": printed,
     "layouts": layouts,
     "families": families,
     "source": source,
     "servers": servers,
+    "versions": versions,
 }
 
 
@@ -230,7 +250,7 @@ def pages() -> dict[Path, str]:
     for page_with_output in (
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
-        *(ROOT / "docs" / f"{name}.md" for name in ("layouts", "plan-example", "export")),
+        *(ROOT / "docs" / f"{name}.md" for name in ("layouts", "plan-example", "export", "faq")),
     ):
         made[page_with_output] = with_output(page_with_output.read_text(encoding="utf-8"))
     reference = ROOT / "docs" / "reference"

@@ -1,6 +1,7 @@
 """Checks before any machine: every check passes on a valid run and fails on a planted fault."""
 
 import functools
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import warm
 from refusals import refused
+from rich.console import Console
 from text_run import make_text_run
 
 from windlass import versions
@@ -25,8 +27,10 @@ from windlass.launch.check import inputs
 from windlass.launch.check.results import FAIL, NODES, PASS, SKIPPED, WARN, Context, Result, failed, passed, skipped
 from windlass.model.family import FAMILIES
 from windlass.plan import Plan, make_plan
+from windlass.plan.longest import find_longest_rows
 from windlass.runfile import Loaded, LoadedScript, read_any, read_run_file
 from windlass.runfile.names import ATTENTION, TRACKERS, find_absent_trackers
+from windlass.train import console
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
@@ -312,7 +316,7 @@ def test_version_table_matches_pyproject_and_the_environment() -> None:
     ],
 )
 def test_libraries_against_the_table(sound: Path, name: str, version: str | None, verdict: str) -> None:
-    have = {**{name: ran for name, (_, ran) in versions.TESTED.items()}, "torchao": "0.16.0", name: version}
+    have = {**RAN, "torchao": "0.16.0", name: version}
     loaded = read_run_file(sound)
     results = inputs.check_libraries(context(loaded, have={k: v for k, v in have.items() if v}), loaded)
     bad = {result.name: result.verdict for result in results if result.verdict != PASS}
@@ -330,23 +334,86 @@ def test_a_library_that_is_too_old_is_named_before_it_is_imported(monkeypatch: p
 
 
 @pytest.mark.fault(
-    "a layout that an older transformers lacks", "`windlass check`", "transformers 5.20.2 has no expert parallelism"
+    "a library that is newer than tested", "`windlass train`, in its head", "peft 0.22.0 is newer than tested, >="
 )
-@pytest.mark.parametrize(
-    ("version", "named"),
-    [
-        ("5.20.2", ["transformers 5.20.2 has no expert parallelism"]),
-        ("5.23.0", []),
-        ("5.24.0.dev0", []),
-    ],
+def test_a_library_that_is_newer_than_tested_is_noted(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.StringIO()
+    have = {**RAN, "peft": "0.22.0", "torch": "2.13.1+cpu"}
+    monkeypatch.setattr(console, "read_versions", lambda libraries: have)
+    console.print_header(Console(file=printed, width=240), make_plan(read_run_file(sound), compare=False), {})
+    (note,) = (line for line in printed.getvalue().splitlines() if line.startswith("note: "))
+    said = "peft 0.22.0 is newer than tested, >=0.20,<0.22: `windlass check --self-test` tries it"
+    assert note.startswith(f"note: {said}")
+
+
+RAN = {name: ran for name, (_, ran) in versions.TESTED.items()}
+LACKED = [  # a library's version, a key of `layout`, and what is said of it
+    ("transformers", "5.20.2", "name=expert-parallel", "transformers 5.20.2 has no expert parallelism"),
+    ("transformers", "5.20.2", "name=hybrid", "transformers 5.20.2 has no hybrid sharding"),
+    ("transformers", "5.23.0", "name=expert-parallel", ""),
+    ("transformers", "5.24.0.dev0", "name=hybrid", ""),
+    ("torch", "2.11.0a0+nv", "base_dtype=fp8", "torch 2.11.0a0+nv has no sharding of a quantized base"),
+    ("torch", "2.13.0+cpu", "base_dtype=fp8", ""),
+    ("torch", "2.11.0", "base_dtype=bf16", ""),
+]
+
+
+@pytest.mark.fault(
+    "a layout that the installed libraries lack",
+    "`windlass plan` of a run for this machine, `windlass check`",
+    "transformers 5.20.2 has no expert parallelism",
 )
-def test_a_layout_that_transformers_lacks_is_named(sound: Path, version: str, named: list[str]) -> None:
-    loaded = read_run_file(sound)
+@pytest.mark.parametrize(("library", "version", "key", "said"), LACKED)
+def test_a_layout_that_the_libraries_lack_is_named(
+    monkeypatch: pytest.MonkeyPatch, library: str, version: str, key: str, said: str
+) -> None:
+    have = RAN | {library: version}
+    loaded = read_run_file(RECIPE, ["cluster.nodes=2", "cluster.gpus_per_node=8", "layout=full-shard", f"layout.{key}"])
+    plan = make_plan(loaded, compare=False)  # on another machine than the run's
+    results = inputs.check_libraries(replace(context(loaded, plan, have), alone=False), loaded)
+    assert [result.seen for result in results if result.name == "layout"] == [said] * bool(said)
+    be_of_the_run(monkeypatch, have)
+    if not said:
+        assert make_plan(loaded, compare=False).layout == plan.layout
+        return
+    with refused("too-old") as problems:
+        make_plan(loaded, compare=False)
+    assert problems[0].problem == said
+    assert problems[0].hint.startswith(f"pip install '{library}>=")
+
+
+def be_of_the_run(monkeypatch: pytest.MonkeyPatch, have: dict[str, str]) -> None:
+    """Let this machine be one of the recipe's, with these libraries."""
+    monkeypatch.setattr("windlass.plan.plan.read_gpu_name", lambda: "h200")
+    monkeypatch.setattr("windlass.plan.plan.read_versions", lambda libraries: have)
+
+
+@pytest.mark.takes("plans two nodes of eight GPUs six times")
+def test_auto_chooses_no_layout_that_the_libraries_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = read_run_file(RECIPE, ["cluster.nodes=2", "cluster.gpus_per_node=8"])
+    elsewhere = make_plan(loaded, compare=False).layout
+    assert elsewhere.name == "expert-parallel"
+    be_of_the_run(monkeypatch, RAN | {"transformers": "5.17.0"})
     plan = make_plan(loaded, compare=False)
-    plan = replace(plan, layout=replace(plan.layout, expert_parallel=2))
-    have = {name: ran for name, (_, ran) in versions.TESTED.items()} | {"transformers": version}
-    results = inputs.check_libraries(context(loaded, plan, have), loaded)
-    assert [result.seen for result in results if result.name == "layout"] == named
+    assert plan.layout.name in ("full-shard", "no-reshard", "resident")
+    whys = {c.layout.name: c.why_not for c in plan.contenders if c.why_not}
+    assert whys.keys() == {"expert-parallel", "hybrid"}
+    assert {c.layout.name for c in plan.contenders if not c.why_not}.isdisjoint(whys)
+    be_of_the_run(monkeypatch, RAN | {"torch": "2.12.0"})
+    plan = make_plan(loaded, compare=False)
+    assert all(bool(c.why_not) == (c.layout.base_dtype == "fp8" and c.layout.is_sharded) for c in plan.contenders)
+    assert not plan.layout.is_sharded or plan.layout.base_dtype == "bf16"
+    rows = find_longest_rows(plan)
+    assert rows
+    assert not [row for row in rows if "FP8" in row.layout and "resident" not in row.layout]
+    # On a CPU of another platform nothing is known of the run's libraries.
+    monkeypatch.setattr("windlass.plan.plan.read_gpu_name", lambda: "cpu")
+    assert make_plan(loaded, compare=False).layout == elsewhere
+    be_of_the_run(monkeypatch, RAN | {"transformers": "5.17.0"})
+    slurm = read_run_file(RECIPE, ["cluster.nodes=2", "cluster.gpus_per_node=8", "cluster.platform=slurm"])
+    assert make_plan(slurm, compare=False).layout == elsewhere
+    monkeypatch.setenv("WINDLASS_JOB", "a node of it")
+    assert make_plan(slurm, compare=False).layout.name != "expert-parallel"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.mistral4.modeling_mistral4 import Mistral4MLP
 
 from windlass import hardware, tiny
+from windlass.compat import enable_checkpointing
 from windlass.model import Base, read_base
 from windlass.model.targets import resolve_adapter
 from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
@@ -246,7 +247,7 @@ def test_different_routing_in_recomputation_gives_no_gradient(
         model.requires_grad_(False)
         embedded = model.get_input_embeddings().weight.requires_grad_()
         options = {"use_reentrant": False, "context_fn": partial(kept.checkpoint_contexts, products=products)}
-        model.activation_checkpointing_enable(options)
+        enable_checkpointing(model, options)
         model.train()(torch.arange(1, TOKENS + 1)[None], use_cache=False).logits.sum().backward()
     assert layers == 2 * LAYERS
     assert bool(embedded.grad.to_local().isfinite().all()) is not rerouted

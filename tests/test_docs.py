@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from windlass import versions
+
 ROOT = Path(__file__).parent.parent
 DOCS = Path(__file__).parent.parent / "docs"
 sys.path.insert(0, str(DOCS))
@@ -34,11 +36,24 @@ def test_every_command_has_examples(pages: dict[Path, str]) -> None:
 
 
 def test_every_kind_of_mark_is_used_and_closed() -> None:
-    names = ("README.md", "CONTRIBUTING.md", "docs/plan-example.md", "docs/export.md")
+    names = ("README.md", "CONTRIBUTING.md", "docs/plan-example.md", "docs/export.md", "docs/faq.md")
     text = "".join((ROOT / name).read_text(encoding="utf-8") for name in names)
     marks = re.findall(r"<!-- (\w+)", text)
     assert {*generate.MARKS, "demo", "end"} == set(marks)
     assert marks.count("end") * 2 == len(marks)
+
+
+def test_versions_agree() -> None:
+    """Of the table that docs, pyproject and checks have, the pins of the environments that tests run in."""
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    oldest, newest = (generate.read_pins(end) for end in ("OLDEST", "NEWEST"))
+    assert oldest.keys() == newest.keys() == versions.TESTED.keys()
+    for name, (supported, ran) in versions.TESTED.items():
+        assert pins[name] == ran
+        lowest = supported.partition(",")[0].removeprefix(">=")
+        assert re.fullmatch(rf"{re.escape(lowest)}(\.0)*", oldest[name]), name
+        assert not versions.is_newer(name, newest[name])
+        assert not versions.is_older(newest[name], ran)
 
 
 def test_prose_is_wrapped() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
 from windlass import hardware, tiny
+from windlass.compat import enable_checkpointing
 from windlass.data.collate import PaddedPackingCollator
 from windlass.model.family import FAMILIES as KNOWN
 from windlass.plan import make_plan, split_rows
@@ -92,7 +93,7 @@ def test_equals_attention_under_a_mask(family: str, tmp_path: Path, monkeypatch:
     for by_document in (False, True):
         torch.manual_seed(0)
         model = find_class(family).from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="sdpa")
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model, {"use_reentrant": False})
         model.train()
         with Patches() as patches:
             patches.patch_forward(model)

@@ -22,7 +22,7 @@ from launch_jobs import EXAMPLES, FULL, GOLDEN, ROOT, SITE, calls, compared, env
 from refusals import refused
 from text_run import make_text_run
 
-from windlass import run_folder
+from windlass import run_folder, versions
 from windlass.errors import RunError, UserError
 from windlass.launch import submit as submitting
 from windlass.launch.job import build_job
@@ -1013,7 +1013,7 @@ def test_a_local_run_is_started_observed_and_stopped(tmp_path: Path) -> None:
     assert list((tmp_path / "a" / "run" / "checkpoints").iterdir())
 
 
-def test_image_runs_as_any_user_with_tested_versions() -> None:
+def test_image_runs_as_any_user_with_tested_versions(tmp_path: Path) -> None:
     text = (ROOT / "Containerfile").read_text()
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert [line for line in lines if line.startswith("USER")][-1] == "USER 1001:0"
@@ -1035,6 +1035,17 @@ def test_image_runs_as_any_user_with_tested_versions() -> None:
     steps = [line.partition("RUN ")[2] for line in "\n".join(lines).replace("\\\n", "").splitlines() if "RUN " in line]
     for step in steps:
         assert subprocess.run(["sh", "-n", "-c", step], timeout=120, check=False).returncode == 0, step
+    # NVIDIA's torch is an alpha, which to pip is older than its release.
+    (tmp_path / "torch.py").write_text("__version__ = '2.11.0a0+nv26.02'")
+    begin, end = (steps[1].index(f"&& python3 -{word}") for word in ("c 'import torch", "m venv"))
+    listed = steps[1][begin:end].removeprefix("&&").replace("/tmp/", f"{tmp_path}/")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run(["sh", "-e", "-c", listed], cwd=ROOT, env=environ, timeout=120, check=True)
+    requirements = (tmp_path / "requirements.txt").read_text().splitlines()
+    assert [line for line in requirements if line.startswith("torch")] == ["torch==2.11.0a0+nv26.02"]
+    assert {"transformers>=5.17,<5.25", "pydantic>=2.10,<3"} <= {*requirements}
+    assert not versions.is_too_old("torch", "2.11.0a0+nv26.02")
+    assert "require_libraries(errors.TRAINING" in steps[1]
     launchers = steps[1][steps[1].index("for command in") : steps[1].index("done") + 4]
     for name, module in (("torchrun", "torch.distributed.run"), ("accelerate", "accelerate.commands.accelerate_cli")):
         assert f"{name}={module}" in launchers

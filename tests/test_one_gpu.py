@@ -70,6 +70,15 @@ def test_each_fused_part_has_a_row(model: Any) -> None:
         assert row["seconds"] > 0
 
 
+def test_a_dense_model_learns_alike_by_windlass_and_by_peft(model: Any) -> None:
+    ours, pefts = rows(model, "dense")
+    assert (ours["way"], pefts["way"]) == ("windlass", "transformers + PEFT")
+    assert ours["losses"] == pytest.approx(pefts["losses"], abs=0.02)
+    assert ours["losses"][0] == pytest.approx(math.log(512), abs=0.3)
+    assert min(row[key] for row in (ours, pefts) for key in ("seconds", "tokens_per_second")) > 0
+    assert ours["plan_gib"] > 0
+
+
 def test_profile_and_expert_implementations(model: Any) -> None:
     assert [row["per_expert"] for row in rows(model, "peft")] == [2, 16]
     profile = rows(model, "profile")
@@ -107,6 +116,13 @@ def test_failing_imports_and_timeouts_are_named(tmp_path: Path) -> None:
     assert [row["part"] for row in own] == ["facts", "facts"]
     assert own[1]["skipped"].startswith("every part. Needed: pydantic (ImportError: no such thing here)")
     (tmp_path / "pydantic.py").unlink()
+    info = tmp_path / "transformers-5.16.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.16.1\n")
+    shutil.rmtree(tmp_path / "run")
+    own, done = ended(tmp_path, PYTHONPATH=str(tmp_path))
+    assert own[1]["skipped"] == "every part. Needed: transformers >=5.17,<5.25 (here: 5.16.1)"
+    shutil.rmtree(info)
     (tmp_path / "peft.py").touch()
     (*_, row), done = ended(tmp_path, "--part", "peft", PYTHONPATH=str(tmp_path))  # an empty one before PEFT's
     assert (done.returncode, row["part"]) == (1, "peft")

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from test_faults import windlass
 
 from windlass import tiny
+from windlass.compat import enable_checkpointing
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 from windlass.files import WriteGuard, read_json, read_json_lines
 from windlass.observe.reader import Tail
@@ -486,7 +487,7 @@ def test_a_base_that_is_not_as_it_was_loaded_ends_the_sweep(material: Path, monk
     before: dict[str, Any] = {name: vars(module).copy() for name, module in model.named_modules()}
     adapted = attach_adapter(model, plan.run.lora, plan.adapter, 1)
     base.undo.callback(ModelPatches(model, by_source=SourceLosses((), get_device()), dtype=None, noise_alpha=5).undo)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    enable_checkpointing(model, {"use_reentrant": False})
     assert len(list(adapted.get_base_model().modules())) > len(before)
     base.restore("sweep: trial second")
     after: dict[str, Any] = {name: vars(module) for name, module in model.named_modules()}

@@ -1,9 +1,11 @@
 """What windlass has to do with every supported version of its libraries, on tiny models.
 
 `make test-versions` runs this file with the oldest and with the newest ones, and `make prove` with those of the tests.
+`-m smallest`: every module is imported, and one step is made.
 """
 
 import importlib
+import json
 import pkgutil
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,21 @@ import windlass as package
 from windlass import tiny, versions
 from windlass.errors import SAVED
 from windlass.export import export
+from windlass.files import read_json_lines
 
 # Of transformers 5.23 and newer, of names that PEFT uses.
 V6 = "ignore:.*is deprecated and will be removed in v6:FutureWarning"
 pytestmark = [pytest.mark.prove, pytest.mark.filterwarnings(V6)]
 
 PAIRS: dict[str, Any] = {"data__dataset_name_or_path": "{folder}/pairs", "data__max_length": 128}
+IN_TWO: dict[str, Any] = {"train__output_dir": "{out}/in two", "train__save_strategy": "steps"}
 DPO: dict[str, Any] = {**PAIRS, "train__objective": "dpo", "train__max_steps": 10}
 EXPERTS: dict[str, Any] = {"model__model_name_or_path": "{folder}/mixture", "lora__experts": {"r": 2, "lora_alpha": 4}}
-FP8: dict[str, Any] = {"model__model_name_or_path": "{folder}/in 8 bits", "layout__base_dtype": "fp8"}
+STORED: dict[str, dict[str, Any]] = {
+    dtype: {"model__model_name_or_path": f"{{folder}}/{dtype}", "layout__base_dtype": dtype}
+    for dtype in ("fp8", "nvfp4", "int4")
+}
+DECODED: dict[str, Any] = {"layout__base_dtype": "bf16"}
 SPLIT: dict[str, Any] = {"layout": "expert-parallel", "layout__expert_parallel": 2}
 ONLY_TRITON = {"windlass.weights.dequantize_kernel"}  # a module that needs triton, which CPUs' torch doesn't bring
 
@@ -42,11 +50,11 @@ ALONE = {
     "alone": of_four(1),
     "by TRL": of_four(1, plain=True),
     "checkpointing": of_four(1, train__gradient_checkpointing=True),
-    "stopped": of_four(1, faults=["stop 3"], train__output_dir="{out}/in two", train__save_strategy="steps"),
-    "resumed": of_four(1, resume=True, train__output_dir="{out}/in two", train__save_strategy="steps"),
+    "stopped": of_four(1, faults=["stop 3"], **IN_TWO),
+    "resumed": of_four(1, resume=True, **IN_TWO),
     "nf4": of_four(1, layout__base_dtype="nf4"),
-    "fp8": of_four(1, **FP8),
-    "fp8 decoded": of_four(1, **{**FP8, "layout__base_dtype": "bf16"}),
+    **{dtype: of_four(1, **stored) for dtype, stored in STORED.items()},
+    **{f"{dtype} decoded": of_four(1, **{**stored, **DECODED}) for dtype, stored in STORED.items()},
     "dpo": of_four(1, **DPO),
     "dpo by TRL": of_four(1, plain=True, **DPO),
     "experts": of_four(1, **EXPERTS),
@@ -54,16 +62,15 @@ ALONE = {
 }
 ON_TWO = {
     "full-shard": of_four(2),
+    "stopped": of_four(2, faults=["stop 3"], **IN_TWO),
+    "resumed": of_four(2, resume=True, **IN_TWO),
     "resident": of_four(2, layout="resident"),
     "experts, full-shard": of_four(2, **EXPERTS),
     "experts, expert-parallel": of_four(2, **SPLIT, **EXPERTS),
+    "fp8, full-shard": of_four(2, **STORED["fp8"]),
 }
-LACKED = {
-    name
-    for name, each in ON_TWO.items()
-    if "layout.expert_parallel=2" in each["overrides"]
-    and versions.find_lacking(transformers.__version__, splits_experts=True, is_hybrid=False)
-}
+NEEDS = {"experts, expert-parallel": "expert parallelism", "fp8, full-shard": "sharding of a quantized base"}
+HAVE = {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +79,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     real.write_rows(root, 24)
     tiny.write_model(root / "model", "llama")
     tiny.write_model(root / "mixture", "mixtral")
-    tiny.write_model(root / "in 8 bits", wrapper=False)
+    tiny.write_model(root / "fp8", wrapper=False)
+    for dtype in ("nvfp4", "int4"):
+        tiny.write_model(root / dtype, "llama", quantization=dtype)
+    (root / "run.yaml").write_text(real.RUN.format(model=root / "model", folder=root))
     return root
 
 
@@ -83,14 +93,48 @@ def alone(folder: Path) -> Outcomes:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Outcomes:
-    cases = {name: each for name, each in ON_TWO.items() if name not in LACKED}
-    return real.run_cases(folder, folder / "model", 2, cases)
+    return real.run_cases(folder, folder / "model", 2, ON_TWO)
 
 
+@pytest.mark.smallest
 def test_every_module_is_imported() -> None:
     names = {found.name for found in pkgutil.walk_packages(package.__path__, "windlass.")}
     for name in sorted(names - ONLY_TRITON - {"windlass.__main__"}):
         importlib.import_module(name)
+
+
+@pytest.mark.smallest
+def test_one_step_is_planned_and_made(folder: Path, tmp_path: Path) -> None:
+    said = "--override train.max_steps=1 --override train.eval_strategy=no --override train.output_dir="
+    code, printed = windlass(f"plan {folder}/run.yaml --json {said}{tmp_path}/run", tmp_path)
+    assert code == 0, printed
+    plan = json.loads(printed)
+    assert (plan["layout"]["name"], plan["batch"]["steps"]) == ("resident", 1)
+    assert 0 < plan["memory"]["gpu_gib"] < 4
+    code, printed = windlass(f"train {folder}/run.yaml {said}{tmp_path}/run", tmp_path)
+    assert code == 0, printed
+    (step,) = read_json_lines(tmp_path / "run" / "steps-rank0.jsonl")
+    assert step["loss"] > 0
+
+
+def test_a_published_model_is_planned(tmp_path: Path) -> None:
+    code, printed = windlass("plan mistralai/Mistral-Small-4-119B-2603 --gpus 4xh200 --json", tmp_path)
+    assert code == 0, printed
+    plan = json.loads(printed)
+    assert plan["parameters"]["total"] == 118_972_826_624
+    assert (plan["layout"]["name"], plan["layout"]["expert_parallel"]) == ("expert-parallel", 4)  # versions unknown
+    assert plan["memory"]["gpu_gib"] == pytest.approx(132.1, rel=0.02)
+    assert plan["estimate"]["tokens_per_second"] == pytest.approx(41_104, rel=0.05)
+
+
+def test_trials_of_a_sweep_are_what_each_is_alone(alone: Outcomes, folder: Path, tmp_path: Path) -> None:
+    batch = "train.per_device_train_batch_size=4", "train.gradient_accumulation_steps=1"
+    overrides = ("train.output_dir=sweep", *batch, "'sweep.lora.r=[8, 4]'")
+    code, printed = windlass(f"train {folder}/run.yaml --override {' --override '.join(overrides)}", tmp_path)
+    assert code == 0, printed
+    eight, four = (tmp_path / "sweep" / "trials" / name for name in ("r8", "r4"))
+    assert real.compare_adapters(eight, alone.folder / "alone") < 1e-5
+    assert {tensor.shape[0] for name, tensor in real.read_adapter(four).items() if "lora_A" in name} == {4}
 
 
 def test_the_demo_runs(tmp_path: Path) -> None:
@@ -108,27 +152,35 @@ def test_steps_equal_trls(alone: Outcomes, name: str, other: str) -> None:
     assert len(losses) == (10 if name == "dpo" else 3)
 
 
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", [name for name in ON_TWO if name not in ("stopped", "resumed")])
 def test_ranks_equal_one_process(request: pytest.FixtureRequest, alone: Outcomes, name: str) -> None:
-    if name in LACKED:
-        pytest.skip(f"transformers {transformers.__version__} has no expert parallelism")
     found: Outcomes = request.getfixturevalue("two")
-    one = "experts" if name.startswith("experts") else "alone"
+    if name in NEEDS and versions.find_lacking([NEEDS[name]], HAVE):
+        assert f"has no {NEEDS[name]}" in found[name]["error"]
+        return
+    one = {"experts": "experts", "fp8": "fp8"}.get(name.partition(",")[0], "alone")
     assert real.read_losses(found, name) == pytest.approx(real.read_losses(alone, one), rel=2e-5)
     assert real.compare_adapters(found.folder / name, alone.folder / one) < 2e-3
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(alone: Outcomes) -> None:
-    assert (alone["stopped"]["code"], alone["resumed"]["code"]) == (SAVED, 0)
-    whole, parts = (real.read_adapter(alone.folder / name) for name in ("alone", "in two"))
+@pytest.mark.parametrize(("ranks", "uninterrupted"), [("alone", "alone"), ("two", "full-shard")])
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    request: pytest.FixtureRequest, ranks: str, uninterrupted: str
+) -> None:
+    outcomes: Outcomes = request.getfixturevalue(ranks)
+    assert (outcomes["stopped"]["code"], outcomes["resumed"]["code"]) == (SAVED, 0)
+    whole, parts = (real.read_adapter(outcomes.folder / name) for name in (uninterrupted, "in two"))
+    assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
 
 
 def test_bases_in_fewer_bits_train(alone: Outcomes) -> None:
-    exact, four_bits, fp8, decoded = (real.read_losses(alone, name) for name in ("alone", "nf4", "fp8", "fp8 decoded"))
-    assert four_bits == pytest.approx(exact, rel=0.05)
-    assert four_bits != exact
-    assert fp8 == pytest.approx(decoded, rel=1e-3)
+    exact, nf4 = (real.read_losses(alone, name) for name in ("alone", "nf4"))
+    assert nf4 == pytest.approx(exact, rel=0.05)
+    assert nf4 != exact
+    for dtype in STORED:
+        decoded = real.read_losses(alone, f"{dtype} decoded")
+        assert real.read_losses(alone, dtype) == pytest.approx(decoded, rel=1e-3), dtype
 
 
 def test_peft_opens_an_export_and_a_merged_one_is_the_same(alone: Outcomes, folder: Path, tmp_path: Path) -> None:

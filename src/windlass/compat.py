@@ -1,18 +1,24 @@
-"""What differs between the supported versions of transformers, each with the version from which it can go."""
+"""What differs between the supported versions of torch and transformers, each with the version from which it can go."""
 
+import inspect
 from dataclasses import fields
 from typing import Any, Final
 
 import transformers
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers.distributed import DistributedConfig
 
 from windlass.versions import SINCE, is_older
 
 # Until transformers >=5.23 is required: expert parallelism and hybrid sharding, which are refused before.
-HAS_EXPERT_PARALLELISM: Final = not is_older(transformers.__version__, SINCE["expert parallelism"])
+HAS_EXPERT_PARALLELISM: Final = not is_older(transformers.__version__, SINCE["expert parallelism"].version)
 # Until transformers >=5.24 is required: the name of keys and values in arguments and outputs.
 CACHE: Final = "past_key_values" if is_older(transformers.__version__, "5.24") else "cache"
+# Until torch >=2.13 is required: 2.11 finds grouped heads by itself, and has no such argument.
+GROUPED: Final[dict[str, Any]] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 if HAS_EXPERT_PARALLELISM:
     from transformers.distributed.expert_parallel import AllToAllEP as AllToAllEP

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from windlass.errors import UserError, missing_extra_error
 
@@ -18,11 +18,25 @@ TESTED: Final[dict[str, tuple[str, str]]] = {
     "transformers": (">=5.17,<5.25", "5.23.0"),
     "peft": (">=0.20,<0.22", "0.21.2"),
     "accelerate": (">=1.15,<2", "1.15.0"),
-    "datasets": (">=5,<6", "5.2.0"),
-    "safetensors": (">=0.7,<1", "0.8.0"),
+    "datasets": (">=4.7,<6", "5.2.0"),
+    "safetensors": (">=0.8,<1", "0.8.0"),
 }
-# The transformers that first has it. Older ones are refused by name.
-SINCE: Final[dict[str, str]] = {"expert parallelism": "5.23", "hybrid sharding": "5.23"}
+
+
+class Since(NamedTuple):
+    """What first has something that layouts need. Older ones are refused by name."""
+
+    library: str
+    version: str
+    instead: str  # what a run can do without it
+
+
+SINCE: Final[dict[str, Since]] = {
+    "expert parallelism": Since("transformers", "5.23", "set layout.name: full-shard"),
+    "hybrid sharding": Since("transformers", "5.23", "set layout.name: full-shard"),
+    # Until torch >=2.13 is required: 2.12 briefly gives every sharded parameter a gradient, which bytes can't have.
+    "sharding of a quantized base": Since("torch", "2.13", "set layout.name: resident, or layout.base_dtype: bf16"),
+}
 
 
 def require_libraries(libraries: Sequence[str], command: str) -> None:
@@ -69,11 +83,27 @@ def is_too_old(name: str, version: str) -> bool:
     return is_older(version, lowest)
 
 
-def find_lacking(transformers: str, *, splits_experts: bool, is_hybrid: bool) -> tuple[str, str] | None:
-    """Return what a layout needs and this version of transformers lacks, as a problem and its hint; None if nothing."""
-    needed = ["expert parallelism"] * splits_experts + ["hybrid sharding"] * is_hybrid
-    for what in needed:
-        if is_older(transformers, SINCE[what]):
-            hint = f"pip install 'transformers>={SINCE[what]}', or set layout.name: full-shard"
-            return f"transformers {transformers} has no {what}", hint
+def is_newer(name: str, version: str) -> bool:
+    """Return whether a library is newer than its range."""
+    end = TESTED[name][0].partition("<")[2]
+    return parse_release(version) is not None and not is_older(version, end)
+
+
+def find_newer(have: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note on each library that is newer than its range: it may work."""
+    for name, (supported, _) in TESTED.items():
+        if name in have and is_newer(name, have[name]):
+            remedy = f"`windlass check --self-test` tries it, pip install '{name}{supported}' replaces it"
+            yield f"{name} {have[name]} is newer than tested, {supported}: {remedy}"
+
+
+def find_lacking(needs: Iterable[str], have: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return what these versions lack of a layout's needs, as a problem and its hint; None if nothing is known to be.
+
+    `needs`: keys of SINCE.
+    """
+    for what in needs:
+        library, since, instead = SINCE[what]
+        if library in have and is_older(have[library], since):
+            return f"{library} {have[library]} has no {what}", f"pip install '{library}>={since}', or {instead}"
     return None

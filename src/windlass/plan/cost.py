@@ -11,6 +11,7 @@ from windlass.plan.padding import RowLengths
 from windlass.plan.step_time import StepTime, estimate_time
 from windlass.plan.workload import Batch, Workload, read_shape
 from windlass.settings import FOUR_BITS
+from windlass.versions import find_lacking
 
 __all__ = ["Batch", "Cost", "Workload", "estimate_cost", "read_shape"]
 
@@ -167,5 +168,5 @@ def _list_changes(work: Workload) -> Iterator[tuple[list[str], Workload]]:
         name = f"layout.name: {smallest.name}, " if smallest is full else ""
         layouts[f"{name}layout.base_dtype: nf4"] = replace(smallest, base_dtype="nf4", offload=False)
     for key, other in layouts.items():
-        if other.name not in work.barred:
+        if other.name not in work.barred and not find_lacking(other.needs, work.versions):
             yield [*keys, key], replace(work, layout=other)

@@ -60,6 +60,16 @@ class Layout:
         return self.is_sharded and self.replicate > 1
 
     @property
+    def needs(self) -> Iterator[str]:
+        """Yield what this layout needs that not every supported library has: keys of `versions.SINCE`."""
+        if self.expert_parallel > 1:
+            yield "expert parallelism"
+        if self.is_hybrid:
+            yield "hybrid sharding"
+        if self.is_sharded and self.base_dtype != "bf16":
+            yield "sharding of a quantized base"
+
+    @property
     def readers(self) -> int:
         """Return the ranks, or groups of ranks that split rows, that read rows of their own."""
         return self.ranks // self.context_parallel

@@ -8,6 +8,7 @@ from windlass.plan.cost import Cost, estimate_cost
 from windlass.plan.layout import AUTO, Layout
 from windlass.plan.plan import Plan
 from windlass.plan.search import Candidate, list_layouts, list_overrides
+from windlass.versions import find_lacking
 
 STEP = 256  # lengths are multiples of it
 MOST_TOKENS = 2**20  # of a row, if the model's positions are unknown
@@ -48,6 +49,7 @@ def find_longest_rows(plan: Plan) -> list[LongestRow]:
     rows = []
     for name, layout in layouts:
         is_barred = layout.ranks > 1 and layout.name in plan.request.barred
+        is_barred = is_barred or find_lacking(layout.needs, plan.search.work.versions) is not None
         can_shard = plan.search.shards or layout.shard == 1
         if layout.nodes == plan.layout.nodes and can_shard and not is_barred:
             rows.append(_find_longest_row(plan, name, layout))

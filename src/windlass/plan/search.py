@@ -14,6 +14,7 @@ from windlass.plan.layout import AUTO, Layout, LayoutRequest, list_divisors, res
 from windlass.plan.padding import RowLengths
 from windlass.runfile import Loaded, Train
 from windlass.settings import FOUR_BITS, IN_NAMES, PUBLISHED
+from windlass.versions import find_lacking
 
 # Layouts whose best cases are within this factor count as equal; the one with the least to overlap with compute wins.
 EQUAL = 1.02
@@ -127,7 +128,10 @@ def choose(search: Search, request: LayoutRequest, place: str, splits: Sequence[
     if request.name == AUTO:
         best = choose_layout(contenders)
     else:
-        best = choose_layout(search.compare(list_named_layouts(request, search.experts, search.kept_dtype)))
+        named = list_named_layouts(request, search.experts, search.kept_dtype)
+        best = choose_layout(search.compare(named))
+        if best is None and (lacking := find_lacking(named[0][1].needs, search.work.versions)):
+            raise UserError(lacking[0], place, lacking[1], "too-old")
     if best is None:
         code = "no-layout"
         text = "no layout is possible"
@@ -313,6 +317,8 @@ def compare_layouts(
         why_not = ""
         if barred and layout.ranks > 1:
             why_not = barred.get(layout.name, "")
+        if not why_not and (lacking := find_lacking(layout.needs, work.versions)):
+            why_not, _ = lacking
         if is_here or not why_not:
             best, tried = try_batches(work, layout, lengths, batches(layout.readers))
             candidates.append(Candidate(name, layout, best, tried, is_here, why_not))

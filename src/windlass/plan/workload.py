@@ -59,6 +59,7 @@ class Workload:
     evaluated: int = 0  # sequences per GPU in one evaluation batch; 0: no evaluation
     of_narrow_pairs: bool = False  # rows are pairs, and steps compute in 16 bits
     barred: frozenset[str] = frozenset()  # layouts that the rest of the run rules out on several GPUs
+    versions: Mapping[str, str] = field(default_factory=dict, hash=False)  # of libraries, where the run's are known
     trains_base: bool = False  # modules or biases of the base are trained, so it can't be offloaded
     keeps: bool = False  # evaluations measure kept sets: with the adapter and without it
 

@@ -28,6 +28,7 @@ from windlass.ranks.rank import Rank
 from windlass.run_folder import LIBRARIES, read_versions
 from windlass.train.step import Step
 from windlass.variables import find_unread
+from windlass.versions import TESTED, find_newer
 
 LABEL: Final = 10  # width of the header's labels
 LOG_WIDTH: Final = 80  # of a log's lines, if it is no terminal
@@ -91,6 +92,8 @@ def print_header(console: Console, plan: Plan, environ: Mapping[str, str]) -> No
             console.print(Text(f"{label:{LABEL}}", style="bold") + Text(line))
     for warning in adapter.warnings:
         console.print(Text(f"warning: lora.target_modules {warning}", style="yellow"))
+    for note in find_newer(read_versions(TESTED)):
+        console.print(Text(f"note: {note}", style="yellow"))
     for name, problem in find_unread(environ).items():
         console.print(Text(f"warning: {name} in the environment: {problem}", style="yellow"))
 

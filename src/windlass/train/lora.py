@@ -32,9 +32,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def ignore_peft_warnings() -> Iterator[None]:
     """Ignore PEFT's warnings that mean nothing here."""
     with warnings.catch_warnings():
-        # PEFT looks for rank_pattern among modules only, although it applies it to expert parameters too.
+        # Until a PEFT is required that warns of none: 0.21 looks for rank_pattern among modules only, although it
+        # applies it to expert parameters too.
         warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
-        # PEFT 0.21 reads an attribute that transformers 5.23 has renamed.
+        # Until a PEFT is required that reads the name of transformers 5.23: up to 0.21 it reads the earlier one.
         warnings.filterwarnings("ignore", message=r".*is_gradient_checkpointing", category=FutureWarning)
         yield
 

@@ -58,17 +58,8 @@ def build_model(
             "start one process per rank, or change cluster.nodes and cluster.gpus_per_node",
             "other-ranks",
         )
-    # Tried: 2.12 briefly gives every sharded parameter a gradient, which bytes can't have; 2.13 does not.
-    if layout.is_sharded and layout.base_dtype != "bf16" and torch.__version__ < "2.13":
-        problem = (
-            f"torch {torch.__version__} can't shard a base that is stored in {layout.base_dtype.upper()}: 2.13 can"
-        )
-        raise UserError(
-            problem, products.WHERE, f"{products.HINT}, set layout.name: resident, or install a newer torch", "too-old"
-        )
-    version = transformers.__version__
-    lacks = find_lacking(version, splits_experts=layout.expert_parallel > 1, is_hybrid=layout.is_hybrid)
-    if lacks:
+    have = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if lacks := find_lacking(layout.needs, have):
         problem, hint = lacks
         raise UserError(problem, "layout.name", hint, "too-old")
     config = make_config(base, dtype, attn_implementation)
@@ -209,6 +200,9 @@ def reshard(model: torch.nn.Module) -> None:
     """Reshard every parameter: after a forward without a backward the head is still gathered."""
     for module in list_fsdp_modules(model):
         module.reshard()
+        # Until torch >=2.13 is required: before, FSDP2 gathers a group again only once all its modules have run, and
+        # the loss runs no forward of the head.
+        module._get_fsdp_state()._modules_to_run_forward.clear()
 
 
 def shard_like(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

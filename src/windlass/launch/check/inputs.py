@@ -31,7 +31,7 @@ from windlass.observe.format import format_plural
 from windlass.plan.script import AnyPlan, ScriptPlan, make_any_plan
 from windlass.runfile import Loaded, LoadedScript
 from windlass.runfile.names import find_absent_trackers
-from windlass.versions import TESTED, find_lacking, is_older, is_too_old, parse_release
+from windlass.versions import TESTED, find_lacking, is_newer, is_older, is_too_old, parse_release
 
 if TYPE_CHECKING:
     from windlass.model.family import Family
@@ -232,28 +232,23 @@ def check_libraries(c: Context, loaded: Loaded) -> list[Result]:
     if c.plan is None or isinstance(c.plan, ScriptPlan):
         return [*results, skipped("model class and attention", NO_PLAN)]
     layout = c.plan.layout
-    transformers = c.have.get("transformers", "")
-    lacks = find_lacking(transformers, splits_experts=layout.expert_parallel > 1, is_hybrid=layout.is_hybrid)
-    if lacks:
+    if lacks := find_lacking(layout.needs, c.have):
         results.append(failed("layout", *lacks, loaded.where("layout.name")))
     model, result = check_model_class(c, c.plan.base.family)
     return [*results, result, check_attention(c, loaded, model)]
 
 
 def check_library(name: str, version: str | None) -> Result:
-    from packaging.specifiers import SpecifierSet
-
     title = f"library {name}"
     (supported, ran) = TESTED[name]
     if version is None:
         hint = f"{find_install_command()}, or use the image that the Containerfile builds"
         return failed(title, "not installed", hint)
-    mine = parse_release(version)
-    if mine is None:
+    if parse_release(version) is None:
         return skipped(title, f"{version!r} is not a version that can be compared")
     if is_too_old(name, version):
         return failed(title, f"{version}; supported is {supported}", f"pip install '{name}{supported}'")
-    if mine not in SpecifierSet(supported):
+    if is_newer(name, version):
         return warned(title, f"{version} is newer than supported: {supported}", f"pip install '{name}{supported}'")
     return passed(title, f"{version}, tests ran with {ran}")
 

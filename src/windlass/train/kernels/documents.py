@@ -6,7 +6,6 @@ begin. Registered as an attention implementation of transformers; the plan says 
 (plan/split_rows.py, `needs_mask`). Rows without several documents are left to transformers' own.
 """
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from windlass.compat import GROUPED
 from windlass.train.kernels.compare import compute_values
 
 NAME: Final = "windlass-documents"  # of this implementation among transformers' own
@@ -26,10 +26,6 @@ WIDEST: Final = 256  # head that flash attention can compute
 ALIGNED: Final = 8  # the kernel wants heads of multiples of so many numbers, queries', keys' and values' alike
 CLOSE: Final = 0.02  # relative, to attention of each document by itself
 ABSENT: Final = (RuntimeError, ValueError)  # what torch raises on a GPU before Ampere, or without the kernel
-# torch 2.11 finds grouped heads by itself; later ones ask to be told.
-GROUPED: Final[dict[str, Any]] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
 
 
 class Documents(NamedTuple):

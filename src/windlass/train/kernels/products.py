@@ -129,7 +129,7 @@ class QuantizedLinear(nn.Linear):
         self.out_features = linear.out_features
         self.bias = linear.bias
         to_quantized_param(self, "weight", linear.weight, coding)
-        # PEFT 0.21 first gives an adapter this dtype; with the weight's, A would be rounded to bytes.
+        # PEFT first gives an adapter this dtype; with the weight's, A would be rounded to bytes.
         self.compute_dtype = coding.dtype
 
     def dense(self, dtype: torch.dtype) -> Tensor:
