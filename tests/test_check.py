@@ -20,6 +20,7 @@ from rich.console import Console
 from text_run import make_text_run
 
 from windlass import versions
+from windlass.cli import during, options
 from windlass.errors import TRAINING
 from windlass.hardware import GpuReading, Gpus
 from windlass.launch import check
@@ -28,6 +29,7 @@ from windlass.launch.check.results import FAIL, NODES, PASS, SKIPPED, WARN, Cont
 from windlass.model.family import FAMILIES
 from windlass.plan import Plan, make_plan
 from windlass.plan.longest import find_longest_rows
+from windlass.plan.machine import is_this_machine
 from windlass.runfile import Loaded, LoadedScript, read_any, read_run_file
 from windlass.runfile.names import ATTENTION, TRACKERS, find_absent_trackers
 from windlass.train import console
@@ -372,48 +374,68 @@ def test_a_layout_that_the_libraries_lack_is_named(
     plan = make_plan(loaded, compare=False)  # on another machine than the run's
     results = inputs.check_libraries(replace(context(loaded, plan, have), alone=False), loaded)
     assert [result.seen for result in results if result.name == "layout"] == [said] * bool(said)
-    be_of_the_run(monkeypatch, have)
+    use(monkeypatch, have)
     if not said:
-        assert make_plan(loaded, compare=False).layout == plan.layout
+        assert make_plan(loaded, compare=False, is_here=True).layout == plan.layout
         return
     with refused("too-old") as problems:
-        make_plan(loaded, compare=False)
+        make_plan(loaded, compare=False, is_here=True)
     assert problems[0].problem == said
     assert problems[0].hint.startswith(f"pip install '{library}>=")
 
 
-def be_of_the_run(monkeypatch: pytest.MonkeyPatch, have: dict[str, str]) -> None:
-    """Let this machine be one of the recipe's, with these libraries."""
-    monkeypatch.setattr("windlass.plan.plan.read_gpu_name", lambda: "h200")
+def use(monkeypatch: pytest.MonkeyPatch, have: dict[str, str]) -> None:
+    """Let these libraries be this process's."""
     monkeypatch.setattr("windlass.plan.plan.read_versions", lambda libraries: have)
 
 
-@pytest.mark.takes("plans two nodes of eight GPUs six times")
+@pytest.mark.takes("plans two nodes of eight GPUs four times")
 def test_auto_chooses_no_layout_that_the_libraries_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = read_run_file(RECIPE, ["cluster.nodes=2", "cluster.gpus_per_node=8"])
-    elsewhere = make_plan(loaded, compare=False).layout
-    assert elsewhere.name == "expert-parallel"
-    be_of_the_run(monkeypatch, RAN | {"transformers": "5.17.0"})
-    plan = make_plan(loaded, compare=False)
+    use(monkeypatch, RAN | {"transformers": "5.17.0"})
+    assert make_plan(loaded, compare=False).layout.name == "expert-parallel"
+    plan = make_plan(loaded, compare=False, is_here=True)
     assert plan.layout.name in ("full-shard", "no-reshard", "resident")
     whys = {c.layout.name: c.why_not for c in plan.contenders if c.why_not}
     assert whys.keys() == {"expert-parallel", "hybrid"}
     assert {c.layout.name for c in plan.contenders if not c.why_not}.isdisjoint(whys)
-    be_of_the_run(monkeypatch, RAN | {"torch": "2.12.0"})
-    plan = make_plan(loaded, compare=False)
+    use(monkeypatch, RAN | {"torch": "2.12.0"})
+    plan = make_plan(loaded, compare=False, is_here=True)
     assert all(bool(c.why_not) == (c.layout.base_dtype == "fp8" and c.layout.is_sharded) for c in plan.contenders)
     assert not plan.layout.is_sharded or plan.layout.base_dtype == "bf16"
     rows = find_longest_rows(plan)
     assert rows
     assert not [row for row in rows if "FP8" in row.layout and "resident" not in row.layout]
-    # On a CPU of another platform nothing is known of the run's libraries.
-    monkeypatch.setattr("windlass.plan.plan.read_gpu_name", lambda: "cpu")
-    assert make_plan(loaded, compare=False).layout == elsewhere
-    be_of_the_run(monkeypatch, RAN | {"transformers": "5.17.0"})
-    slurm = read_run_file(RECIPE, ["cluster.nodes=2", "cluster.gpus_per_node=8", "cluster.platform=slurm"])
-    assert make_plan(slurm, compare=False).layout == elsewhere
-    monkeypatch.setenv("WINDLASS_JOB", "a node of it")
-    assert make_plan(slurm, compare=False).layout.name != "expert-parallel"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "is_here"),
+    [
+        ("NVIDIA H200", [], True),  # as the driver calls it
+        ("NVIDIA H200", ["cluster.platform=slurm"], False),
+        ("NVIDIA L4", [], False),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", [], False),
+        ("NVIDIA L4", ["cluster.gpu=null"], True),
+    ],
+)
+def test_a_plan_for_this_machine_is_held_against_its_libraries(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, given: list[str], is_here: bool
+) -> None:
+    monkeypatch.setattr("windlass.hardware.read_gpu_name", lambda: gpu)
+    assert is_this_machine(read_run_file(RECIPE, given).run.cluster) == is_here
+
+
+def test_plan_and_train_know_the_libraries_and_submit_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's image has its own."""
+    monkeypatch.setattr("windlass.hardware.read_gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr("windlass.train.start.train", lambda planned, *_, **__: planned())
+    use(monkeypatch, RAN | {"transformers": "5.20.2"})
+    given = ["cluster.nodes=2", "cluster.gpus_per_node=8", "layout=expert-parallel"]
+    with refused("too-old"):
+        options.make_plan(RECIPE, given, None)
+    with refused("too-old"):
+        during.train(RECIPE, override=given)
+    assert options.make_plan(RECIPE, given, None, for_start=False).layout.ranks == 16
 
 
 @pytest.mark.parametrize(

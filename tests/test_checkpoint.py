@@ -239,7 +239,7 @@ from windlass.train.checkpoint import resume
 rank = int(sys.argv[2])
 store = dist.FileStore(sys.argv[1] + "/store", 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
-resume.platform.node = lambda: "node" + sys.argv[2]
+resume.identify_host = lambda: "node" + sys.argv[2]
 resume.SEEN_SECONDS = 0.5
 for own in (False, True):
     folder = Path(sys.argv[1]) / ("run" + str(rank) * own)

@@ -332,7 +332,7 @@ case " $* " in
     if [[ -e "$PODS" ]]; then head -n 1 "$PODS"; (($(wc -l <"$PODS") == 1)) || sed -i 1d "$PODS"
     elif [[ -e "$APPLIED" ]]; then echo Running Running Running; fi ;;
   *" delete "*) rm -f "$STATE"; echo deleted ;;
-  *" diff "*) cat >/dev/null; [[ -e same ]] || { ((DIFF == 1)) || echo immutable >&2; exit "$DIFF"; } ;;
+  *" diff "*) cat >/dev/null; [[ -e same ]] || { ((DIFF == 1)) || echo "$DIFF_SAYS" >&2; exit "$DIFF"; } ;;
   *" create --dry-run=server "*)
     cat >>pods-tried; if [[ -n "${REFUSES_POD:-}" ]]; then echo "$REFUSES_POD" >&2; exit 1; fi ;;
   *" --dry-run=server "*) if [[ -n "${REFUSES:-}" ]]; then echo "$REFUSES" >&2; exit 1; fi; cat >"$TRIED" ;;
@@ -366,6 +366,7 @@ class Cluster:
             AFTER=ended("Complete"),
             OVER="",
             DIFF="1",
+            DIFF_SAYS="field is immutable",
             **files,
         )
 
@@ -645,8 +646,9 @@ def test_a_job_that_finished_this_run_is_left_as_it_is(cluster: Cluster) -> None
     assert said in cluster.printed
     (cluster.folder / "same").unlink()
     cluster.has(state=ended("Complete"))
-    for code, why in (("1", "its manifest differs from this one"), ("2", "`kubectl diff` can't compare it: immutable")):
-        cluster.answer(DIFF=code)
+    differs, unknown = "its manifest differs from this one", "`kubectl diff` can't compare it: Forbidden"
+    for code, says, why in (("1", "", differs), ("2", "field is immutable", differs), ("2", "Forbidden", unknown)):
+        cluster.answer(DIFF=code, DIFF_SAYS=says)
         with refused("finished-job", "name") as problems:
             cluster.submit()
         assert problems[0].problem == f"jobs.batch run has finished (Complete), and {why}"

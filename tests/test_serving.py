@@ -345,7 +345,7 @@ def test_right_servers_raise_no_alarm(tmp_path: Path) -> None:
     """Adapters of several trainings at several sizes, in both precisions: applied, or too faint to be told."""
     model = real.get_model()
     exports: dict[str, Path] = {}
-    for seed, steps in itertools.islice(itertools.product(itertools.count(), (4, 16)), TRAININGS):
+    for seed, steps in itertools.islice(itertools.product(range(TRAININGS), (4, 16)), TRAININGS):
         folder = tmp_path / f"{steps} steps, seed {seed}"
         folder.mkdir()
         train(folder, f"train.max_steps={steps}", f"train.seed={seed}")

@@ -662,7 +662,12 @@ def test_a_busy_server_is_asked_again(dense: Exported, monkeypatch: pytest.Monke
     for words, line in zip(("503: full", "RemoteDisconnected", "IncompleteRead", "429: full"), waits, strict=True):
         assert words in line
     assert slept == [7, 2, 4, 7], "as it says, or twice as long each time"
-    for later, pause in (("Sun, 09 Sep 2001 01:46:45 GMT", 5), ("Sat, 08 Sep 2001 01:46:45 GMT", 0), ("soon", 0)):
+    for later, pause in (
+        ("Sun, 09 Sep 2001 01:46:45 GMT", 5),
+        ("Sat, 08 Sep 2001 01:46:45 GMT", 0),
+        ("soon", 0),
+        ("1 Jan 99999999999999", 0),
+    ):
         assert client.BusyError("", later).pause == pause
     slept.clear()
     for patience, later in ((0.0, "soon"), (60.0, "61")):
@@ -672,6 +677,8 @@ def test_a_busy_server_is_asked_again(dense: Exported, monkeypatch: pytest.Monke
         assert problems[0].problem == "no answer: 503: full"
         assert "when it is not busy" in problems[0].hint
         assert slept == []
+    assert "it was asked for 0 s, and would be again in 61 s" in problems[0].hint
+    assert client.BusyError("", "Sun, 09 Sep 2001 01:46:45").pause == 5, "without a zone: of Greenwich"
 
 
 @pytest.mark.fault("a server whose tokens are no numbers", "`windlass verify`", "chat template: not compared")

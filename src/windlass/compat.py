@@ -4,6 +4,7 @@ import inspect
 from dataclasses import fields
 from typing import Any, Final
 
+import torch
 import transformers
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
@@ -19,6 +20,8 @@ CACHE: Final = "past_key_values" if is_older(transformers.__version__, "5.24") e
 GROUPED: Final[dict[str, Any]] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
+# Until torch >=2.13 is required: before, FSDP2 gathers a group again only once all its modules have run.
+WAITS_FOR_GROUPS: Final = is_older(torch.__version__, "2.13")
 
 if HAS_EXPERT_PARALLELISM:
     from transformers.distributed.expert_parallel import AllToAllEP as AllToAllEP

@@ -96,7 +96,7 @@ def train(
             defaults = default_overrides(loaded, os.environ, len(read_this_machine().gpus), job)
             if defaults:
                 loaded = read_any(run, [*overrides, *defaults])
-        return make_any_plan(loaded, file)
+        return make_any_plan(loaded, file, is_here=True)
 
     raise typer.Exit(train(planned, started, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base))
 
@@ -146,7 +146,7 @@ def submit(
     from windlass.launch.submit import require_platform, submit
 
     require_platform(to)
-    plan = make_plan(run, override, accelerate)
+    plan = make_plan(run, override, accelerate, for_start=False)
     code = submit(
         plan,
         to or plan.run.cluster.platform,

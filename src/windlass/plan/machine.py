@@ -51,6 +51,17 @@ def _as_written(value: str | BaseModel | None) -> Any:
     return value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
 
 
+def is_this_machine(cluster: Cluster) -> bool:
+    """Return whether a run is started on this machine, as far as its file says: it names no other kind of GPU."""
+    if cluster.platform != "local":
+        return False
+    here = hardware.read_gpu_name()
+    try:
+        return hardware.find_gpu(_as_written(cluster.gpu) or here) == hardware.find_gpu(here)
+    except UserError:  # a kind that the table doesn't have
+        return False
+
+
 def _find_measured_rates(cluster: Cluster, gpu: Gpu, where: Where) -> tuple[Rates | None, tuple[str, ...]]:
     """Read the machine file that the run file names, or this host's own; None if there is neither. Also return notes:
     the host's own file is left out if another version wrote it."""

@@ -1,7 +1,6 @@
 """The plan of a run: read `make_plan` from top to bottom."""
 
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import Problem, Where, raise_all
-from windlass.hardware import Machine, read_gpu_name
+from windlass.hardware import Machine
 from windlass.model import Base, find_base
 from windlass.model.saved_adapter import continue_adapter
 from windlass.model.targets import Adapter, resolve_adapter
@@ -30,7 +29,6 @@ from windlass.plan.split_rows import check_split_rows, list_splits, needs_mask
 from windlass.plan.step_time import ONE_BY_ONE
 from windlass.plan.together import Group
 from windlass.plan.validate import check_expert_settings, check_family, check_request, check_rows, find_base_dtypes
-from windlass.ranks.job import JOB
 from windlass.run_folder import read_versions
 from windlass.runfile import Loaded, RunFile, resolve_accumulation
 from windlass.runfile.halving import Halving, list_halvings, share_of_steps
@@ -189,16 +187,17 @@ def make_plan(
     base: Base | None = None,
     sample: DataSample | None = None,
     compare: bool = True,
+    is_here: bool = False,
 ) -> Plan:
     """Plan a run; raise an error with everything in the run file that does not fit the model or the machine.
 
     `base`, `sample`: of its model and rows, if they are read already. `compare`: also with other numbers of nodes, and
-    find out what would make it faster.
+    find out what would make it faster. `is_here`: it is trained by the libraries of this process.
     """
     if loaded.trials:
         from windlass.plan.sweep import plan_sweep
 
-        return plan_sweep(loaded, accelerate, base, compare=compare)
+        return plan_sweep(loaded, accelerate, base, compare=compare, is_here=is_here)
 
     # 1. The model and the adapter, from headers alone.
     where = loaded.where
@@ -259,7 +258,7 @@ def make_plan(
         barred=frozenset(request.barred if base.family.shards else LAYOUTS) - {"resident"},
         trains_base=run.lora.trains_base,
         keeps=bool(run.data.keep),
-        versions=_read_versions(run, machine),
+        versions=read_versions(TESTED) if is_here else {},
     )
 
     # 5. The layout and its micro-batch: as set, or the best.
@@ -309,12 +308,6 @@ def _name_twice_rounded(plan: Plan) -> str:
         return "DoRA"
     grouped = plan.run.lora.experts and not plan.machine.gpu.name.startswith(ONE_BY_ONE)
     return f"the grouped product of experts on {plan.machine.gpu.name}" if grouped else ""
-
-
-def _read_versions(run: RunFile, machine: Machine) -> Mapping[str, str]:
-    """Return the versions of libraries here, if the run will use them: on this machine, or as a node of its job."""
-    is_here = run.cluster.platform == "local" or JOB in os.environ
-    return read_versions(TESTED) if is_here and machine.gpu.name == read_gpu_name() else {}
 
 
 def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:

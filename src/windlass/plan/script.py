@@ -75,10 +75,12 @@ class ScriptPlan:
 AnyPlan = Plan | ScriptPlan
 
 
-def make_any_plan(loaded: Loaded | LoadedScript, accelerate: AccelerateFile | None = None) -> AnyPlan:
-    """Plan a run file of any kind."""
+def make_any_plan(
+    loaded: Loaded | LoadedScript, accelerate: AccelerateFile | None = None, *, is_here: bool = False
+) -> AnyPlan:
+    """Plan a run file of any kind. `is_here`: it is trained by the libraries of this process."""
     if isinstance(loaded, Loaded):
-        return make_plan(loaded, accelerate)
+        return make_plan(loaded, accelerate, is_here=is_here)
     refuse_accelerate(accelerate.path if accelerate else None)
     # cluster.nodes x cluster.gpus_per_node ranks; if neither is set, layout.ranks on one machine.
     cluster = loaded.run.cluster

@@ -28,7 +28,7 @@ EXCHANGE_OPERATORS = 12  # per pass, to send tokens to experts and back; counted
 SPLIT_OPERATORS = 40  # per pass, to gather keys and values of split rows and attend by pieces; assumed
 # Devices for which torch has no grouped product of all experts (GPUs before Hopper, and CPUs): the host reads back the
 # rows of each expert every time and starts one product per expert.
-ONE_BY_ONE = ("a10", "l4", "cpu")
+ONE_BY_ONE = ("a10", "l4", "t4", "rtx-3090", "rtx-4090", "rtx-a6000", "cpu")  # beginnings of names
 # Python outside the layers, per micro-batch and per step: batch, mask, loss, optimizer, measuring; assumed.
 MICRO_BATCH_OPERATORS = 150
 STEP_OPERATORS = 600

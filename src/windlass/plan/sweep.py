@@ -17,7 +17,9 @@ from windlass.plan.together import Member, group_trials
 from windlass.runfile import Data, Loaded
 
 
-def plan_sweep(loaded: Loaded, accelerate: AccelerateFile | None, base: Base | None, *, compare: bool) -> Plan:
+def plan_sweep(
+    loaded: Loaded, accelerate: AccelerateFile | None, base: Base | None, *, compare: bool, is_here: bool
+) -> Plan:
     """Plan every trial, all on one layout: the one on which all fit and are fastest."""
     where = loaded.where
     base = base or find_base(loaded.run.model.model_name_or_path, where("model.model_name_or_path"))
@@ -28,7 +30,7 @@ def plan_sweep(loaded: Loaded, accelerate: AccelerateFile | None, base: Base | N
         if sample is None:
             sample = sample_data(trial.run.data, base.path, trial.where)
             samples.append((trial.run.data, sample))
-        return make_plan(trial, accelerate, base=base, sample=sample, compare=compare)
+        return make_plan(trial, accelerate, base=base, sample=sample, compare=compare, is_here=is_here)
 
     plans = _plan_all(loaded.trials, plan_trial)
     layouts = dict.fromkeys(replace(plan.layout, reason="") for plan in plans)

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
@@ -42,8 +43,10 @@ class BusyError(Exception):
     def __init__(self, why: str, pause: str | None = None) -> None:
         super().__init__(why)
         self.pause = float(pause) if pause and pause.isdecimal() else 0.0
-        with contextlib.suppress(ValueError):  # no date
-            self.pause = self.pause or max(0.0, parsedate_to_datetime(pause or "").timestamp() - time.time())
+        with contextlib.suppress(ValueError, OverflowError):  # no date
+            date = parsedate_to_datetime(pause or "")
+            date = date if date.tzinfo else date.replace(tzinfo=UTC)
+            self.pause = max(0.0, date.timestamp() - time.time())
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,10 @@ class Server:
             try:
                 return self._ask(self.url + path, body)
             except BusyError as busy:
-                wait = busy.pause or pause
-                if time.monotonic() - began + wait > PATIENCE:
-                    hint = (
-                        f"it was asked for {PATIENCE:.0f} s: verify it again when it is not busy, or at its own address"
-                    )
+                wait, waited = busy.pause or pause, time.monotonic() - began
+                if waited + wait > PATIENCE:
+                    hint = f"it was asked for {waited:.0f} s, and would be again in {wait:.0f} s: verify it again when "
+                    hint += "it is not busy, or at its own address"
                     raise UserError(f"no answer: {busy}", self.url + path, hint, "busy") from None
                 self.say(f"waiting   {busy}: asked again in {wait:.0f} s")
                 time.sleep(wait)

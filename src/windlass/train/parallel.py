@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from windlass.compat import make_distributed_config
+from windlass.compat import WAITS_FOR_GROUPS, make_distributed_config
 from windlass.errors import UserError
 from windlass.model import Base
 from windlass.plan.layout import Layout
@@ -200,9 +200,8 @@ def reshard(model: torch.nn.Module) -> None:
     """Reshard every parameter: after a forward without a backward the head is still gathered."""
     for module in list_fsdp_modules(model):
         module.reshard()
-        # Until torch >=2.13 is required: before, FSDP2 gathers a group again only once all its modules have run, and
-        # the loss runs no forward of the head.
-        module._get_fsdp_state()._modules_to_run_forward.clear()
+        if WAITS_FOR_GROUPS:  # the loss runs no forward of the head
+            module._get_fsdp_state()._modules_to_run_forward.clear()
 
 
 def shard_like(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -180,9 +180,13 @@ def check_all_data(plan: Plan, session: Session, check_data: CheckData) -> None:
 
 def require_trained_data(trial: Plan, data: CheckedData) -> None:
     """Refuse other data than a trial that has begun is trained on: others would not be comparable with it."""
+    require_same_data(find_intact(trial), data.fingerprints, trial, data.template)
+
+
+def find_intact(trial: Plan) -> Path | None:
+    """Return a trial's newest undamaged checkpoint."""
     saved = list_checkpoints(trial.folder / run_folder.CHECKPOINTS)[::-1]
-    intact = next((folder for folder in saved if not find_damage(folder)), None)
-    require_same_data(intact, data.fingerprints, trial, data.template)
+    return next((folder for folder in saved if not find_damage(folder)), None)
 
 
 def require_base_of_trials(plan: Plan, session: Session, digest: str) -> None:
@@ -191,9 +195,9 @@ def require_base_of_trials(plan: Plan, session: Session, digest: str) -> None:
     allow = session.options.allow_other_base
     for trial in plan.trials:
         final = trial.folder / run_folder.FINAL
-        adapters = [final] if final.is_dir() else list_checkpoints(trial.folder / run_folder.CHECKPOINTS)[-1:]
+        adapter = final if final.is_dir() else find_intact(trial)
         with naming(name_trial(trial)):
-            for adapter in adapters:
+            if adapter:
                 require_same_base(adapter, plan.base, digest, where, allow_other=allow, say=session.console.print)
 
 

@@ -188,7 +188,8 @@ class KubernetesJob:
         compared = self.run("diff", "--filename", "-", feed=manifest, check=False) if before in SUCCEEDED else None
         if compared and compared.returncode:
             why = "its manifest differs from this one"
-            why = why if compared.returncode == 1 else f"`kubectl diff` can't compare it: {compared.stderr}"
+            if compared.returncode != 1 and "immutable" not in compared.stderr:  # a job's pods can't be changed
+                why = f"`kubectl diff` can't compare it: {compared.stderr.strip()[:300]}"
             what = f"{RESOURCES[self.engine]} {self.name} has finished ({before}), and {why}"
             hint = "`windlass stop RUN` deletes it, or give another name"
             problems.append(Problem(what, job.where("name"), hint, "finished-job"))

@@ -41,6 +41,7 @@ from windlass.train.checkpoint.folder import find_damage, list_checkpoints, read
 from windlass.train.checkpoint.snapshot import STATE, require_intact
 from windlass.weights.same_base import CHAT_TEMPLATE, FETCH_AGAIN, FLAG, require_same_base
 
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 SEEN_SECONDS = 90.0  # that a network file system may take to show other nodes a file
 
 
@@ -67,7 +68,7 @@ def claim_run_folder(
         raise UserError(f"{folder} contains a sweep, and no run", where, hint, "unlike-folder")
     run_folder.require_unfinished(folder, plan.run.folder_key, where)
     has_steps = any(path.stat().st_size for path in run_folder.find_step_files(folder).values())
-    has_reference = (folder / REFERENCE).is_file()
+    has_reference = (folder / REFERENCE).is_file() and state != run_folder.FAILED
     begun = bool(list_checkpoints(checkpoints)) or (bool(state) and (has_steps or has_reference))
     if begun and not resume:
         problem = f"{folder} contains an unfinished run ({state or 'begun'} {before.get('began', '')})"
@@ -105,11 +106,16 @@ def find_unshared(folder: Path) -> list[int]:
             list(folder.iterdir())  # a network file system looks again for what was not there
         return read_manifest(folder).get("began")
 
-    began, host = collectives.run_on_rank_0(lambda: (read(), platform.node()))
-    until = time.monotonic() + SEEN_SECONDS * (platform.node() != host)  # a host sees its own files at once
+    began, host = collectives.run_on_rank_0(lambda: (read(), identify_host()))
+    until = time.monotonic() + SEEN_SECONDS * (identify_host() != host)  # a host sees its own files at once
     while not (seen := read() == began) and time.monotonic() < until:
         time.sleep(0.1)
     return [rank for rank, sees in enumerate(collectives.all_gather(seen)) if not sees]
+
+
+def identify_host() -> str:
+    """Return what no other machine has: names may be alike."""
+    return BOOT.read_text().strip() if BOOT.is_file() else platform.node()
 
 
 def begin_run(plan: Plan, facts: dict[str, Any], resumed: Path | None, unwritten: WriteGuard) -> None:
