@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch._inductor.config
 import warm
+from refusals import refused
 from rich.console import Console
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import TCPStore
@@ -37,7 +39,7 @@ from windlass.plan import make_plan
 from windlass.plan.layout import Layout
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.ranks.supervisor import reserve_port
-from windlass.run_folder import ADAPTER, read_manifest
+from windlass.run_folder import ADAPTER, FAILED, REFERENCE, STOPPED, read_manifest
 from windlass.train import run, start, step, trackers
 from windlass.train.base_alone import BaseAlone
 from windlass.train.checkpoint.folder import list_checkpoints, read_step
@@ -376,6 +378,29 @@ def test_resume_keeps_files_and_machine_kind(
     )
     with pytest.raises(UserError, match=r"planned for h200, and torch .* finds no usable GPU"):
         require_device(gpu)
+
+
+def test_a_reference_without_steps_is_a_run_that_was_stopped_not_one_that_failed(tmp_path: Path) -> None:
+    """Where the first step didn't fit into memory, other settings are tried in the same folder."""
+    tiny.write_model(tmp_path / "model")
+    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path))
+    rows = "data.dataset_name_or_path=org/set"
+    plan, other = (
+        make_plan(runfile.read_run_file(tmp_path / "run.yaml", [rows, *more])) for more in ([], ["lora.r=64"])
+    )
+    identity = fingerprint_base(plan.base)
+    for state, refusals in ((STOPPED, ("unfinished-run", "changed-setting")), (FAILED, ())):
+        with contextlib.ExitStack() as held:
+            claim_run_folder(plan, identity, WriteGuard(print), held, resume=False)
+        manifest = tmp_path / "run" / "manifest.json"
+        (tmp_path / "run" / REFERENCE).write_bytes(b"")
+        write_json(manifest, read_json(manifest) | {"state": state})
+        for resume, refusal in zip((False, True), refusals or (None, None), strict=True):
+            with contextlib.ExitStack() as held:
+                if refusal:
+                    held.enter_context(refused(refusal))
+                claim_run_folder(other, identity, WriteGuard(print), held, resume=resume)
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_a_signal_before_the_ranks_are_started_ends_the_command() -> None:
