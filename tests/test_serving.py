@@ -334,9 +334,10 @@ def test_what_rounding_takes_of_a_small_adapter_is_there_when_it_is_merged(tuned
         print(f"{name}: {results[name][1]}")
     (code, beside), (of_merged, merged) = results["beside"], results["merged"]
     assert (code, of_merged) == (0, 0)
-    assert beside["share"] < 0.8, "vLLM rounds once: say so in docs/bfloat16.md"
+    assert beside["share"] < 0.85, "vLLM rounds once: say so in docs/bfloat16.md"
     assert "of it: serve it merged, or in float32" in beside["summary"]
-    assert merged["share"] == pytest.approx(1, abs=0.05)
+    assert merged["share"] + 2 * merged["share_error"] > 1
+    assert merged["share"] > beside["share"] + 2 * beside["share_error"]
 
 
 @needs_vllm
@@ -346,7 +347,7 @@ def test_right_servers_raise_no_alarm(tmp_path: Path) -> None:
     model = real.get_model()
     exports: dict[str, Path] = {}
     for seed, steps in itertools.islice(itertools.product(range(TRAININGS), (4, 16)), TRAININGS):
-        folder = tmp_path / f"{steps} steps, seed {seed}"
+        folder = tmp_path / f"{steps}-{seed}"
         folder.mkdir()
         train(folder, f"train.max_steps={steps}", f"train.seed={seed}")
         for factor in (0.1, 0.3, 1.0, 2.0):
