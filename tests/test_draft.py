@@ -84,6 +84,9 @@ def test_few_rows_are_repeated_and_warned_about(tmp_path: Path, model: Path) -> 
     assert made.settings["train.num_train_epochs"][0] == MOST_EPOCHS
     assert "20 rows for only" in made.warnings[0]
     assert made.settings["train.eval_steps"][0] > 1  # not at every one of a few steps
+    assert made.settings["data.val_fraction"] == (0.1, "about 2 rows to evaluate on")
+    more = draft.draft_run(str(model), rows(tmp_path / "more.jsonl", [20] * 500), "1xcpu", print)
+    assert more.settings["data.val_fraction"][0] == 0.04
 
 
 def unset(made: draft.Draft, *, recompute: bool | None = None) -> planning.Plan:

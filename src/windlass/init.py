@@ -30,6 +30,9 @@ from windlass.serve.servers import judge_adapter
 LONGEST: Final = 16_384  # largest data.max_length
 MANY_STEPS: Final = 150  # with more steps than this, an optimizer step takes more rows
 SOONEST: Final = 5  # steps between evaluations, if there are few
+HELD_OUT: Final = 0.02  # share of the rows that is evaluated on
+FEW_HELD_OUT: Final = 20  # rows: fewer say little, and of few rows more are held out
+MOST_HELD_OUT: Final = 0.1
 UNKNOWN: Final = 2048  # data.max_length for rows of unknown lengths
 NETWORK: Final = "infiniband-400"  # between nodes, if none is named
 USUAL_BATCH: Final = 64  # sequences of an optimizer step, if there are no rows to go by
@@ -126,7 +129,7 @@ def _draft(
             "lora.lora_dropout": (0.0, ""),
             "lora.target_modules": ("all-linear", ""),
             "data.dataset_name_or_path": (data or "no-data", ""),
-            "data.val_fraction": (0.02, "held out to evaluate on"),
+            "data.val_fraction": (HELD_OUT, "held out to evaluate on"),
             "data.max_length": (LONGEST, ""),
             "data.packing": (True, "short rows share a sequence and can't attend to each other"),
             "train.output_dir": ("run", ""),
@@ -246,6 +249,12 @@ def _sample(made: Draft, base: Base, say: Callable[[str], None]) -> DataSample:
     loaded = made.load(data__val_fraction=None)
     if "data.val_fraction" not in made.fixed and sample_data(loaded.run.data, None, loaded.where).evaluated:
         made.settings.pop("data.val_fraction")  # the data have validation rows of their own
+        loaded = made.load()
+        return sample_data(loaded.run.data, base.path, loaded.where)
+    count = sum(split.rows.count or 0 for split in sample.train)
+    if count and count * HELD_OUT < FEW_HELD_OUT:
+        share = min(MOST_HELD_OUT, math.ceil(100 * FEW_HELD_OUT / count) / 100)
+        made.set("data.val_fraction", share, f"about {format_plural(round(count * share), 'row')} to evaluate on")
         loaded = made.load()
         return sample_data(loaded.run.data, base.path, loaded.where)
     return sample
