@@ -1,7 +1,8 @@
 """A real pretrained model for proofs, rows that Python carries, and runs of several cases in one start of the ranks.
 
 The model is SmolLM2-135M-Instruct, which examples/smollm2/prepare.py fetches and converts, once, into .venv/real. Its
-mixture is the same weights, upcycled: each MLP four times, with noise of 1 %, behind small random routers.
+mixture is the same weights, upcycled: each MLP four times, with noise of 1 %, behind small random routers, in the
+layouts of Mixtral and of Qwen2's mixtures; Qwen3's norms of each head's queries and keys would change what it answers.
 """
 
 import contextlib
