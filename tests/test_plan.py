@@ -3,10 +3,12 @@
 `python tests/test_plan.py` rewrites the golden files: read the difference before you commit it.
 """
 
+import itertools
 import json
 import math
 import re
 import shlex
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,18 @@ def test_what_bfloat16_means_in_a_layout_is_noted_where_layouts_differ() -> None
     ):
         notes = of_train(f"layout.name={name}", "layout.base_dtype=bf16", "cluster.nodes=4", *given).notes
         assert any("are gathered in bfloat16, in which the sum between layers is" in note for note in notes) is noted
+
+
+def test_the_time_counts_every_evaluation() -> None:
+    """Held-out rows each time, and once of the base alone; kept sets with the adapter and without."""
+    seconds = []
+    for steps in (100, 50, 25):
+        made = of_train("train.max_steps=100", "train.eval_strategy=steps", f"train.eval_steps={steps}")
+        made = replace(made, evaluated=made.layout.readers * 5, kept=made.layout.readers * 3)
+        assert made.seconds is not None
+        seconds.append(made.seconds["evaluations"] / made.cost.evaluation_seconds)
+    assert [once - before for before, once in itertools.pairwise(seconds)] == pytest.approx([11, 22])
+    assert seconds[0] == pytest.approx(5 + 11)
 
 
 @pytest.mark.parametrize(
