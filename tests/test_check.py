@@ -389,6 +389,14 @@ def use(monkeypatch: pytest.MonkeyPatch, have: dict[str, str]) -> None:
     monkeypatch.setattr("windlass.plan.plan.read_versions", lambda libraries: have)
 
 
+def test_versions_that_cannot_be_compared_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch alone there is no `packaging`."""
+    needs, have = ["sharding of a quantized base"], {"torch": "2.11.0"}
+    assert versions.find_lacking(needs, have)
+    monkeypatch.setitem(sys.modules, "packaging.version", None)
+    assert versions.find_lacking(needs, have) is None
+
+
 @pytest.mark.takes("plans two nodes of eight GPUs four times")
 def test_auto_chooses_no_layout_that_the_libraries_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = read_run_file(RECIPE, ["cluster.nodes=2", "cluster.gpus_per_node=8"])

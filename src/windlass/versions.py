@@ -62,9 +62,11 @@ def _list_versions(libraries: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def parse_release(version: str) -> Version | None:
-    """Parse a version for comparison: prereleases and local builds count as their release; None if invalid."""
-    from packaging.version import InvalidVersion, Version  # installed with torch; a login node may lack both
-
+    """Parse a version for comparison: prereleases and local builds count as their release; None if that can't be."""
+    try:
+        from packaging.version import InvalidVersion, Version  # comes with transformers, which may not be here
+    except ImportError:
+        return None
     try:
         return Version(Version(version).base_version)
     except InvalidVersion:

@@ -321,8 +321,9 @@ def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
     if plan.layout.is_sharded and plan.run.train.in_bf16 and plan.run.model.torch_dtype == "float32":
         text = "sharded weights in float32 are gathered in bfloat16, in which the sum between layers is then, too"
         yield f"{text}; a resident base keeps that in float32, so that losses differ a little"
-    if plan.run.in_16_bits and (lost := _name_twice_rounded(plan)):
-        yield f"{lost} rounds its sum twice in training, as PEFT does: bfloat16 swallows part of a small adapter"
+    layer = _name_twice_rounded(plan) if plan.run.in_16_bits else ""
+    if layer:
+        yield f"{layer} rounds its sum twice in training, as PEFT does: bfloat16 swallows part of a small adapter"
     yield from plan.loaded.notes
     yield from accelerate.notes if accelerate else ()
     yield from base.notes

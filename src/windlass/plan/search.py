@@ -130,7 +130,8 @@ def choose(search: Search, request: LayoutRequest, place: str, splits: Sequence[
     else:
         named = list_named_layouts(request, search.experts, search.kept_dtype)
         best = choose_layout(search.compare(named))
-        if best is None and (lacking := find_lacking(named[0][1].needs, search.work.versions)):
+        lacking = find_lacking(named[0][1].needs, search.work.versions)
+        if best is None and lacking:
             raise UserError(lacking[0], place, lacking[1], "too-old")
     if best is None:
         code = "no-layout"

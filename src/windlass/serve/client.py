@@ -79,7 +79,8 @@ class Server:
             try:
                 return self._ask(self.url + path, body)
             except BusyError as busy:
-                wait, waited = busy.pause or pause, time.monotonic() - began
+                wait = busy.pause or pause
+                waited = time.monotonic() - began
                 if waited + wait > PATIENCE:
                     hint = f"it was asked for {waited:.0f} s, and would be again in {wait:.0f} s: verify it again when "
                     hint += "it is not busy, or at its own address"
