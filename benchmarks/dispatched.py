@@ -44,6 +44,7 @@ from windlass.plan.operators import COUNTED, OF_FUSED, OF_LINEAR, layer_features
 from windlass.runfile import Lora
 from windlass.tiny import EXTRA
 from windlass.train import parallel
+from windlass.train.head import Head
 from windlass.train.kernels import on_cpu
 from windlass.train.kernels.lora_linear import FusedAdapters
 from windlass.train.lora import attach_adapter
@@ -167,9 +168,10 @@ def count_step(base: Base, count: int, tokens: int, way: str) -> dict[str, dict[
     adapters = patch.object(on_cpu, "is_on_cpu", lambda _: way != "fused")
     with patches, grouped, adapters, fused.unchanged(), Counting() as counting:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = causal_lm(ids, torch.arange(tokens - 1), ids[0, 1:])
+            hidden = causal_lm(ids, torch.arange(tokens - 1)).last_hidden_state
+            loss, _ = Head(causal_lm).loss(hidden, ids[0, 1:])
         counting.phase = PHASES[1]
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     found = {phase: dict(counting.found[phase]) for phase in PHASES}
     found["forward"]["modules"], found["backward"]["modules"] = calls, 0
     return found

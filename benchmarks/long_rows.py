@@ -39,10 +39,10 @@ from windlass.plan.traffic import estimate_traffic
 from windlass.ranks.collectives import get_rank, get_world_size
 from windlass.runfile import Lora
 from windlass.train.batches import Collate
+from windlass.train.head import Head
 from windlass.train.load import load_base
 from windlass.train.long_rows import RowGroup
 from windlass.train.lora import attach_adapter
-from windlass.train.loss import SourceLosses
 from windlass.train.patches import ModelPatches
 
 MIB = 2**20
@@ -84,15 +84,19 @@ def measure(folder: Path, length: int, packed: bool, checkpointing: bool) -> dic
     peft = attach_adapter(load_base(base, layout, dtype=torch.float32)[0], LORA, adapter, 0)
     model = peft.get_base_model()
     group = RowGroup.create(ranks, 600)
-    ModelPatches(model, by_source=SourceLosses((), CPU), dtype=None, group=group)
+    ModelPatches(model, dtype=None, group=group)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     peft.train()
     ids = np.random.default_rng(0).integers(0, 500, length)
     lengths = [length // 8] * 8 if packed else [length]
     collate = Collate((PaddedPackingCollator if packed else PaddedCollator)(0), cut=group.cut if group else None)
-    inputs = collate([{"input_ids": ids, "labels": ids, "seq_lengths": lengths, "row": 0}]).inputs
-    model(**inputs).backward()
+    batch = collate([{"input_ids": ids, "labels": ids, "seq_lengths": lengths, "row": 0}])
+
+    def train() -> None:
+        Head(model).loss(model(**batch.inputs).last_hidden_state, batch.targets)[0].backward()  # type: ignore[no-untyped-call]
+
+    train()
     gc.collect()
     tracker = MemTracker()
     tracker.track_external(model)
@@ -101,10 +105,10 @@ def measure(folder: Path, length: int, packed: bool, checkpointing: bool) -> dic
     tracker._track_module_params_and_buffers = lambda module, **_: track(module, install_grad_hooks=False)
     with Sent() as sent, tracker:
         before = tracker.get_tracker_snapshot("current")[CPU]["Total"]
-        model(**inputs).backward()
+        train()
         peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
     began = time.perf_counter()
-    model(**inputs).backward()
+    train()
     seconds = time.perf_counter() - began
     processor = Machine(
         find_gpu("cpu"), find_fabric("loopback"), find_fabric("loopback"), find_fabric("memory"), 1, None

@@ -46,6 +46,7 @@ from windlass.plan.layout import Layout
 from windlass.plan.step_time import causal_attention_flops
 from windlass.runfile.objectives import Dpo
 from windlass.train.batches import Pairs
+from windlass.train.head import Head
 from windlass.train.patches import Patches
 from windlass.train.preference import dpo_loss, measure_answers
 
@@ -307,12 +308,15 @@ def _forward(peft: Any, ids: torch.Tensor, *, pairs: bool = False, **extra: Any)
     rows, length = ids.shape
     supervised = (torch.arange(rows)[:, None] * length + torch.arange(length - 1)).flatten()
     with torch.autocast("cpu", torch.bfloat16):
-        losses = peft.get_base_model()(ids, supervised, ids[:, 1:].flatten(), summed=not pairs, **extra)
-    if not pairs:
-        return losses
+        causal_lm = peft.get_base_model()
+        hidden = causal_lm(ids, supervised, **extra).last_hidden_state
+        head = Head(causal_lm)
+        if not pairs:
+            return head.loss(hidden, ids[:, 1:].flatten())[0]
+        log_probs = head.log_probs(hidden, ids[:, 1:].flatten())
     lengths = torch.full((rows,), length - 1)
     of_rows = Pairs(supervised // length, lengths, torch.zeros(rows), None)
-    return dpo_loss(Dpo(), measure_answers(losses, of_rows)).losses.sum()
+    return dpo_loss(Dpo(), measure_answers(log_probs, of_rows)).losses.sum()
 
 
 def documents(case: Case, rows: int) -> torch.Tensor:

@@ -37,6 +37,7 @@ from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import ExpertLora, Lora
 from windlass.train import parallel
+from windlass.train.head import Head
 from windlass.train.load import load_base
 from windlass.train.long_rows import RowGroup
 from windlass.train.lora import attach_adapter
@@ -157,9 +158,12 @@ def _make_inputs(micro: int, length: int, document: int, group: RowGroup | None)
 
 
 def _pass(peft: Any, inputs: dict[str, Any]) -> None:
+    causal_lm = peft.get_base_model()
+    targets = inputs["targets"]
+    inputs = {name: value for name, value in inputs.items() if name != "targets"}
     with torch.autocast("cpu", torch.bfloat16):
-        loss = peft.get_base_model()(**inputs)
-    loss.backward()
+        loss, _ = Head(causal_lm).loss(causal_lm(**inputs).last_hidden_state, targets)
+    loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _peak(peft: Any, model: Any, inputs: dict[str, Any], *, once: bool) -> float:

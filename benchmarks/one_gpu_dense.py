@@ -25,6 +25,7 @@ from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel
+from windlass.train.head import Head
 from windlass.train.patches import Patches
 
 OURS, PEFTS, LIGERS = "windlass", "transformers + PEFT", "transformers + PEFT + Liger"
@@ -69,6 +70,7 @@ def measure(way: str, described: dict[str, int], rows: int, length: int) -> Row:
     unchanged: Any = nullcontext
     forward: Any = partial(model, input_ids=ids, labels=ids)
     tokens = 1
+    head = Head(base)
     with Patches() as patches, mock.patch.dict(vars(modeling_llama)):  # where Liger's rotary positions go
         if way == LIGERS:
             from liger_kernel.transformers import apply_liger_kernel_to_llama
@@ -80,7 +82,8 @@ def measure(way: str, described: dict[str, int], rows: int, length: int) -> Row:
             places = torch.arange(rows * length, device=device)
             supervised = places[places % length != length - 1]
             tokens = len(supervised)
-            forward = partial(base, input_ids=ids, supervised=supervised, targets=ids.flatten()[supervised + 1])
+            targets = ids.flatten()[supervised + 1]
+            forward = partial(base, input_ids=ids, supervised=supervised)
 
         def step() -> tuple[float, float]:
             sync()
@@ -88,7 +91,8 @@ def measure(way: str, described: dict[str, int], rows: int, length: int) -> Row:
             with unchanged():
                 with torch.autocast(device.type, torch.bfloat16):
                     answer = forward()
-                    loss = answer / tokens if way == OURS else answer.loss
+                    total = head.loss(answer.last_hidden_state, targets)[0] if way == OURS else answer.loss
+                    loss = total / tokens
                 loss.backward()
             nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()

@@ -25,6 +25,7 @@ from windlass.plan.layout import Layout
 from windlass.plan.workload import ModelShape
 from windlass.runfile import Lora
 from windlass.train import parallel
+from windlass.train.head import Head
 from windlass.train.lora import attach_adapter
 from windlass.train.patches import PARTS, Patches
 from windlass.weights import quantized
@@ -240,6 +241,7 @@ class Trainee:
     def __init__(self, built: Built, parts: Collection[str] = PARTS, *, always: bool = False) -> None:
         """`parts`: what is fused, on a GPU or if `always`."""
         self.model: Any = built.model.get_base_model()
+        self.head = Head(self.model)
         self.patches = Patches()
         self.adapters = self.patches.fuse_layers(self.model, torch.bfloat16, parts=parts, always=always)
         self.trained = [p for p in built.model.parameters() if p.requires_grad]
@@ -275,9 +277,12 @@ class Trainee:
         mark()
         with self.adapters.unchanged():
             with torch.autocast(self.device.type, torch.bfloat16):
-                loss = self.model(**batch) / len(batch["targets"])
+                targets = batch["targets"]
+                inputs = {name: value for name, value in batch.items() if name != "targets"}
+                total, _ = self.head.loss(self.model(**inputs).last_hidden_state, targets)
+                loss = total / len(targets)
             mark()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         mark()
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()

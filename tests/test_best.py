@@ -13,7 +13,7 @@ from windlass.observe.format import describe_served
 from windlass.plan.finished import load_finished_run
 from windlass.runfile.rules import resolve_accumulation
 from windlass.train.batches import ROW, Collate
-from windlass.train.best import BASE, rank_candidates, row_losses
+from windlass.train.best import BASE, rank_candidates, sum_rows
 from windlass.train.ranking import Candidate, Ranking, print_ranking
 
 
@@ -69,8 +69,8 @@ def test_each_row_has_its_own_loss_where_rows_are_laid_end_to_end() -> None:
     ]
     for collator in (PaddedCollator(0), PaddingFreeCollator()):
         batch = Collate(collator)(rows)
-        losses = torch.arange(len(batch.inputs["targets"]), dtype=torch.float32)
-        figures = row_losses(lambda losses=losses, **_: losses[None], batch)
+        losses = torch.arange(len(batch.targets), dtype=torch.float32)
+        figures = sum_rows(losses, batch)
         assert figures.tolist() == [[0 + 1, 2], [2 + 3 + 4 + 5, 4], [6, 1]]
 
 

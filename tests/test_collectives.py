@@ -25,6 +25,7 @@ from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel
 from windlass.train.experts.exchange import Exchange
+from windlass.train.head import Head
 from windlass.train.kernels import kept
 from windlass.train.lora import attach_adapter
 from windlass.train.patches import Patches
@@ -98,9 +99,10 @@ def recorded(base: Base, layout: Layout) -> list[tuple[str, str, int]]:
     causal_lm.train()
     replicas, ids = ReplicaGroups(adapted), torch.arange(1, TOKENS + 1)[None]
     with Recording() as recording:
-        loss = causal_lm(ids, torch.arange(TOKENS - 1), ids[0, 1:])
+        outputs = causal_lm(ids, torch.arange(TOKENS - 1))
+        loss, _ = Head(causal_lm).loss(outputs.last_hidden_state, ids[0, 1:])
         recording.phase = "backward"
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         recording.phase = "reduce"
         replicas.reduce(torch.zeros(6))
     found: list[tuple[str, str, int]] = recording.found

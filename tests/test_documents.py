@@ -21,7 +21,8 @@ from windlass.data.collate import PaddedPackingCollator
 from windlass.model.family import FAMILIES as KNOWN
 from windlass.plan import make_plan, split_rows
 from windlass.runfile import read_run_file
-from windlass.train.batches import Collate
+from windlass.train.batches import Batch, Collate
+from windlass.train.head import Head
 from windlass.train.kernels import documents, slices
 from windlass.train.patches import Patches
 
@@ -77,8 +78,8 @@ def make_rows(*rows: list[int]) -> list[dict[str, Any]]:
 ROWS = ([40, 1, 1, 33, 5], [7, 50], [60])
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return Collate(PaddedPackingCollator(0))(rows).inputs
+def collate(rows: list[dict[str, Any]]) -> Batch:
+    return Collate(PaddedPackingCollator(0))(rows)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_equals_attention_under_a_mask(family: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(documents, "varlen_attn", attend_plainly)
     monkeypatch.setattr(documents, "GROUPED", {"enable_gqa": True})
     tiny.write_family(tmp_path / "model", family, config={**CONFIGS, **FAMILIES}.get(family, {}))
-    inputs = collate(make_rows(*ROWS))
+    batch = collate(make_rows(*ROWS))
     found = []
     for by_document in (False, True):
         torch.manual_seed(0)
@@ -100,8 +101,8 @@ def test_equals_attention_under_a_mask(family: str, tmp_path: Path, monkeypatch:
             if by_document:
                 patches.patch_attention(model, documents.NAME)
                 monkeypatch.setattr(documents, "sdpa_mask", None)  # no mask is made
-            loss = model(**inputs)
-            loss.backward()
+            loss, _ = Head(model).loss(model(**batch.inputs).last_hidden_state, batch.targets)
+            loss.backward()  # type: ignore[no-untyped-call]
         found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     assert len(found[0]) == len(found[1])
     for masked, by_its_own in zip(*found, strict=True):
@@ -109,23 +110,23 @@ def test_equals_attention_under_a_mask(family: str, tmp_path: Path, monkeypatch:
 
 
 def test_edges_are_those_of_documents_and_padding_is_one() -> None:
-    inputs = collate(make_rows(*ROWS))
+    inputs = collate(make_rows(*ROWS)).inputs
     width = 80
     assert inputs["document_edges"].tolist() == [
         0, 40, 41, 42, 75, 80, 87, 137, 160, 220, 240,
     ]  # fmt: skip
     assert inputs["longest_document"] == 60
     assert inputs["input_ids"].shape == (3, width)
-    alone = collate(make_rows([9]))
+    alone = collate(make_rows([9])).inputs
     assert alone["several"] is False
 
 
 def test_trials_below_each_other_keep_their_documents() -> None:
     rows = make_rows(*ROWS)
-    both = [collate(rows[:2]), collate(rows[2:] + make_rows([3, 4]))]
+    both = [collate(rows[:2]).inputs, collate(rows[2:] + make_rows([3, 4])).inputs]
     parts = slices.place_parts(both, [None, None])  # type: ignore[list-item]
     combined = slices.combine(both, parts[1], parts[0])
-    together = collate([*rows, *make_rows([3, 4])])
+    together = collate([*rows, *make_rows([3, 4])]).inputs
     more = set(combined["document_edges"].tolist()) - set(together["document_edges"].tolist())
     assert more == {4 * 80 - 20}  # where the last row ended before it was filled up
     assert len(combined["document_edges"]) == len(together["document_edges"]) + 1

@@ -24,9 +24,10 @@ from windlass.observe.steps import IGNORED, KEPT
 from windlass.plan import make_plan
 from windlass.plan.layout import Layout
 from windlass.run_folder import ADAPTER, BASE_FIGURES, DATA, list_trials
-from windlass.train import batches, loss, run
+from windlass.train import batches, run
 from windlass.train.base_alone import BaseAlone
 from windlass.train.checkpoint.snapshot import load_adapter
+from windlass.train.head import Head, States
 from windlass.train.kept import list_worse, measure_kept_sets
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
@@ -362,14 +363,13 @@ def stay_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def swap_directions(patch: pytest.MonkeyPatch) -> None:
-    original = loss.compare_figures
+    original = Head.compare
 
-    def swapped(adapted: Any, hidden: Any, weight: Any, shaping: Any, targets: Any) -> Any:
-        right = original(adapted, hidden, weight, shaping, targets)
-        others = loss.States(hidden, None, None, adapted.shaping)
-        return torch.cat([right[:2], original(others, adapted.hidden, weight, shaping, targets)[2:]])
+    def swapped(self: Head, adapted: States, hidden: Any, targets: Any) -> Any:
+        right = original(self, adapted, hidden, targets)
+        return torch.cat([right[:2], original(self, self.capture(hidden), adapted.hidden, targets)[2:]])
 
-    patch.setattr(loss, "compare_figures", swapped)
+    patch.setattr(Head, "compare", swapped)
 
 
 def count_padding(patch: pytest.MonkeyPatch) -> None:

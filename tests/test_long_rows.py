@@ -8,6 +8,7 @@ import json
 import os
 import random
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from windlass.files import read_json_lines
 from windlass.plan import split_rows
 from windlass.run_folder import ADAPTER, SAMPLES
 from windlass.train import long_rows
-from windlass.train.batches import Collate
+from windlass.train.batches import Batch, Collate
 from windlass.train.noise import add_noise
 
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
@@ -155,7 +156,14 @@ def on_one_rank(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 # --- the cut, and who sees whom ---
 
-TARGETS = ("supervised", "targets", "sources")
+
+def list_targets(batch: Batch) -> Iterator[tuple[int, int, int]]:
+    """Yield the token at each supervised position, its target and its data set."""
+    assert batch.sources is not None
+    tokens = batch.inputs["input_ids"].flatten()[batch.inputs["supervised"]]
+    yield from zip(tokens.tolist(), batch.targets.tolist(), batch.sources.tolist(), strict=True)
+
+
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
 
@@ -196,22 +204,14 @@ def test_each_token_and_target_is_on_one_rank(lengths: list[int], ranks: int, pa
     collator = (PaddedPackingCollator if packed else PaddedCollator)(0)
     uncut = Collate(collator, mark_tokens=True)(rows)
     parts = [Collate(collator, mark_tokens=True, cut=long_rows.Cut(ranks, rank))(rows) for rank in range(ranks)]
-    pairs = [
-        (int(part.inputs["input_ids"].flatten()[place]), int(target), int(source))
-        for part in parts
-        for place, target, source in zip(
-            *(part.inputs[name] for name in ("supervised", "targets", "sources")), strict=True
-        )
-    ]
-    expected = zip(*(uncut.inputs[name] for name in TARGETS), strict=True)
-    tokens = uncut.inputs["input_ids"].flatten()
-    assert sorted(pairs) == sorted((int(tokens[place]), int(target), int(source)) for place, target, source in expected)
+    assert sorted(target for part in parts for target in list_targets(part)) == sorted(list_targets(uncut))
     assert sum(part.tokens for part in parts) == uncut.tokens == sum(lengths)
     assert sum(part.supervised for part in parts) == uncut.supervised
     assert sum(part.collated["counts"] for part in parts)[::2].tolist() == uncut.collated["counts"][::2].tolist()
     assert len({part.inputs["input_ids"].shape for part in parts}) == 1
     for part in parts:
-        marked = part.inputs["input_ids"][part.inputs["tokens"].bool()]
+        assert part.mask is not None
+        marked = part.inputs["input_ids"][part.mask.bool()]
         assert bool((marked > 0).all())
 
 

@@ -14,7 +14,7 @@ from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral4 import modeling_mistral4
 
-from windlass.train.loss import SourceLosses
+from windlass.train.head import Head
 from windlass.train.patches import PARTS, ModelPatches, Patches, patch_peft
 
 pytestmark = [
@@ -56,15 +56,14 @@ def test_all_replacements_are_undone(family: str, compiles: bool, monkeypatch: p
     before, expected = state_of(model), gradients_of(model)
     with Patches() as of_experts:
         of_experts.patch_experts(model)
-        losses = SourceLosses(["one"], torch.device("cpu"))
-        patches = ModelPatches(model.get_base_model(), by_source=losses, dtype=None, compiles=compiles, noise_alpha=5.0)
+        patches = ModelPatches(model.get_base_model(), dtype=None, compiles=compiles, noise_alpha=5.0)
         assert bool(patches.compiled) is compiles
         if compiles:
             patches.disable_compiled()
         ids = batch()["input_ids"]
         with patches.adapters.unchanged():
-            loss = model.get_base_model()(ids[:1], torch.arange(ids.shape[1] - 1), ids[0, 1:], several=False)
-        loss.backward()
+            outputs = model.get_base_model()(ids[:1], torch.arange(ids.shape[1] - 1), several=False)
+        Head(model.get_base_model()).loss(outputs.last_hidden_state, ids[0, 1:])[0].backward()  # type: ignore[no-untyped-call]
         assert patches.adapters.groups
         assert state_of(model)[0] != before[0]
         patches.undo()

@@ -23,7 +23,8 @@ from windlass.runfile import Lora, RunFile
 from windlass.runfile.objectives import Dpo, Orpo
 from windlass.train.batches import FILL_PAIR, ROW, Collate
 from windlass.train.best import find_first_adapter
-from windlass.train.loss import LogitShaping, SourceLosses, TokenCrossEntropy
+from windlass.train.head import LogitShaping, TargetLogProbs
+from windlass.train.loss import SourceLosses
 from windlass.train.preference import Answers, Preference, dpo_loss, orpo_loss
 from windlass.train.reference import describe_reference, read_reference, require_finite, require_first_adapter
 from windlass.train.run import find_base_figures
@@ -112,15 +113,15 @@ def test_each_tokens_loss_has_its_own_factor_in_the_gradient(shaping: LogitShapi
     weight = torch.randn(300, 8, requires_grad=True)
     targets = torch.randint(300, (700,))
     factors = torch.randn(700)
-    losses: torch.Tensor = TokenCrossEntropy.apply(hidden, weight, targets, shaping)  # type: ignore[no-untyped-call]
-    (losses * factors).sum().backward()  # type: ignore[no-untyped-call]
+    log_probs: torch.Tensor = TargetLogProbs.apply(hidden, weight, targets, shaping)  # type: ignore[no-untyped-call]
+    (log_probs * factors).sum().backward()  # type: ignore[no-untyped-call]
     plain, head = (each.detach().clone().requires_grad_() for each in (hidden, weight))
     logits = plain @ head.T * shaping.scale
     if shaping.cap is not None:
         logits = shaping.cap * torch.tanh(logits / shaping.cap)
-    expected = cross_entropy(logits, targets, reduction="none")
+    expected = -cross_entropy(logits, targets, reduction="none")
     (expected * factors).sum().backward()  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(log_probs, expected)
     torch.testing.assert_close(hidden.grad, plain.grad)
     torch.testing.assert_close(weight.grad, head.grad, rtol=1e-4, atol=1e-5)
 
@@ -154,8 +155,8 @@ def test_padded_and_padding_free_pairs_have_the_same_answers() -> None:
         assert pairs.sequences.tolist() == [0] * 4 + [1] + [2] * 2 + [3] * 5
         assert pairs.reference.tolist()[:4] == [6.0, 7.0, 0.0, 1.0]
     assert (
-        padded.inputs["targets"].tolist()
-        == free.inputs["targets"].tolist()
+        padded.targets.tolist()
+        == free.targets.tolist()
         == [
             *(303, 304, 305, 306),  # the chosen answer behind a prompt of two tokens
             309,

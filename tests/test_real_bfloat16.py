@@ -16,6 +16,7 @@ from windlass.plan import make_plan
 from windlass.runfile import read_run_file
 from windlass.serve.share import fit_slope
 from windlass.train.checkpoint.snapshot import load_adapter
+from windlass.train.head import Head
 from windlass.train.kernels.products import as_served
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
@@ -78,14 +79,15 @@ def compute_shares(
     tokenizer = AutoTokenizer.from_pretrained(base)
     data = prepare_data(plan.run, tokenizer, where=plan.where, cache=folder / "tokens", say=print)
     batch = next(make_validation_batches(plan, data, tokenizer.pad_token_id).epoch(0))
+    head = Head(loaded)
     cpu = torch.device("cpu")
 
     @torch.no_grad()
     def measure(precision: Any) -> torch.Tensor:
         with precision:
-            change: torch.Tensor = loaded(**batch.inputs, per_token=True)[0].double()
+            change = head.figures(loaded(**batch.inputs).last_hidden_state, batch.targets)[0].double()
             with adapted.disable_adapter():
-                change -= loaded(**batch.inputs, per_token=True)[0].double()
+                change -= head.figures(loaded(**batch.inputs).last_hidden_state, batch.targets)[0].double()
         return change
 
     shares = {}

@@ -23,7 +23,7 @@ from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, failed, pas
 from windlass.plan import Plan
 from windlass.plan.machine import own_machine_file
 from windlass.ranks.rank import Rank
-from windlass.train import loss
+from windlass.train import head
 from windlass.train.experts import experts
 from windlass.train.kernels import family_layers, products
 from windlass.weights import quantized
@@ -69,7 +69,7 @@ WAY = quantized.dequantize_by_torch
         (experts, "stack_by_expert", lambda a, b, n, *_: (a.view(n, -1, 64), b.view(n, -1, 48)), "experts with"),
         (family_layers, "expand_kv", lambda _, kv_nope, k_rot: (kv_nope, k_rot), "fused layers"),
         (torch.ops.windlass, "rms_norm_backward", doubled(torch.ops.windlass.rms_norm_backward), "norm"),
-        (loss, "_times_weight", doubled(loss._times_weight), "loss"),
+        (head, "_times_weight", doubled(head._times_weight), "loss"),
         (
             functional,
             "scaled_dot_product_attention",

@@ -54,8 +54,6 @@ from windlass.runfile.sweep import CHANGE_STEPS, SHARED, format_number, why_shar
 from windlass.train.checkpoint.resume import describe_run
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
-from windlass.train.loss import SourceLosses
-from windlass.train.parallel import get_device
 from windlass.train.patches import ModelPatches
 from windlass.train.session import Options, Session
 from windlass.train.shared_base import SharedBase
@@ -486,7 +484,7 @@ def test_a_base_that_is_not_as_it_was_loaded_ends_the_sweep(material: Path, monk
     model, _ = base.get(lambda: load_base(plan.base, plan.layout, dtype=torch.float32))
     before: dict[str, Any] = {name: vars(module).copy() for name, module in model.named_modules()}
     adapted = attach_adapter(model, plan.run.lora, plan.adapter, 1)
-    base.undo.callback(ModelPatches(model, by_source=SourceLosses((), get_device()), dtype=None, noise_alpha=5).undo)
+    base.undo.callback(ModelPatches(model, dtype=None, noise_alpha=5).undo)
     enable_checkpointing(model, {"use_reentrant": False})
     assert len(list(adapted.get_base_model().modules())) > len(before)
     base.restore("sweep: trial second")

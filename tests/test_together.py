@@ -37,7 +37,7 @@ from windlass.plan.cost import estimate_cost
 from windlass.plan.padding import RowLengths
 from windlass.run_folder import FAILED, FINISHED, STOPPED, list_trials
 from windlass.runfile import read_run_file
-from windlass.train import loss, together
+from windlass.train import together
 from windlass.train.batches import Batch, Collate
 from windlass.train.copies import copy_model
 from windlass.train.experts import experts as experts_of
@@ -45,6 +45,7 @@ from windlass.train.experts import sliced
 from windlass.train.kernels import on_cpu, slices
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
+from windlass.train.loss import balance_router
 from windlass.train.shared_base import SharedBase
 from windlass.train.step import TrainedModel, Updater
 
@@ -512,8 +513,7 @@ def scaled_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shared_balance(monkeypatch: pytest.MonkeyPatch) -> None:
     """The balancing loss is that of all rows."""
-    original = loss.balance_router
-    monkeypatch.setattr(loss, "balance_router", lambda logits, config, _: original(logits, config, None))
+    monkeypatch.setattr(together, "balance_router", lambda logits, config, _: balance_router(logits, config, None))
 
 
 def shared_random(monkeypatch: pytest.MonkeyPatch) -> None:

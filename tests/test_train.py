@@ -50,8 +50,9 @@ from windlass.files import read_json, read_json_lines
 from windlass.run_folder import ADAPTER, PROBE
 from windlass.train.batches import Collate
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
+from windlass.train.head import ChunkedCrossEntropy, Head, LogitShaping
 from windlass.train.kernels.compiled import TOLERANCE as TOLERANCES
-from windlass.train.loss import ChunkedCrossEntropy, LogitShaping, router_loss_weight
+from windlass.train.loss import balance_router, router_loss_weight
 from windlass.train.patches import Patches
 
 STEPS = 6  # that are compared with TRL in every run of the tests; 20 by `make prove`
@@ -690,6 +691,7 @@ def test_micro_batch_loss_and_gradients_equal_trls(tmp_path: Path, monkeypatch: 
 
     Patches().patch_forward(ours)
     ours.get_output_embeddings().requires_grad_(False)
+    head = Head(ours)
     batch = Collate(PaddedCollator(0), mark_tokens=True)(rows)
     assert batch.supervised == 5 + 4
     assert router_loss_weight(ours) == 0, "added only where config.json or the run file asks for it"
@@ -697,19 +699,23 @@ def test_micro_batch_loss_and_gradients_equal_trls(tmp_path: Path, monkeypatch: 
     assert (router_loss_weight(ours), router_loss_weight(ours, 0.0)) == (0.5, 0)
     for chunk in (2, 256):
         # Chunks of a few tokens are what a vocabulary of billions would give.
-        monkeypatch.setattr("windlass.train.loss.tokens_per_chunk", lambda *_, chunk=chunk: chunk)
+        monkeypatch.setattr("windlass.train.head.tokens_per_chunk", lambda *_, chunk=chunk: chunk)
         ours.zero_grad()
         share = torch.tensor(router_loss_weight(ours, 0.5) * tokens / 2)  # of two micro-batches
-        summed, balance = ours.train()(**batch.inputs, balances=True)
+        outputs = ours.train()(**batch.inputs, output_router_logits=True)
+        summed, of_targets = head.loss(outputs.last_hidden_state, batch.targets)
+        balance = balance_router(outputs.router_logits, ours.config, batch.mask)
         loss = (summed + share * balance) / tokens  # as `TrainedModel.compute_loss` adds them
-        without = ours(**batch.inputs) / tokens
+        without = head.loss(ours(**batch.inputs).last_hidden_state, batch.targets)[0] / tokens
         assert loss.item() - without.item() == pytest.approx(0.5 * balance.item() / 2, rel=1e-4)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
         for (name, one), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad, msg=name)
-        figures = ours(**batch.inputs, per_token=True)
-        assert figures[0].sum() == pytest.approx(ours(**batch.inputs).item(), rel=1e-6)
+        hidden = ours(**batch.inputs).last_hidden_state
+        torch.testing.assert_close(head.figures(hidden, batch.targets)[0], of_targets)
+        torch.testing.assert_close(-head.log_probs(hidden, batch.targets), of_targets)
+        assert of_targets.sum().item() == pytest.approx(summed.item(), rel=1e-6)
 
 
 # --- what the run leaves behind ---
@@ -808,8 +814,8 @@ def test_scaled_logits_have_scaled_gradients() -> None:
     weight = torch.randn(11, 8)
     targets = torch.arange(5)
     shaping = LogitShaping(scale=0.25)
-    loss: torch.Tensor = ChunkedCrossEntropy.apply(hidden, weight, targets, shaping)  # type: ignore[no-untyped-call]
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss, _ = ChunkedCrossEntropy.apply(hidden, weight, targets, shaping)  # type: ignore[no-untyped-call]
+    loss.backward()
     plain = hidden.detach().clone().requires_grad_()
     torch.nn.functional.cross_entropy(0.25 * plain @ weight.T, targets, reduction="sum").backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(hidden.grad, plain.grad)

@@ -49,16 +49,19 @@ class Batch:
     """One micro-batch."""
 
     inputs: dict[str, Any]  # arguments of the model's forward
+    targets: Tensor  # the tokens after the supervised positions
     collated: dict[str, Any]  # with labels and mask, in host memory, to count tokens without a device sync
     rows: list[int]  # row numbers in the data set
     tokens: int  # without padding
     sequences: Tensor  # of each target, in host memory
+    sources: Tensor | None = None  # data set of each target, in mixes and evaluations
+    mask: Tensor | None = None  # 1 for each token that the router's balancing loss counts; None: all
     pairs: Pairs | None = None  # of a preference objective
 
     @property
     def supervised(self) -> int:
         """What the loss is a mean over: supervised tokens, or pairs."""
-        return len(self.inputs["targets"]) if self.pairs is None else len(self.rows)
+        return len(self.targets) if self.pairs is None else len(self.rows)
 
     def pin_memory(self) -> Self:
         return self._each(Tensor.pin_memory)
@@ -67,9 +70,17 @@ class Batch:
         return self if device.type == "cpu" else self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Self:
-        inputs = {name: move(value) if isinstance(value, Tensor) else value for name, value in self.inputs.items()}
-        pairs = self.pairs and Pairs._make(value if value is None else move(value) for value in self.pairs)
-        return replace(self, inputs=inputs, pairs=pairs)
+        def move_any(value: Any) -> Any:
+            return move(value) if isinstance(value, Tensor) else value
+
+        return replace(
+            self,
+            inputs={name: move_any(value) for name, value in self.inputs.items()},
+            targets=move(self.targets),
+            sources=move_any(self.sources),
+            mask=move_any(self.mask),
+            pairs=self.pairs and Pairs._make(map(move_any, self.pairs)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +101,14 @@ class Collate:
         collated = self.collator(list(rows))
         inputs = {name: value for name, value in collated.items() if name not in ("labels", "attention_mask")}
         if self.mark_tokens:
-            inputs["tokens"] = mask = collated.get("attention_mask")
+            inputs["mask"] = mask = collated.get("attention_mask")
             fills = torch.tensor([row[ROW] == FILL for row in rows])
             if fills.any() and not fills.all():  # which would be balanced, too
                 if mask is not None:
-                    inputs["tokens"] = mask * ~fills.repeat_interleave(len(mask) // len(rows))[:, None]
+                    inputs["mask"] = mask * ~fills.repeat_interleave(len(mask) // len(rows))[:, None]
                 elif not self.pairs:
                     of_rows = torch.tensor([len(row["input_ids"]) for row in rows])
-                    inputs["tokens"] = (~fills).long().repeat_interleave(of_rows)[None]
+                    inputs["mask"] = (~fills).long().repeat_interleave(of_rows)[None]
         positions = collated.get("position_ids")
         inputs["several"] = positions is not None and bool((np.diff(positions.numpy()) != 1).any())
         labels = collated["labels"].numpy()
@@ -129,11 +140,22 @@ class Collate:
         else:
             tokens_of_rows = torch.tensor([len(row["input_ids"]) for row in rows])
         tokens = int(tokens_of_rows.sum())
-        counts = (tokens, inputs["input_ids"].numel() - tokens, len(inputs["targets"]))  # what the recorder would count
+        targets = inputs.pop("targets")
+        counts = (tokens, inputs["input_ids"].numel() - tokens, len(targets))  # what the recorder would count
         collated["counts"] = torch.tensor(counts, dtype=torch.float64)
         is_known = torch.tensor([row[ROW] != FILL for row in rows])
         known = [row[ROW] for row in rows if row[ROW] != FILL]
-        return Batch(inputs, collated, known, int(tokens_of_rows[is_known].sum()), torch.from_numpy(which), pairs)
+        return Batch(
+            sources=inputs.pop("sources", None),
+            mask=inputs.pop("mask", None),
+            inputs=inputs,
+            targets=targets,
+            collated=collated,
+            rows=known,
+            tokens=int(tokens_of_rows[is_known].sum()),
+            sequences=torch.from_numpy(which),
+            pairs=pairs,
+        )
 
     def _pair(self, rows: Sequence[dict[str, Any]], which: Array, sources: Tensor | None) -> Pairs:
         """Describe pairs. `which`: the sequence of each target."""

@@ -36,6 +36,7 @@ from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.connect import create_process_group, require_device
 from windlass.train.console import make_console
+from windlass.train.head import Head
 from windlass.train.kept import list_worse, measure_kept_sets
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
@@ -289,15 +290,22 @@ def measure_rows(
 
 def row_losses(causal_lm: Any, batch: Batch) -> Tensor:
     """Return every row's summed loss and its supervised tokens."""
-    losses: Tensor = causal_lm(**batch.inputs, per_token=True)[0].double().cpu()
-    figures = torch.stack([losses, torch.ones_like(losses)], 1)
+    hidden = causal_lm(**batch.inputs).last_hidden_state
+    losses = Head(causal_lm).figures(hidden, batch.targets)[0].double().cpu()
+    return sum_rows(losses, batch)
+
+
+def sum_rows(losses: Tensor, batch: Batch) -> Tensor:
+    """Return the sum and the number of each row's losses."""
+    figures = torch.stack([losses, torch.ones_like(losses)], 1).double()
     return torch.zeros(len(batch.rows), 2).double().index_add(0, batch.sequences, figures)
 
 
 def pair_figures(causal_lm: Any, preference: Preference, reference: Rows | None, batch: Batch) -> Tensor:
     """Return of every pair: its loss, 1, whether the chosen answer is preferred, and both log-probabilities."""
     assert batch.pairs is not None
-    answers = measure_answers(causal_lm(**batch.inputs, summed=False), batch.pairs)
+    hidden = causal_lm(**batch.inputs).last_hidden_state
+    answers = measure_answers(Head(causal_lm).log_probs(hidden, batch.targets), batch.pairs)
     if reference is not None:
         answers = Answers(*(each[: len(batch.rows)] for each in answers))  # fillers come after
         answers = answers._replace(reference=torch.from_numpy(reference[batch.rows]).to(answers.logps))

@@ -167,14 +167,15 @@ def compare_with_base(
 
 def _sum_tokens(model: TrainedModel, by_source: SourceLosses, batch: Batch) -> Tensor:
     """Return the summed loss of a batch's tokens, TOKEN_FIGURES, and the losses per data set."""
-    figures = model.causal_lm(**batch.inputs, per_token=True)
-    if by_source.names and "sources" in batch.inputs:
-        by_source.add(batch.inputs["sources"], figures[0])
+    figures = model.head.figures(model.causal_lm(**batch.inputs).last_hidden_state, batch.targets)
+    if batch.sources is not None:
+        by_source.add(batch.sources, figures[0])
     return torch.cat([figures.double().sum(1), by_source.take()])
 
 
 def _sum_pairs(model: TrainedModel, preference: Preference, batch: Batch) -> Tensor:
     """Return the summed loss of a batch's pairs, PAIR_FIGURES, and the losses per data set."""
     assert batch.pairs is not None
-    loss = preference.compute(model.causal_lm(**batch.inputs, summed=False), batch.pairs)
+    log_probs = model.head.log_probs(model.causal_lm(**batch.inputs).last_hidden_state, batch.targets)
+    loss = preference.compute(log_probs, batch.pairs)
     return torch.cat([loss.double()[None], preference.take()])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from windlass.ranks import collectives
 from windlass.train.base_alone import BaseAlone
 from windlass.train.batches import Batches
+from windlass.train.head import Head
 from windlass.train.parallel import get_device
 
 FIGURES: Final = 4  # of a set: tokens, and summed over them its loss, the base's, and the divergence
@@ -28,6 +29,7 @@ def measure_kept_sets(
 
     Both are measured in the same batch, with the adapter and without it.
     """
+    head = Head(causal_lm)
     count = len(batches.names)
     device = get_device()
     sums = torch.zeros(count * FIGURES + 1, dtype=torch.float64, device=device)
@@ -37,11 +39,12 @@ def measure_kept_sets(
         batch = host_batch.to(device)
         with torch.no_grad():
             with autocast:
-                adapted = causal_lm(**batch.inputs, states=True)
+                adapted = head.capture(causal_lm(**batch.inputs).last_hidden_state)
             with base.active(), autocast:  # its own: autocast remembers weights
-                of_tokens = causal_lm(**batch.inputs, against=adapted)
+                hidden = causal_lm(**batch.inputs).last_hidden_state
+                of_tokens = head.compare(adapted, hidden, batch.targets)
             figures = torch.cat([torch.ones_like(of_tokens[:1]), of_tokens]).double()
-            sources = batch.inputs.get("sources", torch.zeros_like(batch.inputs["targets"]))
+            sources = torch.zeros_like(batch.targets) if batch.sources is None else batch.sources
             of_sets = sums.new_zeros(count, FIGURES).index_add_(0, sources, figures.t())
             vector = torch.cat([of_sets.flatten(), sums.new_tensor([float(stop)])])
         if collectives.get_world_size() > 1:

@@ -119,9 +119,9 @@ class Cut:
             part.pop(name, None)
         if "sources" in inputs:
             part["sources"] = inputs["sources"][here]
-        if "tokens" in inputs:  # all that an uncut row has, but nothing of what fills up the last piece
-            mask = np.ones_like(ids) if inputs["tokens"] is None else inputs["tokens"].numpy()
-            part["tokens"] = cut(mask)
+        if "mask" in inputs:  # all that an uncut row has, but nothing of what fills up the last piece
+            mask = np.ones_like(ids) if inputs["mask"] is None else inputs["mask"].numpy()
+            part["mask"] = cut(mask)
         return Part(part, cut(is_token).sum(1), here)
 
 

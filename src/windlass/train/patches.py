@@ -25,11 +25,11 @@ On the model that trains, by `ModelPatches`:
 5.  attention with torch's SDPA: `on_cpu.attend` on a CPU, `documents.attend` on a GPU
     why    torch's kernels compute the full square of packed rows
     until  they skip what a mask of documents excludes
-6.  `masking_utils.find_packed_sequence_indices` of transformers: `loss.DocumentSearch`
+6.  `masking_utils.find_packed_sequence_indices` of transformers: `forward.DocumentSearch`
     why    the host waits for the GPU in every forward, for what the batch knows
     until  transformers takes the answer as an argument
-7.  the model's forward: `loss.make_forward`
-    why    the logits of a batch would exist at once, and the loss be a mean
+7.  the model's forward: `forward.make_forward`
+    why    the logits of a batch would exist at once, and the loss be a mean: see head.py
     until  transformers has a summed loss in chunks
 8.  the embedding's output, by a hook: `noise.add_noise`
     why    NEFTune; transformers has it in its Trainer only
@@ -65,11 +65,11 @@ from transformers import PreTrainedModel, masking_utils
 from windlass.errors import SlowerWarning
 from windlass.train.experts import experts
 from windlass.train.experts.exchange import SharedExperts, find_shared_experts
+from windlass.train.forward import DocumentSearch, make_forward
 from windlass.train.kernels import documents, family_layers, on_cpu
 from windlass.train.kernels.compiled import Compiled
 from windlass.train.kernels.lora_linear import FusedAdapters, LoraLinear, check_lora_linears
 from windlass.train.long_rows import RowGroup
-from windlass.train.loss import DocumentSearch, SourceLosses, make_forward
 from windlass.train.noise import add_noise
 from windlass.train.parallel import get_device
 from windlass.weights.quantized import get_formats
@@ -116,10 +116,8 @@ class Patches(ExitStack):
             model.set_attn_implementation(name)
             self.callback(model.set_attn_implementation, implementation)
 
-    def patch_forward(
-        self, model: PreTrainedModel, by_source: SourceLosses | None = None, group: RowGroup | None = None
-    ) -> None:
-        """Give a causal LM a forward that returns its summed loss: see `loss.make_forward`.
+    def patch_forward(self, model: PreTrainedModel, group: RowGroup | None = None) -> None:
+        """Give a causal LM a forward that stops before its head: see `forward.make_forward`.
 
         `forward` is replaced, and the model not wrapped: the hooks by which FSDP2 gathers weights stay in place.
         """
@@ -129,8 +127,7 @@ class Patches(ExitStack):
             self.replace(masking_utils, "find_packed_sequence_indices", search)
         if group:  # its forward changes it
             self.callback(model.set_attn_implementation, model.config._attn_implementation)
-        forward = make_forward(model, search, by_source, group)
-        self.replace(model, "forward", types.MethodType(forward, model))
+        self.replace(model, "forward", types.MethodType(make_forward(search, group), model))
 
     def add_embedding_noise(self, embeddings: nn.Module, alpha: float, ranks_per_row: int = 1) -> None:
         self.callback(embeddings.register_forward_hook(add_noise(alpha, ranks_per_row)).remove)
@@ -190,7 +187,6 @@ class ModelPatches:
         self,
         model: PreTrainedModel,
         *,
-        by_source: SourceLosses,
         dtype: torch.dtype | None,
         compiles: bool = False,
         noise_alpha: float | None = None,
@@ -214,7 +210,7 @@ class ModelPatches:
             else:
                 text = "packed rows are masked, which takes longer: this device has no flash attention"
                 warnings.warn(text, SlowerWarning, stacklevel=2)
-        self.patches.patch_forward(model, by_source, group)
+        self.patches.patch_forward(model, group)
         if noise_alpha:
             self.patches.add_embedding_noise(model.get_input_embeddings(), noise_alpha, group.ranks if group else 1)
         self.compiled: Compiled | None = None

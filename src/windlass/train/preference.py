@@ -80,16 +80,16 @@ class Preference:
         self.sources = sources  # losses by data set
         self.figures = torch.zeros(len(PAIR_FIGURES), device=sources.sums.device, dtype=sources.sums.dtype)
 
-    def compute(self, losses_of_tokens: Tensor, pairs: Pairs) -> Tensor:
+    def compute(self, log_probs: Tensor, pairs: Pairs) -> Tensor:
         """Return the summed loss of a micro-batch's pairs, and add up what is recorded of them."""
-        outcome = self.compare(measure_answers(losses_of_tokens, pairs))
+        outcome = self.compare(measure_answers(log_probs, pairs))
         real = pairs.lengths.view(-1, 2)[:, 0] > 0
         losses = torch.where(real, outcome.losses, 0)
         with torch.no_grad():
             chosen, rejected = outcome.rewards.unbind(1)
             figures = [chosen, rejected, chosen - rejected, outcome.preferred, *outcome.logps.unbind(1)]
             self.figures += torch.where(real, torch.stack(figures), 0).sum(1)
-            if pairs.sources is not None and self.sources.names:
+            if pairs.sources is not None:
                 self.sources.add(pairs.sources[real], losses.detach()[real])
         return losses.sum()
 
@@ -114,10 +114,10 @@ class Preference:
         }
 
 
-def measure_answers(losses_of_tokens: Tensor, pairs: Pairs) -> Answers:
+def measure_answers(log_probs: Tensor, pairs: Pairs) -> Answers:
     """Sum the tokens of each answer. A filler, which has none, has any log-probability that objectives can take."""
-    sums = (pairs.lengths == 0).to(losses_of_tokens.dtype)
-    logps = -sums.index_add(0, pairs.sequences, losses_of_tokens).view(-1, 2)
+    of_fillers = -(pairs.lengths == 0).to(log_probs.dtype)
+    logps = of_fillers.index_add(0, pairs.sequences, log_probs).view(-1, 2)
     lengths = pairs.lengths.clamp(min=1).view(-1, 2)
     reference = pairs.reference.view(-1, 2) if len(pairs.reference) else torch.zeros_like(logps)
     return Answers(logps, lengths, reference)

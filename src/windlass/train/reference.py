@@ -236,8 +236,8 @@ def require_finite(table: Tensor, name: str, path: Path) -> None:
 def compute_answers(model: TrainedModel, batch: Batch) -> Answers:
     """Return the log-probabilities of a micro-batch's answers."""
     assert batch.pairs is not None
-    losses = model.causal_lm(**batch.inputs, summed=False)
-    return measure_answers(losses, batch.pairs)
+    hidden = model.causal_lm(**batch.inputs).last_hidden_state
+    return measure_answers(model.head.log_probs(hidden, batch.targets), batch.pairs)
 
 
 def describe_noise(plan: Plan, model: TrainedModel, batches: Batches) -> str:

@@ -28,6 +28,7 @@ from windlass.ranks.rank import StopSignal
 from windlass.run_folder import SAMPLES
 from windlass.runfile.fields import SampleSection
 from windlass.train.console import Progress
+from windlass.train.head import Head
 from windlass.train.step import TrainedModel
 
 STATE_INSIDE: Final = ("recurrent_gemma",)  # families that keep what they need of earlier tokens in their layers
@@ -146,6 +147,7 @@ def iter_choices(
 
     longest: tokens of a row, up to which positions count.
     """
+    head = Head(model)
     width = max(map(len, rows))
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
@@ -153,22 +155,15 @@ def iter_choices(
     keys: dict[str, Any] = {"use_cache": keeps_keys(model)}
     while True:
         last = torch.arange(1, len(rows) + 1, device=device) * ids.shape[1] - 1
-        choices, kept = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            supervised=last,
-            targets=last,
-            choose=True,
-            **keys,
-        )
+        outputs = model(input_ids=ids, attention_mask=mask, position_ids=positions, supervised=last, **keys)
+        choices, cache = head.argmax(outputs.last_hidden_state), getattr(outputs, CACHE, None)
         yield choices.tolist()
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
         added, place = choices[:, None], (positions[:, -1:] + 1).clamp_max(longest - 1)
-        if kept is None:
+        if cache is None:
             ids, positions = torch.cat([ids, added], 1), torch.cat([positions, place], 1)
         else:
-            ids, positions, keys[CACHE] = added, place, kept
+            ids, positions, keys[CACHE] = added, place, cache
 
 
 def read_prompts(

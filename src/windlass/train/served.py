@@ -11,6 +11,7 @@ from windlass.ranks import collectives
 from windlass.serve.share import fit_slope, subtract
 from windlass.train.base_alone import BaseAlone
 from windlass.train.batches import Batch, Batches
+from windlass.train.head import Head
 from windlass.train.kernels.products import as_served
 from windlass.train.parallel import get_device, list_fsdp_modules
 from windlass.train.precision import in_float32
@@ -45,6 +46,7 @@ def measure_effects(host_batch: Batch, causal_lm: Any, base: BaseAlone) -> list[
         losses = []
         for which in (nullcontext, base.active):
             with which(), computing():
-                losses.append(causal_lm(**batch.inputs, per_token=True)[0].tolist())
+                hidden = causal_lm(**batch.inputs).last_hidden_state
+                losses.append(Head(causal_lm).figures(hidden, batch.targets)[0].tolist())
         effects.append(subtract(*losses))
     return effects

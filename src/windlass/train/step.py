@@ -12,12 +12,13 @@ from torch import Tensor
 from windlass.plan import Plan
 from windlass.runfile import Train
 from windlass.train.batches import Batch
+from windlass.train.head import Head
 from windlass.train.initial import FixedHalves
 from windlass.train.kernels.compiled import Compiled
 from windlass.train.kernels.lora_linear import FusedAdapters
 from windlass.train.liveness import Liveness
-from windlass.train.long_rows import RowGroup
-from windlass.train.loss import SourceLosses, router_loss_weight
+from windlass.train.long_rows import RowGroup, balance_over
+from windlass.train.loss import SourceLosses, balance_router, router_loss_weight
 from windlass.train.optimizer import create_optimizer, create_scheduler, is_metric_scheduler
 from windlass.train.parallel import get_device, list_fsdp_modules
 from windlass.train.patches import ModelPatches
@@ -80,6 +81,7 @@ class StepSums(NamedTuple):
         return cls(loss, balance, supervised, high * RADIX + low, *others)
 
 
+ROUTED: Final = {"output_router_logits": True}  # what a forward returns for the balancing loss
 SharedForward = Callable[["TrainedModel", Batch, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
@@ -98,6 +100,7 @@ class TrainedModel:
         layout = plan.layout
         self.peft = model
         self.causal_lm = model.get_base_model()
+        self.head = Head(self.causal_lm)
         self.device = get_device()
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=train.in_bf16)
         self.router_weight = router_loss_weight(self.causal_lm, train.router_aux_loss_coef)
@@ -106,6 +109,7 @@ class TrainedModel:
         gather_once = layout.is_sharded and not layout.reshard_after_forward
         self.kept_gathered = list_fsdp_modules(model) if gather_once else []
         self.waits = WaitTimer(model, now, split_experts=layout.expert_parallel > 1)
+        self.group = group
         if group:
             group.waits = self.waits
         self.sources = SourceLosses(sources, self.device)  # per data set of a mix
@@ -113,7 +117,6 @@ class TrainedModel:
         self.shared: SharedForward | None = None  # computes the losses of trials that train together
         self.patches = ModelPatches(
             self.causal_lm,
-            by_source=self.sources,
             dtype=torch.bfloat16 if train.in_bf16 else None,
             compiles=train.compile,
             noise_alpha=train.neftune_noise_alpha,
@@ -157,15 +160,30 @@ class TrainedModel:
         if self.shared is not None:
             return self.shared(self, batch, balance_share)
         with self.autocast:
-            balances = balance_share is not None
-            outcome = self.causal_lm(**batch.inputs, balances=balances, summed=self.preference is None)
-        loss, balance = outcome if balances else (outcome, None)
+            outputs = self.causal_lm(**batch.inputs, **({} if balance_share is None else ROUTED))
+            loss = self.sum_losses(outputs.last_hidden_state, batch)
+            if balance_share is None:
+                return loss, None
+            balance = self.balance_router(outputs.router_logits, batch.mask)
+        return loss + balance_share * balance, balance.detach()
+
+    def sum_losses(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Return the summed loss of the targets, or of their pairs, and add up what is recorded of them."""
         if self.preference is not None:
             assert batch.pairs is not None
-            loss = self.preference.compute(loss, batch.pairs)
-        if balance is None:
-            return loss, None
-        return loss + balance_share * balance, balance.detach()
+            return self.preference.compute(self.head.log_probs(hidden, batch.targets), batch.pairs)
+        loss, losses = self.head.loss(hidden, batch.targets)
+        if batch.sources is not None:
+            self.sources.add(batch.sources, losses)
+        return loss
+
+    def balance_router(self, router_logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+        """Return the router's balancing loss of a micro-batch, or this rank's part of rows that ranks share."""
+        config = self.causal_lm.config.get_text_config()
+        if self.group is None:
+            return balance_router(router_logits, config, mask)
+        assert mask is not None
+        return balance_over(self.group, router_logits, config.num_experts_per_tok, mask)
 
 
 class Updater:

@@ -30,18 +30,19 @@ from windlass.train.batches import Batch
 from windlass.train.copies import copy_model
 from windlass.train.experts.experts import UnmergedExpertLora
 from windlass.train.experts.sliced import SlicedExperts
+from windlass.train.head import Head
 from windlass.train.kernels import family_layers, slices
 from windlass.train.kernels.lora_linear import LoraLinear
 from windlass.train.kernels.slices import Part, Random, SlicedLinear, Slices, set_state
 from windlass.train.liveness import ExpertTokens
-from windlass.train.loss import SourceLosses
+from windlass.train.loss import balance_router
 from windlass.train.noise import add_noise
 from windlass.train.parallel import get_device, reshard
 from windlass.train.patches import ModelPatches
 from windlass.train.recompute import recompute_layers
 from windlass.train.session import Session
 from windlass.train.shared_base import Loaded, SharedBase
-from windlass.train.step import TrainedModel, Updater
+from windlass.train.step import ROUTED, TrainedModel, Updater
 from windlass.train.sync import WaitTimer
 
 LOG_WIDTH: Final = 240
@@ -252,6 +253,7 @@ class Forward:
         assert base.loaded is not None
         self.members = members
         self.model = copy_model(base.loaded[0])
+        self.head = Head(self.model)
         self.slices = Slices(len(members))
         trained = [member.model for member in members]
         first = next(model for model in trained if model is not None)
@@ -261,8 +263,7 @@ class Forward:
             count = partial(self.count_tokens, name)
             self.model.get_submodule(name).register_forward_hook(count, with_kwargs=True)
         narrow = torch.bfloat16 if plan.run.train.in_bf16 else None
-        sources = SourceLosses((), first.device)
-        patches = ModelPatches(self.model, by_source=sources, dtype=narrow, by_document=plan.by_document)
+        patches = ModelPatches(self.model, dtype=narrow, by_document=plan.by_document)
         base.undo.callback(patches.undo)
         if first.device.type == "cuda":
             for owner, name, value in list(family_layers.find_replacements(self.model, first.device)):
@@ -309,29 +310,34 @@ class Forward:
         arguments = slices.combine(inputs, parts, shape)
         balanced = [number for number, request in requests.items() if request.balance_share is not None]
         if balanced:
-            places = torch.arange(shape[0] * shape[1], device=arguments["input_ids"].device).view(shape)
-            masks = [requests[number].batch.inputs.get("tokens") for number in balanced]
-            arguments["parts"] = [
-                (of_trials[number].of(places).flatten(), mask) for number, mask in zip(balanced, masks, strict=True)
-            ]
+            arguments |= ROUTED
         self.waits.on = any(request.model.waits.on for request in requests.values())
+        targets = [request.batch.targets for request in requests.values()]
         with self.autocast:
-            outcome = self.model(**arguments, summed=False)
+            outputs = self.model(**arguments)
+            log_probs = self.head.log_probs(outputs.last_hidden_state, torch.cat(targets))
+            balances = {
+                number: self.balance_router(outputs.router_logits, of_trials[number], requests[number].batch.mask)
+                for number in balanced
+            }
         self.waits.on = False
-        of_targets, balances = outcome if balanced else (outcome, None)
-        ends = np.cumsum([len(one["targets"]) for one in inputs]).tolist()
-        total = torch.zeros((), device=of_targets.device)
-        for (number, request), own, end in zip(requests.items(), inputs, ends, strict=True):
-            loss = sum_losses(request, of_targets[end - len(own["targets"]) : end])
-            balance = None
-            if balances is not None and number in balanced:
-                balance = balances[balanced.index(number)]
+        total = torch.zeros((), device=log_probs.device)
+        of_requests = torch.split(log_probs, [len(of_request) for of_request in targets])
+        for (number, request), of_request in zip(requests.items(), of_requests, strict=True):
+            loss = sum_losses(request, of_request)
+            balance = balances.get(number)
+            if balance is not None and request.balance_share is not None:
                 loss = loss + request.balance_share * balance
             request.model.waits.marks = [*self.waits.marks] if request.model.waits.on else []
             request.losses = loss.detach().requires_grad_(), None if balance is None else balance.detach()
             total = total + loss
         self.waits.marks = []
         total.backward()  # type: ignore[no-untyped-call]
+
+    def balance_router(self, router_logits: Sequence[Tensor], part: Part, mask: Tensor | None) -> Tensor:
+        """Return the router's balancing loss of one trial's tokens."""
+        of_trial = [take_part(part, self.slices.shape, logits).flatten(0, 1) for logits in router_logits]
+        return balance_router(of_trial, self.model.config.get_text_config(), mask)
 
 
 def take_part(part: Part, shape: tuple[int, int], of_tokens: Tensor) -> Tensor:
@@ -346,16 +352,15 @@ def add_part(
         tokens.add(place, own_index, own_gradient)
 
 
-def sum_losses(request: Request, of_targets: Tensor) -> Tensor:
+def sum_losses(request: Request, log_probs: Tensor) -> Tensor:
     """Return the summed loss of one trial's targets, or of their pairs."""
     model = request.model
     if model.preference is not None:
         assert request.batch.pairs is not None
-        return model.preference.compute(of_targets, request.batch.pairs)
-    sources = request.batch.inputs.get("sources")
-    if sources is not None and model.sources.names:
-        model.sources.add(sources, of_targets.detach())
-    return of_targets.sum()
+        return model.preference.compute(log_probs, request.batch.pairs)
+    if request.batch.sources is not None:
+        model.sources.add(request.batch.sources, -log_probs.detach())
+    return -log_probs.sum()
 
 
 def replace_layers(

@@ -339,7 +339,6 @@ def combine(inputs: Sequence[dict[str, Any]], starts: Sequence[Part], shape: tup
         row = one["supervised"] // width + part.rows.start
         supervised.append(row * columns + one["supervised"] % width + part.columns.start)
     combined["supervised"] = torch.cat(supervised)
-    combined["targets"] = torch.cat([one["targets"] for one in inputs])
     return combined
 
 
