@@ -26,7 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from windlass import tiny
 from windlass.data.audit import audit_split, find_warnings
-from windlass.data.formats import choose_format
+from windlass.data.choose import choose_format
 from windlass.data.messages import arguments_as_text
 from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import UserError

@@ -42,7 +42,7 @@ from windlass.plan.layout import Layout
 from windlass.ranks.rank import Rank, read_rank
 from windlass.run_folder import CHECKPOINTS, FINAL, MANIFEST, read_manifest
 from windlass.train import connect, run
-from windlass.train.load import load_base
+from windlass.train.load import describe_precision, load_base, open_base_tokenizer
 from windlass.train.loop import Loop
 from windlass.weights.quantized import dequantize, list_quantized_params
 
@@ -58,7 +58,7 @@ def open_base(plan: Plan) -> nn.Module:
     world = torch.distributed.get_world_size()
     how = plan.layout.base_dtype if four_bits else "bf16"
     layout = Layout("resident", "", 1, world, shard=1, replicate=world, base_dtype=how, precision=plan.layout.precision)
-    precision = {**run.describe_precision(plan), "dtypes": {}}
+    precision = {**describe_precision(plan), "dtypes": {}}
     model: Any = load_base(plan.base, layout, **precision)[0]
     if four_bits:
         plain: Any = load_base(plan.base, Layout("resident", "", 1, world, 1, world), **precision)[0]
@@ -152,7 +152,7 @@ def train_by_trl(plan: Plan, out: Path) -> dict[str, Any]:
     model = open_base(plan)
     fresh = copy.deepcopy(model)
     adapted = adapt(model, plan)
-    tokenizer = run.open_base_tokenizer(plan)
+    tokenizer = open_base_tokenizer(plan)
     data = prepare_data(job, tokenizer, vocabulary=plan.base.dims["vocab"], batch=plan.batch.micro, say=lambda _: None)
     packed = data.batching == PACKED
     config = SFTConfig(

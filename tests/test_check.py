@@ -386,7 +386,7 @@ def test_a_layout_that_the_libraries_lack_is_named(
 
 def use(monkeypatch: pytest.MonkeyPatch, have: dict[str, str]) -> None:
     """Let these libraries be this process's."""
-    monkeypatch.setattr("windlass.plan.plan.read_versions", lambda libraries: have)
+    monkeypatch.setattr("windlass.plan.make.read_versions", lambda libraries: have)
 
 
 def test_versions_that_cannot_be_compared_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:

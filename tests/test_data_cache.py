@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
-from windlass.data.formats import CHANGES_NO_ROW, FORMATS
+from windlass.data.choose import CHANGES_NO_ROW
+from windlass.data.formats import FORMATS
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.runfile import Data, RunFile
 

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from windlass import tiny
 from windlass.data import chat
 from windlass.data.chat import ChatTemplate, choose_template
-from windlass.data.formats import choose_format
+from windlass.data.choose import choose_format
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.data.variables import list_searched
 from windlass.errors import UserError

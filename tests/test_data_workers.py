@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
 from windlass.data import reading, tokenize, words, workers
-from windlass.data.formats import choose_format
+from windlass.data.choose import choose_format
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.errors import RunError
 from windlass.runfile import Data, RunFile

@@ -24,12 +24,13 @@ from windlass.observe.steps import IGNORED, KEPT
 from windlass.plan import make_plan
 from windlass.plan.layout import Layout
 from windlass.run_folder import ADAPTER, BASE_FIGURES, DATA, list_trials
-from windlass.train import batches, run
+from windlass.train import batches
 from windlass.train.base_alone import BaseAlone
+from windlass.train.batches import make_kept_batches
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.head import Head, States
 from windlass.train.kept import list_worse, measure_kept_sets
-from windlass.train.load import load_base
+from windlass.train.load import describe_precision, load_base, open_base_tokenizer
 from windlass.train.logits import open_adapter
 from windlass.train.lora import attach_adapter
 from windlass.train.patches import Patches
@@ -154,7 +155,7 @@ def open_plain(material: Path, overrides: list[str]) -> Any:
     text = json.dumps(overrides).replace("{folder}", str(material))
     plan = make_plan(runfile.read_run_file(material / "run.yaml", json.loads(text)))
     layout = Layout("resident", "", 1, 1, 1, 1, base_dtype=plan.layout.base_dtype)
-    model, _ = load_base(plan.base, layout, **run.describe_precision(plan))
+    model, _ = load_base(plan.base, layout, **describe_precision(plan))
     return model.eval()
 
 
@@ -325,9 +326,9 @@ def parts(material: Path, outcomes: dict[int, Any]) -> dict[str, Any]:
     load_adapter(adapted, folder / "checkpoints" / "step-4")
     right = judge_kept(predicted, predict(adapted, rows), rows)
     Patches().patch_forward(adapted.get_base_model())
-    tokenizer = run.open_base_tokenizer(plan)
+    tokenizer = open_base_tokenizer(plan)
     data = prepare_data(plan.run, tokenizer, say=print)
-    batches = run.make_kept_batches(plan, data, tokenizer.pad_token_id)
+    batches = make_kept_batches(plan, data, tokenizer.pad_token_id)
     assert batches is not None
     batches.round_rows = 8  # filled up with rows that are none
     return {"batches": batches, "model": adapted.get_base_model(), "base": base, "right": right, "rows": rows}

@@ -18,9 +18,10 @@ from windlass import tiny
 from windlass.data.prepare import open_tokenizer
 from windlass.errors import UserError
 from windlass.model import PARTS, Piece, find_base, find_published_base, read_base
-from windlass.model.base import UNTIED, read_published_configs
+from windlass.model.base import read_published_configs
 from windlass.model.config import describe
 from windlass.model.family import FAMILIES, WRAPPERS
+from windlass.model.stored import UNTIED
 from windlass.plan.layout import Layout
 from windlass.runfile import Model
 from windlass.train.load import load_base

@@ -35,8 +35,9 @@ from windlass.train import parallel
 from windlass.train.base_alone import BaseAlone
 from windlass.train.kernels import compare, documents
 from windlass.train.liveness import Liveness
+from windlass.train.load import open_base_tokenizer
 from windlass.train.lora import attach_adapter
-from windlass.train.run import make_loop, open_base_tokenizer
+from windlass.train.run import make_loop
 from windlass.train.session import Options, Session
 from windlass.train.step import StepSums
 from windlass.weights import quantized

@@ -203,15 +203,15 @@ def test_filler_pairs_count_nowhere() -> None:
     preference = Preference(run, SourceLosses((), torch.device("cpu")))
     batch = Collate(PaddingFreeCollator(), pairs=True)([pair(0, 2, 5), FILL_PAIR])
     assert batch.pairs is not None
-    losses = torch.rand(7, requires_grad=True)
-    loss = preference.compute(losses, batch.pairs)
+    log_probs = (-torch.rand(7)).requires_grad_()
+    loss = preference.compute(log_probs, batch.pairs)
     loss.backward()  # type: ignore[no-untyped-call]
-    assert losses.grad is not None
-    assert losses.grad.isfinite().all()
+    assert log_probs.grad is not None
+    assert log_probs.grad.isfinite().all()
     alone = Collate(PaddingFreeCollator(), pairs=True)([pair(0, 2, 5)])
     assert alone.pairs is not None
     figures = preference.take()
-    torch.testing.assert_close(loss, preference.compute(losses, alone.pairs))
+    torch.testing.assert_close(loss, preference.compute(log_probs, alone.pairs))
     torch.testing.assert_close(figures, preference.take())
 
 

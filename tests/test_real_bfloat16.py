@@ -15,14 +15,14 @@ from windlass.data.prepare import prepare_data
 from windlass.plan import make_plan
 from windlass.runfile import read_run_file
 from windlass.serve.share import fit_slope
+from windlass.train.batches import make_validation_batches
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.head import Head
 from windlass.train.kernels.products import as_served
-from windlass.train.load import load_base
+from windlass.train.load import describe_precision, load_base
 from windlass.train.lora import attach_adapter
 from windlass.train.patches import Patches
 from windlass.train.precision import in_float32
-from windlass.train.run import describe_precision, make_validation_batches
 
 pytestmark = [
     pytest.mark.prove,

@@ -34,6 +34,7 @@ from windlass.files import WriteGuard, read_json, read_json_lines
 from windlass.observe.reader import Tail
 from windlass.observe.report.trials import collect_trials
 from windlass.plan import Plan, make_plan
+from windlass.plan.sweep import plan_sweep
 from windlass.ranks.rank import Rank
 from windlass.run_folder import (
     ADAPTER,
@@ -714,7 +715,7 @@ def test_trials_that_would_choose_other_layouts_get_one(material: Path, monkeypa
     monkeypatch.chdir(material)
     trials: dict[str, dict[str, Any]] = {"sharded": {"lora.r": 8}, "dora": {"lora.use_dora": True}}
     path = write_sweep(material, "layouts", trials, "layout: {activation_checkpointing: false}\n")
-    with mock.patch("windlass.plan.sweep.make_plan", lambda trial, *a, **k: make_other(trial, *a, **k)):
+    with mock.patch("windlass.plan.make.plan_sweep", lambda sweep, _, *a, **k: plan_sweep(sweep, make_other, *a, **k)):
         plan = make_plan(read_run_file(path))
     assert [trial.layout.name for trial in plan.trials] == ["resident", "resident"]
     for trial in plan.trials:

@@ -47,7 +47,7 @@ from windlass.train.checkpoint.resume import claim_run_folder, fingerprint_base
 from windlass.train.checkpoint.snapshot import STATE, Snapshot, adapter_state
 from windlass.train.connect import require_device
 from windlass.train.kernels import compiled
-from windlass.train.load import load_base
+from windlass.train.load import describe_precision, load_base, open_base_tokenizer
 from windlass.train.loop import Loop
 from windlass.train.lora import attach_adapter
 from windlass.train.session import Session
@@ -91,10 +91,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
         plan = make_plan(runfile.read_run_file(tmp_path / "run.yaml", overrides))
         job, folder, console = plan.run, tmp_path / "run", Console(quiet=True)
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        tokenizer = run.open_base_tokenizer(plan)
+        tokenizer = open_base_tokenizer(plan)
         session = Session(Rank(), console, StopSignal(), BackgroundReport(folder), WriteGuard(print))
         data = run.prepare_on_all_ranks(plan, tokenizer, session)
-        model, _ = load_base(plan.base, plan.layout, **run.describe_precision(plan))
+        model, _ = load_base(plan.base, plan.layout, **describe_precision(plan))
         base_alone = BaseAlone(model, ())
         adapted = attach_adapter(model, job.lora, plan.adapter, job.train.seed)
         return run.make_loop(

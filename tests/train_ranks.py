@@ -34,7 +34,7 @@ from windlass.ranks import collectives
 from windlass.ranks.rank import Rank, read_rank
 from windlass.train import connect, run
 from windlass.train.best import rank_checkpoints as evaluate_all
-from windlass.train.load import load_base
+from windlass.train.load import describe_precision, load_base, open_base_tokenizer
 from windlass.train.loop import Loop
 from windlass.train.lora import attach_adapter, make_peft_config
 from windlass.train.patches import Patches
@@ -443,7 +443,7 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     """Train with TRL + PEFT, without windlass's loop. On several ranks, with the Trainer's own averaging."""
     plan = planning.make_plan(runfile.read_run_file(file, case["overrides"]))
     job = plan.run
-    how = {**run.describe_precision(plan), "dtype": torch.float32}
+    how = {**describe_precision(plan), "dtype": torch.float32}
     model, _ = load_base(plan.base, replace(plan.layout, base_dtype="bf16"), **how)
     with mock.patch.object(Patches, "patch_experts"):  # PEFT's own forward of experts' adapters
         if not (job.lora.modules_to_save or job.lora.starts_from_weights):
@@ -456,7 +456,7 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
         config = make_peft_config(job.lora, plan.adapter)
         config.modules_to_save = job.lora.modules_to_save
         model = get_peft_model(model, config)
-    tokenizer = run.open_base_tokenizer(plan)
+    tokenizer = open_base_tokenizer(plan)
     data = prepare_data(job, tokenizer, say=print)
     trainer: Any
     if job.objective.of_pairs:

@@ -36,7 +36,8 @@ from windlass.data.audit import (
     sample_documents,
 )
 from windlass.data.cache import Say, get_or_create, hash_file
-from windlass.data.formats import Format, choose_format
+from windlass.data.choose import choose_format
+from windlass.data.formats import Format
 from windlass.data.inputs import fingerprint_inputs, fingerprint_rows
 from windlass.data.mistral_ids import compare_with_mistral, find_mistral_file
 from windlass.data.mix import count_per_epoch

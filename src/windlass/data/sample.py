@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from windlass.data.formats import choose_format
+from windlass.data.choose import choose_format
 from windlass.data.packing import pack_rows
 from windlass.data.reading import Row
 from windlass.data.tokenize import tokenize

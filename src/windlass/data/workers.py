@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.formats import choose_format
+from windlass.data.choose import choose_format
 from windlass.data.reading import Chunk
 from windlass.data.sources import Part
 from windlass.data.tokenize import Tokenized, tokenize_rows

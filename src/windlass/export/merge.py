@@ -22,9 +22,9 @@ from windlass.export.source import CONFIG, AdapterSource, require_local_base
 from windlass.files import read_json
 from windlass.hardware import GIB
 from windlass.model import Base, read_base
-from windlass.model.base import EMBEDDING, UNTIE, find_untied_heads
 from windlass.model.mistral_layout import has_mistral_layout_alone
 from windlass.model.quantization import published_dtype
+from windlass.model.stored import EMBEDDING, UNTIE, find_untied_heads
 from windlass.observe.format import format_are, format_plural
 from windlass.run_folder import BASES
 from windlass.serve.servers import find_row

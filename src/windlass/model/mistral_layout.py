@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass.errors import UserError
-from windlass.model.base import assign_stored
 from windlass.model.files import PARAMS, read_header, read_headers
 from windlass.model.parameters import Base, Parameter, Spelling, Stored
+from windlass.model.stored import assign_stored
 
 CONSOLIDATED: Final = "consolidated.safetensors"
 CONSOLIDATED_INDEX: Final = "consolidated.safetensors.index.json"

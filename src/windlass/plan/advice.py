@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from shlex import quote
-from typing import TYPE_CHECKING
 
 from windlass import hardware
 from windlass.data.inputs import find_absent_data, find_absent_files, is_expected_here
@@ -13,15 +12,13 @@ from windlass.errors import Problem
 from windlass.observe.format import format_plural
 from windlass.plan.cost import Cost, Workload, estimate_cost
 from windlass.plan.padding import RowLengths
+from windlass.plan.plan import Advice, Caution, Plan
 from windlass.plan.resolve import FEW_STEPS
 from windlass.plan.search import Candidate, choose_layout, compare_layouts, list_micro_batches, try_batches
 from windlass.plan.split_rows import needs_mask
 from windlass.plan.workload import ModelShape
 from windlass.runfile import RunFile
 from windlass.serve.servers import judge_adapter, list_ways_on
-
-if TYPE_CHECKING:
-    from windlass.plan.plan import Plan
 
 WORTH = 1.05  # smaller gains are within the error of the estimate
 OF_ALL = "all of these"
@@ -36,16 +33,6 @@ SLOW = 1.2  # smallest gain from larger micro-batches that is worth a warning
 
 
 # --- suggestions for more speed ------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """One change, or all of them together, and the useful tokens per second with it."""
-
-    change: str  # data.packing: true
-    tokens_per_second: float
-    gain: float  # against the run as planned
-    remark: str
 
 
 def advise_faster_layout(
@@ -105,14 +92,6 @@ def advise_faster_layout(
 
 
 # --- settings that are probably not intended ------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Caution:
-    """A setting that is possible but probably not intended."""
-
-    text: str
-    override: str = ""  # KEY=VALUE that changes it
 
 
 def find_cautions(plan: Plan, problems: Iterable[Problem], shape: ModelShape) -> Iterator[Caution]:

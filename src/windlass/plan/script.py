@@ -6,10 +6,13 @@ from typing import Any
 
 from windlass import __version__
 from windlass.errors import UserError, Where
+from windlass.files import write_json
 from windlass.hardware import Machine
 from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.machine import find_machine
-from windlass.plan.plan import Plan, make_plan
+from windlass.plan.make import make_plan
+from windlass.plan.plan import Plan
+from windlass.run_folder import PLAN, is_free
 from windlass.runfile import Loaded, LoadedScript, ScriptRun
 
 UNKNOWN = "a script's memory and time are not known before it runs: `windlass report RUN_DIR` shows them afterwards"
@@ -101,3 +104,21 @@ def refuse_accelerate(file: Path | None) -> None:
     if file is not None:
         what = "sets how a language model is sharded, but this run is of kind: script"
         raise UserError(what, str(file), "leave --accelerate out: a script shards by itself", "not-for-scripts")
+
+
+def write_plan(plan: AnyPlan, out: Path | None) -> Path | None:
+    """Write plan.json into `out`, or into the run folder if that already exists, unless a run has begun there."""
+    folder = out or plan.folder
+    hint = "give another --out DIR"
+    try:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        if not is_free(folder):
+            if out is not None:
+                raise UserError("a run has begun there: its plan.json stays as it is", str(out), hint, "has-run")
+            return None
+        write_json(folder / PLAN, plan.as_dict())
+    except OSError as error:
+        text = f"cannot write {PLAN}: {error.strerror}"
+        raise UserError(text, str(error.filename or folder), hint, "unwritable") from None
+    return folder / PLAN

@@ -14,11 +14,11 @@ from rich.text import Text
 from windlass.hardware import GIB, Machine
 from windlass.model.quantization import published_dtype
 from windlass.observe.format import format_count, format_duration, format_plural
-from windlass.plan.advice import OF_ALL, Advice, Caution
+from windlass.plan.advice import OF_ALL
 from windlass.plan.cost import HEADROOM, Batch, Cost
 from windlass.plan.layout import Layout
 from windlass.plan.longest import find_planned_longest_row
-from windlass.plan.plan import Plan
+from windlass.plan.plan import Advice, Caution, Plan
 from windlass.plan.rows import NO_DATA
 from windlass.plan.schedule import Schedule
 from windlass.plan.script import AnyPlan, RankGrid, ScriptPlan

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model import Base, find_base
-from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.layout import Layout
-from windlass.plan.plan import Plan, make_plan
+from windlass.plan.plan import Plan
 from windlass.plan.rows import DataSample, sample_data
 from windlass.plan.together import Member, group_trials
 from windlass.runfile import Data, Loaded
 
 
-def plan_sweep(
-    loaded: Loaded, accelerate: AccelerateFile | None, base: Base | None, *, compare: bool, is_here: bool
-) -> Plan:
-    """Plan every trial, all on one layout: the one on which all fit and are fastest."""
+def plan_sweep(loaded: Loaded, make_plan: Callable[..., Plan], base: Base | None, *, compare: bool) -> Plan:
+    """Plan every trial, all on one layout: the one on which all fit and are fastest. make_plan: of a trial."""
     where = loaded.where
     base = base or find_base(loaded.run.model.model_name_or_path, where("model.model_name_or_path"))
     samples: list[tuple[Data, DataSample]] = []
@@ -30,7 +27,7 @@ def plan_sweep(
         if sample is None:
             sample = sample_data(trial.run.data, base.path, trial.where)
             samples.append((trial.run.data, sample))
-        return make_plan(trial, accelerate, base=base, sample=sample, compare=compare, is_here=is_here)
+        return make_plan(trial, base=base, sample=sample, compare=compare)
 
     plans = _plan_all(loaded.trials, plan_trial)
     layouts = dict.fromkeys(replace(plan.layout, reason="") for plan in plans)

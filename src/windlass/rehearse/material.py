@@ -22,7 +22,8 @@ import numpy as np
 
 from windlass import tiny
 from windlass.data.audit import audit_split, find_ended_parts, find_problems
-from windlass.data.formats import choose_format, parse_template
+from windlass.data.choose import choose_format
+from windlass.data.formats import parse_template
 from windlass.data.mix import RowSet, list_evaluation_sets, list_kept_sets, list_training_sets
 from windlass.data.reading import Row
 from windlass.data.select import check_selection, select_rows

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from windlass.data.formats import Format, choose_format
+from windlass.data.choose import choose_format
+from windlass.data.formats import Format
 from windlass.data.packing import iter_documents
 from windlass.data.reading import Row, split_into_batches
 from windlass.data.select import select_all

@@ -6,7 +6,9 @@ start       this machine's ranks or this node's, or one of them; script: the ran
 run         what every rank does, in numbered steps; connect: ranks meet, and those that differ are refused
 loop        the training loop; step: what an optimizer step works with; evaluate and samples: between steps
 batches     which rows come when; micro-batches of this rank
-loss        the loss, without the logits of a whole batch; noise: NEFTune
+forward     hidden states of the positions whose next token counts; noise: NEFTune
+head        losses, log-probabilities and tokens from them, without the logits of a whole batch
+loss        the router's balancing loss; losses per data set
 optimizer   optimizers and schedules by name
 sync        gradients: one all-reduce per step; liveness: proof that the adapter trains
 load        the base model, each weight proven against the files

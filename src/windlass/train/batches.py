@@ -13,17 +13,20 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 import pyarrow as pa
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from windlass.data.collate import Array, Collator
-from windlass.data.packing import to_numpy
+from windlass.data.packing import Order, to_numpy
+from windlass.data.prepare import PreparedData
 from windlass.errors import RunError, UserError
 from windlass.observe.steps import IGNORED
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.runfile import Train
 from windlass.train.long_rows import Cut
+from windlass.train.parallel import get_device
 
 FILL: Final = -1  # row number of the filler that completes the last step; it has no supervised tokens
 SHARED: Final = Path("/dev/shm")  # through which workers pass batches
@@ -295,6 +298,100 @@ class RunLength:
         if strategy == "steps":
             return last or step % every_steps == 0
         return strategy == "epoch" and (last or self.ends_epoch(step))
+
+
+def count_steps(plan: Plan, data: PreparedData, pad_token_id: int) -> RunLength:
+    batches = make_batches(plan, data, pad_token_id, mark_tokens=False)
+    return RunLength.of(plan.run.train, batches, plan.batch.accumulation)
+
+
+def make_batches(
+    plan: Plan, data: PreparedData, pad_token_id: int, *, mark_tokens: bool, cut: Cut | None = None
+) -> Batches:
+    """Return the micro-batches to train on, in an order that follows from seed and epoch, or in a stream's own."""
+    train = plan.run.train
+    sequences = plan.schedule.global_sequences
+
+    def order(epoch: int) -> Order:
+        return data.order(seed=train.order_seed, epoch=epoch, global_batch=sequences)
+
+    return Batches(
+        data.train,
+        Collate(
+            data.collator(pad_token_id, on_cpu=get_device().type == "cpu"),
+            mark_tokens=mark_tokens,
+            pairs=data.pairs,
+            cut=cut,
+        ),
+        plan.batch.micro,
+        order=None if data.lengths is None else order,
+        round_rows=sequences,
+        workers=train.dataloader_num_workers,
+        timeout=train.ddp_timeout,
+        pin=train.dataloader_pin_memory,
+        names=data.sources,
+    )
+
+
+def make_validation_batches(plan: Plan, data: PreparedData, pad_token_id: int, cut: Cut | None = None) -> Batches:
+    """Return the batches to evaluate on: every validation row, in its order. cut: of rows that ranks share."""
+    return make_batches_in_order(plan, data, data.validation, data.evaluated, pad_token_id, pairs=data.pairs, cut=cut)
+
+
+def make_kept_batches(plan: Plan, data: PreparedData, pad_token_id: int) -> Batches | None:
+    """Return the batches of the kept sets, if there are any."""
+    if data.keep is None:
+        return None
+    return make_batches_in_order(plan, data, data.keep, data.kept, pad_token_id, pairs=False)
+
+
+def make_batches_in_order(
+    plan: Plan,
+    data: PreparedData,
+    table: Any,
+    names: Sequence[str],
+    pad_token_id: int,
+    *,
+    pairs: bool,
+    cut: Cut | None = None,
+) -> Batches:
+    assert table is not None
+    train = plan.run.train
+    micro = train.per_device_eval_batch_size
+    rows = np.arange(len(table))
+    return Batches(
+        table,
+        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu", pairs=pairs), pairs=pairs, cut=cut),
+        micro,
+        order=lambda _: rows,
+        round_rows=micro * collectives.get_world_size() // (cut.ranks if cut else 1),
+        workers=train.dataloader_num_workers,
+        timeout=train.ddp_timeout,
+        pin=train.dataloader_pin_memory,
+        names=names,
+    )
+
+
+def sum_over_batches(
+    batches: Batches, measure: Callable[[Batch], Tensor], begin_batch: Callable[[], bool] = lambda: False
+) -> list[float] | None:
+    """Return the sums over all batches and ranks of what `measure` returns; None if `begin_batch` says on any rank that
+    a stop signal came. A collective."""
+    total = torch.zeros((), dtype=torch.float64, device=get_device())
+    stop = None  # a signal up to the previous batch: reading it then lets the device run ahead
+    for host_batch in batches.epoch(0):
+        stops = begin_batch()
+        with torch.no_grad():
+            figures = measure(host_batch.to(total.device)).double()
+        vector = torch.cat([figures, figures.new_tensor([float(stops)])])
+        if collectives.get_world_size() > 1:
+            dist.all_reduce(vector)
+        total = total + vector
+        if stop is not None and bool(stop):  # the rest can outlast the grace period
+            break
+        stop = vector[-1]
+    *sums, stopped = total.tolist()
+    return None if stopped else sums
 
 
 class RowError(UserError):

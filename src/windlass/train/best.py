@@ -31,14 +31,14 @@ from windlass.run_folder import BASES, CHECKPOINTS, read_manifest
 from windlass.runfile import RunFile
 from windlass.runfile.objectives import ACCURACY, LOSS, explain_other_losses
 from windlass.train.base_alone import BaseAlone
-from windlass.train.batches import Batch, Batches
+from windlass.train.batches import Batch, Batches, make_kept_batches, make_validation_batches
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.connect import create_process_group, require_device
 from windlass.train.console import make_console
 from windlass.train.head import Head
 from windlass.train.kept import list_worse, measure_kept_sets
-from windlass.train.load import load_base
+from windlass.train.load import describe_precision, load_base, open_base_tokenizer
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import SourceLosses
 from windlass.train.parallel import get_device
@@ -47,7 +47,6 @@ from windlass.train.precision import compare_precisely
 from windlass.train.preference import Answers, Preference, measure_answers
 from windlass.train.ranking import Candidate, Ranking
 from windlass.train.reference import require_first_adapter
-from windlass.train.run import describe_precision, make_kept_batches, make_validation_batches, open_base_tokenizer
 from windlass.train.served import measure_share
 from windlass.train.shared_base import SharedBase
 from windlass.weights.same_base import read_recorded_base, require_same_base

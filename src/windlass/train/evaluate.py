@@ -5,40 +5,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from windlass.observe import steps
 from windlass.observe.recorder import Recorder
-from windlass.ranks import collectives
 from windlass.ranks.rank import StopSignal
 from windlass.runfile import RunFile
 from windlass.train.base_alone import BaseAlone, BaseFigures
-from windlass.train.batches import Batch, Batches
+from windlass.train.batches import Batch, Batches, sum_over_batches
 from windlass.train.console import Progress
 from windlass.train.kept import measure_kept_sets
 from windlass.train.loss import SourceLosses
 from windlass.train.preference import Preference
 from windlass.train.samples import Samples
 from windlass.train.served import measure_share
-from windlass.train.step import Number, TrainedModel
-
-
-class EvaluationSums(NamedTuple):
-    """What an evaluation adds up over batches and ranks, in one vector of float64."""
-
-    supervised: Number  # tokens, or pairs
-    interrupted: Number  # ranks that received a signal
-    loss: Number  # summed over supervised tokens or pairs, as all that follows
-    figures: Any  # the objective's; losses per data set, then their tokens or pairs
-
-    @classmethod
-    def unpack(cls, sums: Tensor | Sequence[float]) -> Self:
-        numbers = cls._fields.index("figures")
-        return cls._make([*sums[:numbers], sums[numbers:]])
+from windlass.train.step import TrainedModel
 
 
 @dataclass(eq=False)
@@ -96,13 +79,9 @@ class Evaluator:
         if self.kept is None:
             return {}
 
-        def begin_batch() -> bool:
-            self.recorder.mark("pause")
-            self.progress.start_evaluation(step)
-            return self.stop_signal.received
-
         model = self.model
         with model.adapters.unchanged(), model.eager():  # both without compiling, which rounds otherwise
+            begin_batch = partial(self._begin_batch, step)
             return measure_kept_sets(
                 self.kept, model.causal_lm, self.base, autocast=model.autocast, begin_batch=begin_batch
             )
@@ -114,6 +93,12 @@ class Evaluator:
         with model.adapters.unchanged(), model.eager():
             return measure_share(self.batches, model.causal_lm, self.base)
 
+    def _begin_batch(self, step: int) -> bool:
+        """Return whether a stop signal has come."""
+        self.recorder.mark("pause")
+        self.progress.start_evaluation(step)
+        return self.stop_signal.received
+
     def _measure(self, step: int) -> dict[str, float] | None:
         """Return the means over the validation rows; None if a stop signal interrupted it."""
         model = self.model
@@ -121,36 +106,26 @@ class Evaluator:
         sum_batch = partial(_sum_tokens, model, by_source)
         if self.run.objective.of_pairs:
             sum_batch = partial(_sum_pairs, model, Preference(self.run, by_source))
-        names = self.run.objective.figures
-        size = EvaluationSums._fields.index("figures") + len(names) + len(by_source.sums)
-        sums = torch.zeros(size, dtype=torch.float64, device=model.device)
-        requested = None  # a stop signal up to the previous batch: reading it then lets the device run ahead
+
+        def measure(batch: Batch) -> Tensor:
+            with model.evaluating():
+                figures = sum_batch(batch)
+            return torch.cat([figures.new_tensor([batch.supervised]), figures])
+
         with model.adapters.unchanged():
-            for host_batch in self.batches.epoch(0):
-                self.recorder.mark("pause")
-                self.progress.start_evaluation(step)
-                batch = host_batch.to(model.device)
-                with torch.no_grad(), model.evaluating():
-                    figures = sum_batch(batch)
-                counts = figures.new_tensor([host_batch.supervised, self.stop_signal.received])
-                vector = torch.cat([counts, figures])
-                if collectives.get_world_size() > 1:
-                    dist.all_reduce(vector)
-                sums += vector
-                if requested is not None and bool(requested):  # an evaluation can outlast the grace period
-                    break
-                requested = EvaluationSums.unpack(vector).interrupted
-        total = EvaluationSums.unpack(sums.tolist())
-        if total.interrupted:
+            sums = sum_over_batches(self.batches, measure, partial(self._begin_batch, step))
+        if sums is None:
             return None
-        supervised = max(total.supervised, 1)
-        loss = total.loss / supervised
-        of_sources = by_source.means(total.figures[len(names) :])
+        names = self.run.objective.figures
+        supervised, total, *figures = sums
+        supervised = max(supervised, 1)
+        loss = total / supervised
+        of_sources = by_source.means(figures[len(names) :])
         means = of_sources if by_source.names else dict.fromkeys(self.batches.names, loss)
         return {
             "eval_loss": loss,
             **{f"eval_{name}_loss": mean for name, mean in means.items()},
-            **{f"eval_{name}": value / supervised for name, value in zip(names, total.figures, strict=False)},
+            **{f"eval_{name}": value / supervised for name, value in zip(names, figures, strict=False)},
         }
 
 

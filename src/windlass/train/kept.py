@@ -5,13 +5,11 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from windlass.ranks import collectives
 from windlass.train.base_alone import BaseAlone
-from windlass.train.batches import Batches
+from windlass.train.batches import Batch, Batches, sum_over_batches
 from windlass.train.head import Head
-from windlass.train.parallel import get_device
 
 FIGURES: Final = 4  # of a set: tokens, and summed over them its loss, the base's, and the divergence
 
@@ -31,30 +29,18 @@ def measure_kept_sets(
     """
     head = Head(causal_lm)
     count = len(batches.names)
-    device = get_device()
-    sums = torch.zeros(count * FIGURES + 1, dtype=torch.float64, device=device)
-    requested = None  # a stop signal up to the previous batch: reading it then lets the device run ahead
-    for host_batch in batches.epoch(0):
-        stop = begin_batch()
-        batch = host_batch.to(device)
-        with torch.no_grad():
-            with autocast:
-                adapted = head.capture(causal_lm(**batch.inputs).last_hidden_state)
-            with base.active(), autocast:  # its own: autocast remembers weights
-                hidden = causal_lm(**batch.inputs).last_hidden_state
-                of_tokens = head.compare(adapted, hidden, batch.targets)
-            figures = torch.cat([torch.ones_like(of_tokens[:1]), of_tokens]).double()
-            sources = torch.zeros_like(batch.targets) if batch.sources is None else batch.sources
-            of_sets = sums.new_zeros(count, FIGURES).index_add_(0, sources, figures.t())
-            vector = torch.cat([of_sets.flatten(), sums.new_tensor([float(stop)])])
-        if collectives.get_world_size() > 1:
-            dist.all_reduce(vector)
-        sums += vector
-        if requested is not None and bool(requested):
-            break
-        requested = vector[-1]
-    *values, stopped = sums.tolist()
-    if stopped:
+
+    def measure(batch: Batch) -> Tensor:
+        with autocast:
+            adapted = head.capture(causal_lm(**batch.inputs).last_hidden_state)
+        with base.active(), autocast:  # its own: autocast remembers weights
+            of_tokens = head.compare(adapted, causal_lm(**batch.inputs).last_hidden_state, batch.targets)
+        figures = torch.cat([torch.ones_like(of_tokens[:1]), of_tokens]).double()
+        sources = torch.zeros_like(batch.targets) if batch.sources is None else batch.sources
+        return figures.new_zeros(count, FIGURES).index_add_(0, sources, figures.t()).flatten()
+
+    values = sum_over_batches(batches, measure, begin_batch)
+    if values is None:
         return None
     means: dict[str, float] = {}
     for number, name in enumerate(batches.names):

@@ -31,14 +31,18 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedTokenizerBase
 
+from windlass.data.prepare import open_tokenizer
 from windlass.errors import RunError
 from windlass.model import Base
-from windlass.model.base import UNTIE, find_untied_heads
+from windlass.model.stored import UNTIE, find_untied_heads
+from windlass.plan import Plan
 from windlass.plan.layout import Layout
 from windlass.ranks.collectives import all_gather, get_rank, get_world_size, raise_together
 from windlass.settings import LOADER_THREADS
 from windlass.train import parallel
+from windlass.train.lora import DTYPES
 from windlass.weights.blanks import Blanks, judge_blanks
 from windlass.weights.certificate import check_buffers, check_parameters, make_certificate
 from windlass.weights.fill import LocalPart, Source, fill_codes, fill_quantized, fill_scale, fill_values
@@ -59,6 +63,22 @@ ANOTHER = "nothing was trained; config.json and the weights must be of the same 
 UNEQUAL = "nothing was trained; give all nodes the same copy of the base model"
 UNSET = "nothing was trained; report it with the output of `windlass bug-report RUN`, and train a model that was tried"
 FAULTY = "nothing was trained; the files changed while they were read, or a node's memory or storage is at fault"
+
+
+def describe_precision(plan: Plan) -> dict[str, Any]:
+    """Return in what precision the base is loaded, as arguments of `load_base`."""
+    model = plan.run.model
+    return {
+        "dtype": getattr(torch, model.torch_dtype),
+        "attn_implementation": model.attn_implementation or plan.base.family.usual_attention,
+        "dtypes": dict.fromkeys((*plan.adapter.in_full, *plan.adapter.biases), DTYPES[plan.run.lora.dtype]),
+    }
+
+
+def open_base_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = open_tokenizer(plan.base, plan.run.model, plan.where)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
 
 
 def load_base(

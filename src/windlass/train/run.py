@@ -4,20 +4,18 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from peft import PeftModel
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import run_folder
-from windlass.data.packing import Order, hash_rows
-from windlass.data.prepare import PreparedData, hash_text, open_tokenizer, prepare_data
+from windlass.data.packing import hash_rows
+from windlass.data.prepare import PreparedData, hash_text, prepare_data
 from windlass.data.trained_template import set_template
 from windlass.errors import SAVED, Problem, UserError
 from windlass.files import WriteGuard, commit_dir, write_json
@@ -43,7 +41,14 @@ from windlass.run_folder import (
     update_manifest,
 )
 from windlass.train.base_alone import BaseAlone, BaseFigures, describe_base_forward
-from windlass.train.batches import Batches, Collate, RunLength, require_shared_memory
+from windlass.train.batches import (
+    RunLength,
+    count_steps,
+    make_batches,
+    make_kept_batches,
+    make_validation_batches,
+    require_shared_memory,
+)
 from windlass.train.checkpoint.folder import find_intact_best
 from windlass.train.checkpoint.resume import (
     begin_run,
@@ -64,10 +69,10 @@ from windlass.train.connect import create_process_group, find_differences, requi
 from windlass.train.console import Progress, make_console, print_header
 from windlass.train.evaluate import Evaluator
 from windlass.train.halving import CheckedData
-from windlass.train.load import load_base
-from windlass.train.long_rows import Cut, RowGroup
+from windlass.train.load import describe_precision, load_base, open_base_tokenizer
+from windlass.train.long_rows import RowGroup
 from windlass.train.loop import Loop
-from windlass.train.lora import DTYPES, attach_adapter
+from windlass.train.lora import attach_adapter
 from windlass.train.loss import router_loss_weight
 from windlass.train.parallel import assert_sharded, get_device
 from windlass.train.probe import write_probe
@@ -141,7 +146,7 @@ def train_run(plan: Plan, session: Session) -> int:
             fingerprints = {"data": data.fingerprint, "inputs": data.inputs}
             require_same_data(from_checkpoint, fingerprints, plan, data.template)
             if from_checkpoint is not None:
-                total = count_steps(plan, data, tokenizer).total
+                total = count_steps(plan, data, tokenizer.pad_token_id).total
                 require_steps_left(from_checkpoint, total, plan)
                 other_length = explain_other_length(from_checkpoint, total)
                 if other_length:
@@ -279,18 +284,12 @@ def save_final(
 # --- what the steps call ---
 
 
-def open_base_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = open_tokenizer(plan.base, plan.run.model, plan.where)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return tokenizer
-
-
 def check_data(plan: Plan, session: Session) -> CheckedData:
     """Prepare a run's data to see whether they can be trained on."""
     session.here.phase("preparing the data")
     tokenizer = open_base_tokenizer(plan)
     data = prepare_on_all_ranks(plan, tokenizer, session)
-    length = count_steps(plan, data, tokenizer)
+    length = count_steps(plan, data, tokenizer.pad_token_id)
     evaluated = hash_rows(data.validation_file) if data.validation_file else ""
     return CheckedData({"data": data.fingerprint, "inputs": data.inputs}, data.template, length, evaluated)
 
@@ -308,11 +307,6 @@ def load_shared(plan: Plan, session: Session) -> str:
     """Load the base that the trials of a sweep share. Returns its digest."""
     _, certificate = load_model(plan, session, open_base_tokenizer(plan))
     return str(certificate["base_digest"])
-
-
-def count_steps(plan: Plan, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> RunLength:
-    batches = make_batches(plan, data, tokenizer.pad_token_id, mark_tokens=False)
-    return RunLength.of(plan.run.train, batches, plan.batch.accumulation)
 
 
 def write_on_rank_0(session: Session, path: Path, value: dict[str, Any]) -> None:
@@ -347,15 +341,6 @@ def prepare_on_all_ranks(
             hint += "put train.output_dir on a shared volume"
         raise UserError(problem, plan.where("data.dataset_name_or_path"), hint, code)
     return data
-
-
-def describe_precision(plan: Plan) -> dict[str, Any]:
-    model = plan.run.model
-    return {
-        "dtype": getattr(torch, model.torch_dtype),
-        "attn_implementation": model.attn_implementation or plan.base.family.usual_attention,
-        "dtypes": dict.fromkeys((*plan.adapter.in_full, *plan.adapter.biases), DTYPES[plan.run.lora.dtype]),
-    }
 
 
 def make_loop(
@@ -489,71 +474,4 @@ def make_recorder(plan: Plan, here: Rank, model: PeftModel, debug_freq: int | No
         model=model,
         rates=rates,
         about={"script_name": "windlass train"},
-    )
-
-
-def make_batches(
-    plan: Plan, data: PreparedData, pad_token_id: int, *, mark_tokens: bool, cut: Cut | None = None
-) -> Batches:
-    """Return the micro-batches to train on, in an order that follows from seed and epoch, or in a stream's own."""
-    train = plan.run.train
-    sequences = plan.schedule.global_sequences
-
-    def order(epoch: int) -> Order:
-        return data.order(seed=train.order_seed, epoch=epoch, global_batch=sequences)
-
-    return Batches(
-        data.train,
-        Collate(
-            data.collator(pad_token_id, on_cpu=get_device().type == "cpu"),
-            mark_tokens=mark_tokens,
-            pairs=data.pairs,
-            cut=cut,
-        ),
-        plan.batch.micro,
-        order=None if data.lengths is None else order,
-        round_rows=sequences,
-        workers=train.dataloader_num_workers,
-        timeout=train.ddp_timeout,
-        pin=train.dataloader_pin_memory,
-        names=data.sources,
-    )
-
-
-def make_validation_batches(plan: Plan, data: PreparedData, pad_token_id: int, cut: Cut | None = None) -> Batches:
-    """Return the batches to evaluate on: every validation row, in its order. cut: of rows that ranks share."""
-    return make_batches_in_order(plan, data, data.validation, data.evaluated, pad_token_id, pairs=data.pairs, cut=cut)
-
-
-def make_kept_batches(plan: Plan, data: PreparedData, pad_token_id: int) -> Batches | None:
-    """Return the batches of the kept sets, if there are any."""
-    if data.keep is None:
-        return None
-    return make_batches_in_order(plan, data, data.keep, data.kept, pad_token_id, pairs=False)
-
-
-def make_batches_in_order(
-    plan: Plan,
-    data: PreparedData,
-    table: Any,
-    names: Sequence[str],
-    pad_token_id: int,
-    *,
-    pairs: bool,
-    cut: Cut | None = None,
-) -> Batches:
-    assert table is not None
-    train = plan.run.train
-    micro = train.per_device_eval_batch_size
-    rows = np.arange(len(table))
-    return Batches(
-        table,
-        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu", pairs=pairs), pairs=pairs, cut=cut),
-        micro,
-        order=lambda _: rows,
-        round_rows=micro * collectives.get_world_size() // (cut.ranks if cut else 1),
-        workers=train.dataloader_num_workers,
-        timeout=train.ddp_timeout,
-        pin=train.dataloader_pin_memory,
-        names=names,
     )

@@ -18,7 +18,7 @@ To add a format:
 | step                                             | place                                                |
 |--------------------------------------------------|------------------------------------------------------|
 | its name, its block, its bytes per weight        | `FOUR_BITS` or `PUBLISHED` in settings.py            |
-| its keys in a checkpoint: codes, scales          | `SCALE` in model/base.py, model/packed.py            |
+| its keys in a checkpoint: codes, scales          | `SCALE` in model/stored.py, model/packed.py          |
 | its method in config.json                        | `_check_quantization` in model/config.py             |
 | its name in a run file and in a layout           | `base_dtype` in runfile/machines.py, `IN_NAMES`      |
 | the 16 numbers of its codes                      | `TABLES` in four_bits.py                             |

@@ -147,7 +147,7 @@ def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
     run = loaded.run
     sets = list_all_sets(loaded.run.data, loaded.where)
     try:
-        from windlass.data.formats import choose_format
+        from windlass.data.choose import choose_format
         from windlass.data.select import check_selection, select_all
 
         for each in sets:
