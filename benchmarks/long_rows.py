@@ -33,7 +33,7 @@ from windlass.data.collate import PaddedCollator, PaddedPackingCollator
 from windlass.hardware import Machine, find_fabric, find_gpu
 from windlass.model import find_base
 from windlass.model.targets import resolve_adapter
-from windlass.plan.cost import Batch, Workload, read_shape
+from windlass.plan.cost import BatchSize, Workload, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.traffic import estimate_traffic
 from windlass.ranks.collectives import get_rank, get_world_size
@@ -115,7 +115,7 @@ def measure(folder: Path, length: int, packed: bool, checkpointing: bool) -> dic
     )
     planned = 0.0
     if group:
-        work = Workload(read_shape(base, adapter), layout, Batch(1, 1, length), processor, "adamw_torch", 4)
+        work = Workload(read_shape(base, adapter), layout, BatchSize(1, 1, length), processor, "adamw_torch", 4)
         planned = sum(flow.bytes * flow.per_step for flow in estimate_traffic(work).keys)
     return {
         "length": length,

@@ -41,7 +41,7 @@ from windlass.hardware import Machine, find_fabric, find_gpu
 from windlass.model import Base
 from windlass.model.config import describe
 from windlass.model.targets import Adapter
-from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
+from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.step_time import causal_attention_flops
 from windlass.runfile.objectives import Dpo
@@ -336,7 +336,7 @@ def work(case: Case, found: Base, adapter: Adapter) -> Workload:
         activation_checkpointing=case.checkpointing,
     )
     machine = Machine(h200, find_fabric("nvlink4"), find_fabric("infiniband-400"), find_fabric("pcie5"), 1, None)
-    batch = Batch(case.micro, 2, case.length, 2 if case.pairs else 1)
+    batch = BatchSize(case.micro, 2, case.length, 2 if case.pairs else 1)
     return Workload(
         read_shape(found, adapter),
         layout,

@@ -33,7 +33,7 @@ from windlass import tiny
 from windlass.hardware import Machine, find_fabric, find_gpu
 from windlass.model import targets as adapters
 from windlass.plan import memory
-from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
+from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import ExpertLora, Lora
 from windlass.train import parallel
@@ -113,7 +113,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     work = Workload(
         read_shape(found, adapter),
         layout,
-        Batch(micro, 2, length),
+        BatchSize(micro, 2, length),
         processor,
         "adamw_torch",
         2,

@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 from windlass.compat import enable_checkpointing
 from windlass.model import config
 from windlass.model import targets as adapters
-from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
+from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel
@@ -150,5 +150,5 @@ def plan(described: dict[str, int], rows: int, length: int) -> Any:
     lora = Lora.model_validate({"r": R, "lora_alpha": 2 * R, "lora_dropout": 0.0, "target_modules": "all-linear"})
     layout = Layout("resident", "given", 1, 1, shard=1, activation_checkpointing=True)
     shape = read_shape(base, adapters.resolve_adapter(lora, base, str))
-    work = Workload(shape, layout, Batch(rows, 1, length), make_machine(), "adamw_torch", 2)
+    work = Workload(shape, layout, BatchSize(rows, 1, length), make_machine(), "adamw_torch", 2)
     return estimate_cost(work, advise=False)

@@ -20,7 +20,7 @@ from windlass.model import Base, Parameter, config, find_published_base
 from windlass.model import targets as adapters
 from windlass.model.parameters import Piece, Stored
 from windlass.model.quantization import quantizable_names
-from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
+from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.workload import ModelShape
 from windlass.runfile import Lora
@@ -177,7 +177,7 @@ def replan(rows: list[Row]) -> list[Row]:
             count, length = map(int, words[0].split(" x "))
             document = sizes.document if "by document" in words else None
             model = shape(sizes.some if part == "layers" else sizes.layers, part == "whole-experts")
-            batch, masked = Batch(count, 1, length), "masked" in words
+            batch, masked = BatchSize(count, 1, length), "masked" in words
             layout = layout_of(row["base"])
             work = Workload(model, layout, batch, make_machine(), "adamw_torch", 2, masked=masked, document=document)
             row = {**row, "plan_seconds": estimate_cost(work, advise=False).step_seconds}
@@ -206,7 +206,7 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool) -> Built:
     Patches().patch_forward(causal_lm)
     enable_checkpointing(causal_lm, {"use_reentrant": False})
     peft.train()
-    batch = Batch(1, 1, sizes.length)
+    batch = BatchSize(1, 1, sizes.length)
     work = Workload(read_shape(found, adapter), layout, batch, make_machine(), "adamw_torch", 2)
     words = f"r={sizes.r} attention, shared" + (f"; r={sizes.expert_r} routed" if routed else "")
     return Built(peft, work, f"{words}: {adapter.trainable / 1e6:.1f} M")

@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from windlass.model import Base
 from windlass.model import targets as adapters
-from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
+from windlass.plan.cost import BatchSize, Cost, Workload, estimate_cost, read_shape
 from windlass.train import parallel
 from windlass.train.kernels import documents, products
 from windlass.train.lora import attach_adapter
@@ -82,7 +82,7 @@ def measured(built: Built, trainee: Trainee, sizes: Sizes, cell: Cell, times: in
         begin_peak()
         steps = [trainee.step(inputs) for _ in range(times)]
     document = sizes.document if cell.by_document else None
-    batch = Batch(tokens // cell.length, 1, cell.length)
+    batch = BatchSize(tokens // cell.length, 1, cell.length)
     work = replace(built.work, batch=batch, masked=cell.masked, document=document)
     planned = estimate_cost(work, advise=False)
     middle = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
@@ -150,7 +150,7 @@ def weights_gib(sizes: Sizes, base: str) -> float:
     """Return what the plan counts for the weights of all layers."""
     found = headers(sizes, sizes.layers)
     shape = read_shape(found, adapters.resolve_adapter(lora_of(sizes, routed=False), found, str))
-    batch = Batch(1, 1, sizes.length)
+    batch = BatchSize(1, 1, sizes.length)
     planned = estimate_cost(Workload(shape, layout_of(base), batch, make_machine(), "adamw_torch", 2), advise=False)
     return sum(r.bytes for r in planned.rows if (r.phase, r.place, r.item) == ("step", "gpu", "base weights")) / GIB
 
@@ -234,7 +234,7 @@ def eight_bits(sizes: Sizes) -> Iterator[Row]:
     counts = torch.arange(experts, device=device) * 5  # the first expert has no tokens
     offsets = counts.cumsum(0).to(torch.int32)
     for words, (high, across) in (("one scale an expert", (wide, narrow)), ("blocks", (block, block))):
-        coding = quantized.Format(torch.float8_e4m3fn, (high, across), torch.bfloat16)
+        coding = quantized.StoredFormat(torch.float8_e4m3fn, (high, across), torch.bfloat16)
         scale = torch.rand(experts, wide // high, narrow // across, device=device) / 1000 + 0.0005
         yield from by_kernel(codes, scale, coding, words)
         for transposed, width in ((True, narrow), (False, wide)):
@@ -249,7 +249,7 @@ def eight_bits(sizes: Sizes) -> Iterator[Row]:
                    "expected": "-"}  # fmt: skip
 
 
-def by_kernel(codes: Tensor, scale: Tensor, coding: quantized.Format, words: str) -> Iterator[Row]:
+def by_kernel(codes: Tensor, scale: Tensor, coding: quantized.StoredFormat, words: str) -> Iterator[Row]:
     """Decode a full stack, and some of its columns: values that differ from torch's, and both rates."""
     if not GPU or not quantized.kernel_is_exact(codes.device, coding.codes, coding.dtype):
         yield {"note": f"{words}: no kernel is used here, torch's two passes are"}

@@ -37,7 +37,7 @@ from windlass.hardware import GIB, Machine
 from windlass.model import config
 from windlass.model import targets as adapters
 from windlass.plan import memory
-from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
+from windlass.plan.cost import BatchSize, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.padding import RowLengths
 from windlass.plan.step_time import AHEAD, StepTime, estimate_time
@@ -333,7 +333,7 @@ def work_of(row: dict[str, str]) -> tuple[OtherWorkload, Engine, int | None]:
     work = OtherWorkload(
         shape=shape,
         layout=layout,
-        batch=Batch(micro, whole(accumulation, "accum", empty=1), length),
+        batch=BatchSize(micro, whole(accumulation, "accum", empty=1), length),
         machine=replace(machine, measured=rates),
         optim="adamw_8bit" if "8-bit" in row["notes"].lower() or "8bit" in row["notes"].lower() else "adamw_torch",
         base_bytes=4 if engine.upcast or row["base_dtype"].strip().lower().startswith("fp32") else 2,

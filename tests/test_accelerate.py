@@ -23,7 +23,7 @@ from windlass.plan.accelerate import (
     REFUSED,
     TRANSLATED,
     AccelerateFile,
-    Key,
+    AccelerateKey,
     find_key,
     load_accelerate,
     load_key_table,
@@ -87,7 +87,7 @@ def test_every_key_of_an_accelerate_file_is_explained(name: str) -> None:
 SAMPLES = {"bool": "true", "int": "7", "word": "SOMETHING", "text": "x", "names": "SomeLayer", "any": "x"}
 
 
-def sample(key: Key, value: str) -> tuple[str, str]:
+def sample(key: AccelerateKey, value: str) -> tuple[str, str]:
     """Return a file with that one key, and the key's path in it."""
     name = key.name.replace("*", "thing")
     written = SAMPLES[key.kind] if value == ANY else value

@@ -17,7 +17,7 @@ from windlass import settings
 from windlass.train.experts import experts
 from windlass.train.kernels import products
 from windlass.weights import quantized
-from windlass.weights.quantized import Format
+from windlass.weights.quantized import StoredFormat
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch that is built with CUDA; a GPU it needs not"),
@@ -35,7 +35,7 @@ def on_a_gpu(stack: nn.Module, sides: tuple[int, int] | None) -> None:
             if sides and parameter.ndim == 3:
                 del module._parameters[name]
                 weight = torch.empty(parameter.shape, device="cuda")
-                quantized.to_quantized_param(module, name, weight, Format(E4M3, sides, torch.bfloat16))
+                quantized.to_quantized_param(module, name, weight, StoredFormat(E4M3, sides, torch.bfloat16))
             else:
                 moved = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
                 module._parameters[name] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
@@ -100,7 +100,7 @@ def test_the_backward_of_products_in_chunks(sides: tuple[int, int], monkeypatch:
     monkeypatch.setattr(settings, "DEQUANTIZED_BYTES", 6 * 48 * 2 * 16)  # two chunks of 32 columns
     with FakeTensorMode():
         module = nn.Module()
-        coding = Format(E4M3, sides, torch.bfloat16)
+        coding = StoredFormat(E4M3, sides, torch.bfloat16)
         quantized.to_quantized_param(module, "weight", torch.empty(6, 48, HIDDEN, device="cuda"), coding)
         dy, ends = torch.empty(12, 48, device="cuda", dtype=torch.bfloat16), torch.empty(6, device="cuda").int()
         codes, scale = module.get_parameter("weight"), module.get_buffer("weight_scale")

@@ -14,7 +14,7 @@ from windlass.plan.finished import load_finished_run
 from windlass.runfile.rules import resolve_accumulation
 from windlass.train.batches import ROW, Collate
 from windlass.train.best import BASE, rank_candidates, sum_rows
-from windlass.train.ranking import Candidate, Ranking, print_ranking
+from windlass.train.ranking import RankedAdapter, Ranking, print_ranking
 
 
 def test_paired_interval_separates_a_difference_from_noise() -> None:
@@ -78,9 +78,9 @@ def test_the_ranking_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: py
     """No interval or verdict is broken into lines."""
     monkeypatch.setenv("COLUMNS", "80")
     ranked = (
-        Candidate("step-1060", 10.4298, 0.0, 0.0, 0.0, False, 1.0),
-        Candidate("step-1054", 10.4306, 0.0001, -0.0001, 0.0002, False, 1.0),
-        Candidate("as it began", 10.6931, 1.0, 1.0, 1.0, True, 0.0),
+        RankedAdapter("step-1060", 10.4298, 0.0, 0.0, 0.0, False, 1.0),
+        RankedAdapter("step-1054", 10.4306, 0.0001, -0.0001, 0.0002, False, 1.0),
+        RankedAdapter("as it began", 10.6931, 1.0, 1.0, 1.0, True, 0.0),
     )
     ranking = Ranking(ranked, 86, 86, {}, "accuracy", note=describe_served(0.63, 0.1))
     print_ranking(ranking)

@@ -103,12 +103,12 @@ def checked_data(loaded: Loaded, tokenizer: Any = None) -> Result:
 def test_worst_result_decides_the_exit_code() -> None:
     good, bad, blind = passed("a", ""), failed("b", "", ""), skipped("c", "")
     for results, verdict in (((good, bad, blind), FAIL), ((good, blind), PASS), ((blind,), SKIPPED), ((), SKIPPED)):
-        assert check.Report(check.ALONE, results).verdict == verdict
+        assert check.CheckReport(check.ALONE, results).verdict == verdict
     # A node that is missing may join the next try; whatever else is wrong stays so.
     missing = failed(NODES, "", "")
     for depth, code in ((check.ALONE, 1), (check.HERE, 1), (check.IN_POD, 13)):
         for found, expected in (((bad,), code), ((good, blind), 0), ((missing, good), 1), ((missing, bad), code)):
-            assert check.Report(depth, found).exit_code == expected
+            assert check.CheckReport(depth, found).exit_code == expected
 
 
 # --- as a command
@@ -175,7 +175,7 @@ def test_the_log_of_a_pod_cuts_no_word(capsys: pytest.CaptureFixture[str], monke
         ),
         passed("run folder", f"written, locked and renamed in {path}, where it will be created"),
     )
-    check.print_report(check.Report(check.IN_POD, tuple(replace(row, node=pod) for row in rows)))
+    check.print_report(check.CheckReport(check.IN_POD, tuple(replace(row, node=pod) for row in rows)))
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 or path in line for line in lines), lines
     words = " ".join(lines).split()

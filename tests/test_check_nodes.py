@@ -21,7 +21,7 @@ from test_launch_rendezvous import meet
 from text_run import make_text_run
 
 from windlass.hardware import interpolate
-from windlass.launch.check import IN_POD, Report, bandwidth, machine, nodes, speed
+from windlass.launch.check import IN_POD, CheckReport, bandwidth, machine, nodes, speed
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, Context, Result, failed, passed
 from windlass.plan import Plan, make_plan
 from windlass.ranks.place import Node
@@ -238,8 +238,8 @@ def measured(backend: str = "nccl", **speeds: float | None) -> bandwidth.Bandwid
 def test_speeds_are_compared_with_the_fabric_and_each_other(plan: Plan, wired: Plan) -> None:
     """Mere slowness stops no run: the network may be busy."""
     slow = bandwidth.check_speed(wired, measured("gloo", p13=0.001, overall=0.001), NAMES)
-    assert Report(IN_POD, tuple(slow)).exit_code == 0
-    assert Report(IN_POD, tuple(bandwidth.check_speed(wired, measured("gloo", p13=None), NAMES))).exit_code == 13
+    assert CheckReport(IN_POD, tuple(slow)).exit_code == 0
+    assert CheckReport(IN_POD, tuple(bandwidth.check_speed(wired, measured("gloo", p13=None), NAMES))).exit_code == 13
     assert {result.verdict for result in bandwidth.check_speed(plan, measured(), NAMES)} == {PASS}
     pairs, overall = "all-reduce of pairs", "all-reduce of all"
     for made, figures, name, verdict, seen in (
@@ -387,7 +387,7 @@ def test_nodes_that_leave_fail_only_their_own_checks(sound: Path) -> None:
     for results, _ in check_all([loaded] * 3, instead={2: leaves}, plan=plan)[:2]:
         assert [result.name for result in results if result.verdict == FAIL] == ["nodes"]
         assert named(results, "nodes").seen == "node 2 left while checking"
-        assert Report(IN_POD, tuple(results)).exit_code == 1
+        assert CheckReport(IN_POD, tuple(results)).exit_code == 1
 
     def measures(made: Rendezvous) -> Any:
         if made.node.number:

@@ -20,7 +20,7 @@ from windlass import hardware, tiny
 from windlass.compat import enable_checkpointing
 from windlass.model import Base, read_base
 from windlass.model.targets import resolve_adapter
-from windlass.plan.cost import Batch, Workload, estimate_cost, read_shape
+from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel
@@ -149,7 +149,7 @@ def test_collectives_equal_the_plan_on_all_ranks(
     link, network, host = (hardware.find_fabric(each) for each in (gpu.link, "infiniband-400", gpu.host_link))
     machine = hardware.Machine(gpu, link, network, host, 8, None)
     work = Workload(
-        read_shape(base, resolve_adapter(LORA, base, str)), layout, Batch(1, 1, TOKENS), machine, "adamw_torch", 2
+        read_shape(base, resolve_adapter(LORA, base, str)), layout, BatchSize(1, 1, TOKENS), machine, "adamw_torch", 2
     )
     flows = estimate_cost(work, advise=False).flows
     for phase in ("forward", "backward"):

@@ -22,11 +22,11 @@ from windlass.model import Base, Parameter
 from windlass.model.family import FAMILIES, Family
 from windlass.model.targets import Adapter, Target
 from windlass.plan import memory, operators
-from windlass.plan.cost import Batch, Cost, Workload, estimate_cost, read_shape
+from windlass.plan.cost import BatchSize, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.memory import dequantized_bytes
 from windlass.plan.padding import RowLengths
-from windlass.plan.workload import Lora, ModelShape
+from windlass.plan.workload import AdaptedModule, ModelShape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 dispatched: Any = importlib.import_module("dispatched")
@@ -107,7 +107,7 @@ def real(given: Workload, **rates: Any) -> Workload:
 
 
 def work(nodes: int, gpus: int, micro: int = 1, accumulation: int = 16, nics: int = 1, **layout: Any) -> Workload:
-    model, batch = shape(layout.pop("experts", False)), Batch(micro, accumulation, 1024)
+    model, batch = shape(layout.pop("experts", False)), BatchSize(micro, accumulation, 1024)
     settings = {"name": "full-shard", "reason": "", "shard": nodes * gpus, "activation_checkpointing": True, **layout}
     placed = Layout(nodes=nodes, gpus_per_node=gpus, **settings)
     return Workload(model, placed, batch, machine(nics=nics), "adamw_torch", 2)
@@ -117,7 +117,8 @@ def test_keys_of_a_full_row_are_received_by_each_rank_of_its_group() -> None:
     layer = shape().layers[0]
     needed = []
     for split in (2, 4):
-        found = replace(work(1, 4, context_parallel=split), batch=Batch(1, 1, 1024 * split))  # as many tokens a rank
+        batch = BatchSize(1, 1, 1024 * split)  # as many tokens a rank
+        found = replace(work(1, 4, context_parallel=split), batch=batch)
         needed.append(memory._attention_bytes(layer, memory.Tokens.of(found)))
     assert needed[1] - needed[0] == 2 * layer.gathered * 2
 
@@ -130,7 +131,7 @@ def test_keys_copied_for_attention_sinks_grow_with_the_square_of_the_row() -> No
         layer = replace(shape().layers[0], parameters=parameters, query=4096, key=512, gathered=1024)
         model = replace(shape(), layers=(layer,), kinds=((layer, 1),), heads=64)
         for length in (16384, 32768):
-            split = replace(work(1, 4, context_parallel=4), shape=model, batch=Batch(1, 1, length))
+            split = replace(work(1, 4, context_parallel=4), shape=model, batch=BatchSize(1, 1, length))
             kept[len(parameters), length] = memory.layer_bytes(layer, memory.Tokens.of(split)) / GIB
     assert kept[1, 16384] - kept[0, 16384] == pytest.approx(2.63, rel=0.01)
     assert kept[1, 32768] - kept[0, 32768] == pytest.approx(4 * 2.63, rel=0.01)
@@ -472,7 +473,7 @@ def test_every_gpu_can_be_planned_and_cpu_has_no_overlap() -> None:
 def test_the_host_bounds_small_micro_batches_and_waits_are_added() -> None:
     """A Mistral 4 layer with its adapters dispatches about 180 operators forward and 230 back: 36 of them, forward
     twice, and views: 0.17 s at 7 us, and at 20 more than the GPU needs to read all experts' weights. Fused: half."""
-    small = replace(work(1, 1, 1, 16, shard=1, name="resident"), batch=Batch(1, 16, 256))
+    small = replace(work(1, 1, 1, 16, shard=1, name="resident"), batch=BatchSize(1, 16, 256))
     fused = estimate_cost(real(small, operator_seconds=7e-6, module_seconds=0.0))
     assert fused.host_seconds == pytest.approx(0.08, rel=0.15)
     values = {field.name: getattr(small, field.name) for field in fields(small)}
@@ -482,7 +483,7 @@ def test_the_host_bounds_small_micro_batches_and_waits_are_added() -> None:
     assert answer.compute_seconds + answer.memory_seconds < answer.host_seconds
     assert answer.step_seconds >= 16 * answer.host_seconds
     large = estimate_cost(
-        real(replace(Separate(**values), batch=Batch(16, 1, 1024)), operator_seconds=20e-6, module_seconds=0.0)
+        real(replace(Separate(**values), batch=BatchSize(16, 1, 1024)), operator_seconds=20e-6, module_seconds=0.0)
     )
     assert large.host_seconds == pytest.approx(answer.host_seconds)
     assert large.bound == "compute"
@@ -523,7 +524,7 @@ def test_kept_products_are_not_computed_again_and_need_memory() -> None:
 
 def test_products_are_slower_when_small_and_collectives_have_a_latency() -> None:
     def rate(tokens: int) -> float:
-        given = real(replace(work(1, 1, shard=1, name="resident"), batch=Batch(1, 1, tokens)))
+        given = real(replace(work(1, 1, shard=1, name="resident"), batch=BatchSize(1, 1, tokens)))
         answer = estimate_cost(given)
         return tokens * (answer.flops_per_token + answer.recompute_flops_per_token) / answer.compute_seconds
 
@@ -597,7 +598,7 @@ def test_planned_dora_memory_equals_a_measured_layer(mixed: bool, dropout: float
         found.append((max(sizes), sizes[-1] - y.nbytes))
         del x, y  # or they would be freed while the next one is measured
     (_, kept), (peak, kept_by_dora) = found
-    lora = Lora("q_proj", "attention", inputs, outputs, r)
+    lora = AdaptedModule("q_proj", "attention", inputs, outputs, r)
     given = memory.Tokens.of(replace(work(1, 4, shard=1, name="resident"), dropout=dropout))
     without = replace(given, count=tokens, width=dtype.itemsize, cast=mixed, mask=4.0 if dropout else 0.0)
     layer = replace(work(1, 4).shape.layers[0], plain_lora=(lora,))

@@ -136,7 +136,7 @@ def test_trials_below_each_other_keep_their_documents() -> None:
 
 def test_an_option_that_the_kernel_lacks_is_refused() -> None:
     query = torch.zeros(1, 2, 4, 8)
-    mask = documents.Documents(torch.tensor([0, 4], dtype=torch.int32), 4)
+    mask = documents.DocumentMask(torch.tensor([0, 4], dtype=torch.int32), 4)
     with pytest.raises(AssertionError, match="s_aux"):
         documents.attend(nn.Identity(), query, query, query, mask, s_aux=torch.zeros(2))
     with pytest.raises(AssertionError, match="dropout"):

@@ -16,7 +16,7 @@ from refusals import refused
 
 from windlass import run_folder
 from windlass.errors import UserError
-from windlass.launch.job import Variable, build_job
+from windlass.launch.job import JobVariable, build_job
 from windlass.launch.platforms import kubernetes, pod, runai
 from windlass.launch.submit import render
 from windlass.runfile.machines import Volume
@@ -428,7 +428,7 @@ def test_user_text_survives_rendering(engine: str, text: str, odd: str) -> None:
             "volumes": [Volume.model_construct(claim="0x1", path=f"/{text}")],
         }
     )
-    variables = (Variable("A", text, text), Variable("ODD", odd, odd))
+    variables = (JobVariable("A", text, text), JobVariable("ODD", odd, odd))
     job = replace(job, name="true", cluster=cluster, environment=variables, files={"run.yaml": text + "\n"})
     documents = list(yaml.safe_load_all(kubernetes.render_job_yaml(job, engine)))
     assert documents[0]["data"]["run.yaml"] == text + "\n"

@@ -12,7 +12,7 @@ from refusals import refused
 from windlass import runfile
 from windlass.model.family import Family
 from windlass.plan.accelerate import read_accelerate
-from windlass.plan.cost import Batch, Cost
+from windlass.plan.cost import BatchSize, Cost
 from windlass.plan.layout import LAYOUTS, Layout, LayoutRequest, list_divisors, resolve_layout
 from windlass.plan.request import read_request
 from windlass.plan.search import Candidate, choose_layout, list_layouts, list_named_layouts
@@ -326,7 +326,8 @@ FOUR = dict(list_layouts(want("auto", 2, 2), 128, kept="fp8")[0])
 def priced(name: str, fits: bool, gib: float, seconds: float, serial: float | None = None, why: str = "") -> Candidate:
     """Return a layout on two nodes of two, with figures as from the cost model."""
     figures: dict[str, Any] = dict.fromkeys(Cost.__dataclass_fields__, 0.0)
-    figures |= {"rows": (), "flows": (), "fits": fits, "has_headroom": fits, "gpu_gib": gib, "batch": Batch(1, 1, 1)}
+    figures |= {"rows": (), "flows": (), "fits": fits, "has_headroom": fits}
+    figures |= {"gpu_gib": gib, "batch": BatchSize(1, 1, 1)}
     figures |= {"step_seconds": seconds, "step_seconds_serial": serial or seconds, "tokens_per_second": 1 / seconds}
     return Candidate(name, FOUR[name], Cost(**figures), (), FOUR[name].nodes == 2, why)
 

@@ -181,7 +181,7 @@ def test_spans_are_what_a_full_mask_shows(lengths: list[int], ranks: int, window
         expected &= place > place[:, None] - window
     found = torch.zeros_like(expected)
     for rank in range(ranks):
-        row = long_rows.Row((documents,), long_rows.Cut(ranks, rank).pieces(len(positions)))
+        row = long_rows.RowPieces((documents,), long_rows.Cut(ranks, rank).pieces(len(positions)))
         mask = long_rows.Mask(None, row, window)  # type: ignore[arg-type]
         for span in mask.spans(documents, 3):
             shown = mask.scores(span, 2, torch.zeros(0)) == 0

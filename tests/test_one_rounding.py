@@ -21,7 +21,7 @@ from windlass.train.kernels.products import QuantizedLinear, multiply_one_by_one
 from windlass.train.patches import Patches
 from windlass.train.precision import in_float32
 from windlass.weights import four_bits
-from windlass.weights.quantized import Format
+from windlass.weights.quantized import StoredFormat
 
 ROWS, INPUTS, OUTPUTS, R = 256, 64, 96, 4
 SMALL = 2.0**-12  # standard deviation of B: an output that rounding swallows a third of, or more
@@ -43,13 +43,13 @@ def make_layer(*, bias: bool = False, dtype: torch.dtype = torch.bfloat16, store
 def store(linear: nn.Linear, kind: str) -> QuantizedLinear:
     """Return a layer of random codes in this format."""
     if kind == "fp8":
-        layer = QuantizedLinear(linear, Format(torch.float8_e4m3fn, (32, 32), torch.bfloat16))
+        layer = QuantizedLinear(linear, StoredFormat(torch.float8_e4m3fn, (32, 32), torch.bfloat16))
         layer.weight.data.copy_(torch.randn(OUTPUTS, INPUTS).to(torch.float8_e4m3fn).view(torch.uint8))
         layer.weight_scale.fill_(0.1)
         return layer
     scales = torch.uint8 if kind == "nvfp4" else torch.bfloat16
     block = FOUR_BITS[kind].block
-    layer = QuantizedLinear(linear, Format(torch.uint8, (1, block), torch.bfloat16, kind, INPUTS, scales))
+    layer = QuantizedLinear(linear, StoredFormat(torch.uint8, (1, block), torch.bfloat16, kind, INPUTS, scales))
     codes, behind = four_bits.split_rows(layer.weight.data, INPUTS, scales)
     codes.random_(256)
     size = (0.06 if kind == "uint4" else 0.12) / max(four_bits.TABLES[kind])  # zero points double its values
@@ -97,7 +97,7 @@ def together(layer: Any) -> Callable[[Tensor], Tensor]:
     lora = find_lora(layer)
     shared = slices.Slices(2)
     half = ROWS // 2
-    parts = [slices.Part(slice(0, 1), slice(start, start + half), slices.Random()) for start in (0, half)]
+    parts = [slices.TrialSlice(slice(0, 1), slice(start, start + half), slices.Random()) for start in (0, half)]
     shared.set((1, ROWS), parts)
     return slices.SlicedLinear(lora.get_base_layer(), [lora, lora], shared)
 

@@ -19,10 +19,10 @@ from text_run import make_text_run
 
 from windlass import hardware
 from windlass.data.mix import RowSet
-from windlass.data.sources import Rows
+from windlass.data.sources import RowCount
 from windlass.plan import Plan, make_plan
 from windlass.plan.accelerate import read_accelerate
-from windlass.plan.cost import HEADROOM, Batch
+from windlass.plan.cost import HEADROOM, BatchSize
 from windlass.plan.padding import RowLengths
 from windlass.plan.rows import Counts, DataSample, SplitSample
 from windlass.plan.schedule import make_schedule
@@ -693,7 +693,7 @@ def count(rows: int | None) -> Counts:
     ],
 )
 def test_steps_of_an_epoch(rows: int, ranks: int, micro: int, accumulation: int, steps: int) -> None:
-    adapter, batch = planned("train").adapter, Batch(micro, accumulation, 128)
+    adapter, batch = planned("train").adapter, BatchSize(micro, accumulation, 128)
     made = make_schedule(Train(num_train_epochs=3), batch, ranks, adapter, count(rows))
     assert (made.steps_per_epoch, made.steps) == (steps, 3 * steps)
     assert made.global_sequences == ranks * micro * accumulation
@@ -703,7 +703,7 @@ def test_steps_of_an_epoch(rows: int, ranks: int, micro: int, accumulation: int,
 
 
 def test_rows_as_sequences() -> None:
-    def estimate(rows: Rows, *, packing: bool, known: bool = True) -> tuple[int | None, int, str]:
+    def estimate(rows: RowCount, *, packing: bool, known: bool = True) -> tuple[int | None, int, str]:
         data = Data.model_validate({"dataset_name_or_path": "x", "max_length": 1000, "packing": packing})
         groups = [[(100, 1)]] if known else []
         split = SplitSample(RowSet("train", data, str), rows, groups=groups)
@@ -711,11 +711,11 @@ def test_rows_as_sequences() -> None:
         assert counts.tolerance is None
         return counts.sequences, counts.lengths.usual, counts.reason
 
-    for rows in (Rows(1000, "counted"), Rows(2000, "counted", blank=1000)):
+    for rows in (RowCount(1000, "counted"), RowCount(2000, "counted", blank=1000)):
         assert estimate(rows, packing=False)[:2] == (1000, 100)
         assert estimate(rows, packing=True)[:2] == (100, 1000)
-    assert estimate(Rows(1000, "counted"), packing=False, known=False) == (1000, 1000, "counted")
-    assert estimate(Rows(None, "a stream"), packing=True, known=False) == (None, 1000, "a stream")
+    assert estimate(RowCount(1000, "counted"), packing=False, known=False) == (1000, 1000, "counted")
+    assert estimate(RowCount(None, "a stream"), packing=True, known=False) == (None, 1000, "a stream")
 
 
 def write_json(value: Any, indent: str = "") -> str:

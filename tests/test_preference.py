@@ -25,17 +25,17 @@ from windlass.train.batches import FILL_PAIR, ROW, Collate
 from windlass.train.best import find_first_adapter
 from windlass.train.head import LogitShaping, TargetLogProbs
 from windlass.train.loss import SourceLosses
-from windlass.train.preference import Answers, Preference, dpo_loss, orpo_loss
+from windlass.train.preference import PairAnswers, Preference, dpo_loss, orpo_loss
 from windlass.train.reference import describe_reference, read_reference, require_finite, require_first_adapter
 from windlass.train.run import find_base_figures
 
 
-def answers(count: int = 5) -> Answers:
+def answers(count: int = 5) -> PairAnswers:
     torch.manual_seed(0)
     lengths = torch.randint(3, 40, (count, 2))
     reference = -torch.rand(count, 2, dtype=torch.float64) * 3 * lengths
     moved = torch.randn(count, 2, dtype=torch.float64)
-    return Answers((reference + moved).clamp(max=-0.1).requires_grad_(), lengths, reference)
+    return PairAnswers((reference + moved).clamp(max=-0.1).requires_grad_(), lengths, reference)
 
 
 def test_dpo_is_the_papers() -> None:
@@ -51,7 +51,7 @@ def test_dpo_is_the_papers() -> None:
 def test_flipped_labels_are_corrected_for_without_bias() -> None:
     """The mean over labels that are flipped at that rate is the loss of the true ones."""
     given = answers()
-    flipped = Answers(*(each.flip(1) for each in given))
+    flipped = PairAnswers(*(each.flip(1) for each in given))
     smoothed = Dpo(beta=0.3, label_smoothing=0.2)
     mean = 0.8 * dpo_loss(smoothed, given).losses + 0.2 * dpo_loss(smoothed, flipped).losses
     torch.testing.assert_close(mean, dpo_loss(Dpo(beta=0.3), given).losses)
@@ -96,7 +96,7 @@ def test_orpo_is_trls_with_the_answers_own_loss(monkeypatch: pytest.MonkeyPatch)
 def test_odds_are_exact_near_certainty_and_far_from_it(value: float) -> None:
     """log(1 - p) of p = exp(value), and its gradient -1 / (exp(-value) - 1)."""
     means = torch.tensor([[value, -1.0]], dtype=torch.float64, requires_grad=True)
-    loss = orpo_loss(Orpo(beta=1.0), Answers(means, torch.ones(1, 2), means)).losses.sum()
+    loss = orpo_loss(Orpo(beta=1.0), PairAnswers(means, torch.ones(1, 2), means)).losses.sum()
     loss.backward()  # type: ignore[no-untyped-call]
     odds = value - math.log(-math.expm1(value))
     difference = odds - (-1 - math.log1p(-math.exp(-1)))

@@ -36,7 +36,7 @@ from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
 from windlass.train.patches import Patches
 from windlass.weights import certificate, four_bits, quantized
-from windlass.weights.quantized import Format, dequantize
+from windlass.weights.quantized import StoredFormat, dequantize
 
 # PEFT asks for an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -75,7 +75,7 @@ def test_any_part_of_any_parameter_is_exact(data: st.DataObject) -> None:
     (top, bottom), (left, right) = (
         sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True))) for size in (rows, columns)
     )
-    got = dequantize(codes[:, top:bottom, left:right], scale, Format(E4M3, sides, dtype), dtype, (top, left))
+    got = dequantize(codes[:, top:bottom, left:right], scale, StoredFormat(E4M3, sides, dtype), dtype, (top, left))
     assert got.dtype == dtype
     assert torch.equal(got, truth(codes, scale, sides, dtype)[:, top:bottom, left:right])
 
@@ -97,7 +97,8 @@ def test_split_experts_have_the_scales_of_their_rank(rank: int) -> None:
     try:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
         experts = nn.Module()
-        quantized.to_quantized_param(experts, "down_proj", torch.empty(6, 8, 16), Format(E4M3, (4, 4), torch.float32))
+        coding = StoredFormat(E4M3, (4, 4), torch.float32)
+        quantized.to_quantized_param(experts, "down_proj", torch.empty(6, 8, 16), coding)
         own_codes = experts.get_parameter("down_proj").detach()[:3]
         split = DTensor.from_local(own_codes, mesh, [Shard(0)])
         experts.down_proj = nn.Parameter(split, requires_grad=False)
@@ -111,7 +112,7 @@ def test_split_experts_have_the_scales_of_their_rank(rank: int) -> None:
 
 def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[QuantizedLinear, nn.Linear]:
     """Return the same layer twice: in FP8, and in `dtype`."""
-    form = Format(E4M3, (16, 16), dtype)
+    form = StoredFormat(E4M3, (16, 16), dtype)
     plain = nn.Linear(40, 24, bias=bias, dtype=dtype)
     in_fp8 = QuantizedLinear(plain, form)
     in_fp8.weight.copy_(random_codes(24, 40))
@@ -154,7 +155,7 @@ OFFSETS = torch.tensor([3, 3, 10, 12, 12], dtype=torch.int32)  # of five experts
 
 def experts(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     """Return five experts with ragged blocks twice: in FP8, and in `dtype`."""
-    form = Format(E4M3, (16, 32), dtype)
+    form = StoredFormat(E4M3, (16, 32), dtype)
     in_fp8, plain = nn.Module(), nn.Module()
     quantized.to_quantized_param(in_fp8, "gate_up_proj", torch.empty(SHAPE), form)
     codes, scale = random_codes(*SHAPE), random_scale(5, 3, 2)
@@ -391,7 +392,7 @@ def test_adapter_equals_one_trained_on_16_bits(published: Base, monkeypatch: pyt
         assert tensor.any() or "lora_B" in name
     original = QuantizedLinear.__init__
 
-    def forgetful(self: QuantizedLinear, plain: nn.Linear, form: Format) -> None:
+    def forgetful(self: QuantizedLinear, plain: nn.Linear, form: StoredFormat) -> None:
         """The planted fault."""
         original(self, plain, form)
         del self.compute_dtype
@@ -467,7 +468,7 @@ def test_nf4_equals_bitsandbytes_on_random_numbers(dtype: torch.dtype) -> None:
 def test_4_bit_codes_are_nearest_and_any_part_decodes_equally(data: st.DataObject) -> None:
     draw = data.draw
     kind, columns = "nf4", 4 * draw(st.integers(1, 40))
-    coding = Format(torch.uint8, (1, FOUR_BITS[kind].block), torch.float32, kind, columns)
+    coding = StoredFormat(torch.uint8, (1, FOUR_BITS[kind].block), torch.float32, kind, columns)
     values = torch.randn(2, 5, columns, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
     values *= draw(st.sampled_from([1e-30, 1.0, 0.0]))
     rows = torch.empty(2, 5, four_bits.row_bytes(columns, coding.block[1]), dtype=torch.uint8)
@@ -501,7 +502,7 @@ def test_grouped_4_bit_products_equal_dequantized_ones(
     way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "expert_products", getattr(products, way))
-    coding = Format(torch.uint8, (1, 64), torch.float32, "nf4", SHAPE[-1])
+    coding = StoredFormat(torch.uint8, (1, 64), torch.float32, "nf4", SHAPE[-1])
     module, plain = nn.Module(), nn.Module()
     quantized.to_quantized_param(module, "gate_up_proj", torch.empty(SHAPE), coding)
     weight = module.get_parameter("gate_up_proj")

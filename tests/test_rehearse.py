@@ -32,8 +32,8 @@ from windlass.model.config import describe
 from windlass.model.family import FAMILIES, WRAPPERS
 from windlass.ranks import supervisor
 from windlass.ranks.place import Node
-from windlass.rehearse import Record, material, rehearse, reload, stages
-from windlass.rehearse.process import Command, make_environment, node_variables
+from windlass.rehearse import RehearsalRecord, material, rehearse, reload, stages
+from windlass.rehearse.process import RunningCommand, make_environment, node_variables
 from windlass.rehearse.record import Failed, print_record
 from windlass.rehearse.scale import STEPS, Material, Sharding, scale_config, scale_ranks, scale_run
 from windlass.rehearse.stages import Rehearsal
@@ -47,7 +47,7 @@ STAGES = tuple(name for name, _, _ in stages.STAGES)
 pytestmark = pytest.mark.timeout(600)  # a whole rehearsal on a machine that does other things as well
 
 
-def rehearsed(run: Path, *overrides: str, keep: Path | None = None) -> Record:
+def rehearsed(run: Path, *overrides: str, keep: Path | None = None) -> RehearsalRecord:
     return rehearse(run, overrides=overrides, keep=keep, environ=os.environ, say=lambda _: None)
 
 
@@ -480,7 +480,7 @@ def test_a_script_is_planned_and_rendered_but_not_rehearsed(tmp_path: Path, caps
 def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
     (tmp_path / "logs").mkdir()
     (tmp_path / "run" / "checkpoints" / "step-3").mkdir(parents=True)
-    record = Record("run.yaml", ranks={"here": 1, "nodes": 1})
+    record = RehearsalRecord("run.yaml", ranks={"here": 1, "nodes": 1})
     environ = {"PATH": "/usr/bin:/bin"}
     with contextlib.ExitStack() as processes:
         yield Rehearsal(tmp_path / "run.yaml", [], tmp_path, environ, record, lambda _: None, processes)
@@ -539,7 +539,7 @@ def test_stop_without_checkpoint_is_detected(rehearsal: Rehearsal) -> None:
 
 def test_error_quotes_the_node_with_the_cause(tmp_path: Path) -> None:
     script = 'if [[ $PET_NODE_RANK == 1 ]]; then echo "error: here" >&2; exit 13; fi; echo "node 1 is gone" >&2; exit 1'
-    command = Command("launch", ["bash", "-c", script], tmp_path, {"PATH": "/usr/bin:/bin"}, node_variables(3))
+    command = RunningCommand("launch", ["bash", "-c", script], tmp_path, {"PATH": "/usr/bin:/bin"}, node_variables(3))
     with pytest.raises(Failed, match=r"^error: here$") as caught:
         command.finish()
     assert (caught.value.log, command.code) == (tmp_path / "launch-node1.log", 13)
@@ -547,7 +547,7 @@ def test_error_quotes_the_node_with_the_cause(tmp_path: Path) -> None:
 
 def test_nothing_is_left_running(rehearsal: Rehearsal, tmp_path: Path) -> None:
     def hang(r: Rehearsal) -> Iterator[str]:
-        command = Command("best", ["bash", "-c", "exec sleep 60"], tmp_path, os.environ, limit_seconds=0.3)
+        command = RunningCommand("best", ["bash", "-c", "exec sleep 60"], tmp_path, os.environ, limit_seconds=0.3)
         r.processes.callback(command.stop)
         command.finish()
         yield "never"
@@ -585,7 +585,8 @@ def test_rehearsal_refuses_a_folder_with_other_files(user: Path, tmp_path: Path)
 def test_recipe_page_lists_every_key_and_ci_files_are_valid() -> None:
     page = (ROOT / "docs" / "rehearse.md").read_text(encoding="utf-8")
     rows = [row for row in page.split("## rehearsal.json")[1].split("##")[0].splitlines() if row.startswith("| `")]
-    assert {name for row in rows for name in re.findall("`(\\w+)`", row.split("|")[1])} == Record("").as_dict().keys()
+    names = {name for row in rows for name in re.findall("`(\\w+)`", row.split("|")[1])}
+    assert names == RehearsalRecord("").as_dict().keys()
     listed = re.findall(r"^\| ([\w, ]+) \|", page.split("## What happens")[1].split("##")[0], re.MULTILINE)
     assert tuple(name for row in listed[1:] for name in row.split(", ")) == STAGES
     github, gitlab = (yaml.safe_load(block.split("```")[0]) for block in page.split("```yaml\n")[1:])

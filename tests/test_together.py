@@ -263,7 +263,7 @@ def test_a_trial_that_diverges_leaves_the_others_as_they_are(material: Path, tmp
 
 
 def test_a_trial_that_prepares_is_no_stall_of_the_others() -> None:
-    group = together.Group.__new__(together.Group)
+    group = together.TrialGroup.__new__(together.TrialGroup)
     watch: Any = SimpleNamespace(recorder=Recorder.__new__(Recorder))
     vars(watch.recorder).update(_file=None, _marks=[], step=0, progress=7)
     group.members = [SimpleNamespace(watch=watch), SimpleNamespace(watch=None)]  # type: ignore[list-item]
@@ -278,7 +278,7 @@ def test_a_trial_that_prepares_is_no_stall_of_the_others() -> None:
 # --- one micro-batch, and faults planted in it ---
 
 
-def make_members(material: Path, trials: Sequence[str]) -> tuple[SharedBase, list[together.Member], list[Batch]]:
+def make_members(material: Path, trials: Sequence[str]) -> tuple[SharedBase, list[together.TrialBase], list[Batch]]:
     """Return trials that are about to compute their first micro-batch, with B away from zero."""
     file = write(material, "unit", {name: TRIALS[name] for name in trials}, LAYOUTS["resident"], len(trials))
     plan = make_plan(read_run_file(file, ["cluster.gpus_per_node=1"]))
@@ -298,13 +298,13 @@ def make_members(material: Path, trials: Sequence[str]) -> tuple[SharedBase, lis
     return base, members, batches
 
 
-def make_member(base: SharedBase, plan: Plan, model: TrainedModel) -> together.Member:
+def make_member(base: SharedBase, plan: Plan, model: TrainedModel) -> together.TrialBase:
     class Alone:
         pass
 
     group: Any = Alone()
     group.base = base
-    member = together.Member(group, plan, together.SteadySignal.__new__(together.SteadySignal))
+    member = together.TrialBase(group, plan, together.SteadySignal.__new__(together.SteadySignal))
     model.causal_lm.train()
     member.model = model
     member.tokens = Updater(model.peft, plan.run.train, 1).liveness.tokens
@@ -323,7 +323,7 @@ def make_batch(number: int) -> Batch:
 SHARES = {"first": None, "second": None, "third": torch.tensor(0.5)}
 
 
-def compute_alone(members: Sequence[together.Member], batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
+def compute_alone(members: Sequence[together.TrialBase], batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
     found = []
     for member, batch in zip(members, batches, strict=True):
         model = member.model
@@ -335,18 +335,18 @@ def compute_alone(members: Sequence[together.Member], batches: Sequence[Batch]) 
     return found
 
 
-def get_share(member: together.Member) -> Tensor | None:
+def get_share(member: together.TrialBase) -> Tensor | None:
     assert member.plan.loaded.trial is not None
     return SHARES[member.plan.loaded.trial.name]
 
 
 def compute_together(
-    base: SharedBase, members: Sequence[together.Member], batches: Sequence[Batch]
+    base: SharedBase, members: Sequence[together.TrialBase], batches: Sequence[Batch]
 ) -> list[dict[str, Tensor]]:
     forward = together.Forward(base, members)
     torch.manual_seed(1)
     requests = {
-        number: together.Request(member.model, batch, get_share(member))
+        number: together.LossRequest(member.model, batch, get_share(member))
         for number, (member, batch) in enumerate(zip(members, batches, strict=True))
         if member.model is not None
     }
@@ -438,9 +438,10 @@ def test_equal_parts_need_no_more_kernels_for_more_trials(dtype: torch.dtype) ->
         names.clear()
         x = torch.randn(trials, 5, 8, dtype=dtype, requires_grad=True)
         weights = [torch.randn(shape, requires_grad=True) for shape in ((4, 8), (6, 4)) for _ in range(trials)]
+        parts = [slices.TrialSlice(slice(i, i + 1), slice(0, 5), slices.Random()) for i in range(trials)]
         adapters = [
-            slices.Adapter(slices.Part(slice(i, i + 1), slice(0, 5), slices.Random()), 2.0, torch.nn.Identity(), a, b)
-            for i, (a, b) in enumerate(zip(weights[:trials], weights[trials:], strict=True))
+            slices.TrialAdapter(rows, 2.0, torch.nn.Identity(), a, b)
+            for rows, a, b in zip(parts, weights[:trials], weights[trials:], strict=True)
         ]
         assert slices.are_equal_parts(adapters, (trials, 5))
         with Count():  # type: ignore[no-untyped-call]
@@ -476,12 +477,12 @@ def test_adapters_of_other_dtypes_compute_in_their_own(material: Path, monkeypat
 
 
 def off_by_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = slices.Part.of
+    original = slices.TrialSlice.of
 
-    def move(part: slices.Part, tensor: Tensor) -> Tensor:
+    def move(part: slices.TrialSlice, tensor: Tensor) -> Tensor:
         return original(part, tensor.roll(1, 0) if tensor.is_floating_point() else tensor)
 
-    monkeypatch.setattr(slices.Part, "of", move)
+    monkeypatch.setattr(slices.TrialSlice, "of", move)
 
 
 def wrong_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +500,7 @@ def leaking_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each trial's adapter gets the gradient of all rows."""
     original = slices.take_rows
 
-    def take(part: slices.Part, x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def take(part: slices.TrialSlice, x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
         rows = original(part, x, factor, dtype)
         return rows + x.sum() if not torch.is_grad_enabled() and x.shape[-1] == 64 else rows
 
@@ -559,7 +560,7 @@ def test_adapters_of_experts_have_the_products_of_each_trial_alone(
         return [added.detach(), *grads]
 
     slots = [sliced.Slot(*one, 2.0) for one in of_trials[:trials]]
-    together_ = compute(sliced.LowRank, torch.arange(rows), slots, *weights)
+    together_ = compute(sliced.ExpertLowRank, torch.arange(rows), slots, *weights)
     for number, (places, edges, _) in enumerate(slots):
         own = weights[2 * number : 2 * number + 2]
         ours = [*(one[places] for one in together_[:2]), *together_[2 + 2 * number : 4 + 2 * number]]
@@ -603,7 +604,7 @@ def test_an_error_of_one_trial_ends_the_others_too() -> None:
     signal_ = SimpleNamespace(received=False, training=False)
     session: Any = SimpleNamespace(stop_signal=signal_, base=SharedBase())
     plans: Any = [None, None]
-    group = together.Group(plans, ["one", "two"], session)
+    group = together.TrialGroup(plans, ["one", "two"], session)
     ended: list[str] = []
 
     def wait() -> None:
@@ -625,7 +626,7 @@ def test_all_trials_of_a_group_see_a_stop_signal_in_the_same_micro_batch(monkeyp
     received = SimpleNamespace(received=False, training=False)
     session: Any = SimpleNamespace(stop_signal=received, base=SharedBase())
     plans: Any = [None, None]
-    group = together.Group(plans, ["one", "two"], session)
+    group = together.TrialGroup(plans, ["one", "two"], session)
     seen: list[list[bool]] = [[], []]
 
     def compute(live: Sequence[together.Turns]) -> None:

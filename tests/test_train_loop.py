@@ -410,7 +410,7 @@ def test_a_signal_before_the_ranks_are_started_ends_the_command() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
     try:
         with pytest.raises(SystemExit) as caught:
-            start.train(plan, start.Command([], {}, print), resume=False)
+            start.train(plan, start.RankCommand([], {}, print), resume=False)
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGUSR1, before[1])

@@ -455,7 +455,7 @@ def test_thoughts_have_every_servers_name(mixture: Exported) -> None:
     stub = mixture.stub()
     chat = {"messages": [{"role": "assistant", "content": "a", "thinking": "b"}]}
     with stub.served() as url:
-        assert client.Server(url, "mine").tokenize_chat(chat)
+        assert client.ServedModel(url, "mine").tokenize_chat(chat)
     assert [(message["reasoning"], message["reasoning_content"]) for message in stub.asked] == [("b", "b")]
 
 

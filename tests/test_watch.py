@@ -701,7 +701,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(tm
     with pytest.raises(UserError) as caught:
         start.train(
             lambda: make_plan(runfile.read_run_file(tmp_path / "run.yaml")),
-            start.Command([], {}, print_error=lambda error: pytest.fail(str(error))),
+            start.RankCommand([], {}, print_error=lambda error: pytest.fail(str(error))),
             resume=False,
         )
     problems = caught.value.problems

@@ -307,7 +307,7 @@ def measure_on_rank(storage: Path, sizes: Sizes = Sizes()) -> dict[str, Any] | N
     def decode() -> float:
         side = sizes.decoded_side
         codes = torch.randint(0, 120, (side, side), dtype=torch.uint8, device=device)
-        format = quantized.Format(torch.float8_e4m3fn, (side, side), dtype)
+        format = quantized.StoredFormat(torch.float8_e4m3fn, (side, side), dtype)
         scale = torch.ones(1, 1, device=device)
         seconds = measure.time_call(lambda: quantized.dequantize(codes, scale, format, dtype), device)
         return codes.numel() / seconds / 1e9

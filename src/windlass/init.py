@@ -14,7 +14,7 @@ import yaml
 
 from windlass import hardware
 from windlass.data.mix import RowSet, list_training_sets
-from windlass.data.sources import Rows, resolve_source
+from windlass.data.sources import RowCount, resolve_source
 from windlass.errors import UserError, raise_all
 from windlass.model import Base, find_base
 from windlass.model.targets import resolve_adapter
@@ -162,7 +162,7 @@ def _draft(
     _leave_out_unserved(made, base)
     if data is None:
         nothing = RowSet("data", made.load().run.data, str)
-        made.sample = DataSample([SplitSample(nothing, Rows(None, NO_DATA))], [], None)
+        made.sample = DataSample([SplitSample(nothing, RowCount(None, NO_DATA))], [], None)
         made.set("train.global_batch_size", round_to_ranks(USUAL_BATCH, made.ranks))
     else:
         made.sample = _sample(made, base, say)

@@ -36,7 +36,7 @@ from windlass import hardware, tiny
 from windlass.errors import UserError, require_writable
 from windlass.files import append_json_line, read_json_lines, write_json
 from windlass.hardware import GIB
-from windlass.launch.check.results import FAIL, STYLES, Report, Result, failed, passed, skipped, warned
+from windlass.launch.check.results import FAIL, STYLES, CheckReport, Result, failed, passed, skipped, warned
 from windlass.observe.counters import describe_machine
 from windlass.observe.format import format_plural
 from windlass.plan import make_plan
@@ -111,7 +111,7 @@ class DiffersFromPlan(Exception):  # noqa: N818
 # --- the process that a user starts ---
 
 
-def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> Report:
+def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> CheckReport:
     """Test this machine's GPUs, or its CPU with two ranks, and write the file."""
     began = time.monotonic()
     seen = hardware.read_gpus()
@@ -132,7 +132,7 @@ def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> R
         rows = [json.dumps({"text": text}) + "\n" for text in texts][: 2 * 5 * max(2, gpus)]
         (folder / "rows.jsonl").write_text("".join(rows))
         results += run_in_ranks(folder, gpus or 2, environ, began + LIMIT_SECONDS)
-    report = Report("self-test", tuple(results), seconds=time.monotonic() - began)
+    report = CheckReport("self-test", tuple(results), seconds=time.monotonic() - began)
     facts = {key: value for key, value in describe_machine().items() if key != "host"}
     with require_writable(file, "start it in another folder"):
         write_json(file, {**report.as_dict(), "machine": facts})
@@ -348,7 +348,7 @@ def check_fused_layers(device: torch.device) -> str:
     return f"{', '.join(is_equal)} equal plain operations to {compare.CLOSE:g}"
 
 
-def make_codes(kind: str, device: torch.device) -> tuple[quantized.Format, Tensor, Tensor, Tensor]:
+def make_codes(kind: str, device: torch.device) -> tuple[quantized.StoredFormat, Tensor, Tensor, Tensor]:
     """Return a stack of weights in FP8 or 4 bits on the device, as a module has it, and its values in float32 on the
     CPU."""
     cpu = torch.device("cpu")
@@ -357,13 +357,13 @@ def make_codes(kind: str, device: torch.device) -> tuple[quantized.Format, Tenso
     columns = 320
     values = compare.make_numbers(cpu, count, rows, columns).bfloat16().float()
     if not kind:
-        coding = quantized.Format(torch.float8_e4m3fn, (16, 128), torch.bfloat16)
+        coding = quantized.StoredFormat(torch.float8_e4m3fn, (16, 128), torch.bfloat16)
         codes = values.to(coding.codes)
         scale = compare.make_numbers(cpu, count, 3, 3).abs() + 0.1
         decoded = codes.float() * scale.repeat_interleave(16, 1).repeat_interleave(128, 2)[..., :columns]
         return coding, codes.view(torch.uint8).to(device), scale.to(device), decoded
     block, dtype = PACKED.get(kind) or (FOUR_BITS[kind].block, torch.bfloat16)
-    coding = quantized.Format(torch.uint8, (1, block), torch.bfloat16, kind.split()[-1], columns, dtype)
+    coding = quantized.StoredFormat(torch.uint8, (1, block), torch.bfloat16, kind.split()[-1], columns, dtype)
     codes = torch.empty(count, rows, four_bits.row_bytes(columns, block, dtype, coding.kind), dtype=torch.uint8)
     code_bytes, behind = four_bits.split_rows(codes, columns, dtype)
     if kind not in PACKED:

@@ -8,11 +8,11 @@ import typer
 
 from windlass.cli.options import (
     AFTER,
-    Base,
-    BaseDtypes,
+    BaseDtypeList,
+    BaseFolder,
     Json,
     OtherBase,
-    Ranks,
+    RankCount,
     RunDir,
     arg,
     command,
@@ -50,8 +50,8 @@ def report(
 def best(
     folder: RunDir,
     eval_data: Annotated[Path | None, opt("--eval-data", "PATH", "Rows to evaluate on, instead of the run's.")] = None,
-    ranks: Ranks = None,
-    base_dtype: BaseDtypes = None,
+    ranks: RankCount = None,
+    base_dtype: BaseDtypeList = None,
     by: Annotated[
         str, opt("--by", "loss|accuracy", "Rank pairs by how often the chosen answer is preferred.")
     ] = "loss",
@@ -69,7 +69,7 @@ def best(
     """
     require_libraries(TRAINING, "best")
     from windlass.plan.finished import plan_finished_run
-    from windlass.train.start import Command, best, compute_fingerprint
+    from windlass.train.start import RankCommand, best, compute_fingerprint
 
     def show(ranking: Any) -> None:
         from windlass.train.ranking import print_ranking
@@ -91,7 +91,7 @@ def best(
     code = best(
         lambda: plan_finished_run(folder, eval_data=eval_data, ranks=ranks, base_dtypes=dtypes),
         folder,
-        Command(arguments, os.environ, print_error, fingerprint=compute_fingerprint([], arguments)),
+        RankCommand(arguments, os.environ, print_error, fingerprint=compute_fingerprint([], arguments)),
         base_dtypes=dtypes,
         allow_other_base=allow_other_base,
         by=by,
@@ -112,7 +112,7 @@ def export(
     to: Annotated[Path, opt("--to", "DIR", "Folder to write to.")],
     merge: Annotated[bool, flag("--merge/--adapter", "Merge the adapter into its base model.")] = False,
     dtype: Annotated[str | None, opt("--dtype", "DTYPE", "bf16, float32; merged also fp8. Default: unchanged.")] = None,
-    base: Base = None,
+    base: BaseFolder = None,
     base_name: Annotated[str | None, opt("--base-name", "NAME", "Name of the base model in the model card.")] = None,
     reader: Annotated[
         str | None, opt("--for", "SERVER", "Who reads it: vllm, sglang, llama.cpp, peft, or a model class.")
@@ -191,7 +191,7 @@ def generate(
         bool | None,
         flag("--chat/--raw", "The prompt is a turn of a chat, or a text to continue. Default: as in training."),
     ] = None,
-    base: Base = None,
+    base: BaseFolder = None,
     allow_other_base: OtherBase = False,
 ) -> None:
     """Generate text with a model on this machine, as a quick check."""

@@ -14,7 +14,7 @@ from windlass.cli.options import (
     Json,
     OutFile,
     Overrides,
-    Run,
+    RunPath,
     arg,
     command,
     flag,
@@ -241,7 +241,7 @@ def explain(
 
 @command(BEFORE, "data run.yaml", "data run.yaml --row 1", "data run.yaml --html rows.html")
 def data(
-    run: Run,
+    run: RunPath,
     override: Overrides = None,
     sample: Annotated[int | None, opt("--sample", "N", "Show N rows of every set.", min=1)] = None,
     row: Annotated[int | None, opt("--row", "K", "Show row K, counted from 1.")] = None,
@@ -292,7 +292,7 @@ def data(
 
 @command(BEFORE, "fetch run.yaml")
 def fetch(
-    run: Run,
+    run: RunPath,
     override: Overrides = None,
     headers_only: Annotated[bool, flag("--headers-only", "Only what `plan` needs of the model, a few MB.")] = False,
 ) -> None:
@@ -412,7 +412,7 @@ def check(
 
 @command(BEFORE, "rehearse run.yaml", "rehearse run.yaml --keep rehearsal --override cluster.nodes=2")
 def rehearse(
-    run: Run,
+    run: RunPath,
     override: Overrides = None,
     accelerate: Accelerate = None,
     keep: Annotated[Path | None, opt("--keep", "DIR", "Keep all files there. Default: those of a failure.")] = None,

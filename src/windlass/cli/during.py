@@ -15,9 +15,9 @@ from windlass.cli.options import (
     Kustomize,
     OtherBase,
     Overrides,
-    Ranks,
-    Run,
+    RankCount,
     RunDir,
+    RunPath,
     command,
     flag,
     make_plan,
@@ -31,10 +31,10 @@ from windlass.versions import require_libraries
 
 @command(DURING, "train run.yaml", "train run.yaml --ranks 2 --override train.max_steps=20")
 def train(
-    run: Run,
+    run: RunPath,
     override: Overrides = None,
     accelerate: Accelerate = None,
-    ranks: Ranks = None,
+    ranks: RankCount = None,
     resume: Annotated[bool, flag("--resume", "Resume the unfinished run in the run folder.")] = False,
     debug_freq: Annotated[int | None, opt("--debug-freq", "N", "Measure GPUs every N steps; 0: never.", min=0)] = None,
     allow_other_base: OtherBase = False,
@@ -48,7 +48,7 @@ def train(
     """
     from windlass.ranks.job import read_wait_seconds, take_job
     from windlass.runfile import read_kind
-    from windlass.train.start import Command, compute_fingerprint, train
+    from windlass.train.start import RankCommand, compute_fingerprint, train
 
     overrides = list(override or ())
     if ranks is not None:
@@ -59,7 +59,7 @@ def train(
     words += option_words("--accelerate", accelerate)
     wait_seconds = read_wait_seconds(os.environ)
     job = take_job(os.environ)
-    started = Command(
+    started = RankCommand(
         [
             "train",
             *words,
@@ -128,7 +128,7 @@ PLATFORMS = "local, script, slurm, kubernetes, openshift, runai or skypilot."
 
 @command(DURING, "submit run.yaml --to kubernetes --dry-run", "submit run.yaml --to runai --follow")
 def submit(
-    run: Run,
+    run: RunPath,
     to: Annotated[str | None, opt("--to", "PLATFORM", PLATFORMS)] = None,
     override: Overrides = None,
     accelerate: Accelerate = None,
@@ -162,7 +162,7 @@ def submit(
 
 
 @command(DURING, "status run.yaml")
-def status(run: Run, override: Overrides = None, out: JobDir = None) -> None:
+def status(run: RunPath, override: Overrides = None, out: JobDir = None) -> None:
     """Show the state of a submitted run, as its platform reports it."""
     from windlass.launch.submit import find_submission
 
@@ -171,7 +171,7 @@ def status(run: Run, override: Overrides = None, out: JobDir = None) -> None:
 
 
 @command(DURING, "logs run.yaml --follow")
-def logs(run: Run, override: Overrides = None, follow: Follow = False, out: JobDir = None) -> None:
+def logs(run: RunPath, override: Overrides = None, follow: Follow = False, out: JobDir = None) -> None:
     """Show the output of a submitted run's nodes."""
     from windlass.launch.submit import find_submission
 
@@ -180,7 +180,7 @@ def logs(run: Run, override: Overrides = None, follow: Follow = False, out: JobD
 
 
 @command(DURING, "stop run.yaml", "submit run.yaml    # resumes it")
-def stop(run: Run, override: Overrides = None, out: JobDir = None) -> None:
+def stop(run: RunPath, override: Overrides = None, out: JobDir = None) -> None:
     """Stop a submitted run after it has saved a checkpoint."""
     from windlass.launch.submit import find_submission
 

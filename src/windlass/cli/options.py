@@ -19,7 +19,7 @@ from windlass.files import write_atomic
 if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan
 
-Command = TypeVar("Command", bound=Callable[..., None])
+CommandFunction = TypeVar("CommandFunction", bound=Callable[..., None])
 
 BEFORE = "Before a run"
 DURING = "During a run"
@@ -27,7 +27,7 @@ AFTER = "After a run"
 HELP = "If something is wrong"
 
 
-class Groups(TyperGroup):
+class CommandGroups(TyperGroup):
     """Lists the commands in the order in which a run meets them."""
 
     def format_commands(self, _context: Any, formatter: Any) -> None:
@@ -60,7 +60,7 @@ class Help(TyperCommand):
 
 app = typer.Typer(
     name="windlass",
-    cls=Groups,
+    cls=CommandGroups,
     help="Multi-GPU LoRA fine-tuning that fails loudly instead of training the wrong thing.\n\n"
     "Start with `windlass plan Qwen/Qwen3-8B --gpus 1xh100`, and with your data: "
     "`windlass init --model DIR --data FILE --out run.yaml`.",
@@ -71,7 +71,7 @@ app = typer.Typer(
 )
 
 
-def command(group: str, *examples: str) -> Callable[[Command], Command]:
+def command(group: str, *examples: str) -> Callable[[CommandFunction], CommandFunction]:
     """Register a command, with examples below its help; their first word is its name."""
     title = "Examples" if len(examples) > 1 else "Example"
     lines = "".join(f"  windlass {example}\n" for example in examples)
@@ -167,7 +167,7 @@ def make_plan(run: Path, override: list[str] | None, accelerate: Path | None, *,
     return make_any_plan(loaded, file, is_here=for_start and is_this_machine(loaded.run.cluster))
 
 
-Run = Annotated[Path, arg("RUN", "The run file (YAML).", callback=remember_run_file)]
+RunPath = Annotated[Path, arg("RUN", "The run file (YAML).", callback=remember_run_file)]
 RunDir = Annotated[Path, arg("RUN_DIR", "The run folder: train.output_dir.", callback=remember_run_file)]
 Overrides = Annotated[list[str] | None, opt("--override", "KEY=VALUE", "Set one key of the run file; repeatable.")]
 Accelerate = Annotated[Path | None, opt("--accelerate", "FILE", "Take the layout from an Accelerate FSDP YAML.")]
@@ -176,10 +176,12 @@ JobDir = Annotated[Path | None, opt("--out", "DIR", "Folder of the job's files. 
 Follow = Annotated[bool, flag("--follow -f", "Keep printing the log as lines arrive.")]
 OutFile = Annotated[Path | None, opt("--out", "FILE", "Write the run file there instead of printing it.")]
 Force = Annotated[bool, flag("--force", "Let --out overwrite a file.")]
-Ranks = Annotated[int | None, opt("--ranks", "N", "Run N ranks, on this machine only.", min=1)]
-Base = Annotated[str | None, opt("--base", "DIR", "Folder of the base model.")]
+RankCount = Annotated[int | None, opt("--ranks", "N", "RunPath N ranks, on this machine only.", min=1)]
+BaseFolder = Annotated[str | None, opt("--base", "DIR", "Folder of the base model.")]
 
-BaseDtypes = Annotated[str | None, opt("--base-dtype", "DTYPES", "Also evaluate with the base stored in these dtypes.")]
+BaseDtypeList = Annotated[
+    str | None, opt("--base-dtype", "DTYPES", "Also evaluate with the base stored in these dtypes.")
+]
 OtherBase = Annotated[
     bool, flag("--allow-other-base", "Accept a base model whose weights are not those the adapter was trained on.")
 ]

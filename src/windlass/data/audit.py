@@ -15,7 +15,7 @@ from windlass.data.chat import list_ends
 from windlass.data.packing import group_by_length, pack_rows, shuffle
 from windlass.data.preference import SIDES
 from windlass.data.progress import show_progress
-from windlass.data.tokenize import Documents
+from windlass.data.tokenize import TokenizedRows
 from windlass.errors import Problem, Where
 from windlass.observe.format import format_are, format_plural
 
@@ -70,7 +70,7 @@ WARNINGS = {
 }
 
 
-def audit_split(documents: Documents, tokenizer: Any) -> Audit:
+def audit_split(documents: TokenizedRows, tokenizer: Any) -> Audit:
     """Return the statistics of one split, all counted, none estimated."""
     lengths = documents.sides.ravel()
     counts = documents.counts
@@ -144,7 +144,7 @@ def list_stops(tokenizer: Any) -> set[int]:
 
 
 def find_ended_parts(
-    documents: Documents, stops: set[int], tokenizer: Any
+    documents: TokenizedRows, stops: set[int], tokenizer: Any
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Return the document of each supervised part, and whether the part ends, white space aside, in one of `stops`."""
     supervised = documents.supervised
@@ -168,7 +168,7 @@ def measure_unigram_loss(occurrences: Lengths) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def count_overlap(train: Documents, validation: Documents) -> Audit:
+def count_overlap(train: TokenizedRows, validation: TokenizedRows) -> Audit:
     """Count validation documents that are also trained on: exact duplicates and near duplicates."""
     same = np.isin(validation.hashes, train.hashes)
     with show_progress("looking for validation rows in train", partial(len, train.lengths)) as progress:
@@ -178,7 +178,7 @@ def count_overlap(train: Documents, validation: Documents) -> Audit:
 
 
 def find_near_duplicates(
-    train: Documents, validation: Documents, progress: Callable[[int], None]
+    train: TokenizedRows, validation: TokenizedRows, progress: Callable[[int], None]
 ) -> npt.NDArray[np.bool_]:
     """Return which validation documents share most of their runs of tokens with one training document.
 
@@ -226,7 +226,7 @@ def keep_distinct(documents: Lengths, runs: Runs) -> tuple[Lengths, Runs]:
     return documents[first], runs[first]
 
 
-def hash_token_runs(documents: Documents, one_of: int) -> Iterator[tuple[Lengths, Runs]]:
+def hash_token_runs(documents: TokenizedRows, one_of: int) -> Iterator[tuple[Lengths, Runs]]:
     """Yield hashes of the documents' runs of RUN tokens, with the document, a group of documents at a time."""
     for first, block in documents.blocks(HASHED_TOKENS):
         ids = block.ids.astype(np.uint64)
@@ -282,7 +282,7 @@ def compare_batching(
     return {"configured": configured, "padding_waste": 1 - ways[configured]["useful_share"], "ways": ways}
 
 
-def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Audit]:
+def sample_documents(documents: TokenizedRows, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Audit]:
     """Return the first, middle and last document decoded, of pairs both sequences, in parts that are supervised
     (`trained`) or not."""
     count = len(documents.lengths)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from windlass.data.formats import FORMATS, TELLING, Format, FormatRow, Request, guess_columns, list_usual
+from windlass.data.formats import FORMATS, TELLING, Format, FormatRequest, FormatRow, guess_columns, list_usual
 from windlass.data.preference import PAIR_FORMATS, require_pairs
 from windlass.errors import UserError, Where
 from windlass.runfile.reference import format_yaml
@@ -78,7 +78,7 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
             problem = f"no effect on {chosen.name} rows: no chat template writes them"
             raise UserError(problem, where(f"data.{key}"), "remove it, or set data.format", "no-effect")
     others = {f.name: f.columns for f in FORMATS if f.columns and f is not chosen and data.format is None}
-    made = chosen.make(Request(data, columns, tokenizer, where))
+    made = chosen.make(FormatRequest(data, columns, tokenizer, where))
     if not data.pairs and data.format is None and {"chosen", "rejected"} <= {*columns} - {*made.needs}:
         note = "the columns chosen and rejected are not trained on: train.objective: dpo compares them"
         made = replace(made, notes=(*made.notes, note))

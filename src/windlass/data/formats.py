@@ -93,7 +93,7 @@ class Format:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class FormatRequest:
     """The inputs from which a format is made: data section, existing columns, tokenizer."""
 
     data: Data
@@ -184,14 +184,14 @@ def describe_type(value: Any) -> str:
     return JSON_KINDS.get(type(value), f"a {type(value).__name__}")
 
 
-def text_format(request: Request) -> Format:
+def text_format(request: FormatRequest) -> Format:
     request.refuse_completion_only("plain text")
     name = request.column("text", "text_field")
     description = f"text in {name!r}, loss on every token"
     return Format("text", description, lambda row: [RenderedRow(as_text(row[name], name))], needs=(name,))
 
 
-def completion_format(request: Request) -> Format:
+def completion_format(request: FormatRequest) -> Format:
     """A prompt and a completion, on which the loss is computed; either may be a list of messages."""
     data = request.data
     tools = request.optional("tools")
@@ -228,7 +228,7 @@ def completion_format(request: Request) -> Format:
     return Format("prompt-completion", description, render, needs=(prompt, completion), template=used)
 
 
-def chat_format(request: Request, column: str = "messages") -> Format:
+def chat_format(request: FormatRequest, column: str = "messages") -> Format:
     """A list of messages and the tools they may call; a system prompt may have its own column."""
     name = request.column(column, "messages_field")
     tools = request.optional("tools")
@@ -255,7 +255,7 @@ def chat_format(request: Request, column: str = "messages") -> Format:
     return make_chat_format(request, f"chats in {name!r}", template, messages_of, tools, column, (name,))
 
 
-def alpaca_reader(request: Request) -> Callable[[Row], list[Any]]:
+def alpaca_reader(request: FormatRequest) -> Callable[[Row], list[Any]]:
     """Return what reads the turns before the answer: a system prompt, earlier turns, the instruction with its input."""
     instruction = request.column("instruction")
     more, system, history = (request.optional(name) for name in ("input", "system", "history"))
@@ -279,7 +279,7 @@ def alpaca_reader(request: Request) -> Callable[[Row], list[Any]]:
     return read
 
 
-def alpaca_format(request: Request) -> Format:
+def alpaca_format(request: FormatRequest) -> Format:
     """An instruction, an optional input, and the output; earlier turns and a system prompt may precede it."""
     instruction, output = map(request.column, ("instruction", "output"))
     more = request.optional("input")
@@ -314,7 +314,7 @@ def render_chat(
 
 
 def make_chat_format(
-    request: Request,
+    request: FormatRequest,
     what: str,
     template: ChatTemplate,
     messages_of: Callable[[Row], list[Any]],
@@ -343,7 +343,7 @@ def make_chat_format(
     return Format(kind, description, render, template.notes, needs, template=template, chat=chat)
 
 
-def tokens_format(request: Request) -> Format:
+def tokens_format(request: FormatRequest) -> Format:
     """Rows of tokens: `labels` or a mask say on which of them the loss is computed."""
     name = request.column("input_ids")
     labels = request.optional("labels")
@@ -384,7 +384,7 @@ def tokens_format(request: Request) -> Format:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TemplatePiece:
     """Part of a template: literal text or a formatted column; supervised inside [[ ]]."""
 
     literal: str
@@ -409,7 +409,7 @@ class Piece:
             raise UserError(problem, place, "check what the column holds", "template-field") from None
 
 
-def parse_template(text: str, place: str) -> list[Piece]:
+def parse_template(text: str, place: str) -> list[TemplatePiece]:
     r"""Parse a template: `{column}` as in a format string, `[[…]]` around what is trained on, `\[[` for a bracket."""
     pieces = []
     inside = False
@@ -422,21 +422,23 @@ def parse_template(text: str, place: str) -> list[Piece]:
     for literal, name, spec, conversion in parsed:
         for part in re.split(r"(\\\[\[|\\\]\]|\[\[|\]\])", literal):
             if part not in ("[[", "]]"):
-                pieces += [Piece(part.removeprefix("\\") if part in ("\\[[", "\\]]") else part, inside)] if part else []
+                if part:
+                    unescaped = part.removeprefix("\\") if part in ("\\[[", "\\]]") else part
+                    pieces.append(TemplatePiece(unescaped, inside))
                 continue
             if inside == (part == "[["):
                 hint = r"[[ and ]] come in pairs; \[[ is the bracket itself"
                 raise UserError(f"{part} without its other half", place, hint, "template-syntax")
             inside = not inside
         if name is not None:
-            pieces.append(Piece("", inside, name, conversion, spec or ""))
+            pieces.append(TemplatePiece("", inside, name, conversion, spec or ""))
     if inside:
         hint = r"put ]] where the completion ends; \[[ is the bracket itself"
         raise UserError("[[ is never closed", place, hint, "template-syntax")
     return pieces
 
 
-def template_format(request: Request) -> Format:
+def template_format(request: FormatRequest) -> Format:
     r"""`Question: {q}\nAnswer: [[{a}]]`: loss on the part inside [[ ]], or on everything if nothing is marked."""
     place = request.where("data.prompt_template")
     text = request.data.prompt_template or ""
@@ -477,7 +479,7 @@ class FormatRow(NamedTuple):
     keys: tuple[str, ...]
     columns: tuple[str, ...]
     more: tuple[str, ...]
-    make: Callable[[Request], Format]
+    make: Callable[[FormatRequest], Format]
 
 
 TOKEN_MARKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")

@@ -12,9 +12,9 @@ from windlass.data.answers import common_prefix_length
 from windlass.data.chat import ChatTemplate
 from windlass.data.formats import (
     Format,
+    FormatRequest,
     FormatRow,
     RenderedRow,
-    Request,
     alpaca_reader,
     as_text,
     guess_columns,
@@ -65,33 +65,33 @@ def require_pairs(data: Data, wanted: FormatRow | None, columns: Sequence[str], 
             raise UserError(problem, where(f"data.{key}"), "remove it", "no-effect")
 
 
-def preference_format(request: Request) -> Format:
+def preference_format(request: FormatRequest) -> Format:
     """A prompt, text or messages, with both answers; or both texts or chats in full, which begin with their prompt."""
     answers = [*map(request.column, SIDES)]
     prompt = request.optional("prompt")
     return make_pair_format(request, "preference", [prompt, *answers] if prompt else answers)
 
 
-def messages_format(request: Request, column: str) -> Format:
+def messages_format(request: FormatRequest, column: str) -> Format:
     """Messages, and both answers to them as messages or as text."""
     name = request.column(column, "messages_field")
     kind = {"conversations": "sharegpt"}.get(column, column)
     return make_pair_format(request, kind, [name, *map(request.column, SIDES)])
 
 
-def rejected_format(request: Request, rejected: str) -> Format:
+def rejected_format(request: FormatRequest, rejected: str) -> Format:
     """A chat that ends with the chosen answer, and the rejected chat or the answer in place of the last."""
     return make_pair_format(request, "messages", [request.column("messages"), request.column(rejected)])
 
 
-def alpaca_pairs(request: Request) -> Format:
+def alpaca_pairs(request: FormatRequest) -> Format:
     """An instruction with its input and earlier turns, and both answers."""
     columns = [request.column("instruction"), *map(request.column, SIDES)]
     return make_pair_format(request, "alpaca", columns, alpaca_reader(request))
 
 
 def make_pair_format(
-    request: Request, name: str, columns: Sequence[str], read_prompt: Callable[[Row], Any] | None = None
+    request: FormatRequest, name: str, columns: Sequence[str], read_prompt: Callable[[Row], Any] | None = None
 ) -> Format:
     """Pairs in these columns: the prompt, unless both answers begin with it, then the answers."""
     data = request.data

@@ -45,12 +45,12 @@ from windlass.data.packing import Order, choose_epoch_rows, group_by_length, has
 from windlass.data.preference import SIDES
 from windlass.data.progress import show_progress
 from windlass.data.select import Selection, check_selection, select_all
-from windlass.data.sources import Part, count_parts, locate_row, read_chunks, read_rows
+from windlass.data.sources import SplitPart, count_parts, locate_row, read_chunks, read_rows
 from windlass.data.stream import stream_rows
 from windlass.data.tokenize import (
     PART_BITS,
-    Documents,
     TokenFile,
+    TokenizedRows,
     allow_rust_threads,
     assemble,
     tokenize,
@@ -318,11 +318,13 @@ def write_tokens(
 ) -> None:
     """Write a fingerprint's folder: training and evaluation rows, their lengths, and the audit. Until they are written
     in their order, the tokens are in `file`."""
-    train: dict[str, Documents] = {}
-    validation: dict[str, Documents] = {}
-    keep: dict[str, Documents] = {}
+    train: dict[str, TokenizedRows] = {}
+    validation: dict[str, TokenizedRows] = {}
+    keep: dict[str, TokenizedRows] = {}
 
-    def read(selection: Selection, kind: Format, parts: tuple[Part, ...], name: str, most: int | None) -> Documents:
+    def read(
+        selection: Selection, kind: Format, parts: tuple[SplitPart, ...], name: str, most: int | None
+    ) -> TokenizedRows:
         of = selection.of
         chunks = read_chunks(parts, most)
         count = 1 if most else count_workers(parts, tokenizer)
@@ -346,13 +348,13 @@ def write_tokens(
         into_sets = keep if selection.kept else validation if selection.evaluated else train
         into_sets[selection.of.name] = documents
     audit: dict[str, Any] = {"splits": {}, "sources": {}, "evaluated": {}, "kept": {}}
-    together = {"train": Documents.concatenate([*train.values()])}
+    together = {"train": TokenizedRows.concatenate([*train.values()])}
     audit["samples"] = sample_documents(together["train"], tokenizer, "train")
     if validation:
-        together["validation"] = Documents.concatenate([*validation.values()])
+        together["validation"] = TokenizedRows.concatenate([*validation.values()])
         audit["overlap"] = count_overlap(together["train"], together["validation"])
     if keep:
-        together["keep"] = Documents.concatenate([*keep.values()])
+        together["keep"] = TokenizedRows.concatenate([*keep.values()])
     splits = (("train", train, "sources"), ("validation", validation, "evaluated"), ("keep", keep, "kept"))
     for split, sets, key in splits:
         if sets:
@@ -376,7 +378,7 @@ def write_tokens(
     (into / "audit.json").write_text(json.dumps(audit))
 
 
-def hold_out(documents: Documents, fraction: float, place: str) -> tuple[Documents, Documents]:
+def hold_out(documents: TokenizedRows, fraction: float, place: str) -> tuple[TokenizedRows, TokenizedRows]:
     """Split into training and validation rows by hashes of the rows: no seed, and duplicates and chats stay together.
 
     Rows that occur more often than rows are wanted are trained on, if there are others.
@@ -421,7 +423,7 @@ def describe_inputs(data: Data, chosen: Sequence[tuple[Selection, Format]], toke
         path: [path.name, path.stat().st_size, hash_file(path, HASHED_BYTES)] for path in dict.fromkeys(_files(chosen))
     }
 
-    def describe(parts: Sequence[Part]) -> list[Any]:
+    def describe(parts: Sequence[SplitPart]) -> list[Any]:
         return [
             [part.source.format, part.split, part.start, part.stop, [files[path] for path in part.files]]
             for part in parts
@@ -564,7 +566,7 @@ def _pick_rows(selection: Selection, sample: int, row: int | None, seed: int) ->
     return picked
 
 
-def _summarize(document: Documents, tokens: Sequence[dict[str, Any]]) -> str:
+def _summarize(document: TokenizedRows, tokens: Sequence[dict[str, Any]]) -> str:
     """Return how many tokens of a row are trained on, or why it is left out."""
     for reason in document.left_out:
         return reason

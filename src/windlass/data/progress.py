@@ -15,7 +15,7 @@ REDRAW_SECONDS: Final = 0.2  # between two states of a terminal's bar
 BAR: Final = 24  # characters
 
 
-class Progress:
+class ProgressBar:
     """Called with the rows done so far; redraws a bar, or writes a line to a log now and then. `count`: all rows, asked
     only if it takes long."""
 
@@ -57,9 +57,9 @@ class Progress:
 
 
 @contextmanager
-def show_progress(stage: str, count: Callable[[], int | None]) -> Iterator[Progress]:
+def show_progress(stage: str, count: Callable[[], int | None]) -> Iterator[ProgressBar]:
     """Report how far a stage is, and how long the rest takes, if it takes long."""
-    progress = Progress(stage, count)
+    progress = ProgressBar(stage, count)
     try:
         yield progress
     finally:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from windlass.data.cache import Say
 from windlass.data.mix import RowSet, list_evaluation_sets, list_kept_sets, list_training_sets
-from windlass.data.sources import Part, Source, parse_split, read_rows, resolve_source
+from windlass.data.sources import Source, SplitPart, parse_split, read_rows, resolve_source
 from windlass.errors import Problem, UserError, Where
 from windlass.runfile import Data, RunFile
 from windlass.runfile.names import EVALUATED_SCHEDULES
@@ -20,8 +20,8 @@ class Selection:
     """Which rows are trained on and which are held out."""
 
     of: RowSet
-    train: tuple[Part, ...]
-    validation: tuple[Part, ...]
+    train: tuple[SplitPart, ...]
+    validation: tuple[SplitPart, ...]
     fraction: float | None
     columns: tuple[str, ...]
     evaluated: bool = False
@@ -56,7 +56,7 @@ def select_rows(of: RowSet, say: Say) -> Selection:
 
         source = fetch_source(data, where, say)
     train = parse_split(data.train_split, source, where("data.train_split"))
-    validation: tuple[Part, ...] = ()
+    validation: tuple[SplitPart, ...] = ()
     fraction = data.val_fraction
     if data.validation_split:
         try:

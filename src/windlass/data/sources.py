@@ -48,7 +48,7 @@ ROW_GROUPS = 16  # of a Parquet file that a sample is read from
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowCount:
     """A number of rows, or None; `how` says where the number comes from, or why it is unknown."""
 
     count: int | None
@@ -67,11 +67,11 @@ class Source:
     format: str
     how: str
     splits: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
-    published: Mapping[str, Rows] = field(default_factory=dict)
+    published: Mapping[str, RowCount] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SplitPart:
     """A source's split, or a slice of it. Bounds are rows, or per cent if written with `%`."""
 
     source: Source
@@ -94,7 +94,7 @@ class Part:
         return start, max(start, edge(self.stop, rows))
 
 
-def parse_split(spec: str, source: Source, where: str) -> tuple[Part, ...]:
+def parse_split(spec: str, source: Source, where: str) -> tuple[SplitPart, ...]:
     """Return each part of a split's specification, in the order written: `train[:5%]+extra`. `dev` finds
     `validation`."""
     parts = []
@@ -111,7 +111,7 @@ def parse_split(spec: str, source: Source, where: str) -> tuple[Part, ...]:
             raise UserError(
                 f"the data has no split {name!r}; it has {', '.join(map(repr, splits))}", where, hint, "no-such-split"
             )
-        parts.append(Part(source, name if name in splits else alike[0], match["start"] or "", match["stop"] or ""))
+        parts.append(SplitPart(source, name if name in splits else alike[0], match["start"] or "", match["stop"] or ""))
     return tuple(parts)
 
 
@@ -125,12 +125,12 @@ def parse_split_name(name: str) -> str | None:
     return named.pop() if len(named) == 1 else None
 
 
-def read_rows(parts: Iterable[Part]) -> Iterator[Row]:
+def read_rows(parts: Iterable[SplitPart]) -> Iterator[Row]:
     """Yield every row of the parts, in the order of the files."""
     return chain.from_iterable(chunk.rows() for chunk in read_chunks(parts))
 
 
-def locate_row(parts: Iterable[Part], *numbers: int) -> str:
+def locate_row(parts: Iterable[SplitPart], *numbers: int) -> str:
     """Return the file that has a row of the parts (counted from 0), and the row's number in it, from 1."""
     found: dict[Path, list[str]] = {}
     before = 0
@@ -144,10 +144,10 @@ def locate_row(parts: Iterable[Part], *numbers: int) -> str:
     return "; ".join(f"{path}: {'rows' if len(own) > 1 else 'row'} {', '.join(own)}" for path, own in found.items())
 
 
-def read_chunks(parts: Iterable[Part], most: int | None = None) -> Iterator[Chunk]:
+def read_chunks(parts: Iterable[SplitPart], most: int | None = None) -> Iterator[Chunk]:
     """Yield the rows of the parts unparsed, in the order of the files; at most so many."""
 
-    def chunks(part: Part) -> Iterator[Chunk]:
+    def chunks(part: SplitPart) -> Iterator[Chunk]:
         for path in part.files:
             yield from read_file_chunks(path, part.source.format)
 
@@ -161,7 +161,7 @@ def read_chunks(parts: Iterable[Part], most: int | None = None) -> Iterator[Chun
             if before >= stop:
                 return
 
-    def cut(part: Part) -> Iterator[Chunk]:
+    def cut(part: SplitPart) -> Iterator[Chunk]:
         if not (part.start or part.stop):
             return chunks(part)
         count = count_files(part.source.format, part.files).count
@@ -171,12 +171,12 @@ def read_chunks(parts: Iterable[Part], most: int | None = None) -> Iterator[Chun
     yield from found if most is None else within(found, 0, most)
 
 
-def iter_located_rows(parts: Iterable[Part]) -> Iterator[tuple[Path, int, Row]]:
+def iter_located_rows(parts: Iterable[SplitPart]) -> Iterator[tuple[Path, int, Row]]:
     for chunk in read_chunks(parts):
         yield from ((chunk.path, number, row) for number, row in enumerate(chunk.rows(), chunk.first))
 
 
-def sample_rows(parts: Sequence[Part], total: int, wanted: int) -> Iterator[tuple[Path, int, Row]]:
+def sample_rows(parts: Sequence[SplitPart], total: int, wanted: int) -> Iterator[tuple[Path, int, Row]]:
     """Yield about `wanted` of `total` rows spread over the files, each with its file and its number there, from 1.
 
     Those between are not parsed. Of a slice the first rows are yielded.
@@ -386,7 +386,7 @@ def list_card_files(card: Mapping[str, Any], config: str | None) -> list[tuple[s
     return found
 
 
-def read_published_rows(card: Mapping[str, Any], config: str | None) -> dict[str, Rows]:
+def read_published_rows(card: Mapping[str, Any], config: str | None) -> dict[str, RowCount]:
     """Return the numbers of rows per split from a published set's card."""
     infos = card.get("dataset_info") or []
     how = card.get("how", "as its README says")
@@ -394,14 +394,14 @@ def read_published_rows(card: Mapping[str, Any], config: str | None) -> dict[str
         if isinstance(info, dict) and (config is None or info.get("config_name", "default") == config):
             keys = {"count": "num_examples", "text_bytes": "num_bytes", "blank": "blank", "blank_how": "blank_how"}
             rows = {s["name"]: {ours: s[key] for ours, key in keys.items() if key in s} for s in info["splits"]}
-            return {split: Rows(**{"count": None, **known}, how=how) for split, known in rows.items()}
+            return {split: RowCount(**{"count": None, **known}, how=how) for split, known in rows.items()}
     return {}
 
 
 # --- how many rows ---
 
 
-def count_rows(data: Data, split: str, where: Where = str, key: str = "data.train_split") -> Rows:
+def count_rows(data: Data, split: str, where: Where = str, key: str = "data.train_split") -> RowCount:
     """Count the rows of a split or of slices, if that is possible without reading the set; else None and why."""
     name = data.dataset_name_or_path
     try:
@@ -415,10 +415,10 @@ def count_rows(data: Data, split: str, where: Where = str, key: str = "data.trai
         published = read_published_rows(cards.get(Path(name).name, {}), preferred_config(data))
         source = replace(source, published=published)
         if not source.published:
-            return Rows(None, unknown)
+            return RowCount(None, unknown)
     total = size = blank = 0.0
     for part in parse_split(split, source, where(key)):
-        known = source.published.get(part.split, Rows(None, ""))
+        known = source.published.get(part.split, RowCount(None, ""))
         rows = count_files(source.format, part.files) if source.splits else known
         rows = known if rows.count is None and known.count is not None else rows
         if rows.count is None:
@@ -428,10 +428,10 @@ def count_rows(data: Data, split: str, where: Where = str, key: str = "data.trai
         total = total + stop - start
         blank = blank + rows.blank * share
         size = size + (rows.text_bytes or 0) * share
-    return Rows(round(total), rows.how, round(size) or None, round(blank), rows.blank_how)
+    return RowCount(round(total), rows.how, round(size) or None, round(blank), rows.blank_how)
 
 
-def count_parts(parts: Iterable[Part]) -> int | None:
+def count_parts(parts: Iterable[SplitPart]) -> int | None:
     """Count the rows of splits or slices whose files are here; None if they are too large to be counted."""
     total = 0
     for part in parts:
@@ -443,16 +443,16 @@ def count_parts(parts: Iterable[Part]) -> int | None:
     return total
 
 
-def count_files(kind: str, paths: Sequence[Path]) -> Rows:
+def count_files(kind: str, paths: Sequence[Path]) -> RowCount:
     """Count the rows of these files together."""
     size = sum(path.stat().st_size for path in paths)
     tables = kind in ("parquet", "arrow")
     if not tables and size > (LINES_BYTES if kind in ("text", "jsonl") else PARSED_BYTES):
-        return Rows(None, f"{size / 2**30:.1f} GiB of {kind} are not read to be counted", size)
+        return RowCount(None, f"{size / 2**30:.1f} GiB of {kind} are not read to be counted", size)
     try:
         counts = [count_file(path, kind) for path in paths]
     except (ImportError, OSError, ValueError, csv.Error, UserError) as error:
-        return Rows(None, f"{kind} can't be counted here: {error}")
+        return RowCount(None, f"{kind} can't be counted here: {error}")
     files = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
     known_size = None if tables or any(path.suffix == ".gz" for path in paths) else size
-    return Rows(sum(n for n, _ in counts), f"counted in {files}", known_size, sum(blank for _, blank in counts))
+    return RowCount(sum(n for n, _ in counts), f"counted in {files}", known_size, sum(blank for _, blank in counts))

@@ -52,7 +52,7 @@ class TokenFile:
         self.size = 0
         self.maps: list[mmap.mmap] = []
 
-    def append(self, documents: Documents) -> None:
+    def append(self, documents: TokenizedRows) -> None:
         for file, values in zip(self.files, (documents.ids, documents.supervised), strict=True):
             file.write(values.data)
         self.size += len(documents.ids)
@@ -83,7 +83,7 @@ class TokenFile:
 
 
 @dataclass
-class Documents:
+class TokenizedRows:
     """Tokenized rows in flat arrays: a billion tokens take 5 GB, without an object per token."""
 
     ids: npt.NDArray[np.int32]
@@ -120,7 +120,7 @@ class Documents:
         padded: Indices = self.sides.max(1) * self.sides.shape[1]
         return padded
 
-    def select(self, which: Indices) -> Documents:
+    def select(self, which: Indices) -> TokenizedRows:
         """Return these documents, in this order, where they are."""
         chosen = None if self.chosen_lengths is None else self.chosen_lengths[which]
         found = replace(self, lengths=self.lengths[which], starts=self.starts[which])
@@ -128,7 +128,7 @@ class Documents:
         found.chosen_lengths = chosen
         return found
 
-    def take(self, which: Indices) -> Documents:
+    def take(self, which: Indices) -> TokenizedRows:
         """Return a copy of these documents, in this order and end to end."""
         found = self.select(which)
         stops = found.starts + found.lengths
@@ -142,7 +142,7 @@ class Documents:
             self.file.release()
         return found
 
-    def blocks(self, tokens: int = BLOCK_TOKENS) -> Iterator[tuple[int, Documents]]:
+    def blocks(self, tokens: int = BLOCK_TOKENS) -> Iterator[tuple[int, TokenizedRows]]:
         """Yield copies of the documents in their order, about so many tokens at a time, and the number of the first."""
         numbers = (np.cumsum(self.lengths) - 1) // tokens
         edges = [0, *np.flatnonzero(np.diff(numbers)) + 1, len(numbers)]
@@ -156,7 +156,7 @@ class Documents:
         return self.ids if name == "input_ids" else self.sides.ravel().astype(np.int32)
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Documents]) -> Documents:
+    def concatenate(cls, parts: Sequence[TokenizedRows]) -> TokenizedRows:
         """Concatenate documents and add up their counts."""
         names = ["lengths", "hashes"]
         names += [] if parts[0].chosen_lengths is None else ["chosen_lengths"]
@@ -189,7 +189,7 @@ def slice_end_to_end(lengths: Indices) -> Iterator[slice]:
 class Tokenized:
     """What became of some rows, which are numbered from 0."""
 
-    documents: Documents
+    documents: TokenizedRows
     left_out: dict[str, list[int]]
     """Rows without a document, by the reason."""
     remarks: dict[str, tuple[str, list[int]]]
@@ -217,7 +217,7 @@ def tokenize(
     *,
     threads: bool = True,
     place: Callable[..., str] = lambda *numbers: f"row {numbers[0] + 1}",
-) -> Documents:
+) -> TokenizedRows:
     """Tokenize all rows that have a supervised token. `counts` records what became of each row; `place`: where rows
     are."""
     with allow_rust_threads(threads):
@@ -281,11 +281,11 @@ def assemble(
     where: Where = str,
     progress: Callable[[int], None] = lambda _: None,
     file: TokenFile | None = None,
-) -> Documents:
+) -> TokenizedRows:
     """Return the documents of all rows from what became of some after the other; their tokens go to a file if there is
     one. `progress` is called with the number of rows so far."""
     counts = dict.fromkeys(COUNTS, 0)
-    parts: list[Documents] = []
+    parts: list[TokenizedRows] = []
     left_out: dict[str, list[int]] = {}
     remarks: dict[str, tuple[str, list[int]]] = {}
     unfit: dict[str, list[int]] = {}
@@ -315,7 +315,7 @@ def assemble(
         key = where(first.where) if first.where.startswith("data.") else first.where
         raise UserError(f"{at}: {first.problem}", key, first.hint, first.code) from None
     none = replace(collect_documents([], [], None, max_length, counts), file=file)
-    documents = Documents.concatenate(parts or [none])
+    documents = TokenizedRows.concatenate(parts or [none])
 
     def locate(numbers: Sequence[int]) -> str:
         return f"{place(*numbers[:FIRST])}{', …' if len(numbers) > FIRST else ''}"
@@ -340,7 +340,7 @@ def collect_documents(
     eos: int | None,
     max_length: int | None,
     counts: dict[str, int],
-) -> Documents:
+) -> TokenizedRows:
     """Return a batch's documents with their end of sequence, cut to length; documents without supervision are only
     counted. Without a length nothing is cut or left out: these are sequences of pairs."""
     flat = array("i")
@@ -371,7 +371,7 @@ def collect_documents(
         content = (one.whole or one.text).encode() if one.ids is None else one.ids.tobytes()
         hashed = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
         hashes.append(hashed >> PART_BITS << PART_BITS | one.part % (1 << PART_BITS))
-    return Documents(
+    return TokenizedRows(
         np.frombuffer(flat, np.int32),
         np.frombuffer(supervised, np.bool_),
         np.array(lengths, np.int64),
@@ -380,8 +380,8 @@ def collect_documents(
 
 
 def join_pairs(
-    sequences: Documents, max_length: int, bos: int | None, counts: dict[str, int], cuts_prompts: bool
-) -> tuple[Documents, dict[str, list[int]], int]:
+    sequences: TokenizedRows, max_length: int, bos: int | None, counts: dict[str, int], cuts_prompts: bool
+) -> tuple[TokenizedRows, dict[str, list[int]], int]:
     """Join every two sequences, a row's chosen and rejected one, to a document. Also return the pairs that can't be
     trained on, by the code of the problem, and the `max_length` that those which are too long need.
 
@@ -425,7 +425,7 @@ def join_pairs(
     lengths = np.diff(np.append(0, np.cumsum(kept))[edges]).reshape(-1, 2)
     mixed = sequences.hashes[::2] * np.uint64(0x9E3779B97F4A7C15) + sequences.hashes[1::2]  # in this order
     hashes = mixed >> np.uint64(PART_BITS) << np.uint64(PART_BITS)
-    documents = Documents(
+    documents = TokenizedRows(
         sequences.ids[kept], supervised[kept], lengths.sum(1), hashes, chosen_lengths=lengths[:, 0].copy()
     )
     unfit = {"empty-answer": empty, EQUAL: equal, "too-long": long}

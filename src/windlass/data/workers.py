@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.choose import choose_format
 from windlass.data.reading import Chunk
-from windlass.data.sources import Part
+from windlass.data.sources import SplitPart
 from windlass.data.tokenize import Tokenized, tokenize_rows
 from windlass.errors import RunError, UserError
 from windlass.hardware import count_usable_cpus
@@ -42,7 +42,7 @@ class Setup:
     max_length: int
 
 
-def count_workers(parts: Sequence[Part], tokenizer: Any) -> int:
+def count_workers(parts: Sequence[SplitPart], tokenizer: Any) -> int:
     """Return how many processes should tokenize these rows; 1: this one does."""
     if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
         return 1  # of other code, which another process may not find

@@ -19,7 +19,7 @@ from windlass.export.folder import ADAPTER, COMPANIONS, claim_folder
 from windlass.export.proof import list_unplaced
 from windlass.export.screen import Say
 from windlass.export.served import (
-    Pair,
+    MatrixPair,
     convert_adapter,
     name_tensors,
     prove_served,
@@ -32,7 +32,7 @@ from windlass.model import Base
 from windlass.model.mistral_layout import has_mistral_layout
 from windlass.model.wrapped import Rename, inner_name, outer_name, rename_config, rename_keys
 from windlass.run_folder import BASE_MODEL, FINAL, describe_files
-from windlass.serve.servers import PEFT, SERVERS, Verdict, list_commands
+from windlass.serve.servers import PEFT, SERVERS, ServerVerdict, list_commands
 from windlass.train.checkpoint.snapshot import save_tensors
 from windlass.weights.same_base import CHAT_TEMPLATE, describe_quantization, read_recorded_base
 
@@ -62,7 +62,7 @@ def export_adapter(
     else:
         say(f"base      {base.name}: {len(deltas.by_name)} of its parameters are adapted")
     openers = list_model_classes(base, model_class, f"--for {server}" if server != PEFT else "")
-    verdicts: list[Verdict] = []
+    verdicts: list[ServerVerdict] = []
     if server != PEFT and base and deltas:
         verdicts = require_served(server, base, deltas, source.config, environment, source.run_folder or source.folder)
         for verdict in verdicts:
@@ -80,7 +80,7 @@ def export_adapter(
     saved = load_file(source.weights)
     tensors = saved
     rename: Rename = str
-    pairs: list[Pair] = []
+    pairs: list[MatrixPair] = []
     if base and base.wrapper:
         rename = inner_name if openers[0] == base.family.causal_lm else partial(outer_name, place=base.wrapper.place)
         tensors = rename_keys(saved, rename)

@@ -38,7 +38,7 @@ from windlass.model.mistral_layout import (
     rename_vision,
 )
 from windlass.weights.certificate import sample_boxes
-from windlass.weights.fill import LocalPart, Source, fill_values
+from windlass.weights.fill import FillSource, LocalPart, fill_values
 from windlass.weights.reading import Files
 
 HF: Final = "hf"
@@ -71,7 +71,7 @@ def read_beside(base: Base) -> Base | None:
     beside = read_mistral_layout(base.path, base)
     differing = []
     with Files() as files, ThreadPoolExecutor(1) as pool:
-        source = Source(files, base.block, pool)
+        source = FillSource(files, base.block, pool)
         for parameter, own in zip(base.parameters, beside.parameters, strict=True):
             for box in sample_boxes(parameter.shape, parameter.name):
                 values = torch.empty(2, *(stop - start for start, stop in box))

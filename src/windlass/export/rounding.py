@@ -22,7 +22,7 @@ from torch import Tensor
 
 from windlass.export.deltas import Factors
 from windlass.model import Piece
-from windlass.weights.fill import LocalPart, Source, fill_values
+from windlass.weights.fill import FillSource, LocalPart, fill_values
 from windlass.weights.reading import DTYPES, Box, Files, block_side, expand_scale, read_box, read_scale, to_float32
 
 BLOCK_VALUES: Final = 2**20  # merged at a time: 4 MiB in float32, a few of them alive per worker
@@ -114,7 +114,7 @@ class MergedTensor:
             return to_float32(codes)
         values = torch.empty([stop - start for start, stop in place])
         with ThreadPoolExecutor(1) as pool:
-            fill_values(LocalPart(values, place), [self.piece], Source(self.files, self.block, pool))
+            fill_values(LocalPart(values, place), [self.piece], FillSource(self.files, self.block, pool))
         return values.view(size)
 
     def new_scale(self) -> Tensor:

@@ -16,14 +16,14 @@ from windlass.export.screen import Say
 from windlass.model import Base
 from windlass.model.targets import LAYER
 from windlass.model.wrapped import PREFIX, Rename
-from windlass.serve.servers import FOLDED, PER_EXPERT, Row, Verdict, judge_adapter, list_ways_on
+from windlass.serve.servers import FOLDED, PER_EXPERT, ServerRow, ServerVerdict, judge_adapter, list_ways_on
 
 PROVEN_ROWS: Final = 64  # of each matrix, when it is opened again
 SLACK: Final = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # of products of rounded factors
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class MatrixPair:
     """One pair of matrices in the form to write."""
 
     module: str  # its name in the server's base
@@ -50,7 +50,7 @@ def list_features(deltas: Deltas, config: Mapping[str, Any]) -> list[str]:
 
 def require_served(
     server: str, base: Base, deltas: Deltas, config: Mapping[str, Any], environment: Mapping[str, str], source: Path
-) -> list[Verdict]:
+) -> list[ServerVerdict]:
     """Return what the server does with every part of the adapter, or raise a problem for each that it doesn't apply."""
     adapted = [name for name, delta in deltas.by_name.items() if delta.replaced is None]
     verdicts = list(judge_adapter(server, base, adapted, list_features(deltas, config), environment))
@@ -78,9 +78,9 @@ def convert_adapter(
     config: Mapping[str, Any],
     deltas: Deltas,
     base: Base,
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[ServerVerdict],
     rename: Rename,
-) -> tuple[list[Pair], dict[str, Any]]:
+) -> tuple[list[MatrixPair], dict[str, Any]]:
     """Return the pairs to write, and adapter_config.json, if the server reads another form than PEFT's; else no pairs.
 
     rename: from the language model's names to the served model's.
@@ -89,7 +89,7 @@ def convert_adapter(
     if not forms:
         return [], dict(config)
     rows = {module: verdict.row for verdict in verdicts for module in verdict.modules}
-    pairs: list[Pair] = []
+    pairs: list[MatrixPair] = []
     for name, delta in deltas.by_name.items():
         assert delta.a is not None
         assert delta.b is not None
@@ -97,7 +97,7 @@ def convert_adapter(
         if rows[module].form == PER_EXPERT:
             pairs += _split_experts(delta, deltas, rows[module], rename, saved[delta.b.key].dtype)
         else:
-            pairs.append(Pair(rename(module), saved[delta.a.key], saved[delta.b.key], delta.scale, delta))
+            pairs.append(MatrixPair(rename(module), saved[delta.a.key], saved[delta.b.key], delta.scale, delta))
     r = int(config["r"])
     alpha = config["lora_alpha"]
     if FOLDED in forms or any(pair.scale != alpha / r or pair.b.shape[1] != r for pair in pairs):
@@ -124,7 +124,9 @@ def _layer_of(name: str) -> str:
     return name[: match.end() - 1]
 
 
-def _split_experts(delta: Delta, deltas: Deltas, row: Row, rename: Rename, dtype: torch.dtype) -> Iterator[Pair]:
+def _split_experts(
+    delta: Delta, deltas: Deltas, row: ServerRow, rename: Rename, dtype: torch.dtype
+) -> Iterator[MatrixPair]:
     """Yield a pair for each matrix of each expert: gate and up share their A."""
     factors = deltas.factors(delta.parameter.name)
     gate, down, up = row.matrices
@@ -136,10 +138,10 @@ def _split_experts(delta: Delta, deltas: Deltas, row: Row, rename: Rename, dtype
         for matrix, (first, last) in parts.items():
             module = rename(f"{_layer_of(delta.parameter.name)}.{row.module}.{expert}.{matrix}")
             b = factors.b[expert, first:last].to(dtype)
-            yield Pair(module, factors.a[expert].to(dtype), b, delta.scale, delta, expert, first)
+            yield MatrixPair(module, factors.a[expert].to(dtype), b, delta.scale, delta, expert, first)
 
 
-def _fold(pair: Pair, r: int) -> Pair:
+def _fold(pair: MatrixPair, r: int) -> MatrixPair:
     """Multiply the scale into B, and fill both up with zeros to rank r; B stays in its dtype if that rounds nothing."""
     b = pair.b.float() * pair.scale
     narrow = b.to(pair.b.dtype)
@@ -148,10 +150,12 @@ def _fold(pair: Pair, r: int) -> Pair:
     missing = r - b.shape[1]
     a = nn.functional.pad(pair.a, (0, 0, 0, missing))
     b = nn.functional.pad(b, (0, missing))
-    return Pair(pair.module, a, b, 1.0, pair.delta, pair.expert, pair.first_row)
+    return MatrixPair(pair.module, a, b, 1.0, pair.delta, pair.expert, pair.first_row)
 
 
-def _add_zeros(base: Base, pairs: Sequence[Pair], experts: Sequence[Row], rename: Rename, r: int) -> Iterator[Pair]:
+def _add_zeros(
+    base: Base, pairs: Sequence[MatrixPair], experts: Sequence[ServerRow], rename: Rename, r: int
+) -> Iterator[MatrixPair]:
     """Yield pairs that change nothing for matrices beside adapted ones: servers take all of an expert's or none."""
     if not experts:
         return
@@ -171,10 +175,10 @@ def _add_zeros(base: Base, pairs: Sequence[Pair], experts: Sequence[Row], rename
             for matrix in matrices:
                 module = rename(f"{_layer_of(parameter.name)}.{row.module}.{expert}.{matrix}")
                 if module not in present:
-                    yield Pair(module, torch.zeros(r, inputs), torch.zeros(outputs, r), 1.0)
+                    yield MatrixPair(module, torch.zeros(r, inputs), torch.zeros(outputs, r), 1.0)
 
 
-def name_tensors(pairs: Sequence[Pair]) -> dict[str, Tensor]:
+def name_tensors(pairs: Sequence[MatrixPair]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for pair in pairs:
         for kind, matrix in (("lora_A", pair.a), ("lora_B", pair.b)):
@@ -183,7 +187,7 @@ def name_tensors(pairs: Sequence[Pair]) -> dict[str, Tensor]:
 
 
 def prove_served(
-    pairs: Sequence[Pair], written: Mapping[str, Tensor], config: Mapping[str, Any], deltas: Deltas
+    pairs: Sequence[MatrixPair], written: Mapping[str, Tensor], config: Mapping[str, Any], deltas: Deltas
 ) -> Iterator[str]:
     """Yield modules whose written matrices, at alpha / r alone, are not the adapter's change."""
     scale = config["lora_alpha"] / config["r"]

@@ -34,7 +34,7 @@ UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", 1)}
 
 
 @dataclass(frozen=True, slots=True)
-class Variable:
+class JobVariable:
     """One environment variable of the run: its value, or the secret that contains it, and why it is set."""
 
     name: str
@@ -55,7 +55,7 @@ class Job:
     files: dict[str, str]  # next to launch.sh
     arguments: tuple[str, ...]  # of `windlass train` on this machine
     overrides: tuple[str, ...]
-    environment: tuple[Variable, ...]
+    environment: tuple[JobVariable, ...]
     memory_gib: int  # per node, including /dev/shm; for a script only /dev/shm: the rest is unknown
     shm_gib: int
     memory_request: str
@@ -104,11 +104,12 @@ def build_job(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path 
     request = cluster.memory_request or cluster.memory_limit or f"{memory_gib}Gi"
     grace_seconds, grace_reason = estimate_grace(plan)
     table = variables()
-    environment = [Variable(key, value, table[key].about) for key, value in DEFAULTS.items() if key not in cluster.env]
+    defaults = {key: value for key, value in DEFAULTS.items() if key not in cluster.env}
+    environment = [JobVariable(key, value, table[key].about) for key, value in defaults.items()]
     for key, value in cluster.env.items():
         known = table.get(key)
         reason = f"cluster.env: {known.verdict if known.status else known.about}" if known else "cluster.env"
-        environment.append(Variable(key, value, reason))
+        environment.append(JobVariable(key, value, reason))
     return Job(
         plan=plan,
         name=name,
@@ -206,7 +207,7 @@ def to_one_line(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class JobRecord:
     """The record of a submitted job."""
 
     facts: dict[str, Any]

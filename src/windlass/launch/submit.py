@@ -8,7 +8,7 @@ from typing import Protocol
 
 from windlass import run_folder
 from windlass.errors import FAILED, Problem, UserError, raise_all
-from windlass.launch.job import RECORD, Job, Record, build_job, list_other_sections, quote_words, write_files
+from windlass.launch.job import RECORD, Job, JobRecord, build_job, list_other_sections, quote_words, write_files
 from windlass.launch.platforms import kubernetes, local, openshift, runai, script, skypilot, slurm
 from windlass.plan import Plan
 from windlass.plan.finished import describe_finished, has_finished
@@ -24,9 +24,9 @@ class Platform(Protocol):
     def review(self, job: Job, /) -> Iterator[Problem | str]: ...  # errors and notes
     def files(self, job: Job, /) -> dict[str, str]: ...
     def start(self, job: Job, folder: Path, say: Callable[[str], None], /) -> bool: ...  # whether it was started
-    def status(self, record: Record, /) -> int: ...
-    def logs(self, record: Record, /, *, follow: bool) -> int: ...
-    def stop(self, record: Record, /) -> int: ...
+    def status(self, record: JobRecord, /) -> int: ...
+    def logs(self, record: JobRecord, /, *, follow: bool) -> int: ...
+    def stop(self, record: JobRecord, /) -> int: ...
 
 
 PLATFORMS: dict[str, Platform] = {
@@ -158,7 +158,7 @@ def find_record_folder(loaded: Loaded | LoadedScript, out: Path | None = None) -
 
 def find_submission(
     run: Path, override: Sequence[str], out: Path | None, say: Callable[[str], None]
-) -> tuple[Platform, Record]:
+) -> tuple[Platform, JobRecord]:
     """Return the platform that a run was submitted to, and its record. `run`: the run file or the run folder."""
     if run.is_dir():
         return open_record(out or run, run, say)
@@ -169,7 +169,7 @@ def find_submission(
     return open_record(find_record_folder(loaded, out), Path(loaded.run.folder), say)
 
 
-def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Platform, Record]:
+def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Platform, JobRecord]:
     """Return the platform of a submission and its record. `folder`: where the record is; `run`: the run folder."""
     path = folder / RECORD
     try:
@@ -184,4 +184,4 @@ def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Pl
     except (OSError, ValueError) as error:
         hint = "`windlass submit RUN` writes it again"
         raise UserError(f"can't be read: {error}", str(path), hint, "unreadable") from None
-    return PLATFORMS[facts["platform"]], Record(facts, path, run, say)
+    return PLATFORMS[facts["platform"]], JobRecord(facts, path, run, say)

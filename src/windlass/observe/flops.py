@@ -89,7 +89,7 @@ def _share_of_a_token(name: str, parameter: Tensor, chosen: list[tuple[int, int]
     return 1.0
 
 
-class Rates:
+class RateMeter:
     """Converts a step's tokens and seconds to rates. FLOPs are counted on `model` unless given by the plan."""
 
     def __init__(

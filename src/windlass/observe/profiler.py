@@ -16,12 +16,12 @@ from windlass import run_folder
 from windlass.errors import UserError
 from windlass.observe import steps
 from windlass.observe.background import BackgroundReport
-from windlass.observe.flops import Rates
+from windlass.observe.flops import RateMeter
 from windlass.observe.recorder import PAUSE, Recorder, mean_loss
 from windlass.observe.watch.heartbeat import Heartbeat
 from windlass.observe.watch.run import script_heartbeat
 
-Batch = TypeVar("Batch")
+BatchType = TypeVar("BatchType")
 
 
 class _Profiler:
@@ -143,7 +143,7 @@ class StepProfiler(_Profiler):
         """Return the last record that was written."""
         return self.recorder.latest if self.recorder is not None else {}
 
-    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+    def batches(self, loader: Iterable[BatchType]) -> Iterator[BatchType]:
         """Yield the loader's batches. Time between two passes over a loader (setup, evaluation) is a pause."""
         if self._running().between_steps:
             self.mark(PAUSE)
@@ -238,7 +238,8 @@ class LLMStepProfiler(_Profiler):
     def on_train_begin(self, args: Any, state: Any, _control: Any, model: Any = None, **_: Any) -> None:
         self.close()
         device = torch.device(args.device)
-        rates = Rates(device, model, recomputes=bool(args.gradient_checkpointing), seq_len=self.seq_len, **self.flops)
+        recomputes = bool(args.gradient_checkpointing)
+        rates = RateMeter(device, model, recomputes=recomputes, seq_len=self.seq_len, **self.flops)
         folder = self.folder or Path(args.output_dir)
         recorder = self._record(folder, int(args.process_index), int(args.world_size), device, model=model, rates=rates)
         if args.torch_compile:

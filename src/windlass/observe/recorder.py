@@ -20,7 +20,7 @@ from windlass.errors import UserError
 from windlass.files import Table, WriteGuard, write_json
 from windlass.observe import steps
 from windlass.observe.counters import Counters, describe_machine
-from windlass.observe.flops import Rates, find_routers
+from windlass.observe.flops import RateMeter, find_routers
 from windlass.observe.watch.heartbeat import Position
 
 BUDGET: Final = 0.005  # share of the run's time that sampling counters may take
@@ -77,7 +77,7 @@ class Recorder:
         unit: str = steps.TOKENS,
         sample_every: int = 25,
         model: nn.Module | None = None,
-        rates: Rates | None = None,
+        rates: RateMeter | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = folder

@@ -25,7 +25,7 @@ PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}  # added by Acce
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class KeyVerdict:
     """How a value is treated. `because` completes: honoured: …, translated to …, no effect: …, refused: …"""
 
     word: str
@@ -35,14 +35,14 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class AccelerateKey:
     """A key that Accelerate knows, or one that users often write although Accelerate doesn't know it."""
 
     name: str  # fsdp_offload_params; ending in *: every key with this prefix
     section: str  # the mapping it belongs in: fsdp_config; empty at the top level
     about: str
     kind: str  # bool, int, word, text, names, section, any
-    verdicts: Mapping[str, Verdict]  # by upper-case value: TRUE, FULL_SHARD, 2; ANY for all others
+    verdicts: Mapping[str, KeyVerdict]  # by upper-case value: TRUE, FULL_SHARD, 2; ANY for all others
 
     @property
     def path(self) -> str:
@@ -50,9 +50,9 @@ class Key:
 
 
 class KeyTable(NamedTuple):
-    every: list[Key]
-    spelled: dict[str, dict[str, Key]]  # by section, then by every spelling
-    launcher: dict[str, tuple[Key, str]]  # by variable: its key, and the launcher's default
+    every: list[AccelerateKey]
+    spelled: dict[str, dict[str, AccelerateKey]]  # by section, then by every spelling
+    launcher: dict[str, tuple[AccelerateKey, str]]  # by variable: its key, and the launcher's default
 
 
 @lru_cache
@@ -68,11 +68,11 @@ def load_key_table() -> KeyTable:
             about = row.pop("about")
             kind = row.pop("kind", "any")
             variable, is_launched, default = row.pop("variable", "").partition("=")
-            verdicts: dict[str, Verdict] = {}
+            verdicts: dict[str, KeyVerdict] = {}
             for values, cells in row.items():
                 verdicts |= dict.fromkeys(values.split(", "), _read_verdict(*cells))
             for name in names:
-                key = Key(name, section, about, kind, verdicts)
+                key = AccelerateKey(name, section, about, kind, verdicts)
                 table.every.append(key)
                 if not name.endswith("*"):
                     spellings[name] = key
@@ -82,13 +82,13 @@ def load_key_table() -> KeyTable:
     return table
 
 
-def _read_verdict(text: str, more: str | Mapping[str, object] = "") -> Verdict:
+def _read_verdict(text: str, more: str | Mapping[str, object] = "") -> KeyVerdict:
     """Return the verdict in a cell. A hint or the settings may follow it."""
     word, _, because = text.partition(": ")
-    return Verdict(word, because, hint=more) if isinstance(more, str) else Verdict(word, because, sets=more)
+    return KeyVerdict(word, because, hint=more) if isinstance(more, str) else KeyVerdict(word, because, sets=more)
 
 
-def find_key(section: str, name: str) -> Key | None:
+def find_key(section: str, name: str) -> AccelerateKey | None:
     """Return the key with this name in this section, or None."""
     key = load_key_table().spelled.get(section, {}).get(name)
     if key:
@@ -103,11 +103,11 @@ def find_key(section: str, name: str) -> Key | None:
 class Entry:
     """One key with its value in the file or in the environment."""
 
-    key: Key
+    key: AccelerateKey
     value: object
     where: str  # fsdp.yaml:12: fsdp_config.fsdp_version
     path: str  # the key as written there
-    verdict: Verdict
+    verdict: KeyVerdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _collect_settings(entries: Sequence[Entry], problems: list[Problem]) -> dict
 # --- the launcher's environment ---
 
 
-def read_launcher_settings(environ: Mapping[str, str]) -> Iterator[tuple[Key, str, str]]:
+def read_launcher_settings(environ: Mapping[str, str]) -> Iterator[tuple[AccelerateKey, str, str]]:
     """Yield key, value and variable of each setting of `accelerate launch` (1.15), if it started this process."""
     if "ACCELERATE_MIXED_PRECISION" not in environ:
         return
@@ -248,15 +248,15 @@ def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
         problems.append(Problem("distributed_type is missing", str(path), hint, "no-distributed-type"))
     if kind in ("", "FSDP"):
         return entries
-    unread = Verdict(NO_EFFECT, f"read only with distributed_type: FSDP, and it is {kind}")
+    unread = KeyVerdict(NO_EFFECT, f"read only with distributed_type: FSDP, and it is {kind}")
     about_fsdp = ("fsdp_config", "parallelism_config")
     return [replace(entry, verdict=unread) if entry.key.section in about_fsdp else entry for entry in entries]
 
 
-def _read_value(key: Key, raw: object, where: str, path: str, problems: list[Problem]) -> Entry | None:
+def _read_value(key: AccelerateKey, raw: object, where: str, path: str, problems: list[Problem]) -> Entry | None:
     """Parse a value as its key requires and judge it; append a problem if it is invalid."""
     if raw is None and key.name != "compute_environment":  # there Accelerate reads null as SageMaker
-        return Entry(key, None, where, path, Verdict(NO_EFFECT, "null is the same as leaving the key out"))
+        return Entry(key, None, where, path, KeyVerdict(NO_EFFECT, "null is the same as leaving the key out"))
     value, expected = _parse_value(key, raw)
     if expected:
         problems.append(Problem(f"is {raw!r}, not {expected}", where, f"{key.name}: {key.about}", "wrong-value"))
@@ -271,7 +271,7 @@ def _read_value(key: Key, raw: object, where: str, path: str, problems: list[Pro
     return Entry(key, value, where, path, verdict)
 
 
-def _parse_value(key: Key, raw: object) -> tuple[object, str]:
+def _parse_value(key: AccelerateKey, raw: object) -> tuple[object, str]:
     """Return the value, and what was expected if it is of another kind."""
     text = str(raw).strip()
     if key.kind == "any":

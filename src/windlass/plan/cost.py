@@ -9,11 +9,11 @@ from windlass.plan.layout import why_not_expert_parallel
 from windlass.plan.memory import MemoryRow, estimate_memory, total_bytes
 from windlass.plan.padding import RowLengths
 from windlass.plan.step_time import StepTime, estimate_time
-from windlass.plan.workload import Batch, Workload, read_shape
+from windlass.plan.workload import BatchSize, Workload, read_shape
 from windlass.settings import FOUR_BITS
 from windlass.versions import find_lacking
 
-__all__ = ["Batch", "Cost", "Workload", "estimate_cost", "read_shape"]
+__all__ = ["BatchSize", "Cost", "Workload", "estimate_cost", "read_shape"]
 
 MOST_NODES = 64  # where the search for enough nodes ends
 # Fraction of a GPU's memory that a micro-batch or layout chosen by the plan leaves free: the memory model agreed with
@@ -29,7 +29,7 @@ class Cost(StepTime):
     """The cost of a run: memory for full rows, since some will be; traffic and time for rows of the usual length, as
     they are padded. Rates count tokens without padding."""
 
-    batch: Batch
+    batch: BatchSize
     rows: tuple[MemoryRow, ...]
     gpu_gib: float  # peak over the phases
     host_gib: float  # per node, peak over the phases

@@ -16,7 +16,7 @@ from math import ceil, prod
 from windlass import settings
 from windlass.hardware import GIB
 from windlass.model import Parameter
-from windlass.plan.workload import ElementCount, Layer, Lora, ModelShape, Traced, Workload, count_elements
+from windlass.plan.workload import AdaptedModule, ElementCount, Layer, ModelShape, Traced, Workload, count_elements
 from windlass.settings import CONVERTED_VALUES, FOUR_BITS, LOADER_THREADS, PUBLISHED_NF4, TILE_TOKENS, TILE_VOCABULARY
 
 FLOAT = 4  # bytes of a float32 value
@@ -484,7 +484,7 @@ def layer_bytes(layer: Layer, t: Tokens) -> float:
     return t.count * per_token + copies
 
 
-def dora_bytes(lora: Lora, t: Tokens) -> float:
+def dora_bytes(lora: AdaptedModule, t: Tokens) -> float:
     """Return the bytes that one linear layer's forward needs at once to compute the norm of its adapted weight.
 
     These are the adapter's product, the scaled product, its sum with the weight, the weight in the input's dtype if
@@ -576,7 +576,7 @@ def _attention_bytes(layer: Layer, t: Tokens) -> float:
     return kept + t.scores * t.heads * (FLOAT + t.width)  # the softmax of every pair in float32, and as it is used
 
 
-def _adapter_input_bytes(adapted: Sequence[Lora], t: Tokens) -> float:
+def _adapter_input_bytes(adapted: Sequence[AdaptedModule], t: Tokens) -> float:
     """Return the bytes per token of adapted modules' inputs. Cast or dropout gives each module its own copy; else
     modules with the same input keep it once, and o_proj's input is the attention's result, which is kept anyway."""
     if t.cast or t.mask:

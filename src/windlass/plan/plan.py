@@ -15,7 +15,7 @@ from windlass.errors import Problem, Where
 from windlass.hardware import GIB, Machine
 from windlass.model import Base
 from windlass.model.targets import Adapter
-from windlass.plan.cost import Batch, Cost
+from windlass.plan.cost import BatchSize, Cost
 from windlass.plan.layout import Layout, LayoutRequest
 from windlass.plan.rows import Counts
 from windlass.plan.schedule import Schedule, make_schedule
@@ -100,7 +100,7 @@ class Plan:
         return Path(self.run.folder)
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> BatchSize:
         return self.cost.batch
 
     @cached_property

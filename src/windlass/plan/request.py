@@ -49,7 +49,7 @@ REPLACED = {
     "train.fp16": ("precision",),
 }
 
-Settings = Mapping[str, Setting]
+RequestSettings = Mapping[str, Setting]
 
 
 def apply_overrides(accelerate: AccelerateFile, loaded: Loaded) -> AccelerateFile:
@@ -81,7 +81,7 @@ def read_request(
     """Combine run file and Accelerate file. Report every disagreement, and layer classes that the model lacks."""
     run = loaded.run
     written = _read_written(loaded)
-    in_accelerate: Settings = accelerate.settings if accelerate else {}
+    in_accelerate: RequestSettings = accelerate.settings if accelerate else {}
     problems: list[Problem] = []
     nodes, gpus_per_node = _count_gpus(loaded, written, in_accelerate, problems)
     name = _name_layout(written, in_accelerate, problems)
@@ -146,7 +146,9 @@ def _agree(title: str, settings: list[Setting | None], problems: list[Problem]) 
     return first.value
 
 
-def _count_gpus(loaded: Loaded, written: Settings, in_accelerate: Settings, problems: list[Problem]) -> tuple[int, int]:
+def _count_gpus(
+    loaded: Loaded, written: RequestSettings, in_accelerate: RequestSettings, problems: list[Problem]
+) -> tuple[int, int]:
     """Return the number of nodes, and of GPUs on each."""
     one_node, per_node = loaded.run.cluster.size
     ranks = in_accelerate.get("ranks")
@@ -176,7 +178,7 @@ def _count_gpus(loaded: Loaded, written: Settings, in_accelerate: Settings, prob
     return nodes, per_node
 
 
-def _name_layout(written: Settings, in_accelerate: Settings, problems: list[Problem]) -> Setting:
+def _name_layout(written: RequestSettings, in_accelerate: RequestSettings, problems: list[Problem]) -> Setting:
     """Return the layout's name, or `auto`. The run file comes first; an FSDP file is never `auto`."""
     name = written.get("layout.name") or _imply_name(written, IMPLIED)
     other = in_accelerate.get("name")
@@ -197,7 +199,7 @@ def _name_layout(written: Settings, in_accelerate: Settings, problems: list[Prob
     return _imply_name(written, IMPLIED_LAST) or Setting(AUTO, "")
 
 
-def _imply_name(written: Settings, meanings: Mapping[str, str]) -> Setting | None:
+def _imply_name(written: RequestSettings, meanings: Mapping[str, str]) -> Setting | None:
     """Return the layout that the run file's other keys imply if it names none, so that no key is ignored."""
     for key, name in meanings.items():
         setting = written.get(f"layout.{key}")
@@ -234,7 +236,7 @@ def _computes_in_float32(run: RunFile) -> bool:
     return (run.cluster.gpu or hardware.read_gpu_name()) == "cpu"
 
 
-def _read_precision(written: Settings) -> list[Setting]:
+def _read_precision(written: RequestSettings) -> list[Setting]:
     """Return each precision that the run file sets: bf16 and fp16 are two keys."""
     precisions = [
         Setting(kind, written[f"train.{kind}"].where)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from windlass.data import mix
 from windlass.data.inputs import fingerprint_inputs
-from windlass.data.sources import Rows, count_rows, parse_split, read_rows, resolve_source, sample_rows
+from windlass.data.sources import RowCount, count_rows, parse_split, read_rows, resolve_source, sample_rows
 from windlass.errors import Problem, UserError, Where
 from windlass.files import read_json
 from windlass.observe.format import format_plural
@@ -41,7 +41,7 @@ class SplitSample:
     """A split's number of rows, and the documents that a sample of its rows makes."""
 
     of: mix.RowSet
-    rows: Rows
+    rows: RowCount
     fraction: float = 0.0  # of the documents that is held out
     sampled: int = 0  # rows; 0 if only their mean length is known
     groups: Sequence[Sequence[Document]] = ()
@@ -214,7 +214,7 @@ def sample_data(data: Data, tokenizer: Path | None, where: Where) -> DataSample:
         validation = _sample_split(of, of.data.validation_split, "data.val_split", wanted // 4, opened)
         fraction = 0.0 if validation else of.data.val_fraction or 0.0
         split = _sample_split(of, of.data.train_split, "data.train_split", wanted, opened, fraction)
-        train += [split] if split else [SplitSample(of, Rows(None, "the training split is missing"))]
+        train += [split] if split else [SplitSample(of, RowCount(None, "the training split is missing"))]
         evaluated += [validation] if validation else []
     for of in mix.list_evaluation_sets(data, where):
         split = _sample_split(of, of.data.train_split, "data.train_split", wanted // 4, opened)

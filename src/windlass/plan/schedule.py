@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from windlass.model.targets import Adapter
 from windlass.plan.rows import Counts
-from windlass.plan.workload import Batch
+from windlass.plan.workload import BatchSize
 from windlass.runfile import Train
 
 STATE_BYTES = 8  # AdamW keeps two float32 moments per trainable parameter
@@ -29,7 +29,7 @@ class Schedule:
     checkpoint_bytes: int
 
 
-def make_schedule(train: Train, batch: Batch, readers: int, adapter: Adapter, counts: Counts) -> Schedule:
+def make_schedule(train: Train, batch: BatchSize, readers: int, adapter: Adapter, counts: Counts) -> Schedule:
     """Compute the schedule, rounded as in the Trainer: ceil(rows / ranks) rows per rank, a last short step counts.
 
     `readers`: ranks, or groups of ranks that split rows.

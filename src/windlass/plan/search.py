@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from windlass.errors import UserError, is_written
 from windlass.observe.format import format_plural
-from windlass.plan.cost import HEADROOM, Batch, Cost, Workload, estimate_cost
+from windlass.plan.cost import HEADROOM, BatchSize, Cost, Workload, estimate_cost
 from windlass.plan.layout import AUTO, Layout, LayoutRequest, list_divisors, resolve_layout, why_not_expert_parallel
 from windlass.plan.padding import RowLengths
 from windlass.runfile import Loaded, Train
@@ -24,8 +24,8 @@ SPLIT = "context_parallel"
 # Keys of `layout` that rule layouts out if `layout.name` is not set.
 FREE_KEYS = ("shard", "replicate", "expert_parallel", "reshard_after_forward", "offload")
 
-Named = tuple[str, Layout]  # a title, such as "full-shard, parameters offloaded", and its layout
-BatchesOf = Callable[[int], tuple[Batch, ...]]  # number of readers -> the ways to split an optimizer step over them
+NamedLayout = tuple[str, Layout]  # a title, such as "full-shard, parameters offloaded", and its layout
+BatchesOf = Callable[[int], tuple[BatchSize, ...]]  # number of readers -> the ways to split an optimizer step over them
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Search:
     shards: bool  # the model can be sharded
     other_nodes: bool  # compare other numbers of nodes too: there is a network between them
 
-    def compare(self, layouts: Sequence[Named], barred: Mapping[str, str] | None = None) -> tuple[Candidate, ...]:
+    def compare(self, layouts: Sequence[NamedLayout], barred: Mapping[str, str] | None = None) -> tuple[Candidate, ...]:
         able = [(name, layout) for name, layout in layouts if self.shards or layout.shard == 1]
         return compare_layouts(self.work, self.lengths, able, self.batches, barred)
 
@@ -155,7 +155,7 @@ def choose(search: Search, request: LayoutRequest, place: str, splits: Sequence[
 # --- candidate layouts ------------------
 
 
-def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[list[Named], dict[str, str]]:
+def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[list[NamedLayout], dict[str, str]]:
     """Return every layout on the run's nodes, then sensible ones on a quarter to twice as many; and why others are
     impossible here.
 
@@ -163,7 +163,7 @@ def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[
     then also listed with the base as published, unless the run sets its dtype.
     """
     free = replace(request, where="", barred={}, **dict.fromkeys(FREE_KEYS))  # type: ignore[arg-type]
-    layouts: list[Named] = []
+    layouts: list[NamedLayout] = []
     impossible: dict[str, str] = {}
     for nodes in (request.nodes, *_list_other_nodes(request.nodes)):
         is_here = nodes == request.nodes
@@ -203,7 +203,7 @@ def _list_other_nodes(nodes: int) -> list[int]:
     return sorted(others - {nodes})
 
 
-def _resolve_variant(variant: Variant, request: LayoutRequest, experts: int, suffix: str) -> Iterator[Named]:
+def _resolve_variant(variant: Variant, request: LayoutRequest, experts: int, suffix: str) -> Iterator[NamedLayout]:
     settings = replace(request, name=variant.name, **variant.sizes)  # type: ignore[arg-type]
     layout = replace(resolve_layout(settings, experts), reason="compared")
     yield variant.title + suffix, layout
@@ -211,7 +211,7 @@ def _resolve_variant(variant: Variant, request: LayoutRequest, experts: int, suf
         yield f"{variant.title}, {GATHERED_ONCE}{suffix}", replace(layout, reshard_after_forward=False)
 
 
-def list_named_layouts(request: LayoutRequest, experts: int, kept: str = "") -> list[Named]:
+def list_named_layouts(request: LayoutRequest, experts: int, kept: str = "") -> list[NamedLayout]:
     """Return the layout that a request names, once for each dtype that the base may be stored in."""
     layouts = [resolve_layout(replace(request, base_dtype=dtype), experts) for dtype in _list_dtypes(request, kept)]
     return [(request.name + IN_NAMES.get(layout.base_dtype, ""), layout) for layout in layouts]
@@ -264,25 +264,25 @@ def _list_variants(request: LayoutRequest, experts: int) -> Iterator[Variant]:
 # --- candidate micro-batches ------------------
 
 
-def list_micro_batches(train: Train, accumulation: int, length: int) -> tuple[Batch, ...]:
+def list_micro_batches(train: Train, accumulation: int, length: int) -> tuple[BatchSize, ...]:
     """Return the micro-batch that the run file sets, or every way to split an optimizer step, smallest first.
 
     `accumulation`: micro-batches of an optimizer step with the smallest micro-batch. Every rank makes the same choice,
     since it depends on the run file, the headers and the hardware table only, not on measurements.
     """
     if not train.plan_cuts_batches:
-        return (Batch(train.least_batch, accumulation, length, train.sides),)
-    return tuple(Batch(size, accumulation // size, length, train.sides) for size in list_divisors(accumulation))
+        return (BatchSize(train.least_batch, accumulation, length, train.sides),)
+    return tuple(BatchSize(size, accumulation // size, length, train.sides) for size in list_divisors(accumulation))
 
 
-def divide_batch(train: Train, total: int, length: int, readers: int) -> tuple[Batch, ...]:
+def divide_batch(train: Train, total: int, length: int, readers: int) -> tuple[BatchSize, ...]:
     """Return the batches for a number of readers: the nearest global batch that divides evenly over them. `total`: the
     smallest micro-batches of an optimizer step over all of the run's readers."""
     return list_micro_batches(train, max(1, round(total / readers)), length)
 
 
 def try_batches(
-    work: Workload, layout: Layout, lengths: RowLengths, batches: Sequence[Batch]
+    work: Workload, layout: Layout, lengths: RowLengths, batches: Sequence[BatchSize]
 ) -> tuple[Cost, tuple[Cost, ...]]:
     """Return the fastest batch that leaves headroom, the larger of equals; if none does, the smallest. Also return all
     that were tried, up to the first without headroom: no later one would leave it."""
@@ -305,7 +305,7 @@ def try_batches(
 def compare_layouts(
     work: Workload,
     lengths: RowLengths,
-    layouts: Iterable[Named],
+    layouts: Iterable[NamedLayout],
     batches: BatchesOf,
     barred: Mapping[str, str] | None = None,
 ) -> tuple[Candidate, ...]:

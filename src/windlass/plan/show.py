@@ -15,7 +15,7 @@ from windlass.hardware import GIB, Machine
 from windlass.model.quantization import published_dtype
 from windlass.observe.format import format_count, format_duration, format_plural
 from windlass.plan.advice import OF_ALL
-from windlass.plan.cost import HEADROOM, Batch, Cost
+from windlass.plan.cost import HEADROOM, BatchSize, Cost
 from windlass.plan.layout import Layout
 from windlass.plan.longest import find_planned_longest_row
 from windlass.plan.plan import Advice, Caution, Plan
@@ -28,7 +28,7 @@ LINES = 15  # of the plan without options, at 80 columns
 MILLIONS = 10  # million tokens, whose time is shown if the run's length is unknown
 LABEL = 9  # columns of the names on the left
 
-Row = tuple[list[str], bool]  # cells, and whether they are bold
+TableRow = tuple[list[str], bool]  # cells, and whether they are bold
 Named = tuple[str, str]  # a paragraph's label and text
 
 
@@ -355,7 +355,7 @@ def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
         yield make_table("Not possible", "layout why", [([name, why_not], False) for why_not, name in reasons.items()])
 
 
-def _cells_here(plan: Plan, c: Candidate) -> Row:
+def _cells_here(plan: Plan, c: Candidate) -> TableRow:
     cells = [c.name, _format_batch(c.cost.batch), _yes_or_no(c.cost.fits), *_figures(c.cost)]
     return cells, is_same_layout(c.layout, plan.layout)
 
@@ -381,7 +381,7 @@ def _name_without_nodes(c: Candidate) -> str:
     return c.name.rpartition(", on ")[0]
 
 
-def _format_batch(batch: Batch) -> str:
+def _format_batch(batch: BatchSize) -> str:
     return f"{batch.micro}x{batch.accumulation}"
 
 
@@ -431,7 +431,7 @@ def _advice_table(plan: Plan) -> Table:
     return table
 
 
-def _traffic(plan: Plan) -> Iterator[Row]:
+def _traffic(plan: Plan) -> Iterator[TableRow]:
     for flow in plan.cost.flows:
         cells = [
             flow.kind,
@@ -445,7 +445,7 @@ def _traffic(plan: Plan) -> Iterator[Row]:
         yield cells, False
 
 
-def _targets(plan: Plan) -> Iterator[Row]:
+def _targets(plan: Plan) -> Iterator[TableRow]:
     for target in plan.adapter.targets:
         counts = [f"{len(target.modules):,}", f"{target.parameters:,}"]
         yield [target.pattern, ", ".join(target.names), target.part, *counts], False
@@ -453,14 +453,14 @@ def _targets(plan: Plan) -> Iterator[Row]:
     yield ["total", share, "", "", f"{plan.adapter.trainable:,}"], True
 
 
-def _parameters(plan: Plan) -> Iterator[Row]:
+def _parameters(plan: Plan) -> Iterator[TableRow]:
     for part, count in sorted(plan.by_part.items(), key=lambda item: -item[1]):
         yield [part, f"{count:,}", f"{count / plan.total:.2%}"], False
     disk = "" if plan.disk_bytes is None else f"{format_bytes(plan.disk_bytes)} on disk"
     yield ["total", f"{plan.total:,}", disk], True
 
 
-def make_table(title: str, columns: str, rows: Iterable[Row], hide: Container[str] = ()) -> Table:
+def make_table(title: str, columns: str, rows: Iterable[TableRow], hide: Container[str] = ()) -> Table:
     """Build a table. Columns whose names begin with `>` are right-aligned and never wrapped, nor are GPUs: no digit is
     lost, and no name is split."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
@@ -478,7 +478,7 @@ def make_table(title: str, columns: str, rows: Iterable[Row], hide: Container[st
     return table
 
 
-def _memory(plan: Plan, formulas: bool) -> Iterator[Row]:
+def _memory(plan: Plan, formulas: bool) -> Iterator[TableRow]:
     """Yield the GPU's step row by row, and only totals for other phases unless formulas are requested."""
     for place in ("gpu", "host"):
         for phase in ("load", "step", "save"):
@@ -490,7 +490,7 @@ def _memory(plan: Plan, formulas: bool) -> Iterator[Row]:
                     yield ["", "", row.item, f"{row.bytes / GIB:,.2f}", row.formula], False
 
 
-def _time(plan: Plan) -> Iterator[Row]:
+def _time(plan: Plan) -> Iterator[TableRow]:
     cost = plan.cost
     flops = f"{cost.flops_per_token / 1e9:,.2f} G + {cost.recompute_flops_per_token / 1e9:,.2f} G recomputed"
     how = "forward + activation gradients of active parameters, attention, adapter"

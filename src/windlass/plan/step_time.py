@@ -13,7 +13,7 @@ from windlass.hardware import SLOW_HOST, get_product_rate, interpolate
 from windlass.plan.memory import adapter_share, base_bytes, gathered_bytes
 from windlass.plan.operators import OF_LINEAR, VIEW, count_dispatch, linear_features, load_operators
 from windlass.plan.traffic import INPUTS, Flow, estimate_traffic
-from windlass.plan.workload import Layer, Lora, ModelShape, Workload
+from windlass.plan.workload import AdaptedModule, Layer, ModelShape, Workload
 
 SKEW = 1.03  # ranks wait for the slowest one, and collectives use some of the GPU's own units and memory
 LOGIT_BYTES = 26  # per logit in the loss: written, read, in float32, exponentiated, its gradient written and read
@@ -310,7 +310,7 @@ def _adapter_options(work: Workload, layer: Layer, phase: str, *, wide: bool) ->
     return total + Passes(compute)
 
 
-def _linear_option(work: Workload, name: str, adapted: Sequence[tuple[Lora, int]], phase: str) -> Passes:
+def _linear_option(work: Workload, name: str, adapted: Sequence[tuple[AdaptedModule, int]], phase: str) -> Passes:
     """Return the time of an option for the adapted layers, each with its number of rows, from counts of one linear."""
     rates = work.machine.rates
     counts = load_operators()["linear"][name][phase]

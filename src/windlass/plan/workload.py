@@ -25,7 +25,7 @@ TRACED_LENGTHS = (256, 512, 768)  # trace.py's
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchSize:
     micro: int  # rows per reader and micro-batch: sequences, or pairs of them
     accumulation: int
     length: int  # tokens per sequence
@@ -43,7 +43,7 @@ class Workload:
 
     shape: ModelShape
     layout: Layout
-    batch: Batch
+    batch: BatchSize
     machine: Machine
     optim: str  # transformers' name: adamw_torch
     base_bytes: int  # bytes per base parameter once loaded: 2 for bfloat16
@@ -152,7 +152,7 @@ class ElementCount:
 
 
 @dataclass(frozen=True, slots=True)
-class Lora:
+class AdaptedModule:
     """One adapted linear module, or one adapted stack of experts."""
 
     leaf: str
@@ -199,8 +199,8 @@ class Layer:
     expert: int  # width of one routed expert, 0: dense layer
     experts: int
     hidden: int
-    plain_lora: tuple[Lora, ...]
-    expert_lora: tuple[Lora, ...]
+    plain_lora: tuple[AdaptedModule, ...]
+    expert_lora: tuple[AdaptedModule, ...]
     traced: Traced | None = None
 
     @property
@@ -346,15 +346,15 @@ def _read_layer(parameters: dict[str, Parameter], r_of: dict[str, int], names: f
             norms += query if over_heads[1] else key
         elif name.endswith("weight"):
             norms += p.shape[0]
-    plain: list[Lora] = []
-    stacks: list[Lora] = []
+    plain: list[AdaptedModule] = []
+    stacks: list[AdaptedModule] = []
     for name, r in r_of.items():
         weight = parameters.get(f"{name}.weight") or parameters.get(name)
         if weight is not None and len(weight.shape) >= 2:
             *stack, outputs, inputs = weight.shape
             if weight.transposed:
                 inputs, outputs = outputs, inputs
-            lora = Lora(name.rpartition(".")[2], weight.part, inputs, outputs, r, *stack[:1])
+            lora = AdaptedModule(name.rpartition(".")[2], weight.part, inputs, outputs, r, *stack[:1])
             (stacks if stack else plain).append(lora)
     experts = {name: p for name, p in parameters.items() if p.part == "experts"}
     # Matrices from the width of the feed-forward back to the residual stream.

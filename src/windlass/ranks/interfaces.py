@@ -13,7 +13,7 @@ EXACT = {"GLOO_SOCKET_IFNAME": True, "NCCL_SOCKET_IFNAME": False}  # variable: w
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class InterfaceChoice:
     """The interfaces that one variable chooses on this node, and any problem with them. If a name exists on no node,
     the user's setting is wrong."""
 
@@ -32,7 +32,7 @@ def match_interfaces(pattern: str, names: Sequence[str], *, exact: bool) -> list
     return [n for n in names if any(n == w or (not exact and n.startswith(w)) for w in wanted) != exclude]
 
 
-def list_choices(environ: Mapping[str, str], nodes: int, root: Path = Path("/")) -> Iterator[Choice]:
+def list_choices(environ: Mapping[str, str], nodes: int, root: Path = Path("/")) -> Iterator[InterfaceChoice]:
     names = sorted(path.name for path in (root / "sys/class/net").glob("*"))
     for variable, exact in EXACT.items():
         pattern = environ.get(variable, "")
@@ -52,4 +52,4 @@ def list_choices(environ: Mapping[str, str], nodes: int, root: Path = Path("/"))
         elif not addresses:
             problem = f"{setting}: {', '.join(chosen)} {'has no IP address' if up else 'is down'}"
             code = FAILED
-        yield Choice(variable, pattern, addresses, problem, code)
+        yield InterfaceChoice(variable, pattern, addresses, problem, code)

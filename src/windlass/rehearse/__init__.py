@@ -11,12 +11,12 @@ from pathlib import Path
 
 from windlass.errors import UserError
 from windlass.rehearse.process import exit_on_sigterm, make_environment
-from windlass.rehearse.record import RECORD, Failed, Record, print_record
+from windlass.rehearse.record import RECORD, Failed, RehearsalRecord, print_record
 from windlass.rehearse.stages import SCRIPT_STAGES, SELF_EXPLAINED, STAGES, Rehearsal
 from windlass.run_folder import is_finished
 from windlass.runfile import Loaded, read_any, read_kind
 
-__all__ = ["Record", "print_record", "rehearse"]
+__all__ = ["RehearsalRecord", "print_record", "rehearse"]
 
 # Everything that a rehearsal leaves in its folder.
 OURS = {"logs", "submit", "model", "data", "run", "adapter", "merged", "request.json", "rehearsal.yaml", RECORD}
@@ -30,13 +30,13 @@ def rehearse(
     keep: Path | None = None,
     environ: Mapping[str, str],
     say: Callable[[str], None],
-) -> Record:
+) -> RehearsalRecord:
     """Rehearse a run file on this machine's CPU. Faults of the run are in the record, not raised."""
     has_trials = has_sweep(run, overrides)
     overrides = [*overrides, "sweep={}"] if has_trials else overrides
     options = [word for one in overrides for word in ("--override", one)]
     options += ["--accelerate", str(accelerate)] if accelerate else []
-    record = Record(str(run))
+    record = RehearsalRecord(str(run))
     began = time.monotonic()
     folder = make_empty_folder(keep) if keep else Path(tempfile.mkdtemp(prefix="windlass-rehearsal-"))
     try:

@@ -28,7 +28,7 @@ from windlass.data.mix import RowSet, list_evaluation_sets, list_kept_sets, list
 from windlass.data.reading import Row
 from windlass.data.select import check_selection, select_rows
 from windlass.data.sources import locate_row, read_rows, resolve_source
-from windlass.data.tokenize import Documents, tokenize
+from windlass.data.tokenize import TokenizedRows, tokenize
 from windlass.errors import UserError, Where, raise_all
 from windlass.files import read_json
 from windlass.model import Base, find_base, read_base
@@ -143,7 +143,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         for rows, kind, at in zip(taken, kinds, places, strict=True)
     ]
     tokens = {
-        name: Documents.concatenate(found)
+        name: TokenizedRows.concatenate(found)
         for name in ("train", "validation")
         if (found := [each[name] for each in made[: len(trained)] if name in each])
     }
@@ -260,7 +260,7 @@ def make_up_rows(forms: dict[str, Any], count: int) -> list[Row]:
     return [fill(forms, text) for text in itertools.islice(itertools.cycle(lines), count)]
 
 
-def check_ends(documents: Documents, tokenizer: Any, base: Base, longest: int, where: Where) -> str:
+def check_ends(documents: TokenizedRows, tokenizer: Any, base: Base, longest: int, where: Where) -> str:
     """Check that the model will learn to stop: rows must end with a supervised token that generation stops at."""
     sources: list[tuple[str, Any]] = [("the tokenizer", tokenizer.eos_token_id)]
     if base.path is not None:

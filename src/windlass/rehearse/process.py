@@ -25,7 +25,7 @@ LAST_LINES = 40  # of a log, if a failed command printed no error
 DROPPED = (*LAUNCHERS, "WINDLASS_", "NCCL_")
 
 
-class Command:
+class RunningCommand:
     """A running command, one process per node that this machine plays (`nodes`: variables of each).
 
     Writes NAME.out and NAME.log.
@@ -98,7 +98,7 @@ class Command:
             time.sleep(POLL_SECONDS)
         return True
 
-    def finish(self, *codes: int) -> Command:
+    def finish(self, *codes: int) -> RunningCommand:
         """Wait for all nodes. Any other exit code than these (0) raises `Failed`, with the command's own words."""
         self.wait_until(lambda: self.has_ended)
         if self.code not in (codes or (0,)):

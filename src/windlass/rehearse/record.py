@@ -43,7 +43,7 @@ class Phase:
 
 
 @dataclass
-class Record:
+class RehearsalRecord:
     """The result of a rehearsal."""
 
     run: str
@@ -69,7 +69,7 @@ class Record:
         write_json(folder / RECORD, self.as_dict())
 
 
-def print_record(record: Record) -> None:
+def print_record(record: RehearsalRecord) -> None:
     """Print the findings on stdout; failures in their own words."""
     from rich import box
     from rich.console import Console

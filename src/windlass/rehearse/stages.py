@@ -21,8 +21,8 @@ from windlass.files import read_json, read_json_lines, write_json
 from windlass.hardware import count_usable_cpus, read_this_machine
 from windlass.observe.format import format_are, format_plural
 from windlass.plan import fill_in_choices
-from windlass.rehearse.process import ERROR, Command, node_variables
-from windlass.rehearse.record import Failed, Phase, Record
+from windlass.rehearse.process import ERROR, RunningCommand, node_variables
+from windlass.rehearse.record import Failed, Phase, RehearsalRecord
 from windlass.rehearse.scale import EVERY, STEPS, STOP_AT, Material, Sharding, limit_batch, scale_ranks, scale_run
 from windlass.run_folder import DATA, EVENTS, LOAD, MANIFEST, is_finished
 from windlass.run_folder import STEPS as STEP_FILE
@@ -39,7 +39,7 @@ class Rehearsal:
     options: list[str]  # --override and --accelerate, as they were given
     folder: Path
     environ: dict[str, str]
-    record: Record
+    record: RehearsalRecord
     say: Callable[[str], None]
     processes: contextlib.ExitStack
     name: str = ""  # name of the current stage
@@ -48,7 +48,7 @@ class Rehearsal:
     reported: float = 0.0  # what it does
     plan: dict[str, Any] = field(default_factory=dict)
     spread: Sharding = field(default_factory=lambda: Sharding(1, 1, 1))
-    job: Command | None = None  # a job that several stages watch: the material's, then the launch script's
+    job: RunningCommand | None = None  # a job that several stages watch: the material's, then the launch script's
 
     @property
     def run_folder(self) -> Path:
@@ -91,14 +91,14 @@ class Rehearsal:
 
     def start(
         self, name: str, command: Sequence[str], nodes: Sequence[Mapping[str, str]] = ({},), ranks: int = 1
-    ) -> Command:
+    ) -> RunningCommand:
         threads = max(1, count_usable_cpus() // ranks)
         environ = {"OMP_NUM_THREADS": str(threads), **self.environ}
-        started = Command(name, command, self.folder / "logs", environ, nodes, self.tick)
+        started = RunningCommand(name, command, self.folder / "logs", environ, nodes, self.tick)
         self.processes.callback(started.stop)
         return started
 
-    def launch(self, name: str, **more: str) -> Command:
+    def launch(self, name: str, **more: str) -> RunningCommand:
         """Start the scaled-down run's launch script on every node that this machine plays."""
         nodes = [{**variables, **more} for variables in node_variables(self.record.ranks["nodes"])]
         self.job = self.start(name, ["bash", str(self.run_folder / "launch.sh")], nodes, self.record.ranks["here"])
@@ -108,7 +108,7 @@ class Rehearsal:
         """Run one of windlass's commands with --json, and return what it printed."""
         return json.loads(self.start(name, command_line(*arguments, "--json")).finish().out)
 
-    def wait_for(self, done: Callable[[], bool]) -> Command:
+    def wait_for(self, done: Callable[[], bool]) -> RunningCommand:
         """Wait for something that the job writes; a job that ends before has failed."""
         assert self.job is not None
         if not self.job.wait_until(done):

@@ -60,7 +60,7 @@ def join_steps(steps: Steps) -> str:
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """The values of a YAML file, the line of each path, and errors of its form."""
 
     file: str
@@ -109,9 +109,9 @@ class Document:
         return items
 
 
-def parse_document(text: str, file: str) -> Document:
+def parse_document(text: str, file: str) -> YamlDocument:
     """Parse the text; raise if it isn't YAML. Duplicate keys and similar errors are collected in the document."""
-    document = Document(file)
+    document = YamlDocument(file)
     try:
         root = yaml.compose(text, Loader=_Loader)
         document.value = None if root is None else document.build(root, ())
@@ -139,7 +139,7 @@ def parse_document(text: str, file: str) -> Document:
     return document
 
 
-def load_document(path: Path, absent: str = "`windlass init > run.yaml` writes one to start from") -> Document:
+def load_document(path: Path, absent: str = "`windlass init > run.yaml` writes one to start from") -> YamlDocument:
     """Read a run file. absent: the hint if there is none of this name, nor of one like it."""
     file = str(path)
     try:

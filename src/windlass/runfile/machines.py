@@ -33,7 +33,7 @@ Quantity = Annotated[
     str, match_pattern(r"\d{1,15}(\.\d{1,9})?(m|k|[MGTPE]|[KMGTPE]i)", "an amount with its unit, such as 64G or 500Gi")
 ]
 Cpus = Annotated[LooseText, match_pattern(r"\d{1,6}(\.\d{1,3}|m)?", "a number of CPUs such as 8, 0.5 or 500m")]
-Variable = Annotated[
+VariableName = Annotated[
     str, match_pattern(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name: letters, digits and underscores")
 ]
 Image = Annotated[str, match_pattern(r"[!-~]{1,1024}", "an image's name, without spaces")]
@@ -343,7 +343,7 @@ class Cluster(Section):
     """Folder that the run is started in."""
     install: list[Text] = Field(default=[])
     """What each node installs with pip before it starts, from PIP_INDEX_URL; better an image that has it."""
-    env: dict[Variable, LooseText | Secret] = Field(default={})
+    env: dict[VariableName, LooseText | Secret] = Field(default={})
     """Environment variables; secrets by reference: `HF_TOKEN: {secret: hub, key: token}`."""
     max_restarts: Natural = 3
     """How often a lost run is restarted; it resumes from its newest checkpoint. A stop signal is not counted."""

@@ -124,7 +124,7 @@ def list_trials(sweep: Mapping[str, Any], where: Callable[[str], str]) -> tuple[
     return trials, []
 
 
-Settings = Mapping[str, tuple[str, Any]]  # key -> path in the run file, and value
+TrialSettings = Mapping[str, tuple[str, Any]]  # key -> path in the run file, and value
 
 
 def _check_shape(sweep: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
@@ -175,21 +175,21 @@ def _check_key(key: str, place: str) -> Problem | None:
     return None  # an unknown one is refused where the value is set
 
 
-def _list_products(sweep: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Settings]]:
+def _list_products(sweep: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, TrialSettings]]:
     """Yield every combination of the keys' values."""
     choices = [[(f"sweep.{key}[{i}]", value) for i, value in enumerate(values)] for key, values in sweep.items()]
     for chosen in itertools.product(*choices):
         yield "", dict(zip(sweep, chosen, strict=True))
 
 
-def _list_listed(listed: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Settings]]:
+def _list_listed(listed: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, TrialSettings]]:
     for number, settings in enumerate(listed):
         path = f"sweep.{TRIALS}[{number}]"
         values = {key: (f"{path}.{key}", value) for key, value in settings.items() if key != NAME}
         yield str(settings.get(NAME, "")), values
 
 
-def choose_name(settings: Settings, sweep: Mapping[str, Any]) -> str:
+def choose_name(settings: TrialSettings, sweep: Mapping[str, Any]) -> str:
     """Return a trial's name: its settings, shortened. Empty if they make none."""
     parts = []
     for key, (_, value) in settings.items():

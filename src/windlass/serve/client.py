@@ -58,7 +58,7 @@ class Generated:
 
 
 @dataclass
-class Server:
+class ServedModel:
     """One model of a server."""
 
     url: str

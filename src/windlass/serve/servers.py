@@ -42,7 +42,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ServerRow:
     """One row of servers.toml, whose head says what the fields mean."""
 
     server: str
@@ -58,10 +58,10 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ServerVerdict:
     """What a server does with some modules, or with a feature of the adapter."""
 
-    row: Row
+    row: ServerRow
     what: str
     modules: tuple[str, ...] = field(default=())
     enabled: bool = False  # the environment variable is set that makes the server apply them
@@ -83,7 +83,7 @@ class Verdict:
         return f"{title} {SAYS[self.row.result]} {self.what}{count}{note}"
 
 
-def list_ways_on(verdict: Verdict, base: Base, run: str) -> str:
+def list_ways_on(verdict: ServerVerdict, base: Base, run: str) -> str:
     """Return what to do about a part that the server doesn't apply. `run`: what to export, quoted."""
     row = verdict.row
     merge = f"windlass export {run} --to merged --merge"
@@ -97,7 +97,7 @@ def list_ways_on(verdict: Verdict, base: Base, run: str) -> str:
 
 
 def list_commands(
-    server: str, base: str, config: Mapping[str, Any], verdicts: Sequence[Verdict], *, own_template: bool = False
+    server: str, base: str, config: Mapping[str, Any], verdicts: Sequence[ServerVerdict], *, own_template: bool = False
 ) -> list[str]:
     """Return the commands that serve an adapter, run in its folder; none for PEFT. `own_template`: the adapter was
     trained with another chat template than its base's, which servers use."""
@@ -116,13 +116,13 @@ def list_commands(
     return ["".join(variables) + command.format(**names) for command in commands]
 
 
-def _read_table() -> tuple[dict[str, Server], tuple[Row, ...]]:
+def _read_table() -> tuple[dict[str, Server], tuple[ServerRow, ...]]:
     servers = {}
     rows = []
     for name, entry in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
         for row in entry.pop("rows"):
             lists = {key: tuple(row.get(key, "").split()) for key in ("what", "models", "matrices")}
-            rows.append(Row(name, **{**row, **lists}))
+            rows.append(ServerRow(name, **{**row, **lists}))
         servers[name] = Server(**entry)
     return servers, tuple(rows)
 
@@ -130,20 +130,20 @@ def _read_table() -> tuple[dict[str, Server], tuple[Row, ...]]:
 SERVERS, ROWS = _read_table()
 
 
-def find_row(server: str, model_type: str, *names: str) -> Row:
+def find_row(server: str, model_type: str, *names: str) -> ServerRow:
     """Return the first row for a module by any of its names, or one that says that it was not tried."""
     for row in ROWS:
         if row.server == server and set(names) & set(row.what) and model_type in (row.models or (model_type,)):
             return row
-    return Row(server, (names[0],), UNTRIED)
+    return ServerRow(server, (names[0],), UNTRIED)
 
 
 def judge_adapter(
     server: str, base: Base, adapted: Sequence[str], features: Sequence[str], environment: Mapping[str, str]
-) -> Iterator[Verdict]:
+) -> Iterator[ServerVerdict]:
     """Yield what the server does with each kind of the parameters (`adapted`, by name) and features of an adapter."""
     parts = {parameter.name: parameter.part for parameter in base.parameters}
-    groups: dict[tuple[str, Row], list[str]] = {}
+    groups: dict[tuple[str, ServerRow], list[str]] = {}
     for name in adapted:
         part = parts[name]
         module = name.removesuffix(".weight")
@@ -155,4 +155,4 @@ def judge_adapter(
     for (what, row), modules in groups.items():
         variable, _, value = row.unless.partition("=")
         enabled = bool(variable) and environment.get(variable) == value
-        yield Verdict(row, what, tuple(modules), enabled)
+        yield ServerVerdict(row, what, tuple(modules), enabled)

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe.format import describe_served, format_plural
-from windlass.serve.client import BEFORE, ECHO, FORCED, OPEN, PROMPT, WHOLE, RefusedError, Server
+from windlass.serve.client import BEFORE, ECHO, FORCED, OPEN, PROMPT, WHOLE, RefusedError, ServedModel
 from windlass.serve.probe import (
     ADAPTER,
     AT_SCALE,
@@ -88,7 +88,7 @@ def verify(
 ) -> Verdict:
     """Compare a server's model with an export. Raises what makes a comparison impossible."""
     probe = read_probe(folder, read_json(folder / EXPORT))
-    server = Server(url, key=key, key_variable=key_variable, say=say)
+    server = ServedModel(url, key=key, key_variable=key_variable, say=say)
     server.model = choose_model(server, model)
     require_tokenizer(server, probe)
     longest = max((row["ids"] for row in probe["rows"]), key=len)
@@ -108,7 +108,7 @@ def verify(
     return verdict
 
 
-def choose_model(server: Server, wanted: str | None) -> str:
+def choose_model(server: ServedModel, wanted: str | None) -> str:
     names = server.list_models()
     if wanted in names:
         return str(wanted)
@@ -120,7 +120,7 @@ def choose_model(server: Server, wanted: str | None) -> str:
     raise UserError(problem, "--model", hint, "no-such-model")
 
 
-def require_tokenizer(server: Server, probe: dict[str, Any]) -> None:
+def require_tokenizer(server: ServedModel, probe: dict[str, Any]) -> None:
     """Refuse a server that splits a text into other tokens."""
     expected = probe.get("tokenizer", {})
     tokens = server.tokenize(expected["text"]) if expected else None
@@ -141,7 +141,7 @@ def describe_tokens(served: Sequence[int], trained: Sequence[int]) -> str:
 # --- log-probabilities ---
 
 
-def compare_logprobs(server: Server, probe: dict[str, Any], way: str, say: Callable[[str], None]) -> Verdict:
+def compare_logprobs(server: ServedModel, probe: dict[str, Any], way: str, say: Callable[[str], None]) -> Verdict:
     """Find the hypothesis that fits the server's log-probabilities."""
     measured: list[float] = []
     served_base: list[float] = []
@@ -165,7 +165,7 @@ def compare_logprobs(server: Server, probe: dict[str, Any], way: str, say: Calla
     return judge(measured, served_base, expected, probe, server.model, way)
 
 
-def read_row(server: Server, row: dict[str, Any], way: str) -> dict[int, float]:
+def read_row(server: ServedModel, row: dict[str, Any], way: str) -> dict[int, float]:
     """Return log-probabilities by their place among the row's positions."""
     positions = row["positions"]
     if way != FORCED:
@@ -342,7 +342,7 @@ def raise_another_model(probe: dict[str, Any], model: str, why: str) -> NoReturn
 # --- decoded tokens, chat template ---
 
 
-def check_decoding(server: Server, probe: dict[str, Any], verdict: Verdict) -> None:
+def check_decoding(server: ServedModel, probe: dict[str, Any], verdict: Verdict) -> None:
     """Compare decoded tokens with the adapter's: a server may compute prompts and decoding differently."""
     if verdict.verdict != APPLIED:
         return
@@ -374,7 +374,7 @@ def check_decoding(server: Server, probe: dict[str, Any], verdict: Verdict) -> N
             verdict.problems.append(f"{text}, bound {verdict.bound:.3g}")
 
 
-def check_template(server: Server, probe: dict[str, Any], verdict: Verdict) -> None:
+def check_template(server: ServedModel, probe: dict[str, Any], verdict: Verdict) -> None:
     """Compare the server's chat template with the one that was trained with."""
     chats = [row["chat"] for row in probe["rows"] if "chat" in row]
     parts = set()

@@ -44,8 +44,8 @@ from windlass.train.loss import SourceLosses
 from windlass.train.parallel import get_device
 from windlass.train.patches import Patches
 from windlass.train.precision import compare_precisely
-from windlass.train.preference import Answers, Preference, measure_answers
-from windlass.train.ranking import Candidate, Ranking
+from windlass.train.preference import PairAnswers, Preference, measure_answers
+from windlass.train.ranking import RankedAdapter, Ranking
 from windlass.train.reference import require_first_adapter
 from windlass.train.served import measure_share
 from windlass.train.shared_base import SharedBase
@@ -55,7 +55,8 @@ BASE: Final = "base model"  # without an adapter, as the reference
 REFERENCE: Final = "as it began"  # with the adapter that a run on pairs began with, instead
 NOISE: Final = 1.96  # standard errors: 95 % of a normal distribution
 
-Rows = np.ndarray[Any, Any]  # per row: summed loss, supervised tokens; per pair: loss, 1, whether chosen is preferred
+# Per row: summed loss, supervised tokens. Per pair: loss, 1, whether the chosen answer is preferred.
+RowFigures = np.ndarray[Any, Any]
 
 
 def rank_checkpoints(
@@ -112,7 +113,7 @@ def rank_checkpoints(
         kept: dict[str, dict[str, float]] = {}
         served: dict[str, str] = {}  # what servers in bfloat16 lose of each adapter
 
-        def evaluate(base_dtype: str, chosen: Sequence[Saved], suffix: str = "") -> dict[str, Rows]:
+        def evaluate(base_dtype: str, chosen: Sequence[Saved], suffix: str = "") -> dict[str, RowFigures]:
             """Return the losses of the base, stored in this dtype, and of these adapters on it."""
             here.phase(f"loading the model{suffix}")
             base = SharedBase(keeps=len(runs) > 1)
@@ -128,7 +129,7 @@ def rank_checkpoints(
                     allow_other=allow_other_base,
                     say=console.print,
                 )
-            losses: dict[str, Rows] = {}
+            losses: dict[str, RowFigures] = {}
             for of in dict.fromkeys(saved.of for saved in chosen):
                 lora = of.plan.run.lora
                 base_alone = BaseAlone(model, (*of.plan.adapter.in_full, *of.plan.adapter.biases))
@@ -193,7 +194,7 @@ def find_worse(kept: Mapping[str, Mapping[str, float]], bound: float) -> dict[st
 def add_kept(ranking: Ranking, kept: Mapping[str, Mapping[str, float]]) -> Ranking:
     """Add to each adapter its kept set that got worse most."""
 
-    def add(candidate: Candidate) -> Candidate:
+    def add(candidate: RankedAdapter) -> RankedAdapter:
         figures = kept.get(candidate.name, {})
         worse = list_worse(figures)
         if not worse:
@@ -250,7 +251,9 @@ def find_first_adapter(run_folder: Path) -> Path | None:
     return require_first_adapter(run_folder, given) if given else None
 
 
-def make_comparison(model: PeftModel, batches: Batches, run: RunFile, began_with: Path | None) -> Callable[[], Rows]:
+def make_comparison(
+    model: PeftModel, batches: Batches, run: RunFile, began_with: Path | None
+) -> Callable[[], RowFigures]:
     """Return a function that measures all rows. The reference of pairs is measured here; its adapter stays loaded."""
     causal_lm = model.get_base_model()
     autocast = torch.autocast(get_device().type, torch.bfloat16, enabled=run.train.in_bf16)
@@ -258,11 +261,11 @@ def make_comparison(model: PeftModel, batches: Batches, run: RunFile, began_with
         return lambda: measure_rows(batches, 2, partial(row_losses, causal_lm), autocast)
     preference = Preference(run, SourceLosses((), get_device()))
 
-    def measure(reference: Rows | None = None) -> Rows:
+    def measure(reference: RowFigures | None = None) -> RowFigures:
         compare = partial(pair_figures, causal_lm, preference, reference)
         return measure_rows(batches, 5, compare, compare_precisely(causal_lm, autocast))
 
-    reference: Rows | None = None
+    reference: RowFigures | None = None
     if began_with is not None:
         load_adapter(model, began_with)
         reference = measure()[:, 3:]
@@ -275,7 +278,7 @@ def make_comparison(model: PeftModel, batches: Batches, run: RunFile, began_with
 @torch.no_grad()
 def measure_rows(
     batches: Batches, columns: int, measure: Callable[[Batch], Tensor], precision: AbstractContextManager[Any]
-) -> Rows:
+) -> RowFigures:
     """Return figures of every row, on every rank. `measure` returns those of a micro-batch's rows, then of fillers."""
     device = get_device()
     figures = np.zeros((len(batches.rows), columns))
@@ -283,7 +286,7 @@ def measure_rows(
         for batch in batches.epoch(0):
             measured = measure(batch.to(device))
             figures[batch.rows] = measured[: len(batch.rows)].double().cpu()
-    total: Rows = sum(collectives.all_gather(figures))  # each row is nonzero on one rank only
+    total: RowFigures = sum(collectives.all_gather(figures))  # each row is nonzero on one rank only
     return total
 
 
@@ -300,25 +303,25 @@ def sum_rows(losses: Tensor, batch: Batch) -> Tensor:
     return torch.zeros(len(batch.rows), 2).double().index_add(0, batch.sequences, figures)
 
 
-def pair_figures(causal_lm: Any, preference: Preference, reference: Rows | None, batch: Batch) -> Tensor:
+def pair_figures(causal_lm: Any, preference: Preference, reference: RowFigures | None, batch: Batch) -> Tensor:
     """Return of every pair: its loss, 1, whether the chosen answer is preferred, and both log-probabilities."""
     assert batch.pairs is not None
     hidden = causal_lm(**batch.inputs).last_hidden_state
     answers = measure_answers(Head(causal_lm).log_probs(hidden, batch.targets), batch.pairs)
     if reference is not None:
-        answers = Answers(*(each[: len(batch.rows)] for each in answers))  # fillers come after
+        answers = PairAnswers(*(each[: len(batch.rows)] for each in answers))  # fillers come after
         answers = answers._replace(reference=torch.from_numpy(reference[batch.rows]).to(answers.logps))
     outcome = preference.compare(answers)
     columns = [outcome.losses, torch.ones_like(outcome.losses), outcome.preferred, *answers.logps.unbind(1)]
     return torch.stack(columns, 1)
 
 
-def mean_loss(rows: Rows) -> float:
+def mean_loss(rows: RowFigures) -> float:
     """Return the loss per supervised token, or per pair."""
     return float(rows[:, 0].sum() / rows[:, 1].sum())
 
 
-def rank_candidates(measured: Mapping[str, Rows], skipped: dict[str, str], by: str = LOSS) -> Ranking:
+def rank_candidates(measured: Mapping[str, RowFigures], skipped: dict[str, str], by: str = LOSS) -> Ranking:
     """Rank by mean loss per token or pair, or by the share of pairs in the wrong order, with the interval of each
     difference to the best."""
     losses = measured
@@ -339,5 +342,5 @@ def rank_candidates(measured: Mapping[str, Rows], skipped: dict[str, str], by: s
         high = float(difference + half)
         rows = measured[name]
         preferred = float(rows[:, 2].mean()) if rows.shape[1] > 2 else None
-        ranked.append(Candidate(name, mean_loss(rows), difference, low, high, low > 0, preferred))
+        ranked.append(RankedAdapter(name, mean_loss(rows), difference, low, high, low > 0, preferred))
     return Ranking(tuple(ranked), len(lowest), int(tokens.sum()), skipped, by)

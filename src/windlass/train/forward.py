@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass.train.kernels.documents import separate
-from windlass.train.long_rows import Row, RowGroup
+from windlass.train.long_rows import RowGroup, RowPieces
 
 
 class DocumentSearch:
@@ -40,7 +40,7 @@ def make_forward(search: DocumentSearch, group: RowGroup | None = None) -> Calla
         several: bool | None = None,
         document_edges: Tensor | None = None,
         longest_document: int = 0,
-        row: Row | None = None,
+        row: RowPieces | None = None,
         **inputs: Any,
     ) -> Any:
         """Return the decoder's output, with the hidden states [tokens, width] of the supervised positions alone.

@@ -45,7 +45,7 @@ from windlass.train import parallel
 from windlass.train.lora import DTYPES
 from windlass.weights.blanks import Blanks, judge_blanks
 from windlass.weights.certificate import check_buffers, check_parameters, make_certificate
-from windlass.weights.fill import LocalPart, Source, fill_codes, fill_quantized, fill_scale, fill_values
+from windlass.weights.fill import FillSource, LocalPart, fill_codes, fill_quantized, fill_scale, fill_values
 from windlass.weights.quantized import QuantizedParam, list_quantized_params
 from windlass.weights.reading import NEEDS_SCALE, DamagedError, Files
 from windlass.weights.same_base import (
@@ -188,7 +188,7 @@ def read_all(
     unread = dict.fromkeys(targets)
     parts = dict[str, Part]()
     with Files() as files, ThreadPoolExecutor(LOADER_THREADS) as pool:
-        source = Source(files, base.block, pool, blanks)
+        source = FillSource(files, base.block, pool, blanks)
         for parameter in base.parameters:
             memory, offset = view_own_part(targets[parameter.name])
             weight = quantized.get(parameter.name)

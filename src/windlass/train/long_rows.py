@@ -44,7 +44,7 @@ ALIGNED: Final = 16  # torch's kernels copy masks of other widths
 # --- the cut ---
 
 
-class Document(NamedTuple):
+class RowDocument(NamedTuple):
     """Tokens of a row that see no others. Padding consists of documents of one token, joined here to one with a window
     of 1."""
 
@@ -53,10 +53,10 @@ class Document(NamedTuple):
     window: int | None
 
 
-class Row(NamedTuple):
+class RowPieces(NamedTuple):
     """Documents of the padded rows that this rank has two pieces of."""
 
-    documents: tuple[tuple[Document, ...], ...]  # of each row
+    documents: tuple[tuple[RowDocument, ...], ...]  # of each row
     pieces: tuple[range, range]
 
     @property
@@ -64,7 +64,7 @@ class Row(NamedTuple):
         return all(documents == self.documents[0] for documents in self.documents)
 
 
-class Part(NamedTuple):
+class CutBatch(NamedTuple):
     """A rank's part of a micro-batch."""
 
     inputs: dict[str, Any]
@@ -85,7 +85,7 @@ class Cut:
         late = 2 * self.ranks - 1 - self.rank
         return range(self.rank * size, (self.rank + 1) * size), range(late * size, (late + 1) * size)
 
-    def __call__(self, inputs: dict[str, Any], lengths: Sequence[int]) -> Part:
+    def __call__(self, inputs: dict[str, Any], lengths: Sequence[int]) -> CutBatch:
         """Return this rank's part of a model's inputs. lengths: tokens of each row."""
         assert "cu_seq_lens_q" not in inputs, "rows that are laid end to end are not cut"
         ids = inputs["input_ids"].numpy()
@@ -111,7 +111,7 @@ class Cut:
             "input_ids": cut(ids),
             "position_ids": from_numpy(positions[:, columns]),
             "several": False,  # documents are separated here, where positions of two pieces look like more of them
-            "row": Row(tuple(map(_find_documents, positions)), pieces),
+            "row": RowPieces(tuple(map(_find_documents, positions)), pieces),
             "supervised": from_numpy(supervised // width * len(columns) + place)[here],
             "targets": inputs["targets"][here],
         }
@@ -122,19 +122,19 @@ class Cut:
         if "mask" in inputs:  # all that an uncut row has, but nothing of what fills up the last piece
             mask = np.ones_like(ids) if inputs["mask"] is None else inputs["mask"].numpy()
             part["mask"] = cut(mask)
-        return Part(part, cut(is_token).sum(1), here)
+        return CutBatch(part, cut(is_token).sum(1), here)
 
 
-def _find_documents(positions: Array) -> tuple[Document, ...]:
+def _find_documents(positions: Array) -> tuple[RowDocument, ...]:
     """Return a row's documents, which begin where positions don't go on."""
     starts = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist()]
-    documents: list[Document] = []
+    documents: list[RowDocument] = []
     for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True):
         single = 1 if stop - start == 1 else None
         if single and documents and documents[-1].window:
             documents[-1] = documents[-1]._replace(stop=stop)
         else:
-            documents.append(Document(start, stop, single))
+            documents.append(RowDocument(start, stop, single))
     return tuple(documents)
 
 
@@ -168,7 +168,7 @@ class RowGroup:
         torch.manual_seed(seed + self.cut.rank)
 
     @contextmanager
-    def attending(self, model: PreTrainedModel, row: Row | None) -> Iterator[None]:
+    def attending(self, model: PreTrainedModel, row: RowPieces | None) -> Iterator[None]:
         """Compute attention over the group if a row is cut, else as usual. Layers that are recomputed in the backward
         need the same implementation then: it stays until the next forward."""
         self.usual = self.usual or model.config._attn_implementation
@@ -182,13 +182,13 @@ class RowGroup:
             CURRENT.reset(token)
 
 
-CURRENT: ContextVar[tuple[RowGroup, Row] | None] = ContextVar("row", default=None)
+CURRENT: ContextVar[tuple[RowGroup, RowPieces] | None] = ContextVar("row", default=None)
 
 
 # --- attention ---
 
 
-class Span(NamedTuple):
+class QuerySpan(NamedTuple):
     """Queries that are computed at once, and the keys that they see: up to the last query."""
 
     queries: int
@@ -200,13 +200,13 @@ class Span(NamedTuple):
 class Mask:
     """Which keys this rank's queries see: what transformers passes to attention as its mask."""
 
-    def __init__(self, group: RowGroup, row: Row, window: int | None) -> None:
+    def __init__(self, group: RowGroup, row: RowPieces, window: int | None) -> None:
         self.group = group
         self.row = row
         self.window = window
         self.known: dict[Any, Any] = {}
 
-    def spans(self, documents: Sequence[Document], at_once: int | None) -> list[Span]:
+    def spans(self, documents: Sequence[RowDocument], at_once: int | None) -> list[QuerySpan]:
         """Return the spans of this rank's pieces, in their order."""
         spans = []
         for piece in self.row.pieces:
@@ -222,20 +222,20 @@ class Mask:
                     key = document.start
                     if window:
                         key = max(key, (first - window + 1) // ALIGNED * ALIGNED)
-                    spans.append(Span(end - first, key, end, window))
+                    spans.append(QuerySpan(end - first, key, end, window))
         return spans
 
-    def by_rows(self, at_once: int | None) -> list[tuple[slice, list[Span]]]:
+    def by_rows(self, at_once: int | None) -> list[tuple[slice, list[QuerySpan]]]:
         """Return the spans of each row, or of all rows at once if they are alike."""
         if at_once not in self.known:
             row = self.row
             each = [(slice(i, i + 1), documents) for i, documents in enumerate(row.documents)]
             rows = [(slice(None), row.documents[0])] if row.alike else each
             self.known[at_once] = [(which, self.spans(documents, at_once)) for which, documents in rows]
-        spans: list[tuple[slice, list[Span]]] = self.known[at_once]
+        spans: list[tuple[slice, list[QuerySpan]]] = self.known[at_once]
         return spans
 
-    def scores(self, span: Span, folds: int, like: Tensor) -> Tensor:
+    def scores(self, span: QuerySpan, folds: int, like: Tensor) -> Tensor:
         """Return what is added to the scores: 0, or -inf of a key that a query doesn't see, for `folds` heads below
         each other. Keys end at the last query, so all masks of a window are lower right corners of one."""
         keys = span.window + SPLIT_QUERIES + ALIGNED if span.window else max(piece.stop for piece in self.row.pieces)

@@ -14,7 +14,7 @@ from windlass.train.batches import Pairs
 from windlass.train.loss import SourceLosses
 
 
-class Answers(NamedTuple):
+class PairAnswers(NamedTuple):
     """The answers of a micro-batch. Shape [pairs, 2]: chosen, rejected."""
 
     logps: Tensor  # summed over an answer's tokens
@@ -35,7 +35,7 @@ class PairOutcome(NamedTuple):
         return (self.rewards[:, 0] > self.rewards[:, 1]).float()
 
 
-def dpo_loss(settings: Dpo, answers: Answers) -> PairOutcome:
+def dpo_loss(settings: Dpo, answers: PairAnswers) -> PairOutcome:
     """Return the loss of DPO, or of IPO. https://arxiv.org/abs/2305.18290, https://arxiv.org/abs/2310.12036"""
     ratios = answers.logps - answers.reference
     scores = ratios / answers.lengths if settings.length_normalized or settings.loss == "ipo" else ratios
@@ -54,7 +54,7 @@ def dpo_loss(settings: Dpo, answers: Answers) -> PairOutcome:
     return PairOutcome(losses, settings.beta * ratios.detach(), answers.logps.detach())
 
 
-def orpo_loss(settings: Orpo, answers: Answers) -> PairOutcome:
+def orpo_loss(settings: Orpo, answers: PairAnswers) -> PairOutcome:
     """Return the loss of ORPO, of means over tokens. https://arxiv.org/abs/2403.07691, equations 6 and 7"""
     means = answers.logps / answers.lengths
     log_odds = means - _log1mexp(means)
@@ -93,7 +93,7 @@ class Preference:
                 self.sources.add(pairs.sources[real], losses.detach()[real])
         return losses.sum()
 
-    def compare(self, answers: Answers) -> PairOutcome:
+    def compare(self, answers: PairAnswers) -> PairOutcome:
         if isinstance(self.settings, Dpo):
             return dpo_loss(self.settings, answers)
         return orpo_loss(self.settings, answers)
@@ -114,10 +114,10 @@ class Preference:
         }
 
 
-def measure_answers(log_probs: Tensor, pairs: Pairs) -> Answers:
+def measure_answers(log_probs: Tensor, pairs: Pairs) -> PairAnswers:
     """Sum the tokens of each answer. A filler, which has none, has any log-probability that objectives can take."""
     of_fillers = -(pairs.lengths == 0).to(log_probs.dtype)
     logps = of_fillers.index_add(0, pairs.sequences, log_probs).view(-1, 2)
     lengths = pairs.lengths.clamp(min=1).view(-1, 2)
     reference = pairs.reference.view(-1, 2) if len(pairs.reference) else torch.zeros_like(logps)
-    return Answers(logps, lengths, reference)
+    return PairAnswers(logps, lengths, reference)

@@ -7,7 +7,7 @@ UNCLEAR: Final = "unclear"  # the interval of a difference includes 0
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class RankedAdapter:
     """An adapter's loss and its distance from the best one."""
 
     name: str
@@ -25,7 +25,7 @@ class Candidate:
 class Ranking:
     """Candidates from best to worst."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[RankedAdapter, ...]
     rows: int
     tokens: int  # of pairs: their number
     skipped: dict[str, str]

@@ -36,7 +36,7 @@ from windlass.train.batches import Batch, Batches
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.parallel import list_fsdp_modules
 from windlass.train.precision import in_float32
-from windlass.train.preference import Answers, measure_answers
+from windlass.train.preference import PairAnswers, measure_answers
 from windlass.train.step import TrainedModel
 
 Say = Callable[[str], None]
@@ -233,7 +233,7 @@ def require_finite(table: Tensor, name: str, path: Path) -> None:
         raise RunError(problem, str(path), hint, "not-finite")
 
 
-def compute_answers(model: TrainedModel, batch: Batch) -> Answers:
+def compute_answers(model: TrainedModel, batch: Batch) -> PairAnswers:
     """Return the log-probabilities of a micro-batch's answers."""
     assert batch.pairs is not None
     hidden = model.causal_lm(**batch.inputs).last_hidden_state

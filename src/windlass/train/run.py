@@ -20,7 +20,7 @@ from windlass.data.trained_template import set_template
 from windlass.errors import SAVED, Problem, UserError
 from windlass.files import WriteGuard, commit_dir, write_json
 from windlass.observe.background import BackgroundReport
-from windlass.observe.flops import Rates
+from windlass.observe.flops import RateMeter
 from windlass.observe.recorder import Recorder
 from windlass.observe.watch.monitor import make_environment
 from windlass.observe.watch.run import RunWatch
@@ -459,7 +459,7 @@ def report_stall(here: Rank, problem: Problem) -> None:
 def make_recorder(plan: Plan, here: Rank, model: PeftModel, debug_freq: int | None) -> Recorder:
     """Create the recorder of steps. debug_freq: from the command line, how often it samples every counter."""
     device = get_device()
-    rates = Rates(
+    rates = RateMeter(
         device,
         seq_len=plan.batch.length,
         flops_per_token=plan.cost.flops_per_token,

@@ -22,7 +22,7 @@ HINT: Final = (
     "finished trials before it are as they would be alone; report it with the output of `windlass bug-report RUN`"
 )
 
-Loaded = tuple[transformers.PreTrainedModel, dict[str, Any]]  # the model and its certificate
+LoadedModel = tuple[transformers.PreTrainedModel, dict[str, Any]]  # the model and its certificate
 
 
 class SharedBase:
@@ -31,13 +31,13 @@ class SharedBase:
     def __init__(self, *, keeps: bool = False) -> None:
         self.keeps = keeps
         self.undo = ExitStack()  # what a run replaced outside of the model
-        self.loaded: Loaded | None = None
-        self.record: Record | None = None
+        self.loaded: LoadedModel | None = None
+        self.record: ModelRecord | None = None
 
-    def get(self, load: Callable[[], Loaded]) -> Loaded:
+    def get(self, load: Callable[[], LoadedModel]) -> LoadedModel:
         if self.loaded is None:
             self.loaded = load()
-            self.record = Record(self.loaded[0]) if self.keeps else None
+            self.record = ModelRecord(self.loaded[0]) if self.keeps else None
         return self.loaded
 
     def join(self, model: TrainedModel, updater: Updater, watch: RunWatch) -> None:
@@ -54,7 +54,7 @@ class SharedBase:
             torch.cuda.empty_cache()
 
 
-class Record:
+class ModelRecord:
     """A model's modules with all their attributes, and a checksum of its weights."""
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:

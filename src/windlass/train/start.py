@@ -36,7 +36,7 @@ PLAN = "plan"  # in the status directory: the plan that this machine's ranks sha
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class RankCommand:
     """A command that runs in ranks: its words, and what launch.sh tells of the job that it is part of."""
 
     arguments: Sequence[str]  # `python -m windlass ARGUMENTS` is one rank
@@ -50,7 +50,7 @@ class Command:
 
 def train(
     make_plan: Callable[[], AnyPlan],
-    command: Command,
+    command: RankCommand,
     *,
     resume: bool,
     debug_freq: int | None = None,
@@ -126,7 +126,7 @@ def require_inputs(plan: AnyPlan) -> None:
 def best(
     make_plan: Callable[[], Plan],
     run_folder: Path,
-    command: Command,
+    command: RankCommand,
     *,
     base_dtypes: Sequence[str] = (),
     allow_other_base: bool = False,
@@ -150,7 +150,7 @@ def best(
 def run_in_ranks(
     make_plan: Callable[[], AnyPlan],
     work: Callable[[AnyPlan, Rank], int],
-    command: Command,
+    command: RankCommand,
     *,
     resume: bool = False,
 ) -> int:
@@ -202,7 +202,7 @@ def read_shared_plan(here: Rank) -> AnyPlan | None:
     return plan
 
 
-def start_here(make_plan: Callable[[], AnyPlan], command: Command, *, resume: bool) -> int:
+def start_here(make_plan: Callable[[], AnyPlan], command: RankCommand, *, resume: bool) -> int:
     """Plan, and start this machine's ranks; on several nodes once all have joined. Returns the exit code."""
     job = command.job
     environ = command.environ

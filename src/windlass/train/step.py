@@ -44,19 +44,19 @@ class Step:
 
 
 RADIX: Final = 4096  # of the tokens' two digits: float32 alone would count to 16.7 M only
-Number = Any  # a Python number, or a value on the device before the host has read it
+Scalar = Any  # a Python number, or a value on the device before the host has read it
 
 
 class StepSums(NamedTuple):
     """One rank's part of what a step adds up over the ranks, or the sum."""
 
-    loss: Number  # summed over supervised tokens, or pairs
-    balance: Number  # the router's balancing loss, summed over micro-batches
-    supervised: Number  # tokens, or pairs
-    tokens: Number  # without padding
-    interrupted: Number  # a signal was received
-    requested: Number  # by the watch
-    not_compiled: Number  # a layer did not compile
+    loss: Scalar  # summed over supervised tokens, or pairs
+    balance: Scalar  # the router's balancing loss, summed over micro-batches
+    supervised: Scalar  # tokens, or pairs
+    tokens: Scalar  # without padding
+    interrupted: Scalar  # a signal was received
+    requested: Scalar  # by the watch
+    not_compiled: Scalar  # a layer did not compile
     non_finite: Any  # loss or gradient; summed: a flag per rank
     figures: Any  # what else is recorded: rewards of pairs, losses per data set of a mix
 

@@ -48,7 +48,7 @@ from windlass.train.halving import (
     require_halvings,
 )
 from windlass.train.session import PAUSED, Session
-from windlass.train.together import Group
+from windlass.train.together import TrialGroup
 from windlass.weights.same_base import require_same_base
 
 Work = Callable[[Plan, Session], int]
@@ -134,7 +134,7 @@ def train_group(
     """Train a trial, or some together, to their end or the next halving, and put the base back as it was. Returns the
     trials' states."""
     names = [name_trial(trial) for trial in trials]
-    group = Group(trials, names, session) if len(trials) > 1 else None
+    group = TrialGroup(trials, names, session) if len(trials) > 1 else None
     works = []
     for number, (name, trial) in enumerate(zip(names, trials, strict=True)):
         own = group.make_session(number) if group else session

@@ -33,7 +33,7 @@ from windlass.train.experts.sliced import SlicedExperts
 from windlass.train.head import Head
 from windlass.train.kernels import family_layers, slices
 from windlass.train.kernels.lora_linear import LoraLinear
-from windlass.train.kernels.slices import Part, Random, SlicedLinear, Slices, set_state
+from windlass.train.kernels.slices import Random, SlicedLinear, Slices, TrialSlice, set_state
 from windlass.train.liveness import ExpertTokens
 from windlass.train.loss import balance_router
 from windlass.train.noise import add_noise
@@ -41,7 +41,7 @@ from windlass.train.parallel import get_device, reshard
 from windlass.train.patches import ModelPatches
 from windlass.train.recompute import recompute_layers
 from windlass.train.session import Session
-from windlass.train.shared_base import Loaded, SharedBase
+from windlass.train.shared_base import LoadedModel, SharedBase
 from windlass.train.step import ROUTED, TrainedModel, Updater
 from windlass.train.sync import WaitTimer
 
@@ -51,7 +51,7 @@ Losses = tuple[Tensor, Tensor | None]
 
 
 @dataclass(eq=False)
-class Request:
+class LossRequest:
     """What a loop waits for: the loss of a micro-batch."""
 
     model: TrainedModel
@@ -71,7 +71,7 @@ class Turns(threading.Thread):
         self.go = threading.Semaphore(0)
         self.back = threading.Semaphore(0)
         self.random = Generators()
-        self.request: Request | None = None
+        self.request: LossRequest | None = None
         self.cancelled = ""
         self.ended = False
         self.result: Any = None
@@ -101,7 +101,7 @@ class Turns(threading.Thread):
 
     def wait_for_losses(self, model: TrainedModel, batch: Batch, balance_share: Tensor | None) -> Losses:
         """Return a micro-batch's losses. Called in its own thread."""
-        request = Request(model, batch, balance_share)
+        request = LossRequest(model, batch, balance_share)
         self.request = request
         self.back.release()
         self.go.acquire()
@@ -126,10 +126,10 @@ class Generators(Random):
         set_state(self.state)
 
 
-class Member(SharedBase):
+class TrialBase(SharedBase):
     """The base as one trial of a group sees it: a copy of the modules on the same weights."""
 
-    def __init__(self, group: "Group", plan: Plan, signal: "SteadySignal") -> None:
+    def __init__(self, group: "TrialGroup", plan: Plan, signal: "SteadySignal") -> None:
         super().__init__()
         self.group = group
         self.plan = plan
@@ -140,7 +140,7 @@ class Member(SharedBase):
         self.turns: Turns | None = None
         self.tokens: ExpertTokens | None = None
 
-    def get(self, load: Callable[[], Loaded]) -> Loaded:
+    def get(self, load: Callable[[], LoadedModel]) -> LoadedModel:
         model, certificate = self.group.base.get(load)
         reshard(model)  # the reference or the first evaluation of a trial before leaves weights gathered
         return copy_model(model), certificate
@@ -183,7 +183,7 @@ class SteadySignal(StopSignal):
         self.signal.training = value
 
 
-class Group:
+class TrialGroup:
     """Trials that train together."""
 
     def __init__(self, plans: Sequence[Plan], names: Sequence[str], session: Session) -> None:
@@ -191,7 +191,7 @@ class Group:
         self.base = session.base
         self.names = names
         self.signals = [SteadySignal(session.stop_signal) for _ in plans]
-        self.members = [Member(self, plan, signal) for plan, signal in zip(plans, self.signals, strict=True)]
+        self.members = [TrialBase(self, plan, signal) for plan, signal in zip(plans, self.signals, strict=True)]
         self.computes: Forward | None = None
         self.running: int | None = None  # the trial whose turn it is
 
@@ -249,7 +249,7 @@ class Group:
 class Forward:
     """The model that computes the rows of all trials of a group."""
 
-    def __init__(self, base: SharedBase, members: Sequence[Member]) -> None:
+    def __init__(self, base: SharedBase, members: Sequence[TrialBase]) -> None:
         assert base.loaded is not None
         self.members = members
         self.model = copy_model(base.loaded[0])
@@ -301,7 +301,7 @@ class Forward:
                 count = partial(add_part, member.tokens, f"{PREFIX}{name}", index.detach(), part, self.slices.shape)
                 output.register_hook(count)  # type: ignore[no-untyped-call]
 
-    def run(self, requests: Mapping[int, Request], randoms: Mapping[int, Random]) -> None:
+    def run(self, requests: Mapping[int, LossRequest], randoms: Mapping[int, Random]) -> None:
         """Compute the requests' losses, and add the gradients of all to their adapters."""
         inputs = [request.batch.inputs for request in requests.values()]
         shape, parts = slices.place_parts(inputs, [randoms[number] for number in requests])
@@ -334,25 +334,25 @@ class Forward:
         self.waits.marks = []
         total.backward()  # type: ignore[no-untyped-call]
 
-    def balance_router(self, router_logits: Sequence[Tensor], part: Part, mask: Tensor | None) -> Tensor:
+    def balance_router(self, router_logits: Sequence[Tensor], part: TrialSlice, mask: Tensor | None) -> Tensor:
         """Return the router's balancing loss of one trial's tokens."""
         of_trial = [take_part(part, self.slices.shape, logits).flatten(0, 1) for logits in router_logits]
         return balance_router(of_trial, self.model.config.get_text_config(), mask)
 
 
-def take_part(part: Part, shape: tuple[int, int], of_tokens: Tensor) -> Tensor:
+def take_part(part: TrialSlice, shape: tuple[int, int], of_tokens: Tensor) -> Tensor:
     return part.of(of_tokens.view(*shape, -1))
 
 
 def add_part(
-    tokens: ExpertTokens, place: str, index: Tensor, part: Part, shape: tuple[int, int], gradient: Tensor
+    tokens: ExpertTokens, place: str, index: Tensor, part: TrialSlice, shape: tuple[int, int], gradient: Tensor
 ) -> None:
     if place in tokens.pulls:
         own_index, own_gradient = (part.of(tensor.view(*shape, -1)).flatten(0, 1) for tensor in (index, gradient))
         tokens.add(place, own_index, own_gradient)
 
 
-def sum_losses(request: Request, log_probs: Tensor) -> Tensor:
+def sum_losses(request: LossRequest, log_probs: Tensor) -> Tensor:
     """Return the summed loss of one trial's targets, or of their pairs."""
     model = request.model
     if model.preference is not None:

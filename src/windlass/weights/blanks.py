@@ -22,7 +22,7 @@ WORD: Final = 8  # bytes that are looked at together
 RUN: Final = 64  # zero words in a row that weights don't have by chance; in a short row, half of it
 RARE: Final = 8  # one cut row, or matrix with a hole, in so many is no pattern
 PAGE: Final = 4096  # bytes in a file of which what disks and downloads leave out is a multiple
-Rows = dict[str, list[int]]  # by stored tensor
+BlankRows = dict[str, list[int]]  # by stored tensor
 Kind = Literal["zero", "cut", "beside"]
 
 
@@ -59,17 +59,18 @@ class Blanks:
                 if gaps[-1] > 1:
                     self._found.append(("beside", stored.key, [number + 1]))
 
-    def rows(self) -> dict[Kind, Rows]:
+    def rows(self) -> dict[Kind, BlankRows]:
         """Return the rows that are zero in full, those that are zero in part, and the neighbours of those that begin or
         end with a few zeros."""
-        by_kind: dict[Kind, Rows] = {"zero": defaultdict(list), "cut": defaultdict(list), "beside": defaultdict(list)}
+        kinds: tuple[Kind, ...] = ("zero", "cut", "beside")
+        by_kind: dict[Kind, BlankRows] = {kind: defaultdict(list) for kind in kinds}
         for kind, key, rows in self._found:
             if len(rows):
                 by_kind[kind][key] += map(int, rows)
         return {kind: dict(rows) for kind, rows in by_kind.items()}
 
 
-def judge_blanks(base: Base, by_rank: Sequence[Mapping[Kind, Rows]], tokens: int) -> tuple[list[str], list[str]]:
+def judge_blanks(base: Base, by_rank: Sequence[Mapping[Kind, BlankRows]], tokens: int) -> tuple[list[str], list[str]]:
     """Return what can only be damage, and what a user should know. tokens: how many ids the tokenizer has."""
     found: dict[Kind, dict[str, set[int]]] = {kind: defaultdict(set) for kind in ("zero", "cut", "beside")}
     for kind, by_key in ((kind, rows) for of_rank in by_rank for kind, rows in of_rank.items()):

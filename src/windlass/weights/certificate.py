@@ -25,7 +25,7 @@ from windlass.model import Base, Parameter, Piece
 from windlass.ranks.collectives import all_gather
 from windlass.settings import FOUR_BITS
 from windlass.weights.four_bits import TABLES
-from windlass.weights.quantized import Format, QuantizedParam
+from windlass.weights.quantized import QuantizedParam, StoredFormat
 from windlass.weights.reading import Box, intersect, locate_piece, to_stored_box
 
 ROW = 4096  # elements compared per sampled row
@@ -215,13 +215,13 @@ def _check_four_bits(
     return ""
 
 
-def is_same(row: Tensor, expected: Tensor, coding: Format) -> bool:
+def is_same(row: Tensor, expected: Tensor, coding: StoredFormat) -> bool:
     """Return whether a row's bytes, as published, decode to these true values."""
     units, scale = decode_row(row, coding)
     return torch.equal((units * scale[:, None]).float().flatten(), expected.float())
 
 
-def decode_row(row: Tensor, coding: Format) -> tuple[Tensor, Tensor]:
+def decode_row(row: Tensor, coding: StoredFormat) -> tuple[Tensor, Tensor]:
     """Return the numbers and the scale of each block of a row."""
     numbers = torch.tensor(TABLES[coding.kind], dtype=torch.float64)
     codes = row[: coding.columns // 2]
@@ -234,12 +234,12 @@ def decode_row(row: Tensor, coding: Format) -> tuple[Tensor, Tensor]:
     return units, behind[: len(units)].double()
 
 
-def split_blocks(row: Tensor, coding: Format) -> Tensor:
+def split_blocks(row: Tensor, coding: StoredFormat) -> Tensor:
     width = coding.block[1]
     return pad(row, (0, -coding.columns % width)).view(-1, width)
 
 
-def is_nearest(row: Tensor, expected: Tensor, coding: Format) -> bool:
+def is_nearest(row: Tensor, expected: Tensor, coding: StoredFormat) -> bool:
     """Return whether a row's bytes encode these true values as closely as 4 bits allow."""
     units, scale = decode_row(row, coding)
     blocks = split_blocks(expected, coding)

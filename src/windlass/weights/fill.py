@@ -47,7 +47,7 @@ from windlass.weights.reading import (
 )
 
 ScaleDecoder = Callable[[Tensor, Box], Tensor]  # (stored scales, their place) -> what is kept behind the codes
-Job = Callable[[], int]  # fills one chunk and returns the digest of what was read
+FillJob = Callable[[], int]  # fills one chunk and returns the digest of what was read
 
 
 class LocalPart(NamedTuple):
@@ -65,7 +65,7 @@ class LocalPart(NamedTuple):
         return self.memory[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box[:-1], self.box, strict=False))]
 
 
-class Source(NamedTuple):
+class FillSource(NamedTuple):
     """What parts are filled with."""
 
     files: Files
@@ -74,10 +74,10 @@ class Source(NamedTuple):
     blanks: Blanks | None = None  # collects rows of zeros
 
 
-def fill_values(part: LocalPart, pieces: Sequence[Piece], source: Source) -> tuple[int, int]:
+def fill_values(part: LocalPart, pieces: Sequence[Piece], source: FillSource) -> tuple[int, int]:
     """Fill a part with values. Returns the number of values filled and the digest of what was read."""
 
-    def plan_chunks(piece: Piece, shared: Box) -> tuple[Iterable[Job], int]:
+    def plan_chunks(piece: Piece, shared: Box) -> tuple[Iterable[FillJob], int]:
         if piece.packed:
             return plan_packed(piece, shared, source, partial(write_decoded, part, piece))
         scale, digest = read_own_scale(piece, source)
@@ -99,11 +99,11 @@ def fill_values(part: LocalPart, pieces: Sequence[Piece], source: Source) -> tup
     return fill_from_pieces(part, pieces, source, plan_chunks)
 
 
-def fill_codes(part: LocalPart, pieces: Sequence[Piece], source: Source) -> tuple[int, int]:
+def fill_codes(part: LocalPart, pieces: Sequence[Piece], source: FillSource) -> tuple[int, int]:
     """Fill a part with codes as they are stored, and in 4 bits with the scales behind them; those of FP8 have their own
     memory. Returns the number of codes filled and the digest of what was read."""
 
-    def plan_chunks(piece: Piece, shared: Box) -> tuple[Iterable[Job], int]:
+    def plan_chunks(piece: Piece, shared: Box) -> tuple[Iterable[FillJob], int]:
         if piece.packed:
             return plan_packed(piece, shared, source, partial(write_packed, part, piece))
         scale, digest = read_own_scale(piece, source)
@@ -118,12 +118,12 @@ def fill_codes(part: LocalPart, pieces: Sequence[Piece], source: Source) -> tupl
 
 
 def fill_quantized(
-    part: LocalPart, pieces: Sequence[Piece], source: Source, kind: str, errors: list[Tensor]
+    part: LocalPart, pieces: Sequence[Piece], source: FillSource, kind: str, errors: list[Tensor]
 ) -> tuple[int, int]:
     """Fill a part with 4-bit codes of its values, and their scales. Appends each chunk's sums of squares of the errors
     and of the values to `errors`. Returns the number of values quantized and the digest of what was read."""
 
-    def plan_chunks(piece: Piece, shared: Box) -> tuple[Iterable[Job], int]:
+    def plan_chunks(piece: Piece, shared: Box) -> tuple[Iterable[FillJob], int]:
         scale, digest = read_own_scale(piece, source)
         zeros = keep_zeros(scale)
         factor = None if scale is None else scale.to(part.memory.device)
@@ -146,8 +146,8 @@ def fill_quantized(
 def fill_from_pieces(
     part: LocalPart,
     pieces: Sequence[Piece],
-    source: Source,
-    plan_chunks: Callable[[Piece, Box], tuple[Iterable[Job], int]],
+    source: FillSource,
+    plan_chunks: Callable[[Piece, Box], tuple[Iterable[FillJob], int]],
 ) -> tuple[int, int]:
     """Run the jobs that `plan_chunks` returns, with the digest of the scales, for each piece that overlaps this part.
 
@@ -172,7 +172,7 @@ def fill_from_pieces(
 # --- chunks of values and FP8 codes ---
 
 
-def read_own_scale(piece: Piece, source: Source) -> tuple[Tensor | None, int]:
+def read_own_scale(piece: Piece, source: FillSource) -> tuple[Tensor | None, int]:
     """Return the scale of an FP8 piece in float32, and its digest."""
     return read_scale(piece.scale, source.files) if piece.scale else (None, 0)
 
@@ -182,20 +182,20 @@ def keep_zeros(scale: Tensor | None) -> Tensor | None:
     return scale if scale is not None and bool((scale == 0).any()) else None
 
 
-def read_chunk(piece: Piece, box: Box, zeros: Tensor | None, source: Source) -> tuple[Tensor, int]:
+def read_chunk(piece: Piece, box: Box, zeros: Tensor | None, source: FillSource) -> tuple[Tensor, int]:
     """Return a chunk as it is stored, and its digest. `box` has the parameter's coordinates."""
     values = torch.empty([stop - start for start, stop in box], dtype=DTYPES[piece.stored.dtype])
     return values, read_into(piece, box, values, zeros, source)
 
 
-def multiply_scale(codes: Tensor, piece: Piece, box: Box, factor: Tensor, source: Source) -> Tensor:
+def multiply_scale(codes: Tensor, piece: Piece, box: Box, factor: Tensor, source: FillSource) -> Tensor:
     """Return the true values of FP8 codes in float32."""
     values = to_float32(codes)
     values *= expand_scale(factor, piece.stored.shape, to_stored_box(piece, box), source.block)
     return values
 
 
-def copy_chunk(piece: Piece, box: Box, region: Tensor, zeros: Tensor | None, source: Source) -> int:
+def copy_chunk(piece: Piece, box: Box, region: Tensor, zeros: Tensor | None, source: FillSource) -> int:
     """Fill `region` with a chunk as it is stored, or as its dtype has it, and return the chunk's digest."""
     if region.device.type == "cpu" and region.is_contiguous() and region.dtype == DTYPES[piece.stored.dtype]:
         return read_into(piece, box, region, zeros, source)
@@ -204,7 +204,7 @@ def copy_chunk(piece: Piece, box: Box, region: Tensor, zeros: Tensor | None, sou
     return digest
 
 
-def read_into(piece: Piece, box: Box, values: Tensor, zeros: Tensor | None, source: Source) -> int:
+def read_into(piece: Piece, box: Box, values: Tensor, zeros: Tensor | None, source: FillSource) -> int:
     """Read a chunk, refuse what can't be weights, and return its digest."""
     read = partial(read_box, files=source.files)
     stored_box = to_stored_box(piece, box)
@@ -222,8 +222,8 @@ def read_into(piece: Piece, box: Box, values: Tensor, zeros: Tensor | None, sour
 
 
 def plan_packed(
-    piece: Piece, shared: Box, source: Source, write: Callable[[Box, Tensor, Tensor], None]
-) -> tuple[Iterable[Job], int]:
+    piece: Piece, shared: Box, source: FillSource, write: Callable[[Box, Tensor, Tensor], None]
+) -> tuple[Iterable[FillJob], int]:
     """Return jobs that read full rows of the file and give `write` their box, codes and scales; and the scales'
     digest."""
     assert piece.packed is not None
@@ -246,7 +246,7 @@ def read_packed(
     piece: Piece,
     box: Box,
     decode: ScaleDecoder,
-    source: Source,
+    source: FillSource,
     write: Callable[[Box, Tensor, Tensor], None],
 ) -> int:
     """Read one chunk, full rows of its file, and return its digest. `box` is in the file's order."""

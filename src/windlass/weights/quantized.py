@@ -23,7 +23,7 @@ To add a format:
 | its name in a run file and in a layout           | `base_dtype` in runfile/machines.py, `IN_NAMES`      |
 | the 16 numbers of its codes                      | `TABLES` in four_bits.py                             |
 | its codes and scales as published                | `read_scale_decoder`, `write_packed` in fill.py      |
-| `Format` of a parameter                          | `choose_format` in train/kernels/products.py         |
+| `StoredFormat` of a parameter                          | `choose_format` in train/kernels/products.py         |
 | decoding in one pass on a GPU                    | dequantize_kernel.py                                 |
 | decoding a second way, as its publisher does     | `Disk` in certificate.py                             |
 | writing it in a test's checkpoint, on a GPU      | tiny.py, `PACKED` in self_test.py                    |
@@ -46,7 +46,7 @@ from windlass.weights.reading import to_float32
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class StoredFormat:
     """The meaning of one parameter's bytes."""
 
     codes: torch.dtype  # float8_e4m3fn, float8_e5m2, or uint8 for two 4-bit codes each
@@ -76,7 +76,7 @@ class QuantizedParam:
     """A quantized parameter as this rank has it."""
 
     scale: Tensor  # empty for 4 bits, whose scales are in the parameter's own rows
-    format: Format
+    format: StoredFormat
     first: int  # first expert in `scale`: with expert parallelism a rank has its own experts' scales
 
 
@@ -84,7 +84,7 @@ class QuantizedParam:
 
 
 def dequantize(
-    codes: Tensor, scale: Tensor, coding: Format, dtype: torch.dtype, origin: tuple[int, int] = (0, 0)
+    codes: Tensor, scale: Tensor, coding: StoredFormat, dtype: torch.dtype, origin: tuple[int, int] = (0, 0)
 ) -> Tensor:
     """Return the true values of codes [..., rows, columns], the part of a parameter that begins at row and column
     `origin`."""
@@ -189,7 +189,7 @@ torch.library.register_fake("windlass::dequantize", empty_result, lib=_LIBRARY)
 _DEQUANTIZE: Final[Any] = torch.ops.windlass.dequantize.default
 
 
-def to_quantized_param(module: nn.Module, name: str, weight: Tensor, coding: Format) -> None:
+def to_quantized_param(module: nn.Module, name: str, weight: Tensor, coding: StoredFormat) -> None:
     """Replace `module.name` by codes of that weight, and FP8 scales by a buffer. The loader fills both."""
     rows, columns = (math.ceil(size / side) for size, side in zip(weight.shape[-2:], coding.block, strict=True))
     shape = tuple(weight.shape)
@@ -206,9 +206,9 @@ def to_quantized_param(module: nn.Module, name: str, weight: Tensor, coding: For
     module.__dict__.setdefault("formats", {})[name] = coding
 
 
-def get_formats(module: nn.Module) -> dict[str, Format]:
+def get_formats(module: nn.Module) -> dict[str, StoredFormat]:
     """Return the module's own quantized parameters."""
-    formats: dict[str, Format] = getattr(module, "formats", {})
+    formats: dict[str, StoredFormat] = getattr(module, "formats", {})
     return formats
 
 

@@ -21,8 +21,8 @@ from windlass.launch.check.results import (
     ALONE,
     HERE,
     IN_POD,
+    CheckReport,
     Context,
-    Report,
     Result,
     print_report,
     skipped,
@@ -31,7 +31,7 @@ from windlass.launch.check.results import (
 from windlass.plan.accelerate import AccelerateFile
 from windlass.runfile import Loaded, LoadedScript
 
-__all__ = ["ALONE", "HERE", "IN_POD", "Report", "Result", "print_report", "run_checks", "write_error"]
+__all__ = ["ALONE", "HERE", "IN_POD", "CheckReport", "Result", "print_report", "run_checks", "write_error"]
 
 JOIN_SECONDS = 300.0  # how long a node waits for the others: image pulls differ by minutes
 
@@ -45,7 +45,7 @@ def run_checks(
     root: Path = Path("/"),
     patience_seconds: float = JOIN_SECONDS,
     say: Callable[[str], None] = lambda _: None,
-) -> Report:
+) -> CheckReport:
     """Run every check of this depth. Errors of the run are not raised: they are failed checks."""
     began = time.monotonic()
     is_leader = True
@@ -65,4 +65,4 @@ def run_checks(
     else:
         results += speed.check_here(c) if depth == HERE else []
         results.append(skipped("between nodes", "--in-pod checks it, from all nodes of the run at once"))
-    return Report(depth, tuple(results), is_leader, time.monotonic() - began)
+    return CheckReport(depth, tuple(results), is_leader, time.monotonic() - began)

@@ -88,7 +88,7 @@ def problems_to_results(name: str, problems: Iterable[Problem]) -> list[Result]:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CheckReport:
     """All results; the same on every node if the nodes connected."""
 
     depth: str
@@ -128,7 +128,7 @@ class Report:
         return None
 
 
-def write_error(report: Report, environ: Mapping[str, str]) -> None:
+def write_error(report: CheckReport, environ: Mapping[str, str]) -> None:
     """Leave the error, as ranks do, for the process next to this one that sends it to the other nodes."""
     status_dir = environ.get("WINDLASS_STATUS_DIR")
     seen = "; ".join(f"{result.title}: {result.seen}" for result in report.failures)
@@ -138,7 +138,7 @@ def write_error(report: Report, environ: Mapping[str, str]) -> None:
             write_atomic(Path(status_dir) / "error-check", text)
 
 
-def print_report(report: Report) -> None:
+def print_report(report: CheckReport) -> None:
     """Print each check with its finding and a hint, then the verdict. Long words such as paths are not cut."""
     from rich.console import Console
     from rich.text import Text

@@ -17,7 +17,7 @@ from windlass.errors import RANK_USER_INPUT, SAVED, Problem
 from windlass.launch.job import (
     NAME_LETTERS,
     Job,
-    Record,
+    JobRecord,
     escape_variables,
     find_pod_problems,
     keep_record,
@@ -188,11 +188,11 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
     return True
 
 
-def _find_job(record: Record) -> KubernetesJob:
+def _find_job(record: JobRecord) -> KubernetesJob:
     return KubernetesJob(record.facts["name"], record.facts["engine"], record.facts["namespace"])
 
 
-def status(record: Record) -> int:
+def status(record: JobRecord) -> int:
     job = _find_job(record)
     pods = job.pods("wide").stdout.strip()
     print("\n".join(table for table in (job.get(), pods) if table) or f"{job.name}: it no longer exists")
@@ -211,12 +211,12 @@ def status(record: Record) -> int:
     return 0
 
 
-def logs(record: Record, *, follow: bool) -> int:
+def logs(record: JobRecord, *, follow: bool) -> int:
     job = _find_job(record)
     return job.follow(record.facts["nodes"], record.say) if follow else job.logs()
 
 
-def stop(record: Record) -> int:
+def stop(record: JobRecord) -> int:
     """Delete the job, then its files. Pods get their time to save; submitting again resumes from there."""
     job = _find_job(record)
     words = ("--ignore-not-found", "--wait=false")

@@ -18,7 +18,7 @@ from typing import Any
 from windlass import run_folder
 from windlass.errors import Problem, UserError, make_pasteable
 from windlass.files import read_json, read_json_lines
-from windlass.launch.job import RECORD, Job, Record, keep_record
+from windlass.launch.job import RECORD, Job, JobRecord, keep_record
 from windlass.observe.format import describe_gain
 from windlass.observe.reader import as_dict, as_number, find_total_steps
 from windlass.observe.watch.heartbeat import describe_start, read_beats
@@ -90,7 +90,7 @@ def is_running(facts: Mapping[str, Any]) -> bool:
     return bool(read_start_time(facts["pid"]) == facts["began"])
 
 
-def status(record: Record) -> int:
+def status(record: JobRecord) -> int:
     """Print the run's state in one line, and where to see more."""
     facts = record.facts
     run = run_folder.find_current_trial(record.run)
@@ -149,12 +149,12 @@ def describe_pairs(figures: Mapping[str, Any]) -> str:
     return f", margin {margin:.3f}, accuracy {accuracy:.0%}, rewards {chosen:.3f} chosen, {rejected:.3f} rejected"
 
 
-def logs(record: Record, *, follow: bool) -> int:  # noqa: ARG001
+def logs(record: JobRecord, *, follow: bool) -> int:  # noqa: ARG001
     hint = f"look there; `windlass watch {shlex.quote(str(record.run))}` shows its progress"
     raise UserError("its output is in the terminal where it was started", str(record.path), hint, "no-log")
 
 
-def stop(record: Record) -> int:
+def stop(record: JobRecord) -> int:
     """Send SIGTERM to the run's process: its ranks save, and it exits with 75."""
     facts, here = record.facts, socket.gethostname()
     if facts["host"] != here:

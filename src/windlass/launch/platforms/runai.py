@@ -13,7 +13,7 @@ from windlass import __version__
 from windlass.errors import Problem, RunError, UserError
 from windlass.launch.job import (
     Job,
-    Record,
+    JobRecord,
     escape_variables,
     find_pod_problems,
     keep_record,
@@ -318,19 +318,19 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
     return True
 
 
-def status(record: Record) -> int:
+def status(record: JobRecord) -> int:
     return _pass_on(record, "describe")
 
 
-def logs(record: Record, *, follow: bool) -> int:
+def logs(record: JobRecord, *, follow: bool) -> int:
     return _pass_on(record, "logs", *(["--follow"] if follow else []))
 
 
-def stop(record: Record) -> int:
+def stop(record: JobRecord) -> int:
     return _pass_on(record, "delete")
 
 
-def _pass_on(record: Record, verb: str, *more: str) -> int:
+def _pass_on(record: JobRecord, verb: str, *more: str) -> int:
     facts = record.facts
     try:
         words = client_command(facts["name"], facts["nodes"], facts["project"], verb, *more)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from windlass.errors import Problem, UserError
-from windlass.launch.job import Job, Record, keep_record
+from windlass.launch.job import Job, JobRecord, keep_record
 from windlass.launch.platforms import local
 from windlass.launch.script import render_launch_sh
 
@@ -30,12 +30,12 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
 status = local.status
 
 
-def logs(record: Record, *, follow: bool) -> int:  # noqa: ARG001
+def logs(record: JobRecord, *, follow: bool) -> int:  # noqa: ARG001
     hint = f"look there, or in Slurm's output file; `windlass watch {shlex.quote(str(record.run))}` shows its progress"
     raise UserError("its nodes print where they were started", str(record.path), hint, "started-elsewhere")
 
 
-def stop(record: Record) -> int:
+def stop(record: JobRecord) -> int:
     hint = "scancel, or kill -TERM the process of launch.sh or windlass train on any one node: all save and end"
     hint += f"; `windlass watch {shlex.quote(str(record.run))}` shows its progress"
     raise UserError("it is stopped where it was started", str(record.path), hint, "started-elsewhere")

@@ -14,7 +14,7 @@ from windlass.data.sources import HUB_NAME
 from windlass.errors import SAVED, Problem, RunError, UserError
 from windlass.launch.job import (
     Job,
-    Record,
+    JobRecord,
     find_restart_problems,
     keep_record,
     list_inputs,
@@ -217,7 +217,7 @@ def query_jobs(name: str, *more: str) -> list[dict[str, Any]]:
     return sorted(jobs, key=lambda row: int(row["job_id"]), reverse=True)
 
 
-def status(record: Record) -> int:
+def status(record: JobRecord) -> int:
     name = record.facts["name"]
     rows = query_jobs(name, "--all")
     for row in rows[:1]:
@@ -229,16 +229,16 @@ def status(record: Record) -> int:
     return 0
 
 
-def logs(record: Record, *, follow: bool) -> int:
+def logs(record: JobRecord, *, follow: bool) -> int:
     return _pass_on(record, "logs", "--follow" if follow else "--no-follow")
 
 
-def stop(record: Record) -> int:
+def stop(record: JobRecord) -> int:
     """Cancel the job. SkyPilot leaves its processes 30 s to save, and then uploads what they wrote."""
     return _pass_on(record, "cancel", "--yes", "--graceful")
 
 
-def _pass_on(record: Record, verb: str, *more: str) -> int:
+def _pass_on(record: JobRecord, verb: str, *more: str) -> int:
     try:
         return subprocess.run(["sky", "jobs", verb, *more, "--name", record.facts["name"]], check=False).returncode
     except OSError as error:

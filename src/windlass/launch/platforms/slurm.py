@@ -14,7 +14,7 @@ from windlass.files import read_json
 from windlass.launch.job import (
     RECORD,
     Job,
-    Record,
+    JobRecord,
     keep_record,
     parse_cores,
     parse_gib,
@@ -210,7 +210,7 @@ def query_squeue(number: str, form: str) -> str:
     return done.stdout.strip()
 
 
-def status(record: Record) -> int:
+def status(record: JobRecord) -> int:
     number = record.facts["number"]
     line = query_squeue(number, "%T, %M of %l, %D nodes %R")
     ended = record.run / f"slurm-{number}.exit"
@@ -219,7 +219,7 @@ def status(record: Record) -> int:
     return local.status(record)
 
 
-def logs(record: Record, *, follow: bool) -> int:
+def logs(record: JobRecord, *, follow: bool) -> int:
     """Print the job's log file, to which all its attempts append."""
     number = record.facts["number"]
     path, ended = (record.run / f"slurm-{number}.{end}" for end in ("log", "exit"))
@@ -243,7 +243,7 @@ def logs(record: Record, *, follow: bool) -> int:
     return 0 if not follow or (ended.is_file() and ended.read_text().strip() == "0") else 1
 
 
-def stop(record: Record) -> int:
+def stop(record: JobRecord) -> int:
     """Stop the job: its ranks save, and it is not requeued."""
     number = record.facts["number"]
     state = query_squeue(number, "%T")

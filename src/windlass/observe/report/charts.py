@@ -11,7 +11,7 @@ from windlass.observe import steps
 from windlass.observe.format import NONE, format_duration, format_figure, format_percent, shorten
 from windlass.observe.reader import NAN, as_dict, as_list, as_number, get_path, read_kept
 from windlass.observe.report.facts import Facts, highest_peak_gib
-from windlass.observe.report.read import Run, Series, finite_numbers, round_value, thin_curve
+from windlass.observe.report.read import RunData, Series, finite_numbers, round_value, thin_curve
 from windlass.observe.symptoms import has_shared_steps
 
 POINTS: Final = 480  # of one curve: every second pixel of a wide chart; a band shows the rest
@@ -41,7 +41,7 @@ def choose_points(runs: int) -> int:
     return max(100, min(POINTS, BUDGET // max(1, runs * CURVES)))
 
 
-def make_charts(run: Run) -> list[Chart]:
+def make_charts(run: RunData) -> list[Chart]:
     """Chart = {id, title, unit, x, stacked, series: [{label, values, least?, most?}]}; those without data are left out.
 
     A chart with a unit counts something, and begins at zero.
@@ -112,7 +112,7 @@ def make_charts(run: Run) -> list[Chart]:
     return charts
 
 
-def make_axes(run: Run) -> dict[str, list[Any]]:
+def make_axes(run: RunData) -> dict[str, list[Any]]:
     """Return the available x axes of the curves: steps, counted items, hours."""
     first = run.first
     ends = [end - 1 for end in run.cuts[1:]] if first.length else []
@@ -132,7 +132,7 @@ def _curve(label: str, series: Series, *, band: bool = True) -> list[Curve]:
     return [{"label": label, "values": values, **bounds}]
 
 
-def _planned_rate(run: Run, length: int) -> list[Curve]:
+def _planned_rate(run: RunData, length: int) -> list[Curve]:
     """Return the plan's range, drawn behind the measured curve."""
     names = ("tokens_per_second", "tokens_per_second_low", "tokens_per_second_high")
     rates = [as_number(run.get(run_folder.PLAN, "estimate", name)) for name in names]
@@ -143,7 +143,7 @@ def _planned_rate(run: Run, length: int) -> list[Curve]:
     return [{**curve, "faint": True} for curve in _curve("planned", (middle, low, high))]
 
 
-def _name_losses(run: Run) -> dict[str, str]:
+def _name_losses(run: RunData) -> dict[str, str]:
     """Return the labels of the evaluations' losses: of all rows, and of each named set."""
     names = {"eval_loss": None} | {name: None for event in run.events if event.get("kind") == "eval" for name in event}
     losses = [name for name in names if name.startswith("eval_") and name.endswith("_loss")]
@@ -151,12 +151,12 @@ def _name_losses(run: Run) -> dict[str, str]:
     return {**labels, "eval_base": BASE} if "eval_base" in names else labels
 
 
-def _kept(run: Run, x: list[int], figure: str) -> list[Curve]:
+def _kept(run: RunData, x: list[int], figure: str) -> list[Curve]:
     names = dict.fromkeys(name for event in run.events for name in read_kept(event, figure))
     return _evaluations(run, x, {f"{steps.KEPT}{name}/{figure}": name for name in names})
 
 
-def _evaluations(run: Run, x: list[int], labels: Mapping[str, str], scale: float = 1) -> list[Curve]:
+def _evaluations(run: RunData, x: list[int], labels: Mapping[str, str], scale: float = 1) -> list[Curve]:
     """Return a curve for each of these fields of the evaluations."""
     curves: dict[str, list[float | None]] = {label: [None] * len(x) for label in labels.values()}
     for event in run.events:
@@ -171,11 +171,11 @@ def _evaluations(run: Run, x: list[int], labels: Mapping[str, str], scale: float
     return [{"label": label, "values": values, "dots": True} for label, values in curves.items()]
 
 
-def _sources(run: Run) -> list[str]:
+def _sources(run: RunData) -> list[str]:
     return sorted({name for losses in run.first.objects["source_loss"].values() for name in as_dict(losses)})
 
 
-def _pick(run: Run, field: str, name: str) -> Sequence[float]:
+def _pick(run: RunData, field: str, name: str) -> Sequence[float]:
     """Return a number of each step's object."""
     column = array("d", [NAN]) * (run.first.length if run.first.objects[field] else 0)
     for row, numbers in run.first.objects[field].items():
@@ -183,7 +183,7 @@ def _pick(run: Run, field: str, name: str) -> Sequence[float]:
     return column
 
 
-def _expert_loads(run: Run, end: str) -> Sequence[float]:
+def _expert_loads(run: RunData, end: str) -> Sequence[float]:
     """Return the load of the busiest or the idlest expert of all layers, in the steps that were sampled."""
     column = array("d", [NAN]) * (run.first.length if run.first.objects["experts"] else 0)
     for row, balance in run.first.objects["experts"].items():

@@ -26,7 +26,7 @@ from windlass.observe.reader import (
     median,
     read_kept,
 )
-from windlass.observe.report.read import Run, finite_numbers
+from windlass.observe.report.read import RunData, finite_numbers
 from windlass.observe.symptoms import find_symptoms, has_shared_steps
 from windlass.run_folder import DATA, DATA_PAGE, FAILED, LOAD, MANIFEST, PLAN, RUNNING
 
@@ -43,7 +43,7 @@ MAX_LETTERS: Final = 1200  # of a text
 MAX_LISTED: Final = 200  # alarms and targets; the counts say how many there are
 
 
-def collect_facts(run: Run) -> Facts:
+def collect_facts(run: RunData) -> Facts:
     """Return one run's entry in report.json."""
     first_meter = run.meters[min(run.meters)] if run.meters else {}
     events = {kind: [e for e in run.events if e.get("kind") == kind] for kind in ("start", "eval", "served", "save")}
@@ -113,7 +113,7 @@ def collect_facts(run: Run) -> Facts:
     return facts
 
 
-def describe_adapter(run: Run) -> Facts | None:
+def describe_adapter(run: RunData) -> Facts | None:
     """Return the plan's adapter without the names of thousands of modules."""
     adapter = run.get(PLAN, "adapter")
     if not isinstance(adapter, dict):
@@ -123,7 +123,7 @@ def describe_adapter(run: Run) -> Facts | None:
     return {**adapter, "targets": without_names}
 
 
-def describe_certificate(run: Run) -> Facts | None:
+def describe_certificate(run: RunData) -> Facts | None:
     """Return the loading certificate with the number of tensors instead of their names."""
     certificate = run.files.get(LOAD)
     if not certificate:
@@ -132,7 +132,7 @@ def describe_certificate(run: Run) -> Facts | None:
     return {key: len(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
-def read_samples(run: Run) -> list[Facts]:
+def read_samples(run: RunData) -> list[Facts]:
     """Return the model's output for each prompt, at a few steps from the first to the last."""
     by_prompt: dict[str, list[Facts]] = {}
     for line in run.samples:
@@ -147,7 +147,7 @@ def read_samples(run: Run) -> list[Facts]:
     return shown
 
 
-def count_answers(run: Run) -> list[Facts]:
+def count_answers(run: RunData) -> list[Facts]:
     """Count, at each step, the continued prompts whose text is the one in the data. Empty if none ever is: long answers
     are right in other words too."""
     by_step: dict[int, dict[tuple[str, str], bool]] = {}  # an interrupted run may have continued a prompt twice
@@ -160,7 +160,7 @@ def count_answers(run: Run) -> list[Facts]:
     return counts if any(count["right"] for count in counts) else []
 
 
-def read_state(run: Run) -> str:
+def read_state(run: RunData) -> str:
     """Return the manifest's state; while that is `running`, the last event may be newer: the run writes the report."""
     recorded = run.get(MANIFEST, "state")
     if isinstance(recorded, str) and recorded not in ("", RUNNING):
@@ -180,7 +180,7 @@ def read_state(run: Run) -> str:
     return RUNNING if recorded else "running, or ended without saying so"
 
 
-def summarize_run(run: Run, began: float, evaluations: list[float]) -> Facts:
+def summarize_run(run: RunData, began: float, evaluations: list[float]) -> Facts:
     first = run.first
     of_tokens = first.unit == steps.TOKENS
     few = max(1, first.length // 20)  # a twentieth of the run: a single step's loss is mostly noise
@@ -246,7 +246,7 @@ def count_waits(events: Sequence[Facts], step_times: Sequence[float]) -> float:
     return math.fsum(wait for wait in waits if 0 < wait < math.inf)
 
 
-def summarize_pairs(run: Run, evaluations: list[dict[str, Any]]) -> Facts:
+def summarize_pairs(run: RunData, evaluations: list[dict[str, Any]]) -> Facts:
     """Return in how many pairs the chosen answer is preferred, and the reward margin: of the last evaluation, or of the
     last twentieth of the steps. NaN without pairs."""
     rows = [as_dict(figures) for figures in run.first.objects["preference"].values()]
@@ -267,7 +267,7 @@ def summarize_pairs(run: Run, evaluations: list[dict[str, Any]]) -> Facts:
     }
 
 
-def average_phases(run: Run) -> Facts:
+def average_phases(run: RunData) -> Facts:
     """Return the mean seconds per phase over all ranks and steps."""
     stats = {phase: run.stats(f"{phase}_seconds") for phase in steps.PHASES}
     seconds = {phase: phase_stats.mean for phase, phase_stats in stats.items() if phase_stats.count}
@@ -285,7 +285,7 @@ def average_phases(run: Run) -> Facts:
     }
 
 
-def count_tokens(run: Run) -> Facts:
+def count_tokens(run: RunData) -> Facts:
     """Return sums over the ranks whose files are here."""
     useful, padded, supervised = (run.stats(name).total for name in ("tokens", "padded_tokens", "supervised_tokens"))
     return {
@@ -298,7 +298,7 @@ def count_tokens(run: Run) -> Facts:
     }
 
 
-def compare_memory(run: Run) -> Facts:
+def compare_memory(run: RunData) -> Facts:
     on_gpu = run.stats("gpu_peak_gib").count > 0
     planned = as_number(run.get(PLAN, "memory", "gpu_gib"))
     if not on_gpu:  # a rank's device is the host: use its share of the plan's host memory
@@ -313,7 +313,7 @@ def compare_memory(run: Run) -> Facts:
     }
 
 
-def read_expert_balance(run: Run) -> Facts | None:
+def read_expert_balance(run: RunData) -> Facts | None:
     """Return the last expert balance."""
     balances = {row: balance for row, balance in run.first.objects["experts"].items() if isinstance(balance, dict)}
     last = max(balances, default=-1)
@@ -328,7 +328,7 @@ def read_expert_balance(run: Run) -> Facts | None:
     }
 
 
-def describe_ranks(run: Run) -> list[Facts]:
+def describe_ranks(run: RunData) -> list[Facts]:
     rows = []
     for number, rank in run.ranks.items():
         waiting = rank.stats["communication_seconds"]
@@ -350,7 +350,7 @@ def describe_ranks(run: Run) -> list[Facts]:
     return rows
 
 
-def compare_with_plan(run: Run, facts: Facts) -> list[Facts]:
+def compare_with_plan(run: RunData, facts: Facts) -> list[Facts]:
     """Return each figure of the plan that was also measured; none of a trial whose steps are also others'."""
     if has_shared_steps(run.files.get(PLAN)):
         return []
@@ -382,7 +382,7 @@ def highest_peak_gib(facts: Facts) -> float:
     return max(finite_numbers(row["peak_gib"] for row in facts["memory"]["per_rank"]), default=NAN)
 
 
-def judge_run(run: Run, facts: Facts) -> Facts:
+def judge_run(run: RunData, facts: Facts) -> Facts:
     """Return good, warn or bad, a sentence, and the symptoms about the run."""
     head = facts["headline"]
     saves = facts["saves"]
@@ -429,7 +429,7 @@ def judge_run(run: Run, facts: Facts) -> Facts:
     return {"level": level, "text": _sentence(facts), "against": reasons}
 
 
-def _find_symptoms(run: Run, facts: Facts) -> list[str]:
+def _find_symptoms(run: RunData, facts: Facts) -> list[str]:
     head = facts["headline"]
     balances = [balance for balance in run.first.objects["experts"].values() if isinstance(balance, dict)]
     return find_symptoms(

@@ -50,7 +50,7 @@ class Stats:
 
 
 @dataclass
-class Rank:
+class RankData:
     """The data kept of one rank."""
 
     length: int
@@ -62,11 +62,11 @@ class Rank:
 
 
 @dataclass
-class Run:
+class RunData:
     folder: Path
     name: str
     first: Columns  # the lowest rank's
-    ranks: dict[int, Rank]
+    ranks: dict[int, RankData]
     cuts: list[int]  # rows of the first rank's steps where the points of a curve begin and end
     items: list[float]  # tokens, or other counted items, of all ranks, step by step
     job_rate: list[float]  # the same per second
@@ -91,7 +91,7 @@ class Run:
         return Stats(sum(stats.count for stats in by_rank), math.fsum(stats.total for stats in by_rank), most)
 
 
-def read_run(folder: Path, points: int = 480) -> Run:
+def read_run(folder: Path, points: int = 480) -> RunData:
     """Read everything the report needs, with curves of at most `points`. Refuse a folder without any step file."""
     paths = run_folder.find_step_files(folder) if folder.is_dir() else {}
     if not paths:
@@ -113,7 +113,7 @@ def read_run(folder: Path, points: int = 480) -> Run:
     lead: Columns | None = None
     cuts: list[int] = []
     items: list[float] = []
-    ranks: dict[int, Rank] = {}
+    ranks: dict[int, RankData] = {}
     sampled = 0
     for rank, path in paths.items():
         tail = Tail(path)
@@ -152,7 +152,7 @@ def read_run(folder: Path, points: int = 480) -> Run:
         run_folder.EVENTS: (folder / run_folder.EVENTS).is_file(),
         run_folder.ALARMS: watched,
     }
-    return Run(
+    return RunData(
         folder=folder,
         name=folder.resolve().name or str(folder),
         first=lead,
@@ -173,13 +173,13 @@ def read_run(folder: Path, points: int = 480) -> Run:
     )
 
 
-def summarize_rank(columns: Columns, scale: float, cuts: Sequence[int]) -> Rank:
+def summarize_rank(columns: Columns, scale: float, cuts: Sequence[int]) -> RankData:
     unit, per_second = steps.unit_fields(columns.unit)
     stats = {}
     for name in (*SUMS, unit):
         values = drop_nan(columns[name])
         stats[name] = Stats(round(len(values) * scale), math.fsum(values) * scale, max(values, default=NAN))
-    return Rank(
+    return RankData(
         length=round(columns.length * scale),
         stats=stats,
         step_seconds=median(columns["step_seconds"]),

@@ -18,7 +18,7 @@ from windlass.observe import steps
 from windlass.runfile import Watch
 
 Records = Mapping[int, Mapping[str, Any]]  # a step's records by rank
-Points = Sequence[tuple[int, float]]  # step and value
+LossCurve = Sequence[tuple[int, float]]  # step and value
 Findings = Iterator[tuple[str, int | None]]
 
 WINDOW: Final = 50  # steps to look back on
@@ -324,7 +324,7 @@ def memory_growth(history: History) -> Findings:
                 break
 
 
-def fit_growth(points: Points, at_least: float) -> float | None:
+def fit_growth(points: LossCurve, at_least: float) -> float | None:
     """Return GiB per step if memory grew by `at_least` and no slower at the end: caches level off, leaks don't."""
     if len(points) < SAMPLES // 2:
         return None

@@ -232,7 +232,7 @@ def low_rank_gradients(
     return grad_x, grad_a.masked_fill_(without, 0), grad_b.masked_fill_(without, 0)
 
 
-class Part(NamedTuple):
+class ExpertRows(NamedTuple):
     """Some of the rows sorted by expert, and their experts. None: all of them."""
 
     rows: slice | None
@@ -246,12 +246,12 @@ class Part(NamedTuple):
         return matrices if self.experts is None else matrices[self.experts]
 
 
-def split_by_expert(rows: Tensor, width: int, edges: Tensor) -> list[Part]:
+def split_by_expert(rows: Tensor, width: int, edges: Tensor) -> list[ExpertRows]:
     """Split sorted rows into the parts that are multiplied at once, with this width: 16-bit rows on a CPU; else all are
     one part."""
     if on_cpu.rounds_rows(rows):
-        return [Part(*part) for part in on_cpu.split_by_expert(edges, width)]
-    return [Part(None, None, edges[1:])]
+        return [ExpertRows(*part) for part in on_cpu.split_by_expert(edges, width)]
+    return [ExpertRows(None, None, edges[1:])]
 
 
 def join(parts: list[Tensor]) -> Tensor:

@@ -71,7 +71,7 @@ class SlicedExperts:
             dropped = rows * factors
             source = dropped
             rows_of = Tensor.detach  # these are the rows themselves
-        added: Tensor = LowRank.apply(dropped, source.detach(), rows_of, slots, *weights)  # type: ignore[no-untyped-call]
+        added: Tensor = ExpertLowRank.apply(dropped, source.detach(), rows_of, slots, *weights)  # type: ignore[no-untyped-call]
         return grouped_linear(rows, experts, name, ends, added)
 
     def split(self, edges: Tensor, rows: int, *, waits: bool) -> list[tuple[Tensor, Tensor]]:
@@ -92,7 +92,7 @@ class SlicedExperts:
         return list(zip(places, ends, strict=True))
 
 
-class LowRank(torch.autograd.Function):
+class ExpertLowRank(torch.autograd.Function):
     """s (x A) B, with each trial's A and B on its own rows."""
 
     @staticmethod

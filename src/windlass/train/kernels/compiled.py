@@ -35,7 +35,7 @@ def dora_weight(module: Any) -> Any:
     return module.weight
 
 
-class Part:
+class CompiledPart:
     """One module's compiled forward. Once any part has failed, parts that have not been compiled yet run eagerly.
 
     Parts that have been compiled stay so until the end of the step: checkpointing must recompute a layer the way it was
@@ -73,7 +73,8 @@ class Compiled:
         self.on = True
         self.problem = ""
         layers = [module for name, module in model.named_modules() if LAYER.search(name)]
-        self.parts = [Part(module, self) for layer in layers for module in _find_parts_without_collectives(layer)]
+        modules = [module for layer in layers for module in _find_parts_without_collectives(layer)]
+        self.parts = [CompiledPart(module, self) for module in modules]
 
     @property
     def graphs(self) -> int:

@@ -28,7 +28,7 @@ CLOSE: Final = 0.02  # relative, to attention of each document by itself
 ABSENT: Final = (RuntimeError, ValueError)  # what torch raises on a GPU before Ampere, or without the kernel
 
 
-class Documents(NamedTuple):
+class DocumentMask(NamedTuple):
     """Which tokens see each other: what transformers passes to attention as its mask."""
 
     edges: Tensor  # where each document begins in all rows laid end to end, then where the last one ends
@@ -36,20 +36,20 @@ class Documents(NamedTuple):
     window: int | None = None
 
 
-CURRENT: ContextVar[Documents | None] = ContextVar("documents", default=None)
+CURRENT: ContextVar[DocumentMask | None] = ContextVar("documents", default=None)
 
 
 @contextmanager
 def separate(edges: Tensor | None, longest: int) -> Iterator[None]:
     """Let masks that are made here be these documents. Layers that are recomputed in the backward keep theirs."""
-    token = CURRENT.set(None if edges is None else Documents(edges, longest))
+    token = CURRENT.set(None if edges is None else DocumentMask(edges, longest))
     try:
         yield
     finally:
         CURRENT.reset(token)
 
 
-def make_mask(*given: Any, local_size: int | None = None, **others: Any) -> Documents | Tensor | None:
+def make_mask(*given: Any, local_size: int | None = None, **others: Any) -> DocumentMask | Tensor | None:
     """Return this forward's documents; `local_size`: the sliding window. For transformers' registry."""
     current = CURRENT.get()
     if current is None:
@@ -63,12 +63,12 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Documents | Tensor | None,
+    attention_mask: DocumentMask | Tensor | None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Return [rows, tokens, heads, width]. For transformers' registry."""
-    if not isinstance(attention_mask, Documents):
+    if not isinstance(attention_mask, DocumentMask):
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
@@ -94,7 +94,7 @@ def attend(
     return attended[..., :own].reshape(rows, tokens, -1, own), None
 
 
-def attend_flat(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scaling: float | None) -> Tensor:
+def attend_flat(query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, scaling: float | None) -> Tensor:
     """Return [tokens, heads, width] of rows laid end to end."""
     edges, longest, window = documents
     seen = -1 if window is None or window >= longest else window - 1
@@ -124,7 +124,7 @@ def compare_documents(device: torch.device) -> float:
     edges = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend_flat(query, key, value, Documents(edges, max(lengths)), None)
+        return attend_flat(query, key, value, DocumentMask(edges, max(lengths)), None)
 
     def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         parts = (torch.split(tensor.transpose(0, 1), lengths, 1) for tensor in (query, key, value))

@@ -28,7 +28,7 @@ from windlass.weights.expert_shards import pack_experts, view_by_expert
 NAME: Final = "windlass"  # of this implementation among transformers' own
 PART_NUMBERS: Final = 2**20  # in the rows that are multiplied with experts' adapters at once
 ROWS: Final = 16  # products have multiples of so many rows: see `rounds_rows`
-Lengths = list[int]
+DocumentLengths = list[int]
 PRODUCTS: Final = {
     *(nn.functional.linear, nn.functional.scaled_dot_product_attention, torch.mm, torch.bmm, torch.addmm),
     *(torch.baddbmm, torch.matmul, Tensor.matmul, Tensor.__matmul__),
@@ -132,7 +132,7 @@ def attend(
 
 
 def attend_by_document(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, options: dict[str, Any]
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, lengths: DocumentLengths, options: dict[str, Any]
 ) -> Tensor:
     """Return [tokens, heads, width] of one row. Adjacent documents of equal length, which padding consists of, are
     batched."""
@@ -149,9 +149,9 @@ def attend_by_document(
     return torch.cat(outputs)
 
 
-def find_documents(mask: Tensor) -> list[Lengths] | None:
+def find_documents(mask: Tensor) -> list[DocumentLengths] | None:
     """Return the lengths of each row's documents if the mask encodes nothing else. Computed once per mask."""
-    known: list[Lengths] | bool | None = getattr(mask, "documents", False)
+    known: list[DocumentLengths] | bool | None = getattr(mask, "documents", False)
     if not isinstance(known, bool):
         return known
     lengths = _read_mask(mask)
@@ -159,7 +159,7 @@ def find_documents(mask: Tensor) -> list[Lengths] | None:
     return lengths
 
 
-def _read_mask(mask: Tensor) -> list[Lengths] | None:
+def _read_mask(mask: Tensor) -> list[DocumentLengths] | None:
     if mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
         return None
     places = torch.arange(mask.shape[2])

@@ -25,7 +25,7 @@ from windlass.model.quantization import published_dtype, quantizable_names
 from windlass.settings import FOUR_BITS, PUBLISHED
 from windlass.train.kernels import kept, on_cpu
 from windlass.weights.fill import kept_scales
-from windlass.weights.quantized import Format, dequantize, get_formats, to_quantized_param
+from windlass.weights.quantized import StoredFormat, dequantize, get_formats, to_quantized_param
 from windlass.weights.reading import DTYPES, NEEDS_SCALE, scale_block
 
 WHERE: Final = "layout.base_dtype"
@@ -102,28 +102,28 @@ def list_stored_kinds(parameter: Parameter) -> dict[str, str]:
 
 def choose_format(
     parameter: Parameter, base: Base, base_dtype: str, dtype: torch.dtype, *, as_published: bool
-) -> Format:
+) -> StoredFormat:
     """Return the meaning of a parameter's bytes: the published one, or 4 bits that the loader quantizes to."""
     packed = parameter.pieces[0].packed
     if packed and as_published:
         columns = parameter.shape[-2 if packed.transposed else -1]
         scales = kept_scales(parameter.pieces[0])
         block = (1, packed.block)
-        return Format(torch.uint8, block, dtype, packed.kind, columns, scales, transposed=packed.transposed)
+        return StoredFormat(torch.uint8, block, dtype, packed.kind, columns, scales, transposed=packed.transposed)
     if base_dtype in FOUR_BITS:
         block = (1, FOUR_BITS[base_dtype].block)
-        return Format(torch.uint8, block, dtype, base_dtype, parameter.shape[-1])
+        return StoredFormat(torch.uint8, block, dtype, base_dtype, parameter.shape[-1])
     codes = DTYPES[next(iter(list_stored_kinds(parameter)))]
-    return Format(codes, scale_block(parameter, base.block), dtype)
+    return StoredFormat(codes, scale_block(parameter, base.block), dtype)
 
 
 class QuantizedLinear(nn.Linear):
     """A linear layer over codes. The weight is frozen: only the input (and the bias) get gradients."""
 
     weight_scale: Tensor
-    formats: dict[str, Format]
+    formats: dict[str, StoredFormat]
 
-    def __init__(self, linear: nn.Linear, coding: Format) -> None:
+    def __init__(self, linear: nn.Linear, coding: StoredFormat) -> None:
         nn.Module.__init__(self)
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -177,7 +177,13 @@ class _WideProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, narrow: Tensor, codes: Tensor, scale: Tensor | None, coding: Format | None, *own: Tensor
+        ctx: Any,
+        x: Tensor,
+        narrow: Tensor,
+        codes: Tensor,
+        scale: Tensor | None,
+        coding: StoredFormat | None,
+        *own: Tensor,
     ) -> Tensor:
         up, bias = own
         ctx.save_for_backward(narrow, codes, scale, up)
@@ -197,7 +203,7 @@ class _WideProduct(torch.autograd.Function):
         return dx, dy @ up.to(dy.dtype), None, None, None, d_up, db
 
 
-def _decode(codes: Tensor, scale: Tensor | None, coding: Format | None, dtype: torch.dtype) -> Tensor:
+def _decode(codes: Tensor, scale: Tensor | None, coding: StoredFormat | None, dtype: torch.dtype) -> Tensor:
     if coding is None or scale is None:
         return codes.to(dtype)
     return dequantize(*coding.parts(codes, scale), coding, dtype)
@@ -215,7 +221,7 @@ class _Product(torch.autograd.Function):
         scale: Tensor,
         bias: Tensor | None,
         offsets: Tensor | None,
-        coding: Format,
+        coding: StoredFormat,
         added: Tensor | None = None,
     ) -> Tensor:
         ctx.save_for_backward(weight, scale, offsets)
@@ -299,7 +305,7 @@ def expert_products(
     codes: Tensor,
     scale: Tensor,
     offsets: Tensor,
-    coding: Format,
+    coding: StoredFormat,
     added: Tensor | None = None,
     *,
     transposed: bool,
@@ -352,7 +358,7 @@ def multiply_one_by_one(
     codes: Tensor,
     scale: Tensor | None,
     offsets: Tensor,
-    coding: Format | None,
+    coding: StoredFormat | None,
     added: Tensor | None = None,
     *,
     transposed: bool,
@@ -392,7 +398,7 @@ def multiply_all(
     codes: Tensor,
     scale: Tensor,
     offsets: Tensor,
-    coding: Format,
+    coding: StoredFormat,
     added: Tensor | None = None,
     *,
     transposed: bool,

@@ -49,7 +49,7 @@ def set_state(state: State) -> None:
 
 
 @dataclass(eq=False)
-class Part:
+class TrialSlice:
     """Where the rows of one trial are in a micro-batch [rows, columns]."""
 
     rows: slice
@@ -67,9 +67,9 @@ class Slices:
     def __init__(self, trials: int) -> None:
         self.trials = trials
         self.shape = (0, 0)  # rows and columns of the micro-batch
-        self.parts: list[Part | None] = [None] * trials  # None: a trial without rows in it
+        self.parts: list[TrialSlice | None] = [None] * trials  # None: a trial without rows in it
 
-    def set(self, shape: tuple[int, int], parts: Sequence[Part | None]) -> None:
+    def set(self, shape: tuple[int, int], parts: Sequence[TrialSlice | None]) -> None:
         self.shape = shape
         self.parts = list(parts)
         self.numbers: Tensor | None = None
@@ -91,10 +91,10 @@ class Slices:
         return self.numbers
 
 
-class Adapter(NamedTuple):
+class TrialAdapter(NamedTuple):
     """One trial's adapter of a layer, with its part of the micro-batch."""
 
-    part: Part
+    part: TrialSlice
     scaling: float
     dropout: nn.Module
     a: Tensor
@@ -126,7 +126,7 @@ class SlicedLinear(nn.Module):
         added: Tensor = function.apply(x, shape, adapters, dtype, *weights)
         return add_linear(self.base, x, added)
 
-    def compute_one_by_one(self, x: Tensor, adapters: Sequence[Adapter], dtype: torch.dtype | None) -> Tensor:
+    def compute_one_by_one(self, x: Tensor, adapters: Sequence[TrialAdapter], dtype: torch.dtype | None) -> Tensor:
         """Compute each trial's rows in a product of its own, as it does alone: a bias is part of that sum."""
         output = self.base(x).clone()
         outputs = output.view(*self.slices.shape, -1)
@@ -140,13 +140,13 @@ class SlicedLinear(nn.Module):
             adapter.part.of(outputs).copy_(linear_with_added(self.base, own, narrow, adapter.b))
         return output  # type: ignore[no-any-return]
 
-    def list_adapters(self) -> Iterator[Adapter]:
+    def list_adapters(self) -> Iterator[TrialAdapter]:
         for part, layer in zip(self.slices.parts, self.layers, strict=True):
             if part is not None and layer is not None:
                 (name,) = layer.active_adapters
                 a = layer.lora_A[name].weight
                 b = layer.lora_B[name].weight
-                yield Adapter(part, layer.scaling[name], layer.lora_dropout[name], a, b)
+                yield TrialAdapter(part, layer.scaling[name], layer.lora_dropout[name], a, b)
 
 
 class LowRank(torch.autograd.Function):
@@ -160,7 +160,7 @@ class LowRank(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         shape: tuple[int, int],
-        adapters: Sequence[Adapter],
+        adapters: Sequence[TrialAdapter],
         dtype: torch.dtype | None,
         *weights: Tensor,
     ) -> Tensor:
@@ -208,7 +208,7 @@ class LowRank(torch.autograd.Function):
         return grad_x, None, None, None, *grads_a, *grads_b
 
 
-def are_equal_parts(adapters: Sequence[Adapter], shape: tuple[int, int]) -> bool:
+def are_equal_parts(adapters: Sequence[TrialAdapter], shape: tuple[int, int]) -> bool:
     """Return whether the micro-batch is as many equal parts, one after the other; not if it has others' parts, too.
 
     Parts of different width have as many rows: padding to another trial's width has a gradient of zero.
@@ -231,7 +231,7 @@ class LowRankOfEqualParts(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         shape: tuple[int, int],
-        adapters: Sequence[Adapter],
+        adapters: Sequence[TrialAdapter],
         dtype: torch.dtype | None,
         *weights: Tensor,
     ) -> Tensor:
@@ -280,11 +280,11 @@ def stack(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return stacked
 
 
-def has_dropout(adapter: Adapter) -> bool:
+def has_dropout(adapter: TrialAdapter) -> bool:
     return isinstance(adapter.dropout, nn.Dropout) and adapter.dropout.p > 0
 
 
-def draw_for(adapter: Adapter, x: Tensor) -> Tensor | None:
+def draw_for(adapter: TrialAdapter, x: Tensor) -> Tensor | None:
     """Return what dropout multiplies a trial's rows by."""
     if not has_dropout(adapter):
         return None
@@ -292,7 +292,7 @@ def draw_for(adapter: Adapter, x: Tensor) -> Tensor | None:
     return draw_factors(adapter.dropout, ones, adapter.part.random)
 
 
-def draw_for_all(adapters: Sequence[Adapter], x: Tensor) -> Tensor | None:
+def draw_for_all(adapters: Sequence[TrialAdapter], x: Tensor) -> Tensor | None:
     """Return what dropout multiplies all trials' rows by: 1 where a trial has none."""
     factors = None
     for adapter in adapters:
@@ -310,14 +310,14 @@ def draw_factors(dropout: nn.Module, ones: Tensor, random: Random) -> Tensor:
         return factors
 
 
-def take_rows(part: Part, x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+def take_rows(part: TrialSlice, x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return a trial's rows [tokens, width], times dropout's factors."""
     own = part.of(x)
     dropped = own if factor is None else own * factor
     return dropped.reshape(-1, x.shape[-1]).to(dtype)
 
 
-def combine(inputs: Sequence[dict[str, Any]], starts: Sequence[Part], shape: tuple[int, int]) -> dict[str, Any]:
+def combine(inputs: Sequence[dict[str, Any]], starts: Sequence[TrialSlice], shape: tuple[int, int]) -> dict[str, Any]:
     """Return the arguments of one forward for the rows of several micro-batches, padded to one width or laid end to
     end."""
     rows, columns = shape
@@ -379,18 +379,20 @@ def combine_edges(inputs: Sequence[dict[str, Any]], columns: int) -> dict[str, A
     return {"document_edges": torch.cat(edges), "longest_document": longest}
 
 
-def place_parts(inputs: Sequence[dict[str, Any]], randoms: Sequence[Random]) -> tuple[tuple[int, int], list[Part]]:
+def place_parts(
+    inputs: Sequence[dict[str, Any]], randoms: Sequence[Random]
+) -> tuple[tuple[int, int], list[TrialSlice]]:
     """Return the shape of the common micro-batch, and where each trial's rows are in it."""
     shapes = [tuple(one["input_ids"].shape) for one in inputs]
     parts = []
     if all("cu_seq_lens_q" in one for one in inputs):
         start = 0
         for (_, width), random in zip(shapes, randoms, strict=True):
-            parts.append(Part(slice(0, 1), slice(start, start + width), random))
+            parts.append(TrialSlice(slice(0, 1), slice(start, start + width), random))
             start += width
         return (1, start), parts
     first = 0
     for (rows, width), random in zip(shapes, randoms, strict=True):
-        parts.append(Part(slice(first, first + rows), slice(0, width), random))
+        parts.append(TrialSlice(slice(first, first + rows), slice(0, width), random))
         first += rows
     return (first, max(width for _, width in shapes)), parts
