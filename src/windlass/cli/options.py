@@ -176,7 +176,7 @@ JobDir = Annotated[Path | None, opt("--out", "DIR", "Folder of the job's files. 
 Follow = Annotated[bool, flag("--follow -f", "Keep printing the log as lines arrive.")]
 OutFile = Annotated[Path | None, opt("--out", "FILE", "Write the run file there instead of printing it.")]
 Force = Annotated[bool, flag("--force", "Let --out overwrite a file.")]
-RankCount = Annotated[int | None, opt("--ranks", "N", "RunPath N ranks, on this machine only.", min=1)]
+RankCount = Annotated[int | None, opt("--ranks", "N", "Run N ranks, on this machine only.", min=1)]
 BaseFolder = Annotated[str | None, opt("--base", "DIR", "Folder of the base model.")]
 
 BaseDtypeList = Annotated[
