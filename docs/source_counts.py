@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+# Modules of train/ that are about an extra.
+TRIALS = ("sweep", "together", "halving", "slices", "sliced", "shared_base", "copies")
+PAIRS = ("preference", "reference", "noise")
 
 
 def list_files(*patterns: str) -> list[Path]:
@@ -95,12 +100,77 @@ def find_nodes(files: list[Path], holds: Callable[[ast.AST], bool]) -> Iterator[
                 yield path, getattr(node, "lineno", 0)
 
 
+# --- how the packages hang together ---
+
+
+def list_names(path: Path) -> Iterator[str]:
+    """Yield the classes and aliases that a module defines."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name[0].isupper() and not name.isupper() and len(name) > 1:
+                yield name
+
+
+def count_shared_names(files: list[Path]) -> int:
+    """Return how many classes and aliases have the name of another module's."""
+    modules = Counter(name for path in files for name in set(list_names(path)))
+    return sum(times > 1 for times in modules.values())
+
+
+def read_imports(files: list[Path]) -> dict[str, set[str]]:
+    """Return which modules of the package each module imports, wherever it does."""
+    names = {
+        ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): path for path in files
+    }
+    imports: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {full if (full := f"{node.module}.{one.name}") in names else node.module for one in node.names}
+        imports[name] = (found & names.keys()) - {name}
+    return imports
+
+
+def measure_package(imports: dict[str, set[str]], package: str) -> tuple[int, int]:
+    """Return the levels of imports inside a package, and how many of its modules are in a circle."""
+    inside = {name: {one for one in imports[name] if one.startswith(f"{package}.")} for name in imports}
+    inside = {name: below for name, below in inside.items() if name.startswith(f"{package}.")}
+    levels: dict[str, int] = {}
+    while ready := {name for name in inside.keys() - levels if inside[name] <= levels.keys()}:
+        levels |= {name: 1 + max((levels[one] for one in inside[name]), default=0) for name in ready}
+    return max(levels.values(), default=0), len(inside) - len(levels)
+
+
+LIBRARIES = ("torch", "transformers", "huggingface_hub", "peft", "accelerate", "datasets")
+
+
+def is_private_import(node: ast.AST) -> bool:
+    """Return whether a node imports a private name, or from a private module, of a library."""
+    if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] not in LIBRARIES:
+        return False
+    parts = [*(node.module or "").split("."), *(name.name for name in node.names)]
+    return any(part.startswith("_") for part in parts)
+
+
+def count_mentions(files: list[Path], words: str, own: Sequence[str]) -> int:
+    """Return the lines that name an extra outside the modules that are about it."""
+    lines = [line for path in files if path.stem not in own for line in path.read_text(encoding="utf-8").splitlines()]
+    return sum(re.search(words, line) is not None for line in lines)
+
+
 def count() -> dict[str, tuple[int, int | None]]:
     """Return each count with its bound, if it has one."""
     source = list_files("src/*.py")
     outside_runfile = [path for path in source if "runfile" not in path.parts]
     outside_plan = [path for path in source if "plan" not in path.parts]
     train = [path for path in source if "train" in path.parts]
+    but_compat = [path for path in source if path.name != "compat.py"]
+    imports = read_imports(source)
+    packages = sorted({".".join(name.split(".")[:2]) for name in imports if name.count(".") > 1})
     test_data = [path for path in list_files("tests") if path.suffix != ".py"]
     return {
         "lines of src": (count_lines(source), 31_500),
@@ -115,6 +185,17 @@ def count() -> dict[str, tuple[int, int | None]]:
         "imports of the planner in train/, but plans and layouts": (count_nodes(train, is_other_plan_import), 0),
         "TYPE_CHECKING in train/": (count_nodes(train, is_type_checking), 0),
         "modules imported under another name": (count_nodes(source, is_module_alias), 0),
+        "modules": (len(source), None),
+        "classes and aliases with the name of another": (count_shared_names(source), 15),
+        "levels of imports in train/": (measure_package(imports, "windlass.train")[0], 8),
+        "modules in a circle of imports": (sum(measure_package(imports, package)[1] for package in packages), 0),
+        "imports of libraries' private names, but in compat.py": (count_nodes(but_compat, is_private_import), 0),
+        "lines of train/ that name trials, but in their modules": (count_mentions(train, r"\btrials?\b", TRIALS), 5),
+        "lines of train/ that name pairs, but in their modules": (count_mentions(train, r"\bpairs?\b", PAIRS), 15),
+        "lines of train/ that name context_parallel, but in its module": (
+            count_mentions(train, "context_parallel|RowGroup", ("long_rows",)),
+            20,
+        ),
     }
 
 
