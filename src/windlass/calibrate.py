@@ -284,9 +284,9 @@ def measure_on_rank(storage: Path, sizes: Sizes = Sizes()) -> dict[str, Any] | N
     """Measure on all ranks at the same time, as they train; rank 0 returns their common result."""
     import torch
     import torch.distributed as dist
-    from transformers.integrations.moe import _grouped_linear
 
     from windlass import measure
+    from windlass.compat import grouped_product
     from windlass.observe.counters import describe_machine
     from windlass.weights import quantized
 
@@ -321,7 +321,7 @@ def measure_on_rank(storage: Path, sizes: Sizes = Sizes()) -> dict[str, Any] | N
             rates["products"][str(kind).removeprefix("torch.")] = points
         states.append(reference())
         narrower = product(sizes.rows[:-1], sizes.widths[:-1])
-        rates["grouped"] = measure.measure_grouped(device, dtype, narrower, _grouped_linear)
+        rates["grouped"] = measure.measure_grouped(device, dtype, narrower, grouped_product)
         states.append(reference())
         rates["memory_gb_per_second"] = measure.measure_memory(device, sizes.elements)
         rates["decode_gb_per_second"] = decode()

@@ -1,4 +1,7 @@
-"""What differs between the supported versions of torch and transformers, each with the version from which it can go."""
+"""What differs between the supported versions of torch and transformers, each with the version from which it can go.
+
+And the private names that are imported of libraries, each with its reason and when it can go.
+"""
 
 import inspect
 from dataclasses import fields
@@ -7,8 +10,14 @@ from typing import Any, Final
 import torch
 import transformers
 from torch import nn
+from torch._subclasses import fake_tensor
+from torch.distributed import _composable_state
+from torch.distributed.tensor import _utils as tensor_utils
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils import _python_dispatch, _pytree
+from transformers import trainer_optimizer
 from transformers.distributed import DistributedConfig
+from transformers.integrations import moe
 
 from windlass.versions import SINCE, is_older
 
@@ -30,6 +39,31 @@ if HAS_EXPERT_PARALLELISM:
 else:
     AllToAllEP = object
     EPImplementationInterface = ALL_PARALLEL_STYLES = None
+
+# --- private names ---
+
+# Products of rows sorted by expert. Until transformers has them without a module around them.
+grouped_product = moe._grouped_linear
+grouped_mm = moe._grouped_mm
+# Optimizers by name, without half a second of imports for the rest of the Trainer. Until that is a public function.
+OPTIMIZERS: Final = trainer_optimizer._OPTIMIZER_HANDLERS
+# FSDP2's state of a module, which copies of the module share. Until torch copies sharded modules.
+get_fsdp_state = _composable_state._get_module_state
+set_fsdp_state = _composable_state._insert_module_state
+# Where a rank's shard is in the full tensor. Until torch.distributed.tensor exports it.
+find_local_part = tensor_utils.compute_local_shape_and_global_offset
+# Layers traced without memory. Until torch names these publicly; they are as they were in 2.0.
+FakeTensorMode = fake_tensor.FakeTensorMode
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+tree_leaves = _pytree.tree_leaves
+tree_map_only = _pytree.tree_map_only
+
+
+def check_mamba_targets(*given: Any) -> None:
+    """Let PEFT refuse adapters in Mamba layers. Until it says by data what it refuses."""
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    _check_lora_target_modules_mamba(*given)
 
 
 def make_distributed_config(**sizes: Any) -> DistributedConfig:

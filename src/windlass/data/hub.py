@@ -88,7 +88,7 @@ def download(
     name: str, kind: str, patterns: Sequence[str], ignored: Sequence[str], place: str, cache: Path, say: Say
 ) -> str:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.utils._paths import filter_repo_objects
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
     wanted: dict[str, Any] = {"allow_patterns": list(patterns)}
     with explain_hub_errors(name, kind, place):
@@ -135,7 +135,7 @@ def require_published(folder: Path, published: Mapping[str, str], say: Say) -> N
 def fetch_headers(name: str, folder: Path, ignored: Sequence[str], place: str, say: Say) -> None:
     """Fetch, besides a model's config, the headers of its weight files: some kilobytes each."""
     from huggingface_hub import HfApi
-    from huggingface_hub.utils._paths import filter_repo_objects
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
     with explain_hub_errors(name, "model", place):
         api = HfApi()

@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 import transformers
 from peft import LoraConfig
-from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils import transformers_weight_conversion as peft_conversion
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -25,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
-from windlass.compat import get_expert_plan, has_post_expert_norm
+from windlass.compat import check_mamba_targets, get_expert_plan, has_post_expert_norm
 from windlass.errors import UserError, print_error
 from windlass.introspect.trace import trace_layers
 from windlass.model.description import FETCH, MAX_LAYERS, hash_config
@@ -552,7 +551,7 @@ def _find_untrainable(model: Any, ids: Tensor) -> list[str]:
     trained = {name.rpartition(".")[2] for name in reached}
     for leaf in [*trained]:
         try:
-            _check_lora_target_modules_mamba(LoraConfig(), model, leaf)
+            check_mamba_targets(LoraConfig(), model, leaf)
         except ValueError:
             trained.remove(leaf)
     leaves = {name.rpartition(".")[2] for name in language}

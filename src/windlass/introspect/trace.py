@@ -8,10 +8,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
+
+from windlass.compat import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map_only
 
 LENGTHS: Final = (256, 512, 768)  # tokens: what is between and beyond follows a parabola through these
 MOST: Final = 4000  # operators: a layer that computes token after token would take minutes to trace

@@ -5,9 +5,8 @@ from typing import Any, Final
 
 import transformers
 from torch import nn
-from torch.distributed._composable_state import _get_module_state, _insert_module_state
 
-from windlass.compat import ALL_PARALLEL_STYLES
+from windlass.compat import ALL_PARALLEL_STYLES, get_fsdp_state, set_fsdp_state
 from windlass.train.experts import exchange
 
 SHARED: Final = "_parameters"  # the mapping itself, in which FSDP2 exchanges gathered weights and shards
@@ -20,9 +19,9 @@ def copy_model(model: transformers.PreTrainedModel) -> transformers.PreTrainedMo
         copied = copies[id(module)]
         for name, value in vars(module).items():
             vars(copied)[name] = value if name == SHARED else copy_value(value, copies)
-        state = _get_module_state(module)
+        state = get_fsdp_state(module)
         if state is not None:
-            _insert_module_state(copied, state)
+            set_fsdp_state(copied, state)
         if "exchange" in vars(module):  # under expert parallelism, it computes the experts that it was made for
             give_exchange(copied)
     result = copies[id(model)]

@@ -30,9 +30,9 @@ import torch
 import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedTokenizerBase
 
+from windlass.compat import find_local_part
 from windlass.data.prepare import open_tokenizer
 from windlass.errors import RunError
 from windlass.model import Base
@@ -161,7 +161,7 @@ def view_own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     if not isinstance(tensor, DTensor):
         return tensor.detach(), (0,) * tensor.ndim
     local: Tensor = tensor.to_local().detach()
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = find_local_part(tensor.shape, tensor.device_mesh, tensor.placements)
     if tuple(shape) != tuple(local.shape):
         raise AssertionError(f"a part of {tuple(local.shape)} where {shape} was computed")
     return local, tuple(offset)

@@ -8,11 +8,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 from transformers import get_scheduler
-
-# Trainer.get_optimizer_cls_and_kwargs, without half a second of imports for the rest of the Trainer.
-from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
+from transformers.trainer_optimizer import OptimizerContext
 from transformers.training_args import OptimizerNames
 
+from windlass.compat import OPTIMIZERS
 from windlass.runfile import Train
 from windlass.runfile.names import EVALUATED_SCHEDULES
 
@@ -47,7 +46,7 @@ def create_optimizer(train: Train, named: Iterable[tuple[str, nn.Parameter]], st
     )
     adam = {"betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
     context = OptimizerContext(settings, None, {"lr": train.learning_rate}, adam, optim_args={})
-    optimizer_class, arguments = _OPTIMIZER_HANDLERS[settings.optim](context)
+    optimizer_class, arguments = OPTIMIZERS[settings.optim](context)
     optimizer: torch.optim.Optimizer = optimizer_class(groups, **arguments)
     return optimizer
 

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers.integrations.moe import _grouped_linear, _grouped_mm
 
 from windlass import settings
+from windlass.compat import grouped_mm, grouped_product
 from windlass.errors import Problem, UserError, raise_all
 from windlass.hardware import has_bf16_products
 from windlass.model import Base, Parameter
@@ -290,7 +290,7 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor, ad
             )
             hint = "set model.torch_dtype: bfloat16, or train.gradient_checkpointing: true"
             raise UserError(problem.replace("torch.", ""), "train.gradient_checkpointing", hint, "kept-products")
-        product = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
+        product = grouped_product(x, weight, offsets, is_transposed=not transposed)
         return product if added is None else product + added
     # As in transformers: products have the weight's dtype, or the input's under mixed precision.
     dtype = x.dtype if x.element_size() < coding.dtype.itemsize else coding.dtype
@@ -349,7 +349,7 @@ def multiply_frozen(
     """Return x_e W_e^T (transposed) or x_e W_e for all experts."""
     if on_cpu.rounds_rows(x):
         return multiply_one_by_one(x, weight, None, offsets, None, added, transposed=transposed)
-    product: Tensor = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
+    product: Tensor = grouped_product(x, weight, offsets, is_transposed=not transposed)
     return product if added is None else added.add_(product)
 
 
@@ -421,6 +421,6 @@ def multiply_all(
         per = 1 if transposed else coding.per_byte  # a chunk begins with a byte: 128 columns at least
         part = codes.narrow(-2 if transposed else -1, first // per, min(step, width - first) // per)
         weight = dequantize(part, scale, coding, x.dtype, (first, 0) if transposed else (0, first))
-        product[:, first : first + step] = _grouped_mm(x, weight.transpose(-2, -1) if transposed else weight, offsets)
+        product[:, first : first + step] = grouped_mm(x, weight.transpose(-2, -1) if transposed else weight, offsets)
         del weight  # or it would live on while the next one is made
     return product if added is None else added.add_(product)
