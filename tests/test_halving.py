@@ -16,8 +16,8 @@ from windlass.run_folder import FAILED, FINISHED, list_trials, log_event
 from windlass.runfile import read_run_file
 from windlass.runfile.fields import Sweep
 from windlass.runfile.halving import Halving, list_halvings, share_of_steps
+from windlass.sweep.halving import has_reached, read_loss
 from windlass.train.checkpoint.folder import prune_checkpoints
-from windlass.train.halving import has_reached, read_loss
 
 __all__ = ["material"]  # a fixture
 TRIALS: dict[str, dict[str, Any]] = {

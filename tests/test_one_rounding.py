@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from windlass.settings import FOUR_BITS
-from windlass.train.kernels import slices
+from windlass.sweep import slices
 from windlass.train.kernels.lora_linear import FusedAdapters, LoraLinear
 from windlass.train.kernels.products import QuantizedLinear, multiply_one_by_one
 from windlass.train.patches import Patches

@@ -52,6 +52,8 @@ from windlass.run_folder import (
 from windlass.run_folder import TRIALS as TRIALS_KEY
 from windlass.runfile import list_keys, read_run_file
 from windlass.runfile.sweep import CHANGE_STEPS, SHARED, format_number, why_shared
+from windlass.sweep import trials
+from windlass.sweep.trials import begin_sweep, claim_sweep, train_trials
 from windlass.train.checkpoint.resume import describe_run
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
@@ -59,7 +61,6 @@ from windlass.train.patches import ModelPatches
 from windlass.train.session import Options, Session
 from windlass.train.shared_base import SharedBase
 from windlass.train.start import leave_finished
-from windlass.train.sweep import begin_sweep, claim_sweep, train_trials
 from windlass.train.trackers import open_tensorboard
 
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
@@ -350,14 +351,17 @@ def test_a_sweep_whose_resume_is_refused_is_as_it_was(
     """Also the record of a trial that has failed and is no longer in the run file: it would be trained again."""
     monkeypatch.chdir(material)
     session = make_session([])
+    monkeypatch.setattr(trials, "load_shared", mock.Mock())
 
     def check_data(trial: Plan, session: Session) -> Any:
         raise UserError("other rows", code="other-data")
 
+    monkeypatch.setattr(trials, "check_data", check_data)
+
     def train(*names: str) -> None:
         with refused("other-data") as problems:
             plan = plan_trials(material, tmp_path, [*names])
-            train_trials(plan, session, mock.Mock(), check_data, mock.Mock())
+            train_trials(plan, session)
         assert problems[0].problem == f"trial {names[0]}: other rows"
 
     train("first", "second")

@@ -37,12 +37,11 @@ from windlass.plan.cost import estimate_cost
 from windlass.plan.padding import RowLengths
 from windlass.run_folder import FAILED, FINISHED, STOPPED, list_trials
 from windlass.runfile import read_run_file
-from windlass.train import together
+from windlass.sweep import sliced_experts, slices, together
+from windlass.sweep.copies import copy_model
 from windlass.train.batches import Batch, Collate
-from windlass.train.copies import copy_model
 from windlass.train.experts import experts as experts_of
-from windlass.train.experts import sliced
-from windlass.train.kernels import on_cpu, slices
+from windlass.train.kernels import on_cpu
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import balance_router
@@ -487,13 +486,13 @@ def off_by_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wrong_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of experts are given to the next trial's adapter."""
-    original = sliced.SlicedExperts.split
+    original = sliced_experts.SlicedExperts.split
 
     def turn(*given: Any, **options: Any) -> Any:
         parts = original(*given, **options)
         return [parts[0], parts[2], parts[1], *parts[3:]]
 
-    monkeypatch.setattr(sliced.SlicedExperts, "split", turn)
+    monkeypatch.setattr(sliced_experts.SlicedExperts, "split", turn)
 
 
 def leaking_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,7 +543,7 @@ def test_adapters_of_experts_have_the_products_of_each_trial_alone(
     chosen = experts_of.sort_rows(
         torch.randint(0, experts, (rows,)) * 4 + torch.tensor([0, 1, 3]).repeat(17)[:rows], 16
     )
-    of_trials = sliced.SlicedExperts({}, slices.Slices(trials)).split(chosen.edges, rows, waits=True)
+    of_trials = sliced_experts.SlicedExperts({}, slices.Slices(trials)).split(chosen.edges, rows, waits=True)
     assert [len(places) for places, _ in of_trials] == [17, 17, 0, 16], "the last are padding"
     x, gradient = (torch.randn(rows, width).to(dtype) for width in (16, 24))
     weights = [
@@ -559,8 +558,8 @@ def test_adapters_of_experts_have_the_products_of_each_trial_alone(
         )
         return [added.detach(), *grads]
 
-    slots = [sliced.Slot(*one, 2.0) for one in of_trials[:trials]]
-    together_ = compute(sliced.ExpertLowRank, torch.arange(rows), slots, *weights)
+    slots = [sliced_experts.Slot(*one, 2.0) for one in of_trials[:trials]]
+    together_ = compute(sliced_experts.ExpertLowRank, torch.arange(rows), slots, *weights)
     for number, (places, edges, _) in enumerate(slots):
         own = weights[2 * number : 2 * number + 2]
         ours = [*(one[places] for one in together_[:2]), *together_[2 + 2 * number : 4 + 2 * number]]

@@ -98,7 +98,13 @@ def train(
                 loaded = read_any(run, [*overrides, *defaults])
         return make_any_plan(loaded, file, is_here=True)
 
-    raise typer.Exit(train(planned, started, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base))
+    def train_sweep(*given: Any) -> int:
+        from windlass.sweep.trials import train_trials
+
+        return train_trials(*given)
+
+    options: dict[str, Any] = {"debug_freq": debug_freq, "allow_other_base": allow_other_base}
+    raise typer.Exit(train(planned, started, resume=resume, train_sweep=train_sweep, **options))
 
 
 @command(DURING, "demo --dir demo-run", "report demo-run/run")

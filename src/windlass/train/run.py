@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import run_folder
-from windlass.data.packing import hash_rows
 from windlass.data.prepare import PreparedData, hash_text, prepare_data
 from windlass.data.trained_template import set_template
 from windlass.errors import SAVED, Problem, UserError
@@ -68,7 +68,6 @@ from windlass.train.checkpoint.snapshot import find_system_error, load_adapter, 
 from windlass.train.connect import create_process_group, find_differences, require_device, require_same_plan
 from windlass.train.console import Progress, make_console, print_header
 from windlass.train.evaluate import Evaluator
-from windlass.train.halving import CheckedData
 from windlass.train.load import describe_precision, load_base, open_base_tokenizer
 from windlass.train.long_rows import RowGroup
 from windlass.train.loop import Loop
@@ -81,7 +80,6 @@ from windlass.train.samples import Samples, read_prompts
 from windlass.train.session import PAUSED, Options, Session
 from windlass.train.shared_base import SharedBase
 from windlass.train.step import TrainedModel, Updater
-from windlass.train.sweep import train_trials
 from windlass.train.trackers import Trackers
 from windlass.weights.same_base import CHAT_TEMPLATE, describe_base, describe_quantization
 
@@ -90,7 +88,13 @@ LOADING_SECONDS = 2 * 3600
 
 
 def train_rank(
-    plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None = None, allow_other_base: bool = False
+    plan: Plan,
+    here: Rank,
+    *,
+    resume: bool = False,
+    debug_freq: int | None = None,
+    allow_other_base: bool = False,
+    train_sweep: Callable[[Plan, Session], int] | None = None,
 ) -> int:
     """Do one rank's part of the run. Returns 0, or 75 if a signal stopped it and everything is saved."""
     job = plan.run
@@ -112,8 +116,9 @@ def train_rank(
     session = Session(
         here, console, stop_signal, report, unwritten, identity, options, SharedBase(keeps=bool(plan.trials))
     )
-    if plan.trials:
-        return train_trials(plan, session, train_run, check_data, load_shared)
+    if train_sweep is not None and plan.trials:
+        return train_sweep(plan, session)
+    assert not plan.trials
     return train_run(plan, session)
 
 
@@ -284,16 +289,6 @@ def save_final(
 # --- what the steps call ---
 
 
-def check_data(plan: Plan, session: Session) -> CheckedData:
-    """Prepare a run's data to see whether they can be trained on."""
-    session.here.phase("preparing the data")
-    tokenizer = open_base_tokenizer(plan)
-    data = prepare_on_all_ranks(plan, tokenizer, session)
-    length = count_steps(plan, data, tokenizer.pad_token_id)
-    evaluated = hash_rows(data.validation_file) if data.validation_file else ""
-    return CheckedData({"data": data.fingerprint, "inputs": data.inputs}, data.template, length, evaluated)
-
-
 def load_model(
     plan: Plan, session: Session, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -301,12 +296,6 @@ def load_model(
     session.here.phase("loading the model")
     load = partial(load_base, plan.base, plan.layout, **describe_precision(plan), tokens=len(tokenizer))
     return session.base.get(load)
-
-
-def load_shared(plan: Plan, session: Session) -> str:
-    """Load the base that the trials of a sweep share. Returns its digest."""
-    _, certificate = load_model(plan, session, open_base_tokenizer(plan))
-    return str(certificate["base_digest"])
 
 
 def write_on_rank_0(session: Session, path: Path, value: dict[str, Any]) -> None:

@@ -55,6 +55,7 @@ def train(
     resume: bool,
     debug_freq: int | None = None,
     allow_other_base: bool = False,
+    train_sweep: Callable[..., int] | None = None,
 ) -> int:
     """Train in this machine's ranks, or as one of them. Returns the exit code."""
 
@@ -70,7 +71,14 @@ def train(
         here.phase("importing the training libraries")
         from windlass.train.run import train_rank
 
-        return train_rank(plan, here, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
+        return train_rank(
+            plan,
+            here,
+            resume=resume,
+            debug_freq=debug_freq,
+            allow_other_base=allow_other_base,
+            train_sweep=train_sweep,
+        )
 
     return run_in_ranks(make_checked_plan, work, command, resume=resume)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from windlass import run_folder
+from windlass.data.packing import hash_rows
 from windlass.errors import SAVED, Problem, UserError, raise_all
 from windlass.files import write_atomic, write_json
 from windlass.observe.background import BackgroundReport
@@ -32,6 +33,15 @@ from windlass.run_folder import (
     read_manifest,
 )
 from windlass.runfile.halving import Halving
+from windlass.sweep.halving import (
+    CheckedData,
+    describe_decision,
+    halve,
+    has_reached,
+    require_halvings,
+)
+from windlass.sweep.together import TrialGroup
+from windlass.train.batches import count_steps
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.checkpoint.resume import (
     describe_run,
@@ -40,39 +50,30 @@ from windlass.train.checkpoint.resume import (
     require_same_run,
     warn_of_unshared,
 )
-from windlass.train.halving import (
-    CheckedData,
-    describe_decision,
-    halve,
-    has_reached,
-    require_halvings,
-)
+from windlass.train.load import open_base_tokenizer
+from windlass.train.run import load_model, prepare_on_all_ranks, train_run
 from windlass.train.session import PAUSED, Session
-from windlass.train.together import TrialGroup
 from windlass.weights.same_base import require_same_base
 
-Work = Callable[[Plan, Session], int]
-CheckData = Callable[[Plan, Session], CheckedData]
-LoadShared = Callable[[Plan, Session], str]  # returns the base's digest
 FAILED_BY_ALARM = -2
 LENGTH = ("train.num_train_epochs", "train.max_steps")  # which a resumed run may change, and a finished trial has had
 
 
-def train_trials(plan: Plan, session: Session, train_run: Work, check_data: CheckData, load_shared: LoadShared) -> int:
+def train_trials(plan: Plan, session: Session) -> int:
     """Train the trials that have not ended. Returns 0, or 75 if a signal stopped one; an alarm ends only its trial."""
     folder = plan.folder
     with contextlib.ExitStack() as held:
         states: dict[str, str] = collectives.run_on_rank_0(lambda: claim_sweep(plan, session, held))
         warn_of_unshared(plan, session.console)
         with record_failure(folder):
-            check_all_data(plan, session, check_data)
+            check_all_data(plan, session)
             if not all(map(has_ended, states.values())):  # until the base is accepted, what is recorded holds
                 digest = load_shared(plan.trials[0], session)
                 collectives.run_on_rank_0(lambda: require_base_of_trials(plan, session, digest))
             decisions = collectives.run_on_rank_0(lambda: begin_sweep(plan, session, states))
             going = decisions[-1]["kept"] if decisions else [*states]
             for halving in (*plan.halvings[len(decisions) :], None):
-                if train_until(plan, halving, going, states, session, train_run):
+                if train_until(plan, halving, going, states, session):
                     if session.here.rank == 0:
                         run_folder.update_manifest(folder, state=STOPPED)
                     collectives.barrier()  # as at the end of a stopped run
@@ -100,7 +101,6 @@ def train_until(
     going: Sequence[str],
     states: dict[str, str],
     session: Session,
-    train_run: Work,
 ) -> bool:
     """Train the trials that go on, to the next halving or to their end. Returns whether a signal stopped one."""
     by_name = {name_trial(trial): trial for trial in plan.trials}
@@ -119,7 +119,7 @@ def train_until(
         write_states(plan.folder, dict.fromkeys(names, RUNNING))
         own = replace(session, tokens=plan.folder / "tokens")
         own = replace(own, pauses=tuple(each.step for each in plan.halvings), pause_at=halving and halving.step)
-        ended = train_group(left, resumes, own, plan.folder, train_run)
+        ended = train_group(left, resumes, own, plan.folder)
         states |= ended
         write_states(plan.folder, ended)
         is_stopped = any(collectives.all_gather(session.stop_signal.received))
@@ -128,9 +128,7 @@ def train_until(
     return False
 
 
-def train_group(
-    trials: Sequence[Plan], resumes: Mapping[str, bool], session: Session, folder: Path, train_run: Work
-) -> dict[str, str]:
+def train_group(trials: Sequence[Plan], resumes: Mapping[str, bool], session: Session, folder: Path) -> dict[str, str]:
     """Train a trial, or some together, to their end or the next halving, and put the base back as it was. Returns the
     trials' states."""
     names = [name_trial(trial) for trial in trials]
@@ -140,7 +138,7 @@ def train_group(
         own = group.make_session(number) if group else session
         options = replace(session.options, resume=resumes[name])
         own = replace(own, report=BackgroundReport(trial.folder), options=options)
-        works.append(partial(train_trial, trial, own, train_run))
+        works.append(partial(train_trial, trial, own))
     codes = group.train(works) if group else [works[0]()]
     paused = run_folder.PAUSED.format(session.pause_at)
     by_code = {0: FINISHED, SAVED: STOPPED, PAUSED: paused, FAILED_BY_ALARM: FAILED}
@@ -150,7 +148,7 @@ def train_group(
     return {name: by_code[code] for name, code in zip(names, codes, strict=True)}
 
 
-def train_trial(trial: Plan, session: Session, train_run: Work) -> int:
+def train_trial(trial: Plan, session: Session) -> int:
     """Train one trial to its end or the next halving. Returns 0, 75, PAUSED or FAILED_BY_ALARM."""
     try:
         return train_run(trial, session)
@@ -165,7 +163,23 @@ def write_states(folder: Path, states: Mapping[str, str]) -> None:
         run_folder.update_manifest(folder, **{TRIALS: {**run_folder.read_manifest(folder)[TRIALS], **states}})
 
 
-def check_all_data(plan: Plan, session: Session, check_data: CheckData) -> None:
+def check_data(plan: Plan, session: Session) -> CheckedData:
+    """Prepare a run's data to see whether they can be trained on."""
+    session.here.phase("preparing the data")
+    tokenizer = open_base_tokenizer(plan)
+    data = prepare_on_all_ranks(plan, tokenizer, session)
+    length = count_steps(plan, data, tokenizer.pad_token_id)
+    evaluated = hash_rows(data.validation_file) if data.validation_file else ""
+    return CheckedData({"data": data.fingerprint, "inputs": data.inputs}, data.template, length, evaluated)
+
+
+def load_shared(plan: Plan, session: Session) -> str:
+    """Load the base that the trials of a sweep share. Returns its digest."""
+    _, certificate = load_model(plan, session, open_base_tokenizer(plan))
+    return str(certificate["base_digest"])
+
+
+def check_all_data(plan: Plan, session: Session) -> None:
     """Prepare all trials' data before the base is loaded. Those of trials that have begun must be as they were."""
     quiet = replace(session, console=Console(quiet=True), tokens=plan.folder / "tokens")
     checked = {}

@@ -26,14 +26,15 @@ from windlass.observe.flops import find_routers
 from windlass.observe.watch.run import RunWatch
 from windlass.plan import Plan
 from windlass.ranks.rank import StopSignal
+from windlass.sweep import slices
+from windlass.sweep.copies import copy_model
+from windlass.sweep.sliced_experts import SlicedExperts
+from windlass.sweep.slices import Random, SlicedLinear, Slices, TrialSlice, set_state
 from windlass.train.batches import Batch
-from windlass.train.copies import copy_model
 from windlass.train.experts.experts import UnmergedExpertLora
-from windlass.train.experts.sliced import SlicedExperts
 from windlass.train.head import Head
-from windlass.train.kernels import family_layers, slices
+from windlass.train.kernels import family_layers
 from windlass.train.kernels.lora_linear import LoraLinear
-from windlass.train.kernels.slices import Random, SlicedLinear, Slices, TrialSlice, set_state
 from windlass.train.liveness import ExpertTokens
 from windlass.train.loss import balance_router
 from windlass.train.noise import add_noise

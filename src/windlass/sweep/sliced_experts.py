@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from windlass.sweep.slices import Slices, draw_factors
 from windlass.train.experts.experts import low_rank, low_rank_gradients, pack_gradients, stack_by_expert
 from windlass.train.kernels import kept
 from windlass.train.kernels.products import grouped_linear
-from windlass.train.kernels.slices import Slices, draw_factors
 
 
 class Slot(NamedTuple):
