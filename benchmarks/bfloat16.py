@@ -21,7 +21,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from windlass.train.parallel import get_device
+from windlass.train.fsdp import get_device
 from windlass.train.patches import Patches
 
 Rows = list[tuple[list[int], int]]  # tokens, and where the answer begins

@@ -36,7 +36,7 @@ from windlass.plan import memory
 from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import ExpertLora, Lora
-from windlass.train import parallel
+from windlass.train import fsdp
 from windlass.train.head import Head
 from windlass.train.load import load_base
 from windlass.train.long_rows import RowGroup
@@ -182,7 +182,7 @@ def _peak(peft: Any, model: Any, inputs: dict[str, Any], *, once: bool) -> float
         _pass(peft, inputs)
         gc.collect()
         tracker: Any
-        if parallel.list_fsdp_modules(model):
+        if fsdp.list_fsdp_modules(model):
             tracker = FSDPMemTracker(model, optimizer)
             tracker.track_inputs(tensors)
             for parameter in trained:
@@ -198,9 +198,9 @@ def _peak(peft: Any, model: Any, inputs: dict[str, Any], *, once: bool) -> float
             tracker._track_module_params_and_buffers = lambda module, **_: track(module, install_grad_hooks=False)
         with tracker:
             if once:
-                parallel.keep_gathered(parallel.list_fsdp_modules(model), keep=True)
+                fsdp.keep_gathered(fsdp.list_fsdp_modules(model), keep=True)
                 _pass(peft, inputs)
-                parallel.keep_gathered(parallel.list_fsdp_modules(model), keep=False)
+                fsdp.keep_gathered(fsdp.list_fsdp_modules(model), keep=False)
             _pass(peft, inputs)
             optimizer.step()
     return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])

@@ -24,7 +24,7 @@ from windlass.model import targets as adapters
 from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
-from windlass.train import parallel
+from windlass.train import fsdp
 from windlass.train.head import Head
 from windlass.train.patches import Patches
 
@@ -64,7 +64,7 @@ def measure(way: str, described: dict[str, int], rows: int, length: int) -> Row:
     enable_checkpointing(base, {"use_reentrant": False})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    device = parallel.get_device()
+    device = fsdp.get_device()
     dice = torch.Generator().manual_seed(rows)
     ids = torch.randint(described["vocab_size"], (rows, length), generator=dice).to(device)
     unchanged: Any = nullcontext
@@ -121,7 +121,7 @@ def measure(way: str, described: dict[str, int], rows: int, length: int) -> Row:
 
 def make_model(described: dict[str, int]) -> PeftModel:
     """Return the model with random weights, made on the device, and its adapter."""
-    device = parallel.get_device()
+    device = fsdp.get_device()
     text = transformers.LlamaConfig(
         **described, use_cache=False, max_position_embeddings=8192, attn_implementation="sdpa",
         bos_token_id=None, eos_token_id=None, pad_token_id=None,

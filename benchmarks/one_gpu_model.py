@@ -24,7 +24,7 @@ from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.workload import ModelShape
 from windlass.runfile import Lora
-from windlass.train import parallel
+from windlass.train import fsdp, parallel
 from windlass.train.head import Head
 from windlass.train.lora import attach_adapter
 from windlass.train.patches import PARTS, Patches
@@ -246,7 +246,7 @@ class Trainee:
         self.adapters = self.patches.fuse_layers(self.model, torch.bfloat16, parts=parts, always=always)
         self.trained = [p for p in built.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4)
-        self.device = parallel.get_device()
+        self.device = fsdp.get_device()
         self.vocabulary = built.work.shape.vocab
 
     def batch(self, cell: Cell, document: int) -> dict[str, Any]:

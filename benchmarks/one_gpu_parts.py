@@ -44,7 +44,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from windlass.model import Base
 from windlass.model import targets as adapters
 from windlass.plan.cost import BatchSize, Cost, Workload, estimate_cost, read_shape
-from windlass.train import parallel
+from windlass.train import fsdp, parallel
 from windlass.train.kernels import documents, products
 from windlass.train.lora import attach_adapter
 from windlass.train.patches import PARTS as FUSED
@@ -206,7 +206,7 @@ def fused(sizes: Sizes, until: float) -> Iterator[Row]:
 def ground(sizes: Sizes, until: float) -> Iterator[Row]:
     """Reference rates for everything else, and whether the code paths used only on GPUs compute the right values."""
     del until
-    device, side = parallel.get_device(), sizes.square
+    device, side = fsdp.get_device(), sizes.square
     gpu = card()
     a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
     a @ b
@@ -226,7 +226,7 @@ def ground(sizes: Sizes, until: float) -> Iterator[Row]:
 
 def eight_bits(sizes: Sizes) -> Iterator[Row]:
     """Decode with the kernel and with torch; compare grouped products in chunks with those computed one by one."""
-    device = parallel.get_device()
+    device = fsdp.get_device()
     experts, wide, narrow, block = (4, 48, 32, 16) if sizes.tiny else (128, 4096, 2048, 128)
     codes = torch.empty(experts, wide, narrow, dtype=torch.uint8, device=device)
     for one in codes:
@@ -313,7 +313,7 @@ def one_layer(sizes: Sizes, way: str, per_expert: int) -> tuple[nn.Module, list[
 
 
 def tokens_of(found: Base, per_expert: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    device, dims = parallel.get_device(), found.dims
+    device, dims = fsdp.get_device(), found.dims
     count = max(1, per_expert * dims["experts"] // dims["top_k"])
     dice = torch.Generator().manual_seed(per_expert)
     x = torch.randn(count, dims["hidden"], generator=dice).to(device, torch.bfloat16).requires_grad_()

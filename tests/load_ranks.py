@@ -31,7 +31,7 @@ from windlass.plan.layout import Layout
 from windlass.ranks.collectives import all_gather, raise_together
 from windlass.runfile import Lora
 from windlass.settings import FOUR_BITS
-from windlass.train import parallel
+from windlass.train import fsdp, parallel
 from windlass.train.liveness import Liveness
 from windlass.train.load import list_unique_tensors, load_base, view_own_part
 from windlass.train.lora import attach_adapter
@@ -444,9 +444,9 @@ def other_ranks(root: Path) -> None:
 def kept_gathered(root: Path) -> None:
     """Require a layer's weights gathered after a backward between micro-batches, and resharded after the last one."""
     model, _ = load_base(read_base(root / "published"), layouts()["no-reshard"])
-    modules = parallel.list_fsdp_modules(model)
+    modules = fsdp.list_fsdp_modules(model)
     for keep in (True, False):
-        parallel.keep_gathered(modules, keep)
+        fsdp.keep_gathered(modules, keep)
         embedded = torch.zeros(1, 4, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         model(inputs_embeds=embedded).logits.float().sum().backward()
         assert isinstance(model.model.layers[0].self_attn.o_proj.weight, DTensor) is not keep
@@ -476,14 +476,14 @@ def steps(
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     replicas = ReplicaGroups(model)
-    liveness, modules = Liveness(model, replicas, "the run"), parallel.list_fsdp_modules(model)
+    liveness, modules = Liveness(model, replicas, "the run"), fsdp.list_fsdp_modules(model)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     found = []
     for step in range(count):
         loss = torch.zeros(1)
         for number in range(micro):
             if not layout.reshard_after_forward:
-                parallel.keep_gathered(modules, number < micro - 1)
+                fsdp.keep_gathered(modules, number < micro - 1)
             dice = torch.Generator().manual_seed((step * micro + number) * dist.get_world_size() + dist.get_rank())
             ids = torch.randint(20, 200, (2, 16), generator=dice)
             own = model(input_ids=ids, labels=ids).loss / micro

@@ -47,7 +47,7 @@ from windlass.ranks.rank import Rank, read_rank
 from windlass.run_folder import ADAPTER, FINAL, STEPS, is_finished
 from windlass.runfile import read_run_file
 from windlass.settings import FOUR_BITS
-from windlass.train import parallel
+from windlass.train import fsdp
 from windlass.train.connect import create_process_group
 from windlass.train.experts import experts
 from windlass.train.head import ChunkedCrossEntropy
@@ -197,7 +197,7 @@ def run_tests(folder: Path) -> None:
             tests[f"reference on the CPU, {dtype}"] = partial(train_reference, here, folder, dtype, int(cpu_alone))
     else:
         path = folder / f"results-{here.rank + 1}.jsonl"
-        device = parallel.get_device()
+        device = fsdp.get_device()
         tests = list_tests(device) | list_collective_tests(device) | list_training_tests(here, folder)
     for name, test in tests.items():
         append_json_line(path, asdict(failed(name, BEGUN, _meaning(name))))

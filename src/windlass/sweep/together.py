@@ -32,13 +32,13 @@ from windlass.sweep.sliced_experts import SlicedExperts
 from windlass.sweep.slices import Random, SlicedLinear, Slices, TrialSlice, set_state
 from windlass.train.batches import Batch
 from windlass.train.experts.experts import UnmergedExpertLora
+from windlass.train.fsdp import get_device, reshard
 from windlass.train.head import Head
 from windlass.train.kernels import family_layers
 from windlass.train.kernels.lora_linear import LoraLinear
 from windlass.train.liveness import ExpertTokens
 from windlass.train.loss import balance_router
 from windlass.train.noise import add_noise
-from windlass.train.parallel import get_device, reshard
 from windlass.train.patches import ModelPatches
 from windlass.train.recompute import recompute_layers
 from windlass.train.session import Session

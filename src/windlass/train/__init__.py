@@ -12,7 +12,7 @@ loss        the router's balancing loss; losses per data set
 optimizer   optimizers and schedules by name
 sync        gradients: one all-reduce per step; liveness: proof that the adapter trains
 load        the base model, each weight proven against the files
-parallel    layouts; lora: adapters; initial: PiSSA and OLoRA
+parallel    layouts; fsdp: what is gathered; lora: adapters; initial: PiSSA and OLoRA
 patches     every replacement of other libraries' code, and when it may go
 console     what a run prints; trackers: what it sends to TensorBoard, W&B and others
 best        the saved adapters of a run, evaluated; ranking: their table

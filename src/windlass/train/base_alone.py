@@ -14,7 +14,7 @@ from windlass.files import WriteGuard, read_json, write_json
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.settings import FOUR_BITS
-from windlass.train.parallel import reshard
+from windlass.train.fsdp import reshard
 
 
 class BaseAlone:

@@ -25,8 +25,8 @@ from windlass.observe.steps import IGNORED
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.runfile import Train
+from windlass.train.fsdp import get_device
 from windlass.train.long_rows import Cut
-from windlass.train.parallel import get_device
 
 FILL: Final = -1  # row number of the filler that completes the last step; it has no supervised tokens
 SHARED: Final = Path("/dev/shm")  # through which workers pass batches

@@ -36,12 +36,12 @@ from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.connect import create_process_group, require_device
 from windlass.train.console import make_console
+from windlass.train.fsdp import get_device
 from windlass.train.head import Head
 from windlass.train.kept import list_worse, measure_kept_sets
 from windlass.train.load import describe_precision, load_base, open_base_tokenizer
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import SourceLosses
-from windlass.train.parallel import get_device
 from windlass.train.patches import Patches
 from windlass.train.precision import compare_precisely
 from windlass.train.preference import PairAnswers, Preference, measure_answers

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from windlass.errors import UserError
-from windlass.train.parallel import get_device
+from windlass.train.fsdp import get_device
 
 ADAPTER_NAME = "default"  # PEFT's name of the only adapter
 

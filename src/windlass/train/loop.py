@@ -24,9 +24,9 @@ from windlass.train.checkpoint.saver import Saver
 from windlass.train.checkpoint.snapshot import TrainerState, restore_checkpoint
 from windlass.train.console import Progress
 from windlass.train.evaluate import Evaluator
+from windlass.train.fsdp import keep_gathered
 from windlass.train.kernels.compiled import Compiled
 from windlass.train.liveness import stop_non_finite
-from windlass.train.parallel import keep_gathered
 from windlass.train.step import Step, StepSums, TrainedModel, Updater
 from windlass.train.trackers import Trackers
 

@@ -19,8 +19,8 @@ from windlass.model.files import read_header
 from windlass.model.targets import Adapter
 from windlass.model.wrapped import inner_name, rename_config
 from windlass.runfile import Lora
+from windlass.train.fsdp import get_device, shard_like
 from windlass.train.initial import ADAPTER_NAME, init_from_weights
-from windlass.train.parallel import get_device, shard_like
 from windlass.train.patches import Patches, patch_peft
 from windlass.weights.expert_shards import AdapterShards, get_expert_shard
 from windlass.weights.quantized import get_formats

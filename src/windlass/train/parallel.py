@@ -8,7 +8,7 @@ The model is built on the meta device, sharded, and then given storage for this 
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -17,25 +17,19 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from windlass.compat import WAITS_FOR_GROUPS, make_distributed_config
+from windlass.compat import make_distributed_config
 from windlass.errors import UserError
 from windlass.model import Base
 from windlass.plan.layout import Layout
 from windlass.ranks import collectives
 from windlass.train.experts import exchange, experts
+from windlass.train.fsdp import get_device, list_fsdp_modules
 from windlass.train.kernels import products
 from windlass.versions import find_lacking
 
 FIRST_LAYER: Final = re.compile(r"\blayers\.0(\.|$)")
-
-
-def get_device() -> torch.device:
-    """Return the device on which parameters compute."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def build_model(
@@ -189,36 +183,6 @@ def allocate(model: transformers.PreTrainedModel, layout: Layout) -> None:
     for name, buffer in [*model.named_buffers()]:  # needed on the compute device, if parameters are not
         set_buffer(model, name, computed.get(name, buffer).to(get_device()))
     model.eval()
-
-
-def list_fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
-    """Return the modules that FSDP2 gathers one by one; none if nothing is sharded."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def reshard(model: torch.nn.Module) -> None:
-    """Reshard every parameter: after a forward without a backward the head is still gathered."""
-    for module in list_fsdp_modules(model):
-        module.reshard()
-        if WAITS_FOR_GROUPS:  # the loss runs no forward of the head
-            module._get_fsdp_state()._modules_to_run_forward.clear()
-
-
-def shard_like(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this rank's shards of tensors that belong to sharded parameters, by name; all others unchanged."""
-    parameters = dict(model.named_parameters())
-    shards = dict(tensors)
-    for name, tensor in tensors.items():
-        parameter = parameters.get(name)
-        if isinstance(parameter, DTensor) and tensor.ndim:
-            shards[name] = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return shards
-
-
-def keep_gathered(modules: Iterable[FSDPModule], keep: bool) -> None:
-    """Keep the weights gathered after a backward for the next micro-batch, or free them (on the last one of a step)."""
-    for module in modules:
-        module.set_reshard_after_backward(not keep, recurse=False)
 
 
 def assert_sharded(model: torch.nn.Module, layout: Layout) -> None:

@@ -66,12 +66,12 @@ from windlass.errors import SlowerWarning
 from windlass.train.experts import experts
 from windlass.train.experts.exchange import SharedExperts, find_shared_experts
 from windlass.train.forward import DocumentSearch, make_forward
+from windlass.train.fsdp import get_device
 from windlass.train.kernels import documents, family_layers, on_cpu
 from windlass.train.kernels.compiled import Compiled
 from windlass.train.kernels.lora_linear import FusedAdapters, LoraLinear, check_lora_linears
 from windlass.train.long_rows import RowGroup
 from windlass.train.noise import add_noise
-from windlass.train.parallel import get_device
 from windlass.weights.quantized import get_formats
 
 ADAPTERS: Final = "adapted linear layers"

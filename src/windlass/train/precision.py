@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from windlass.train.parallel import list_fsdp_modules
+from windlass.train.fsdp import list_fsdp_modules
 from windlass.weights.quantized import get_formats
 
 LAYER: Final = re.compile(r"\blayers\.\d+$")

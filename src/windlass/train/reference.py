@@ -34,7 +34,7 @@ from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, REFERENCE, describe_fil
 from windlass.train.base_alone import describe_base_forward
 from windlass.train.batches import Batch, Batches
 from windlass.train.checkpoint.snapshot import load_adapter
-from windlass.train.parallel import list_fsdp_modules
+from windlass.train.fsdp import list_fsdp_modules
 from windlass.train.precision import in_float32
 from windlass.train.preference import PairAnswers, measure_answers
 from windlass.train.step import TrainedModel

@@ -68,12 +68,13 @@ from windlass.train.checkpoint.snapshot import find_system_error, load_adapter, 
 from windlass.train.connect import create_process_group, find_differences, require_device, require_same_plan
 from windlass.train.console import Progress, make_console, print_header
 from windlass.train.evaluate import Evaluator
+from windlass.train.fsdp import get_device
 from windlass.train.load import describe_precision, load_base, open_base_tokenizer
 from windlass.train.long_rows import RowGroup
 from windlass.train.loop import Loop
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import router_loss_weight
-from windlass.train.parallel import assert_sharded, get_device
+from windlass.train.parallel import assert_sharded
 from windlass.train.probe import write_probe
 from windlass.train.reference import attach_reference
 from windlass.train.samples import Samples, read_prompts

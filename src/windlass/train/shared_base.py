@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from windlass.errors import RunError
 from windlass.observe.watch.run import RunWatch
 from windlass.ranks import collectives
-from windlass.train.parallel import get_device, reshard
+from windlass.train.fsdp import get_device, reshard
 from windlass.train.patches import Attribute, list_attributes, restore_attributes
 from windlass.train.step import TrainedModel, Updater
 

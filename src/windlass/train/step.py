@@ -12,6 +12,7 @@ from torch import Tensor
 from windlass.plan import Plan
 from windlass.runfile import Train
 from windlass.train.batches import Batch
+from windlass.train.fsdp import get_device, list_fsdp_modules
 from windlass.train.head import Head
 from windlass.train.initial import FixedHalves
 from windlass.train.kernels.compiled import Compiled
@@ -20,7 +21,6 @@ from windlass.train.liveness import Liveness
 from windlass.train.long_rows import RowGroup, balance_over
 from windlass.train.loss import SourceLosses, balance_router, router_loss_weight
 from windlass.train.optimizer import create_optimizer, create_scheduler, is_metric_scheduler
-from windlass.train.parallel import get_device, list_fsdp_modules
 from windlass.train.patches import ModelPatches
 from windlass.train.precision import compare_precisely
 from windlass.train.preference import Preference

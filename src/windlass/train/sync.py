@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from windlass.ranks.collectives import get_world_size
 from windlass.train.experts.experts import expert_peer_groups, find_shard_holders
-from windlass.train.parallel import list_fsdp_modules
+from windlass.train.fsdp import list_fsdp_modules
 from windlass.weights.expert_shards import AdapterShards
 
 BUCKET_BYTES = 256 * 2**20  # bounds the flat copy of the gradients; adapters without experts fit in one bucket
