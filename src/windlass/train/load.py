@@ -42,7 +42,6 @@ from windlass.plan.layout import Layout
 from windlass.ranks.collectives import all_gather, get_rank, get_world_size, raise_together
 from windlass.settings import LOADER_THREADS
 from windlass.train import parallel
-from windlass.train.lora import DTYPES
 from windlass.weights.blanks import Blanks, judge_blanks
 from windlass.weights.certificate import check_buffers, check_parameters, make_certificate
 from windlass.weights.fill import FillSource, LocalPart, fill_codes, fill_quantized, fill_scale, fill_values
@@ -71,7 +70,7 @@ def describe_precision(plan: Plan) -> dict[str, Any]:
     return {
         "dtype": getattr(torch, model.torch_dtype),
         "attn_implementation": model.attn_implementation or plan.base.family.usual_attention,
-        "dtypes": dict.fromkeys((*plan.adapter.in_full, *plan.adapter.biases), DTYPES[plan.run.lora.dtype]),
+        "dtypes": dict.fromkeys((*plan.adapter.in_full, *plan.adapter.biases), getattr(torch, plan.run.lora.dtype)),
     }
 
 

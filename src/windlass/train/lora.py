@@ -25,8 +25,6 @@ from windlass.train.patches import Patches, patch_peft
 from windlass.weights.expert_shards import AdapterShards, get_expert_shard
 from windlass.weights.quantized import get_formats
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 @contextmanager
 def ignore_peft_warnings() -> Iterator[None]:
@@ -85,7 +83,7 @@ def attach_adapter(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) ->
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
             # PEFT puts it on the base weight's device; an offloaded base computes elsewhere.
-            parameter.data = parameter.data.to(get_device(), DTYPES[lora.dtype])
+            parameter.data = parameter.data.to(get_device(), getattr(torch, lora.dtype))
     require_planned(peft_model, adapter)
     return peft_model
 

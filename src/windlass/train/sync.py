@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from windlass.ranks.collectives import get_world_size
-from windlass.train.experts.experts import expert_peer_groups, find_shard_holders
 from windlass.train.fsdp import list_fsdp_modules
-from windlass.weights.expert_shards import AdapterShards
+from windlass.weights.expert_shards import AdapterShards, expert_peer_groups, find_shard_holders
 
 BUCKET_BYTES = 256 * 2**20  # bounds the flat copy of the gradients; adapters without experts fit in one bucket
 Groups = Sequence[dist.ProcessGroup | None]

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+
+from windlass.ranks.collectives import all_gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +65,21 @@ def pack_experts(name: str, stack: Tensor) -> Tensor:
     if ".lora_A." in name:
         return stack.reshape(rows, -1)
     return stack.permute(2, 1, 0).reshape(-1, rows)
+
+
+def expert_peer_groups(model: nn.Module) -> list[ProcessGroup]:
+    """Return process groups that together span the ranks with the same experts as this one."""
+    modules: Any = model.modules()
+    for module in modules:
+        if getattr(module, "part", None):
+            mesh = module.get_param().device_mesh
+            return [mesh.get_group(name) for name in mesh.mesh_dim_names if name != "ep" and mesh[name].size() > 1]
+    return []
+
+
+def find_shard_holders(shards: AdapterShards) -> dict[int, int]:
+    """Return the first rank that has each shard of the experts, by the shard's first expert. A collective if split."""
+    if not shards.by_module:
+        return {}
+    firsts = all_gather(next(iter(shards.by_module.values())).first)
+    return {first: firsts.index(first) for first in sorted(set(firsts))}

@@ -32,9 +32,8 @@ from windlass.files import read_json
 from windlass.ranks.collectives import all_gather, get_rank
 from windlass.run_folder import ADAPTER, BASE_MODEL, MANIFEST, describe_files, read_manifest
 from windlass.train.checkpoint.folder import find_damage, seal_checkpoint
-from windlass.train.experts.experts import find_shard_holders
 from windlass.train.fsdp import reshard, shard_like
-from windlass.weights.expert_shards import AdapterShards, ExpertShard, view_by_expert
+from windlass.weights.expert_shards import AdapterShards, ExpertShard, find_shard_holders, view_by_expert
 
 OPTIMIZER: Final = "optimizer.pt"
 SCHEDULER: Final = "scheduler.json"

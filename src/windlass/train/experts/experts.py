@@ -15,15 +15,13 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from windlass.compat import has_post_expert_norm
-from windlass.ranks.collectives import all_gather
 from windlass.train.kernels import kept, on_cpu
 from windlass.train.kernels.products import grouped_linear
-from windlass.weights.expert_shards import AdapterShards, get_expert_shard, pack_experts, view_by_expert
+from windlass.weights.expert_shards import get_expert_shard, pack_experts, view_by_expert
 from windlass.weights.quantized import get_formats
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
@@ -307,23 +305,6 @@ class UnmergedExpertLora(ParamWrapper):  # type: ignore[misc]
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = self.base_layer(x, *args, **kwargs)
         return output
-
-
-def expert_peer_groups(model: nn.Module) -> list[ProcessGroup]:
-    """Return process groups that together span the ranks with the same experts as this one."""
-    for module in model.modules():
-        if isinstance(module, ParamWrapper) and getattr(module, "part", None):
-            mesh = module.get_param().device_mesh
-            return [mesh.get_group(name) for name in mesh.mesh_dim_names if name != "ep" and mesh[name].size() > 1]
-    return []
-
-
-def find_shard_holders(shards: AdapterShards) -> dict[int, int]:
-    """Return the first rank that has each shard of the experts, by the shard's first expert. A collective if split."""
-    if not shards.by_module:
-        return {}
-    firsts = all_gather(next(iter(shards.by_module.values())).first)
-    return {first: firsts.index(first) for first in sorted(set(firsts))}
 
 
 def cut_adapter(wrapper: Any, adapter_name: str) -> None:
