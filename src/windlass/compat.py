@@ -15,7 +15,6 @@ from torch.distributed import _composable_state
 from torch.distributed.tensor import _utils as tensor_utils
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils import _python_dispatch, _pytree
-from transformers import trainer_optimizer
 from transformers.distributed import DistributedConfig
 from transformers.integrations import moe
 
@@ -45,8 +44,6 @@ else:
 # Products of rows sorted by expert. Until transformers has them without a module around them.
 grouped_product = moe._grouped_linear
 grouped_mm = moe._grouped_mm
-# Optimizers by name, without half a second of imports for the rest of the Trainer. Until that is a public function.
-OPTIMIZERS: Final = trainer_optimizer._OPTIMIZER_HANDLERS
 # FSDP2's state of a module, which copies of the module share. Until torch copies sharded modules.
 get_fsdp_state = _composable_state._get_module_state
 set_fsdp_state = _composable_state._insert_module_state
@@ -57,6 +54,14 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 tree_leaves = _pytree.tree_leaves
 tree_map_only = _pytree.tree_map_only
+
+
+def get_optimizers() -> dict[str, Any]:
+    """Return transformers' optimizers by name, without half a second of imports for the rest of its Trainer. Until they
+    are public."""
+    from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
+
+    return _OPTIMIZER_HANDLERS
 
 
 def check_mamba_targets(*given: Any) -> None:

@@ -145,7 +145,7 @@ def count_seconds(members: Sequence[Member]) -> float | None:
 
 def count_linears(members: Sequence[Member]) -> int:
     """Return how many adapted linear layers are computed beside those of a trial alone. Equal parts of a micro-batch
-    have theirs computed at once (train/kernels/slices.py)."""
+    have theirs computed at once (sweep/slices.py)."""
     of_trials = [sum(len(target.modules) for target in member.work.shape.adapter.targets) for member in members]
     batches = {member.cost.batch.micro for member in members}
     at_once = len({*of_trials}) == len(batches) == 1

@@ -11,7 +11,7 @@ from transformers import get_scheduler
 from transformers.trainer_optimizer import OptimizerContext
 from transformers.training_args import OptimizerNames
 
-from windlass.compat import OPTIMIZERS
+from windlass.compat import get_optimizers
 from windlass.runfile import Train
 from windlass.runfile.names import EVALUATED_SCHEDULES
 
@@ -46,7 +46,7 @@ def create_optimizer(train: Train, named: Iterable[tuple[str, nn.Parameter]], st
     )
     adam = {"betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
     context = OptimizerContext(settings, None, {"lr": train.learning_rate}, adam, optim_args={})
-    optimizer_class, arguments = OPTIMIZERS[settings.optim](context)
+    optimizer_class, arguments = get_optimizers()[settings.optim](context)
     optimizer: torch.optim.Optimizer = optimizer_class(groups, **arguments)
     return optimizer
 
