@@ -56,7 +56,7 @@ tree_leaves = _pytree.tree_leaves
 tree_map_only = _pytree.tree_map_only
 
 
-def get_optimizers() -> dict[str, Any]:
+def get_optimizers() -> Any:
     """Return transformers' optimizers by name, without half a second of imports for the rest of its Trainer. Until they
     are public."""
     from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
