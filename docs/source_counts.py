@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 # Modules of train/ that are about an extra.
-TRIALS = ("sweep", "together", "halving", "slices", "sliced", "shared_base", "copies")
+TRIALS = ("shared_base",)
 PAIRS = ("preference", "reference", "noise")
 
 

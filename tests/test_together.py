@@ -45,8 +45,9 @@ from windlass.train.kernels import on_cpu
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import balance_router
+from windlass.train.model import TrainedModel
 from windlass.train.shared_base import SharedBase
-from windlass.train.step import TrainedModel, Updater
+from windlass.train.updater import Updater
 
 CLOSE = 2e-6
 # Different ranks, targets, rates, seeds, data, widths and accumulation; dropout and noise in one, of experts too.

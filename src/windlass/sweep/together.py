@@ -38,13 +38,14 @@ from windlass.train.kernels import family_layers
 from windlass.train.kernels.lora_linear import LoraLinear
 from windlass.train.liveness import ExpertTokens
 from windlass.train.loss import balance_router
+from windlass.train.model import ROUTED, TrainedModel
 from windlass.train.noise import add_noise
 from windlass.train.patches import ModelPatches
 from windlass.train.recompute import recompute_layers
 from windlass.train.session import Session
 from windlass.train.shared_base import LoadedModel, SharedBase
-from windlass.train.step import ROUTED, TrainedModel, Updater
 from windlass.train.sync import WaitTimer
+from windlass.train.updater import Updater
 
 LOG_WIDTH: Final = 240
 PREFIX: Final = "base_model.model."  # of a module's name in PEFT's model

@@ -4,7 +4,7 @@ Read run, then loop: they are what a training run does.
 
 start       this machine's ranks or this node's, or one of them; script: the ranks of a run of kind: script
 run         what every rank does, in numbered steps; connect: ranks meet, and those that differ are refused
-loop        the training loop; step: what an optimizer step works with; evaluate and samples: between steps
+loop        the training loop; model, updater, step: what it works with; evaluate and samples: between steps
 batches     which rows come when; micro-batches of this rank
 forward     hidden states of the positions whose next token counts; noise: NEFTune
 head        losses, log-probabilities and tokens from them, without the logits of a whole batch

@@ -18,10 +18,10 @@ from windlass.train.batches import Batch, Batches, sum_over_batches
 from windlass.train.console import Progress
 from windlass.train.kept import measure_kept_sets
 from windlass.train.loss import SourceLosses
+from windlass.train.model import TrainedModel
 from windlass.train.preference import Preference
 from windlass.train.samples import Samples
 from windlass.train.served import measure_share
-from windlass.train.step import TrainedModel
 
 
 @dataclass(eq=False)

@@ -27,8 +27,10 @@ from windlass.train.evaluate import Evaluator
 from windlass.train.fsdp import keep_gathered
 from windlass.train.kernels.compiled import Compiled
 from windlass.train.liveness import stop_non_finite
-from windlass.train.step import Step, StepSums, TrainedModel, Updater
+from windlass.train.model import TrainedModel
+from windlass.train.step import Step, StepSums
 from windlass.train.trackers import Trackers
+from windlass.train.updater import Updater
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from windlass.serve.rows import add_chats, choose_rows
 from windlass.train.checkpoint.folder import find_best, find_damage, list_checkpoints
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.kernels.products import as_served
-from windlass.train.step import TrainedModel
+from windlass.train.model import TrainedModel
 
 
 def write_probe(plan: Plan, model: TrainedModel, data: PreparedData, tokenizer: Any, say: Say) -> None:

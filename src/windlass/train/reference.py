@@ -35,9 +35,9 @@ from windlass.train.base_alone import describe_base_forward
 from windlass.train.batches import Batch, Batches
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.fsdp import list_fsdp_modules
+from windlass.train.model import TrainedModel
 from windlass.train.precision import in_float32
 from windlass.train.preference import PairAnswers, measure_answers
-from windlass.train.step import TrainedModel
 
 Say = Callable[[str], None]
 TRAIN: Final = "train"  # the rows whose reference is computed as steps are

@@ -74,14 +74,15 @@ from windlass.train.long_rows import RowGroup
 from windlass.train.loop import Loop
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import router_loss_weight
+from windlass.train.model import TrainedModel
 from windlass.train.parallel import assert_sharded
 from windlass.train.probe import write_probe
 from windlass.train.reference import attach_reference
 from windlass.train.samples import Samples, read_prompts
 from windlass.train.session import PAUSED, Options, Session
 from windlass.train.shared_base import SharedBase
-from windlass.train.step import TrainedModel, Updater
 from windlass.train.trackers import Trackers
+from windlass.train.updater import Updater
 from windlass.weights.same_base import CHAT_TEMPLATE, describe_base, describe_quantization
 
 # Nodes differ: one may have the weights in its page cache, another read them from slow storage.

@@ -29,7 +29,7 @@ from windlass.run_folder import SAMPLES
 from windlass.runfile.fields import SampleSection
 from windlass.train.console import Progress
 from windlass.train.head import Head
-from windlass.train.step import TrainedModel
+from windlass.train.model import TrainedModel
 
 STATE_INSIDE: Final = ("recurrent_gemma",)  # families that keep what they need of earlier tokens in their layers
 DUMMY: Final = [0, 0]  # input of a rank without a prompt, which still takes part in every gather

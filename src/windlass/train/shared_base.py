@@ -14,8 +14,9 @@ from windlass.errors import RunError
 from windlass.observe.watch.run import RunWatch
 from windlass.ranks import collectives
 from windlass.train.fsdp import get_device, reshard
+from windlass.train.model import TrainedModel
 from windlass.train.patches import Attribute, list_attributes, restore_attributes
-from windlass.train.step import TrainedModel, Updater
+from windlass.train.updater import Updater
 
 CHUNK: Final = 2**22  # numbers that are added up at a time
 HINT: Final = (

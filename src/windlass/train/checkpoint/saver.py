@@ -15,7 +15,7 @@ from windlass.run_folder import CHECKPOINTS, log_event
 from windlass.train.batches import RowError
 from windlass.train.checkpoint.folder import list_checkpoints, name_checkpoint, point_to_best, prune_checkpoints
 from windlass.train.checkpoint.snapshot import Snapshot, TrainerState, take_snapshot
-from windlass.train.step import Updater
+from windlass.train.updater import Updater
 
 PATIENCE_SECONDS: Final = 5.0  # after waiting this long for the previous checkpoint, training reports it
 
