@@ -55,7 +55,7 @@ RUN = """
 model: {{model_name_or_path: {base}, torch_dtype: float32}}
 lora: {{r: 4, lora_alpha: 8, target_modules: [q_proj, v_proj]}}
 data: {{dataset_name_or_path: {rows}, dataset_config_name: null, max_length: 64, val_fraction: 0.3}}
-train: {{output_dir: {folder}, max_steps: 1}}
+train: {{output_dir: {folder}, max_steps: 1, gradient_accumulation_steps: 1}}
 cluster: {{gpu: cpu}}
 """
 
@@ -82,11 +82,15 @@ class Stub:
     decoder: Any = None  # another model, which decodes
     busy: list[int] = field(default_factory=list)  # what it answers first; 0: it hangs up, 1: in the middle
     later: str = "7"  # when a busy one wants to be asked again
+    computed: dict[Any, Tensor] = field(default_factory=dict)  # log-probabilities by model and row
 
     @torch.no_grad()
     def log_probs(self, ids: list[int], model: Any = None) -> Tensor:
-        logits: Tensor = (model or self.model)(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-        return torch.log_softmax(logits.float(), -1)
+        key = (model or self.model, *ids)
+        if key not in self.computed:
+            logits = key[0](input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+            self.computed[key] = torch.log_softmax(logits.float(), -1)
+        return self.computed[key]
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         ids = list(body["prompt"])
@@ -241,6 +245,7 @@ class Exported:
     adapter: Path
     folder: Path
     tokenizer: Any
+    computed: dict[Any, Tensor] = field(default_factory=dict)  # of all its servers: most are asked for the same rows
 
     @cached_property
     def adapted(self) -> Any:
@@ -251,7 +256,7 @@ class Exported:
         return plain_model(self.base)
 
     def stub(self, model: Any = None, **options: Any) -> Stub:
-        return Stub(self.adapted if model is None else model, self.tokenizer, **options)
+        return Stub(self.adapted if model is None else model, self.tokenizer, computed=self.computed, **options)
 
     def changed(self, to: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> Any:
         """Return the model with another adapter: its tensors and configuration changed."""
@@ -525,7 +530,7 @@ def test_a_server_that_computes_in_fewer_bits(dtype: str, tmp_path: Path) -> Non
     assert result.passed
     assert 1e-4 < result.errors["adapter"]["largest"] < result.bound
     with adapted.disable_adapter():
-        assert exported.stub(adapted).verify(exported.folder).verdict == AS_BASE
+        assert Stub(adapted, exported.tokenizer).verify(exported.folder).verdict == AS_BASE
 
 
 def test_an_adapter_that_changes_nothing_measurable(tmp_path: Path) -> None:
