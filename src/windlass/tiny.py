@@ -5,6 +5,7 @@ opens the model it stands for.
 """
 
 import copy
+import functools
 import json
 import re
 from collections import Counter
@@ -541,29 +542,37 @@ def _save(stored: dict[str, Tensor], directory: Path, files: int) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
+@functools.lru_cache(maxsize=8)
+def _train_bpe(vocab: int, texts: tuple[str, ...]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", SPECIAL.index("<s>"))]
+    )
+    return bpe
+
+
 def write_tokenizer(directory: Path, vocab: int = 512, texts: Iterable[str] | None = None) -> Path:
     """Write a byte-level BPE tokenizer of `vocab` tokens, trained on these texts or on those that every Python has."""
     from pydoc_data.topics import topics
 
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     least = len(SPECIAL) + 256
     if vocab < least:
         raise ValueError(f"a byte-level vocabulary has at least {least} tokens, not {vocab}")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=min(vocab, 4096),  # the text is small; a larger model vocabulary keeps unused rows
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts or (topics[name] for name in sorted(topics)), trainer)
-    bpe.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", SPECIAL.index("<s>"))]
-    )
+    # The text is small; a larger model vocabulary keeps unused rows.
+    bpe = _train_bpe(min(vocab, 4096), tuple(texts or (topics[name] for name in sorted(topics))))
     PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token="<s>",
