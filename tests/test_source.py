@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import functools
 import json
 import re
 import subprocess
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
 PACKAGE = ROOT / "src" / "windlass"
 CODE = r"[a-z0-9]+(-[a-z0-9]+)*"  # of an error
+parse = functools.cache(lambda path: ast.parse(path.read_text(encoding="utf-8")))
 EXIT_CODES = {"FAILED", "USER_INPUT", "RANK_USER_INPUT", "SAVED"}
 
 
@@ -26,7 +28,7 @@ def test_files_and_functions_stay_small_and_exit_codes_are_in_one_place() -> Non
     for path in SOURCES:
         text = path.read_text(encoding="utf-8")
         assert len(text.splitlines()) <= 700, f"{path} has {len(text.splitlines())} lines: split it by its nouns"
-        tree = ast.parse(text)
+        tree = parse(path)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
@@ -69,7 +71,7 @@ def test_every_error_has_a_code() -> None:
     assert [line for line, code in find_codes(planted) if code is None] == [1]
     without, odd = [], []
     for path in sorted(PACKAGE.rglob("*.py")):
-        for line, code in find_codes(ast.parse(path.read_text(encoding="utf-8"))):
+        for line, code in find_codes(parse(path)):
             place = f"{path.relative_to(ROOT)}:{line}"
             if code is None:
                 without.append(place)
@@ -106,7 +108,7 @@ def find_names(tree: ast.AST) -> tuple[set[str], set[str]]:
 def test_names_in_docstrings_exist() -> None:
     """A word in backticks is a name of the same file, or one that another file defines: a rename leaves none behind."""
     paths = sorted((ROOT / "src").rglob("*.py"))
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    trees = {path: parse(path) for path in paths}
     everywhere = {*dir(builtins), *LIBRARIES}
     everywhere |= {step for path in paths for step in path.relative_to(ROOT / "src").with_suffix("").parts}
     everywhere |= {name for tree in trees.values() for name in find_names(tree)[1]}
@@ -168,9 +170,8 @@ def foreign_names(tree: ast.Module) -> set[str]:
     return names
 
 
-def find_replacements(source: str) -> Iterator[str]:
+def find_replacements(tree: ast.Module) -> Iterator[str]:
     """Yield assignments that replace code of others: a forward, a class, an attribute of an imported name."""
-    tree = ast.parse(source)
     foreign = foreign_names(tree)
     for node in ast.walk(tree):
         targets: list[ast.expr] = []
@@ -210,7 +211,7 @@ def find_replacements(source: str) -> Iterator[str]:
     ],
 )
 def test_a_replacement_elsewhere_is_found(fault: str) -> None:
-    assert [*find_replacements(fault)]
+    assert [*find_replacements(ast.parse(fault))]
 
 
 @pytest.mark.takes("reads all of the source")
@@ -219,13 +220,13 @@ def test_nothing_is_replaced_outside_of_patches() -> None:
         f"{path.relative_to(PACKAGE)}: {text}"
         for path in PACKAGE.rglob("*.py")
         if path != PACKAGE / "train/patches.py"
-        for text in find_replacements(path.read_text())
+        for text in find_replacements(parse(path))
     }
     assert not found
 
 
 @pytest.mark.takes("reads all of the source")
 def test_every_key_of_train_is_read_somewhere() -> None:
-    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
-    read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(parse(path)))
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert set(Train.model_fields) <= read
