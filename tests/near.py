@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE, TESTS = ROOT / "src", ROOT / "tests"
 # Test files that take longest.
 LONGEST = (
-    *("test_long_rows", "test_together", "test_sweep", "test_checkpoint_kills", "test_pairs", "test_preference_ranks"),
-    *("test_train", "test_checkpoint_resume", "test_load", "test_script_run", "test_halving", "test_verify"),
+    *("test_sweep", "test_together", "test_preference_ranks", "test_train", "test_checkpoint_kills", "test_load"),
+    *("test_checkpoint_resume", "test_script_run", "test_verify", "test_long_rows", "test_pairs", "test_halving"),
     *("test_launch_node", "test_train_ranks", "test_rehearse"),
 )
 STEPS = 2  # from module to test: more, and most tests are near most modules

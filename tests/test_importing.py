@@ -719,7 +719,7 @@ def test_the_command_prints_a_run_file_and_what_has_no_effect(tmp_path: Path, mo
     assert "quantize_moe_experts" in done.stderr
     file.write_text(edited(MISTRAL_4, load_in_4bit=False))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         cli.main(command[3:])
 
 
