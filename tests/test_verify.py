@@ -428,30 +428,30 @@ def test_a_server_that_refuses_all_chats(mixture: Exported) -> None:
     assert result.notes[1].startswith("chat template: not compared, since the server has no /tokenize")
 
 
-def test_a_template_that_writes_the_date_is_not_compared(mixture: Exported, tmp_path: Path) -> None:
-    shutil.copytree(mixture.folder, tmp_path / "out")
-    probe = read_json(tmp_path / "out" / PROBE)
+def change_chats(exported: Exported, to: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Copy an export, with its probe's rows changed."""
+    shutil.copytree(exported.folder, to)
+    probe = read_json(to / PROBE)
     for row in probe["rows"]:
-        row.get("chat", {})["dates"] = ["28 Nov 2026"]
-    write_json(tmp_path / "out" / PROBE, probe)
-    recorded = read_json(tmp_path / "out" / EXPORT)
-    write_json(tmp_path / "out" / EXPORT, recorded | {"probe": hash_probe(tmp_path / "out" / PROBE)})
-    assert "12 of 12" in mixture.stub().verify(tmp_path / "out").notes[1]
-    result = mixture.stub(template=OTHER_TEMPLATE).verify(tmp_path / "out")
+        change(row)
+    write_json(to / PROBE, probe)
+    write_json(to / EXPORT, read_json(to / EXPORT) | {"probe": hash_probe(to / PROBE)})
+    return to
+
+
+def test_a_template_that_writes_the_date_is_not_compared(mixture: Exported, tmp_path: Path) -> None:
+    dates = {"dates": ["28 Nov 2026"]}
+    folder = change_chats(mixture, tmp_path / "out", lambda row: row.get("chat", {}).update(dates))
+    assert "12 of 12" in mixture.stub().verify(folder).notes[1]
+    result = mixture.stub(template=OTHER_TEMPLATE).verify(folder)
     assert result.passed
     assert result.notes[1] == "chat template: not compared, it writes the day's date: 28 Nov 2026"
 
 
 def test_a_probe_without_chats_says_that_no_template_was_compared(mixture: Exported, tmp_path: Path) -> None:
     """As one of text, or of an export on another day than the template wrote into the rows."""
-    shutil.copytree(mixture.folder, tmp_path / "out")
-    probe = read_json(tmp_path / "out" / PROBE)
-    for row in probe["rows"]:
-        row.pop("chat", None)
-    write_json(tmp_path / "out" / PROBE, probe)
-    recorded = read_json(tmp_path / "out" / EXPORT)
-    write_json(tmp_path / "out" / EXPORT, recorded | {"probe": hash_probe(tmp_path / "out" / PROBE)})
-    result = mixture.stub(template=OTHER_TEMPLATE).verify(tmp_path / "out")
+    folder = change_chats(mixture, tmp_path / "out", lambda row: row.pop("chat", None))
+    result = mixture.stub(template=OTHER_TEMPLATE).verify(folder)
     assert result.passed
     assert result.notes[1].startswith("chat template: not compared, no row of the probe is a chat")
 
