@@ -79,12 +79,18 @@ def every(root: Path) -> Path:
     "`windlass train`",
     "copies of the base model that are not equal: model.safetensors differs",
 )
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.prove)])
-def test_every_case_on_several_ranks(ranks: int, every: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "later"),
+    [
+        pytest.param(2, "", marks=pytest.mark.long),
+        *(pytest.param(ranks, "later", marks=pytest.mark.prove) for ranks in (2, 4)),
+    ],
+)
+def test_every_case_on_several_ranks(ranks: int, later: str, every: Path, tmp_path: Path) -> None:
     """Checkpoints x layouts, faults and training, in one start of these processes."""
     command = [warm.python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*command, str(Path(__file__).with_name("load_ranks.py")), str(every), str(tmp_path / "out")],
+        [*command, str(Path(__file__).with_name("load_ranks.py")), str(every), str(tmp_path / "out"), later],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -92,7 +98,7 @@ def test_every_case_on_several_ranks(ranks: int, every: Path, tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads((tmp_path / "out").read_text())
-    assert len(results) >= {2: 40, 4: 45}[ranks]
+    assert len(results) >= 45 + 20 * (ranks == 2 and bool(later))
     assert load_ranks.MIXED == "have copies of the base model that are not equal: model.safetensors differs"
     failed = {case: why for case, why in results.items() if why}
     assert not failed, "\n".join(f"{case}\n{why}" for case, why in failed.items())
