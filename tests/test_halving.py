@@ -26,12 +26,11 @@ TRIALS: dict[str, dict[str, Any]] = {
     "wide": {"lora.r": 8, "train.learning_rate": 1e-2, "lora.experts": True},
     "still": {"train.learning_rate": 1e-6},
 }
+USUAL = "keep: 1, at: [2, 4]"
 PAIRS = ("train.neftune_noise_alpha=null",)
 
 
-def write(
-    folder: Path, name: str, trials: dict[str, dict[str, Any]], halving: str = "keep: 1, at: [2, 4]", more: str = ""
-) -> Path:
+def write(folder: Path, name: str, trials: dict[str, dict[str, Any]], halving: str = USUAL, more: str = "") -> Path:
     """Write a sweep of 6 steps, evaluated every 2 and saved every 3: where it is halved isn't saved otherwise."""
     listed = [{"name": trial, **settings} for trial, settings in trials.items()]
     text = RUN.replace("output_dir: sweep", f"output_dir: {name}").replace("max_steps: 4", "max_steps: 6")
@@ -140,36 +139,28 @@ def test_a_trial_that_diverges_is_the_worst_and_equals_go_on_in_order(material: 
 
 
 @pytest.mark.parametrize(
-    ("halving", "code", "place"),
+    ("halving", "code", "place", "override"),
     [
-        ("keep: 1", "half-a-halving", "sweep.keep"),
-        ("at: [2, 4]", "half-a-halving", "sweep.at"),
-        ("keep: 0, at: [2]", "wrong-value", "sweep.keep"),
-        ("keep: two, at: [2]", "wrong-value", "sweep.keep"),
-        ("keep: 1, at: 2", "wrong-value", "sweep.at"),
-        ("keep: 1, at: [4, 2]", "halving-order", "sweep.at"),
-        ("keep: 1, at: [2, 2]", "halving-order", "sweep.at"),
-        ("keep: 4, at: [2]", "halving-keeps-all", "sweep.keep"),
-        ("keep: 1, at: [3]", "between-evaluations", "sweep.at"),
-        ("keep: 1, at: [2, 6]", "halving-at-end", "sweep.at"),
+        ("keep: 1", "half-a-halving", "sweep.keep", ""),
+        ("at: [2, 4]", "half-a-halving", "sweep.at", ""),
+        ("keep: 0, at: [2]", "wrong-value", "sweep.keep", ""),
+        ("keep: two, at: [2]", "wrong-value", "sweep.keep", ""),
+        ("keep: 1, at: 2", "wrong-value", "sweep.at", ""),
+        ("keep: 1, at: [4, 2]", "halving-order", "sweep.at", ""),
+        ("keep: 1, at: [2, 2]", "halving-order", "sweep.at", ""),
+        ("keep: 4, at: [2]", "halving-keeps-all", "sweep.keep", ""),
+        ("keep: 1, at: [3]", "between-evaluations", "sweep.at", ""),
+        ("keep: 1, at: [2, 6]", "halving-at-end", "sweep.at", ""),
+        (USUAL, "not-evaluated", "sweep.at", "train.eval_strategy=no"),
+        (USUAL, "halving-at-end", "sweep.at", "train.max_steps=4"),
+        (USUAL, "between-evaluations", "sweep.at", "train.eval_steps=3"),
     ],
 )
-def test_a_halving_that_is_none_is_refused_with_its_place(halving: str, code: str, place: str, tmp_path: Path) -> None:
+def test_a_halving_that_is_none_is_refused_with_its_place(
+    halving: str, code: str, place: str, override: str, tmp_path: Path
+) -> None:
     with refused(code, place):
-        read_run_file(write(tmp_path, "run", TRIALS, halving))
-
-
-@pytest.mark.parametrize(
-    ("override", "code"),
-    [
-        ("train.eval_strategy=no", "not-evaluated"),
-        ("train.max_steps=4", "halving-at-end"),
-        ("train.eval_steps=3", "between-evaluations"),
-    ],
-)
-def test_a_halving_needs_evaluations_before_the_end(override: str, code: str, tmp_path: Path) -> None:
-    with refused(code, "sweep.at"):
-        read_run_file(write(tmp_path, "run", TRIALS), [override])
+        read_run_file(write(tmp_path, "run", TRIALS, halving), [override] if override else [])
 
 
 def test_the_hint_names_steps_that_would_do(tmp_path: Path) -> None:
