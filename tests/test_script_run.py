@@ -199,7 +199,7 @@ def test_every_rank_gets_torchruns_environment_and_arguments(trained: Path, tmp_
     assert [(each["env"]["RANK"], each["env"]["LOCAL_RANK"]) for each in output] == [("0", "0"), ("1", "1")]
     script = tmp_path / "keys.py"
     script.write_text(f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(' '.join(os.environ))")
-    command = [warm.python(), "-m", "torch.distributed.run", "--nproc-per-node", "1", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(script)]
     subprocess.run(command, check=True, timeout=120, capture_output=True)
     # Its store, its error file and its choice for NCCL are the launcher's own; a script asks for none of them.
     own = {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
@@ -327,7 +327,7 @@ print(*codes, flush=True)
 def test_under_a_launcher_ranks_wait_for_each_other(tmp_path: Path) -> None:
     """A launcher signals all ranks when one has ended, and kills them even while they save."""
     path = run_file(tmp_path, SLOW)
-    command = [warm.python(), "-c", LAUNCHER, str(path), str(tmp_path)]
+    command = [sys.executable, "-c", LAUNCHER, str(path), str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(process, tmp_path / "run/ready-0", tmp_path / "run/ready-1")
     process.send_signal(signal.SIGTERM)
@@ -429,7 +429,7 @@ def test_launch_sh_passes_on_exit_codes_and_signals(
 def test_torchrun_starts_a_script_through_windlass(tmp_path: Path) -> None:
     """Each of its ranks runs the script as a child, so that the script's exit code is known."""
     path = run_file(tmp_path, "import os; open(os.environ['WINDLASS_OUTPUT_DIR'] + '/' + os.environ['RANK'], 'w')")
-    torchrun = [warm.python(), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     with ranks.reserve_port() as port:
         command = [*torchrun, f"--master-port={port}", "-m", "windlass", "train", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
