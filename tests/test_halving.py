@@ -50,15 +50,16 @@ def test_who_goes_on_is_the_run_alone_and_who_is_dropped_continues_by_hand(mater
     folder = shutil.copytree(material, tmp_path / "here")
     file = write(folder, "sweep", TRIALS)
     printed = run(f"train {file}", folder)
-    trials, full = (folder / name / "trials" for name in ("sweep", "full"))
-    run(f"train {write(folder, 'full', TRIALS, 'together: 1')}", folder)  # each trial equals the run alone: test_sweep
-    alone = {name: read_losses(full / name) for name in TRIALS}
+    trials = folder / "sweep" / "trials"
+    for name in TRIALS:
+        run(f"train {trials / name / 'run.yaml'} --override train.output_dir=alone/{name}", folder)
+    alone = {name: read_losses(folder / "alone" / name) for name in TRIALS}
     second = sorted(TRIALS, key=lambda name: alone[name][2])[:2]
     last = min(second, key=lambda name: alone[name][4])
     dropped = {name: f"dropped at step {4 if name in second else 2}" for name in TRIALS if name != last}
     states = {path.name: state for path, state in list_trials(folder / "sweep").items()}
     assert states == {last: FINISHED, **dropped}
-    assert_same_run(trials / last, full / last)
+    assert_same_run(trials / last, folder / "alone" / last)
     assert "1 of 4 trials finished, 3 were dropped" in printed
     assert f"step 4: kept {last} ({alone[last][4]:.4f}); dropped" in " ".join(printed.split())
     decisions = read_json(folder / "sweep" / "manifest.json")["halved"]["decisions"]
@@ -70,7 +71,7 @@ def test_who_goes_on_is_the_run_alone_and_who_is_dropped_continues_by_hand(mater
         step = int(state.split()[-1])
         assert read_losses(trials / name) == {at: loss for at, loss in alone[name].items() if at <= step}
         assert [line["loss"] for line in read_steps(trials / name / "steps-rank0.jsonl")] == [
-            line["loss"] for line in read_steps(full / name / "steps-rank0.jsonl")
+            line["loss"] for line in read_steps(folder / "alone" / name / "steps-rank0.jsonl")
         ][:step]
         assert read_json(trials / name / "manifest.json")["state"] == state
         assert (trials / name / "checkpoints" / f"step-{step}").is_dir()
@@ -83,9 +84,9 @@ def test_who_goes_on_is_the_run_alone_and_who_is_dropped_continues_by_hand(mater
     assert "nothing is left to train" in run(f"train {file} --resume", folder)
     other = write(folder, "sweep", TRIALS, "keep: 2, at: [2, 4]")
     assert "was 1 when trials were dropped, is 2 now" in " ".join(run(f"train {other} --resume", folder, 2).split())
-    for name in {state: name for name, state in dropped.items()}.values():  # one of each step
+    for name in dropped:
         run(f"train {trials / name / 'run.yaml'} --resume", folder)
-        same_adapter(trials / name, full / name)
+        same_adapter(trials / name, folder / "alone" / name)
         assert read_losses(trials / name) == alone[name]
 
 
