@@ -1,6 +1,7 @@
 """This machine's checks: planted /sys, /proc and /dev, planted GPUs, and a fault for each check."""
 
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -9,16 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from refusals import refused
 
 from windlass.hardware import GpuReading, Gpus, LocalMachine
 from windlass.launch.check import machine
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, Context, Result
 from windlass.launch.job import build_job
+from windlass.launch.submit import submit
 from windlass.plan import Plan, make_plan
 from windlass.plan.script import AnyPlan, make_any_plan
 from windlass.ranks.interfaces import list_choices, match_interfaces
-from windlass.run_folder import FAILED, FINISHED, update_manifest
+from windlass.run_folder import FAILED, FINISHED, MANIFEST, update_manifest
 from windlass.runfile import read_any, read_run_file
+from windlass.train.start import leave_finished
 from windlass.variables import find_unread, variables
 
 ROOT = Path(__file__).parent.parent
@@ -368,6 +372,30 @@ def test_a_finished_sweep_fails_the_check_as_a_run_does(tmp_path: Path) -> None:
         plan = planned(f"sweep={{lora.r: {values}}}", f"train.output_dir={tmp_path}")
         result = machine.check_run_folder(context(plan))
         assert (result.verdict, "contains a finished sweep" in result.seen) == (verdict, verdict == FAIL)
+
+
+@pytest.mark.fault("a run into the folder of a sweep, to check", "`windlass check`", "contains a sweep, and no run")
+@pytest.mark.fault("a sweep into the folder of a run, to check", "`windlass check`", "contains a run, and no sweep")
+@pytest.mark.parametrize("state", [FINISHED, FAILED])
+def test_another_kind_of_run_in_the_folder_is_refused(state: str, tmp_path: Path) -> None:
+    """By every command that starts one."""
+    sweep = "sweep={lora.r: [8, 32]}"
+    for overrides, trials, problem in (
+        ([sweep], {}, "contains a run, and no sweep"),
+        ([], {"trials": {}}, "contains a sweep, and no run"),
+        ([], {"kind": "script"}, "contains a script's run, and no run"),
+    ):
+        (tmp_path / MANIFEST).write_text(json.dumps({"state": state, **trials}))
+        plan = planned(*overrides, f"train.output_dir={tmp_path}")
+        for there in (plan, None):  # not planned: it has no weights, as on a login node
+            result = machine.check_run_folder(replace(context(plan), plan=there))
+            assert (result.verdict, result.seen) == (FAIL, f"{tmp_path} {problem}")
+            assert result.hint == "name another train.output_dir, or remove the folder to start over"
+        with refused("unlike-folder", f"train.output_dir={tmp_path}"):
+            leave_finished(plan, resume=True)
+        with refused("unlike-folder", f"train.output_dir={tmp_path}"):
+            submit(plan, "kubernetes", say=print)
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
 
 
 def test_disk_space_for_the_run_and_for_a_merged_model(tmp_path: Path) -> None:

@@ -478,6 +478,38 @@ def test_a_finished_run_of_other_rows_is_not_the_one_that_is_asked_for(tmp_path:
     assert "nothing is left to train" in describe_finished(plan)
 
 
+@pytest.mark.fault(
+    "a finished run with another batch",
+    "`windlass train`",
+    "an optimizer step had 32 sequences when this run began, and would have 16 now",
+)
+@pytest.mark.fault(
+    "a finished run with its base in another dtype", "`windlass train`", "was stored in bf16 when this run began, and"
+)
+def test_a_finished_run_of_other_steps_is_not_the_one_that_is_asked_for(tmp_path: Path, model: Path) -> None:
+    """Keys that a run may change if what they come to is the same."""
+    overrides = [f"train.output_dir={tmp_path / 'run'}", "train.global_batch_size=32", "cluster.gpu=h200"]
+    made = draft.draft_run(str(model), write_rows(tmp_path, "jsonl"), None, print, overrides=overrides)
+    (tmp_path / "run.yaml").write_text(made.text)
+
+    def plan(*changes: str) -> planning.Plan:
+        return planning.make_plan(read_run_file(tmp_path / "run.yaml", changes))
+
+    began = plan()
+    (tmp_path / "run").mkdir()
+    recorded = {"run": record_run(began.run), "sequences": 32, "layout": {"base_dtype": "bf16"}}
+    write_json(tmp_path / "run" / MANIFEST, {"state": FINISHED, **recorded})
+    same = ["train.global_batch_size=null", "train.per_device_train_batch_size=4"]
+    assert "nothing is left to train" in describe_finished(plan(*same, "train.gradient_accumulation_steps=8"))
+    with refused("other-batch-size", "train.global_batch_size=null") as problems:
+        describe_finished(plan(*same, "train.gradient_accumulation_steps=4"))
+    assert problems[0].problem == "an optimizer step had 32 sequences when this run began, and would have 16 now"
+    assert problems[0].hint.startswith("set train.global_batch_size: 32, which holds on any number of ranks; or name")
+    with refused("other-base-dtype", "layout.base_dtype=nf4") as problems:
+        describe_finished(plan("layout.base_dtype=nf4"))
+    assert "was stored in bf16 when this run began, and would be in nf4 now" in problems[0].problem
+
+
 def test_overrides_are_kept_and_refused_by_name(tmp_path: Path, model: Path) -> None:
     data = write_rows(tmp_path, "jsonl")
     overrides = ["data.max_length=300", "train.num_train_epochs=2", "lora.r=4", "name=mine"]

@@ -444,7 +444,7 @@ def test_a_rank_that_starts_after_a_short_script_ended_runs_it_too(
     made = make_any_plan(read_any(run_file(tmp_path, "pass")))
     manifest = tmp_path / "run" / "manifest.json"
     manifest.parent.mkdir()
-    manifest.write_text(json.dumps({"state": "finished"}))
+    manifest.write_text(json.dumps({"state": "finished", "kind": "script"}))
     for rank, refuses in (("1", False), ("0", True)):
         monkeypatch.setenv("RANK", rank)
         with refused("finished-run") if refuses else contextlib.nullcontext():
@@ -462,7 +462,7 @@ def test_a_finished_script_is_that_with_its_arguments(tmp_path: Path) -> None:
     made = make_any_plan(read_any(run_file(tmp_path, "pass", ["1"])))
     made.folder.mkdir()
     recorded = made.run.model_dump(mode="json")
-    (made.folder / "manifest.json").write_text(json.dumps({"state": "finished", "run": recorded}))
+    (made.folder / "manifest.json").write_text(json.dumps({"state": "finished", "kind": "script", "run": recorded}))
     with pytest.raises(SystemExit) as ended:
         start.leave_finished(
             make_any_plan(read_any(run_file(tmp_path, "pass", ["1"]), ["script.workers=3"])), resume=True

@@ -155,14 +155,6 @@ def is_finished(folder: Path) -> bool:
     return read_manifest(folder).get("state") == FINISHED
 
 
-def require_unfinished(folder: Path, key: str, where: str) -> None:
-    """Refuse a folder, which this key of the run file names, that a run has finished in."""
-    if is_finished(folder):
-        kind = "sweep" if list_trials(folder) else "run"
-        hint = f"name another {key}, or remove the folder to start over"
-        raise UserError(f"{folder} contains a finished {kind}", where, hint, "finished-run")
-
-
 def log_event(folder: Path, kind: str, step: int, **fields: Any) -> None:
     """Append a line to events.jsonl; safe from a background thread."""
     append_json_line(folder / EVENTS, {"time": round(time.time(), 3), "step": step, "kind": kind, **fields})

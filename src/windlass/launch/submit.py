@@ -11,7 +11,7 @@ from windlass.errors import FAILED, Problem, UserError, raise_all
 from windlass.launch.job import RECORD, Job, JobRecord, build_job, list_other_sections, quote_words, write_files
 from windlass.launch.platforms import kubernetes, local, openshift, runai, script, skypilot, slurm
 from windlass.plan import Plan
-from windlass.plan.finished import describe_finished, has_finished
+from windlass.plan.finished import describe_finished, has_finished, require_own_folder
 from windlass.plan.script import AnyPlan
 from windlass.runfile import Loaded, LoadedScript, RunFile, ScriptRun, read_any
 from windlass.runfile.names import NOT_VALUES
@@ -95,9 +95,11 @@ def submit(
     if kustomize and (to not in ("kubernetes", "openshift") or not dry_run or out):
         hint = "give it with --to kubernetes or --to openshift, with --dry-run, and without --out"
         raise UserError("writes a base for kustomize, and starts nothing", "--kustomize", hint, "starts-nothing")
-    if not dry_run and has_finished(plan):
-        say(describe_finished(plan))
-        return 0
+    if not dry_run:
+        require_own_folder(plan.loaded, may_be_finished=True)
+        if has_finished(plan):
+            say(describe_finished(plan))
+            return 0
     platform = PLATFORMS[to]
     clients = CLIENTS.get(to, ())
     if clients and not dry_run and not any(map(shutil.which, clients)):

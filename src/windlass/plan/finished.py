@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Final
 from windlass.data.inputs import fingerprint_rows
 from windlass.errors import Problem, RunError, UserError, raise_all
 from windlass.files import read_json
+from windlass.observe.format import format_plural
 from windlass.plan import Plan, make_plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.run_folder import (
@@ -20,16 +22,17 @@ from windlass.run_folder import (
     FINISHED,
     HALVED,
     MANIFEST,
+    TRIALS,
     has_ended,
     is_finished,
     list_trials,
     read_manifest,
     read_trial_states,
 )
-from windlass.runfile import Loaded, RunFile
+from windlass.runfile import Loaded, LoadedScript, RunFile
 from windlass.runfile.recorded import read_recorded_data, record_run
 from windlass.runfile.resumed import find_changes
-from windlass.settings import IN_NAMES
+from windlass.settings import FOUR_BITS, IN_NAMES
 
 # What a finished run must have as well to be the one that is asked for; an unfinished one proves it later.
 ASKED: Final = (
@@ -38,12 +41,24 @@ ASKED: Final = (
 )
 
 
+def require_own_folder(loaded: Loaded | LoadedScript, *, may_be_finished: bool = False) -> None:
+    """Refuse a run folder in which another kind of run has begun, or one has finished."""
+    folder = Path(loaded.run.folder)
+    key = loaded.run.folder_key
+    hint = f"name another {key}, or remove the folder to start over"
+    kind = "script's run" if isinstance(loaded, LoadedScript) else "sweep" if loaded.trials else "run"
+    manifest = read_manifest(folder)
+    there = "sweep" if TRIALS in manifest else "script's run" if manifest.get("kind") == "script" else "run"
+    if manifest and there != kind:
+        raise UserError(f"{folder} contains a {there}, and no {kind}", loaded.where(key), hint, "unlike-folder")
+    if is_finished(folder) and not may_be_finished:
+        raise UserError(f"{folder} contains a finished {kind}", loaded.where(key), hint, "finished-run")
+
+
 def has_finished(plan: AnyPlan) -> bool:
-    """Return whether the plan's folder has a finished run, or a finished sweep with all of the plan's trials."""
-    trials = _name_trials(plan)
-    if not is_finished(plan.folder) or bool(list_trials(plan.folder)) != bool(trials):
-        return False
-    return all(map(has_ended, read_trial_states(plan.folder, trials).values()))
+    """Return whether the plan's run has finished, or its sweep with all of its trials; the folder is its own."""
+    states = read_trial_states(plan.folder, _name_trials(plan))
+    return is_finished(plan.folder) and all(map(has_ended, states.values()))
 
 
 def describe_finished(plan: AnyPlan) -> str:
@@ -57,8 +72,7 @@ def describe_finished(plan: AnyPlan) -> str:
         command = {"script": plan.run.script.model_dump(mode="json", include={"path", "module", "args"})}
         problems += find_changes(read_manifest(plan.folder).get("run", {}), command, plan.where, hint)
     for run in (plan.trials or (plan,)) if isinstance(plan, Plan) else ():
-        then = read_manifest(run.folder).get("run", {})
-        problems += find_changes(then, record_run(run.run), run.where, hint, ASKED)
+        problems += find_differences(read_manifest(run.folder), run, hint, ASKED)
         trained = (read_json(run.folder / DATA).get("sequences") or {}).get("files")
         with suppress(UserError, OSError):  # the files may be gone by now
             if trained and trained != fingerprint_rows(run.run.data, run.where):
@@ -69,6 +83,33 @@ def describe_finished(plan: AnyPlan) -> str:
         require_same_halving(plan, read_manifest(plan.folder))
         require_trained(plan.folder, read_trial_states(plan.folder, trials))
     return f"{plan.folder} contains this {'sweep' if trials else 'run'}, finished: nothing is left to train"
+
+
+def find_differences(
+    before: Mapping[str, Any], plan: Plan, elsewhere: str, also: Collection[str] = ()
+) -> list[Problem]:
+    """Return a problem for each difference between the steps that a run, as recorded, began with and the plan's.
+    `elsewhere`: the hint that keeps both; `also`: keys that a resumed run may change, and not this one."""
+    recorded = before.get("run", {})
+    problems = find_changes(recorded, record_run(plan.run), plan.where, f"put it back, or {elsewhere}", also)
+    had, now = before.get("sequences"), plan.schedule.global_sequences
+    if had and had != now:
+        problem = (
+            f"an optimizer step had {format_plural(had, 'sequence')} when this run began, and would have {now} now"
+        )
+        hint = f"set train.global_batch_size: {had}, which holds on any number of ranks"
+        chosen = {"data.packing": "packing", "train.num_train_epochs": "num_train_epochs"}
+        if not plan.run.train.sets_batch:  # then these were chosen with it
+            was = {key: recorded.get(key.partition(".")[0], {}).get(name) for key, name in chosen.items()}
+            hint += "".join(f"; and {key}: {json.dumps(value)}" for key, value in was.items() if value is not None)
+        place = plan.where("train.global_batch_size")
+        problems.append(Problem(problem, place, f"{hint}; or {elsewhere}", "other-batch-size"))
+    dtypes = [(before.get("layout") or {}).get("base_dtype", "bf16"), plan.layout.base_dtype]
+    if dtypes[0] != dtypes[1] and not FOUR_BITS.keys().isdisjoint(dtypes):  # bf16 and fp8 hold the same weights
+        problem = "the base was stored in {} when this run began, and would be in {} now: other weights"
+        hint = f"set layout.base_dtype: {dtypes[0]}, or {elsewhere}"
+        problems.append(Problem(problem.format(*dtypes), plan.where("layout.base_dtype"), hint, "other-base-dtype"))
+    return problems
 
 
 def _name_trials(plan: AnyPlan) -> list[str]:

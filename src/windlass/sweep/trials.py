@@ -17,7 +17,7 @@ from windlass.files import write_atomic, write_json
 from windlass.observe.background import BackgroundReport
 from windlass.observe.watch.detectors import AlarmError
 from windlass.plan import Plan
-from windlass.plan.finished import require_same_halving, require_trained
+from windlass.plan.finished import require_own_folder, require_same_halving, require_trained
 from windlass.ranks import collectives
 from windlass.run_folder import (
     FAILED,
@@ -241,10 +241,8 @@ def claim_sweep(plan: Plan, session: Session, held: contextlib.ExitStack) -> dic
     where = plan.where("train.output_dir")
     run_folder.ensure_dir(folder, where)
     held.enter_context(run_folder.lock_run(folder, where) or contextlib.nullcontext())
+    require_own_folder(plan.loaded, may_be_finished=True)
     before = run_folder.read_manifest(folder)
-    if before.get("state") and TRIALS not in before:
-        hint = "name another train.output_dir for the sweep"
-        raise UserError(f"{folder} contains a run, and no sweep", where, hint, "unlike-folder")
     states = run_folder.read_trial_states(folder, map(name_trial, plan.trials))
     problems: list[Problem] = []
     for trial in plan.trials:

@@ -22,6 +22,7 @@ from windlass import run_folder
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 from windlass.files import write_json
 from windlass.observe.watch.monitor import ScriptWatch, make_environment
+from windlass.plan.finished import require_own_folder
 from windlass.plan.script import ScriptPlan
 from windlass.ranks import supervisor
 from windlass.ranks.rank import SUPERVISED, Rank, wait_for_peers
@@ -120,7 +121,7 @@ def _claim_run_folder(plan: ScriptPlan, *, resume: bool) -> Iterator[None]:
     with run_folder.lock_run(folder, where) or contextlib.nullcontext():
         before = run_folder.read_manifest(folder)
         state = before.get("state")
-        run_folder.require_unfinished(folder, plan.run.folder_key, where)
+        require_own_folder(plan.loaded)
         if state and not resume:
             hint = "add --resume to start the script in it again, or name another script.output_dir"
             raise UserError(

@@ -18,7 +18,7 @@ from pathlib import Path
 from windlass import __version__
 from windlass.errors import SAVED, Problem, UserError, raise_all
 from windlass.plan import Plan
-from windlass.plan.finished import describe_finished, has_finished
+from windlass.plan.finished import describe_finished, has_finished, require_own_folder
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.ranks.job import USUAL_WAIT_SECONDS, LaunchedJob, log_as_json
 from windlass.ranks.node import end_node, print_log_head, require_gpus, run_node, tell_other_nodes, to_node_code
@@ -26,7 +26,7 @@ from windlass.ranks.place import Node, read_node, require_one_process_per_node, 
 from windlass.ranks.rank import Rank, ignore_signals, read_rank, read_start_time, run_rank
 from windlass.ranks.rendezvous import LOST
 from windlass.ranks.supervisor import make_environments, require_all_nodes, reserve_port, run_ranks
-from windlass.run_folder import MANIFEST, require_unfinished
+from windlass.run_folder import MANIFEST
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import find_absent_trackers
 from windlass.train.ranking import Ranking
@@ -85,6 +85,7 @@ def train(
 
 def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
     """Refuse to train where a run or sweep has finished. If it is this one and to be resumed, say so and exit."""
+    require_own_folder(plan.loaded, may_be_finished=True)
     if not has_finished(plan):
         return
     if isinstance(plan, ScriptPlan) and os.environ.get("RANK", "0") != "0" and _ended_since_start(plan.folder):
@@ -94,7 +95,7 @@ def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(line, file=sys.stderr, flush=True)
         sys.exit(0)
-    require_unfinished(plan.folder, plan.run.folder_key, plan.where(plan.run.folder_key))
+    require_own_folder(plan.loaded)
 
 
 def _ended_since_start(folder: Path) -> bool:

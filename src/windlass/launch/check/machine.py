@@ -24,11 +24,10 @@ from windlass.launch.check.results import NO_PLAN, Context, Result, failed, pass
 from windlass.launch.job import size_shm
 from windlass.observe.format import format_plural
 from windlass.plan import Plan
-from windlass.plan.finished import has_finished
+from windlass.plan.finished import has_finished, require_own_folder
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.ranks.interfaces import list_choices
-from windlass.run_folder import require_unfinished
-from windlass.runfile import RunFile
+from windlass.runfile import Loaded, RunFile
 from windlass.variables import find_unread
 
 IPC_LOCK = 14  # the capability's number, capabilities(7)
@@ -389,8 +388,8 @@ def check_run_folder(c: Context) -> Result:
         hint = "mount the volume writable, or name another folder; a read-only file system is so for root too"
         return failed("run folder", f"files can't be written, locked and renamed: {wrong}", hint, where)
     try:
-        if not getattr(c.loaded, "trials", ()) or (c.plan and has_finished(c.plan)):  # a finished sweep may get more
-            require_unfinished(folder, c.loaded.run.folder_key, where)
+        is_sweep = isinstance(c.loaded, Loaded) and bool(c.loaded.trials)  # a finished one may get more trials
+        require_own_folder(c.loaded, may_be_finished=is_sweep and not (c.plan and has_finished(c.plan)))
     except UserError as error:
         return failed("run folder", error.problems[0].problem, error.problems[0].hint, where)
     made = "" if folder.is_dir() else ", where it will be created"

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import platform
 import shlex
 import shutil
@@ -32,11 +31,10 @@ from windlass.model import Base
 from windlass.model.files import PUBLISHED
 from windlass.observe.format import format_plural
 from windlass.plan import Plan
+from windlass.plan.finished import find_differences, require_own_folder
 from windlass.ranks import collectives
 from windlass.run_folder import ADAPTER, MANIFEST, REFERENCE, read_manifest
 from windlass.runfile.recorded import record_run
-from windlass.runfile.resumed import find_changes
-from windlass.settings import FOUR_BITS
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints, read_step, remove_partial_checkpoints
 from windlass.train.checkpoint.snapshot import STATE, require_intact
 from windlass.weights.same_base import CHAT_TEMPLATE, FETCH_AGAIN, FLAG, require_same_base
@@ -63,10 +61,7 @@ def claim_run_folder(
     remove_partial_checkpoints(checkpoints)
     before = read_manifest(folder)
     state = before.get("state")
-    if run_folder.TRIALS in before:
-        hint = f"name another train.output_dir; its trials are runs: {folder}/{run_folder.TRIALS}/NAME"
-        raise UserError(f"{folder} contains a sweep, and no run", where, hint, "unlike-folder")
-    run_folder.require_unfinished(folder, plan.run.folder_key, where)
+    require_own_folder(plan.loaded)
     has_steps = any(path.stat().st_size for path in run_folder.find_step_files(folder).values())
     has_reference = (folder / REFERENCE).is_file() and state != run_folder.FAILED
     begun = bool(list_checkpoints(checkpoints)) or (bool(state) and (has_steps or has_reference))
@@ -175,29 +170,12 @@ def require_same_run(
     before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan, *, allow_other_base: bool, also: Collection[str] = ()
 ) -> None:
     """Refuse to go on with another run than has begun. `also`: keys that a resumed run may change, and not this one."""
-    back = f"put it back, or train into another folder than {plan.folder}"
-    problems = find_changes(before.get("run", {}), now["run"], plan.where, back, also)
-    had = before.get("sequences")
-    if had and had != now["sequences"]:
-        began = format_plural(had, "sequence")
-        problem = f"an optimizer step had {began} when this run began, and would have {now['sequences']} now"
-        hint = f"set train.global_batch_size: {had}, which holds on any number of ranks"
-        chosen = {"data.packing": "packing", "train.num_train_epochs": "num_train_epochs"}
-        if not plan.run.train.sets_batch:  # then these were chosen with it
-            was = {key: before["run"].get(key.partition(".")[0], {}).get(name) for key, name in chosen.items()}
-            hint += "".join(f"; and {key}: {json.dumps(value)}" for key, value in was.items() if value is not None)
-        problems.append(Problem(problem, plan.where("train.global_batch_size"), hint, "other-batch-size"))
-    dtype_then, dtype_now = [(facts.get("layout") or {}).get("base_dtype", "bf16") for facts in (before, now)]
-    # bf16 and fp8 hold the same weights.
-    if dtype_then != dtype_now and (dtype_then in FOUR_BITS or dtype_now in FOUR_BITS):
-        stored = f"the base was stored in {dtype_then} when this run began, and would be in {dtype_now} now"
-        hint = f"set layout.base_dtype: {dtype_then}, or train into another folder than {plan.folder}"
-        problems.append(Problem(f"{stored}: other weights", plan.where("layout.base_dtype"), hint, "other-base-dtype"))
+    elsewhere = f"train into another folder than {plan.folder}"
+    problems = find_differences(before, plan, elsewhere, also)
     if before.get("base", now["base"]) != now["base"] and not allow_other_base:
         problem = "the base model's files are not those this run began with"
-        problems.append(
-            Problem(problem, plan.where("model.model_name_or_path"), f"{back}, or add {FLAG}", "other-base")
-        )
+        hint = f"put it back, or {elsewhere}, or add {FLAG}"
+        problems.append(Problem(problem, plan.where("model.model_name_or_path"), hint, "other-base"))
     raise_all(problems)
 
 
