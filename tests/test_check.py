@@ -282,6 +282,8 @@ def test_data_that_cannot_be_read_fails(sound: Path, tmp_path: Path) -> None:
     assert (found.verdict, "wants evaluation" in found.seen) == (FAIL, True)  # requested with train.eval_steps
     assert checked_data(alone(rows, no_split, "eval_steps: 20")).verdict == WARN
     assert checked_data(alone('{"text": "one"\n', no_split, "eval_steps: 20")).verdict == FAIL
+    found = checked_data(alone(rows * 900 + '{"text": "thr\n' + rows * 200, no_split))
+    assert (found.verdict, found.where) == (FAIL, f"{tmp_path / 'rows.jsonl'}:1801"), "neither the first nor sampled"
     talk = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
     chat = alone(talk, no_split, more=["data.messages_field=messages", "train.eval_strategy=no"])
     assert checked_data(chat).verdict == SKIPPED  # it waits for a tokenizer

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from windlass.data import progress, sources
 from windlass.data.sources import Source, SplitPart, count_rows, parse_split, resolve_source
-from windlass.errors import UserError
+from windlass.errors import Problem, UserError
 from windlass.plan.rows import ROWS, sample_data
 from windlass.runfile import Data
 
@@ -213,6 +213,35 @@ def test_empty_shards_are_passed_over_by_the_sample_that_plan_is_made_from(tmp_p
         assert {row["text"] for *_, row in sampled} <= {"anchor"}
         planned = sample_data(named, None, str)
         assert planned.train[0].sampled == len([*sources.sample_rows(parts, count, ROWS)])
+
+
+@pytest.mark.fault(
+    "one broken line among the rows", "`windlass plan`", "not JSON: Invalid control character, column 13"
+)
+@pytest.mark.parametrize(
+    ("name", "good", "bad", "place", "problem"),
+    [
+        ("a.jsonl", b'{"text": "a"}', b'{"text": "a ', ":2603", "not JSON: Invalid control character, column 13"),
+        ("a.jsonl", b'{"text": "a"}', b"[1, 2]", ":2603", "a list, not an object"),
+        ("a.txt", b"anchor", b"p\xe4hp", "", "not UTF-8: "),
+    ],
+)
+def test_one_broken_line_is_named_by_the_plan(
+    name: str, good: bytes, bad: bytes, place: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In small files wherever it is, in large ones within the sample."""
+    path = tmp_path / name
+
+    def plan(broken: int) -> list[Problem]:
+        path.write_bytes(b"".join((bad if number == broken else good) + b"\n\n" for number in range(1 + 2 * ROWS)))
+        return sample_data(data(path), None, str).problems
+
+    (found,) = plan(1301)
+    assert found.where == f"{path}{place}"
+    assert found.problem.startswith(problem)
+    monkeypatch.setattr(sources, "CHECKED_BYTES", 0)
+    assert plan(1301) == []
+    assert len(plan(1300)) == 1
 
 
 @pytest.mark.fault("rows that can't be decompressed", "`windlass plan`", "no rows can be read: ")

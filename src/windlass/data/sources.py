@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import difflib
 import glob
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +16,13 @@ import yaml
 
 from windlass.data.reading import (
     FILE_FORMATS,
+    PARSERS,
     SUFFIXES,
     Chunk,
     Row,
     count_file,
     detect_format,
+    explain_damage,
     list_rows,
     open_file,
     read_file,
@@ -44,6 +45,7 @@ SLICE = re.compile(r"(?P<name>[^\[\]+]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)
 # Larger files are not read only to count rows: counting lines takes seconds, parsing as long or longer.
 LINES_BYTES = 4 << 30
 PARSED_BYTES = 256 << 20
+CHECKED_BYTES = 16 << 20  # up to which a sample's other lines are parsed too, in less than a second
 ROW_GROUPS = 16  # of a Parquet file that a sample is read from
 
 
@@ -179,7 +181,7 @@ def iter_located_rows(parts: Iterable[SplitPart]) -> Iterator[tuple[Path, int, R
 def sample_rows(parts: Sequence[SplitPart], total: int, wanted: int) -> Iterator[tuple[Path, int, Row]]:
     """Yield about `wanted` of `total` rows spread over the files, each with its file and its number there, from 1.
 
-    Those between are not parsed. Of a slice the first rows are yielded.
+    Of large files and of Parquet, those between are not parsed. Of a slice the first rows are yielded.
     """
     stride = max(1, total // max(1, wanted))
     for part in parts:
@@ -198,15 +200,14 @@ def sample_rows(parts: Sequence[SplitPart], total: int, wanted: int) -> Iterator
 
 
 def _sample_lines(path: Path, kind: str, stride: int) -> Iterator[tuple[Path, int, Row]]:
-    with open_file(path) as file:
-        filled = (line for line in file if not line.isspace())
-        for number, line in islice(enumerate(filled, 1), 0, None, stride):
-            try:
-                row = {"text": line.decode().rstrip("\r\n")} if kind == "text" else json.loads(line)
-            except ValueError:
-                continue  # named with its place when all rows are read
-            if isinstance(row, dict):
-                yield path, number, row
+    every = path.stat().st_size <= CHECKED_BYTES
+    with open_file(path) as file, explain_damage(path, kind):
+        filled = (numbered for numbered in enumerate(file, 1) if not numbered[1].isspace())
+        for number, (line, text) in enumerate(filled):
+            if every or not number % stride:
+                (row,) = PARSERS[kind](path, [(line, text) if kind == "jsonl" else text])
+                if not number % stride:
+                    yield path, number + 1, row
 
 
 def _sample_row_groups(path: Path, stride: int) -> Iterator[tuple[Path, int, Row]]:

@@ -28,6 +28,7 @@ from windlass.launch.check.results import (
     warned,
 )
 from windlass.observe.format import format_plural
+from windlass.plan.rows import sample_data
 from windlass.plan.script import AnyPlan, ScriptPlan, make_any_plan
 from windlass.runfile import Loaded, LoadedScript
 from windlass.runfile.names import find_absent_trackers
@@ -143,7 +144,7 @@ def check_all_data(c: Context, loaded: Loaded, tokenizer: Any) -> list[Result]:
 
 
 def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
-    """Check that the first training rows can be read and have the columns that the run needs."""
+    """Check that rows can be read, the first and those of a plan's sample, and have the columns that the run needs."""
     run = loaded.run
     sets = list_all_sets(loaded.run.data, loaded.where)
     try:
@@ -163,11 +164,12 @@ def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
         if tokenizer is None and chat:
             return skipped("data", f"{', '.join(columns)}: rendering chats needs the tokenizer")
         forms = [choose_format(each.of.data, each.columns, tokenizer, each.of.where) for each in selections]
+        unread = sample_data(run.data, None, loaded.where).problems
     except UserError as error:
         return problems_to_results("data", error.problems)[0]
     except ImportError as error:
         return skipped("data", f"{error.name} is not installed")
-    if problems := check_selection(run, selections, loaded.where):
+    if problems := [*unread, *check_selection(run, selections, loaded.where)]:
         return problems_to_results("data", problems)[0]
     validation = ", no validation rows"
     if selections[0].validation:
