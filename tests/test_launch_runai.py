@@ -108,6 +108,40 @@ def test_unsupported_runai_settings_are_refused() -> None:
     assert all(problem.hint for problem in problems)
 
 
+@pytest.mark.fault(
+    "a run that Run:ai has already", "`windlass submit`", "Run:ai has a job run already, in project research"
+)
+@pytest.mark.takes("plans and submits four times")
+def test_a_refused_submit_leaves_what_the_running_job_is_restarted_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes, run, table = tmp_path / "bin", tmp_path / "run", tmp_path / "jobs"
+    monkeypatch.setenv("PATH", f"{fakes}:/usr/bin:/bin")
+    words = [word for word in SITE if not word.startswith("cluster.volumes")]
+    overrides = (*words, f"cluster.volumes=[{{claim: a, path: {tmp_path}}}]", f"train.output_dir={run}")
+    list_jobs = f"if [[ $2 == list ]]; then cat {table}; exit $?; fi"
+    program(fakes, "runai", f"{list_jobs}; echo ' run  Distributed  Running  research' >>{table}")
+    table.write_text(" another  Distributed  Running  run\n\n")
+
+    def send(*more: str) -> int:
+        settings = (*overrides, *more)
+        return submitting.submit(plan_of(EXAMPLES / "train.yaml", settings), "runai", overrides=settings, say=print)
+
+    assert send() == 0
+    assert calls(fakes, "runai")[:5] == ["training", "list", "--project", "research", "--no-headers"]
+    before = {path.name: path.read_text() for path in run.iterdir()}
+    with refused("already-running", "name") as problems:
+        send("lora.r=2")
+    assert problems[0].problem == "Run:ai has a job run already, in project research"
+    table.unlink()  # as without a login
+    with refused("client-failed", "runai training list --project research --no-headers", error=RunError):
+        send("lora.r=2")
+    assert {path.name: path.read_text() for path in run.iterdir()} == before
+    table.write_text("")  # deleted
+    assert send("lora.r=2") == 0
+    assert {path.name: path.read_text() for path in run.iterdir()} != before
+
+
 def test_installed_client_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fakes, run, printed = tmp_path / "bin", tmp_path / "run", list[str]()
     monkeypatch.setenv("PATH", f"{fakes}:/usr/bin:/bin")
@@ -127,7 +161,7 @@ def test_installed_client_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert (tmp_path / "mistral4small-lora-fsdp-2xH200-job" / "submit.sh").stat().st_mode & 0o111
         assert not calls(fakes, "runai")
     send(follow=True)
-    assert calls(fakes, "runai")[:3] == ["training", "pytorch", "submit"]
+    assert calls(fakes, "runai")[5:8] == ["training", "pytorch", "submit"]
     assert calls(fakes, "runai")[-5:] == ["logs", "run", "--project", "research", "--follow"]
     platform, record = submitting.open_record(run, run, printed.append)
     for verb, ask in (("describe", platform.status), ("delete", platform.stop)):

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from windlass import run_folder
-from windlass.errors import Problem, UserError
+from windlass.errors import Problem, RunError, UserError
 from windlass.files import read_json_lines, write_atomic
 from windlass.hardware import GIB
 from windlass.plan import Plan
@@ -23,6 +24,7 @@ from windlass.runfile.values import Section
 from windlass.variables import DEFAULTS, variables
 
 RECORD = "submitted.json"  # from which status, logs and stop find a job again
+CLIENT_SECONDS = 60  # timeout of one command of a platform
 DISK_BYTES_PER_SECOND = 100e6  # a slow shared volume; an adapter is small
 SHM_GIB_PER_WORKER = 0.5  # batches of images that a data loader's process prefetches
 SHM_GIB_PER_RANK = 1  # NCCL's buffers between GPUs of a node and the batches of data loaders, with room
@@ -214,6 +216,20 @@ class JobRecord:
     path: Path  # of the record file
     run: Path  # the run folder
     say: Callable[[str], None]
+
+
+def call_client(
+    *command: str, hint: str = "", feed: str | None = None, show: bool = False, seconds: float = CLIENT_SECONDS
+) -> subprocess.CompletedProcess[str]:
+    """Run a platform's own command and capture its output, or show it here. `hint`: if it doesn't answer in time."""
+    try:
+        timeout = None if show else seconds
+        return subprocess.run(command, input=feed, capture_output=not show, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"no answer within {seconds:g} s", " ".join(command), hint, "no-answer") from None
+    except OSError as error:
+        hint = "install it, or run this where it is; `windlass submit RUN --dry-run` needs none"
+        raise UserError(f"{command[0]} can't be run: {error.strerror}", "PATH", hint, "no-client") from None
 
 
 def keep_record(job: Job, platform: str, folder: Path, **more: Any) -> None:

@@ -40,6 +40,12 @@ PLATFORMS: dict[str, Platform] = {
 }
 
 
+# What refuses a job that the platform has already, and which is started again from the files of its folder.
+REQUIRE_FREE: dict[str, Callable[[Job, Path], None]] = {
+    "slurm": slurm.require_free,
+    "runai": runai.require_free,
+    "skypilot": skypilot.require_free,
+}
 # Commands of which one starts the job.
 CLIENTS: dict[str, tuple[str, ...]] = {
     "slurm": ("sbatch",),
@@ -121,8 +127,8 @@ def submit(
     if not dry_run:  # before anything that a job runs from is written over
         if remedy:
             raise UserError("the plan says that it does not fit", str(plan.file), remedy, "does-not-fit")
-        if to == "slurm":
-            slurm.require_free(folder)
+        if to in REQUIRE_FREE:
+            REQUIRE_FREE[to](job, folder)
     if files:
         write_files(folder, files)
         say(f"written to {folder}: {', '.join(files)}")

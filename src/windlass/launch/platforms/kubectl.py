@@ -11,12 +11,11 @@ from typing import Any
 
 import yaml
 
-from windlass.errors import SAVED, Problem, RunError, UserError, raise_all
-from windlass.launch.job import NAME_LETTERS, Job
+from windlass.errors import SAVED, Problem, RunError, raise_all
+from windlass.launch.job import NAME_LETTERS, Job, call_client
 from windlass.launch.platforms.pod import kueue_queue
 from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Kubernetes
 
-SECONDS = 60  # timeout of one call
 PAUSE_SECONDS = 2.0  # between two polls
 OVER_GRACE_SECONDS = 60  # stopping pods are gone this long after their grace period
 RESOURCES = {  # by engine; `auto` takes the first that supports the run
@@ -62,17 +61,9 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run kubectl and capture its output, or show it here. `check`: raise with kubectl's own message if it fails."""
     command = [find_client() or "kubectl", *(["--namespace", namespace] if namespace else []), *words]
-    try:
-        if show:
-            return subprocess.run(command, text=True, check=False)
-        done = subprocess.run(command, input=feed, capture_output=True, text=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise RunError(
-            f"no answer within {SECONDS} s", " ".join(command), "is the cluster reachable?", "no-answer"
-        ) from None
-    except OSError as error:
-        what = f"kubectl can't be run: {error.strerror}"
-        raise UserError(what, "PATH", "install it; submit --dry-run needs none", "no-client") from None
+    done = call_client(*command, hint="is the cluster reachable?", feed=feed, show=show)
+    if show:
+        return done
     done.stderr = LOG.sub("", done.stderr).strip() or done.stderr.strip()
     unreachable = UNREACHABLE.search(done.stderr)
     if done.returncode and (check or unreachable):

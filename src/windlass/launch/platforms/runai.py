@@ -14,6 +14,7 @@ from windlass.errors import Problem, RunError, UserError
 from windlass.launch.job import (
     Job,
     JobRecord,
+    call_client,
     escape_variables,
     find_pod_problems,
     keep_record,
@@ -305,6 +306,22 @@ def files(job: Job) -> dict[str, str]:
     return {**scripts, **job.files, "payload.json": body}
 
 
+def require_free(job: Job, folder: Path) -> None:
+    """Refuse to submit what Run:ai has, ended or not: it takes no name twice, and pods that are started again read the
+    files of the run folder again."""
+    if folder != Path(job.folder):
+        return  # nothing is submitted, and nothing runs from there
+    command = ("runai", "training", "list", "--project", str(job.cluster.runai.project), "--no-headers")
+    done = call_client(*command, hint="ask Run:ai again later")
+    if done.returncode:
+        text = done.stderr.strip() or f"runai ended with {done.returncode}"
+        raise RunError(text, " ".join(command), "not logged in: runai login", "client-failed")
+    if job.name in (line.split()[0] for line in done.stdout.splitlines() if line.strip()):
+        hint = "`windlass status RUN`; `windlass stop RUN` deletes it; or another name"
+        what = f"Run:ai has a job {job.name} already, in project {job.cluster.runai.project}"
+        raise UserError(what, job.where("name"), hint, "already-running")
+
+
 def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
     by_hand = f"bash {shlex.quote(str(folder / 'submit.sh'))}"
     if folder != Path(job.folder):
@@ -312,7 +329,7 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
         say(f"{job.folder} is not here: {there}, onto the pods' volume; then: {by_hand}")
         return False
     if code := subprocess.run(submit_command(job), check=False).returncode:
-        hint = "not logged in: runai login; the name is taken: `windlass stop RUN`, or another name"
+        hint = "is the name taken, by another kind of workload? The options come from `cluster` in the run file"
         raise RunError(f"runai ended with {code}: its own message is above", by_hand, hint, "client-failed")
     keep_record(job, "runai", folder, project=job.cluster.runai.project)
     return True
@@ -332,8 +349,5 @@ def stop(record: JobRecord) -> int:
 
 def _pass_on(record: JobRecord, verb: str, *more: str) -> int:
     facts = record.facts
-    try:
-        words = client_command(facts["name"], facts["nodes"], facts["project"], verb, *more)
-        return subprocess.run(words, check=False).returncode
-    except OSError as error:
-        raise UserError(f"runai can't be run: {error.strerror}", "PATH", "install it", "no-client") from None
+    words = client_command(facts["name"], facts["nodes"], facts["project"], verb, *more)
+    return call_client(*words, show=True).returncode

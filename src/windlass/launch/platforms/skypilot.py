@@ -15,6 +15,7 @@ from windlass.errors import SAVED, Problem, RunError, UserError
 from windlass.launch.job import (
     Job,
     JobRecord,
+    call_client,
     find_restart_problems,
     keep_record,
     list_inputs,
@@ -183,11 +184,15 @@ def files(job: Job) -> dict[str, str]:
     return {TASK: head + to_block(make_task(job)), "launch.sh": render_launch_sh(there, exports=False), **job.files}
 
 
-def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:  # noqa: ARG001
+def require_free(job: Job, _: Path) -> None:
+    """Refuse to submit what SkyPilot has: it would queue a second job of the same run."""
     for found in query_jobs(job.name, "--skip-finished"):
         hint = "`windlass status RUN`; `windlass stop RUN`; or another name"
         what = f"SkyPilot has it already, as job {found['job_id']} ({found['status']})"
         raise UserError(what, job.where("name"), hint, "already-running")
+
+
+def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:  # noqa: ARG001
     code = subprocess.run(submit_command(job), cwd=folder, check=False).returncode
     if code:
         hint = "`sky check` prints the clouds that it may use"
@@ -200,19 +205,14 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:  # noqa: 
 def query_jobs(name: str, *more: str) -> list[dict[str, Any]]:
     """Return the managed jobs of this name, newest first."""
     command = ["sky", "jobs", "queue", "--output", "json", *more]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        hint = "`sky api status` shows whether its server answers"
-        raise RunError(f"no answer within {SECONDS} s", " ".join(command), hint, "no-answer") from None
-    except OSError as error:
-        raise UserError(f"sky can't be run: {error.strerror}", "PATH", "install SkyPilot", "no-client") from None
+    hint = "`sky api status` shows whether its server answers"
+    done = call_client(*command, hint=hint, seconds=SECONDS)
     if done.returncode and NO_JOBS in done.stderr:
         return []
     table = re.search(r"^\[.*", done.stdout, re.MULTILINE | re.DOTALL)  # its server may say before that it starts
     if done.returncode or table is None:
         *_, last = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
-        raise RunError(last, " ".join(command), "`sky api status` shows whether its server answers", "client-failed")
+        raise RunError(last, " ".join(command), hint, "client-failed")
     jobs = [row for row in json.loads(table[0]) if row["job_name"] == name]
     return sorted(jobs, key=lambda row: int(row["job_id"]), reverse=True)
 
@@ -239,7 +239,4 @@ def stop(record: JobRecord) -> int:
 
 
 def _pass_on(record: JobRecord, verb: str, *more: str) -> int:
-    try:
-        return subprocess.run(["sky", "jobs", verb, *more, "--name", record.facts["name"]], check=False).returncode
-    except OSError as error:
-        raise UserError(f"sky can't be run: {error.strerror}", "PATH", "install SkyPilot", "no-client") from None
+    return call_client("sky", "jobs", verb, *more, "--name", record.facts["name"], show=True).returncode

@@ -2,9 +2,9 @@
 
 import math
 import shlex
-import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.resources import files as resources
 from pathlib import Path, PurePosixPath
 
@@ -15,6 +15,7 @@ from windlass.launch.job import (
     RECORD,
     Job,
     JobRecord,
+    call_client,
     keep_record,
     parse_cores,
     parse_gib,
@@ -26,7 +27,6 @@ from windlass.launch.platforms import local
 from windlass.launch.script import render_launch_sh
 
 BATCH = "job.sbatch"
-SECONDS = 60  # timeout of one Slurm command
 PAUSE_SECONDS = 2.0
 # Options of sbatch that `logs`, `stop`, the rendezvous and the saving at the time limit rely on.
 RELIED_ON = (
@@ -165,7 +165,7 @@ def files(job: Job) -> dict[str, str]:
     return {BATCH: render_batch_script(job), "launch.sh": render_launch_sh(job, exports=True), **job.files}
 
 
-def require_free(folder: Path) -> None:
+def require_free(_: Job, folder: Path) -> None:
     """Refuse to submit what Slurm has: a job that is requeued reads the files of its folder again."""
     facts = read_json(folder / RECORD)
     state = query_squeue(facts["number"], "%T") if facts.get("platform") == "slurm" else ""
@@ -190,16 +190,7 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
     return True
 
 
-def run_command(*command: str) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise RunError(
-            f"no answer within {SECONDS} s", " ".join(command), "ask Slurm again later", "no-answer"
-        ) from None
-    except OSError as error:
-        hint = "run this where Slurm's commands are"
-        raise UserError(f"{command[0]} can't be run: {error.strerror}", "PATH", hint, "no-client") from None
+run_command = partial(call_client, hint="ask Slurm again later")
 
 
 def query_squeue(number: str, form: str) -> str:
