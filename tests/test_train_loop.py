@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ from windlass.plan import make_plan
 from windlass.plan.layout import Layout
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.ranks.supervisor import reserve_port
-from windlass.run_folder import ADAPTER, FAILED, REFERENCE, STOPPED, read_manifest
+from windlass.run_folder import ADAPTER, FAILED, REFERENCE, STOPPED, begin_manifest, read_manifest
 from windlass.train import run, start, step, trackers
 from windlass.train.base_alone import BaseAlone
 from windlass.train.checkpoint.folder import list_checkpoints, read_step
@@ -304,6 +305,40 @@ def test_a_tracker_that_fails_ends_no_run(make: Make, tmp_path: Path, monkeypatc
         opened.log({"loss": 1.0}, 1)
         opened.close()
         assert said == [f"warning: tensorboard: {chosen.__name__}: no answer; training continues without it"]
+
+
+@pytest.mark.fault(
+    "a job that is killed while its trackers close", "`windlass stop`", "stopped by a signal; step 1 is saved"
+)
+@pytest.mark.takes("trains a step, loads a model")
+def test_a_stop_is_recorded_before_trackers_and_the_report(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of a sweep, which a trial's stop is."""
+    seen: list[str] = []
+
+    def see(*_: Any) -> None:
+        seen.append(read_manifest(tmp_path / "run")["state"])
+
+    monkeypatch.setattr(BackgroundReport, "start", lambda _: None)
+    monkeypatch.setattr(BackgroundReport, "finish", see)
+    monkeypatch.setitem(trackers.OPEN, "tensorboard", lambda *_: (lambda *_: None, see))
+    plan = make_plan(runfile.read_run_file(tmp_path / "run.yaml", ["train.report_to=tensorboard"]))
+    console = Console(record=True, file=io.StringIO(), width=200)
+    session = Session(Rank(), console, StopSignal(), BackgroundReport(plan.folder), WriteGuard(print))
+    session.stop_signal.received = True
+    assert run.train_run(plan, session) == SAVED
+    assert seen == [STOPPED] * 2
+    assert "stopped by a signal; step 1 is saved; --resume continues from it" in console.export_text()
+
+    sweep, trial = tmp_path / "sweep", tmp_path / "sweep" / "trials" / "first"
+    trial.mkdir(parents=True)
+    for folder in (sweep, trial):
+        begin_manifest(folder, {})
+    loop: Any = SimpleNamespace(stopped=True, step=2)
+    loop.plan = SimpleNamespace(folder=trial, loaded=SimpleNamespace(trial="first"))
+    run.record_stop(loop, console)
+    assert [read_manifest(folder)["state"] for folder in (sweep, trial)] == [STOPPED] * 2
 
 
 @pytest.mark.parametrize("micro", [1, 3])

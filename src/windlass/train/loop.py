@@ -124,7 +124,6 @@ class Loop:
         self.saver.close()
         self.recorder.event("end", self.step)
         self.recorder.close()
-        self.trackers.log_steps()
 
     # --- one optimizer step ---
 

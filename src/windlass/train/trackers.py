@@ -133,6 +133,7 @@ class Trackers:
             self.log(values, record["step"])
 
     def close(self) -> None:
+        self.log_steps()
         for name, (_, close) in list(self.opened.items()):
             try:
                 close()
