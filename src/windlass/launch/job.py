@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from windlass import run_folder
+from windlass.data.mix import list_all_sets
 from windlass.errors import Problem, RunError, UserError
 from windlass.files import read_json_lines, write_atomic
 from windlass.hardware import GIB
@@ -287,11 +288,12 @@ def find_restart_problems(job: Job) -> Iterator[Problem]:
 def _find_path_problems(job: Job) -> Iterator[Problem]:
     """Yield paths of this machine that pods don't have, and a run folder that is lost with them."""
     run = job.plan.run
-    for key, path in {run.folder_key: run.folder, **list_inputs(job)}.items():
-        if not path.startswith("/") and (key == run.folder_key or Path(path).exists()):
+    own = job.where(run.folder_key)
+    for place, path in {own: run.folder, **list_inputs(job)}.items():
+        if not path.startswith("/") and (place == own or Path(path).exists()):
             hint = "give the absolute path that the pods see"
             what = f"{path} is a path of this machine's working folder"
-            yield Problem(what, job.where(key), hint, "relative-path")
+            yield Problem(what, place, hint, "relative-path")
     folder = PurePosixPath(job.folder)
     if folder.is_absolute() and not any(folder.is_relative_to(volume.path) for volume in job.cluster.volumes):
         hint = f"mount a volume there: cluster.volumes: [{{claim: my-claim, path: /{folder.parts[1]}}}]"
@@ -300,24 +302,20 @@ def _find_path_problems(job: Job) -> Iterator[Problem]:
 
 
 def list_inputs(job: Job) -> dict[str, str]:
-    """Return the paths, or names on the hub, of what the run reads, by their keys."""
-    run = job.plan.run
-    paths: dict[str, str | None] = {"cluster.machine": job.cluster.machine}
+    """Return the paths, or names on the hub, of what the run reads, by the places where they are set."""
+    run, where = job.plan.run, job.where
+    paths: dict[str, str | None] = {where("cluster.machine"): job.cluster.machine}
     if isinstance(run, ScriptRun):
-        paths["script.path"] = None if job.cluster.working_dir else run.script.path
+        paths[where("script.path")] = None if job.cluster.working_dir else run.script.path
     else:
-        paths["model.model_name_or_path"] = run.model.model_name_or_path
-        paths["lora.adapter"] = run.lora.adapter
-        if not run.data.mix:
-            paths["data.dataset_name_or_path"] = run.data.dataset_name_or_path
-        sets: dict[str, Any] = {f"data.mix[{i}]": part for i, part in enumerate(run.data.mix)}
-        sets |= {f"data.eval.{name}": part for name, part in run.data.eval.items()}
-        sets |= {f"data.keep.{name}": part for name, part in run.data.keep.items()}
-        paths |= {f"{place}.path": part.path for place, part in sets.items()}
-        templates = {place: part.chat_template or "" for place, part in {"data": run.data, **sets}.items()}
-        paths |= {f"{place}.chat_template": text for place, text in templates.items() if not is_template(text)}
-        paths["train.sample.file"] = run.train.sample.file if run.train.sample else None
-    return {key: path for key, path in paths.items() if path}
+        paths[where("model.model_name_or_path")] = run.model.model_name_or_path
+        paths[where("lora.adapter")] = run.lora.adapter
+        for rows in list_all_sets(run.data, where):
+            paths[rows.where("data.dataset_name_or_path")] = rows.data.dataset_name_or_path
+            template = rows.data.chat_template or ""
+            paths[rows.where("data.chat_template")] = None if is_template(template) else template
+        paths[where("train.sample.file")] = run.train.sample.file if run.train.sample else None
+    return {place: path for place, path in paths.items() if path}
 
 
 def _find_memory_problems(job: Job) -> Iterator[Problem]:

@@ -156,19 +156,19 @@ def review(job: Job) -> Iterator[Problem | str]:
         )
         what = f"{folder} is on no mount: what the run writes would vanish with its machines"
         yield Problem(what, job.where(job.plan.run.folder_key), hint, "not-mounted")
-    for key, name in list_inputs(job).items():
+    for place, name in list_inputs(job).items():
         here = Path(name).expanduser()
         if find_mount(job, name) is not None:
             continue
         if ".." in PurePosixPath(name).parts:
             hint = "give the absolute path"
-            yield Problem(f"{name} leads out of the run's folder on the nodes", job.where(key), hint, "relative-path")
+            yield Problem(f"{name} leads out of the run's folder on the nodes", place, hint, "relative-path")
         elif here.is_dir() and any(path.is_symlink() for path in here.rglob("*")):
             hint = "copy it with `cp -rL`, or name the model's or data set's hub id, which the nodes fetch"
-            yield Problem(f"{name} has links, which are not uploaded", job.where(key), hint, "links")
+            yield Problem(f"{name} has links, which are not uploaded", place, hint, "links")
         elif not here.exists() and not HUB_NAME.fullmatch(name):
             hint = "cluster.skypilot.mounts: {PATH: s3://my-bucket/folder}"
-            yield Problem(f"{name} is neither here nor on a mount", job.where(key), hint, "not-mounted")
+            yield Problem(f"{name} is neither here nor on a mount", place, hint, "not-mounted")
 
 
 def files(job: Job) -> dict[str, str]:
