@@ -748,6 +748,9 @@ def test_bfloat16_that_a_processor_only_emulates(has: bool, tmp_path: Path, monk
         return make_plan(read_run_file(file, list(overrides)))
 
     assert planned("model.torch_dtype=float32", "train.bf16=auto").run.train.bf16 is has
+    monkeypatch.setattr("windlass.hardware.read_gpu_name", lambda: "cpu")
+    unnamed = planned("model.torch_dtype=float32", "train.bf16=auto", "cluster.gpu=null")
+    assert unnamed.run.train.bf16 is has, "this machine's"
     cautions = planned("train.bf16=true").warnings
     warned = [each for each in cautions if "no instructions for bfloat16" in each.text]
     assert len(warned) == (0 if has else 1)

@@ -35,7 +35,7 @@ from windlass.ranks.place import Node
 from windlass.rehearse import RehearsalRecord, material, rehearse, reload, stages
 from windlass.rehearse.process import RunningCommand, make_environment, node_variables
 from windlass.rehearse.record import Failed, print_record
-from windlass.rehearse.scale import STEPS, Material, Sharding, scale_config, scale_ranks, scale_run
+from windlass.rehearse.scale import STEPS, Change, Material, Sharding, scale_config, scale_ranks, scale_run
 from windlass.rehearse.stages import Rehearsal
 from windlass.runfile import RunFile, read_run_file
 from windlass.runfile.rules import find_contradictions
@@ -469,8 +469,11 @@ def test_a_script_is_planned_and_rendered_but_not_rehearsed(tmp_path: Path, caps
     assert record.failure is None, record.failure
     assert [phase.name for phase in record.phases] == ["plan", "submit"]
     assert record.not_proved[0]["what"] == "the script itself"
+    record.changes.append(Change("data.columns", {"text": "Wörter"}, None, "as rehearsed"))
     print_record(record)
-    assert "planned and rendered, not rehearsed" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "planned and rendered, not rehearsed" in printed
+    assert '{"text": "Wörter"} -> unset' in printed
 
 
 # --- its own guards

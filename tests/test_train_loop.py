@@ -307,6 +307,18 @@ def test_a_tracker_that_fails_ends_no_run(make: Make, tmp_path: Path, monkeypatc
         assert said == [f"warning: tensorboard: {chosen.__name__}: no answer; training continues without it"]
 
 
+def test_a_tracker_gets_the_losses_of_sets_and_the_figures_of_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: dict[str, float] = {}
+    monkeypatch.setitem(trackers.OPEN, "wandb", lambda *_: (lambda values, _: logged.update(values), lambda: None))
+    opened = trackers.Trackers("wandb", tmp_path, None, {}, WriteGuard(print), print)
+    line = {"step": 1, "loss": 2.0, "source_loss": {"wiki": 3.0}, "preference": {"rewards/margins": 0.5}}
+    (tmp_path / "steps-rank0.jsonl").write_text(json.dumps(line) + "\n")
+    opened.close()  # with what was not sent yet
+    assert logged == {"step/loss": 2.0, "step/loss_wiki": 3.0, "step/rewards/margins": 0.5}
+
+
 @pytest.mark.fault(
     "a job that is killed while its trackers close", "`windlass stop`", "stopped by a signal; step 1 is saved"
 )
