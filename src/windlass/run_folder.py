@@ -9,12 +9,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, Final
 
 from windlass import __version__
-from windlass.errors import UserError
+from windlass.errors import UserError, require_writable
 from windlass.files import append_json_line, lock_file, read_json, write_json
 
 MANIFEST: Final = "manifest.json"  # the resolved run, versions, state
@@ -161,7 +161,7 @@ def log_event(folder: Path, kind: str, step: int, **fields: Any) -> None:
 
 
 def ensure_dir(folder: Path, where: str) -> None:
-    with _explain_os_error(folder, where):
+    with require_writable(folder, f"name a folder that you may write: {where}"):
         folder.mkdir(parents=True, exist_ok=True)
 
 
@@ -170,7 +170,7 @@ def lock_run(folder: Path, where: str) -> IO[str] | None:
 
     On storage without locks this is reported, and None is returned.
     """
-    with _explain_os_error(folder, where):
+    with require_writable(folder, f"name a folder that you may write: {where}"):
         try:
             lock = lock_file(folder / ".lock", wait=False)
         except BlockingIOError:
@@ -181,16 +181,6 @@ def lock_run(folder: Path, where: str) -> IO[str] | None:
         remark = f"{folder} is on storage without locks: nothing keeps a second run out of it"
         print(remark, file=sys.stderr, flush=True)
     return lock
-
-
-@contextlib.contextmanager
-def _explain_os_error(folder: Path, where: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{folder} can't be written: {error.strerror}", where, "name a folder you may write", "unwritable"
-        ) from None
 
 
 def begin_manifest(folder: Path, facts: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from windlass import run_folder
 from windlass.data.mix import list_all_sets
-from windlass.errors import Problem, RunError, UserError
+from windlass.errors import Problem, RunError, UserError, require_writable
 from windlass.files import read_json_lines, write_atomic
 from windlass.hardware import GIB
 from windlass.plan import Plan
@@ -245,15 +245,12 @@ def keep_record(job: Job, platform: str, folder: Path, **more: Any) -> None:
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
     """Replace each file atomically: nodes of a run may be reading it."""
-    try:
+    with require_writable(folder, "set output_dir to a folder that can be created, or give another --out DIR"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             write_atomic(folder / name, text)
             if name.endswith(".sh"):
                 (folder / name).chmod(0o755)
-    except OSError as error:
-        hint = "set output_dir to a folder that can be created, or give another --out DIR"
-        raise UserError(f"can't be written: {error.strerror}", str(folder), hint, "unwritable") from None
 
 
 def find_pod_problems(job: Job) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from windlass.variables import variables
 
 
 class Platform(Protocol):
-    """The functions of a platform's module."""
+    """The functions of a platform's module, besides `require_free` of those that may have the job already."""
 
     def review(self, job: Job, /) -> Iterator[Problem | str]: ...  # errors and notes
     def files(self, job: Job, /) -> dict[str, str]: ...
@@ -40,12 +40,6 @@ PLATFORMS: dict[str, Platform] = {
 }
 
 
-# What refuses a job that the platform has already, and which is started again from the files of its folder.
-REQUIRE_FREE: dict[str, Callable[[Job, Path], None]] = {
-    "slurm": slurm.require_free,
-    "runai": runai.require_free,
-    "skypilot": skypilot.require_free,
-}
 # Commands of which one starts the job.
 CLIENTS: dict[str, tuple[str, ...]] = {
     "slurm": ("sbatch",),
@@ -102,7 +96,7 @@ def submit(
         hint = "give it with --to kubernetes or --to openshift, with --dry-run, and without --out"
         raise UserError("writes a base for kustomize, and starts nothing", "--kustomize", hint, "starts-nothing")
     if not dry_run:
-        require_own_folder(plan.loaded, may_be_finished=True)
+        require_own_folder(plan.loaded, finished=True)
         if has_finished(plan):
             say(describe_finished(plan))
             return 0
@@ -127,8 +121,8 @@ def submit(
     if not dry_run:  # before anything that a job runs from is written over
         if remedy:
             raise UserError("the plan says that it does not fit", str(plan.file), remedy, "does-not-fit")
-        if to in REQUIRE_FREE:
-            REQUIRE_FREE[to](job, folder)
+        if require_free := getattr(platform, "require_free", None):
+            require_free(job, folder)
     if files:
         write_files(folder, files)
         say(f"written to {folder}: {', '.join(files)}")

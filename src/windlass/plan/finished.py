@@ -41,8 +41,8 @@ ASKED: Final = (
 )
 
 
-def require_own_folder(loaded: Loaded | LoadedScript, *, may_be_finished: bool = False) -> None:
-    """Refuse a run folder in which another kind of run has begun, or one has finished."""
+def require_own_folder(loaded: Loaded | LoadedScript, *, finished: bool = False, unfinished: bool = True) -> None:
+    """Refuse a run folder with another kind of run, or with one that has finished or is unfinished, unless allowed."""
     folder = Path(loaded.run.folder)
     key = loaded.run.folder_key
     hint = f"name another {key}, or remove the folder to start over"
@@ -51,8 +51,12 @@ def require_own_folder(loaded: Loaded | LoadedScript, *, may_be_finished: bool =
     there = "sweep" if TRIALS in manifest else "script's run" if manifest.get("kind") == "script" else "run"
     if manifest and there != kind:
         raise UserError(f"{folder} contains a {there}, and no {kind}", loaded.where(key), hint, "unlike-folder")
-    if is_finished(folder) and not may_be_finished:
+    if is_finished(folder) and not finished:
         raise UserError(f"{folder} contains a finished {kind}", loaded.where(key), hint, "finished-run")
+    if not unfinished:
+        begun = f"{manifest.get('state', 'begun')} {manifest.get('began', '')}"
+        problem, hint = f"{folder} contains an unfinished {kind} ({begun})", f"add --resume to continue it, {hint}"
+        raise UserError(problem, loaded.where(key), hint, "unfinished-run")
 
 
 def has_finished(plan: AnyPlan) -> bool:

@@ -241,7 +241,6 @@ def claim_sweep(plan: Plan, session: Session, held: contextlib.ExitStack) -> dic
     where = plan.where("train.output_dir")
     run_folder.ensure_dir(folder, where)
     held.enter_context(run_folder.lock_run(folder, where) or contextlib.nullcontext())
-    require_own_folder(plan.loaded, may_be_finished=True)
     before = run_folder.read_manifest(folder)
     states = run_folder.read_trial_states(folder, map(name_trial, plan.trials))
     problems: list[Problem] = []
@@ -257,10 +256,7 @@ def claim_sweep(plan: Plan, session: Session, held: contextlib.ExitStack) -> dic
                 require_same_run(manifest, now, trial, allow_other_base=session.options.allow_other_base, also=also)
         except UserError as error:
             problems += error.problems
-    if before and not session.options.resume:
-        problem = f"{folder} contains an unfinished sweep ({before.get('state')} {before.get('began', '')})"
-        hint = "add --resume to continue it, name another train.output_dir, or remove the folder to start over"
-        raise UserError(problem, where, hint, "unfinished-run")
+    require_own_folder(plan.loaded, finished=True, unfinished=session.options.resume or not before)
     raise_all(problems)
     require_same_halving(plan, before)
     removed = [name for name in before.get(TRIALS, {}) if name not in states]

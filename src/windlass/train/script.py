@@ -119,17 +119,7 @@ def _claim_run_folder(plan: ScriptPlan, *, resume: bool) -> Iterator[None]:
     folder = plan.folder
     where = plan.where("script.output_dir")
     with run_folder.lock_run(folder, where) or contextlib.nullcontext():
-        before = run_folder.read_manifest(folder)
-        state = before.get("state")
-        require_own_folder(plan.loaded)
-        if state and not resume:
-            hint = "add --resume to start the script in it again, or name another script.output_dir"
-            raise UserError(
-                f"{folder} contains an unfinished run ({state} {before.get('began', '')})",
-                where,
-                hint,
-                "unfinished-run",
-            )
+        require_own_folder(plan.loaded, unfinished=resume or not run_folder.read_manifest(folder))
         described = plan.as_dict()
         write_json(folder / run_folder.PLAN, described)
         facts = {

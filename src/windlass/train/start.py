@@ -85,7 +85,7 @@ def train(
 
 def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
     """Refuse to train where a run or sweep has finished. If it is this one and to be resumed, say so and exit."""
-    require_own_folder(plan.loaded, may_be_finished=True)
+    require_own_folder(plan.loaded, finished=True)
     if not has_finished(plan):
         return
     if isinstance(plan, ScriptPlan) and os.environ.get("RANK", "0") != "0" and _ended_since_start(plan.folder):
@@ -119,17 +119,13 @@ def require_inputs(plan: AnyPlan) -> None:
         for trial in plan.trials:
             require_inputs(trial)
         return
-    where = plan.where("train.report_to")
-    absent = find_absent_trackers(plan.run.train.report_to)
+    run, where = plan.run, plan.where
     trackers = [
-        Problem(f"{name} is not installed", where, f"{how}, or take it out", "not-installed")
-        for name, how in absent.items()
+        Problem(f"{name} is not installed", where("train.report_to"), f"{how}, or take it out", "not-installed")
+        for name, how in find_absent_trackers(run.train.report_to).items()
     ]
-    files = [
-        problem
-        for _, problem in (*find_absent_data(plan.run.data, plan.where), *find_absent_files(plan.run, plan.where))
-    ]
-    raise_all([*trackers, *files])
+    absent = (*find_absent_data(run.data, where), *find_absent_files(run, where))
+    raise_all([*trackers, *(problem for _, problem in absent)])
 
 
 def best(

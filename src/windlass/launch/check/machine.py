@@ -389,7 +389,7 @@ def check_run_folder(c: Context) -> Result:
         return failed("run folder", f"files can't be written, locked and renamed: {wrong}", hint, where)
     try:
         is_sweep = isinstance(c.loaded, Loaded) and bool(c.loaded.trials)  # a finished one may get more trials
-        require_own_folder(c.loaded, may_be_finished=is_sweep and not (c.plan and has_finished(c.plan)))
+        require_own_folder(c.loaded, finished=is_sweep and not (c.plan and has_finished(c.plan)))
     except UserError as error:
         return failed("run folder", error.problems[0].problem, error.problems[0].hint, where)
     made = "" if folder.is_dir() else ", where it will be created"

@@ -61,14 +61,10 @@ def claim_run_folder(
     remove_partial_checkpoints(checkpoints)
     before = read_manifest(folder)
     state = before.get("state")
-    require_own_folder(plan.loaded)
     has_steps = any(path.stat().st_size for path in run_folder.find_step_files(folder).values())
     has_reference = (folder / REFERENCE).is_file() and state != run_folder.FAILED
     begun = bool(list_checkpoints(checkpoints)) or (bool(state) and (has_steps or has_reference))
-    if begun and not resume:
-        problem = f"{folder} contains an unfinished run ({state or 'begun'} {before.get('began', '')})"
-        hint = "add --resume to continue it, name another train.output_dir, or remove the folder to start over"
-        raise UserError(problem, where, hint, "unfinished-run")
+    require_own_folder(plan.loaded, unfinished=resume or not begun)
     usable = find_newest_intact(checkpoints, where) if begun else None
     now = describe_run(plan, identity)
     if begun:  # a run that failed before its first step has nothing to compare with
