@@ -347,7 +347,7 @@ def test_a_stop_is_recorded_before_trackers_and_the_report(
     trial.mkdir(parents=True)
     for folder in (sweep, trial):
         begin_manifest(folder, {})
-    loop: Any = SimpleNamespace(stopped=True, step=2)
+    loop: Any = SimpleNamespace(stopped=True, paused=False, step=2)
     loop.plan = SimpleNamespace(folder=trial, loaded=SimpleNamespace(trial="first"))
     run.record_stop(loop, console)
     assert [read_manifest(folder)["state"] for folder in (sweep, trial)] == [STOPPED] * 2

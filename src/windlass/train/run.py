@@ -226,11 +226,9 @@ def train_run(plan: Plan, session: Session) -> int:
                 if from_checkpoint is None and not loop.updater.liveness.is_done:
                     few = f"too few steps ({loop.step}) to see all of the adapter train: parts may be as they began"
                     console.print(f"warning: {few}; set a larger train.max_steps", style="yellow")
-            if loop.stopped or loop.paused:
-                record_stop(loop, console)
+            record_stop(loop, console)
         if loop.stopped or loop.paused:
-            # Launchers take the first rank's exit for a failure and soon kill those still writing.
-            collectives.barrier()
+            collectives.barrier()  # launchers take the first rank's exit for a failure and kill those still writing
             return SAVED if loop.stopped else PAUSED
 
         # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
@@ -251,7 +249,7 @@ def train_run(plan: Plan, session: Session) -> int:
 def record_stop(loop: Loop, console: Console) -> None:
     """Record why a run has not come to its end, before trackers and the report: a stopped job may be killed by then."""
     folder = loop.plan.folder
-    if collectives.get_rank() == 0:
+    if collectives.get_rank() == 0 and (loop.stopped or loop.paused):
         update_manifest(folder, state=STOPPED if loop.stopped else run_folder.PAUSED.format(loop.step))
         if loop.stopped and loop.plan.loaded.trial:  # which stops its sweep
             update_manifest(folder.parent.parent, state=STOPPED)
