@@ -66,7 +66,7 @@ def describe_base_forward(plan: Plan, facts: Mapping[str, Any]) -> dict[str, str
     # bf16 and fp8 hold the same weights.
     stored = [plan.layout.base_dtype] if plan.layout.base_dtype in FOUR_BITS else []
     precision = [*stored, run.model.torch_dtype, "bf16" if run.train.in_bf16 else run.model.torch_dtype]
-    if run.objective.of_pairs and not plan.layout.is_sharded:
+    if run.objective.of_pairs:
         precision.append("evaluated in float32")  # train/precision.py
     return {
         "base": facts["base_digest"],

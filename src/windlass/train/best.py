@@ -43,7 +43,7 @@ from windlass.train.load import describe_precision, load_base, open_base_tokeniz
 from windlass.train.lora import attach_adapter
 from windlass.train.loss import SourceLosses
 from windlass.train.patches import Patches
-from windlass.train.precision import compare_precisely
+from windlass.train.precision import in_float32
 from windlass.train.preference import PairAnswers, Preference, measure_answers
 from windlass.train.ranking import RankedAdapter, Ranking
 from windlass.train.reference import require_first_adapter
@@ -263,7 +263,7 @@ def make_comparison(
 
     def measure(reference: RowFigures | None = None) -> RowFigures:
         compare = partial(pair_figures, causal_lm, preference, reference)
-        return measure_rows(batches, 5, compare, compare_precisely(causal_lm, autocast))
+        return measure_rows(batches, 5, compare, in_float32(causal_lm))
 
     reference: RowFigures | None = None
     if began_with is not None:

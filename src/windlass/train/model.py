@@ -17,7 +17,7 @@ from windlass.train.kernels.lora_linear import FusedAdapters
 from windlass.train.long_rows import RowGroup, balance_over
 from windlass.train.loss import SourceLosses, balance_router, router_loss_weight
 from windlass.train.patches import ModelPatches
-from windlass.train.precision import compare_precisely
+from windlass.train.precision import in_float32
 from windlass.train.preference import Preference
 from windlass.train.recompute import recompute_layers
 from windlass.train.sync import WaitTimer
@@ -84,8 +84,8 @@ class TrainedModel:
                 compiled.on = True
 
     def evaluating(self) -> AbstractContextManager[Any]:
-        """Return a context for evaluations: of pairs in float32, if that can be."""
-        return self.autocast if self.preference is None else compare_precisely(self.causal_lm, self.autocast)
+        """Return a context for evaluations: of pairs in float32."""
+        return self.autocast if self.preference is None else in_float32(self.causal_lm)
 
     @property
     def adapters(self) -> FusedAdapters:
