@@ -121,9 +121,6 @@ def find_cautions(plan: Plan, problems: Iterable[Problem], shape: ModelShape) ->
     elif plan.run.objective.of_pairs and rate >= HIGH_RATE_OF_PAIRS:
         text = f"train.learning_rate {rate:g} is high for pairs, whose two answers may both become unlikely"
         yield Caution(text, "train.learning_rate=1e-5")
-    if plan.run.objective.of_pairs and plan.run.in_16_bits and plan.layout.is_sharded:
-        text = "pairs are evaluated in bfloat16, with noise of about 0.3 nats a pair: margins of small adapters vanish"
-        yield Caution(f"{text} in it (a resident base is evaluated in float32)")
     yield from _find_short_schedule(plan)
     yield from _find_unfit_length(plan, plan.counts.document, shape)
     yield from _find_shared_rope(plan)

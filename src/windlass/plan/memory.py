@@ -252,14 +252,19 @@ def _list_evaluation_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     g = _gathered_rows(work)
     evaluated = replace(work, batch=replace(work.batch, micro=work.evaluated))
     widened = []
-    if work.evaluates_in_float32:
+    embedding = []
+    if work.of_narrow_pairs:
         evaluated = replace(evaluated, layout=replace(work.layout, precision="no"), base_bytes=FLOAT)
         in_codes = work.layout.base_dtype != "bf16"  # these stay as they are
-        largest = max(layer.elements.total - layer.elements.narrow * in_codes for layer, _ in shape.kinds)
-        if work.base_bytes < FLOAT:
-            widened = [
-                MemoryRow("a layer in float32", FLOAT * largest, f"{largest} x {FLOAT}: pairs are evaluated in it")
-            ]
+        experts = work.layout.expert_parallel
+        counts = [layer.dense + layer.routed // experts if experts > 1 else layer.elements for layer, _ in shape.kinds]
+        largest = max(count.total - count.narrow * in_codes for count in counts)
+        if (size := gathered_bytes(work).most) < FLOAT:
+            words = f"{largest} x {FLOAT}: pairs are evaluated in it"
+            widened = [MemoryRow("a layer in float32", FLOAT * largest, words)]
+            size = FLOAT + 2 * size * (work.layout.shard > 1)
+            words = f"{shape.embedding.total} x {size}: in float32, and gathered"
+            embedding = [MemoryRow("embedding", size * shape.embedding.total, words)]
     t = Tokens.of(evaluated)
     worst = max(forward_bytes(layer, shape.hidden, t) for layer, _ in shape.kinds)
     words = f"an evaluation batch of {t.count} tokens, within the widest layer"
@@ -276,6 +281,7 @@ def _list_evaluation_moments(work: Workload) -> dict[str, list[MemoryRow]]:
         loss += loss + kept
     return {
         "evaluation": [*g["always"], *g["layers"], *widened, *forward],
+        "evaluation's embedding": [*g["always"], *embedding],
         "evaluation's gather": [*g["always"], *g["last"], hidden],
         "evaluation's loss": [*g["always"], *g["loss"], MemoryRow("loss", loss + states, words)],
     }

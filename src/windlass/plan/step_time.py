@@ -148,7 +148,7 @@ def estimate_time(work: Workload) -> StepTime:
         basis=rates.basis,
         load_seconds=_load_seconds(work),
         first_step_seconds=0.0 if work.on_cpu else FIRST_STEP,
-        evaluation_seconds=_forward_seconds(work, work.evaluated) * _widening(work),
+        evaluation_seconds=_forward_seconds(work, work.evaluated, _widening(work)),
         forward_seconds=_forward_seconds(work, work.batch.micro),
     )
 
@@ -410,7 +410,7 @@ def _load_seconds(work: Workload) -> float:
 
 def _widening(work: Workload) -> float:
     """Return how much longer an evaluation takes in float32, if it computes in it: by the peaks of products."""
-    if not work.evaluates_in_float32:
+    if not work.of_narrow_pairs:
         return 1.0
     if work.on_cpu:
         return FLOAT32_ON_CPU
@@ -419,13 +419,14 @@ def _widening(work: Workload) -> float:
     return gpu.bf16_tflops / peak
 
 
-def _forward_seconds(work: Workload, micro: int) -> float:
-    """Return the seconds of one row in a forward without gradient: its share of a batch of `micro` rows."""
+def _forward_seconds(work: Workload, micro: int, longer: float = 1.0) -> float:
+    """Return the seconds of one row in a forward without gradient: its share of a batch of `micro` rows, whose products
+    take so many times as long."""
     if not micro:
         return 0.0
     batch = replace(work, batch=replace(work.batch, micro=micro), dropout=0.0)
     passes = _estimate_pass(batch, "forward") + _estimate_outside_layers(batch) * 0.5
-    gpu = passes.compute + passes.memory
+    gpu = (passes.compute + passes.memory) * longer
     traffic = estimate_traffic(batch)
     gpu += sum(flow.seconds for flow in traffic.keys if "forward" in flow.kind)
     sent = 0.0

@@ -57,7 +57,7 @@ class Workload:
     may_offload: bool = False  # inputs of recomputed layers could be stored in host memory
     splits: tuple[int, ...] = ()  # numbers of GPUs that rows could be split over
     evaluated: int = 0  # sequences per GPU in one evaluation batch; 0: no evaluation
-    of_narrow_pairs: bool = False  # rows are pairs, and steps compute in 16 bits
+    of_narrow_pairs: bool = False  # rows are pairs, evaluated in float32, and steps compute in 16 bits
     barred: frozenset[str] = frozenset()  # layouts that the rest of the run rules out on several GPUs
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)  # of libraries, where the run's are known
     trains_base: bool = False  # modules or biases of the base are trained, so it can't be offloaded
@@ -72,11 +72,6 @@ class Workload:
         """Return the tokens per GPU and micro-batch: a row's own, or the GPU's pieces of it."""
         split = self.layout.context_parallel
         return self.batch.micro * self.batch.sides * pad_to_pieces(self.batch.length, split) // split
-
-    @property
-    def evaluates_in_float32(self) -> bool:
-        """Return whether evaluations compute in float32: of pairs, if FSDP2 doesn't cast what it gathers."""
-        return self.of_narrow_pairs and not self.layout.is_sharded
 
     @property
     def separate(self) -> bool:
