@@ -12,6 +12,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from windlass.settings import FOUR_BITS
@@ -246,23 +248,23 @@ def test_experts_add_to_what_their_adapters_gave(rows: list[int]) -> None:
         assert share((plain + change).bfloat16().double()) < share(total) - 0.05, "rounded twice"
 
 
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, INPUTS)
+        self.layers = nn.ModuleList([nn.Linear(INPUTS, INPUTS) for _ in range(2)])
+        self.head = nn.Linear(INPUTS, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        output: Tensor = self.head(hidden)
+        return output
+
+
 def test_float32_for_the_comparison_of_pairs() -> None:
     """Weights in bfloat16 compute as in float32, and are as they were afterwards."""
-
-    class Layered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(11, INPUTS)
-            self.layers = nn.ModuleList([nn.Linear(INPUTS, INPUTS) for _ in range(2)])
-            self.head = nn.Linear(INPUTS, 11)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            hidden = self.embed(ids)
-            for layer in self.layers:
-                hidden = layer(hidden).tanh()
-            output: Tensor = self.head(hidden)
-            return output
-
     torch.manual_seed(0)
     model = Layered().bfloat16()
     ids = torch.randint(11, (2, 9))
@@ -275,3 +277,36 @@ def test_float32_for_the_comparison_of_pairs() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch.equal(output, model.float()(ids))
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")  # of the backward, which none of this runs
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_float32_where_fsdp_gathers_in_bfloat16(stored: torch.dtype, reshards: bool) -> None:
+    """It casts what a layer is given, too, if the weights are stored in float32; steps are as before."""
+    torch.manual_seed(0)
+    model: Any = Layered().bfloat16().to(stored)
+    ids = torch.randint(11, (2, 9))
+    with torch.no_grad():
+        exact = copy.deepcopy(model).float()(ids)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if stored == torch.float32 else None)
+        for module in (model.embed, *model.layers, model.head, model):
+            fully_shard(module, mp_policy=policy, reshard_after_forward=reshards)
+        before = model(ids)
+        for _ in range(2):  # gathered now, and gathered again
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), in_float32(model):
+                output = model(ids)
+            assert torch.equal(output, exact)
+        after = model(ids)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        assert before.dtype == torch.bfloat16
+        assert torch.equal(before, after)
+        assert not torch.equal(before.float(), exact)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert {parameter.dtype for parameter in model.parameters()} == {stored}
+    finally:
+        torch.distributed.destroy_process_group()

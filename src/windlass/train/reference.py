@@ -167,7 +167,7 @@ def read_reference(
         "precision": "other dtypes",
     }
     what = " and ".join(names[name] for name in other)
-    # A resumed run has the same dtypes, but may evaluate in others where its layout shards.
+    # A resumed run has the same dtypes, but older versions evaluated in bfloat16 where layouts shard.
     accepted = {"precision", "base", "config"} if allow_other_base else {"precision"}
     if resumed and not accepted.issuperset(other):
         hint = "put the run's own file back, or train into another folder"
