@@ -2,17 +2,23 @@
 the same weights as a mixture. `make prove-real` prints the figures."""
 
 import json
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import real
 import torch
+from peft import PeftModel
 from test_train import case
-from transformers import AutoTokenizer
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from windlass.data.prepare import prepare_data
+from windlass.files import read_json_lines
 from windlass.plan import make_plan
+from windlass.plan.finished import load_finished_run
 from windlass.runfile import read_run_file
 from windlass.serve.share import fit_slope
 from windlass.train.batches import make_validation_batches
@@ -104,6 +110,75 @@ def compute_shares(
         )
         assert wrong[0] < wrong[1]
     return shares
+
+
+BRIEF_DPO: dict[str, Any] = {
+    "data__dataset_name_or_path": "{folder}/pairs",
+    "model__torch_dtype": "bfloat16",
+    "train__bf16": True,
+    "train__objective": "dpo",
+    "train__learning_rate": 5e-6,
+    "train__max_steps": 50,
+    "train__eval_steps": 50,
+}
+
+
+def test_pairs_after_a_brief_dpo_are_evaluated_as_in_float32(tmp_path: Path) -> None:
+    """50 steps at 5e-6 in bfloat16 on two ranks, whose base is sharded: the evaluation's loss, margins and accuracy are
+    those of transformers and PEFT in float32; the margins of the pass that is optimized carry its noise."""
+    model = real.get_model()
+    real.write_rows(tmp_path, count=50, held_out=24)
+    trained = real.run_cases(tmp_path, model, 2, {"dpo": case(2, micro=1, **BRIEF_DPO)}).folder / "dpo"
+    found = [line for line in read_json_lines(trained / "events.jsonl") if line["kind"] == "eval"][-1]
+    plan = make_plan(load_finished_run(trained, eval_data=None, ranks=1))
+    loaded, _ = load_base(plan.base, plan.layout, **describe_precision(plan))
+    adapted = attach_adapter(loaded, plan.run.lora, plan.adapter, plan.run.train.seed).eval()
+    load_adapter(adapted, trained / "final")
+    Patches().patch_adapted_linears(adapted)
+    exact = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), trained / "final"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    data = prepare_data(plan.run, tokenizer, where=plan.where, cache=tmp_path / "tokens", say=print)
+    batches = [*make_validation_batches(plan, data, tokenizer.pad_token_id).epoch(0)]
+    cpu = torch.device("cpu")
+    margins = {
+        "exact": measure_margins(exact, batches, nullcontext),
+        "evaluation": measure_margins(adapted, batches, partial(in_float32, loaded)),
+        "step": measure_margins(adapted, batches, partial(torch.autocast, "cpu", torch.bfloat16)),
+        "served": measure_margins(adapted, batches, partial(as_served, cpu)),
+    }
+    true = margins["exact"]
+    correlation = {name: float(torch.corrcoef(torch.stack([true, each]))[0, 1]) for name, each in margins.items()}
+    error = {name: float((each - true).square().mean().sqrt()) for name, each in margins.items()}
+    print(f"{len(true)} pairs, margins of {true.std():.4f} nats; correlation {correlation}; error {error}")
+    beta = plan.run.dpo.beta
+    expected = [-logsigmoid(beta * true).mean(), beta * true.mean(), (true > 0).double().mean()]
+    names = ("eval_loss", "eval_rewards/margins", "eval_rewards/accuracies")
+    print(f"evaluation {[found[name] for name in names]}; in float32 {[float(each) for each in expected]}")
+    assert [found[name] for name in names] == pytest.approx([float(each) for each in expected], rel=1e-3, abs=1e-6)
+    assert correlation["evaluation"] > 0.95
+    assert error["evaluation"] < 0.05 * error["step"]
+
+
+@torch.no_grad()
+def measure_margins(model: Any, batches: Any, precision: Any) -> torch.Tensor:
+    """Return by how much more the adapter favours each pair's chosen answer than the base does."""
+
+    def compute(batch: Any) -> torch.Tensor:
+        logits = model(input_ids=batch.inputs["input_ids"], use_cache=False).logits.flatten(0, 1)
+        scores = logits[batch.inputs["supervised"]].float().log_softmax(-1).gather(1, batch.inputs["targets"][:, None])
+        sums = torch.zeros(len(batch.pairs.lengths)).double().index_add(0, batch.pairs.sequences, scores[:, 0].double())
+        chosen, rejected = sums.view(-1, 2).unbind(1)
+        return (chosen - rejected)[: len(batch.rows)]
+
+    margins = []
+    for batch in batches:
+        with precision():
+            margin = compute(batch)
+            with model.disable_adapter():
+                margins.append(margin - compute(batch))
+    return torch.cat(margins)
 
 
 def scale_adapter(model: Any, factor: float) -> None:
