@@ -243,8 +243,8 @@ def compute_answers(model: TrainedModel, batch: Batch) -> PairAnswers:
 def describe_noise(plan: Plan, model: TrainedModel, batches: Batches) -> str:
     """Say how far bfloat16 puts the margin of a step from float32's, by the first micro-batch. A collective.
 
-    Empty in float32, and where that is not to be had: shards are cast as they are gathered, or it doesn't fit into
-    memory.
+    Empty in float32, and where that is not to be had: it doesn't fit into memory, and of shards, whose ranks would wait
+    for one that runs out of it.
     """
     exact = not plan.run.train.in_bf16 and model.causal_lm.dtype == torch.float32
     if exact or list_fsdp_modules(model.causal_lm):

@@ -21,8 +21,8 @@ from windlass.train.precision import in_float32
 def measure_share(batches: Batches, causal_lm: Any, base: BaseAlone) -> tuple[float, float] | None:
     """Return the share by the first batch's supervised tokens, and its standard error. A collective.
 
-    None if the exact effect is not to be had: of shards, which FSDP2 casts as it gathers them; of rows that ranks
-    share; where float32 doesn't fit into memory, which is no reason to lose a run.
+    None if the exact effect is not to be had: of shards, whose ranks would wait for one that runs out of memory; of
+    rows that ranks share; where float32 doesn't fit into memory, which is no reason to lose a run.
     """
     if list_fsdp_modules(causal_lm) or batches.readers < collectives.get_world_size():
         return None
