@@ -225,6 +225,36 @@ def test_a_small_adapter_changes_a_whole_models_answers() -> None:
     assert ours == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+def test_margins_of_a_small_adapter_are_evaluated_as_in_float32() -> None:
+    """All in bfloat16 the margins of pairs are noise, though every layer rounds once."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=2, **sizes)).bfloat16().eval()
+    model: Any = get_peft_model(base, LoraConfig(r=R, target_modules="all-linear", init_lora_weights=False))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.mul_(SMALL / parameter.std())
+    ids = torch.randint(97, (64, 24))
+
+    @torch.no_grad()
+    def measure(adapted: Any, precision: AbstractContextManager[Any]) -> Tensor:
+        sums = []
+        with precision:
+            for which in (nullcontext(), adapted.disable_adapter()):
+                with which:
+                    scores = adapted(ids).logits[:, :-1].double().log_softmax(-1)
+                sums.append(scores.gather(2, ids[:, 1:, None]).sum((1, 2)).view(-1, 2))
+        change = sums[0] - sums[1]
+        return change[:, 0] - change[:, 1]
+
+    exact = measure(copy.deepcopy(model).double(), nullcontext())
+    Patches().patch_adapted_linears(model)
+    found = [measure(model, nullcontext()), measure(model, in_float32(model))]
+    stepped, evaluated = (float(torch.corrcoef(torch.stack([exact, margins]))[0, 1]) for margins in found)
+    assert evaluated > 0.95 > stepped
+
+
 @pytest.mark.parametrize("rows", [[5, 0, 17, 3], [16, 16, 0, 0], [0, 0, 0, 1], [1, 30, 2, 33]])
 def test_experts_add_to_what_their_adapters_gave(rows: list[int]) -> None:
     """One by one, with rounded numbers of rows: nothing is added twice, and the sum is rounded once."""
