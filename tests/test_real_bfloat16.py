@@ -141,12 +141,10 @@ def test_pairs_after_a_brief_dpo_are_evaluated_as_in_float32(tmp_path: Path) -> 
     tokenizer = AutoTokenizer.from_pretrained(model)
     data = prepare_data(plan.run, tokenizer, where=plan.where, cache=tmp_path / "tokens", say=print)
     batches = [*make_validation_batches(plan, data, tokenizer.pad_token_id).epoch(0)]
-    cpu = torch.device("cpu")
     margins = {
         "exact": measure_margins(exact, batches, nullcontext),
         "evaluation": measure_margins(adapted, batches, partial(in_float32, loaded)),
         "step": measure_margins(adapted, batches, partial(torch.autocast, "cpu", torch.bfloat16)),
-        "served": measure_margins(adapted, batches, partial(as_served, cpu)),
     }
     true = margins["exact"]
     correlation = {name: float(torch.corrcoef(torch.stack([true, each]))[0, 1]) for name, each in margins.items()}
