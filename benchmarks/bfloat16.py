@@ -98,7 +98,7 @@ def measure(
     ways: dict[str, Any], model: str, adapter: str, scale: float, answers: Rows, others: Rows
 ) -> Iterator[tuple[str, Any, Any, float]]:
     """Yield each way with what the adapter adds to the log-probability of each answer, and of each other answer, and
-    the seconds."""
+    the seconds of the processor."""
     for way, (dtype, autocast, once, add) in ways.items():
         base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(get_device())
         peft_model = PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False).eval()
@@ -111,12 +111,12 @@ def measure(
         if add is not None:
             patch_residual(base, add)
         gains = []
-        began = time.perf_counter()
+        began = time.process_time()
         for rows in (answers, others):
             with peft_model.disable_adapter():
                 plain = sum_answers(peft_model, rows, autocast=autocast)
             gains.append(sum_answers(peft_model, rows, autocast=autocast) - plain)
-        yield way, gains[0], gains[1], time.perf_counter() - began
+        yield way, gains[0], gains[1], time.process_time() - began
 
 
 def main() -> None:
