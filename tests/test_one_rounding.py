@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -312,14 +313,14 @@ def test_float32_for_the_comparison_of_pairs() -> None:
 @pytest.mark.filterwarnings("ignore:.*returned a view tensor")  # of the backward, which none of this runs
 @pytest.mark.parametrize("reshards", [True, False])
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-def test_float32_where_fsdp_gathers_in_bfloat16(stored: torch.dtype, reshards: bool) -> None:
+def test_float32_where_fsdp_gathers_in_bfloat16(stored: torch.dtype, reshards: bool, tmp_path: Path) -> None:
     """It casts what a layer is given, too, if the weights are stored in float32; steps are as before."""
     torch.manual_seed(0)
     model: Any = Layered().bfloat16().to(stored)
     ids = torch.randint(11, (2, 9))
     with torch.no_grad():
         exact = copy.deepcopy(model).float()(ids)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if stored == torch.float32 else None)
         for module in (model.embed, *model.layers, model.head, model):
