@@ -246,7 +246,7 @@ def test_margins_of_a_small_adapter_are_evaluated_as_in_float32() -> None:
                 with which:
                     scores = adapted(ids).logits[:, :-1].double().log_softmax(-1)
                 sums.append(scores.gather(2, ids[:, 1:, None]).sum((1, 2)).view(-1, 2))
-        change = sums[0] - sums[1]
+        change: Tensor = sums[0] - sums[1]
         return change[:, 0] - change[:, 1]
 
     exact = measure(copy.deepcopy(model).double(), nullcontext())
