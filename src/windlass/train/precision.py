@@ -24,7 +24,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     """
     casts: dict[nn.Module, Cast] = {}  # of each module that owns weights
     for name, module in model.named_modules():
-        is_whole = LAYER.search(name) or (isinstance(module, FSDPModule) and module is not model)
+        is_whole = LAYER.search(name) or (name and isinstance(module, FSDPModule))
         cast = Cast(module)
         casts |= dict.fromkeys(module.modules(), cast) if is_whole else {}
         casts.setdefault(module, cast)
