@@ -275,10 +275,6 @@ def start_from_weights(plan: Any) -> None:
     plan.run.lora = Lora(init_lora_weights="pissa")
 
 
-def shard(plan: Any) -> None:
-    plan.layout.is_sharded = True
-
-
 def attend_eagerly(plan: Any) -> None:
     plan.run.model.attn_implementation = "eager"
 
@@ -294,7 +290,6 @@ def attend_eagerly(plan: Any) -> None:
         (narrow, {}, "other dtypes"),
         (widen, {}, "other dtypes"),
         (cast_nothing, {}, "other dtypes"),
-        (shard, {}, "other dtypes"),
         (attend_eagerly, {}, "another attention implementation"),
         (narrow_adapter, {}, "another dtype or initialization of the adapter"),
         (start_from_weights, {}, "another dtype or initialization of the adapter"),
@@ -303,7 +298,7 @@ def attend_eagerly(plan: Any) -> None:
         (len, {"data": "e"}, "other rows"),
     ],
     ids=[
-        *("base_dtype", "torch_dtype", "autocast", "layout", "attention", "lora.dtype", "pissa"),
+        *("base_dtype", "torch_dtype", "autocast", "attention", "lora.dtype", "pissa"),
         *("weights", "config.json", "rows"),
     ],
 )
@@ -320,6 +315,16 @@ def test_whatever_changes_a_forward_makes_another_reference(
         change(plan)
     assert read(path, describe_reference(plan, FACTS | facts), None, None, said) == {}
     assert said == [f"reference {path} is of {says}: it is computed again"]
+
+
+def test_shards_make_another_reference_only_if_gathering_rounds_them() -> None:
+    for dtype, same in (("bfloat16", True), ("float32", False)):
+        plan = plan_with(None)
+        plan.run.model.torch_dtype = dtype
+        plan.run.train.in_bf16 = True
+        resident = describe_reference(plan, FACTS)
+        plan.layout.is_sharded = True
+        assert (describe_reference(plan, FACTS) == resident) is same
 
 
 def test_figures_of_the_base_are_of_the_same_forward() -> None:

@@ -68,6 +68,8 @@ def describe_base_forward(plan: Plan, facts: Mapping[str, Any]) -> dict[str, str
     precision = [*stored, run.model.torch_dtype, "bf16" if run.train.in_bf16 else run.model.torch_dtype]
     if run.objective.of_pairs:
         precision.append("evaluated in float32")  # train/precision.py
+        if plan.layout.is_sharded and run.train.in_bf16 and run.model.torch_dtype == "float32":
+            precision.append("gathered in bfloat16")
     return {
         "base": facts["base_digest"],
         "config": hash_text(facts["base_config"]),
