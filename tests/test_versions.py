@@ -127,14 +127,24 @@ def test_a_published_model_is_planned(tmp_path: Path) -> None:
     assert plan["estimate"]["tokens_per_second"] == pytest.approx(41_104, rel=0.05)
 
 
-def test_trials_of_a_sweep_are_what_each_is_alone(alone: Outcomes, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "model"), [("alone", "model"), ("experts", "mixture")])
+def test_trials_of_a_sweep_are_what_each_is_alone(
+    name: str, model: str, alone: Outcomes, folder: Path, tmp_path: Path
+) -> None:
     batch = "train.per_device_train_batch_size=4", "train.gradient_accumulation_steps=1"
-    overrides = ("train.output_dir=sweep", *batch, "'sweep.lora.r=[8, 4]'")
+    overrides = [
+        "train.output_dir=sweep",
+        *batch,
+        "'sweep.lora.r=[8, 4]'",
+        f"model.model_name_or_path={folder / model}",
+    ]
+    if name == "experts":
+        overrides.append("'lora.experts={r: 2, lora_alpha: 4}'")
     code, printed = windlass(f"train {folder}/run.yaml --override {' --override '.join(overrides)}", tmp_path)
     assert code == 0, printed
     eight, four = (tmp_path / "sweep" / "trials" / name for name in ("r8", "r4"))
-    assert real.compare_adapters(eight, alone.folder / "alone") < 1e-5
-    assert {tensor.shape[0] for name, tensor in real.read_adapter(four).items() if "lora_A" in name} == {4}
+    assert real.compare_adapters(eight, alone.folder / name) < 1e-5
+    assert {tensor.shape[0] for name, tensor in real.read_adapter(four).items() if ".q_proj.lora_A" in name} == {4}
 
 
 def test_the_demo_runs(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class SlicedExperts:
     ) -> Tensor:
         """Return what `expert_product` returns, for all trials."""
         rows = rows_of(source)
-        ends = edges[self.groups :: self.groups]
+        ends = edges[self.groups :: self.groups].contiguous()  # as torch 2.15 requires of offsets
         found = [
             (number, wrapper)
             for number, wrapper in enumerate(self.adapters.get(name, ()))
