@@ -2,7 +2,8 @@
 
 The forward keeps the tensors that autograd saves in transformers' layers with a frozen base: a frozen linear saves
 nothing but its weight, which is in memory anyway; only norms, activation functions, attention, routing and adapters
-save inputs. benchmarks/memory_model.py compares these estimates with torch's own tracker.
+save inputs. On a GPU fused norms and adapters save fewer (train/patches.py). benchmarks/memory_model.py compares these
+estimates with torch's own tracker.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from math import ceil, prod
 from windlass import settings
 from windlass.hardware import GIB
 from windlass.model import Parameter
+from windlass.plan.operators import load_operators
 from windlass.plan.workload import AdaptedModule, ElementCount, Layer, ModelShape, Traced, Workload, count_elements
 from windlass.settings import CONVERTED_VALUES, FOUR_BITS, LOADER_THREADS, PUBLISHED_NF4, TILE_TOKENS, TILE_VOCABULARY
 
@@ -72,6 +74,11 @@ def estimate_memory(work: Workload) -> tuple[tuple[MemoryRow, ...], str]:
     states, fixed, kind = find_optimizer_states(work.optim)
     base = MemoryRow("base weights", 0.0 if work.layout.offload else weights, formula)
     adapter = MemoryRow("adapter", mine * size, f"{words}, x {size}")
+    if size > work.width and not work.casts_inputs:
+        copied = work.shape.adapter.trainable - work.shape.expert_adapter_parameters
+        copied -= sum(work.shape.adapter.in_full.values())
+        copies = f"{adapter.formula}; {copied} also x {work.width}, to compute with"
+        adapter = replace(adapter, bytes=adapter.bytes + copied * work.width, formula=copies)
     gradients = MemoryRow("adapter gradients", mine * size, f"{mine} x {size}")
     optimizer = MemoryRow("optimizer", mine * (states * size + fixed), f"{mine} x {states * size + fixed:g}: {kind}")
     reserve = MemoryRow("reserve", RESERVE_GPU, "driver and its context, cuBLAS workspace, NCCL channels, assumed")
@@ -215,10 +222,8 @@ def list_training_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     words += ", and all that its forward keeps, computed again" if recompute else ""
     dequantized = _dequantized_rows(work, t)
     worst = worst_backward(work, t)
-    if (
-        work.on_cpu
-    ):  # which dequantizes one expert's matrix for its product: not while the routed rows' gradient is made
-        dequantized = [replace(row, bytes=worst_backward(work, t, row.bytes) - worst) for row in dequantized]
+    # No weight is dequantized while the routed rows' gradient is made.
+    dequantized = [replace(row, bytes=worst_backward(work, t, row.bytes) - worst) for row in dequantized]
     backward = [MemoryRow("backward of a layer", worst, words), *dequantized]
     again = max(layer_bytes(layer, t) for layer, _ in shape.kinds) if recompute else 0.0
     forward = {}
@@ -422,12 +427,14 @@ class Tokens:
 
     count: int  # per GPU and micro-batch
     width: int  # bytes of a value in compute
-    cast: bool  # adapters in a wider dtype than compute: autocast copies the input for each module
+    cast: bool  # autocast copies the input for each adapted module
+    norm: int  # bytes of a value that a norm keeps
     mask: float  # bytes that dropout keeps per input value
     dora: bool
     heads: int
     top_k: int
     routed: int  # bytes of a weighted value in the experts' result
+    weighted: int  # copies of the routed rows' gradient in that width at once
     surplus: float  # tokens at the fullest rank's experts, relative to the mean
     masked: int  # tokens that each token's mask covers; 0: no mask
     scores: int = 0  # tokens that each token has scores for, if they are kept
@@ -441,12 +448,14 @@ class Tokens:
         return cls(
             count=work.tokens,
             width=work.width,
-            cast=work.shape.adapter.dtype_bytes > work.width,
+            cast=work.casts_inputs,
+            norm=max(work.base_bytes, work.width) if fuses_norms(work) else FLOAT,
             mask=1.0 if work.dropout else 0.0,
             dora=work.dora,
             heads=work.shape.heads,
             top_k=work.shape.top_k,
             routed=work.width if work.shape.base.family.narrow_routing else FLOAT,
+            weighted=2 if work.shape.base.family.expert_adapters else 3,  # train/experts: else transformers' own
             surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
             masked=work.batch.length if work.has_mask else 0,
             scores=work.batch.length if work.scores else 0,
@@ -466,9 +475,14 @@ class Tokens:
         return self.top_k * self.surplus
 
 
+def fuses_norms(work: Workload) -> bool:
+    """Return whether norms keep their input as it comes. Those of families without counts may not be fused."""
+    return not work.separate and work.shape.base.family.model_type in load_operators()["fused"]
+
+
 def layer_bytes(layer: Layer, t: Tokens) -> float:
     """Return the bytes that one layer keeps until its backward."""
-    norms = FLOAT * layer.norms + 2 * FLOAT  # each norm's input in float32, and one reciprocal per token
+    norms = t.norm * layer.norms + 2 * FLOAT  # each norm's input, and one reciprocal per token
     per_token = norms + _attention_bytes(layer, t) + 3 * layer.mlp * t.width
     if layer.traced:
         per_token = t.traced(layer.traced, "kept")
@@ -549,11 +563,11 @@ def backward_bytes(layer: Layer, hidden: int, t: Tokens, dequantized: float = 0.
             per_token -= t.rows * (3 * layer.expert + layer.hidden)
         options.append(t.count * per_token * t.width)
     if layer.expert:
-        # gradient of the weighted rows, its product with the weights, and with the rows (for the router); by then the
+        # gradient of the weighted sum, its product with the weights, and with the rows (for the router); by then the
         # shared expert, which ran last, has finished, and tensors kept by it and its adapters are freed
         shared = [lora for lora in layer.plain_lora if lora.part == "shared_experts"]
         freed = t.count * (3 * layer.mlp * t.width + _adapter_input_bytes(shared, t))
-        options.append(t.count * t.rows * hidden * 3 * t.routed - freed)
+        options.append(t.count * (t.rows * t.weighted + 1) * hidden * t.routed - freed)
     return stream + max(options)
 
 

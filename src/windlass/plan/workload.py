@@ -79,6 +79,11 @@ class Workload:
         return self.on_cpu
 
     @property
+    def casts_inputs(self) -> bool:
+        """Return whether each adapted module casts its own input. Fused ones share it, and copies of their weights."""
+        return self.shape.adapter.dtype_bytes > self.width and (self.separate or self.dora)
+
+    @property
     def attention_length(self) -> int:
         """Return the tokens that attention covers: a document's, or under a mask the whole row's."""
         return self.batch.length if self.document is None or self.has_mask else self.document
