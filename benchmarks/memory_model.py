@@ -6,7 +6,7 @@
     python benchmarks/memory_model.py --json     one JSON object per line
 
 Nothing is allocated: the model, its PEFT adapter, FSDP2's gathers, autograd and AdamW run on fake tensors in a fake
-process group, at full width if requested; the loss is training's own. Softmax under autocast gives float32, as on CUDA.
+process group, at full width if requested; loss, experts and fused layers are training's own, as on a GPU.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -46,6 +47,8 @@ from windlass.plan.layout import Layout
 from windlass.plan.step_time import causal_attention_flops
 from windlass.runfile.objectives import Dpo
 from windlass.train.batches import Pairs
+from windlass.train.experts import experts
+from windlass.train.kernels import family_layers, lora_linear, on_cpu
 from windlass.train.head import Head
 from windlass.train.patches import Patches
 from windlass.train.preference import dpo_loss, measure_answers
@@ -217,9 +220,20 @@ def adapt(case: Case, model: Any) -> tuple[Any, Adapter]:
     return peft, Adapter(RANK, RANK, (), modules, (), trainable, case.adapter_bytes)
 
 
+def fake_norm(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+torch.library.register_fake("windlass::rms_norm", fake_norm, lib=family_layers._LIBRARY)
+torch.library.register_fake(
+    "windlass::rms_norm_backward", lambda _gradient, x, *_: torch.empty_like(x), lib=family_layers._LIBRARY
+)
+
+
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Run softmax in float32, as CUDA's autocast does."""
+    """Run softmax in float32, as CUDA's autocast does, products of experts together, and fuse what is fused there:
+    fake numbers can't be compared before."""
     softmax = torch.Tensor.softmax
     functional: Callable[..., Any] = torch.nn.functional.softmax
 
@@ -230,8 +244,17 @@ def as_on_cuda() -> Iterator[None]:
         return functional(x, dim=dim, dtype=torch.float32 if torch.is_autocast_enabled("cpu") else dtype)
 
     torch.Tensor.softmax, torch.nn.functional.softmax = wide, wide_functional  # type: ignore[method-assign,assignment]
+    answers = {
+        (on_cpu, "rounds_rows"): False, (on_cpu, "is_on_cpu"): False, (lora_linear, "are_equal"): True,
+        (family_layers, "are_equal"): True, (family_layers, "check_keys"): True,
+    }  # fmt: skip
     try:
-        yield
+        with ExitStack() as stack:
+            for (module, name), answer in answers.items():
+                stack.enter_context(mock.patch.object(module, name, lambda *_, answer=answer: answer))
+            stack.enter_context(mock.patch.object(family_layers, "copy_module", lambda module, *_: module))
+            stack.enter_context(mock.patch.object(family_layers, "check_rotation", lambda theirs, *_: bool(theirs)))
+            yield
     finally:
         torch.Tensor.softmax, torch.nn.functional.softmax = softmax, functional  # type: ignore[method-assign]
 
@@ -264,6 +287,9 @@ def _peak(case: Case, model: Any, peft: Any, mesh: Any) -> float:
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     peft.train()
+    if case.family != "llama":
+        model.config._experts_implementation = experts.NAME
+    adapters = Patches().fuse_layers(peft, torch.bfloat16, always=True)
     shard(case, model, trained, mesh)
     optimizer = torch.optim.AdamW(list(trained), lr=1e-3, foreach=True)
     sides = 2 if case.pairs else 1
@@ -272,6 +298,7 @@ def _peak(case: Case, model: Any, peft: Any, mesh: Any) -> float:
     extra: dict[str, Any] = {"position_ids": documents(case, case.micro)} if case.packed else {}
     if case.pairs:
         extra["pairs"] = True
+    adapters.valid = True
     _pass(peft, ids, **extra)
     optimizer.step()
     optimizer.zero_grad()
@@ -282,9 +309,9 @@ def _peak(case: Case, model: Any, peft: Any, mesh: Any) -> float:
     gc.collect()
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs((more if case.evaluated else ids,))
-    for parameter in trained:  # plain tensors next to the sharded base, which the tracker does not look for
-        for tensor in (parameter, *([] if parameter.grad is None else [parameter.grad])):
-            tracker._update_and_maybe_create_winfos(tensor, _FSDPRefType.SHARDED_PARAM)
+    plain = [tensor for parameter in trained for tensor in (parameter, parameter.grad) if tensor is not None]
+    for tensor in (*plain, *adapters.copies):  # next to the sharded base, which the tracker does not look for
+        tracker._update_and_maybe_create_winfos(tensor, _FSDPRefType.SHARDED_PARAM)
     # The head's module is never called, the fused loss reads its weight: its group hooks in by the final norm.
     tracker.memory_tracking[model.lm_head] = _FSDPModMemStats("lm_head")
     with tracker:

@@ -20,7 +20,7 @@ from windlass.model import Base, Parameter, config, find_published_base
 from windlass.model import targets as adapters
 from windlass.model.parameters import Piece, Stored
 from windlass.model.quantization import quantizable_names
-from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
+from windlass.plan.cost import BatchSize, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.workload import ModelShape
 from windlass.runfile import Lora
@@ -157,8 +157,14 @@ def make_machine() -> hardware.Machine:
     return hardware.Machine(gpu, *fabrics, 1, None)
 
 
+def plan_gib(planned: Cost) -> float:
+    """Return the planned GiB without what exists only on a device: torch's count of allocations excludes it."""
+    rows = [r for r in planned.rows if (r.phase, r.place) == ("step", "gpu")]
+    return float(sum(r.bytes for r in rows if r.item not in ("reserve", "fragmentation"))) / GIB
+
+
 def replan(rows: list[Row]) -> list[Row]:
-    """Return rows of layers and whole models with the seconds that the plan has for them now."""
+    """Return rows of layers and whole models with the seconds and GiB that the plan has for them now."""
     global card
     name = rows[0]["gpu"].partition(",")[0].removeprefix("NVIDIA ")
     card = partial(hardware.find_gpu, name)
@@ -180,7 +186,10 @@ def replan(rows: list[Row]) -> list[Row]:
             batch, masked = BatchSize(count, 1, length), "masked" in words
             layout = layout_of(row["base"])
             work = Workload(model, layout, batch, make_machine(), "adamw_torch", 2, masked=masked, document=document)
-            row = {**row, "plan_seconds": estimate_cost(work, advise=False).step_seconds}
+            cost = estimate_cost(work, advise=False)
+            row = {**row, "plan_seconds": cost.step_seconds, "plan_gib": plan_gib(cost)}
+            if "peak_gib" in row:
+                row["peak_to_plan"] = row["peak_gib"] / row["plan_gib"]
         planned.append(row)
     return planned
 

@@ -34,6 +34,7 @@ from one_gpu_model import (
     layout_of,
     lora_of,
     make_machine,
+    plan_gib,
     seconds_of,
     sync,
 )
@@ -43,7 +44,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from windlass.model import Base
 from windlass.model import targets as adapters
-from windlass.plan.cost import BatchSize, Cost, Workload, estimate_cost, read_shape
+from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
 from windlass.train import fsdp, parallel
 from windlass.train.kernels import documents, products
 from windlass.train.lora import attach_adapter
@@ -103,12 +104,6 @@ def measured(built: Built, trainee: Trainee, sizes: Sizes, cell: Cell, times: in
         row |= {"reserved_gib": torch.cuda.max_memory_reserved() / GIB, "card_gib": all_of_it / GIB}
         row |= {"unused_gib": unused / GIB, "plan_with_all_gib": planned.gpu_gib}
     return row
-
-
-def plan_gib(planned: Cost) -> float:
-    """Return the planned GiB without what exists only on a device: torch's count of allocations excludes it."""
-    rows = [r for r in planned.rows if (r.phase, r.place) == ("step", "gpu")]
-    return float(sum(r.bytes for r in rows if r.item not in ("reserve", "fragmentation"))) / GIB
 
 
 def attempt(cell: Callable[[], Row], words: str) -> Row:

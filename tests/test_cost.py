@@ -233,8 +233,8 @@ def test_a_rank_dequantizes_its_own_experts_only() -> None:
 
 def test_experts_that_are_split_and_sharded_are_copied_twice() -> None:
     """FSDP2 copies them out of its buffer while it fills the next layer's; unsharded ones are copied once."""
-    sharded = estimate_cost(work(1, 8, expert_parallel=4, name="expert-parallel"))
-    whole = estimate_cost(work(2, 4, expert_parallel=4, shard=4, replicate=2, name="expert-parallel"))
+    sharded = estimate_cost(work(1, 8, 8, expert_parallel=4, name="expert-parallel"))
+    whole = estimate_cost(work(2, 4, 8, expert_parallel=4, shard=4, replicate=2, name="expert-parallel"))
     own = 128 // 4 * 3 * 2048 * 4096 * 2
     assert item(sharded, "gathered layers") - item(whole, "gathered layers") == own
 
@@ -268,8 +268,13 @@ def test_tokens_checkpointing_and_dropout_are_counted() -> None:
     bare = unchecked(given)
     assert estimate_cost(bare).gpu_gib > estimate_cost(given).gpu_gib
     extra = item(estimate_cost(replace(bare, dropout=0.05)), "activations") - item(estimate_cost(bare), "activations")
-    inputs = 36 * (4096 + 1024 + 4096 + 256 + 4096 + 4096 + 4096 + 2048)
-    assert extra == pytest.approx(8 * 1024 * inputs, rel=0.03)  # a byte of mask for each adapted input
+    inputs = 4096 + 1024 + 4096 + 256 + 4096 + 4096 + 4096 + 2048
+    shared = 4096 + 1024 + 256 + 4096 + 2048  # without dropout; o_proj's is kept anyway
+    assert extra == pytest.approx(8 * 1024 * 36 * (3 * inputs - 2 * shared), rel=0.03)  # a copy and a mask for each
+    on_cpu = replace(bare, machine=replace(bare.machine, gpu=find_gpu("cpu")))
+    masks = item(estimate_cost(replace(on_cpu, dropout=0.05)), "activations")
+    masks -= item(estimate_cost(on_cpu), "activations")
+    assert masks == pytest.approx(8 * 1024 * 36 * inputs, rel=0.03)  # which copies each input in any case
 
 
 # --- traffic and time ------------------

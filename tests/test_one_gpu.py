@@ -91,6 +91,21 @@ def test_profile_and_expert_implementations(model: Any) -> None:
     assert (codes + 2 * (found.total - codes)) / 2**30 == pytest.approx(111.9, abs=0.2)
 
 
+def test_planned_memory_is_what_gpus_needed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four layers and of the whole model, by rows that were measured: not less, and 3 % more at most."""
+    monkeypatch.setattr(model, "card", model.card)  # replan's is that of the rows
+    ratios = {}
+    for file in sorted((BENCHMARKS / "gpu").glob("*/*.jsonl")):
+        found = [row for line in file.read_text().splitlines() if "part" in (row := json.loads(line))]
+        for row in model.replan(found) if found else ():
+            if "peak_to_plan" in row:
+                ratios[file.parent.name, row["part"], row["base"], row["rows"]] = row["peak_to_plan"]
+    assert len(ratios) >= 25
+    assert {base for _, _, base, _ in ratios} == {"bf16", "fp8", "nf4"}
+    assert min(ratios.values()) > 0.97, ratios
+    assert max(ratios.values()) <= 1.0, ratios
+
+
 def test_no_token_predicts_across_documents(model: Any) -> None:
     trainee: Any = type("Trainee", (), {"vocabulary": 512, "device": "cpu"})
     batch = model.Trainee.batch(trainee, model.Cell(64, 32, masked=True), 12)

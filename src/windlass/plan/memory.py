@@ -74,18 +74,17 @@ def estimate_memory(work: Workload) -> tuple[tuple[MemoryRow, ...], str]:
     states, fixed, kind = find_optimizer_states(work.optim)
     base = MemoryRow("base weights", 0.0 if work.layout.offload else weights, formula)
     adapter = MemoryRow("adapter", mine * size, f"{words}, x {size}")
-    if size > work.width and not work.casts_inputs:
-        copied = work.shape.adapter.trainable - work.shape.expert_adapter_parameters
-        copied -= sum(work.shape.adapter.in_full.values())
-        copies = f"{adapter.formula}; {copied} also x {work.width}, to compute with"
-        adapter = replace(adapter, bytes=adapter.bytes + copied * work.width, formula=copies)
+    fused = work.shape.adapter.trainable - sum(work.shape.adapter.in_full.values())
+    fused -= work.shape.expert_adapter_parameters
+    fused *= size > work.width and not work.casts_inputs
+    copies = MemoryRow("adapter copies", fused * work.width, f"{fused} x {work.width}: what fused layers compute with")
     gradients = MemoryRow("adapter gradients", mine * size, f"{mine} x {size}")
     optimizer = MemoryRow("optimizer", mine * (states * size + fixed), f"{mine} x {states * size + fixed:g}: {kind}")
     reserve = MemoryRow("reserve", RESERVE_GPU, "driver and its context, cuBLAS workspace, NCCL channels, assumed")
     if work.on_cpu:
         reserve = MemoryRow("reserve", RESERVE_CPU, "a process with the training libraries, assumed")
-    permanent = [base, adapter, optimizer, reserve]
-    training = [base, adapter, gradients, optimizer, reserve]
+    permanent = [base, adapter, copies, optimizer, reserve]
+    training = [base, adapter, copies, gradients, optimizer, reserve]
     moments = {name: [*training, *rows] for name, rows in list_training_moments(work).items()}
     moments |= {name: [*permanent, *rows] for name, rows in _list_evaluation_moments(work).items()}
     peak = max(moments, key=lambda name: sum(row.bytes for row in moments[name]))
