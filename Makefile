@@ -71,7 +71,7 @@ $(PROOFS:%=prove-%): prove-%: $(STAMP) browser site
 
 # The ends of what is supported: 6 GB each, where the index has torch with CUDA alone. Elsewhere: make VERSIONS=FOLDER.
 OLDEST := torch==2.11.0 transformers==5.17.0 peft==0.20.0 accelerate==1.15.0 datasets==4.7.0 safetensors==0.8.0
-NEWEST := torch==2.14.1 transformers==5.24.0 peft==0.21.2 accelerate==1.15.0 datasets==5.2.0 safetensors==0.8.0
+NEWEST := torch==2.15.0 transformers==5.24.0 peft==0.21.2 accelerate==1.15.0 datasets==5.2.0 safetensors==0.8.0
 VERSIONS ?= $(VENV)
 CORE := torch|transformers|peft|accelerate|datasets|safetensors|trl
 $(VERSIONS)/oldest/.installed: LIBRARIES = $(OLDEST)
