@@ -213,24 +213,28 @@ def test_merge_keeps_untouched_bytes(name: str, cases: dict[str, Case]) -> None:
             assert abs(kept - 1) < 0.1, f"{key}: {kept}"
 
 
-@pytest.mark.parametrize("kind", ["nf4", "mxfp4", pytest.param("nvfp4", marks=pytest.mark.long), "uint4"])
-def test_4_bit_base_is_merged_into_16_bits(kind: str, tmp_path: Path) -> None:
-    """Compares with PEFT's merge into their publishers' decoding; unadapted weights bit by bit."""
-    base, adapter, wide, out = (tmp_path / name for name in ("base", "adapter", "wide", "out"))
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4", "nvfp4", pytest.param("int4", marks=pytest.mark.long), "uint4"])
+@pytest.mark.takes("exports, merges and opens again")
+def test_4_bit_base_is_merged_into_16_bits_and_into_its_own(kind: str, tmp_path: Path) -> None:
+    """Compares with PEFT's merge into their publishers' decoding. In 16 bits unadapted weights are equal bit by bit; in
+    4 bits scales are the base's bytes, and codes say base + adapter in the mean, as their publisher decodes them."""
+    base, adapter, wide, out, own = (tmp_path / name for name in ("base", "adapter", "wide", "out", "own"))
     if kind != "mxfp4":
         tiny.write_model(base, "mixtral", quantization=kind, moe_intermediate=64, intermediate=64, layers=2)
     else:
         sizes = {"hidden_size": 64, "intermediate_size": 96}
         tiny.write_family(base, "gpt_oss", config=sizes, layers=2, quantized={"quant_method": kind})
     model = peft_model(base, {"target_modules": ["o_proj"], "target_parameters": ["experts.down_proj"]})
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.mul_(0.2)  # what it adds is a part of 4 bits' steps
     model.save_pretrained(str(adapter), save_embedding_layers=False)
-    with refused("base-in-4-bits", "--merge"):
-        export(adapter, out, merge=True, say=silent)
     record = export(adapter, out, merge=True, dtype="bf16", say=silent)
     assert (record["deviations"], record["dtype"]) == ([], "bf16")
     assert record["logits"]["kl"] <= record["logits"]["bound_kl"]
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     load_ranks.write_unpacked(base, wide, kind)
+    plain = plain_model(wide).state_dict()
     truth = PeftModel.from_pretrained(plain_model(wide), str(adapter)).merge_and_unload().state_dict()
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
     assert merged.keys() == truth.keys()
@@ -239,6 +243,26 @@ def test_4_bit_base_is_merged_into_16_bits(kind: str, tmp_path: Path) -> None:
             assert torch.allclose(merged[key], true, rtol=2.0**-7 * 1.001, atol=1e-7), key
         else:
             assert torch.equal(merged[key], true.bfloat16().float()), key
+
+    record = export(adapter, own, merge=True, say=silent)
+    assert (record["deviations"], record["dtype"]) == ([], "own")
+    assert record["kept"] == pytest.approx(1, abs=0.05)
+    assert (own / "config.json").read_bytes() == (base / "config.json").read_bytes()
+    before, after = tensors_of(base), tensors_of(own)
+    assert {key for key in before if not torch.equal(before[key], after[key])} == {
+        key
+        for key in before
+        if re.search(r"(o_proj|down_proj|w2)(\.weight)?(_packed|_blocks|)$", key) and "bias" not in key
+    }
+    load_ranks.write_unpacked(own, tmp_path / "decoded", kind)
+    for key, values in plain_model(tmp_path / "decoded").state_dict().items():
+        change = truth[key] - plain[key]
+        if not change.any():
+            assert torch.equal(values, plain[key]), key
+        else:
+            assert float(((values - plain[key]) * change).sum() / change.square().sum()) == pytest.approx(1, abs=0.1), (
+                key
+            )
 
 
 @pytest.mark.long

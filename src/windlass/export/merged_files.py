@@ -190,7 +190,7 @@ def _plan_tensors(
             key in scales or (scales and base.unread.get(stored) in (ACTIVATIONS, CACHE, SHAPES))
         ):
             dropped.append(key)
-        elif key in scales and scales[key][0] in deltas.by_name:
+        elif key in scales and scales[key][0] in deltas.by_name and not scales[key][1].packed:
             name, piece = scales[key]
             entries.append(MergedEntry(stored, stored, RESCALED, name, (piece,)))
         else:
@@ -240,12 +240,8 @@ def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iter
     if dtype not in (OWN, FP8, *UNQUANTIZED):
         hint = "bf16, float32 or fp8"
         yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", hint, "no-such-dtype")
-    packed = next((piece for p in base.parameters for piece in p.pieces if piece.packed), None)
-    if packed and dtype not in UNQUANTIZED:
-        problem = f"{base.name} is stored in 4 bits ({packed.stored.key}): what an adapter adds would be rounded away"
-        hint = "add --dtype bf16: the merged model has 16 bits; or leave --merge out"
-        yield Problem(problem, "--merge", hint, "base-in-4-bits")
-    elif dtype == FP8 and not any(stored.dtype in NEEDS_SCALE for stored in sources):
+    stored_in = {piece.stored.dtype for parameter in base.parameters for piece in parameter.pieces}
+    if dtype == FP8 and stored_in.isdisjoint(NEEDS_SCALE):
         problem = f"{base.name} is not quantized, and --dtype fp8 re-applies the base's own quantization"
         hint = "leave --dtype out, and quantize it afterwards with a server's own tool"
         yield Problem(problem, "--dtype", hint, "base-not-quantized")
@@ -363,6 +359,9 @@ def _iter_merged(
     unit = None if scale is None else scale.float()
     dtype = DTYPES[entry.out.dtype]
     for box in tensor.blocks():
+        if dtype == torch.uint8:
+            yield _view_bytes(tensor.codes(box, entry.parameter))
+            continue
         values = tensor.values(box, unit)
         if factors is None:  # nothing is added that rounding to the nearest value could lose
             yield _view_bytes(values.to(dtype))

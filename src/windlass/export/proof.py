@@ -35,6 +35,7 @@ from windlass.model import Base, Parameter, Piece, Stored, read_base
 from windlass.plan.layout import Layout
 from windlass.train.logits import compute_both_logits, compute_logits, kl_by_token, open_adapter, sample_rows
 from windlass.weights.certificate import Disk, sample_boxes
+from windlass.weights.four_bits import code_table
 from windlass.weights.reading import DTYPES, NEEDS_SCALE, Box, Files, intersect, locate_piece, to_stored_box
 
 COMPARED_BYTES: Final = 2**23  # compared at a time
@@ -52,6 +53,7 @@ BOUNDS: Final = {
     "BF16": ((5e-3, 0.01), (0.5, 0.2)),
     "F8_E4M3": ((0.05, 0.1), (1.0, 0.5)),
     "F8_E5M2": ((0.1, 0.2), (2.0, 0.5)),
+    "U8": ((0.05, 0.1), (1.0, 0.5)),
 }
 
 
@@ -216,13 +218,15 @@ def _sum_samples(parameter: Parameter, after: Parameter, expected: Expected, dis
             merged = disk_after.values(merged_piece, box)[0].double().reshape(shape)
             exact, size = expected.values(before, box)
             kind = DTYPES[merged_piece.stored.dtype]
-            is_dithered = expected.delta is not None and kind in FORMATS
+            is_dithered = expected.delta is not None and (kind in FORMATS or merged_piece.packed is not None)
             if is_dithered:
                 step = measure_step(exact, kind, disk_after, merged_piece, box)
             else:
                 step = nearest_error(exact, kind)
             error = (exact - merged).abs()
             allowed = step + SLACK * size
+            if merged_piece.packed:  # a block's largest values can't grow, and the row's others take that over
+                allowed += step + (exact - before).abs()
             over = (error > allowed) | ~merged.isfinite()
             sums.elements += merged.numel()
             sums.over += int(over.sum())
@@ -233,7 +237,8 @@ def _sum_samples(parameter: Parameter, after: Parameter, expected: Expected, dis
             sums.change += float((change * change).sum())
             sums.kept += float(((merged - before) * change).sum())
             if is_dithered:
-                position = (exact / torch.where(step == 0, 1.0, step)).frac().abs()
+                place = change if merged_piece.packed else exact  # in 4 bits the base is where steps begin
+                position = (place / torch.where(step == 0, 1.0, step)).frac().abs()
                 moved = (change * step).abs()
                 sums.noise += float((moved.square() * position * (1 - position)).sum())
                 sums.noise_limit += float(moved.square().sum()) / 4
@@ -303,6 +308,11 @@ def nearest_error(exact: Tensor, kind: torch.dtype) -> Tensor:
 
 def measure_step(exact: Tensor, kind: torch.dtype, disk: Disk, piece: Piece, box: Box) -> Tensor:
     """Return the distances between the neighbours of values, which dithered rounding chooses from."""
+    if piece.packed:
+        scale = disk.unpack(piece, box)[1].double().abs().reshape(exact.shape)
+        levels = code_table(piece.packed.kind, exact.device).double().unique()
+        above = torch.bucketize(exact / torch.where(scale == 0, 1.0, scale), levels).clamp(1, len(levels) - 1)
+        return (levels[above] - levels[above - 1]) * scale
     mantissa, least, _ = FORMATS[kind]
     scale = torch.ones(())
     if piece.scale is not None:

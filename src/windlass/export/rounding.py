@@ -22,7 +22,8 @@ from torch import Tensor
 
 from windlass.export.deltas import Factors
 from windlass.model import Piece
-from windlass.weights.fill import FillSource, LocalPart, fill_values
+from windlass.weights import four_bits
+from windlass.weights.fill import FillSource, LocalPart, fill_codes, fill_values, kept_scales, to_file_order
 from windlass.weights.reading import DTYPES, Box, Files, block_side, expand_scale, read_box, read_scale, to_float32
 
 BLOCK_VALUES: Final = 2**20  # merged at a time: 4 MiB in float32, a few of them alive per worker
@@ -91,6 +92,10 @@ class MergedTensor:
             values = values * torch.where(scale == 0, 0.0, scale / unit)
         elif scale is not None:
             values = values * scale
+        return self._add_change(values, place, unit)
+
+    def _add_change(self, values: Tensor, place: Box, unit: Tensor | None = None) -> Tensor:
+        """Return the base's values with the adapter's change, which may be in place."""
         factors = self.factors
         if factors is None:
             return values
@@ -116,6 +121,25 @@ class MergedTensor:
         with ThreadPoolExecutor(1) as pool:
             fill_values(LocalPart(values, place), [self.piece], FillSource(self.files, self.block, pool))
         return values.view(size)
+
+    def codes(self, box: Box, parameter: str) -> Tensor:
+        """Return a block's bytes as its file has them, two codes each: 4 bits keep the base's scales."""
+        packed = self.piece.packed
+        assert packed is not None
+        place = self.place(box)
+        columns, kept = 2 * self.piece.stored.shape[-1], kept_scales(self.piece)
+        rows = [stop - start for start, stop in to_file_order(self.piece, place)[:-1]]
+        stored = torch.empty(*rows, four_bits.row_bytes(columns, packed.block, kept, packed.kind), dtype=torch.uint8)
+        with ThreadPoolExecutor(1) as pool:
+            fill_codes(LocalPart(stored, place), [self.piece], FillSource(self.files, self.block, pool))
+        codes, scales = four_bits.split_rows(stored, columns, kept)
+        base = four_bits.decode_codes(codes, scales, packed.block, packed.kind)
+        merged = self._add_change(base.mT.clone() if packed.transposed else base.clone(), place)
+        dither = make_dither(parameter, place, FLOAT32_BITS).view(merged.shape) * 2.0**-FLOAT32_BITS
+        if packed.transposed:
+            merged, dither = merged.mT, dither.mT
+        codes = four_bits.change_codes(codes, scales, packed.block, packed.kind, merged - base, dither)
+        return codes if packed.kind == "nf4" else codes << 4 | codes >> 4
 
     def new_scale(self) -> Tensor:
         """Return the base's scale, doubled as often as the peak of its block needs."""

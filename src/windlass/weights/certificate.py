@@ -349,12 +349,8 @@ class Disk:
         """Return the true values of a box inside this piece, and the name of their source."""
         key = piece.stored.key
         if piece.packed:
-            there = [slice(a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True)][-len(piece.shape) :]
-            if piece.packed.kind in ("mxfp4", "nf4"):
-                decoded = self.mxfp4(key, there) if piece.packed.kind == "mxfp4" else self.nf4(key, piece.shape, there)
-            else:
-                decoded = self.compressed(piece.packed.kind, key.removesuffix("_packed"), *there)
-            return decoded, f"{key!r} of {self.where[key].name}"
+            numbers, scale = self.unpack(piece, box)
+            return (numbers * scale).float(), f"{key!r} of {self.where[key].name}"
         codes = self.codes(piece, box)
         name = self.scale_name(key)
         if name not in self.where:
@@ -363,7 +359,18 @@ class Disk:
         # e4m3 x bf16 is exact in float64; rounded to float32, then to the model's dtype, as the loader has to.
         return (codes.double() * scale).float(), f"{key!r} x {name!r} of {self.where[key].name}"
 
-    def nf4(self, key: str, shape: Sequence[int], there: Sequence[slice]) -> Tensor:
+    def unpack(self, piece: Piece, box: Box) -> tuple[Tensor, Tensor]:
+        """Return the numbers that the 4-bit codes of a box stand for, and their scales."""
+        assert piece.packed is not None
+        key = piece.stored.key
+        there = [slice(a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True)][-len(piece.shape) :]
+        if piece.packed.kind == "mxfp4":
+            return self.mxfp4(key, there)
+        if piece.packed.kind == "nf4":
+            return self.nf4(key, piece.shape, there)
+        return self.compressed(piece.packed.kind, key.removesuffix("_packed"), *there)
+
+    def nf4(self, key: str, shape: Sequence[int], there: Sequence[slice]) -> tuple[Tensor, Tensor]:
         """Decode with the tables that bitsandbytes stores with the weight, indexed by position in the full matrix."""
 
         def read(name: str) -> Tensor:
@@ -378,9 +385,9 @@ class Disk:
             nested_scale = read("nested_absmax")[places // state["blocksize"] // state["nested_blocksize"]]
             scale = read("nested_quant_map")[scale.long()] * nested_scale + state["nested_offset"]
         codes = self.handle(key).get_tensor(key).flatten().view(torch.uint8)[places // 2]
-        return read("quant_map")[torch.where(places % 2 == 0, codes // 16, codes % 16).long()] * scale
+        return read("quant_map")[torch.where(places % 2 == 0, codes // 16, codes % 16).long()], scale
 
-    def mxfp4(self, key: str, there: Sequence[slice]) -> Tensor:
+    def mxfp4(self, key: str, there: Sequence[slice]) -> tuple[Tensor, Tensor]:
         """Decode a stack of experts [expert, in, out] from the bits: one of sign, two of exponent, one of mantissa."""
         name = f"{key.removesuffix('_blocks')}_scales"
         blocks: Tensor = self.handle(key).get_slice(key)[there[0], there[2]].flatten(2)
@@ -389,9 +396,9 @@ class Disk:
         size = bits % 8
         sign = torch.where(bits < 8, 1.0, -1.0)
         whole = torch.where(size < 2, size / 2, (1 + size % 2 / 2) * 2 ** (size // 2 - 1))
-        return (sign * whole * 2**power).float().transpose(1, 2)[:, there[1]]
+        return (sign * whole).transpose(1, 2)[:, there[1]], (2**power).transpose(1, 2)[:, there[1]]
 
-    def compressed(self, kind: str, name: str, rows: slice, columns: slice) -> Tensor:
+    def compressed(self, kind: str, name: str, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Decode a part of compressed-tensors' matrix, element by element from the stored words."""
 
         def read(end: str, *part: slice) -> Tensor:
@@ -415,7 +422,7 @@ class Disk:
             row = torch.arange(rows.start, rows.stop)
             zeros = (read("_zero_point").long()[row // 8] >> (4 * (row % 8))[:, None]) % 16 - 8
             values -= zeros[:, groups]
-        return (values * scale[:, groups])[:, columns]
+        return values[:, columns], scale[:, groups][:, columns]
 
     def scale_name(self, key: str) -> str:
         """Return the name of an FP8 weight's scale: compressed-tensors' own, or everyone else's."""

@@ -128,3 +128,26 @@ def decode_codes(codes: Tensor, scale: Tensor, block: int, kind: str, origin: Se
             of_block.sub_(zeros[..., j : j + 1].float())
         of_block.mul_(scales[..., j : j + 1].float())
     return values
+
+
+def change_codes(codes: Tensor, scale: Tensor, block: int, kind: str, change: Tensor, dither: Tensor) -> Tensor:
+    """Return codes, two per byte, of values that change by so much on the scales that they have. Of a value's two
+    neighbours its place between them and the dither, from 0 to 1, choose one; a value that doesn't change keeps its
+    code."""
+    table = code_table(kind, codes.device)
+    levels = table.unique()
+    numbers = code_pair_table(kind, codes.device)[codes.int()].flatten(-2)
+    scales = read_scales(scale, kind, block, (0, 0, *change.shape[-2:]))[0].float().repeat_interleave(block, -1)
+    scales = scales[..., : change.shape[-1]]
+    units = torch.where(scales == 0, 0.0, change / scales)
+    # A block's largest values can't grow: the row's others take over what they leave.
+    room = (numbers + units).clamp_(levels[0], levels[-1]).sub_(numbers).mul_(scales)
+    asked, left = (each.mul(change).sum(-1, keepdim=True) for each in (change, room))
+    moved = units.mul_(torch.where(asked < 2 * left, asked / left, 1.0)).add_(numbers)
+    above = torch.bucketize(moved, levels).clamp_(1, len(levels) - 1)
+    low, high = levels[above - 1], levels[above]
+    levels_after = torch.where(moved - low > dither * (high - low), above, above - 1)
+    own = torch.stack([codes >> 4, codes & 15], -1).flatten(-2)
+    after = (table == levels[:, None]).byte().argmax(1).byte()[levels_after]
+    after = torch.where(levels[levels_after] == numbers, own, after)  # there are two zeros
+    return after[..., ::2] << 4 | after[..., 1::2]
