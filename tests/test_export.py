@@ -30,7 +30,7 @@ from windlass.export.deltas import read_deltas
 from windlass.export.generate import generate, load_model
 from windlass.export.merged_files import plan_merge, write_merge
 from windlass.export.proof import BOUNDS, prove_files
-from windlass.export.rounding import FORMATS, round_to
+from windlass.export.rounding import FLOAT32_BITS, FORMATS, make_dither, round_to
 from windlass.export.source import CONFIG, choose_adapter, find_local_base, require_local_base
 from windlass.files import read_json, write_json
 from windlass.model import Stored, read_base
@@ -41,6 +41,7 @@ from windlass.run_folder import BASE_MODEL, DATA
 from windlass.train.checkpoint.folder import find_best, list_checkpoints, seal_checkpoint
 from windlass.train.load import load_base
 from windlass.train.logits import compute_logits, find_rows, open_adapter
+from windlass.weights.four_bits import TABLES, change_codes, decode_codes, make_behind, read_scales
 from windlass.weights.same_base import describe_base, digest_files
 
 # PEFT still uses names of transformers that its next major version drops; it does not look for rank_pattern among
@@ -263,6 +264,51 @@ def test_4_bit_base_is_merged_into_16_bits_and_into_its_own(kind: str, tmp_path:
             assert float(((values - plain[key]) * change).sum() / change.square().sum()) == pytest.approx(1, abs=0.1), (
                 key
             )
+
+
+@pytest.mark.fault(
+    "a merge into 4 bits that rounds to the nearest code, which loses the adapter",
+    "`windlass export --merge`",
+    "of its adapter, and rounding explains",
+)
+@pytest.mark.takes("exports, merges and opens again")
+def test_a_merge_into_4_bits_that_loses_the_adapter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.write_model(tmp_path / "base", "llama", quantization="uint4", hidden=256, intermediate=512, layers=2)
+    model = peft_model(tmp_path / "base", {"target_modules": ["o_proj", "up_proj"]})
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.mul_(0.02)
+    model.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
+    record = merge(tmp_path, tmp_path / "merged")
+    assert record["kept"] == pytest.approx(1, abs=0.15)
+    half = 2 ** (FLOAT32_BITS - 1)
+    monkeypatch.setattr("windlass.export.rounding.make_dither", lambda *given: make_dither(*given).fill_(half))
+    with refused("not-base-plus-adapter", error=RunError) as problems:
+        merge(tmp_path, tmp_path / "nearest")
+    print(problems[0].problem)
+    assert "of its adapter, and rounding explains" in problems[0].problem
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_4_bits_preserve_small_changes_on_average(kind: str) -> None:
+    """A change of a fiftieth of a step moves one code in fifty, also where a block's largest values can't grow; where
+    nothing changes every code stays, both zeros too."""
+    dice = torch.Generator().manual_seed(0)
+    rows, columns, block = 512, 512, 16
+    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=dice)
+    behind = make_behind(torch.rand(rows, columns // block, generator=dice) + 1, kind, torch.float32)
+    base = decode_codes(codes, behind, block, kind)
+    dither = make_dither("any", ((0, rows), (0, columns)), FLOAT32_BITS) * 2.0**-FLOAT32_BITS
+    assert torch.equal(change_codes(codes, behind, block, kind, torch.zeros_like(base), dither), codes)
+    change = torch.randn(rows, columns, generator=dice) * 0.02
+    moved = decode_codes(change_codes(codes, behind, block, kind, change, dither), behind, block, kind) - base
+    assert 0.005 < float((moved != 0).double().mean()) < 0.2
+    assert float((moved * change).sum() / change.square().sum()) == pytest.approx(1, abs=0.07)
+    numbers = torch.tensor(sorted(set(TABLES[kind])))
+    largest = float((numbers[1:] - numbers[:-1]).max()) * float(
+        read_scales(behind, kind, block, (0, 0, rows, columns))[0].float().max()
+    )
+    assert float(moved.abs().max()) <= largest * 1.001
 
 
 @pytest.mark.long

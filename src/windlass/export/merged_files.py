@@ -113,7 +113,7 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str, names: LayoutFi
     """Plan what is written, or raise if the base can't be written in that dtype. Files keep their names."""
     assert base.path is not None
     sources = sorted({s.key: s for s in base.stored()}.values(), key=lambda s: (s.file.name, s.start, s.key))
-    raise_all(list(_find_unsupported(base, sources, dtype)))
+    raise_all(list(_find_unsupported(base, dtype)))
 
     # 1. Each tensor: copied, merged, converted, rescaled or dropped.
     entries, dropped = _plan_tensors(base, sources, deltas, dtype)
@@ -236,7 +236,7 @@ def make_index(entries: Sequence[MergedEntry], names: LayoutFiles) -> bytes:
     return (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _find_unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iterator[Problem]:
+def _find_unsupported(base: Base, dtype: str) -> Iterator[Problem]:
     if dtype not in (OWN, FP8, *UNQUANTIZED):
         hint = "bf16, float32 or fp8"
         yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", hint, "no-such-dtype")

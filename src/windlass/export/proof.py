@@ -36,7 +36,7 @@ from windlass.plan.layout import Layout
 from windlass.train.logits import compute_both_logits, compute_logits, kl_by_token, open_adapter, sample_rows
 from windlass.weights.certificate import Disk, sample_boxes
 from windlass.weights.four_bits import code_table
-from windlass.weights.reading import DTYPES, NEEDS_SCALE, Box, Files, intersect, locate_piece, to_stored_box
+from windlass.weights.reading import DTYPES, Box, Files, intersect, locate_piece, to_stored_box
 
 COMPARED_BYTES: Final = 2**23  # compared at a time
 SLACK: Final = 1e-5  # relative to the terms: float32 sums in another order
@@ -403,10 +403,10 @@ def compare_logits(base: Base, source: AdapterSource, to: Path) -> dict[str, Any
     record |= {"judged": judged, "dtype": dtype, "rows": list(rows.shape)}
     if over:
         record["deviation"] = f"the logits of base + adapter and merged differ: {', '.join(over)}"
-        if DTYPES[dtype] in FORMATS:
-            finer = "bf16" if dtype in NEEDS_SCALE else "float32"
+        if dtype not in ("F32", "F64"):
+            finer = "float32" if dtype in ("F16", "BF16") else "bf16"
             record["deviation"] += (
-                f"; if nothing else is wrong, {dtype} is too coarse for it: "
+                f"; if nothing else is wrong, {dtype.replace('U8', '4 bits')} is too coarse for it: "
                 f"merge with --dtype {finer}, or serve the adapter unmerged, in float32"
             )
     return record
