@@ -41,6 +41,18 @@ def command(kind: str, python: str, made: Path, out: Path, asked: Asked) -> list
     }[kind]
 
 
+def merge_command(kind: str, python: str, model: Path, adapter: Path, to: Path) -> list[str]:
+    """Return the command by which a trainer merges an adapter; `to` is the folder that it writes."""
+    if kind == "swift":
+        words = ["--model", model, "--model_type", AutoConfig.from_pretrained(model).model_type, "--template", "dummy"]
+        words += ["--adapters", adapter, "--load_args", "false", "--merge_lora", "true", "--output_dir", to]
+        return [python, "-m", "swift.cli.export", *map(str, words)]
+    settings = {"model_name_or_path": str(model), "adapter_name_or_path": str(adapter), "finetuning_type": "lora"}
+    file = to.with_suffix(".yaml")
+    file.write_text(json.dumps({**settings, "template": "default", "export_dir": str(to), "export_device": "cpu"}))
+    return [python, "-m", "llamafactory.cli", "export", str(file)]
+
+
 def of_trainer(out: Path, asked: Asked) -> dict[str, Any]:
     """Return the settings that all of them pass to transformers' Trainer under its own names."""
     return {

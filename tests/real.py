@@ -213,12 +213,14 @@ def make_mixture(model: Path, target: Path, family: str = "mixtral") -> Path:
 
 
 def publish(model: Path, target: Path, scheme: str) -> Path:
-    """Write the model as it would be published in FP8, or quantized by llm-compressor."""
+    """Write the model as it would be published in FP8, or quantized by bitsandbytes or llm-compressor."""
     target.mkdir(parents=True)
     _copy_the_rest(model, target)
     quantized: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "dequantize": False}
     quantized |= {"weight_block_size": [tiny.BLOCK, tiny.BLOCK], "modules_to_not_convert": ["lm_head"]}
-    if scheme != "fp8":
+    if scheme == "nf4":
+        quantized = dict(tiny.NF4)
+    elif scheme != "fp8":
         quantized = tiny.make_compressed_config(scheme)
     table = {**json.loads((model / "config.json").read_text()), "quantization_config": quantized}
     (target / "config.json").write_text(json.dumps(table))

@@ -16,6 +16,9 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from windlass.data.prepare import prepare_data
+from windlass.export import export
+from windlass.export.proof import load_float32
+from windlass.model import read_base
 from windlass.files import read_json_lines
 from windlass.plan import make_plan
 from windlass.plan.finished import load_finished_run
@@ -25,6 +28,7 @@ from windlass.train.batches import make_validation_batches
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.head import Head
 from windlass.train.kernels.products import as_served
+from windlass.train.logits import compute_both_logits, compute_logits, open_adapter, sample_rows
 from windlass.train.load import describe_precision, load_base
 from windlass.train.lora import attach_adapter
 from windlass.train.patches import Patches
@@ -40,6 +44,8 @@ pytestmark = [
 EXPERTS = {"r": 2, "lora_alpha": 4}
 STORED = ("bf16", "nf4", "fp8", "int4", "nvfp4")
 KEPT = {0.2: 0.97, 0.06: 0.9}  # of an adapter of so many nats a token, within two standard errors
+FOUR_BITS = ("nvfp4", "int4", "nf4", "uint4")
+MERGED = 0.9  # of an adapter, within two standard errors
 PUBLISHED = STORED[2:]  # the others are made of 16 bits as they load
 
 
@@ -67,6 +73,33 @@ def test_bfloat16_computes_what_an_adapter_adds(tmp_path: Path) -> None:
     assert once[0.2] == pytest.approx([1.0] * len(once[0.2]), abs=0.1)
     assert means[0.2] == pytest.approx(1, abs=0.04)
     assert means[0.06] == pytest.approx(1, abs=0.1)
+
+
+def test_a_merge_into_4_bits_keeps_what_an_adapter_adds(tmp_path: Path) -> None:
+    """Nearly every change is smaller than half a step of 4 bits: rounded to the nearest code, nothing would be left."""
+    model = real.get_model()
+    real.write_rows(tmp_path)
+    trained = real.run_cases(tmp_path, model, 1, {"dense": case(1, micro=4)}).folder / "dense"
+    for scheme in FOUR_BITS:
+        base, to = real.publish(model, tmp_path / scheme, scheme), tmp_path / f"merged-{scheme}"
+        with real.timed(scheme):
+            record = export(
+                trained / "final", to, merge=True, base=str(base), allow_other_base=True, probes=False, say=print
+            )
+        rows = sample_rows(trained, read_base(base).dims["vocab"])
+        adapted = open_adapter(load_float32(read_base(base)), trained / "final")
+        logits = [*compute_both_logits(adapted, rows), compute_logits(load_float32(read_base(to)), rows)]
+        scores = [each[:, :-1].double().log_softmax(-1).gather(-1, rows[:, 1:, None]).flatten() for each in logits]
+        exact, found = (each - scores[0] for each in scores[1:])
+        share, error = fit_slope(exact.tolist(), found.tolist())
+        kl, own = record["logits"]["kl"], record["logits"]["adapter_kl"]
+        print(
+            f"{scheme}: {float(exact.mean()):.3f} nats a token, merged {share:.1%} +- {error:.1%}; "
+            f"KL {kl:.1e} of {own:.1e}"
+        )
+        assert record["kept"] == pytest.approx(1, abs=0.03)
+        assert share + 2 * error > MERGED
+        assert kl < 0.1 * own
 
 
 def compute_shares(
