@@ -97,7 +97,7 @@ def test_a_merge_into_4_bits_keeps_what_an_adapter_adds(tmp_path: Path) -> None:
             f"{scheme}: {float(exact.mean()):.3f} nats a token, merged {share:.1%} +- {error:.1%}; "
             f"KL {kl:.1e} of {own:.1e}"
         )
-        assert record["kept"] == pytest.approx(1, abs=0.03)
+        assert record["kept"] == pytest.approx(1, abs=0.1)  # of sampled rows
         assert share + 2 * error > MERGED
         assert kl < 0.1 * own
 

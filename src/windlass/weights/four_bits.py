@@ -2,10 +2,10 @@
 codes.
 
 nf4 is bitsandbytes' format: the same codes, bit for bit, for blocks of 64, and the same scales, which are exact in BF16
-for weights in BF16. mxfp4, and nf4 as published, are only read: published nf4 scales are quantized themselves, so they
-are exact only in float32. compressed-tensors' formats are only read, too: behind the codes of nvfp4 come scales in 8
-bits and, padded to four bytes, the number that divides them; behind those of uint4 scales and as many zero points.
-Blocks begin where their row begins, so a row's bytes depend on nothing else.
+for weights in BF16. Nothing else is quantized here; a merge changes codes under published scales. Published nf4 scales
+are quantized themselves, so they are exact only in float32. Of compressed-tensors' formats, behind the codes of nvfp4
+come scales in 8 bits and, padded to four bytes, the number that divides them; behind those of uint4 scales and as many
+zero points. Blocks begin where their row begins, so a row's bytes depend on nothing else.
 """
 
 import functools
