@@ -197,3 +197,5 @@ def _report_logits(logits: dict[str, Any], say: Say) -> None:
         f"          difference at most {logits['max_difference']:.3g}, of the median token "
         f"{logits['median_difference']:.3g} (bound on the {logits['judged']}: {logits['bound_difference']:.3g})"
     )
+    if logits["dtype"] == "U8" and logits["kl"] > NOISY * logits["adapter_kl"]:
+        say("hint      rounding to 4 bits adds noise that is large beside this adapter: --dtype bf16 has less")

@@ -6,7 +6,7 @@ W + s BA to the nearest value gives W back, and the adapter is gone. Two things 
 - a value between two neighbours is rounded away from zero with the probability of its place between them, so what is
   added is right on average over the many weights of an output. The dither is a fixed pattern (a two-dimensional
   golden-ratio sequence), the same each time: a merge can be repeated, resumed and checked;
-- an FP8 scale stays the base's (doubled if the peak no longer fits, which keeps the grid), in 4 bits every scale does. A
+- an FP8 scale stays the base's (doubled if the peak no longer fits, which keeps the grid), in 4 bits every scale. A
   value that the dtype has is not rounded, so what the adapter leaves alone stays as it is.
 Float32 is rounded to the nearest value. An export prints the share of the adapter that survived.
 """
