@@ -44,8 +44,8 @@ pytestmark = [
 EXPERTS = {"r": 2, "lora_alpha": 4}
 STORED = ("bf16", "nf4", "fp8", "int4", "nvfp4")
 KEPT = {0.2: 0.97, 0.06: 0.9}  # of an adapter of so many nats a token, within two standard errors
-FOUR_BITS = ("nvfp4", "int4", "nf4", "uint4")
-MERGED = 0.9  # of an adapter, within two standard errors
+FOUR_BITS = ("int4", "nvfp4", "nf4")
+MERGED = 0.8  # of an adapter of 0.1 nats a token, within two standard errors: beside it, the noise is large
 PUBLISHED = STORED[2:]  # the others are made of 16 bits as they load
 
 
