@@ -35,7 +35,7 @@ from windlass.model import Base, Parameter, Piece, Stored, read_base
 from windlass.plan.layout import Layout
 from windlass.train.logits import compute_both_logits, compute_logits, kl_by_token, open_adapter, sample_rows
 from windlass.weights.certificate import Disk, sample_boxes
-from windlass.weights.four_bits import code_table
+from windlass.weights.four_bits import code_levels
 from windlass.weights.reading import DTYPES, Box, Files, intersect, locate_piece, to_stored_box
 
 COMPARED_BYTES: Final = 2**23  # compared at a time
@@ -310,9 +310,10 @@ def measure_step(exact: Tensor, kind: torch.dtype, disk: Disk, piece: Piece, box
     """Return the distances between the neighbours of values, which dithered rounding chooses from."""
     if piece.packed:
         scale = disk.unpack(piece, box)[1].double().abs().reshape(exact.shape)
-        levels = code_table(piece.packed.kind, exact.device).double().unique()
+        levels = code_levels(piece.packed.kind, exact.device).double()
         above = torch.bucketize(exact / torch.where(scale == 0, 1.0, scale), levels).clamp(1, len(levels) - 1)
-        return (levels[above] - levels[above - 1]) * scale
+        step: Tensor = (levels[above] - levels[above - 1]) * scale
+        return step
     mantissa, least, _ = FORMATS[kind]
     scale = torch.ones(())
     if piece.scale is not None:

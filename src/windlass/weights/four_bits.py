@@ -41,6 +41,12 @@ def code_table(kind: str, device: torch.device) -> Tensor:
 
 
 @functools.cache
+def code_levels(kind: str, device: torch.device) -> Tensor:
+    """Return the different numbers in order; two codes of NVFP4 and MXFP4 are zero."""
+    return torch.tensor(sorted(set(TABLES[kind])), device=device)
+
+
+@functools.cache
 def code_pair_table(kind: str, device: torch.device) -> Tensor:
     """Return the two numbers of each byte; the upper half comes first."""
     numbers = code_table(kind, device)
@@ -134,8 +140,7 @@ def change_codes(codes: Tensor, scale: Tensor, block: int, kind: str, change: Te
     """Return codes, two per byte, of values that change by so much on the scales that they have. Of a value's two
     neighbours its place between them and the dither, from 0 to 1, choose one; a value that doesn't change keeps its
     code."""
-    table = code_table(kind, codes.device)
-    levels = table.unique()
+    table, levels = code_table(kind, codes.device), code_levels(kind, codes.device)
     numbers = code_pair_table(kind, codes.device)[codes.int()].flatten(-2)
     scales = read_scales(scale, kind, block, (0, 0, *change.shape[-2:]))[0].float().repeat_interleave(block, -1)
     scales = scales[..., : change.shape[-1]]
