@@ -279,13 +279,14 @@ def test_a_merge_into_4_bits_that_loses_the_adapter_is_refused(tmp_path: Path, m
         if "lora_B" in name:
             parameter.data.mul_(0.02)
     model.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
-    record = merge(tmp_path, tmp_path / "merged")
+    lines: list[str] = []
+    record = export(tmp_path / "adapter", tmp_path / "merged", merge=True, say=lines.append)
     assert record["kept"] == pytest.approx(1, abs=0.15)
+    assert any("noise that is large beside this adapter" in line for line in lines)  # it is small
     half = 2 ** (FLOAT32_BITS - 1)
     monkeypatch.setattr("windlass.export.rounding.make_dither", lambda *given: make_dither(*given).fill_(half))
     with refused("not-base-plus-adapter", error=RunError) as problems:
         merge(tmp_path, tmp_path / "nearest")
-    print(problems[0].problem)
     assert "of its adapter, and rounding explains" in problems[0].problem
 
 
