@@ -242,8 +242,8 @@ def _find_unsupported(base: Base, dtype: str) -> Iterator[Problem]:
         yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", hint, "no-such-dtype")
     stored_in = {piece.stored.dtype for parameter in base.parameters for piece in parameter.pieces}
     if dtype == FP8 and stored_in.isdisjoint(NEEDS_SCALE):
-        problem = f"{base.name} is not quantized, and --dtype fp8 re-applies the base's own quantization"
-        hint = "leave --dtype out, and quantize it afterwards with a server's own tool"
+        problem = f"{base.name} is not in FP8, and --dtype fp8 re-applies the base's own quantization"
+        hint = "leave --dtype out: its own dtype stays"
         yield Problem(problem, "--dtype", hint, "base-not-quantized")
     vision = [stored.key for stored in base.unread if stored.dtype in NEEDS_SCALE]
     if dtype in UNQUANTIZED and vision:
