@@ -48,8 +48,8 @@ from windlass.plan.step_time import causal_attention_flops
 from windlass.runfile.objectives import Dpo
 from windlass.train.batches import Pairs
 from windlass.train.experts import experts
-from windlass.train.kernels import family_layers, lora_linear, on_cpu
 from windlass.train.head import Head
+from windlass.train.kernels import family_layers, lora_linear, on_cpu
 from windlass.train.patches import Patches
 from windlass.train.preference import dpo_loss, measure_answers
 

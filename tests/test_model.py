@@ -344,7 +344,7 @@ def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path, monk
         (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
         model, _ = load_base(read_base(folder), alone, dtype=torch.float32)
         assert torch.equal(model(ids).logits, true(ids).logits)
-    for module in ("base", "files"):  # blocks small enough for plan's samples to miss the value
+    for module in ("stored", "files"):  # blocks small enough for plan's samples to miss the value
         monkeypatch.setattr(f"windlass.model.{module}.COMPARED_BYTES", 512)
     base = read_base(write_tied(tmp_path / "missed", (13, 5)))
     with pytest.raises(UserError, match=f"{UNTIED}: lm_head.weight"):

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from windlass.data.prepare import prepare_data
 from windlass.export import export
 from windlass.export.proof import load_float32
-from windlass.model import read_base
 from windlass.files import read_json_lines
+from windlass.model import read_base
 from windlass.plan import make_plan
 from windlass.plan.finished import load_finished_run
 from windlass.runfile import read_run_file
@@ -28,8 +28,8 @@ from windlass.train.batches import make_validation_batches
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.head import Head
 from windlass.train.kernels.products import as_served
-from windlass.train.logits import compute_both_logits, compute_logits, open_adapter, sample_rows
 from windlass.train.load import describe_precision, load_base
+from windlass.train.logits import compute_both_logits, compute_logits, open_adapter, sample_rows
 from windlass.train.lora import attach_adapter
 from windlass.train.patches import Patches
 from windlass.train.precision import in_float32

@@ -577,8 +577,8 @@ def test_adapters_of_experts_have_the_products_of_each_trial_alone(
 def test_offsets_of_products_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.15 refuses others."""
     given: list[torch.Tensor] = []
-    monkeypatch.setattr(sliced, "grouped_linear", lambda _rows, _experts, _name, ends: given.append(ends))
-    trials = sliced.SlicedExperts({}, slices.Slices(3))
+    monkeypatch.setattr(sliced_experts, "grouped_linear", lambda _rows, _experts, _name, ends: given.append(ends))
+    trials = sliced_experts.SlicedExperts({}, slices.Slices(3))
     trials.product(torch.nn.Module(), "down_proj", torch.ones(16, 2), Tensor.detach, torch.arange(17))
     assert given[0].tolist() == [4, 8, 12, 16]
     assert given[0].is_contiguous()

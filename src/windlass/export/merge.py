@@ -37,6 +37,7 @@ from windlass.weights.same_base import (
     require_same_base,
 )
 
+NOISY: Final = 0.2  # of the adapter's own KL, from which on a merge into 4 bits names a finer dtype
 MISTRALS_FILES: Final = ("consolidated", "params.json")  # beginnings of names
 
 
