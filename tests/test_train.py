@@ -704,7 +704,7 @@ def test_micro_batch_loss_and_gradients_equal_trls(tmp_path: Path, monkeypatch: 
         share = torch.tensor(router_loss_weight(ours, 0.5) * tokens / 2)  # of two micro-batches
         outputs = ours.train()(**batch.inputs, output_router_logits=True)
         summed, of_targets = head.loss(outputs.last_hidden_state, batch.targets)
-        balance = balance_router(outputs.router_logits, ours.config, batch.mask)
+        balance = balance_router(outputs.router_logits.layers, ours.config, batch.mask)
         loss = (summed + share * balance) / tokens  # as `TrainedModel.compute_loss` adds them
         without = head.loss(ours(**batch.inputs).last_hidden_state, batch.targets)[0] / tokens
         assert loss.item() - without.item() == pytest.approx(0.5 * balance.item() / 2, rel=1e-4)

@@ -41,7 +41,7 @@ from windlass.plan.layout import Layout
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.ranks.supervisor import reserve_port
 from windlass.run_folder import ADAPTER, FAILED, REFERENCE, STOPPED, begin_manifest, read_manifest
-from windlass.train import run, start, step, trackers
+from windlass.train import run, start, trackers, updater
 from windlass.train.base_alone import BaseAlone
 from windlass.train.checkpoint.folder import list_checkpoints, read_step
 from windlass.train.checkpoint.resume import claim_run_folder, fingerprint_base
@@ -161,7 +161,7 @@ def test_schedule_free_optimizers_save_their_evaluation_weights(
     def create(train: Any, named: Any, _steps: int) -> Halved:
         return Halved([parameter for _, parameter in named if parameter.requires_grad], lr=train.learning_rate)
 
-    monkeypatch.setattr(step, "create_optimizer", create)  # schedulefree is not installed
+    monkeypatch.setattr(updater, "create_optimizer", create)  # schedulefree is not installed
     settings = {"lr_scheduler_type": "constant", "eval_strategy": "no"}
     loop = make(**settings)
     train_step, trained = loop.train_step, dict[int, float]()

@@ -319,7 +319,9 @@ class Forward:
             outputs = self.model(**arguments)
             log_probs = self.head.log_probs(outputs.last_hidden_state, torch.cat(targets))
             balances = {
-                number: self.balance_router(outputs.router_logits, of_trials[number], requests[number].batch.mask)
+                number: self.balance_router(
+                    outputs.router_logits.layers, of_trials[number], requests[number].batch.mask
+                )
                 for number in balanced
             }
         self.waits.on = False

@@ -12,6 +12,17 @@ from windlass.train.kernels.documents import separate
 from windlass.train.long_rows import RowGroup, RowPieces
 
 
+class RouterLogits:
+    """What each layer's router gave, where FSDP2 doesn't find it.
+
+    A gradient of any tensor in a model's output makes FSDP2 gather the head's weights again: that of a router's logits
+    comes late, and on those ranks alone that balance the router. So this is no tuple and no dataclass.
+    """
+
+    def __init__(self, layers: tuple[Tensor, ...]) -> None:
+        self.layers = layers
+
+
 class DocumentSearch:
     """transformers' search for restarted positions, for which the host waits in every forward, skipped where a batch
     says whether a row has more than one document."""
@@ -58,6 +69,8 @@ def make_forward(search: DocumentSearch, group: RowGroup | None = None) -> Calla
         finally:
             search.several = None
         outputs.last_hidden_state = outputs.last_hidden_state.flatten(0, 1).index_select(0, supervised)
+        if getattr(outputs, "router_logits", None) is not None:
+            outputs.router_logits = RouterLogits(outputs.router_logits)
         return outputs
 
     return forward

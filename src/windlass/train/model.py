@@ -105,7 +105,7 @@ class TrainedModel:
             loss = self.sum_losses(outputs.last_hidden_state, batch)
             if balance_share is None:
                 return loss, None
-            balance = self.balance_router(outputs.router_logits, batch.mask)
+            balance = self.balance_router(outputs.router_logits.layers, batch.mask)
         return loss + balance_share * balance, balance.detach()
 
     def sum_losses(self, hidden: Tensor, batch: Batch) -> Tensor:
