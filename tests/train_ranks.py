@@ -141,9 +141,9 @@ def a_wait_for_each(loop: Loop) -> None:
     original = loop.model.causal_lm.forward
 
     def forward(**inputs: Any) -> Any:
-        loss = original(**inputs)
-        float(loss)
-        return loss
+        outputs = original(**inputs)
+        float(outputs.last_hidden_state.sum())
+        return outputs
 
     loop.model.causal_lm.forward = forward
 
@@ -152,7 +152,10 @@ class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the collectives of one optimizer step, bytes gathered, and where the loop reads the device's values."""
 
     WAITS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
-    HERE = ("loop.py", "step.py", "loss.py", "sync.py", "liveness.py", "train_ranks.py")
+    HERE = (
+        *("loop.py", "model.py", "forward.py", "head.py", "loss.py", "step.py", "updater.py", "sync.py", "liveness.py"),
+        "train_ranks.py",
+    )
 
     def __init__(self, step: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
