@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.distributed import _composable_state
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import _utils as tensor_utils
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils import _python_dispatch, _pytree
@@ -47,6 +48,8 @@ grouped_mm = moe._grouped_mm
 # FSDP2's state of a module, which copies of the module share. Until torch copies sharded modules.
 get_fsdp_state = _composable_state._get_module_state
 set_fsdp_state = _composable_state._insert_module_state
+# Of a group that FSDP2 gathers. Until torch >=2.13 is required: see WAITS_FOR_GROUPS.
+TrainingState = _fsdp_common.TrainingState
 # Where a rank's shard is in the full tensor. Until torch.distributed.tensor exports it.
 find_local_part = tensor_utils.compute_local_shape_and_global_offset
 # Layers traced without memory. Until torch names these publicly; they are as they were in 2.0.

@@ -6,7 +6,7 @@ import csv
 import difflib
 import glob
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -45,7 +45,7 @@ SLICE = re.compile(r"(?P<name>[^\[\]+]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)
 # Larger files are not read only to count rows: counting lines takes seconds, parsing as long or longer.
 LINES_BYTES = 4 << 30
 PARSED_BYTES = 256 << 20
-CHECKED_BYTES = 16 << 20  # up to which a sample's other lines are parsed too, in less than a second
+CHECKED_BYTES = 16 << 20  # of text, of which a sample's other lines are parsed too, in less than a second
 ROW_GROUPS = 16  # of a Parquet file that a sample is read from
 
 
@@ -184,6 +184,7 @@ def sample_rows(parts: Sequence[SplitPart], total: int, wanted: int) -> Iterator
     Of large files and of Parquet, those between are not parsed. Of a slice the first rows are yielded.
     """
     stride = max(1, total // max(1, wanted))
+    left = CHECKED_BYTES
     for part in parts:
         kind = part.source.format
         if part.start or part.stop:
@@ -193,21 +194,23 @@ def sample_rows(parts: Sequence[SplitPart], total: int, wanted: int) -> Iterator
             if kind == "parquet":
                 yield from _sample_row_groups(path, stride)
             elif kind in ("text", "jsonl"):
-                yield from _sample_lines(path, kind, stride)
+                left = yield from _sample_lines(path, kind, stride, left)
             else:
                 rows = enumerate(read_file(path, kind), 1)
                 yield from ((path, number, row) for number, row in islice(rows, 0, None, stride))
 
 
-def _sample_lines(path: Path, kind: str, stride: int) -> Iterator[tuple[Path, int, Row]]:
-    every = path.stat().st_size <= CHECKED_BYTES
+def _sample_lines(path: Path, kind: str, stride: int, left: int) -> Generator[tuple[Path, int, Row], None, int]:
+    """Yield some of a file's rows, and parse all of the first `left` bytes. Returns what is left of these."""
     with open_file(path) as file, explain_damage(path, kind):
         filled = (numbered for numbered in enumerate(file, 1) if not numbered[1].isspace())
         for number, (line, text) in enumerate(filled):
-            if every or not number % stride:
+            left -= len(text)
+            if left >= 0 or not number % stride:
                 (row,) = PARSERS[kind](path, [(line, text) if kind == "jsonl" else text])
                 if not number % stride:
                     yield path, number + 1, row
+    return left
 
 
 def _sample_row_groups(path: Path, stride: int) -> Iterator[tuple[Path, int, Row]]:

@@ -37,6 +37,7 @@ from windlass.weights.same_base import (
     require_same_base,
 )
 
+UNTOLD: Final = 0.95  # of an adapter, that rounding may take: then a merge is not told from its base
 NOISY: Final = 0.2  # of the adapter's own KL, from which on a merge into 4 bits names a finer dtype
 MISTRALS_FILES: Final = ("consolidated", "params.json")  # beginnings of names
 
@@ -184,6 +185,11 @@ def _report_files(proof: Proof, say: Say) -> None:
         return
     parameter, least = proof.least_kept
     say(f"kept      {proof.kept:.1%} of the adapter is in the rounded weights; least: {least:.1%} in {parameter}")
+    if proof.explained >= UNTOLD:
+        say(
+            f"warning   rounding alone may change that share by {proof.explained:.0%}: it can't tell whether so small an "
+            "adapter is there; --dtype float32 rounds nothing away"
+        )
 
 
 def _report_logits(logits: dict[str, Any], say: Say) -> None:

@@ -67,6 +67,7 @@ class Proof:
     touched: int = 0
     elements: int = 0  # elements of touched tensors that were recomputed
     kept: float | None = None  # share of the adapter that the merged weights contain; 1: all of it
+    explained: float = 0.0  # by how much rounding may make that share another
     least_kept: tuple[str, float] | None = None  # the parameter with the smallest share
     deviations: list[str] = field(default_factory=list)
     logits: dict[str, Any] | None = None
@@ -194,6 +195,7 @@ def _prove_touched(
             total.largest = max(total.largest, sums.largest)
     if total.change:
         proof.kept = total.kept / total.change
+        proof.explained = explain_share(total)
     if total.change and not proof.deviations:  # noise that hides a parameter's share hides the model's less
         _prove_kept(proof, "the model", total)
 
@@ -251,13 +253,18 @@ def _prove_kept(proof: Proof, name: str, sums: Sums) -> float:
     """Check that a parameter holds its adapter, and return its share. Steps may be larger than an adapter's changes:
     only sums over many values show whether it is there."""
     kept = sums.kept / sums.change
-    # Six standard deviations, by Bernstein's inequality, because few values may move, or Hoeffding's.
-    noise = min(sums.largest + math.sqrt(sums.largest**2 + sums.noise), math.sqrt(sums.noise_limit))
-    explained = (6 * noise + sums.lost) / sums.change
+    explained = explain_share(sums)
     if sums.noise and not abs(kept - 1) <= 0.05 + explained:
         explained_range = f"{1 - explained:.2f} to {1 + explained:.2f}"
         proof.deviations.append(f"{name} holds {kept:.2f} of its adapter, and rounding explains {explained_range}")
     return kept
+
+
+def explain_share(sums: Sums) -> float:
+    """Return by how much rounding may make the share of an adapter that is kept another than 1: six standard
+    deviations, by Bernstein's inequality, because few values may move, or Hoeffding's."""
+    noise = min(sums.largest + math.sqrt(sums.largest**2 + sums.noise), math.sqrt(sums.noise_limit))
+    return (6 * noise + sums.lost) / sums.change
 
 
 class Expected:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from windlass.data.inputs import fingerprint_rows
 from windlass.errors import Problem, RunError, UserError, raise_all
 from windlass.files import read_json
+from windlass.model.quantization import published_dtype
 from windlass.observe.format import format_plural
 from windlass.plan import Plan, make_plan
 from windlass.plan.script import AnyPlan, ScriptPlan
@@ -32,7 +33,7 @@ from windlass.run_folder import (
 from windlass.runfile import Loaded, LoadedScript, RunFile
 from windlass.runfile.recorded import read_recorded_data, record_run
 from windlass.runfile.resumed import find_changes
-from windlass.settings import FOUR_BITS, IN_NAMES
+from windlass.settings import IN_NAMES
 
 # What a finished run must have as well to be the one that is asked for; an unfinished one proves it later.
 ASKED: Final = (
@@ -108,8 +109,9 @@ def find_differences(
             hint += "".join(f"; and {key}: {json.dumps(value)}" for key, value in was.items() if value is not None)
         place = plan.where("train.global_batch_size")
         problems.append(Problem(problem, place, f"{hint}; or {elsewhere}", "other-batch-size"))
-    dtypes = [(before.get("layout") or {}).get("base_dtype", "bf16"), plan.layout.base_dtype]
-    if dtypes[0] != dtypes[1] and not FOUR_BITS.keys().isdisjoint(dtypes):  # bf16 and fp8 hold the same weights
+    dtypes = [(before.get("layout") or {}).get("base_dtype", plan.layout.base_dtype), plan.layout.base_dtype]
+    same = {"bf16", "fp8", published_dtype(plan.base)}  # of the same weights
+    if dtypes[0] != dtypes[1] and not same >= {*dtypes}:
         problem = "the base was stored in {} when this run began, and would be in {} now: other weights"
         hint = f"set layout.base_dtype: {dtypes[0]}, or {elsewhere}"
         problems.append(Problem(problem.format(*dtypes), plan.where("layout.base_dtype"), hint, "other-base-dtype"))

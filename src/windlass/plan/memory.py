@@ -276,6 +276,10 @@ def _list_evaluation_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     words = f"2 x {t.count} x {shape.hidden} x {t.width}"
     hidden = MemoryRow("hidden states", 2.0 * t.count * shape.hidden * t.width, words)
     loss, words = loss_bytes(shape, t)
+    if embedding:  # the head's blocks are cast, and their logits joined
+        block = min(shape.vocab, TILE_VOCABULARY) * shape.hidden * FLOAT
+        loss += min(t.count, TILE_TOKENS) * min(shape.vocab * 4 // 3, TILE_VOCABULARY) * FLOAT + block
+        words += f", twice; a block of the head x {FLOAT}"
     words = f"an evaluation's; {words}; hidden states, and the final norm's in float32"
     states = t.count * shape.hidden * (FLOAT + t.width)
     if work.keeps:  # the adapted model's hidden states and logits, beside the base's
@@ -427,6 +431,7 @@ class Tokens:
     count: int  # per GPU and micro-batch
     width: int  # bytes of a value in compute
     cast: bool  # autocast copies the input for each adapted module
+    inputs: int  # bytes per value of these copies
     norm: int  # bytes of a value that a norm keeps
     mask: float  # bytes that dropout keeps per input value
     dora: bool
@@ -448,6 +453,7 @@ class Tokens:
             count=work.tokens,
             width=work.width,
             cast=work.casts_inputs,
+            inputs=work.input_width,
             norm=max(work.base_bytes, work.width) if fuses_norms(work) else FLOAT,
             mask=1.0 if work.dropout else 0.0,
             dora=work.dora,
@@ -599,7 +605,8 @@ def _adapter_input_bytes(adapted: Sequence[AdaptedModule], t: Tokens) -> float:
     """Return the bytes per token of adapted modules' inputs. Cast or dropout gives each module its own copy; else
     modules with the same input keep it once, and o_proj's input is the attention's result, which is kept anyway."""
     if t.cast or t.mask:
-        return sum((t.width + t.mask) * lora.inputs for lora in adapted)
+        width = t.inputs if t.cast else t.width
+        return sum((width + t.mask) * lora.inputs for lora in adapted)
     return sum(width * t.width for _, width in {(lora.part, lora.inputs) for lora in adapted if lora.leaf != "o_proj"})
 
 

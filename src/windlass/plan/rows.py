@@ -7,7 +7,7 @@ rendered and tokenized as in training; otherwise a token is taken for BYTES_PER_
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
@@ -259,7 +259,8 @@ def _sample_split(
     except (UserError, ImportError, FileNotFoundError):  # not here: rows are counted otherwise, which is said
         return made
     try:
-        located = list(sample_rows(parts, rows.count or wanted, wanted))
+        sampled = sample_rows(parts, rows.count or wanted, wanted)
+        located = list(sampled if rows.count else islice(sampled, wanted))  # else all rows of unknown many
         if not located:
             next(iter(read_rows(parts)), None)  # says what is wrong with the first
     except UserError as error:

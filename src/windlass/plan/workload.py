@@ -80,8 +80,15 @@ class Workload:
 
     @property
     def casts_inputs(self) -> bool:
-        """Return whether each adapted module casts its own input. Fused ones share it, and copies of their weights."""
-        return self.shape.adapter.dtype_bytes > self.width and (self.separate or self.dora)
+        """Return whether each adapted module casts its own input. Fused ones share it, and copies of their weights, but
+        not without autocast, where inputs are cast to the adapter's dtype."""
+        fused = not (self.separate or self.dora) and self.layout.precision == "bf16"
+        return self.shape.adapter.dtype_bytes > self.width and not fused
+
+    @property
+    def input_width(self) -> int:
+        """Return the bytes per value of an adapted module's input: autocast's, or without it the adapter's."""
+        return self.width if self.layout.precision == "bf16" else max(self.width, self.shape.adapter.dtype_bytes)
 
     @property
     def attention_length(self) -> int:

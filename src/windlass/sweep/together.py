@@ -325,6 +325,7 @@ class Forward:
                 for number in balanced
             }
         self.waits.on = False
+        del outputs  # or hidden states and routers' logits would live through the backward
         total = torch.zeros((), device=log_probs.device)
         of_requests = torch.split(log_probs, [len(of_request) for of_request in targets])
         for (number, request), of_request in zip(requests.items(), of_requests, strict=True):

@@ -390,6 +390,7 @@ def sum_over_batches(
         if stop is not None and bool(stop):  # the rest can outlast the grace period
             break
         stop = vector[-1]
+    assert total.ndim, "no batches: empty sets are refused as the data are prepared"
     *sums, stopped = total.tolist()
     return None if stopped else sums
 

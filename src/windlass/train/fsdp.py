@@ -6,7 +6,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from windlass.compat import WAITS_FOR_GROUPS
+from windlass.compat import WAITS_FOR_GROUPS, TrainingState
 
 
 def get_device() -> torch.device:
@@ -24,9 +24,12 @@ def list_fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
 def reshard(model: torch.nn.Module) -> None:
     """Reshard every parameter: after a forward without a backward the head is still gathered."""
     for module in list_fsdp_modules(model):
+        if WAITS_FOR_GROUPS:  # no forward of the head runs, so its group would be in a forward that doesn't end
+            state = module._get_fsdp_state()
+            state._modules_to_run_forward.clear()
+            if state._fsdp_param_group:
+                state._fsdp_param_group._training_state = TrainingState.IDLE
         module.reshard()
-        if WAITS_FOR_GROUPS:  # the loss runs no forward of the head
-            module._get_fsdp_state()._modules_to_run_forward.clear()
 
 
 def shard_like(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """The model as it is trained: its forward, its losses, and what replaces its layers' code meanwhile."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
@@ -27,7 +27,7 @@ SharedForward = Callable[["TrainedModel", Batch, Tensor | None], tuple[Tensor, T
 
 
 class TrainedModel:
-    """The model as it is trained: its forward computes the loss, its layers are fused or compiled."""
+    """The model as it is trained: its head computes the loss, its layers are fused or compiled."""
 
     def __init__(
         self,
@@ -83,9 +83,16 @@ class TrainedModel:
             if compiled:
                 compiled.on = True
 
-    def evaluating(self) -> AbstractContextManager[Any]:
-        """Return a context for evaluations: of pairs in float32."""
-        return self.autocast if self.preference is None else in_float32(self.causal_lm)
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within this, evaluations are computed: of pairs in float32, which compiled layers aren't compiled for."""
+        with ExitStack() as stack:
+            if self.preference is None:
+                stack.enter_context(self.autocast)
+            else:
+                stack.enter_context(self.eager())
+                stack.enter_context(in_float32(self.causal_lm))
+            yield
 
     @property
     def adapters(self) -> FusedAdapters:

@@ -5,6 +5,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from windlass.runfile import Train
+from windlass.train.fsdp import reshard
 from windlass.train.initial import FixedHalves
 from windlass.train.liveness import Liveness
 from windlass.train.optimizer import create_optimizer, create_scheduler, is_metric_scheduler
@@ -32,6 +33,8 @@ class Updater:
         switch = getattr(self.optimizer, mode, None)
         if callable(switch):
             switch()
+            if self.replicas.sharded:  # what is trained of the base may be gathered as it was
+                reshard(self.model)
 
     def fix_halves(self) -> None:
         """Keep the halves of adapters that subtract their initial values as they are now."""
