@@ -187,8 +187,8 @@ def _report_files(proof: Proof, say: Say) -> None:
     say(f"kept      {proof.kept:.1%} of the adapter is in the rounded weights; least: {least:.1%} in {parameter}")
     if proof.explained >= UNTOLD:
         say(
-            f"warning   rounding alone may change that share by {proof.explained:.0%}: it can't tell whether so small an "
-            "adapter is there; --dtype float32 rounds nothing away"
+            f"warning   rounding alone may change that share by {proof.explained:.0%}: it can't tell whether so small "
+            "an adapter is there; --dtype float32 rounds nothing away"
         )
 
 
