@@ -282,7 +282,7 @@ def test_a_rank_that_fails_is_named_with_its_code(tmp_path: Path, code: int, exi
     assert state(tmp_path) == ("failed" if exits != 75 else "stopped by a signal")
     again = windlass("train", path)
     assert again.returncode == 2
-    assert "contains an unfinished run" in again.stderr
+    assert "contains an unfinished script's run" in again.stderr
 
 
 @pytest.mark.parametrize(

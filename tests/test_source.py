@@ -176,7 +176,7 @@ def find_replacements(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):
-            targets = node.targets
+            targets = [*node.targets]  # the tree is shared
         elif isinstance(node, ast.AnnAssign | ast.AugAssign):
             targets = [node.target]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":

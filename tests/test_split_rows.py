@@ -231,11 +231,11 @@ def test_every_compared_split_equals_its_own_plan(tmp_path: Path) -> None:
 
 
 def test_the_hint_of_a_layout_that_does_not_fit_is_a_setting_that_does(tmp_path: Path) -> None:
-    made = planned(tmp_path, "data.max_length=262144", "layout=expert-parallel")
+    made = planned(tmp_path, "data.max_length=524288", "layout=expert-parallel")
     assert not made.cost.fits
     number = re.search(r"layout.context_parallel: (\d+)", made.cost.remedy)
     assert number
-    assert planned(tmp_path, "data.max_length=262144", "layout=expert-parallel", f"{KEY}={number[1]}").cost.fits
+    assert planned(tmp_path, "data.max_length=524288", "layout=expert-parallel", f"{KEY}={number[1]}").cost.fits
 
 
 def test_the_longest_row_is_longer_when_split_and_fits_when_pasted(tmp_path: Path) -> None:

@@ -363,10 +363,11 @@ def test_a_rank_that_has_finished_is_not_failed_by_a_library(tmp_path: Path) -> 
     """A library's thread may abort the process at Python's own end."""
     program = """
 import atexit, os
-from windlass.train.start import Command, run_in_ranks
+from windlass.train.start import RankCommand, run_in_ranks
 
 atexit.register(os.abort)
-run_in_ranks(lambda: None, lambda plan, here: print("finished") or 0, Command(["windlass"], dict(os.environ), print))
+command = RankCommand(["windlass"], dict(os.environ), print)
+run_in_ranks(lambda: None, lambda plan, here: print("finished") or 0, command)
 """
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     command = [sys.executable, "-c", program]

@@ -239,7 +239,7 @@ def list_training_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     return {
         "last layer's gather": [early, *g["always"], *g["last"]],
         "head's gather": [saved, *g["always"], *g["head"]],
-        "loss": [saved, *g["always"], *g["loss"], MemoryRow("loss", loss, loss_words)],
+        "loss": [saved, *g["always"], *g["tail"], MemoryRow("loss", loss, loss_words)],
         "loss's backward": [saved, *g["always"], *g["tail"], MemoryRow("loss", loss + states, gradient)],
         "backward of a layer": [saved, *g["always"], *g["layers"], *backward],
         **forward,
@@ -291,7 +291,7 @@ def _list_evaluation_moments(work: Workload) -> dict[str, list[MemoryRow]]:
         "evaluation": [*g["always"], *g["layers"], *widened, *forward],
         "evaluation's embedding": [*g["always"], *embedding],
         "evaluation's gather": [*g["always"], *g["last"], hidden],
-        "evaluation's loss": [*g["always"], *g["loss"], MemoryRow("loss", loss + states, words)],
+        "evaluation's loss": [*g["always"], *g["tail"], MemoryRow("loss", loss + states, words)],
     }
 
 
@@ -363,7 +363,6 @@ def _gathered_rows(work: Workload) -> dict[str, list[MemoryRow]]:
     head = MemoryRow("head and final norm, gathered", tail, "kept gathered from the end of the forward to the backward")
     buffers = MemoryRow("all-gather buffers", tail + last / 3, "the head's own and the last layer's")
     rows |= {"last": [MemoryRow("gathered layers", last, words)], "head": [head, buffers], "tail": [head]}
-    rows["loss"] = [head, MemoryRow("all-gather buffers", tail, "the head's")]
     if not reshards:
         every = shape.rest - shape.tail
         for layer, times in shape.kinds:
@@ -522,10 +521,13 @@ def dora_bytes(lora: AdaptedModule, t: Tokens) -> float:
 
 def forward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
     """Return the most bytes that a layer's forward needs at once if nothing is kept for a backward."""
-    stream = hidden * (2 * t.width + FLOAT)  # the residual, the branch, and the norm's float32
+    fused = t.norm < FLOAT
+    stream = hidden * (2 * t.width + (0 if fused else FLOAT))  # the residual, the branch, and the norm's float32
     adapted = any(lora.leaf == "up_proj" for lora in layer.plain_lora)
-    # An adapted up_proj has its own product, the adapter's, the scaled one, and their sum, besides the gate.
-    options = [_attention_bytes(layer, t) + 2 * layer.query * t.width, (5 if adapted else 3) * layer.mlp * t.width]
+    # An adapted up_proj has its own product, the adapter's, the scaled one, and their sum, besides the gate; fused, the
+    # first is added to the adapter's in place.
+    mlps = (4 if fused else 5) if adapted else 3
+    options = [_attention_bytes(layer, t) + 2 * layer.query * t.width, mlps * layer.mlp * t.width]
     if t.split > 1:
         options[0] += t.split * layer.gathered * t.width  # as received, and put in order
     if layer.traced:

@@ -33,7 +33,7 @@ On the model that trains, by `ModelPatches`:
     until  transformers has a summed loss in chunks
 8.  the embedding's output, by a hook: `noise.add_noise`
     why    NEFTune; transformers has it in its Trainer only
-9.  either the forwards of layers' parts: `compiled.Part`
+9.  either the forwards of layers' parts: `compiled.CompiledPart`
     why    train.compile, with a way back to eager layers on all ranks together
     or norms, routers, `expand_kv` of modules, and the functions for rotations and scales in the family's module: see
     kernels/family_layers.py; and the forwards of adapted linear layers: see kernels/lora_linear.py
