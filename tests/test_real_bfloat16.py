@@ -198,7 +198,7 @@ def measure_margins(model: Any, batches: Any, precision: Any) -> torch.Tensor:
 
     def compute(batch: Any) -> torch.Tensor:
         logits = model(input_ids=batch.inputs["input_ids"], use_cache=False).logits.flatten(0, 1)
-        scores = logits[batch.inputs["supervised"]].float().log_softmax(-1).gather(1, batch.inputs["targets"][:, None])
+        scores = logits[batch.inputs["supervised"]].float().log_softmax(-1).gather(1, batch.targets[:, None])
         sums = torch.zeros(len(batch.pairs.lengths)).double().index_add(0, batch.pairs.sequences, scores[:, 0].double())
         chosen, rejected = sums.view(-1, 2).unbind(1)
         return (chosen - rejected)[: len(batch.rows)]
