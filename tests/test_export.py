@@ -28,8 +28,9 @@ from windlass.export import export as export_with_probe
 from windlass.export import push_to_hub
 from windlass.export.deltas import read_deltas
 from windlass.export.generate import generate, load_model
+from windlass.export.merge import _report_files
 from windlass.export.merged_files import plan_merge, write_merge
-from windlass.export.proof import BOUNDS, prove_files
+from windlass.export.proof import BOUNDS, Proof, prove_files
 from windlass.export.rounding import FLOAT32_BITS, FORMATS, make_dither, round_to
 from windlass.export.source import CONFIG, choose_adapter, find_local_base, require_local_base
 from windlass.files import read_json, write_json
@@ -1140,3 +1141,11 @@ def test_the_commands(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit, match="0"):
         cli.main(["generate", str(tmp_path / "out"), "--prompt", "import", "--tokens", "3"])
     assert read_base(tmp_path / "out").wrapper
+
+
+@pytest.mark.parametrize(("explained", "said"), [(1.5, True), (0.3, False)])
+def test_a_merge_that_rounding_hides_is_said_to_be_untold(explained: float, said: bool) -> None:
+    proof = Proof(kept=0.4, explained=explained, least_kept=("model.layers.0.mlp.up_proj.weight", 0.1))
+    printed: list[str] = []
+    _report_files(proof, printed.append)
+    assert any("can't tell whether so small an adapter is there" in line for line in printed) is said

@@ -127,7 +127,8 @@ class MergedTensor:
         packed = self.piece.packed
         assert packed is not None
         place = self.place(box)
-        columns, kept = 2 * self.piece.stored.shape[-1], kept_scales(self.piece)
+        columns = 2 * self.piece.stored.shape[-1]
+        kept = kept_scales(self.piece)
         rows = [stop - start for start, stop in to_file_order(self.piece, place)[:-1]]
         stored = torch.empty(*rows, four_bits.row_bytes(columns, packed.block, kept, packed.kind), dtype=torch.uint8)
         with ThreadPoolExecutor(1) as pool:
@@ -137,7 +138,8 @@ class MergedTensor:
         merged = self._add_change(base.mT.clone() if packed.transposed else base.clone(), place)
         dither = make_dither(parameter, place, FLOAT32_BITS).view(merged.shape) * 2.0**-FLOAT32_BITS
         if packed.transposed:
-            merged, dither = merged.mT, dither.mT
+            merged = merged.mT
+            dither = dither.mT
         codes = four_bits.change_codes(codes, scales, packed.block, packed.kind, merged - base, dither)
         return codes if packed.kind == "nf4" else codes << 4 | codes >> 4
 

@@ -300,7 +300,8 @@ def _find_path_problems(job: Job) -> Iterator[Problem]:
 
 def list_inputs(job: Job) -> dict[str, str]:
     """Return the paths, or names on the hub, of what the run reads, by the places where they are set."""
-    run, where = job.plan.run, job.where
+    run = job.plan.run
+    where = job.where
     paths: dict[str, str | None] = {where("cluster.machine"): job.cluster.machine}
     if isinstance(run, ScriptRun):
         paths[where("script.path")] = None if job.cluster.working_dir else run.script.path

@@ -119,7 +119,8 @@ def require_inputs(plan: AnyPlan) -> None:
         for trial in plan.trials:
             require_inputs(trial)
         return
-    run, where = plan.run, plan.where
+    run = plan.run
+    where = plan.where
     trackers = [
         Problem(f"{name} is not installed", where("train.report_to"), f"{how}, or take it out", "not-installed")
         for name, how in find_absent_trackers(run.train.report_to).items()

@@ -150,7 +150,8 @@ def change_codes(codes: Tensor, scale: Tensor, block: int, kind: str, change: Te
     asked, left = (each.mul(change).sum(-1, keepdim=True) for each in (change, room))
     moved = units.mul_(torch.where(asked < 2 * left, asked / left, 1.0)).add_(numbers)
     above = torch.bucketize(moved, levels).clamp_(1, len(levels) - 1)
-    low, high = levels[above - 1], levels[above]
+    low = levels[above - 1]
+    high = levels[above]
     levels_after = torch.where(moved - low > dither * (high - low), above, above - 1)
     own = torch.stack([codes >> 4, codes & 15], -1).flatten(-2)
     after = (table == levels[:, None]).byte().argmax(1).byte()[levels_after]
