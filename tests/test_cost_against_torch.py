@@ -42,7 +42,7 @@ def test_predicted_peaks_are_within_a_tenth_of_what_torch_tracks() -> None:
     }
     for key, values in wanted.items():
         assert {row["settings"][key] for row in rows} >= values
-    assert {row["peak"] for row in rows} >= {"loss", "backward of a layer", "last layer's gather"}
+    assert {row["peak"] for row in rows} >= {"loss's backward", "backward of a layer", "last layer's gather"}
     # Without any of these rows, some case is off by more than the tenth: the comparison is not blind to it.
     for part in ("base weights", "activations", "gathered layers", "backward of a layer"):
         rest = [(row["predicted_mib"] - row["rows_mib"].get(part, 0)) / row["measured_mib"] for row in rows]

@@ -239,7 +239,6 @@ def list_training_moments(work: Workload) -> dict[str, list[MemoryRow]]:
     return {
         "last layer's gather": [early, *g["always"], *g["last"]],
         "head's gather": [saved, *g["always"], *g["head"]],
-        "loss": [saved, *g["always"], *g["tail"], MemoryRow("loss", loss, loss_words)],
         "loss's backward": [saved, *g["always"], *g["tail"], MemoryRow("loss", loss + states, gradient)],
         "backward of a layer": [saved, *g["always"], *g["layers"], *backward],
         **forward,
