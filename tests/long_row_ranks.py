@@ -83,8 +83,16 @@ def plant(fault: str, loop: Loop) -> None:
 
         loop.train_step = stopped  # type: ignore[method-assign, assignment]
     else:
-        assert fault == "double"  # to see whether differences are more than rounding
-        loop.model.causal_lm.double()
+        assert fault == "double"
+        compute_in_double(loop)
+
+
+def compute_in_double(loop: Loop) -> None:
+    """Compute in float64 throughout, norms and the loss's softmax too, to see whether differences are rounding."""
+    loop.model.causal_lm.double()
+    softmax = torch.log_softmax
+    torch.log_softmax = lambda logits, dim, dtype: softmax(logits, dim, dtype=torch.float64)  # type: ignore[assignment]
+    torch.Tensor.float = lambda tensor: tensor.double() if tensor.is_floating_point() else tensor.to(torch.float32)  # type: ignore[method-assign]
 
 
 def keep_first_gradients(loop: Loop, kept: dict[str, Tensor]) -> None:
@@ -110,6 +118,7 @@ def train(case: dict[str, Any], file: Path, gradients: Path) -> dict[str, Any]:
     assert here is not None
     kept: dict[str, Tensor] = {}
     make_loop, cut, bring_back = run.make_loop, Cut.__call__, LayerInputs.bring_back
+    softmax, to_float = torch.log_softmax, torch.Tensor.float
 
     def loop_of(*arguments: Any, **others: Any) -> Loop:
         loop = make_loop(*arguments, **others)
@@ -129,6 +138,7 @@ def train(case: dict[str, Any], file: Path, gradients: Path) -> dict[str, Any]:
         run.make_loop = make_loop
         Cut.__call__ = cut  # type: ignore[method-assign]
         LayerInputs.bring_back = bring_back  # type: ignore[method-assign]
+        torch.log_softmax, torch.Tensor.float = softmax, to_float  # type: ignore[method-assign]
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if here.rank == 0:
         torch.save(kept, gradients)

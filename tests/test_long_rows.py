@@ -494,7 +494,7 @@ def test_every_other_family_equals_one_rank(first: int, material: Path) -> None:
 
 @pytest.mark.prove
 def test_the_first_gradient_differs_by_rounding_only(material: Path) -> None:
-    """In float64, what is left comes from the softmax of the loss, which is computed in float32."""
+    """In float64 nothing is left: a wrong term would be."""
     name = "gemma3_text"  # torch's products of experts have no float64
     settings = {**PACKED, **RESIDENT, "train__max_steps": 1, "train__eval_strategy": "no"}
 
@@ -505,4 +505,4 @@ def test_the_first_gradient_differs_by_rounding_only(material: Path) -> None:
 
     alone = start(1)
     for ranks in (2, 4):
-        assert difference(start(ranks), alone, name, name) < 1e-9
+        assert difference(start(ranks), alone, name, name) < 1e-12

@@ -355,8 +355,9 @@ class GatherKeys(torch.autograd.Function):
         sizes = [shape.numel() for shape in ctx.shapes]
         sent = like.new_empty(group.ranks, sum(sizes))
         for number, (shape, part) in enumerate(zip(ctx.shapes, torch.split(sent, sizes, 1), strict=True)):
-            # In float32: rows with sinks add a gradient for each of many spans.
-            whole = like.new_zeros(*shape[:2], group.ranks * shape[2], shape[3], dtype=torch.float32)
+            # Wide: rows with sinks add a gradient for each of many spans.
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            whole = like.new_zeros(*shape[:2], group.ranks * shape[2], shape[3], dtype=dtype)
             for (rows, start, stop), gradient in zip(ctx.spans, gradients[number::2], strict=True):
                 if gradient is not None:
                     whole[rows, :, start:stop] += gradient
